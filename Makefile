@@ -1,0 +1,43 @@
+# Every target is one `python -m ...` line; without make, type that line.
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.installed
+
+.PHONY: help setup demo quick test soak bench lint clean
+
+help:   ## show this list
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 8
+
+setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constraints.txt -e ".[dev]"
+
+demo: setup  ## train with every ZeRO stage, figures in results/: python -m minizero.train --output results
+	$(PY) -m minizero.train --output results $(ARGS)
+
+quick: setup  ## the tests that end within a minute or two: python -m pytest
+	$(PY) -m pytest $(ARGS)
+
+test: setup  ## every test that needs no GPU: python -m pytest -m "not gpu and not soak"
+	$(PY) -m pytest -m "not gpu and not soak" $(ARGS)
+
+soak: setup  ## the tests that run long to catch what is rare: python -m pytest -m soak
+	$(PY) -m pytest -m soak $(ARGS)
+
+bench: setup  ## the benchmarks: python -m tests.bench
+	$(PY) -m tests.bench $(ARGS)
+
+lint: setup  ## python -m ruff check . ; python -m ruff format --check . ; python -m mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:  ## remove caches and builds; .venv and results/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# The stamp is newer than both files once an installation has succeeded.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minizero needs Python 3.11 or newer; " + sys.executable + " is " + sys.version.split()[0] + ". Try: make setup PYTHON=python3.12")'
+	@echo "Installing into .venv: downloads about 0.5 GB with a CPU build of torch, about 3 GB on Linux from the default index (torch brings CUDA). PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are respected."
+	@$(PYTHON) -m venv .venv
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,26 @@
+"""minizero: how large models are trained in little memory, from scratch and to be read.
+
+Reading order: comm, world, collectives, partition, engine, ddp, zero1, zero2, zero3, memory, gpt, train.
+"""
+
+from minizero.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
+from minizero.ddp import DDP
+from minizero.gpt import GPT, GPTConfig
+from minizero.world import World
+from minizero.zero1 import Zero1
+from minizero.zero2 import Zero2
+from minizero.zero3 import Zero3
+
+__all__ = [
+    "DDP",
+    "GPT",
+    "CollectiveMismatch",
+    "Comm",
+    "CommTimeout",
+    "GPTConfig",
+    "RankFailed",
+    "World",
+    "Zero1",
+    "Zero2",
+    "Zero3",
+]

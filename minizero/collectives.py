@@ -1,0 +1,167 @@
+"""The collectives, written by hand: ring all-gather, ring reduce-scatter, and what follows from them.
+
+Ranks stand in a ring and each of N-1 steps passes one chunk to the right, so a
+rank sends (N-1)/N of the tensor for each half, the least that any algorithm can:
+
+    reduce-scatter   every rank ends with one chunk, summed over all ranks
+    all-gather       every rank ends with all chunks
+    all-reduce       = reduce-scatter, then all-gather: 2 (N-1)/N of the tensor
+
+Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+Before data moves the ranks agree on what they are about to do (`agreement`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from minizero.comm import CollectiveMismatch, Comm
+
+COMBINE: dict[str, Callable] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def ring_all_gather(chunks: list[torch.Tensor], comm: Comm) -> None:
+    """Fill all of `chunks` (N equal tensors) on every rank; chunk r comes from rank r."""
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    for step in range(comm.size - 1):
+        # First my own chunk goes out, then always what came in one step before.
+        outgoing = chunks[(comm.rank - step) % comm.size]
+        incoming = chunks[(comm.rank - step - 1) % comm.size]
+        comm.send_recv(outgoing, right, incoming, left)
+
+
+def ring_reduce_scatter(chunks: list[torch.Tensor], comm: Comm, combine: Callable = torch.add) -> torch.Tensor:
+    """Chunk `comm.rank`, combined over all ranks. `chunks`: N equal tensors, left alone."""
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
+    partial = chunks[(comm.rank - 1) % comm.size]
+    buffers = [torch.empty_like(partial) for _ in range(min(2, comm.size - 1))]
+    for step in range(comm.size - 1):
+        incoming = buffers[step % 2]
+        comm.send_recv(partial, right, incoming, left)
+        mine = chunks[(comm.rank - 2 - step) % comm.size]
+        partial = combine(incoming, mine, out=incoming)
+    return partial
+
+
+def all_gather(shard: torch.Tensor, comm: Comm, *, out: torch.Tensor | None = None, label: str = "") -> torch.Tensor:
+    """Every rank's `shard`, one after the other along dimension 0, on every rank.
+
+    shard: (n, …), the same shape on all ranks; returns (N·n, …). `out` is filled instead of a
+    new tensor where given; the shard may be this rank's chunk of it.
+    """
+    _needs_dimension("all_gather", shard)
+    with agreement(comm, "all_gather", shard, label=label):
+        if out is None:
+            out = shard.new_empty((comm.size * shard.shape[0], *shard.shape[1:]))
+        if shard.numel():
+            chunks = list(out.detach().chunk(comm.size))
+            if chunks[comm.rank].data_ptr() != shard.data_ptr():
+                chunks[comm.rank].copy_(shard.detach())
+            ring_all_gather(chunks, comm)
+    return out
+
+
+@torch.no_grad()
+def reduce_scatter(tensor: torch.Tensor, comm: Comm, op: str = "sum", *, label: str = "") -> torch.Tensor:
+    """This rank's chunk of the N ranks' tensors, combined: chunk r along dimension 0 on rank r.
+
+    tensor: (N·n, …), the same shape on all ranks; returns (n, …), a new tensor.
+    op: "sum", "mean", "max" or "min". `ValueError` where N does not divide dimension 0.
+    """
+    _needs_dimension("reduce_scatter", tensor)
+    _check_op("reduce_scatter", op, tensor)
+    if tensor.shape[0] % comm.size:
+        raise ValueError(
+            f"reduce_scatter: {comm.size} ranks do not divide dimension 0 of shape {tuple(tensor.shape)}: "
+            f"pad it with minizero.partition.pad(tensor, {comm.size})"
+        )
+    with agreement(comm, "reduce_scatter", tensor, op=op, label=label):
+        if not tensor.numel() or comm.size == 1:
+            return tensor.contiguous().clone()
+        result = ring_reduce_scatter(list(tensor.contiguous().chunk(comm.size)), comm, COMBINE[op])
+    return result.div_(comm.size) if op == "mean" else result
+
+
+@torch.no_grad()
+def all_reduce(tensor: torch.Tensor, comm: Comm, op: str = "sum", *, label: str = "") -> torch.Tensor:
+    """The N ranks' tensors combined, on every rank. Any shape, the same on all ranks; op as in `reduce_scatter`."""
+    _check_op("all_reduce", op, tensor)
+    with agreement(comm, "all_reduce", tensor, op=op, label=label):
+        # The padding travels too, but meets only other ranks' padding.
+        flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)
+        flat[: tensor.numel()].copy_(tensor.reshape(-1))
+        if tensor.numel() and comm.size > 1:
+            chunks = list(flat.chunk(comm.size))
+            chunks[comm.rank].copy_(ring_reduce_scatter(chunks, comm, COMBINE[op]))
+            if op == "mean":
+                chunks[comm.rank].div_(comm.size)
+            ring_all_gather(chunks, comm)
+    return flat[: tensor.numel()].view(tensor.shape)
+
+
+@torch.no_grad()
+def broadcast(tensor: torch.Tensor, comm: Comm, root: int = 0, *, label: str = "") -> torch.Tensor:
+    """Rank `root`'s tensor, on every rank; the others' give shape and dtype.
+
+    A binomial tree: in step k the 2^k ranks that have the tensor each pass it to one that
+    has not, so log2 N steps are enough.
+    """
+    if not 0 <= root < comm.size:
+        raise ValueError(f"broadcast: root {root} does not exist: ranks are 0 to {comm.size - 1}")
+    with agreement(comm, "broadcast", tensor, root=root, label=label):
+        result = tensor.contiguous().clone()
+        position = (comm.rank - root) % comm.size  # the root stands at 0
+        reach = 1
+        while reach < comm.size and tensor.numel():
+            if position < reach and position + reach < comm.size:
+                comm.send(result, (comm.rank + reach) % comm.size)
+            elif reach <= position < 2 * reach:
+                comm.recv(result, (comm.rank - reach) % comm.size)
+            reach *= 2
+    return result
+
+
+def barrier(comm: Comm) -> None:
+    """Returns when all ranks have come here: the agreement is all there is to it."""
+    with agreement(comm, "barrier", None):
+        pass
+
+
+@contextlib.contextmanager
+def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None, **details: object) -> Iterator[None]:
+    """All ranks say what they are about to do; `CollectiveMismatch` on each of them if they differ.
+
+    Without it, ranks that disagree hang, abort, or take each other's bytes for something else.
+    """
+    comm.sequence += 1
+    comm.operation = f"{operation} #{comm.sequence}"
+    what = "" if tensor is None else f" of {tensor.numel():,} elements {tuple(tensor.shape)} of {tensor.dtype}"
+    extras = "".join(f", {key}={value}" for key, value in details.items() if value != "")
+    everyone = comm.exchange(f"{comm.operation}{what}{extras}")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[comm.rank]:
+            raise CollectiveMismatch(
+                f"rank {comm.rank} called {everyone[comm.rank]}; rank {rank} called {theirs}: "
+                "did the ranks build different models, or take different branches?"
+            )
+    yield
+    comm.operation = ""
+
+
+def _check_op(name: str, op: str, tensor: torch.Tensor) -> None:
+    if op not in COMBINE:
+        raise ValueError(f"{name}: unknown op {op!r}: use one of {', '.join(COMBINE)}")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{name}: the mean of {tensor.dtype} is not one: use op='sum', or a floating dtype")
+
+
+def _needs_dimension(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() == 0:
+        raise ValueError(f"{name}: needs a tensor with a dimension 0 to cut along: use tensor.reshape(1)")

@@ -1,0 +1,123 @@
+"""What a rank sees of the others: send, recv, and the errors that end a run.
+
+A rank is one of N workers that run the same program on different data. Two
+transports offer the same `Comm`:
+
+    World(4).run(fn)                          4 threads of this process (world.py)
+    with Comm.from_process_group() as comm:   one process of torchrun (processes.py)
+
+A `send` waits for its `recv` (a rendezvous, as in MPI), so a message costs one copy and no
+hidden buffer; two ranks that both send first wait for each other: `send_recv` does both at once.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+
+
+class RankFailed(RuntimeError):
+    """A rank failed; `.rank` is the first that did, `__cause__` its exception."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class CollectiveMismatch(RuntimeError):
+    """The ranks were about to do different things; raised on every rank before data moves."""
+
+
+class CommTimeout(RuntimeError):
+    """A rank waited for another longer than the timeout."""
+
+
+class Comm:
+    """One rank's view of the others: who it is, and how it reaches them.
+
+    `rank` (0 … size-1), `size`, `device`, `timeout` in seconds; `bytes_sent` and
+    `bytes_received` count payload, that of communicators made by `split` included.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, timeout: float, parent: "Comm | None" = None
+    ) -> None:
+        self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.parent = parent
+        self.bytes_sent = self.bytes_received = 0
+        self.sequence = 0  # of the last collective; see collectives.agreement
+        self.operation = ""  # what this rank is in, for the messages of others
+
+    @staticmethod
+    def from_process_group(group: Any = None) -> contextlib.AbstractContextManager["Comm"]:
+        """This process as one rank of `torch.distributed`: gloo on CPUs, NCCL on GPUs.
+
+        A context manager: sets up a process group from torchrun's variables if there is
+        none, and destroys only what it made. `ValueError` outside torchrun.
+        """
+        from minizero.processes import process_comm
+
+        return process_comm(group)
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send `tensor` to rank `dst`; returns when it has been received."""
+        self._move(tensor, dst, None, None)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        """Fill `tensor` with what rank `src` sends (same number of elements, same dtype)."""
+        self._move(None, None, tensor, src)
+
+    def send_recv(self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int) -> None:
+        """Send `outgoing` to `dst` and fill `incoming` from `src` at the same time."""
+        self._move(outgoing, dst, incoming, src)
+
+    def split(self, color: int) -> "Comm":
+        """A communicator of the ranks that gave the same color, in the order of their ranks. Collective."""
+        colors = self.exchange(f"{color}")
+        ranks = [rank for rank, other in enumerate(colors) if other == f"{color}"]
+        self.sequence += 1
+        return self.subgroup(ranks, name=f"{self.sequence}:{color}")
+
+    def _move(
+        self, outgoing: torch.Tensor | None, dst: int | None, incoming: torch.Tensor | None, src: int | None
+    ) -> None:
+        for peer in (dst, src):
+            if peer is not None and not 0 <= peer < self.size:
+                raise ValueError(f"rank {peer} does not exist: ranks are 0 to {self.size - 1}")
+        if self.rank in (dst, src) and dst != src:
+            raise ValueError(f"rank {self.rank} can reach itself only by send_recv to and from itself")
+        if outgoing is not None:
+            outgoing = outgoing.detach().contiguous()
+        target = incoming
+        if incoming is not None:
+            target = incoming.detach() if incoming.is_contiguous() else torch.empty_like(incoming).contiguous()
+        if dst == src == self.rank:
+            same = outgoing.numel() == target.numel() and outgoing.dtype == target.dtype  # type: ignore[union-attr]
+            if not same:
+                raise ValueError("send_recv to oneself needs tensors of one size and dtype")
+            target.view(-1).copy_(outgoing.view(-1))  # type: ignore[union-attr]
+        else:
+            self.transfer(outgoing, dst, target, src)
+            self._count(0 if outgoing is None else outgoing.nbytes, 0 if target is None else target.nbytes)
+        if incoming is not None and not incoming.is_contiguous():
+            incoming.detach().copy_(target)  # type: ignore[arg-type]
+
+    def _count(self, sent: int, received: int) -> None:
+        self.bytes_sent += sent
+        self.bytes_received += received
+        if self.parent is not None:
+            self.parent._count(sent, received)
+
+    # What a transport has to offer.
+
+    def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
+        """Move contiguous tensors; either direction may be None."""
+        raise NotImplementedError
+
+    def exchange(self, words: str) -> list[str]:
+        """Every rank's `words`, in rank order; the agreement before a collective. Not counted as payload."""
+        raise NotImplementedError
+
+    def subgroup(self, ranks: list[int], name: str) -> "Comm":
+        """The communicator of these ranks of mine."""
+        raise NotImplementedError

@@ -1,0 +1,212 @@
+"""Flat buffers: a unit's parameters end to end, padded, and cut into N equal chunks, one a rank.
+
+    |  weight  | bias |    weight    | bias |pad|      one unit (say, a transformer block)
+    |   rank 0   |   rank 1   |  rank 2  |  rank 3  |  its N chunks; rank r owns chunk r
+
+The module's own parameters become views of the flat buffer (the replica), so that one
+collective moves a whole unit, and cuts may fall inside a parameter.
+Rajbhandari et al., 2019, "ZeRO", section 5; Zhao et al., 2023, "PyTorch FSDP", section 3.2.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from minizero.collectives import broadcast
+from minizero.comm import Comm
+from minizero.memory import tag
+
+GroupBy = Callable[[str, nn.Parameter], Any]
+
+
+def pad(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """`tensor` with zeros appended along dimension 0 until `multiple` divides it."""
+    missing = -tensor.shape[0] % multiple
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+class Unit:
+    """Parameters that are gathered, reduced and freed together. All flat buffers have `size` elements.
+
+    flat: the replica in the computing dtype, which the module's parameters are views of.
+    master: FP32, what the optimizer's parameters are cut from: this rank's chunk, or all of it (DDP).
+    shards: the optimizer's parameters, a piece of `master` for each value of `group_by` in it.
+    """
+
+    flat: torch.Tensor
+    master: torch.Tensor
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        named: dict[str, nn.Parameter],
+        comm: Comm,
+        dtype: torch.dtype,
+        group_by: GroupBy | None,
+    ) -> None:
+        self.name, self.module, self.comm, self.dtype = name, module, comm, dtype
+        self.names, self.parameters = list(named), list(named.values())
+        self.trains = self.parameters[0].requires_grad  # a unit is trained or frozen, never both
+        self.shapes = [p.shape for p in self.parameters]
+        self.offsets = [sum(s.numel() for s in self.shapes[:i]) for i in range(len(self.shapes))]
+        self.places = {id(p): offset for p, offset in zip(self.parameters, self.offsets, strict=True)}
+        self.numel = sum(s.numel() for s in self.shapes)
+        self.size = -(-self.numel // comm.size) * comm.size
+        self.group_of = [group_by(n, p) if group_by else None for n, p in named.items()]
+        self.shards: list[nn.Parameter] = []
+        self.groups: list[Any] = []  # the value of `group_by` for each shard
+        self.gradient: torch.Tensor | None = None  # full and local, while backward fills it
+        self.earlier: list[torch.Tensor | None] = []  # the shards' gradients from before this backward
+        self.version = -1  # of `master` when the replica was last made from it
+
+    def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Rank 0's values (by default the parameters') in one flat FP32 buffer on this rank's device."""
+        full = torch.zeros(self.size, device=self.comm.device)
+        for view, value in zip(self.views(full), values or self.parameters, strict=True):
+            view.copy_(value.detach())
+        full = broadcast(full, self.comm, label=self.name)
+        tag(full, "parameters")
+        return full
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in a flat buffer, in their own shapes."""
+        return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
+
+    def chunk(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's chunk of a flat buffer, as a view."""
+        return flat.chunk(self.comm.size)[self.comm.rank]
+
+    def point_parameters_at(self, flat: torch.Tensor | None) -> None:
+        """Make the module's parameters views of `flat`; with None, empty, so that using one is an error."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.comm.device)
+        for parameter, view in zip(
+            self.parameters, self.views(flat) if flat is not None else [empty] * len(self.shapes), strict=True
+        ):
+            parameter.data = view
+
+    def cut_shards(self) -> None:
+        """Cut `master` into the optimizer's parameters: where the value of `group_by` changes, and nowhere else."""
+        tag(self.master, "parameters" if self.dtype == torch.float32 else "optimizer")
+        whole = self.master.numel() == self.size
+        start = 0 if whole else self.comm.rank * self.master.numel()
+        ends = [*self.offsets[1:], self.size]  # the padding goes with the last parameter
+        for group, low, high in zip(self.group_of, self.offsets, ends, strict=True):
+            low, high = max(low - start, 0), min(high - start, self.master.numel())
+            if low >= high:
+                continue
+            if self.groups and self.groups[-1] == group:
+                low = int(self.shards.pop().storage_offset() - self.master.storage_offset())
+                self.groups.pop()
+            self.groups.append(group)
+            self.shards.append(nn.Parameter(self.master[low:high], requires_grad=self.trains))
+
+    def replica_is_stale(self) -> bool:
+        """Has `master` been written since the replica was made from it?"""
+        return self.master._version != self.version
+
+    def replica_is_fresh_now(self) -> None:
+        """Remember what `master` the replica was made from."""
+        self.version = self.master._version
+
+    def deposit(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Move a parameter's gradient into its place in the unit's full gradient."""
+        assert parameter.grad is not None
+        if self.gradient is None:
+            self.gradient = torch.zeros(self.size, dtype=dtype, device=self.comm.device)
+            tag(self.gradient, "gradients")
+        start = self.places[id(parameter)]
+        self.gradient[start : start + parameter.numel()].add_(parameter.grad.view(-1))
+        parameter.grad = None
+
+    def set_gradient(self, gradient: torch.Tensor, full: torch.Tensor | None = None) -> None:
+        """Give the shards their gradient, as long as `master`, plus what they had before this backward.
+
+        `full` is kept as long as the shards' gradients live, which is until zero_grad().
+        """
+        gradient = gradient.float()
+        tag(gradient, "gradients")
+        pieces = self._pieces(gradient)
+        for shard, piece, earlier in zip(self.shards, pieces, self.earlier or [None] * len(pieces), strict=True):
+            shard.grad = piece if earlier is None else piece.add_(earlier)
+            shard.grad.full = full  # type: ignore[attr-defined]
+        self.earlier = []
+
+    def show_gradient(self) -> None:
+        """Under no_sync: let the shards' gradients be views of the full local one."""
+        assert self.gradient is not None
+        whole = self.master.numel() == self.size
+        for shard, piece in zip(
+            self.shards, self._pieces(self.gradient if whole else self.chunk(self.gradient)), strict=True
+        ):
+            shard.grad = piece
+
+    def gradient_norms(self, norm_type: float) -> torch.Tensor:
+        """The norm of each chunk of the gradient that this rank holds."""
+        gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
+        flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.size // self.comm.size)
+        return torch.stack([torch.linalg.vector_norm(c, norm_type) for c in flat.split(self.size // self.comm.size)])
+
+    def shard_names(self, prefix: str) -> list[str]:
+        """A name for each shard: the parameter's own (FP32 DDP), or the unit's with the group's."""
+        if self.shards == self.parameters:
+            return [prefix + name for name in self.names]
+        return [f"{prefix}{self.name}" + ("" if group is None else f".{group}") for group in self.groups]
+
+    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [shard.numel() for shard in self.shards]
+        pieces = flat[: sum(sizes)].split(sizes)
+        return [piece.view(shard.shape) for piece, shard in zip(pieces, self.shards, strict=True)]
+
+
+def make_units(
+    module: nn.Module,
+    comm: Comm,
+    dtype: torch.dtype,
+    given: Sequence[nn.Module] | None,
+    group_by: GroupBy | None,
+) -> list[Unit]:
+    """The root unit first, then the others in the module's order; frozen parameters form units of their own.
+
+    given: modules, each to be a unit; by default the repeated blocks. A parameter belongs to the
+    innermost unit around it; one that is tied across units belongs to the root.
+    """
+    paths = {id(m): path for path, m in module.named_modules()}
+    if given is not None and any(id(m) not in paths for m in given):
+        raise ValueError("units: each must be a submodule of the wrapped module")
+    chosen = dict(repeated_blocks(module)) if given is None else {paths[id(m)]: m for m in given}
+    owners: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        around = [path for path in chosen if path and name.startswith(path + ".")]
+        owners.setdefault(id(parameter), set()).add(max(around, key=len, default=""))
+    contents: dict[tuple[str, bool], dict[str, nn.Parameter]] = {}
+    for path in ["", *chosen]:
+        for name, parameter in module.named_parameters():
+            owner = owners[id(parameter)]
+            if (owner.copy().pop() if len(owner) == 1 else "") == path:
+                contents.setdefault((path, parameter.requires_grad), {})[name] = parameter
+    return [
+        Unit(
+            (path or "root") + ("" if trains else " (frozen)"),
+            chosen.get(path) if path else None,
+            named,
+            comm,
+            dtype,
+            group_by,
+        )
+        for (path, trains), named in contents.items()
+    ]
+
+
+def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children of each ModuleList or Sequential whose children are of one type: (path, child)."""
+    children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+    kinds = {type(child) for _, child in children}
+    repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) == 1
+    if repeated and not kinds & {nn.ModuleList, nn.ModuleDict}:  # which are never called themselves
+        yield from children
+    else:
+        for child_path, child in children:
+            yield from repeated_blocks(child, child_path)

@@ -1,0 +1,41 @@
+"""ZeRO stage 1: each rank keeps the optimizer states of its own chunk only.
+
+    per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ/N   = 8Ψ + 8Ψ/N bytes
+    sent per step           2Ψ (N-1)/N elements: reduce-scatter of gradients, all-gather of parameters
+
+DDP's all-reduce is cut in half and the optimizer put in between: after the reduce-scatter a rank
+has the averaged gradient of its chunk, which is all it needs to update that chunk; what is then
+gathered is the updated parameters instead of the gradients. The same traffic, N times fewer states.
+Rajbhandari et al., 2019, "ZeRO", section 5.1 (P_os).
+"""
+
+import torch
+
+from minizero.collectives import all_gather, reduce_scatter
+from minizero.engine import Engine
+from minizero.partition import Unit
+
+
+class Zero1(Engine):
+    """Sharded optimizer states. Arguments, and the training loop: see `Engine`."""
+
+    def keep(self, unit: Unit, full: torch.Tensor) -> None:
+        unit.flat = full.to(unit.dtype)
+        unit.point_parameters_at(unit.flat)
+        # In FP32 the shard is a view of the replica; a 16-bit replica needs an FP32 master beside it.
+        unit.master = unit.chunk(full) if unit.flat is full else unit.chunk(full).clone()
+        unit.cut_shards()
+
+    def before_forward(self) -> None:
+        for unit in self.units:
+            if unit.replica_is_stale():
+                mine = unit.chunk(unit.flat)
+                mine.copy_(unit.master)
+                all_gather(mine, self.comm, out=unit.flat, label=unit.name)
+                unit.replica_is_fresh_now()
+
+    def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
+        mine = unit.chunk(gradient)
+        mine.copy_(reduce_scatter(gradient, self.comm, "mean", label=unit.name))
+        # The other chunks are of no use to this rank, and still fill memory until zero_grad().
+        unit.set_gradient(mine, full=gradient)

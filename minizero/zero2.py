@@ -1,0 +1,38 @@
+"""ZeRO stage 2: each rank also keeps the gradient of its own chunk only.
+
+    per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ/N   optimizer 8Ψ/N   = 4Ψ + 12Ψ/N bytes
+    sent per step           2Ψ (N-1)/N elements: reduce-scatter of gradients, all-gather of parameters
+
+The difference from stage 1 is what is not kept: a unit's full gradient is dropped as soon as it is
+reduced, while backward goes on to the unit before it. At no time is there more than one of them.
+Rajbhandari et al., 2019, "ZeRO", section 5.2 (P_os+g).
+"""
+
+import torch
+
+from minizero.collectives import all_gather, reduce_scatter
+from minizero.engine import Engine
+from minizero.partition import Unit
+
+
+class Zero2(Engine):
+    """Sharded optimizer states and gradients. Arguments, and the training loop: see `Engine`."""
+
+    def keep(self, unit: Unit, full: torch.Tensor) -> None:
+        unit.flat = full.to(unit.dtype)
+        unit.point_parameters_at(unit.flat)
+        # In FP32 the shard is a view of the replica; a 16-bit replica needs an FP32 master beside it.
+        unit.master = unit.chunk(full) if unit.flat is full else unit.chunk(full).clone()
+        unit.cut_shards()
+
+    def before_forward(self) -> None:
+        for unit in self.units:
+            if unit.replica_is_stale():
+                mine = unit.chunk(unit.flat)
+                mine.copy_(unit.master)
+                all_gather(mine, self.comm, out=unit.flat, label=unit.name)
+                unit.replica_is_fresh_now()
+
+    def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
+        # Nothing refers to the full gradient after this: its memory is free for the next unit's.
+        unit.set_gradient(reduce_scatter(gradient, self.comm, "mean", label=unit.name))

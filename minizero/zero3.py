@@ -1,0 +1,48 @@
+"""ZeRO stage 3 (fully sharded, FSDP): each rank also keeps the parameters of its own chunk only.
+
+    per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes
+    sent per step           3Ψ (N-1)/N elements: parameters gathered in forward and again in backward,
+                            gradients reduce-scattered; the root unit is gathered once
+
+The replica of a unit exists only while the unit computes. `gather` fills its buffer from all ranks'
+chunks, `release` empties it. Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p);
+Zhao et al., 2023, "PyTorch FSDP".
+"""
+
+import torch
+
+from minizero.collectives import all_gather, reduce_scatter
+from minizero.engine import Engine
+from minizero.memory import tag
+from minizero.partition import Unit
+
+
+class Zero3(Engine):
+    """Sharded optimizer states, gradients and parameters. Arguments, and the training loop: see `Engine`."""
+
+    def keep(self, unit: Unit, full: torch.Tensor) -> None:
+        unit.master = unit.chunk(full).clone()
+        unit.cut_shards()
+        unit.flat = full.to(unit.dtype)
+        tag(unit.flat, "parameters")
+        self.release(unit)
+
+    def gather(self, unit: Unit) -> None:
+        storage = unit.flat.untyped_storage()
+        if storage.nbytes() and not unit.replica_is_stale():
+            return
+        storage.resize_(unit.size * unit.dtype.itemsize)
+        mine = unit.chunk(unit.flat)
+        mine.copy_(unit.master)
+        all_gather(mine, self.comm, out=unit.flat, label=unit.name)
+        unit.point_parameters_at(unit.flat)
+        unit.replica_is_fresh_now()
+
+    def release(self, unit: Unit) -> None:
+        # The storage is emptied, not only the parameter: autograd still holds views of it for backward.
+        unit.flat.untyped_storage().resize_(0)
+        unit.point_parameters_at(None)
+
+    def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
+        # Nothing refers to the full gradient after this: its memory is free for the next unit's.
+        unit.set_gradient(reduce_scatter(gradient, self.comm, "mean", label=unit.name))

@@ -1,0 +1,10 @@
+"""Numbers in 16 bits and fewer, bit by bit, and how to train with them.
+
+A floating-point number is (-1)^sign × 2^(exponent - bias) × 1.mantissa. With 16 bits there is
+little room: FP16 has 5 bits of exponent and 10 of mantissa, so it ends at 65504, small gradients
+round to zero, and a small step added to a large weight is lost. Three habits make training work all
+the same: sums in FP32, a loss scale that moves the gradients into range, and FP32 master weights.
+
+IEEE 754-2019, "Standard for Floating-Point Arithmetic" (formats, rounding, exceptions);
+Micikevicius et al., 2018, "Mixed Precision Training" (the three habits).
+"""

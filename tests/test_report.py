@@ -1,0 +1,159 @@
+"""The report: right numbers in the right columns, boxes to scale, nothing half-written."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from minizero import report
+
+NAMES = ["DDP", "Zero1", "Zero2", "Zero3"]
+STATES = ["parameters", "gradients", "optimizer"]
+CATEGORIES = [*STATES, "activations", "temporary", "communication"]
+MIB = 2**20
+
+
+def make_results(stages=(0, 1, 2, 3), world_size=4):
+    """A made-up run in which no two numbers of a stage are equal."""
+    runs = []
+    for stage in stages:
+        ranks = []
+        for rank in range(world_size):
+            persistent = {name: (10 * place + 8 - stage + rank) * MIB for place, name in enumerate(STATES, 1)}
+            peak = {name: (7 * place + stage + rank) * MIB for place, name in enumerate(CATEGORIES, 1)}
+            persistent["total"] = sum(persistent.values())
+            ranks.append({"persistent": persistent, "peak": {**peak, "total": (100 + stage + rank) * MIB}})
+        predicted = {name: (10 * place + 6) * MIB // (stage + 1) for place, name in enumerate(STATES, 1)}
+        curve: dict = {name: [place * MIB] * 40 for place, name in enumerate(CATEGORIES, 1)}
+        curve["activations"] = [step * (4 - stage) * MIB for step in [*range(20), *reversed(range(20))]]
+        curve["total"] = [sum(values) for values in zip(*curve.values())]
+        curve["phase"] = ["between"] * 2 + ["forward"] * 16 + ["backward"] * 19 + ["optimizer"] * 3
+        run = {"stage": stage, "name": NAMES[stage], "losses": [4.0, 3.0, 2.5 + stage / 8]}
+        run |= {"step_seconds": 0.5 + stage, "bytes_sent": (60 + stage) * MIB}
+        run |= {"bytes_sent_formula": (70.5 + stage) * MIB, "ranks": ranks, "curve": curve}
+        runs.append(run | {"predicted": {**predicted, "total": sum(predicted.values())}})
+    machine = {"cpu": "Some [cpu]", "cores": 8, "python": "3.12.1", "torch": "2.11.0", "device": "cpu"}
+    config = {"width": 192, "layers": 6, "dtype": "float32"}
+    sizes = {"world_size": world_size, "n_parameters": 2_745_600}
+    return {"machine": machine, "config": config, **sizes, "runs": runs}
+
+
+def printed_lines(results, width=80):
+    output = io.StringIO()
+    report.print_table(results, Console(file=output, width=width))
+    return output.getvalue().splitlines()
+
+
+def figures(results):
+    return [report.draw_curves(results), report.draw_boxes(results), report.draw_losses(results)]
+
+
+def test_table_puts_each_number_in_its_column():
+    results = make_results()
+    lines = printed_lines(results)
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    assert lines[0].startswith("Some [cpu] (8 cores), Python 3.12.1, torch 2.11.0, device cpu")
+    headers = [line.split() for line in lines]
+    assert ["category", "stage", "measured", "predicted"] in headers
+    assert ["stage", "measured,", "MiB", "predicted,", "MiB", "seconds", "loss"] in headers
+
+    rows = [line.split() for line in lines]
+    last = {run["name"]: run["ranks"][-1] for run in results["runs"]}  # the last rank holds most
+    for run in results["runs"]:
+        name, held = run["name"], last[run["name"]]["persistent"]
+        for category in [*STATES, "total"]:
+            numbers = [f"{number / MIB:.2f}" for number in (held[category], run["predicted"][category])]
+            assert [category, name, *numbers] in rows
+        sent = [f"{run['bytes_sent'] / MIB:.2f}", f"{run['bytes_sent_formula'] / MIB:.2f}"]
+        assert [name, *sent, f"{run['step_seconds']:.3f}", f"{run['losses'][-1]:.6f}"] in rows
+    assert ["category", *NAMES] in rows
+    for category in CATEGORIES:
+        assert [category, *(f"{last[name]['peak'][category] / MIB:.2f}" for name in NAMES)] in rows
+    assert ["joint", "total", *(f"{last[name]['peak']['total'] / MIB:.2f}" for name in NAMES)] in rows
+
+
+@pytest.mark.parametrize(("stages", "world_size"), [((0, 1, 2, 3), 4), ((3,), 1), ((0, 2), 8)])
+def test_boxes_are_as_high_as_their_bytes(stages, world_size):
+    results = make_results(stages, world_size)
+    (axes,) = report.draw_boxes(results).axes
+    drawn = []
+    for bars in axes.containers:
+        drawn += [(bars.get_label(), bar.get_y() * MIB, bar.get_height() * MIB) for bar in bars]
+    expected = []
+    for run in results["runs"]:
+        for place, name in enumerate(STATES):
+            for held in (rank["persistent"] for rank in run["ranks"]):
+                expected.append((name, sum(held[below] for below in STATES[:place]), held[name]))
+    assert drawn == expected
+    lefts = [bar.get_x() for bars in axes.containers for bar in bars]
+    assert len(set(lefts)) == len(stages) * world_size
+
+
+def test_curves_mark_the_measured_peak_and_the_predicted_total():
+    results = make_results()
+    panels = report.draw_curves(results).axes
+    assert len({panel.get_ylim() for panel in panels}) == 1
+    for panel, run in zip(panels, results["runs"], strict=True):
+        predicted, peak = panel.lines
+        highest = max(run["curve"]["total"]) / MIB
+        words = {text.get_text() for text in panel.texts}
+        assert words == {"forward", "backward", "optimizer step", f"peak {highest:.1f} MiB"}
+        assert np.unique(predicted.get_ydata()) == [run["predicted"]["total"] / MIB]
+        assert np.unique(peak.get_ydata()) == [highest]
+        assert predicted.get_color() not in [peak.get_color(), *report.COLORS.values()]
+
+
+def test_losses_name_the_largest_difference():
+    title = report.draw_losses(make_results()).get_suptitle()
+    assert title.endswith("largest difference between stages: 0.375")
+    assert "difference" not in report.draw_losses(make_results(stages=(3,))).get_suptitle()
+
+
+@pytest.mark.parametrize(("stages", "world_size"), [((0, 1, 2, 3), 4), ((3,), 1), ((0, 2), 8)])
+def test_every_axis_is_labelled_and_the_legend_hides_nothing(stages, world_size):
+    for figure in figures(make_results(stages, world_size)):
+        figure.draw_without_rendering()
+        legend = figure.legends[0].get_window_extent()
+        assert legend.x0 >= 0 and legend.y0 >= 0 and legend.x1 <= figure.bbox.x1
+        for axes in figure.axes:
+            assert axes.get_xlabel()
+            assert "MiB" in axes.get_ylabel() or "nats" in axes.get_ylabel()
+            assert not axes.get_tightbbox().overlaps(legend)
+
+
+def test_the_json_alone_draws_the_same_pictures_again(tmp_path, monkeypatch, capsys):
+    results = make_results()
+    paths = report.save(results, tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == ["results.json", "curves.png", "boxes.png", "losses.png"]
+    assert json.loads(paths[0].read_text()) == results
+    before = [path.read_bytes() for path in paths]
+    assert all(content.startswith(b"\x89PNG") and len(content) < 300_000 for content in before[1:])
+    for path in paths[1:]:
+        path.unlink()
+    monkeypatch.setattr("sys.argv", ["report", str(paths[0])])
+    report.main()
+    assert [path.read_bytes() for path in paths] == before
+    assert "joint total" in capsys.readouterr().out
+
+
+def test_a_failed_save_leaves_no_partial_file(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError):
+        report.save(make_results(), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "in the way"
+
+    folder = tmp_path / "folder"
+    old = {path: path.read_bytes() for path in report.save(make_results(), folder)}
+
+    def disk_full(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", disk_full)
+    with pytest.raises(OSError, match="no space"):
+        report.save(make_results(stages=(3,)), folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == old
