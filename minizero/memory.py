@@ -90,15 +90,15 @@ class Ledger(TorchDispatchMode):
         self.hooks.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.phase != "backward" and torch._C._current_graph_task_id() != -1:
-            self._enter_backward()
-        elif self.phase == "backward" and torch._C._current_graph_task_id() == -1:
-            self.phase = "between"
-        if not func.is_view:
-            for tensor in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(tensor, torch.Tensor):
-                    self.follow(tensor.untyped_storage())
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward != (self.phase == "backward"):
+            self._enter_backward() if in_backward else self._enter_phase("between")
+        if func.is_view:
+            return result
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.follow(tensor.untyped_storage())
         return result
 
     def follow(self, storage: torch.UntypedStorage) -> _Record:

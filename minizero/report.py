@@ -101,28 +101,32 @@ def print_table(results: Results, console: Console) -> None:
 def draw_curves(results: Results) -> Figure:
     """Draws what rank 0 holds during one training step: a panel for each stage, all on one scale."""
     runs = results["runs"]
-    names = _categories({name: max(samples) for name, samples in run["curve"].items()} for run in runs)
-    highest = max(max(run["predicted"]["total"], *run["curve"]["total"]) for run in runs)
-    colors = [_color(name) for name in names]
+    peaks = [_peaks(run["curve"]) for run in runs]
+    names = _categories(peaks)
+    highest = max(one["total"] for one in peaks + [run["predicted"] for run in runs])
     figure, columns = Figure(figsize=(16, 9)), min(len(runs), 2)
     for panel, run in enumerate(runs, start=1):
         axes = figure.add_subplot(-(-len(runs) // columns), columns, panel)
-        curve, length = run["curve"], len(run["curve"]["total"])
-        layers = [[held / MIB for held in curve.get(name, [0] * length)] for name in names]
-        axes.stackplot(range(length), layers, step="post", colors=colors, linewidth=0)
+        _draw_curve(axes, run["curve"], names)
         predicted = axes.axhline(run["predicted"]["total"] / MIB, **PREDICTED)
         predicted.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
-        _mark_phases(axes, curve["phase"])
-        peak = max(curve["total"])
-        when = curve["total"].index(peak)
-        axes.plot(when, peak / MIB, "o", color="black", markersize=8)
-        side = "left" if when < length / 3 else "right" if when > length * 2 / 3 else "center"
-        _write_above(axes, f"peak {peak / MIB:.1f} MiB", (when, peak / MIB), side)
-        _label(axes, "allocations and frees, in order", "memory (MiB)")
         axes.set_title(run["name"], fontsize=FONT + 3, fontweight="bold", pad=28)
-        axes.set(xlim=(0, length), ylim=(0, 1.2 * highest / MIB))
+        axes.set_ylim(0, 1.2 * highest / MIB)
     keys = [*_keys(names), Line2D([], [], label="predicted persistent", **PREDICTED)]
     return _finish(figure, f"Memory of rank 0 during one training step: {_size(results)}", keys)
+
+
+def plot_curve(samples: Sequence[Any], axes: Axes | None = None) -> Axes:
+    """Draws the curve of a `Ledger` on `axes`, by default on a new figure, which a notebook shows."""
+    if axes is None:
+        from matplotlib import pyplot  # notebooks show the figures that pyplot knows
+
+        axes = pyplot.figure(figsize=(14, 6), layout="constrained").add_subplot()
+    curve: Results = {name: [sample[name] for sample in samples] for name in samples[0]}
+    names = _categories([_peaks(curve)])
+    _draw_curve(axes, curve | {"phase": [sample.phase for sample in samples]}, names)
+    axes.legend(handles=_keys(names), loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT, frameon=False)
+    return axes
 
 
 def draw_boxes(results: Results) -> Figure:
@@ -193,9 +197,10 @@ def _write(files: Mapping[str, bytes], folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _categories(found: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The categories that hold anything: the known ones in the order of COLORS, then any others."""
-    names = {name for one in found for name, held in one.items() if held} - {"phase", "total"}
+def _categories(found: Iterable[Mapping[str, int]]) -> list[str]:
+    """The categories worth a row or a box: the known ones in the order of COLORS, then any others."""
+    # Less than a thousandth of the total (a loss, a batch) could be neither read nor seen.
+    names = {name for one in found for name, held in one.items() if held > one["total"] / 1000} - {"total"}
     return [*(name for name in COLORS if name in names), *sorted(names - COLORS.keys())]
 
 
@@ -217,6 +222,25 @@ def _color(category: str) -> str:
 
 def _keys(names: Iterable[str]) -> list[Any]:
     return [Patch(label=name, color=_color(name)) for name in names]
+
+
+def _peaks(curve: Mapping[str, list[Any]]) -> dict[str, int]:
+    return {name: max(held) for name, held in curve.items() if name != "phase"}
+
+
+def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str]) -> None:
+    """Draws one curve, stacked by category, with its phases and its peak."""
+    length, peak = len(curve["total"]), max(curve["total"])
+    layers = [[held / MIB for held in curve.get(name, [0] * length)] for name in names]
+    colors = [_color(name) for name in names]
+    axes.stackplot(range(length), layers, step="post", colors=colors, linewidth=0)
+    _mark_phases(axes, curve["phase"])
+    when = curve["total"].index(peak)
+    axes.plot(when, peak / MIB, "o", color="black", markersize=8, zorder=4)
+    side = "left" if when < length / 3 else "right" if when > length * 2 / 3 else "center"
+    _write_above(axes, f"peak {peak / MIB:.1f} MiB", (when, peak / MIB), side)
+    _label(axes, "allocations and frees, in order", "memory (MiB)")
+    axes.set(xlim=(0, length), ylim=(0, 1.2 * peak / MIB))
 
 
 def _mark_phases(axes: Axes, phases: list[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from minizero import report
@@ -24,6 +25,7 @@ def make_results(stages=(0, 1, 2, 3), world_size=4):
         for rank in range(world_size):
             persistent = {name: (10 * place + 8 - stage + rank) * MIB for place, name in enumerate(STATES, 1)}
             peak = {name: (7 * place + stage + rank) * MIB for place, name in enumerate(CATEGORIES, 1)}
+            persistent["activations"] = 4  # a loss, too small for a row or a box
             persistent["total"] = sum(persistent.values())
             ranks.append({"persistent": persistent, "peak": {**peak, "total": (100 + stage + rank) * MIB}})
         predicted = {name: (10 * place + 6) * MIB // (stage + 1) for place, name in enumerate(STATES, 1)}
@@ -97,13 +99,25 @@ def test_curves_mark_the_measured_peak_and_the_predicted_total():
     panels = report.draw_curves(results).axes
     assert len({panel.get_ylim() for panel in panels}) == 1
     for panel, run in zip(panels, results["runs"], strict=True):
-        predicted, peak = panel.lines
+        peak, predicted = panel.lines
         highest = max(run["curve"]["total"]) / MIB
         words = {text.get_text() for text in panel.texts}
         assert words == {"forward", "backward", "optimizer step", f"peak {highest:.1f} MiB"}
         assert np.unique(predicted.get_ydata()) == [run["predicted"]["total"] / MIB]
         assert np.unique(peak.get_ydata()) == [highest]
         assert predicted.get_color() not in [peak.get_color(), *report.COLORS.values()]
+
+
+def test_a_ledgers_curve_goes_on_the_axes_that_it_is_given():
+    class Sample(dict):
+        phase = "forward"
+
+    samples = [Sample(parameters=2 * MIB, activations=step * MIB, total=(2 + step) * MIB) for step in range(5)]
+    axes = Figure().subplots()
+    assert report.plot_curve(samples, axes) is axes
+    assert {"forward", "peak 6.0 MiB"} == {text.get_text() for text in axes.texts}
+    legend = axes.get_legend()
+    assert legend and [text.get_text() for text in legend.get_texts()] == ["parameters", "activations"]
 
 
 def test_losses_name_the_largest_difference():
