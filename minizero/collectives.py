@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from minizero.comm import CollectiveMismatch, Comm
+from minizero.memory import tag
 
 COMBINE: dict[str, Callable] = {
     "sum": torch.add,
@@ -42,6 +43,8 @@ def ring_reduce_scatter(chunks: list[torch.Tensor], comm: Comm, combine: Callabl
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
     buffers = [torch.empty_like(partial) for _ in range(min(2, comm.size - 1))]
+    for buffer in buffers:
+        tag(buffer, "communication")
     for step in range(comm.size - 1):
         incoming = buffers[step % 2]
         comm.send_recv(partial, right, incoming, left)

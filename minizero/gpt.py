@@ -91,7 +91,9 @@ class GPT(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         batch, sequence = x.shape
         if sequence > self.config.sequence_length:
-            raise ValueError(f"GPT: a sequence of {sequence} does not fit: sequence_length is {self.config.sequence_length}")
+            raise ValueError(
+                f"GPT: a sequence of {sequence} does not fit: sequence_length is {self.config.sequence_length}"
+            )
         stream = (self.embedding(x) + self.positions.weight[:sequence]).flatten(0, 1)
         mask = torch.full((sequence, sequence), float("-inf"), dtype=stream.dtype, device=x.device).triu(1)
         for block in self.blocks:
