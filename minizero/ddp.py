@@ -1,7 +1,7 @@
 """DDP, stage 0: every rank holds everything; gradients are averaged in backward.
 
     per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ   = 16Ψ bytes
-    sent per step           2Ψ (N-1)/N elements: reduce-scatter and all-gather of the gradients
+    sent per step           2Ψ (N-1)/N elements: all-reduce of the gradients
 
 Each rank computes on its own part of the batch, and since all start from the same parameters
 and apply the same averaged gradient, they stay the same without ever being sent.
@@ -10,7 +10,7 @@ Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
 
 import torch
 
-from minizero.collectives import all_gather, reduce_scatter
+from minizero.collectives import all_reduce
 from minizero.engine import Engine
 from minizero.partition import Unit
 
@@ -37,7 +37,5 @@ class DDP(Engine):
                 unit.replica_is_fresh_now()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        mine = unit.chunk(gradient)
-        mine.copy_(reduce_scatter(gradient, self.comm, "mean", label=unit.name))
-        all_gather(mine, self.comm, out=gradient, label=unit.name)
+        all_reduce(gradient, self.comm, "mean", out=gradient, label=unit.name)
         unit.set_gradient(gradient, full=gradient)

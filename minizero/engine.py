@@ -158,10 +158,7 @@ class Engine(nn.Module):
     def _reduce_next(self) -> None:
         unit = self.in_order[self.reduced]
         self.reduced += 1
-        gradient, unit.gradient = unit.gradient, None
-        if gradient is None:  # unused on this rank, but perhaps not on others
-            gradient = torch.zeros(unit.size, dtype=unit.dtype, device=self.comm.device)
-        self.reduce(unit, gradient.to(unit.dtype))
+        self.reduce(unit, unit.take_gradient())
 
     def _finish_backward(self) -> None:
         while self.sync and self.reduced < len(self.in_order):

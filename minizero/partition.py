@@ -52,13 +52,14 @@ class Unit:
         self.trains = self.parameters[0].requires_grad  # a unit is trained or frozen, never both
         self.shapes = [p.shape for p in self.parameters]
         self.offsets = [sum(s.numel() for s in self.shapes[:i]) for i in range(len(self.shapes))]
-        self.places = {id(p): offset for p, offset in zip(self.parameters, self.offsets, strict=True)}
+        self.index = {id(p): i for i, p in enumerate(self.parameters)}
         self.numel = sum(s.numel() for s in self.shapes)
         self.size = -(-self.numel // comm.size) * comm.size
         self.group_of = [group_by(n, p) if group_by else None for n, p in named.items()]
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # the value of `group_by` for each shard
         self.gradient: torch.Tensor | None = None  # full and local, while backward fills it
+        self.unwritten: list[torch.Tensor | None] = []  # places in `gradient` that hold nothing yet
         self.earlier: list[torch.Tensor | None] = []  # the shards' gradients from before this backward
         self.version = -1  # of `master` when the replica was last made from it
 
@@ -112,14 +113,37 @@ class Unit:
         self.version = self.master._version
 
     def deposit(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Move a parameter's gradient into its place in the unit's full gradient."""
+        """Move a parameter's gradient into its place in the unit's full gradient, or add it to what is there."""
         assert parameter.grad is not None
         if self.gradient is None:
-            self.gradient = torch.zeros(self.size, dtype=dtype, device=self.comm.device)
+            self.gradient = torch.empty(self.size, dtype=dtype, device=self.comm.device)
             tag(self.gradient, "gradients")
-        start = self.places[id(parameter)]
-        self.gradient[start : start + parameter.numel()].add_(parameter.grad.view(-1))
+            self.unwritten = self.views(self.gradient) + [self.gradient[self.numel :]]  # the last is the padding
+        index = self.index[id(parameter)]
+        place = self.unwritten[index]
+        if place is None:
+            self.views(self.gradient)[index].add_(parameter.grad)
+        else:
+            place.copy_(parameter.grad)
+            self.unwritten[index] = None
         parameter.grad = None
+
+    def zero_unwritten(self) -> None:
+        """The gradient of a parameter that was not used is zero."""
+        for place in self.unwritten:
+            if place is not None:
+                place.zero_()
+        self.unwritten = [None] * len(self.unwritten)
+
+    def take_gradient(self) -> torch.Tensor:
+        """The full local gradient, which from now on is the caller's alone."""
+        if self.gradient is None:  # unused on this rank, but perhaps not on others
+            self.gradient = torch.zeros(self.size, dtype=self.dtype, device=self.comm.device)
+        else:
+            self.zero_unwritten()
+        gradient, self.gradient, self.unwritten = self.gradient.to(self.dtype), None, []
+        tag(gradient, "gradients")
+        return gradient
 
     def set_gradient(self, gradient: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Give the shards their gradient, as long as `master`, plus what they had before this backward.
@@ -137,6 +161,7 @@ class Unit:
     def show_gradient(self) -> None:
         """Under no_sync: let the shards' gradients be views of the full local one."""
         assert self.gradient is not None
+        self.zero_unwritten()
         whole = self.master.numel() == self.size
         for shard, piece in zip(
             self.shards, self._pieces(self.gradient if whole else self.chunk(self.gradient)), strict=True

@@ -3,9 +3,9 @@
     per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ/N   = 8Ψ + 8Ψ/N bytes
     sent per step           2Ψ (N-1)/N elements: reduce-scatter of gradients, all-gather of parameters
 
-DDP's all-reduce is cut in half and the optimizer put in between: after the reduce-scatter a rank
-has the averaged gradient of its chunk, which is all it needs to update that chunk; what is then
-gathered is the updated parameters instead of the gradients. The same traffic, N times fewer states.
+DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer between the two: after the
+reduce-scatter a rank has the averaged gradient of its chunk, which is all it needs to update that
+chunk, and what is gathered then is parameters instead of gradients. The same traffic, 1/N of the states.
 Rajbhandari et al., 2019, "ZeRO", section 5.1 (P_os).
 """
 

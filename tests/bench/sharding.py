@@ -1,0 +1,131 @@
+"""Our collectives, engines and ledger beside PyTorch's, in the same processes.
+
+Everything is timed interleaved, A B A B …, and the best of many counts, since other work on the
+machine only ever slows a run down. Ratios are ours against theirs: above 1 we are faster.
+"""
+
+import argparse
+import copy
+import os
+import tempfile
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from minizero import DDP, GPT, Comm, GPTConfig, Zero3
+from minizero.collectives import all_gather, reduce_scatter
+from minizero.memory import Ledger
+
+MIB = 2**20
+
+
+def interleaved(calls, rounds):
+    """The best time of each call in seconds, over `rounds` rounds of all of them; the slowest rank counts."""
+    best = {name: float("inf") for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            best[name] = min(best[name], seconds.item())
+    return best
+
+
+def collectives(comm, rounds):
+    # torch 2.13 renamed the peers; 2.11 has only the old names.
+    their_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    their_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    rows = []
+    for size in (1 * MIB, 4 * MIB, 16 * MIB):
+        full = torch.randn(size // 4)
+        shard, out = full.chunk(comm.size)[comm.rank].clone(), torch.empty(size // 4)
+        piece = torch.empty_like(shard)
+        times = interleaved(
+            {
+                "gather": lambda: all_gather(shard, comm, out=out),  # noqa: B023
+                "their gather": lambda: their_gather(out, shard),  # noqa: B023
+                "scatter": lambda: reduce_scatter(full, comm),  # noqa: B023
+                "their scatter": lambda: their_scatter(piece, full),  # noqa: B023
+            },
+            rounds,
+        )
+        for name, what in (("gather", "all-gather"), ("scatter", "reduce-scatter")):
+            rows.append((f"{what}, {size // MIB} MiB", comm.size, times[name], times["their " + name]))
+    return rows
+
+
+def steps(comm, rounds):
+    """One training step of the demo's model, ours and PyTorch's, and with the ledger on."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    x, y = torch.randint(256, (2, 2, 64), generator=generator)
+    plain = GPT(GPTConfig())
+    sharded = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (comm.size,))
+    for block in sharded.blocks:
+        fully_shard(block, mesh=mesh)
+    models = {
+        "DDP": DDP(copy.deepcopy(plain), comm),
+        "their DDP": DistributedDataParallel(copy.deepcopy(plain)),
+        "Zero3": Zero3(copy.deepcopy(plain), comm),
+        "their Zero3": fully_shard(sharded, mesh=mesh),
+    }
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
+
+    def step(name):
+        models[name](x, y).backward()
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+
+    def watched(name):
+        with Ledger(models[name], optimizers[name]):
+            step(name)
+
+    calls = {name: lambda name=name: step(name) for name in models}
+    calls |= {f"{name} + ledger": lambda name=name: watched(name) for name in ("DDP", "Zero3")}
+    times = interleaved(calls, rounds)
+    return [
+        ("step: DDP / DistributedDataParallel", comm.size, times["DDP"], times["their DDP"]),
+        ("step: Zero3 / fully_shard", comm.size, times["Zero3"], times["their Zero3"]),
+        ("step: DDP with ledger / without", comm.size, times["DDP + ledger"], times["DDP"]),
+        ("step: Zero3 with ledger / without", comm.size, times["Zero3 + ledger"], times["Zero3"]),
+    ]
+
+
+def rank_main(rank, world_size, rendezvous, rounds, queue):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    with Comm.from_process_group() as comm:
+        rows = collectives(comm, rounds) + steps(comm, rounds)
+    if rank == 0:
+        queue.put(rows)
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60, help="default: 60")
+    parser.add_argument("--world-size", type=int, nargs="*", default=[2, 4], help="default: 2 4")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = torch.multiprocessing.get_context("spawn")
+    table = Table(title=f"Best of {options.rounds}, torch {torch.__version__}, gloo, {os.cpu_count()} cores")
+    for column in ("what", "ranks", "ours, ms", "theirs, ms", "theirs / ours"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for world_size in options.world_size:
+        queue = context.SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (world_size, os.path.join(folder, "rendezvous"), options.rounds, queue)
+            torch.multiprocessing.spawn(rank_main, arguments, nprocs=world_size)
+        for what, ranks, ours, theirs in queue.get():
+            table.add_row(what, str(ranks), f"{ours * 1e3:.2f}", f"{theirs * 1e3:.2f}", f"{theirs / ours:.2f}")
+    Console().print(table)

@@ -1,0 +1,61 @@
+"""What several tests need: small models, batches and a training loop."""
+
+import torch
+from torch import nn
+
+from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
+
+STAGES = (DDP, Zero1, Zero2, Zero3)
+SMALL = GPTConfig(vocabulary=64, sequence_length=16, width=32, layers=3, heads=2)
+
+
+def batch(step, size=12, config=SMALL):
+    """A global batch of random tokens: x and y."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(config.vocabulary, (size, config.sequence_length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(comm, stage, steps, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, dtype=None, clip=None, **options):
+    """Train like everybody; returns this rank's losses, the full parameters and the bytes of the last step."""
+    model = stage(make(), comm, dtype=dtype)
+    optimizer = optimizer(model.parameters(), **({"lr": 1e-3} | options))
+    losses, sent = [], 0
+    for step in range(steps):
+        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(step))
+        sent = comm.bytes_sent
+        loss = model(x, y)
+        loss.backward()
+        if clip is not None:
+            model.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = comm.bytes_sent - sent
+        losses.append(loss.item())
+    return losses, model.gather_state_dict(), sent
+
+
+def plain(steps, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, clip=None, **options):
+    """The same on one process, with the whole batch."""
+    model = make()
+    optimizer = optimizer(model.parameters(), **({"lr": 1e-3} | options))
+    losses = []
+    for step in range(steps):
+        loss = model(*batch(step))
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def relative_error(state, other):
+    """The largest ‖Δ‖/‖p‖ over parameters."""
+    return max(float((state[n] - p).norm() / p.norm().clamp(min=1e-12)) for n, p in other.items())
+
+
+def run(world_size, fn, *args, **kwargs):
+    """On threads of this process, with a timeout that a test can wait for."""
+    return World(world_size, device="cpu", timeout=20).run(fn, *args, **kwargs)
