@@ -98,7 +98,7 @@ class Ledger(TorchDispatchMode):
             return result
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
-                self.follow(tensor.untyped_storage())
+                self.resized(tensor.untyped_storage())
         return result
 
     def follow(self, storage: torch.UntypedStorage) -> _Record:
@@ -113,11 +113,11 @@ class Ledger(TorchDispatchMode):
         return record
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage may have another size now."""
-        record = self.follow(storage)
-        if record.size != storage.nbytes():
-            self.events.append((record, storage.nbytes() - record.size, self.phase))
-            record.size = storage.nbytes()
+        """A storage may be new, or have another size now."""
+        record, size = self.follow(storage), storage.nbytes()
+        if record.size != size:
+            self.events.append((record, size - record.size, self.phase))
+            record.size = size
 
     def _died(self, key: int, record: _Record) -> None:
         # May be called in another thread: only appends, which is safe.
@@ -227,7 +227,7 @@ def _watch_resizes() -> None:
             ledger.resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
 
 
 def predict(

@@ -176,7 +176,7 @@ class Unit:
 
     def shard_names(self, prefix: str) -> list[str]:
         """A name for each shard: the parameter's own (FP32 DDP), or the unit's with the group's."""
-        if self.shards == self.parameters:
+        if self.shards is self.parameters:
             return [prefix + name for name in self.names]
         return [f"{prefix}{self.name}" + ("" if group is None else f".{group}") for group in self.groups]
 

@@ -33,17 +33,19 @@ class World:
     def __init__(self, size: int, device: str | torch.device = "auto", timeout: float = 60.0) -> None:
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"World: size must be a whole number of at least 1, not {size!r}")
-        if not timeout > 0:
+        if not isinstance(timeout, int | float) or not timeout > 0:
             raise ValueError(f"World: timeout must be a positive number of seconds, not {timeout!r}")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             self.device = torch.device(device)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise ValueError(f"World: unknown device {device!r}: use 'auto', 'cpu' or 'cuda'") from error
+        if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"World: no device {device!r} here: torch sees {torch.cuda.device_count()} GPUs")
         self.size, self.timeout = size, timeout
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list:
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list:
         """Call `fn(comm, *args, **kwargs)` on every rank; their results in rank order.
 
         `RankFailed` as soon as one rank fails: the others stop at their next communication.
@@ -63,23 +65,26 @@ class World:
             finally:
                 run.finish(comm.rank)
 
-        run.comms = [ThreadComm(rank, self.size, self._device_of(rank), run) for rank in range(self.size)]
+        everyone = list(range(self.size))
+        run.comms = [ThreadComm(rank, everyone, self._device_of(rank), run) for rank in everyone]
         threads = [threading.Thread(target=rank_main, args=(c,), name=f"rank {c.rank}", daemon=True) for c in run.comms]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             while not run.over.wait(1.0):  # in slices, so that Ctrl-C is heard on every system
                 pass
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C, or no more threads to be had
             run.fail(-1, error)
             raise
-        if run.failure is None:
-            return results
-        patience = time.monotonic() + GRACE_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, patience - time.monotonic()))
-        rank, cause, report = run.failure
-        raise RankFailed(rank, report) from cause
+        finally:
+            patience = time.monotonic() + GRACE_SECONDS
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join(max(0.0, patience - time.monotonic()))
+        if run.failure is not None:
+            rank, cause, report = run.failure
+            raise RankFailed(rank, report) from cause
+        return results
 
     def _device_of(self, rank: int) -> torch.device:
         if self.device.type == "cuda" and self.device.index is None:
@@ -106,13 +111,11 @@ class _Run:
             if self.failure is not None:
                 return
             others = "; ".join(f"rank {c.rank} {c.doing()}" for c in self.comms if c.rank != rank)
-            trace = "".join(traceback.format_exception(error)).rstrip()
-            report = f"rank {rank} failed: {type(error).__name__}: {error}"
-            self.failure = (
-                rank,
-                error,
-                f"{report}\n{trace}\nMeanwhile {others or 'there was no other rank'}.",
-            )
+            what = "".join(traceback.format_exception_only(error)).strip()  # survives an error that cannot print itself
+            # An error that is yet to be raised has no traceback: then it is this thread's wait that it is about.
+            trace = "".join(traceback.format_exception(error) if error.__traceback__ else traceback.format_stack())
+            report = f"rank {rank} failed: {what}\n{trace.rstrip()}\nMeanwhile {others or 'there was no other rank'}."
+            self.failure = (rank, error, report)
         self.over.set()
 
     def finish(self, rank: int) -> None:
@@ -145,17 +148,14 @@ class ThreadComm(Comm):
     def __init__(
         self,
         rank: int,
-        size: int,
+        ranks: list[int],
         device: torch.device,
         run: _Run,
-        ranks: list[int] | None = None,
         name: str = "",
         parent: Comm | None = None,
     ) -> None:
-        super().__init__(rank, size, device, run.timeout, parent)
-        self.run = run
-        self.ranks = list(range(size)) if ranks is None else ranks  # my rank i is the world's rank ranks[i]
-        self.name = name
+        super().__init__(rank, ranks, device, parent.timeout if parent else run.timeout, parent)
+        self.run, self.name = run, name
         self.meeting_number = 0
         self.waiting: tuple[ThreadComm, str, Callable[[], list[int]]] | None = None
 
@@ -168,11 +168,12 @@ class ThreadComm(Comm):
             tensor, ready = self._wait(_taker(receiving.tensors), lambda: [src], "recv from")
             if tensor.numel() != incoming.numel() or tensor.dtype != incoming.dtype:
                 raise CollectiveMismatch(
-                    f"rank {self.rank} expected {incoming.numel():,} elements of {incoming.dtype} from rank {src}, "
-                    f"which sent {tensor.numel():,} of {tensor.dtype}"
+                    f"rank {self.world_rank} expected {incoming.numel():,} elements of {incoming.dtype} "
+                    f"from rank {self.ranks[src]}, which sent {tensor.numel():,} of {tensor.dtype}"
                 )
             _await(ready, incoming)
             incoming.view(-1).copy_(tensor.view(-1))
+            del tensor  # before the sender goes on: it may count on the memory being free
             receiving.copied.put((_record(incoming),))
         if outgoing is not None:
             (copied,) = self._wait(_taker(sending.copied), lambda: [dst], "send to")
@@ -192,20 +193,12 @@ class ThreadComm(Comm):
         self._wait(meeting.complete.wait, missing, "agreement with")
         meeting.left.append(self.rank)
         if len(meeting.left) == self.size:
-            del self.run.meetings[key]
+            self.run.meetings.pop(key, None)  # two ranks may both see that they are the last
         return meeting.words
 
     def subgroup(self, ranks: list[int], name: str) -> Comm:
-        world_ranks = [self.ranks[rank] for rank in ranks]
-        return ThreadComm(
-            ranks.index(self.rank),
-            len(ranks),
-            self.device,
-            self.run,
-            world_ranks,
-            f"{self.name}/{name}",
-            self,
-        )
+        chosen = [self.ranks[rank] for rank in ranks]
+        return ThreadComm(ranks.index(self.rank), chosen, self.device, self.run, f"{self.name}/{name}", self)
 
     def _channel(self, src: int, dst: int) -> _Channel:
         key = (self.name, self.ranks[src], self.ranks[dst])
@@ -213,30 +206,37 @@ class ThreadComm(Comm):
 
     def _wait(self, attempt: Callable[[float], Any], peers: Callable[[], list[int]], verb: str) -> Any:
         """Repeat `attempt(seconds)` until it gives something, unless the run has failed or time is up."""
-        myself = self.run.comms[self.ranks[self.rank]]
+        myself = self.run.comms[self.world_rank]
         myself.waiting = (self, verb, peers)
         start = time.monotonic()
-        while not (got := attempt(POLL_SECONDS)):
-            if self.run.failure is not None:
-                raise RankFailed(self.run.failure[0], f"rank {self.rank} stops: {self.run.failure[2]}")
-            gone = [self.ranks[rank] for rank in peers() if self.ranks[rank] in self.run.finished]
-            if gone:
-                if got := attempt(0):  # its last message came between the two looks
+        try:
+            while not (got := attempt(POLL_SECONDS)):
+                gone = [rank for rank in (self.ranks[peer] for peer in peers()) if rank in self.run.finished]
+                if gone and (got := attempt(0)):  # its last message came between the two looks
                     break
-                error = RuntimeError(
-                    f"rank {gone[0]} returned while rank {self.rank} was waiting in {self.where(verb, peers)}"
-                )
-                self.run.fail(gone[0], error)
-                raise error
-            if time.monotonic() - start > self.timeout:
-                raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s in {self.where(verb, peers)}")
-        myself.waiting = None
+                self._check(gone, time.monotonic() - start, self.where(verb, peers))
+        finally:
+            myself.waiting = None
         return got
+
+    def _check(self, gone: list[int], waited: float, where: str) -> None:
+        """Raise where a wait can have no good end. The run fails with it, even if someone catches the error."""
+        if self.run.failure is not None:
+            raise RankFailed(self.run.failure[0], f"rank {self.world_rank} stops: {self.run.failure[2]}")
+        error: RuntimeError
+        if gone:
+            error = RuntimeError(f"rank {gone[0]} returned while rank {self.world_rank} was waiting in {where}")
+        elif waited > self.timeout:
+            error = CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}")
+        else:
+            return
+        self.run.fail(gone[0] if gone else self.world_rank, error)
+        raise error
 
     def doing(self) -> str:
         """What this rank is in at this moment, for the report of a failure."""
-        if self.waiting is not None:
-            comm, verb, peers = self.waiting
+        if (waiting := self.waiting) is not None:  # read once: that rank runs on while we look
+            comm, verb, peers = waiting
             return f"was waiting in {comm.where(verb, peers)}"
         return "had returned" if self.rank in self.run.finished else "was computing"
 

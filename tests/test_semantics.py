@@ -1,0 +1,458 @@
+"""What a PyTorch user may do with a wrapped model, and what is refused."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from helpers import SMALL, STAGES, relative_error, run
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
+
+SHARDED = (Zero1, Zero2, Zero3)
+
+
+def fit(comm, stage, make, steps=4, forward=None, dtype=None, **options):
+    """Train `make()` on random vectors, each rank on its part of a batch of 12; the full state."""
+    model = stage(make(), comm, dtype=dtype, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    for step in range(steps):
+        x = vectors(step).chunk(comm.size)[comm.rank]
+        loss = forward(model, x, comm.rank) if forward else model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.gather_state_dict()
+
+
+def vectors(step):
+    return torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
+
+
+def fit_plain(make, steps=4, forward=None, parts=1):
+    """The same on one process; with `parts`, the mean over that many ranks' losses."""
+    module = make()
+    optimizer = torch.optim.AdamW(
+        [p for p in module.parameters() if p.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0.0
+    )
+    for step in range(steps):
+        for rank, x in enumerate(vectors(step).chunk(parts)):
+            loss = forward(module, x, rank) if forward else module(x).square().mean()
+            (loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+def check(make, world_size=3, forward=None, parts=1, stages=STAGES, **options):
+    """All stages agree with one process, and with each other bit for bit."""
+    expected = fit_plain(make, forward=forward, parts=parts)
+    states = [run(world_size, fit, stage, make, forward=forward, **options)[-1] for stage in stages]
+    for stage, state in zip(stages, states):
+        assert state.keys() == expected.keys()
+        assert relative_error(state, expected) < 1e-5, stage.__name__
+        assert all(torch.equal(state[n], states[0][n]) for n in state), f"{stage.__name__}: not bit-identical"
+    assert relative_error(expected, make().state_dict()) > 1e-4  # something was trained
+
+
+def seeded(build):
+    """A module that is the same at each call, whatever other ranks draw from torch's generator."""
+
+    def make():
+        module = build()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_(0, 0.4, generator=generator)
+        return module
+
+    return make
+
+
+class Blocks(nn.Module):
+    """Odd shapes in repeated blocks, and a root."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7)) for _ in range(3))
+        self.out = nn.Linear(7, 1)
+        if change:
+            change(self)
+
+    def forward(self, x, order=(0, 1, 2)):
+        for index in order:
+            x = x + self.blocks[index](x)
+        return self.out(x)
+
+
+def test_odd_shapes_and_more_ranks_than_some_parameters():
+    for world_size in (2, 3, 4, 6):
+        check(seeded(Blocks), world_size)
+    check(seeded(lambda: nn.Linear(7, 1, bias=False)), 12)  # 7 elements on 12 ranks
+
+
+def test_tied_inside_a_unit_and_across_units():
+    def tie(model):
+        model.blocks[2][2].weight = model.blocks[0][2].weight  # across
+        model.blocks[1][0].bias = model.blocks[1][2].bias = nn.Parameter(torch.zeros(1))  # inside
+
+    def build():
+        model = Blocks(tie)
+        model.blocks[1][0].bias = nn.Parameter(torch.zeros(5))
+        model.blocks[1][2].bias = nn.Parameter(torch.zeros(7))
+        return model
+
+    check(seeded(build))
+    state = run(2, fit, Zero3, seeded(build))[0]
+    assert torch.equal(state["blocks.0.2.weight"], state["blocks.2.2.weight"])
+
+
+def test_frozen_parameters_do_not_move_and_are_not_the_optimizers():
+    def freeze(model):
+        model.blocks[0].requires_grad_(False)  # a whole unit, with nothing that trains before it
+        model.blocks[2].requires_grad_(False)  # one that gradients have to pass
+        model.blocks[1][0].weight.requires_grad_(False)  # part of one
+        model.out.bias.requires_grad_(False)
+
+    make = seeded(lambda: Blocks(freeze))
+    check(make)
+    state = run(2, fit, Zero3, make)[0]
+    for name, parameter in make().named_parameters():
+        assert torch.equal(state[name], parameter) != parameter.requires_grad
+
+    def trained(comm, stage):
+        return sum(p.numel() for p in stage(make(), comm).parameters())
+
+    total = sum(p.numel() for p in make().parameters() if p.requires_grad)
+    for stage in SHARDED:
+        assert total <= sum(run(2, trained, stage)) <= total + 8
+
+
+def test_unused_parameters_have_gradient_zero_in_every_stage():
+    def forward(model, x, rank):
+        return model(x, order=(0, 2)).square().mean()
+
+    check(seeded(Blocks), forward=forward)
+
+    def gradients(comm, stage):
+        model = stage(seeded(Blocks)(), comm)
+        model(vectors(0), order=(0, 2)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for stage in STAGES:
+        for found in run(2, gradients, stage):
+            assert all(g is not None for g in found) and any((g == 0).all() for g in found)
+
+
+def test_a_branch_that_only_some_ranks_take():
+    def forward(model, x, rank):
+        return model(x, order=(0, 1) if rank % 2 else (0, 2)).square().mean()
+
+    check(seeded(Blocks), forward=forward, parts=3, stages=(DDP, Zero1, Zero2))
+    # Stage 3 gathers in forward, where all ranks have to come: an error that names the units, not a hang.
+    with pytest.raises(RankFailed, match=r"blocks\.[12]"):
+        run(3, fit, Zero3, seeded(Blocks), forward=forward)
+
+
+def test_a_unit_used_twice_and_several_forwards_before_one_backward():
+    def twice(model, x, rank):
+        return model(x, order=(0, 1, 0, 2, 1)).square().mean()
+
+    def several(model, x, rank):
+        return model(x).square().mean() + model(x.flip(0), order=(2, 1)).mean() + model(-x).mean()
+
+    check(seeded(Blocks), forward=twice)
+    check(seeded(Blocks), forward=several)
+
+
+def test_two_backwards_after_two_forwards():
+    def both(model, x, rank):
+        first, second = model(x).square().mean(), model(2 * x).mean()
+        first.backward()
+        return second
+
+    check(seeded(Blocks), forward=both)
+
+
+def test_forwards_without_backward_and_without_grad_change_nothing():
+    def forward(model, x, rank):
+        model(x)
+        with torch.no_grad():
+            expected = model(x)
+        model.eval()
+        assert torch.equal(model(x), expected)
+        model.train()
+        return model(x).square().mean()
+
+    check(seeded(Blocks), forward=forward)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_after_the_step_uses_the_new_parameters(stage):
+    """Whoever writes the shards, and whatever ran between backward and the step."""
+
+    def losses(comm, update):
+        model = stage(seeded(Blocks)(), comm)
+        fused = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        x = vectors(0)
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            model(x)
+            if update == "fused":
+                fused.step()
+            else:
+                with torch.no_grad():
+                    for shard in model.parameters():
+                        shard -= 0.1 * shard.grad
+            fused.zero_grad()
+        return loss.item()
+
+    by_hand, fused = run(2, losses, "by hand")[0], run(2, losses, "fused")[0]
+    module = seeded(Blocks)()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = module(vectors(0)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert by_hand == pytest.approx(loss.item(), rel=1e-5) and fused == pytest.approx(loss.item(), rel=1e-5)
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    note: str
+
+
+class Structured(Blocks):
+    def forward(self, x, kind="dict"):
+        out = super().forward(x["a"][0])
+        loss = out.square().mean()
+        return {"dict": {"loss": loss, "n": 3}, "tuple": (None, [loss]), "dataclass": Output(loss, "hi")}[kind]
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass"])
+def test_structured_inputs_and_outputs(kind):
+    def forward(model, x, rank):
+        out = model({"a": (x, 1)}, kind=kind)
+        return {"dict": lambda: out["loss"], "tuple": lambda: out[1][0], "dataclass": lambda: out.loss}[kind]()
+
+    check(seeded(Structured), forward=forward)
+
+
+def test_sixteen_bits_cast_floating_inputs_only():
+    class Probe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, index, scale=None):
+            assert x.dtype == scale["s"].dtype == torch.bfloat16 and index.dtype == torch.int64
+            return self.linear(x).float()
+
+    def probe(comm, stage):
+        model = stage(Probe(), comm, dtype=torch.bfloat16)
+        out = model(torch.randn(2, 4), torch.arange(2), scale={"s": torch.ones(1)})
+        out.sum().backward()
+        return out.dtype, {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
+
+    for stage in STAGES:
+        assert run(2, probe, stage)[0] == (torch.float32, {torch.float32}, {torch.float32})
+
+
+def test_buffers_stay_and_come_back_from_rank_zero():
+    class Norm(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(7)
+            self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+        def forward(self, x):
+            return super().forward(self.norm(x) * self.scale)
+
+    states = [run(2, fit, stage, seeded(Norm)) for stage in STAGES]
+    for ranks in states:
+        assert "scale" not in ranks[0] and int(ranks[0]["norm.num_batches_tracked"]) == 4
+        for name in ranks[0]:
+            assert torch.equal(ranks[0][name], ranks[1][name]) and torch.equal(ranks[0][name], states[0][0][name])
+
+
+def decay(name, parameter):
+    return "matrices" if parameter.dim() == 2 else "vectors"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_group_by_never_mixes_values_in_a_shard(stage):
+    make = seeded(Blocks)
+
+    def grouped(comm):
+        model = stage(make(), comm, group_by=decay)
+        groups = model.parameter_groups()
+        optimizer = torch.optim.SGD(
+            [{"params": groups["matrices"], "weight_decay": 0.5}, {"params": groups.get("vectors", [])}], lr=0.1
+        )
+        count = {group: sum(p.numel() for p in shards) for group, shards in groups.items()}
+        assert sum(count.values()) == sum(p.numel() for p in model.parameters())
+        model(vectors(0).chunk(comm.size)[comm.rank]).square().mean().backward()
+        optimizer.step()
+        return model.gather_state_dict(), count
+
+    module = make()
+    named = dict(module.named_parameters())
+    parts = [[p for n, p in named.items() if decay(n, p) == g] for g in ("matrices", "vectors")]
+    optimizer = torch.optim.SGD([{"params": parts[0], "weight_decay": 0.5}, {"params": parts[1]}], lr=0.1)
+    module(vectors(0)).square().mean().backward()
+    optimizer.step()
+    for world_size in (2, 3):
+        ranks = run(world_size, grouped)
+        assert relative_error(ranks[0][0], module.state_dict()) < 1e-5
+        held = 1 if stage is DDP else world_size
+        for group, part in zip(("matrices", "vectors"), parts):
+            found = sum(rank[1].get(group, 0) for rank in ranks) * held // world_size
+            assert sum(p.numel() for p in part) <= found <= sum(p.numel() for p in part) + 4 * world_size
+
+
+def test_units_are_found_or_given():
+    def names(comm, make, units=None):
+        module = make()
+        return [unit.name for unit in Zero3(module, comm, units=units and units(module)).units]
+
+    assert run(1, names, Blocks)[0] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert run(1, names, lambda: GPT(SMALL))[0] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert run(1, names, lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))[0] == ["0", "1"]
+    assert run(1, names, lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))[0] == ["root"]
+    given = run(1, names, Blocks, lambda m: [m.blocks[1], m.out, m.blocks[1][0]])[0]
+    assert given == ["root", "blocks.1", "out", "blocks.1.0"]
+    assert run(1, names, Blocks, lambda m: [])[0] == ["root"]
+    check(seeded(Blocks), units=None)
+    with pytest.raises(RankFailed, match="submodule"):
+        run(1, names, Blocks, lambda m: [nn.Linear(2, 2)])
+
+
+def test_recompute_inside_and_around_units():
+    from torch.utils.checkpoint import checkpoint
+
+    class Recomputed(Blocks):
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=False)
+            return self.out(x)
+
+    check(seeded(Recomputed))
+
+
+def test_learning_rate_schedulers():
+    def rates(comm, stage):
+        model = stage(seeded(Blocks)(), comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+        for _ in range(2):
+            model(vectors(0)).mean().backward()
+            optimizer.step()
+            scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert run(2, rates, Zero3)[0] == pytest.approx(0.01)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_built_before_wrapping_is_told_at_its_first_step(stage):
+    def early(comm):
+        module = seeded(Blocks)()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = stage(module, comm)
+        model(vectors(0)).square().mean().backward()
+        optimizer.step()
+        return model.gather_state_dict()
+
+    if stage is DDP:
+        module = seeded(Blocks)()
+        assert relative_error(run(2, early)[0], module.state_dict()) > 1e-4
+    else:
+        with pytest.raises(RankFailed, match=r"before the model was wrapped.*parameters\(\)"):
+            run(2, early)
+
+
+def test_optimizers_that_need_whole_tensors_are_refused_where_there_are_none():
+    def step(comm, stage):
+        model = stage(seeded(Blocks)(), comm)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(vectors(0)).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).item()
+
+    assert run(2, step, DDP)[0] > 0
+    with pytest.raises(RankFailed, match="LBFGS.*whole tensors"):
+        run(2, step, Zero2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_modules_that_cannot_be_wrapped(stage):
+    def wrap(make, **options):
+        with pytest.raises(RankFailed) as failure:
+            run(1, lambda comm: stage(make(), comm, **options))
+        assert isinstance(failure.value.__cause__, ValueError)
+        return str(failure.value.__cause__)
+
+    def mixed():
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+    assert "no parameters that train" in wrap(nn.ReLU)
+    assert "no parameters that train" in wrap(lambda: nn.Linear(2, 2).requires_grad_(False))
+    assert "mixed devices (cpu, meta)" in wrap(mixed)
+    assert "float32, weight is torch.float64" in wrap(lambda: nn.Linear(2, 2).double())
+    assert "dtype must be" in wrap(lambda: nn.Linear(2, 2), dtype=torch.float64)
+    assert "wrapped in" in wrap(lambda: World(1, "cpu").run(lambda comm: stage(nn.Linear(2, 2), comm))[0].module)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_would_be_silently_wrong_is_refused(stage):
+    def use(comm):
+        model = stage(seeded(Blocks)(), comm)
+        for wrong in (model.half, model.state_dict, lambda: model.load_state_dict({}), lambda: copy.deepcopy(model)):
+            with pytest.raises(RuntimeError, match=stage.__name__):
+                wrong()
+        state = model.gather_state_dict()
+        for change, message in (
+            (lambda s: s.pop("out.bias"), "missing or unknown: out.bias"),
+            (lambda s: s.update(extra=torch.zeros(1)), "missing or unknown: extra"),
+            (lambda s: s.update({"out.bias": torch.zeros(2)}), r"out.bias \(2,\), here \(1,\)"),
+        ):
+            bad = dict(state)
+            change(bad)
+            with pytest.raises(ValueError, match=message):
+                model.load_full_state_dict(bad)
+        return True
+
+    assert all(run(2, use))
+
+
+def test_a_released_unit_cannot_be_used_by_accident():
+    def use(comm):
+        model = Zero3(seeded(Blocks)(), comm)
+        weight = model.module.blocks[0][0].weight
+        assert weight.numel() == 0
+        with pytest.raises(RuntimeError):
+            F.linear(vectors(0), weight)
+        return True
+
+    assert all(run(2, use))
+
+
+def test_ranks_with_different_models_are_told_so():
+    def build(comm):
+        Zero1(GPT(SMALL if comm.rank != 1 else dataclasses.replace(SMALL, width=64)), comm)
+
+    with pytest.raises(RankFailed, match="did the ranks build different models"):
+        run(3, build)
