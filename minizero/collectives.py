@@ -8,15 +8,14 @@ rank sends (N-1)/N of the tensor for each half, the least that any algorithm can
     all-reduce       = reduce-scatter, then all-gather: 2 (N-1)/N of the tensor
 
 Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-Before data moves the ranks agree on what they are about to do (`agreement`).
+Before data moves the ranks agree on what they are about to do (`comm.agreement`).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from minizero.comm import CollectiveMismatch, Comm
+from minizero.comm import Comm, agreement
 from minizero.memory import tag
 
 COMBINE: dict[str, Callable] = {
@@ -60,9 +59,12 @@ def all_gather(shard: torch.Tensor, comm: Comm, *, out: torch.Tensor | None = No
     new tensor where given; the shard may be this rank's chunk of it.
     """
     _needs_dimension("all_gather", shard)
+    shape = (comm.size * shard.shape[0], *shard.shape[1:])
+    if out is not None and (out.shape != shape or out.dtype != shard.dtype):
+        raise ValueError(f"all_gather: out must be {shape} of {shard.dtype}, not {tuple(out.shape)} of {out.dtype}")
     with agreement(comm, "all_gather", shard, label=label):
         if out is None:
-            out = shard.new_empty((comm.size * shard.shape[0], *shard.shape[1:]))
+            out = shard.new_empty(shape)
         if shard.numel():
             chunks = list(out.detach().chunk(comm.size))
             if chunks[comm.rank].data_ptr() != shard.data_ptr():
@@ -86,20 +88,29 @@ def reduce_scatter(tensor: torch.Tensor, comm: Comm, op: str = "sum", *, label: 
             f"pad it with minizero.partition.pad(tensor, {comm.size})"
         )
     with agreement(comm, "reduce_scatter", tensor, op=op, label=label):
+        chunks = list(tensor.contiguous().chunk(comm.size))
         if not tensor.numel() or comm.size == 1:
-            return tensor.contiguous().clone()
-        result = ring_reduce_scatter(list(tensor.contiguous().chunk(comm.size)), comm, COMBINE[op])
+            return chunks[comm.rank].clone()
+        result = ring_reduce_scatter(chunks, comm, COMBINE[op])
     return result.div_(comm.size) if op == "mean" else result
 
 
 @torch.no_grad()
-def all_reduce(tensor: torch.Tensor, comm: Comm, op: str = "sum", *, label: str = "") -> torch.Tensor:
-    """The N ranks' tensors combined, on every rank. Any shape, the same on all ranks; op as in `reduce_scatter`."""
+def all_reduce(
+    tensor: torch.Tensor, comm: Comm, op: str = "sum", *, out: torch.Tensor | None = None, label: str = ""
+) -> torch.Tensor:
+    """The N ranks' tensors combined, on every rank. Any shape, the same on all ranks; op as in `reduce_scatter`.
+
+    `out` is filled instead of a new tensor where given; it may be `tensor` itself, contiguous and of a size
+    that N divides.
+    """
     _check_op("all_reduce", op, tensor)
     with agreement(comm, "all_reduce", tensor, op=op, label=label):
-        # The padding travels too, but meets only other ranks' padding.
-        flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)
-        flat[: tensor.numel()].copy_(tensor.reshape(-1))
+        if out is None:  # the padding travels too, but meets only other ranks' padding
+            flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)
+            flat[: tensor.numel()].copy_(tensor.reshape(-1))
+        else:
+            flat = out.copy_(tensor).view(-1)
         if tensor.numel() and comm.size > 1:
             chunks = list(flat.chunk(comm.size))
             chunks[comm.rank].copy_(ring_reduce_scatter(chunks, comm, COMBINE[op]))
@@ -133,29 +144,8 @@ def broadcast(tensor: torch.Tensor, comm: Comm, root: int = 0, *, label: str = "
 
 def barrier(comm: Comm) -> None:
     """Returns when all ranks have come here: the agreement is all there is to it."""
-    with agreement(comm, "barrier", None):
+    with agreement(comm, "barrier"):
         pass
-
-
-@contextlib.contextmanager
-def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None, **details: object) -> Iterator[None]:
-    """All ranks say what they are about to do; `CollectiveMismatch` on each of them if they differ.
-
-    Without it, ranks that disagree hang, abort, or take each other's bytes for something else.
-    """
-    comm.sequence += 1
-    comm.operation = f"{operation} #{comm.sequence}"
-    what = "" if tensor is None else f" of {tensor.numel():,} elements {tuple(tensor.shape)} of {tensor.dtype}"
-    extras = "".join(f", {key}={value}" for key, value in details.items() if value != "")
-    everyone = comm.exchange(f"{comm.operation}{what}{extras}")
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[comm.rank]:
-            raise CollectiveMismatch(
-                f"rank {comm.rank} called {everyone[comm.rank]}; rank {rank} called {theirs}: "
-                "did the ranks build different models, or take different branches?"
-            )
-    yield
-    comm.operation = ""
 
 
 def _check_op(name: str, op: str, tensor: torch.Tensor) -> None:

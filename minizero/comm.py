@@ -1,4 +1,4 @@
-"""What a rank sees of the others: send, recv, and the errors that end a run.
+"""What a rank sees of the others: send, recv, agreement, and the errors that end a run.
 
 A rank is one of N workers that run the same program on different data. Two
 transports offer the same `Comm`:
@@ -11,6 +11,7 @@ hidden buffer; two ranks that both send first wait for each other: `send_recv` d
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,15 +38,17 @@ class Comm:
 
     `rank` (0 … size-1), `size`, `device`, `timeout` in seconds; `bytes_sent` and
     `bytes_received` count payload, that of communicators made by `split` included.
+    `ranks[r]`: the number in the whole world of rank r here; messages name ranks by it.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, timeout: float, parent: "Comm | None" = None
+        self, rank: int, ranks: list[int], device: torch.device, timeout: float, parent: "Comm | None" = None
     ) -> None:
-        self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.rank, self.size, self.device, self.timeout = rank, len(ranks), device, timeout
+        self.ranks, self.world_rank = ranks, ranks[rank]
         self.parent = parent
         self.bytes_sent = self.bytes_received = 0
-        self.sequence = 0  # of the last collective; see collectives.agreement
+        self.sequence = 0  # of the last collective; see `agreement`
         self.operation = ""  # what this rank is in, for the messages of others
 
     @staticmethod
@@ -73,10 +76,10 @@ class Comm:
 
     def split(self, color: int) -> "Comm":
         """A communicator of the ranks that gave the same color, in the order of their ranks. Collective."""
-        colors = self.exchange(f"{color}")
-        ranks = [rank for rank, other in enumerate(colors) if other == f"{color}"]
-        self.sequence += 1
-        return self.subgroup(ranks, name=f"{self.sequence}:{color}")
+        with agreement(self, "split"):
+            colors = self.exchange(f"{color}")
+        mine = [rank for rank, other in enumerate(colors) if other == colors[self.rank]]
+        return self.subgroup(mine, name=f"{self.sequence}:{color}")
 
     def _move(
         self, outgoing: torch.Tensor | None, dst: int | None, incoming: torch.Tensor | None, src: int | None
@@ -87,16 +90,18 @@ class Comm:
         if self.rank in (dst, src) and dst != src:
             raise ValueError(f"rank {self.rank} can reach itself only by send_recv to and from itself")
         if outgoing is not None:
-            outgoing = outgoing.detach().contiguous()
+            outgoing = outgoing.detach().contiguous().resolve_conj()
         target = incoming
         if incoming is not None:
-            target = incoming.detach() if incoming.is_contiguous() else torch.empty_like(incoming).contiguous()
+            target = incoming.detach() if incoming.is_contiguous() else incoming.new_empty(incoming.shape)
         if dst == src == self.rank:
             same = outgoing.numel() == target.numel() and outgoing.dtype == target.dtype  # type: ignore[union-attr]
             if not same:
                 raise ValueError("send_recv to oneself needs tensors of one size and dtype")
             target.view(-1).copy_(outgoing.view(-1))  # type: ignore[union-attr]
         else:
+            if outgoing is not None and target is not None and _overlap(outgoing, target):
+                raise ValueError("send_recv: outgoing and incoming share memory: receive into another tensor")
             self.transfer(outgoing, dst, target, src)
             self._count(0 if outgoing is None else outgoing.nbytes, 0 if target is None else target.nbytes)
         if incoming is not None and not incoming.is_contiguous():
@@ -121,3 +126,31 @@ class Comm:
     def subgroup(self, ranks: list[int], name: str) -> "Comm":
         """The communicator of these ranks of mine."""
         raise NotImplementedError
+
+
+@contextlib.contextmanager
+def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None = None, **details: object) -> Iterator[None]:
+    """All ranks say what they are about to do; `CollectiveMismatch` on each of them if they differ.
+
+    Without it, ranks that disagree hang, abort, or take each other's bytes for something else.
+    """
+    comm.sequence += 1
+    comm.operation = f"{operation} #{comm.sequence}"
+    what = "" if tensor is None else f" of {tensor.numel():,} elements {tuple(tensor.shape)} of {tensor.dtype}"
+    extras = "".join(f", {key}={value}" for key, value in details.items() if value != "")
+    try:
+        everyone = comm.exchange(f"{comm.operation}{what}{extras}")
+        mine = everyone[comm.rank]
+        for rank, theirs in enumerate(everyone):
+            if theirs != mine:
+                raise CollectiveMismatch(
+                    f"rank {comm.world_rank} called {mine}; rank {comm.ranks[rank]} called {theirs}: "
+                    "did the ranks build different models, or take different branches?"
+                )
+        yield
+    finally:
+        comm.operation = ""
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

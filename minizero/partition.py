@@ -118,7 +118,7 @@ class Unit:
         if self.gradient is None:
             self.gradient = torch.empty(self.size, dtype=dtype, device=self.comm.device)
             tag(self.gradient, "gradients")
-            self.unwritten = self.views(self.gradient) + [self.gradient[self.numel :]]  # the last is the padding
+            self.unwritten = [*self.views(self.gradient), self.gradient[self.numel :]]  # the last is the padding
         index = self.index[id(parameter)]
         place = self.unwritten[index]
         if place is None:

@@ -6,7 +6,8 @@ Everything here reads one dictionary, `results`, which is also what results.json
     machine        cpu, cores, python, torch, device
     config         the options of the run
     world_size, n_parameters
-    runs           one for each stage: stage, name, losses, step_seconds, bytes_sent, bytes_sent_formula,
+    runs           one for each stage: stage, name, losses, step_seconds (median of the steps that no ledger
+                   watched; None where there are none), bytes_sent (in the last step), bytes_sent_formula,
                    ranks (persistent and peak bytes by category), predicted (persistent bytes per rank),
                    curve (rank 0 during one training step: phase, and bytes by category)
 
@@ -66,18 +67,20 @@ def print_table(results: Results, console: Console) -> None:
     console.print(f"{machine['cpu']} ({machine['cores']} cores), {versions}", markup=False, highlight=False)
     console.print(f"{_size(results)}: {options}\n", markup=False, highlight=False)
 
-    table = Table("category", "stage", title="Persistent MiB per rank (largest rank)", box=box.SIMPLE_HEAD)
+    console.print("Persistent MiB per rank, between steps (largest rank)", style="italic")
+    table = Table("category", "stage", box=box.SIMPLE_HEAD)
     table.add_column("measured", justify="right", style="bold")
     table.add_column("predicted", justify="right", style=PREDICTED["color"])
-    held = [rank["persistent"] for run in runs for rank in run["ranks"]]
-    for category in [*_categories(held + [run["predicted"] for run in runs]), "total"]:
+    held = [run["predicted"] for run in runs] + [rank["persistent"] for run in runs for rank in run["ranks"]]
+    for category in [*_categories(held), "total"]:
         for run in runs:
             predicted = _mib(run["predicted"].get(category, 0))
             table.add_row(category, run["name"], _largest(run, "persistent", category), predicted)
         table.add_section()
     console.print(table)
 
-    table = Table("category", title="Peak MiB per rank, measured", box=box.SIMPLE_HEAD)
+    console.print("Peak MiB per rank, measured (largest rank)", style="italic")
+    table = Table("category", box=box.SIMPLE_HEAD)
     for run in runs:
         table.add_column(run["name"], justify="right", style="bold")
     for category in _categories(rank["peak"] for run in runs for rank in run["ranks"]):
@@ -87,15 +90,21 @@ def print_table(results: Results, console: Console) -> None:
     console.print(table)
     console.print("The categories peak at different moments: they do not add up to the joint total.\n")
 
-    table = Table("stage", title="One training step", box=box.SIMPLE_HEAD)
+    console.print("One training step", style="italic")
+    table = Table("stage", box=box.SIMPLE_HEAD)
     table.add_column("sent per rank,\nmeasured, MiB", justify="right", style="bold")
     table.add_column("sent per rank,\npredicted, MiB", justify="right", style=PREDICTED["color"])
-    table.add_column("median\nseconds", justify="right", style="bold")
-    table.add_column("final\nloss", justify="right", style="bold")
+    for heading in ("seconds,\nmeasured", "seconds\n/ DDP's", "final\nloss"):
+        table.add_column(heading, justify="right", style="bold")
     for run in runs:
-        sent, formula = _mib(run["bytes_sent"]), _mib(run["bytes_sent_formula"])
-        table.add_row(run["name"], sent, formula, f"{run['step_seconds']:.3f}", f"{run['losses'][-1]:.6f}")
+        sent = _mib(run["bytes_sent"]), _mib(run["bytes_sent_formula"])
+        table.add_row(run["name"], *sent, *_seconds(run, runs[0]), f"{run['losses'][-1]:.6f}")
     console.print(table)
+    console.print("Seconds: the median step here, where the ranks share the cores: no benchmark.")
+    if any(run["step_seconds"] is None for run in runs):
+        console.print("A dash: so few steps that a ledger watched, and slowed, each. Use more --steps.")
+    if len(runs[0]["losses"]) == 1:
+        console.print("The first step starts from fresh parameters: Zero1 and Zero2 send half as much.")
 
 
 def draw_curves(results: Results) -> Figure:
@@ -103,7 +112,7 @@ def draw_curves(results: Results) -> Figure:
     runs = results["runs"]
     peaks = [_peaks(run["curve"]) for run in runs]
     names = _categories(peaks)
-    highest = max(one["total"] for one in peaks + [run["predicted"] for run in runs])
+    highest = max(one["total"] for one in [*peaks, *(run["predicted"] for run in runs)])
     figure, columns = Figure(figsize=(16, 9)), min(len(runs), 2)
     for panel, run in enumerate(runs, start=1):
         axes = figure.add_subplot(-(-len(runs) // columns), columns, panel)
@@ -142,11 +151,11 @@ def draw_boxes(results: Results) -> Figure:
         for name in names:
             heights = np.array([rank["persistent"].get(name, 0) / MIB for rank in run["ranks"]])
             edge: Look = {"edgecolor": "black", "linewidth": min(1, 8 / size)}
-            axes.bar(centres, heights, 0.75 / size, below, label=name, color=_color(name), **edge)
+            axes.bar(centres, heights, 0.75 / size, below, label=name, color=COLORS.get(name, OTHER), **edge)
             below += heights
-        totals = [rank["persistent"]["total"] / MIB for rank in run["ranks"]]
-        text = " to ".join(dict.fromkeys(f"{end:.1f}" for end in (min(totals), max(totals))))
-        _write_above(axes, f"{text} MiB\nper rank", (group, max(totals)))
+        totals = [rank["persistent"]["total"] for rank in run["ranks"]]
+        text = " to ".join(dict.fromkeys(_mib(end) for end in (min(totals), max(totals))))
+        _write_above(axes, f"{text} MiB\nper rank", (group, max(totals) / MIB))
     axes.set_xticks(range(len(runs)), [run["name"] for run in runs], fontweight="bold")
     _label(axes, "stage (one column per rank)", "persistent memory (MiB)")
     axes.set(xlim=(-0.5, len(runs) - 0.5), ymargin=0.15)
@@ -160,7 +169,9 @@ def draw_losses(results: Results) -> Figure:
     axes = figure.subplots()
     marks: Look = {"markersize": 11, "markerfacecolor": "white", "markevery": max(1, len(losses[0]) // 20)}
     for run in results["runs"]:
-        axes.plot(run["losses"], label=run["name"], **LINE_STYLES[run["stage"]], **marks)
+        axes.plot(
+            range(1, len(run["losses"]) + 1), run["losses"], label=run["name"], **LINE_STYLES[run["stage"]], **marks
+        )
     axes.locator_params(axis="x", integer=True)
     _label(axes, "training step", "loss (nats per token)")
     title = f"Training loss, mean over ranks: {_size(results)}"
@@ -208,6 +219,12 @@ def _mib(count: float) -> str:
     return f"{count / MIB:,.2f}"
 
 
+def _seconds(run: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[str, str]:
+    """A run's seconds per step, and their ratio to DDP's; a dash for what was not measured."""
+    mine, ddp = run["step_seconds"], first["step_seconds"] if first["stage"] == 0 else None
+    return f"{mine:.3f}" if mine else "-", f"{mine / ddp:.2f}" if mine and ddp else "-"
+
+
 def _largest(run: Mapping[str, Any], kind: str, category: str) -> str:
     return _mib(max(rank[kind].get(category, 0) for rank in run["ranks"]))
 
@@ -216,12 +233,8 @@ def _size(results: Results) -> str:
     return f"{results['n_parameters']:,} parameters, world size {results['world_size']}"
 
 
-def _color(category: str) -> str:
-    return COLORS.get(category, OTHER)
-
-
 def _keys(names: Iterable[str]) -> list[Any]:
-    return [Patch(label=name, color=_color(name)) for name in names]
+    return [Patch(label=name, color=COLORS.get(name, OTHER)) for name in names]
 
 
 def _peaks(curve: Mapping[str, list[Any]]) -> dict[str, int]:
@@ -232,13 +245,13 @@ def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str]) ->
     """Draws one curve, stacked by category, with its phases and its peak."""
     length, peak = len(curve["total"]), max(curve["total"])
     layers = [[held / MIB for held in curve.get(name, [0] * length)] for name in names]
-    colors = [_color(name) for name in names]
+    colors = [COLORS.get(name, OTHER) for name in names]
     axes.stackplot(range(length), layers, step="post", colors=colors, linewidth=0)
     _mark_phases(axes, curve["phase"])
     when = curve["total"].index(peak)
     axes.plot(when, peak / MIB, "o", color="black", markersize=8, zorder=4)
-    side = "left" if when < length / 3 else "right" if when > length * 2 / 3 else "center"
-    _write_above(axes, f"peak {peak / MIB:.1f} MiB", (when, peak / MIB), side)
+    side = "left" if when < length / 3 else "right" if when > length * 0.6 else "center"
+    _write_above(axes, f"peak {_mib(peak)} MiB", (when, peak / MIB), side)
     _label(axes, "allocations and frees, in order", "memory (MiB)")
     axes.set(xlim=(0, length), ylim=(0, 1.2 * peak / MIB))
 
@@ -278,10 +291,9 @@ def main() -> None:
     """Shows a saved run again: prints its tables, and draws its pictures beside it."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m minizero.report results.json")
-    path = Path(sys.argv[1])
-    results = json.loads(path.read_text())
+    results = json.loads(Path(sys.argv[1]).read_text())
     print_table(results, Console())
-    _write(_pictures(results), path.parent)
+    _write(_pictures(results), Path(sys.argv[1]).parent)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
 
 Nothing here waits for ever: each wait looks at a shared failure flag and at the clock. The first
 rank that fails is reported with what the others were waiting in; they stop at their next
-communication.
+communication, or a second later at their next line of Python.
 """
 
+import ctypes
 import threading
 import time
 import traceback
@@ -77,10 +78,11 @@ class World:
             run.fail(-1, error)
             raise
         finally:
-            patience = time.monotonic() + GRACE_SECONDS
-            for thread in threads:
-                if thread.is_alive():
-                    thread.join(max(0.0, patience - time.monotonic()))
+            for thread in _alive_after(GRACE_SECONDS, threads):  # it only computes, and never looks at the flag
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                )
+            _alive_after(GRACE_SECONDS / 4, threads)
         if run.failure is not None:
             rank, cause, report = run.failure
             raise RankFailed(rank, report) from cause
@@ -90,6 +92,14 @@ class World:
         if self.device.type == "cuda" and self.device.index is None:
             return torch.device("cuda", rank % torch.cuda.device_count())
         return self.device
+
+
+def _alive_after(seconds: float, threads: list[threading.Thread]) -> list[threading.Thread]:
+    patience = time.monotonic() + seconds
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(max(0.0, patience - time.monotonic()))
+    return [thread for thread in threads if thread.is_alive()]
 
 
 class _Run:
@@ -160,6 +170,7 @@ class ThreadComm(Comm):
         self.waiting: tuple[ThreadComm, str, Callable[[], list[int]]] | None = None
 
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
+        self._stop_if_failed()
         if outgoing is not None:
             sending = self._channel(self.rank, dst)
             sending.tensors.put((outgoing, _record(outgoing)))
@@ -180,6 +191,7 @@ class ThreadComm(Comm):
             _await(copied, outgoing)
 
     def exchange(self, words: str) -> list[str]:
+        self._stop_if_failed()
         self.meeting_number += 1
         key = (self.name, *self.ranks, self.meeting_number)
         meeting = self.run.meetings.setdefault(key, _Meeting(self.size))
@@ -221,8 +233,7 @@ class ThreadComm(Comm):
 
     def _check(self, gone: list[int], waited: float, where: str) -> None:
         """Raise where a wait can have no good end. The run fails with it, even if someone catches the error."""
-        if self.run.failure is not None:
-            raise RankFailed(self.run.failure[0], f"rank {self.world_rank} stops: {self.run.failure[2]}")
+        self._stop_if_failed()
         error: RuntimeError
         if gone:
             error = RuntimeError(f"rank {gone[0]} returned while rank {self.world_rank} was waiting in {where}")
@@ -232,6 +243,10 @@ class ThreadComm(Comm):
             return
         self.run.fail(gone[0] if gone else self.world_rank, error)
         raise error
+
+    def _stop_if_failed(self) -> None:
+        if self.run.failure is not None:
+            raise RankFailed(self.run.failure[0], f"rank {self.world_rank} stops: {self.run.failure[2]}")
 
     def doing(self) -> str:
         """What this rank is in at this moment, for the report of a failure."""

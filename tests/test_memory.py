@@ -89,6 +89,22 @@ def test_each_stage_frees_what_it_should():
         assert 0 < most(stage, "communication", "backward") <= 2 * BLOCK + 64
 
 
+def test_a_frozen_unit_is_released_in_backward_too():
+    """Nothing of its own says that its backward is over; its input's gradient does."""
+
+    def gathered(comm):
+        module = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(6)))
+        for layer in module[1:]:
+            layer.requires_grad_(False)
+        model = Zero3(module, comm)
+        with Ledger(model) as ledger:
+            model(torch.zeros(1, 100)).sum().backward()
+        return max(sample["parameters"] for sample in ledger.curve)
+
+    shards = 6 * 40_000 / 2
+    assert run(2, gathered)[0] <= shards + 2 * 40_000
+
+
 def test_memory_returns_without_the_garbage_collector():
     def leftover(comm, stage):
         gc.collect()

@@ -60,7 +60,7 @@ def test_table_puts_each_number_in_its_column():
     assert lines[0].startswith("Some [cpu] (8 cores), Python 3.12.1, torch 2.11.0, device cpu")
     headers = [line.split() for line in lines]
     assert ["category", "stage", "measured", "predicted"] in headers
-    assert ["stage", "measured,", "MiB", "predicted,", "MiB", "seconds", "loss"] in headers
+    assert ["stage", "measured,", "MiB", "predicted,", "MiB", "measured", "/", "DDP's", "loss"] in headers
 
     rows = [line.split() for line in lines]
     last = {run["name"]: run["ranks"][-1] for run in results["runs"]}  # the last rank holds most
@@ -70,11 +70,24 @@ def test_table_puts_each_number_in_its_column():
             numbers = [f"{number / MIB:.2f}" for number in (held[category], run["predicted"][category])]
             assert [category, name, *numbers] in rows
         sent = [f"{run['bytes_sent'] / MIB:.2f}", f"{run['bytes_sent_formula'] / MIB:.2f}"]
-        assert [name, *sent, f"{run['step_seconds']:.3f}", f"{run['losses'][-1]:.6f}"] in rows
+        seconds = [f"{run['step_seconds']:.3f}", f"{run['step_seconds'] / 0.5:.2f}"]  # DDP took half a second
+        assert [name, *sent, *seconds, f"{run['losses'][-1]:.6f}"] in rows
     assert ["category", *NAMES] in rows
     for category in CATEGORIES:
         assert [category, *(f"{last[name]['peak'][category] / MIB:.2f}" for name in NAMES)] in rows
     assert ["joint", "total", *(f"{last[name]['peak']['total'] / MIB:.2f}" for name in NAMES)] in rows
+
+
+def test_what_was_not_measured_is_a_dash_and_says_why():
+    results = make_results()
+    for run in results["runs"]:
+        run |= {"losses": [5.5], "step_seconds": None}
+    lines = printed_lines(results)
+    assert ["Zero2", "62.00", "72.50", "-", "-", "5.500000"] in [line.split() for line in lines]
+    assert max(map(len, lines)) <= 80
+    assert any("a ledger watched" in line for line in lines) and any("send half" in line for line in lines)
+    alone = printed_lines(make_results(stages=(3,)))  # no DDP to compare with
+    assert ["Zero3", "63.00", "73.50", "3.500", "-", "2.875000"] in [line.split() for line in alone]
 
 
 @pytest.mark.parametrize(("stages", "world_size"), [((0, 1, 2, 3), 4), ((3,), 1), ((0, 2), 8)])
@@ -102,7 +115,7 @@ def test_curves_mark_the_measured_peak_and_the_predicted_total():
         peak, predicted = panel.lines
         highest = max(run["curve"]["total"]) / MIB
         words = {text.get_text() for text in panel.texts}
-        assert words == {"forward", "backward", "optimizer step", f"peak {highest:.1f} MiB"}
+        assert words == {"forward", "backward", "optimizer step", f"peak {highest:.2f} MiB"}
         assert np.unique(predicted.get_ydata()) == [run["predicted"]["total"] / MIB]
         assert np.unique(peak.get_ydata()) == [highest]
         assert predicted.get_color() not in [peak.get_color(), *report.COLORS.values()]
@@ -115,7 +128,7 @@ def test_a_ledgers_curve_goes_on_the_axes_that_it_is_given():
     samples = [Sample(parameters=2 * MIB, activations=step * MIB, total=(2 + step) * MIB) for step in range(5)]
     axes = Figure().subplots()
     assert report.plot_curve(samples, axes) is axes
-    assert {"forward", "peak 6.0 MiB"} == {text.get_text() for text in axes.texts}
+    assert {"forward", "peak 6.00 MiB"} == {text.get_text() for text in axes.texts}
     legend = axes.get_legend()
     assert legend and [text.get_text() for text in legend.get_texts()] == ["parameters", "activations"]
 

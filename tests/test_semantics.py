@@ -189,6 +189,17 @@ def test_forwards_without_backward_and_without_grad_change_nothing():
     check(seeded(Blocks), forward=forward)
 
 
+def test_a_backward_that_broke_off_does_not_spoil_the_next():
+    def forward(model, x, rank):
+        out = model(x)
+        out.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        return model(x).square().mean()
+
+    check(seeded(Blocks), forward=forward)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_after_the_step_uses_the_new_parameters(stage):
     """Whoever writes the shards, and whatever ran between backward and the step."""

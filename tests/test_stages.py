@@ -122,6 +122,22 @@ def test_no_sync_adds_up_and_sends_nothing(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_adds_up_in_fp32(stage):
+    """256 + 1 is 256 in bfloat16, however often one adds 1."""
+
+    def accumulate(comm):
+        model = stage(nn.Linear(1, 1, bias=False), comm, dtype=torch.bfloat16)
+        with model.no_sync():
+            for x in [256.0] + 8 * [1.0]:
+                model(torch.tensor([[x]])).sum().backward()
+        local = [p.grad.clone() for p in model.parameters()]
+        model(torch.zeros(1, 1)).sum().backward()
+        return [p.grad.item() for p in model.parameters()], local[0].dtype
+
+    assert run(1, accumulate)[0] == ([264.0], torch.float32)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_also_drops_what_no_sync_gathered(stage):
     def norm(comm, stage, discard):
         model = stage(GPT(SMALL), comm)
@@ -162,11 +178,12 @@ def test_the_initial_parameters_and_buffers_are_rank_zeros():
         with torch.no_grad():
             for tensor in module.state_dict().values():
                 tensor.fill_(comm.rank + 5)
-        return stage(module, comm).gather_state_dict()
+        model = stage(module, comm)
+        return model.gather_state_dict(), dict(model.module.named_buffers())
 
     for stage in STAGES:
-        for state in run(3, start, stage):
-            assert all((tensor == 5).all() for tensor in state.values())
+        for state, buffers in run(3, start, stage):
+            assert all((tensor == 5).all() for tensor in [*state.values(), *buffers.values()])
 
 
 def test_a_state_goes_from_any_stage_to_any_other():

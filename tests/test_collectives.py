@@ -1,0 +1,403 @@
+"""The hand-written collectives on threads: values, bytes, bits, and what happens when ranks disagree."""
+
+import math
+
+import pytest
+import torch
+
+from minizero import CollectiveMismatch, RankFailed, World
+from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
+from minizero.comm import agreement
+from minizero.partition import pad
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+OPS = ["sum", "mean", "max", "min"]
+SIZES = range(1, 9)
+
+
+def make(rank, shape, dtype=torch.float32):
+    """Small whole numbers, so that every sum of them is exact; no two ranks bring the same."""
+    values = torch.randint(0, 12, shape, generator=torch.Generator().manual_seed(rank))
+    return (values + rank % 3).to(dtype)
+
+
+def combined(tensors, op):
+    """What all ranks should get, in the plainest way."""
+    stack = torch.stack([tensor.double() for tensor in tensors])
+    result = {"sum": stack.sum, "mean": stack.mean, "max": stack.amax, "min": stack.amin}[op](0)
+    return result.to(tensors[0].dtype)
+
+
+def run(size, fn, *args):
+    return World(size, timeout=20).run(fn, *args)
+
+
+# Values.
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_dtype(size):
+    def fn(comm, dtype):
+        mine = make(comm.rank, (size * 3, 2), dtype)
+        return (
+            all_gather(mine, comm),
+            reduce_scatter(mine, comm),
+            all_reduce(mine, comm),
+            broadcast(mine, comm, root=size - 1),
+        )
+
+    for dtype in FLOATS + INTEGERS:
+        tensors = [make(rank, (size * 3, 2), dtype) for rank in range(size)]
+        total = combined(tensors, "sum")
+        for rank, (gathered, chunk, reduced, sent) in enumerate(run(size, fn, dtype)):
+            assert {t.dtype for t in (gathered, chunk, reduced, sent)} == {dtype}
+            assert torch.equal(gathered, torch.cat(tensors))
+            assert torch.equal(chunk, total.chunk(size)[rank])
+            assert torch.equal(reduced, total)
+            assert torch.equal(sent, tensors[-1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("op", OPS)
+def test_every_op(op, size):
+    def fn(comm):
+        mine = make(comm.rank, (size * 2, 5), torch.float64) / size
+        return reduce_scatter(mine, comm, op), all_reduce(mine, comm, op)
+
+    expected = combined([make(rank, (size * 2, 5), torch.float64) / size for rank in range(size)], op)
+    for rank, (chunk, reduced) in enumerate(run(size, fn)):
+        torch.testing.assert_close(chunk, expected.chunk(size)[rank], rtol=1e-14, atol=0)
+        torch.testing.assert_close(reduced, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_nan_is_not_lost(op):
+    def fn(comm):
+        return all_reduce(torch.tensor([math.nan if comm.rank == 1 else 1.0, comm.rank]), comm, op)
+
+    for result in run(3, fn):
+        assert math.isnan(result[0])
+        assert result[1] == {"max": 2, "min": 0}[op]
+
+
+def test_booleans_and_complex_numbers():
+    def fn(comm):
+        flag = torch.tensor([comm.rank == 1, False])
+        turned = torch.tensor([1 + 2j, 3j * comm.rank]).conj()
+        return all_reduce(flag, comm, "max"), broadcast(turned, comm, 1), all_reduce(turned, comm, "mean")
+
+    for flag, sent, mean in run(2, fn):
+        assert flag.tolist() == [True, False]
+        assert sent.tolist() == [1 - 2j, -3j]
+        assert mean.tolist() == [1 - 2j, -1.5j]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (3, 1, 5), (0,), (4, 0, 2)], ids=str)
+def test_any_shape(size, shape):
+    def fn(comm):
+        mine = make(comm.rank, shape)
+        return all_reduce(mine, comm), all_reduce(mine, comm, "mean"), broadcast(mine, comm, root=size // 2)
+
+    tensors = [make(rank, shape) for rank in range(size)]
+    for total, mean, sent in run(size, fn):
+        assert total.shape == mean.shape == sent.shape == shape
+        assert torch.equal(total, combined(tensors, "sum"))
+        torch.testing.assert_close(mean, combined(tensors, "mean"))
+        assert torch.equal(sent, tensors[size // 2])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (6, 0)], ids=str)
+def test_nothing_at_all(size, shape):
+    def fn(comm):
+        nothing = torch.empty(shape)
+        gathered, chunk = all_gather(nothing, comm), reduce_scatter(nothing, comm)
+        return gathered.shape, chunk.shape, comm.bytes_sent
+
+    for gathered, chunk, sent in run(size, fn):
+        assert gathered == (shape[0] * size, *shape[1:])
+        assert chunk == (shape[0] // size, *shape[1:])
+        assert sent == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_tensors_need_not_be_contiguous(size):
+    def fn(comm):
+        whole = make(comm.rank, (5, size * 2, 3))
+        part = whole.permute(1, 2, 0)[:, ::2]
+        assert not part.is_contiguous()
+        out = torch.zeros(size * 4 * size, 10)[::2, ::2].view(size * 2 * size, 5)
+        flat = all_gather(part[:, 0], comm, out=out)
+        assert flat is out and not out.is_contiguous()
+        return all_gather(part, comm), reduce_scatter(part, comm), all_reduce(part, comm), broadcast(part, comm), flat
+
+    parts = [make(rank, (5, size * 2, 3)).permute(1, 2, 0)[:, ::2] for rank in range(size)]
+    total = combined(parts, "sum")
+    for rank, (gathered, chunk, reduced, sent, flat) in enumerate(run(size, fn)):
+        assert torch.equal(gathered, torch.cat(parts))
+        assert torch.equal(chunk, total.chunk(size)[rank])
+        assert torch.equal(reduced, total)
+        assert torch.equal(sent, parts[0])
+        assert torch.equal(flat, torch.cat(parts)[:, 0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_input_is_left_alone_and_the_result_is_new(size):
+    def fn(comm):
+        mine = make(comm.rank, (size * 2,)).requires_grad_()
+        before = mine.detach().clone()
+        results = [
+            all_gather(mine, comm),
+            reduce_scatter(mine, comm, "mean"),
+            all_reduce(mine, comm, "mean"),
+            broadcast(mine, comm),
+        ]
+        barrier(comm)
+        for result in results:
+            assert not result.requires_grad
+            result.fill_(-1)  # nobody else's tensor
+        barrier(comm)
+        assert torch.equal(mine, before)
+
+    run(size, fn)
+
+
+def test_the_shard_may_be_a_chunk_of_out():
+    def fn(comm):
+        full = torch.full((comm.size * 3,), -1.0)
+        shard = full.chunk(comm.size)[comm.rank]
+        shard.fill_(comm.rank)
+        assert all_gather(shard, comm, out=full) is full
+        return full.tolist()
+
+    assert run(3, fn) == [[0.0] * 3 + [1.0] * 3 + [2.0] * 3] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_all_ranks_get_the_same_bits(size):
+    """Sums of floats depend on their order; every rank must see the result of one and the same."""
+
+    def fn(comm):
+        generator = torch.Generator().manual_seed(comm.rank)
+        mine = torch.randn(1003, generator=generator) * 10 ** torch.randn(1003, generator=generator)
+        reduced = all_reduce(mine, comm, "mean")
+        chunk = reduce_scatter(pad(mine, comm.size), comm, "mean")
+        return reduced, all_gather(chunk, comm)[:1003]
+
+    results = run(size, fn)
+    for pair in results:
+        for result in pair:
+            assert torch.equal(result.view(torch.int32), results[0][0].view(torch.int32))
+
+
+def test_the_order_of_summation():
+    """Chunk r starts at rank r+1 and ends at rank r: with numbers that absorb each other it shows."""
+    values = [1e8, 1.0, -1e8]
+
+    def fn(comm):
+        return reduce_scatter(torch.full((3,), values[comm.rank]), comm).item()
+
+    def in_order(*ranks):
+        total = torch.tensor(values[ranks[0]])
+        for rank in ranks[1:]:
+            total = total + values[rank]
+        return total.item()
+
+    assert run(3, fn) == [in_order(1, 2, 0), in_order(2, 0, 1), in_order(0, 1, 2)]
+    assert len(set(run(3, fn))) > 1  # the numbers do tell
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_bytes_are_the_least_possible(size, dtype):
+    """(N-1)/N of the padded tensor for each half; a broadcast sends N-1 copies in all."""
+    elements = 101
+
+    def fn(comm):
+        counts = []
+
+        def count(call):
+            before = comm.bytes_sent, comm.bytes_received
+            call()
+            counts.append((comm.bytes_sent - before[0], comm.bytes_received - before[1]))
+
+        tensor = make(comm.rank, (elements,), dtype)
+        padded = pad(tensor, size)
+        count(lambda: reduce_scatter(padded, comm))
+        count(lambda: all_gather(padded.chunk(size)[comm.rank], comm))
+        count(lambda: all_reduce(tensor, comm, "max"))
+        count(lambda: broadcast(tensor, comm))
+        count(lambda: barrier(comm))
+        return counts
+
+    half = (size - 1) * -(-elements // size) * dtype.itemsize
+    results = run(size, fn)
+    for counts in results:
+        assert counts[:3] == [(half, half), (half, half), (2 * half, 2 * half)]
+        assert counts[4] == (0, 0)
+    sent, received = (sum(counts[3][way] for counts in results) for way in (0, 1))
+    assert sent == received == (size - 1) * elements * dtype.itemsize
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_broadcast_is_a_tree(size):
+    """In log2 N steps: no rank sends more than that many copies."""
+
+    def fn(comm):
+        broadcast(torch.ones(10), comm, root=1)
+        return comm.bytes_sent // 40
+
+    copies = run(size, fn)
+    assert max(copies) == copies[1] == math.ceil(math.log2(size))
+
+
+def test_the_ring_leaves_its_chunks_alone():
+    def fn(comm):
+        chunks = list(make(comm.rank, (8,)).chunk(4))
+        before = [chunk.clone() for chunk in chunks]
+        ring_reduce_scatter(chunks, comm)
+        return all(torch.equal(a, b) for a, b in zip(chunks, before))
+
+    assert all(run(4, fn))
+
+
+# What is refused.
+
+
+def refused(fn, match, size=3):
+    """`fn` is a ValueError before it reaches the others: each rank can go on."""
+
+    def rank_main(comm):
+        with pytest.raises(ValueError, match=match):
+            fn(comm)
+        barrier(comm)
+        return comm.sequence
+
+    assert run(size, rank_main) == [1] * size
+
+
+def test_bad_arguments():
+    refused(
+        lambda comm: all_reduce(torch.ones(3), comm, "median"), "unknown op 'median': use one of sum, mean, max, min"
+    )
+    refused(lambda comm: reduce_scatter(torch.ones(3), comm, "avg"), "unknown op 'avg'")
+    refused(lambda comm: broadcast(torch.ones(3), comm, root=3), "root 3 does not exist: ranks are 0 to 2")
+    refused(lambda comm: broadcast(torch.ones(3), comm, root=-1), "root -1 does not exist")
+    refused(lambda comm: reduce_scatter(torch.ones(4, 3), comm), r"minizero\.partition\.pad\(tensor, 3\)")
+    refused(lambda comm: all_gather(torch.tensor(1.0), comm), "dimension 0")
+    refused(lambda comm: reduce_scatter(torch.tensor(1.0), comm), "dimension 0")
+    refused(lambda comm: all_gather(torch.ones(2), comm, out=torch.ones(5)), r"out must be \(6,\)")
+    refused(lambda comm: all_gather(torch.ones(2), comm, out=torch.ones(6).double()), "out must be .*float32")
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool])
+def test_integers_have_no_mean(dtype):
+    refused(lambda comm: all_reduce(torch.ones(3, dtype=dtype), comm, "mean"), f"the mean of {dtype}")
+    refused(lambda comm: reduce_scatter(torch.ones(3, dtype=dtype), comm, "mean"), f"the mean of {dtype}")
+
+
+MISMATCHES = {
+    "shape": (lambda c: all_reduce(torch.ones(4), c), lambda c: all_reduce(torch.ones(2, 3), c), "(4,)", "(2, 3)"),
+    "same size": (lambda c: all_reduce(torch.ones(6), c), lambda c: all_reduce(torch.ones(2, 3), c), "(6,)", "(2, 3)"),
+    "dtype": (
+        lambda c: all_gather(torch.ones(4), c),
+        lambda c: all_gather(torch.ones(4).half(), c),
+        "torch.float32",
+        "torch.float16",
+    ),
+    "op": (
+        lambda c: all_reduce(torch.ones(4), c, "max"),
+        lambda c: all_reduce(torch.ones(4), c, "min"),
+        "op=max",
+        "op=min",
+    ),
+    "root": (
+        lambda c: broadcast(torch.ones(4), c, root=0),
+        lambda c: broadcast(torch.ones(4), c, root=1),
+        "root=0",
+        "root=1",
+    ),
+    "label": (
+        lambda c: all_gather(torch.ones(4), c, label="blocks.0"),
+        lambda c: all_gather(torch.ones(4), c, label="blocks.1"),
+        "label=blocks.0",
+        "label=blocks.1",
+    ),
+    "operation": (
+        lambda c: all_gather(torch.ones(4), c),
+        lambda c: reduce_scatter(torch.ones(12), c),
+        "all_gather #",
+        "reduce_scatter #",
+    ),
+    "barrier": (lambda c: barrier(c), lambda c: all_reduce(torch.ones(4), c), "barrier #", "all_reduce #"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("odd_one", [0, 2])
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_a_mismatch_is_raised_on_every_rank_and_names_both_sides(case, odd_one):
+    usual, other, says, says_too = MISMATCHES[case]
+
+    def fn(comm):
+        barrier(comm)
+        with pytest.raises(CollectiveMismatch) as caught:
+            (other if comm.rank == odd_one else usual)(comm)
+        assert comm.operation == ""
+        assert (comm.bytes_sent, comm.bytes_received) == (0, 0)  # before data moves
+        return str(caught.value), all_reduce(torch.ones(2), comm).tolist()  # and nothing is left in the way
+
+    for rank, (message, total) in enumerate(run(3, fn)):
+        assert says in message and says_too in message and "#2" in message
+        assert message.startswith(f"rank {rank} called ") and f"rank {odd_one} called" in message
+        assert total == [3.0, 3.0]
+
+
+@pytest.mark.timeout(20)
+def test_one_collective_ahead_is_a_mismatch():
+    """The same call, but one rank has left one out before."""
+
+    def fn(comm):
+        if comm.rank == 1:
+            comm.sequence += 1
+        with pytest.raises(CollectiveMismatch, match="all_reduce #1.*all_reduce #2|all_reduce #2.*all_reduce #1"):
+            all_reduce(torch.ones(4), comm)
+
+    run(3, fn)
+
+
+@pytest.mark.timeout(20)
+def test_an_uncaught_mismatch_ends_the_run():
+    with pytest.raises(RankFailed) as caught:
+        run(4, lambda comm: all_reduce(torch.ones(2 + comm.rank // 3), comm))
+    assert isinstance(caught.value.__cause__, CollectiveMismatch)
+
+
+def test_a_mismatch_in_a_part_counts_ranks_as_the_whole_world_does():
+    def fn(comm):
+        part = comm.split(comm.rank % 2)
+        if comm.rank % 2 == 0:
+            return None
+        with pytest.raises(CollectiveMismatch) as caught:
+            all_reduce(torch.ones(comm.rank), part)
+        return str(caught.value)
+
+    message = run(4, fn)[3]
+    assert message.startswith("rank 3 called all_reduce #1 of 3 elements")
+    assert "rank 1 called all_reduce #1 of 1 elements" in message
+
+
+def test_what_a_rank_is_in_is_forgotten_after_an_error():
+    def fn(comm):
+        with pytest.raises(ZeroDivisionError):
+            with agreement(comm, "custom"):
+                assert comm.operation == "custom #1"
+                raise ZeroDivisionError
+        return comm.operation
+
+    assert run(2, fn) == ["", ""]

@@ -1,0 +1,318 @@
+"""The same ranks as processes over gloo. A spawn costs seconds, so each does many checks."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minizero import CollectiveMismatch, World
+from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from minizero.comm import Comm
+from minizero.partition import pad
+from minizero.processes import WORDS_BYTES
+
+
+def rank_main(fn, rank, size, folder, threads):
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    with Comm.from_process_group() as comm:
+        result = fn(comm)
+    assert dist.is_initialized()  # it was there before
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
+
+
+def spawn(main, size, folder: Path, *args, patience=60):
+    """`main(*args with the rank)` in processes of their own; their exit codes, once all have ended."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=main, args=(rank, size, folder, *args)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + patience
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+class Main:
+    """`rank_main` with its function, in a form that can be sent to another process."""
+
+    def __init__(self, fn):
+        self.fn, self.threads = fn, torch.get_num_threads()
+
+    def __call__(self, rank, size, folder):
+        rank_main(self.fn, rank, size, folder, self.threads)
+
+
+def run(fn, size, folder):
+    """Results of `fn(comm)` in rank order."""
+    assert spawn(Main(fn), size, folder) == [0] * size
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+def error_of(fn):
+    """The type and text of what `fn` raises, and the rank that it blames."""
+    try:
+        fn()
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "rank", None)
+    return None
+
+
+def everything(comm):
+    """Values, bytes and messages of all operations; the thread world must give the same."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8):
+        generator = torch.Generator().manual_seed(comm.rank)
+        mine = (torch.rand(37, 3, generator=generator) * 50).to(dtype)
+        found[f"gather {dtype}"] = all_gather(mine.t()[:, ::2], comm)
+        found[f"broadcast {dtype}"] = broadcast(mine, comm, root=comm.size - 1)
+        for op in ("sum", "max", "min", "mean"):
+            if op != "mean" or dtype.is_floating_point:
+                found[f"reduce {op} {dtype}"] = all_reduce(mine, comm, op)
+                found[f"scatter {op} {dtype}"] = reduce_scatter(pad(mine, comm.size), comm, op)
+    found["nothing"] = all_gather(torch.empty(0), comm), all_reduce(torch.empty(2, 0), comm)
+    found["rows of nothing"] = reduce_scatter(torch.empty(comm.size, 0), comm)
+    found["number"] = all_reduce(torch.tensor(1.5 + comm.rank), comm)
+    turned = torch.tensor([1 + 2j, 3j * comm.rank]).conj()
+    found["complex"] = broadcast(turned, comm, 1), all_reduce(turned, comm, "mean")
+
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    wide = torch.zeros(4, 6)
+    comm.send_recv(turned, right, received := torch.empty_like(turned), left)
+    comm.send_recv(torch.arange(12.0).view(4, 3) + comm.rank, right, wide[:, ::2], left)
+    comm.send_recv(torch.ones(3), comm.rank, own := torch.zeros(3), comm.rank)
+    comm.send_recv(torch.empty(0), right, torch.empty(0), left)
+    found["point to point"] = received, wide, own
+
+    half = comm.split(comm.rank % 2)
+    single = half.split(half.rank)
+    again = comm.split(0)
+    found["split"] = [(c.rank, c.size, all_gather(torch.tensor([comm.rank]), c)) for c in (half, single, again)]
+    a, b = torch.zeros(1), torch.zeros(1)
+    if comm.rank == 0:  # the same two ranks, but a message of the one is none of the other
+        (first := threading.Thread(target=comm.send, args=(torch.ones(1), 1))).start()
+        time.sleep(0.1)
+        again.send(torch.full((1,), 2.0), 1)
+        first.join()
+    if comm.rank == 1:
+        again.recv(a, 0)
+        comm.recv(b, 0)
+        assert (a.item(), b.item()) == (2.0, 1.0)
+    found["bytes"] = [(c.bytes_sent, c.bytes_received) for c in (comm, half, single, again)]
+
+    mismatches = {
+        "shape": lambda odd: all_reduce(torch.ones(4 + odd), comm),
+        "dtype": lambda odd: all_gather(torch.ones(4, dtype=torch.float16 if odd else torch.float32), comm),
+        "op": lambda odd: all_reduce(torch.ones(4), comm, "max" if odd else "min"),
+        "root": lambda odd: broadcast(torch.ones(4), comm, root=int(odd)),
+        "operation": lambda odd: barrier(comm) if odd else broadcast(torch.ones(4), comm),
+        "label": lambda odd: all_gather(torch.ones(4), comm, label="odd" if odd else "even"),
+        "space": lambda odd: all_gather(torch.ones(4), comm, label="name " if odd else "name"),
+        "split": lambda odd: comm.split(0) if odd else barrier(comm),
+        "in a part": lambda odd: all_reduce(torch.ones(4 + odd), again),
+    }
+    for case, call in mismatches.items():
+        found[f"mismatch in {case}"] = error_of(lambda call=call: call(comm.rank == comm.size - 1))
+    found["bad arguments"] = [
+        error_of(lambda: comm.send(torch.ones(1), comm.size)),
+        error_of(lambda: comm.recv(torch.ones(1), comm.rank)),
+        error_of(lambda: comm.send_recv(own, right, own, left)),
+        error_of(lambda: all_reduce(torch.ones(4), comm, "median")),
+        error_of(lambda: all_reduce(torch.ones(4, dtype=torch.int32), comm, "mean")),
+        error_of(lambda: reduce_scatter(torch.ones(comm.size + 1), comm)),
+    ]
+    found["in the end"] = all_reduce(torch.ones(2), comm), comm.sequence, comm.operation
+    return found
+
+
+def assert_same(a, b, where):
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape, where
+        a, b = (t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        assert torch.equal(a, b), where
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}[{i}]")
+    else:
+        assert a == b, where
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_give_what_threads_give(size, tmp_path):
+    threads, processes = World(size).run(everything), run(everything, size, tmp_path)
+    for rank, (expected, found) in enumerate(zip(threads, processes)):
+        assert list(expected) == list(found)
+        for name in expected:
+            assert_same(expected[name], found[name], f"rank {rank}: {name}")
+        for name in found:
+            if name.startswith("mismatch"):
+                kind, message, _ = found[name]
+                assert kind == "CollectiveMismatch", (name, found[name])
+                assert f"rank {rank} called" in message and f"rank {size - 1} called" in message
+
+
+def long_words(comm):
+    """What does not fit into the words of the agreement must still tell two labels apart."""
+    found = []
+    for common in ("a" * 500, "ü€😀" * 100, "b" * WORDS_BYTES):
+        odd = error_of(lambda common=common: all_gather(torch.ones(2), comm, label=f"{common}{comm.rank}"))
+        same = error_of(lambda common=common: all_gather(torch.ones(2), comm, label=common))
+        found.append((odd, same))
+    # Around the limit, where the cut may fall into a letter of several bytes.
+    for length in range(WORDS_BYTES - 12, WORDS_BYTES + 4):
+        words = "x" * (length - 3) + "€"
+        found.append((comm.exchange(words)[0][:200], len(set(comm.exchange(words + str(comm.rank))))))
+    color = "c" * 400 + str(comm.rank % 2)
+    found.append(comm.split(color).size)
+    # A message that looks like words must not be taken for them.
+    tensor = torch.full((WORDS_BYTES,), 65 + comm.rank, dtype=torch.uint8)
+    comm.timeout = 1.0
+    found.append(error_of(lambda: barrier(comm) if comm.rank else comm.send(tensor, 1)))
+    return found
+
+
+@pytest.mark.slow
+def test_long_words_and_stray_messages(tmp_path):
+    for found in run(long_words, 2, tmp_path):
+        for odd, same in found[:3]:
+            assert odd[0] == "CollectiveMismatch" and same is None
+        for words, different in found[3:-2]:
+            assert words.startswith("xxx") and different == 2
+        assert found[-2] == 1
+        assert found[-1][0] == "CommTimeout", found[-1]
+
+
+def timed(fn):
+    start = time.monotonic()
+    return *error_of(fn), time.monotonic() - start
+
+
+def one_is_late(comm):
+    comm.timeout = 1.0
+    barrier(comm)
+    if comm.rank == 2:
+        time.sleep(3)
+        return None
+    return timed(lambda: all_reduce(torch.ones(3), comm, label="late"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_rank_that_waits_too_long_says_for_whom_and_in_what(tmp_path):
+    for rank, found in enumerate(run(one_is_late, 4, tmp_path)):
+        if rank != 2:
+            kind, message, _, seconds = found
+            assert kind == "CommTimeout"
+            assert message == f"rank {rank} waited 1 s in all_reduce #2: agreement with rank 2"
+            assert seconds < 2.5
+
+
+def dies(rank, size, folder, how):
+    """Rank 2 goes; what the others raise is written down."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    with Comm.from_process_group() as comm:
+        barrier(comm)
+        if rank == 2:
+            time.sleep(0.5)
+            if how == "killed":
+                os._exit(1)
+            raise ValueError("on purpose")
+        found = timed(lambda: all_reduce(torch.ones(3), comm))
+        (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    os._exit(0)  # what a failed rank does next: it ends, too
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_the_others_name_a_rank_that_died(how, tmp_path):
+    codes = spawn(dies, 4, tmp_path, how)
+    assert codes == [0, 0, 1, 0]
+    for rank in (0, 1, 3):
+        kind, message, blamed, seconds = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
+        assert (kind, blamed) == ("RankFailed", 2), message
+        assert message.startswith(f"rank {rank} lost rank 2 in all_reduce #2: agreement with rank 2")
+        assert seconds < 5
+
+
+def sub_groups(rank, size, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine = groups[rank % 2]
+    with Comm.from_process_group(mine) as comm:
+        assert (comm.rank, comm.size, comm.world_rank) == (rank // 2, 2 - rank % 2, rank)
+        assert all_gather(torch.tensor([rank]), comm).tolist() == ([1] if rank == 1 else [0, 2])
+        assert comm.split(comm.rank).size == 1
+        if rank != 1:
+            with pytest.raises(CollectiveMismatch, match="rank 0 called .*rank 2 called|rank 2 called .*rank 0 called"):
+                all_reduce(torch.ones(1 + rank), comm)
+    with pytest.raises(ValueError, match="not in the group"):
+        with Comm.from_process_group(groups[1 - rank % 2]):
+            pass
+    with pytest.raises(ZeroDivisionError):
+        with Comm.from_process_group():
+            raise ZeroDivisionError
+    for _ in range(2):  # again and again, on the same group
+        with Comm.from_process_group() as comm:
+            assert all_reduce(torch.tensor(rank), comm).item() == 3
+    dist.all_reduce(total := torch.tensor(rank), group=mine)  # both groups still work
+    dist.all_reduce(whole := torch.tensor(rank))
+    assert (total.item(), whole.item()) == (1 if rank == 1 else 2, 3)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_group_that_was_there_is_left_alone(tmp_path):
+    assert spawn(sub_groups, 3, tmp_path) == [0, 0, 0]
+
+
+def as_torchrun_does(rank, size, folder, port):
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    with Comm.from_process_group() as comm:
+        assert (comm.rank, comm.size) == (rank, size)
+        assert dist.is_initialized()
+        assert all_reduce(torch.tensor(rank + 1), comm).item() == 3
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_its_own_group_from_the_variables_of_torchrun(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert spawn(as_torchrun_does, 2, tmp_path, port) == [0, 0]
+
+
+def test_outside_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start with torchrun"):
+        with Comm.from_process_group():
+            pass
+    assert not dist.is_initialized()
+
+
+def test_a_single_process(tmp_path):
+    """Needs no second one: an agreement with oneself."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        with Comm.from_process_group() as comm:
+            assert all_reduce(torch.ones(2), comm, "mean").tolist() == [1.0, 1.0]
+            assert comm.split(5).size == 1
+    finally:
+        dist.destroy_process_group()

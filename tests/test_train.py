@@ -1,0 +1,295 @@
+"""The main job: its numbers against the formulas, and one line for whatever is wrong with the input."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minizero import GPT, GPTConfig, World, options, train
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--width", "16", "--layers", "2", "--heads", "2", "--sequence-length", "8", "--steps", "6"]
+CPU = ["--device", "cpu"]  # the same numbers on a machine with a GPU
+
+
+def run(folder, *argv):
+    """The results of a run in this process."""
+    assert train.main([*TINY, *CPU, *argv, "--output", str(folder)]) == 0
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def four_stages(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("run"), "--world-size", "3")
+
+
+@pytest.fixture(scope="module")
+def default_shapes(tmp_path_factory):
+    """The demo with fewer steps."""
+    folder = tmp_path_factory.mktemp("demo")
+    assert train.main([*CPU, "--steps", "2", "--output", str(folder)]) == 0
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_all_stages_have_the_same_losses(four_stages):
+    losses = [one["losses"] for one in four_stages["runs"]]
+    assert [one["name"] for one in four_stages["runs"]] == ["DDP", "Zero1", "Zero2", "Zero3"]
+    assert len(losses[0]) == 6 and len(set(losses[0])) == 6
+    assert losses[1:] == losses[:1] * 3, "the stages differ in place, not in numbers"
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_persistent_bytes_are_16_psi_less_what_the_stage_shards(default_shapes, stage):
+    psi, n = 3_229_952, 4
+    expected = {
+        "parameters": 4 * psi / (n if stage >= 3 else 1),
+        "gradients": 4 * psi / (n if stage >= 2 else 1),
+        "optimizer": 8 * psi / (n if stage >= 1 else 1),
+    }
+    one = default_shapes["runs"][stage]
+    assert one["predicted"] == pytest.approx(expected | {"total": sum(expected.values())})
+    for rank in one["ranks"]:
+        for category, held in expected.items():
+            # Padding: each of 5 units, in each of 3 buffers, by less than n elements. Adam counts its steps.
+            assert held <= rank["persistent"][category] <= held * 1.001 + 5 * 4 * (n + 10)
+        others = rank["persistent"]["total"] - sum(rank["persistent"][category] for category in expected)
+        assert others < 0.001 * rank["persistent"]["total"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_sent_are_the_formulas(default_shapes, stage):
+    psi, root, n = 3_229_952, (256 + 64 + 1) * 256, 4
+    elements = 2 * psi if stage < 3 else 3 * psi - root
+    one = default_shapes["runs"][stage]
+    assert one["bytes_sent_formula"] == elements * 4 * (n - 1) / n
+    assert one["bytes_sent"] == pytest.approx(one["bytes_sent_formula"], rel=0.001)
+
+
+def test_zero3_plots_at_most_half_of_ddps_peak(default_shapes):
+    peaks = [max(one["curve"]["total"]) for one in default_shapes["runs"]]
+    assert peaks[3] <= peaks[0] / 2
+    assert peaks == sorted(peaks, reverse=True)
+    for one in default_shapes["runs"]:
+        assert {"forward", "backward", "optimizer"} <= set(one["curve"]["phase"])
+        assert max(one["curve"]["total"]) == one["ranks"][0]["peak"]["total"]
+
+
+def test_with_enough_steps_the_time_is_that_of_steps_that_no_ledger_watches(four_stages, default_shapes):
+    assert all(one["step_seconds"] > 0 for one in four_stages["runs"])
+    assert all(one["step_seconds"] is None for one in default_shapes["runs"])
+
+
+def test_results_name_no_place(four_stages):
+    words = json.dumps(four_stages)
+    for secret in (str(Path.home()), os.getcwd(), os.uname().nodename if hasattr(os, "uname") else "?"):
+        assert len(secret) < 5 or secret not in words
+
+
+def make_job(batch_size=2, **shapes):
+    return train.Job(GPTConfig(sequence_length=8, **shapes), 3, batch_size, 1e-3, torch.float32)
+
+
+def test_ranks_take_disjoint_parts_of_one_global_batch():
+    text = torch.arange(200, dtype=torch.uint8)  # a byte is its own place
+    whole, targets = next(train.batches(text, make_job(8), 0, 1))
+    assert whole.shape == (8, 8) and torch.equal(targets, whole + 1), "y is one byte ahead"
+    for world_size in (2, 4, 8):
+        parts = [next(train.batches(text, make_job(8 // world_size), rank, world_size)) for rank in range(world_size)]
+        assert torch.equal(torch.cat([x for x, _ in parts]), whole)
+
+
+def test_every_window_of_the_text_can_be_drawn_and_none_beyond():
+    text = torch.arange(10, dtype=torch.uint8)  # two windows of 8 and a target
+    drawn = train.batches(text, make_job(), 0, 1)
+    assert {int(start) for _, (x, _) in zip(range(20), drawn) for start in x[:, 0]} == {0, 1}
+
+
+def test_the_text_is_the_one_given(tmp_path, four_stages):
+    chinese = tmp_path / "深度" / "课文.txt"
+    chinese.parent.mkdir()
+    chinese.write_text("人人生而自由。\n" * 30, encoding="utf-8")
+    losses = run(tmp_path, "--world-size", "3", "--stage", "0", "--text", str(chinese))["runs"][0]["losses"]
+    assert losses[0] != four_stages["runs"][0]["losses"][0]
+    assert options.read_text(chinese, 8).tolist() == list(chinese.read_bytes())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_16_bits_and_other_world_sizes(tmp_path, dtype, world_size):
+    results = run(tmp_path, "--world-size", str(world_size), "--dtype", dtype, "--steps", "3")
+    losses = [one["losses"] for one in results["runs"]]
+    assert losses[1:] == losses[:1] * 3
+    assert results["world_size"] == world_size and results["config"]["dtype"] == dtype
+    if world_size == 1:
+        assert all(one["bytes_sent"] == 0 for one in results["runs"])
+
+
+# What a user may get wrong: one line, exit code 2, nothing left behind.
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--world-size", "0"], "--world-size: must be a whole number from 1"),
+        (["--world-size", "-3"], "--world-size: must be a whole number from 1"),
+        (["--steps", "1.5"], "--steps: must be a whole number from 1"),
+        (["--batch-size", "9" * 5000], "--batch-size: must be a whole number from 1"),
+        (["--stage", "4"], "--stage: invalid choice: '4'"),
+        (["--dtype", "float8"], "--dtype: invalid choice"),
+        (["--device", "tpu"], "--device: invalid choice"),
+        (["--learning-rate", "nan"], "--learning-rate: must be a positive number"),
+        (["--learning-rate", "-1"], "--learning-rate: must be a positive number"),
+        (["--seed", "9" * 30], "--seed: must be a whole number"),
+        (["--heads", "3"], "--width 16 must be divisible by --heads 3"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--text", "missing.txt"], "cannot read missing.txt"),
+        (["--text", "."], "cannot read ."),
+        (["--text", "empty.txt"], "empty.txt has 0 bytes, one sequence needs 9"),
+        (["--text", "latin.txt"], "latin.txt is not UTF-8 (byte 1)"),
+        (["--sequence-length", "100000000"], "one sequence needs 100,000,001"),
+        (["--sequence-length", "500000"], "MiB free: use a smaller"),
+        (["--batch-size", "900000000"], "MiB free: use a smaller"),
+        (["--width", "200000"], "MiB free: use a smaller"),
+        (["--layers", "900000000"], "MiB free: use a smaller"),
+        (["--world-size", "900000000"], "MiB free: use a smaller"),
+        (["--output", "empty.txt"], "cannot write to empty.txt"),
+        (["--output", "empty.txt/deeper/still"], "cannot write to empty.txt/deeper/still"),
+    ],
+)
+def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("für Elise, und mehr".encode("latin-1"))
+    if "--output" not in argv:
+        argv = [*argv, "--output", "new/folder"]
+    assert train.main([*TINY, *CPU, *argv]) == 2
+    out, error = capsys.readouterr()
+    assert words in error and error.count("\n") == 1 and len(error) < 6000 and not out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "latin.txt"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu(capsys):
+    assert train.main([*TINY, "--device", "cuda"]) == 2
+    assert "finds no CUDA GPU here: use --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_a_folder_that_cannot_be_made(capsys):
+    assert train.main([*TINY, "--output", "/proc/minizero"]) == 2
+    assert "cannot write to /proc/minizero" in capsys.readouterr().err
+
+
+def test_the_estimate_is_near_what_a_run_holds(default_shapes):
+    """Too low, and the kernel kills a run; too high, and it refuses one that fits."""
+    job_config = GPTConfig()
+    for one in default_shapes["runs"]:
+        estimated = options.estimate(job_config, 4, [one["stage"]], 2, torch.float32)
+        assert 0.8 < estimated / one["ranks"][0]["peak"]["total"] < 2
+
+
+def failing_run(error):
+    def fail(comm, *_):
+        raise error
+
+    return lambda *_: World(2).run(fail)
+
+
+def test_memory_that_runs_out_is_one_line_and_a_bug_is_not(monkeypatch, capsys):
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: you tried")):
+        monkeypatch.setattr(train, "run", failing_run(error))
+        assert train.main([]) == 2
+        message = capsys.readouterr().err
+        assert "does not fit in memory: use a smaller --batch-size" in message and message.count("\n") == 1
+    monkeypatch.setattr(train, "run", failing_run(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        train.main([])
+
+
+def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
+    options.check_output(tmp_path / "new" / "folder")
+    assert list(tmp_path.iterdir()) == []
+    options.check_output(tmp_path)
+    assert tmp_path.is_dir()
+
+
+def test_help_says_every_default(capsys):
+    with contextlib.suppress(SystemExit):
+        train.main(["--help"])
+    words = capsys.readouterr().out
+    for name, value in vars(options.parse([])).items():
+        assert "--" + name.replace("_", "-") in words
+        assert name in ("text", "output", "world_size", "dtype") or f"default: {value}" in words or value == "auto"
+
+
+# As a user starts it.
+
+
+def start(*command):
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"},
+    )
+
+
+def test_from_a_shell_into_a_pipe(tmp_path):
+    done = start(sys.executable, "-m", "minizero.train", *TINY, *CPU, "--stage", "2", "--output", str(tmp_path / "new"))
+    assert done.returncode == 0 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Zero2") and "6/6" in lines[0] and len([line for line in lines if "6/6" in line]) == 1
+    assert all(len(line) <= 80 for line in lines if not line.startswith("wrote"))
+    files = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert files == ["boxes.png", "curves.png", "losses.png", "results.json"]
+
+
+@pytest.mark.slow
+def test_control_c_is_one_line(tmp_path):
+    """In the middle of training, while the ranks' threads compute."""
+    interrupted = """
+import os, runpy, signal, sys, threading, minizero.report
+threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+runpy.run_module("minizero.train", run_name="__main__", alter_sys=True)
+"""
+    done = start(sys.executable, "-c", interrupted, "--steps", "100000", *CPU, "--output", str(tmp_path / "new"))
+    assert done.stderr == "python -m minizero.train: interrupted\n"
+    assert done.returncode == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_torchrun_gives_the_losses_of_threads_bit_for_bit(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = ["-m", "minizero.train", *TINY]
+    done = start(*launch, *job, "--output", str(tmp_path / "processes"))
+    assert done.returncode == 0, done.stderr
+    processes = json.loads((tmp_path / "processes" / "results.json").read_text())
+    threads = run(tmp_path / "threads", "--world-size", "2")
+    for one, other in zip(processes["runs"], threads["runs"], strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["bytes_sent"] == other["bytes_sent"] and one["ranks"] == other["ranks"]
+
+    failed = start(*launch, *job, "--text", "missing.txt")
+    assert failed.returncode != 0
+    assert failed.stderr.count("cannot read missing.txt") == 1, "said once, not by every rank"
+
+
+def test_the_readmes_loop_runs():
+    """Its first Python block, with fewer steps."""
+    code = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    names: dict = {}
+    exec(code.replace("run(train, 10)", "run(train, 2)"), names)
+    shapes = [{name: value.shape for name, value in state.items()} for state in names["states"]]
+    assert len(shapes) == 4 and shapes[0] == {k: v.shape for k, v in GPT(GPTConfig()).state_dict().items()}
+
+
+def test_one_global_batch_gives_one_loss_at_any_world_size(tmp_path, four_stages):
+    alone = run(tmp_path, "--world-size", "1", "--batch-size", "6", "--stage", "0")["runs"][0]["losses"]
+    assert alone == pytest.approx(four_stages["runs"][0]["losses"], rel=1e-5), "3 ranks of 2 sequences, 1 of 6"
