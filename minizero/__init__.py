@@ -1,8 +1,10 @@
 """minizero: how large models are trained in little memory, from scratch and to be read.
 
-Reading order: comm, world, collectives, partition, engine, ddp, zero1, zero2, zero3, memory, gpt, train.
+Reading order: comm, world, processes, collectives, partition, engine, checks, ddp, zero1, zero2, zero3,
+memory, gpt, options, train, report.
 """
 
+from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
 from minizero.ddp import DDP
 from minizero.gpt import GPT, GPTConfig
@@ -23,4 +25,9 @@ __all__ = [
     "Zero1",
     "Zero2",
     "Zero3",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
 ]

@@ -195,6 +195,25 @@ def test_long_words_and_stray_messages(tmp_path):
         assert found[-1][0] == "CommTimeout", found[-1]
 
 
+def fits_not(comm):
+    """Ranks 0 and 1 differ in size, 2 and 3 in dtype."""
+    comm.timeout = 1.0
+    outgoing = torch.zeros(2 if comm.rank == 0 else 4)
+    incoming = torch.ones(4, dtype=torch.float32 if comm.rank == 1 else torch.int32)
+    error = error_of(
+        lambda: comm.recv(incoming, comm.rank - 1) if comm.rank % 2 else comm.send(outgoing, comm.rank + 1)
+    )
+    return error, incoming.tolist()
+
+
+@pytest.mark.slow
+def test_messages_that_do_not_fit_never_meet(tmp_path):
+    """gloo itself would fill a part of the receiver's tensor, or take the bytes for another dtype."""
+    for error, incoming in run(fits_not, 4, tmp_path):
+        assert error is not None and error[0] == "CommTimeout" and "point-to-point" in error[1]
+        assert incoming == [1] * 4
+
+
 def timed(fn):
     start = time.monotonic()
     return *error_of(fn), time.monotonic() - start
