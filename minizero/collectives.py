@@ -36,8 +36,10 @@ def ring_all_gather(chunks: list[torch.Tensor], comm: Comm) -> None:
         comm.send_recv(outgoing, right, incoming, left)
 
 
-def ring_reduce_scatter(chunks: list[torch.Tensor], comm: Comm, combine: Callable = torch.add) -> torch.Tensor:
-    """Chunk `comm.rank`, combined over all ranks. `chunks`: N equal tensors, left alone."""
+def ring_reduce_scatter(
+    chunks: list[torch.Tensor], comm: Comm, combine: Callable = torch.add, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Chunk `comm.rank`, combined over all ranks, in `out` where given, which may be that chunk itself."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
@@ -48,7 +50,8 @@ def ring_reduce_scatter(chunks: list[torch.Tensor], comm: Comm, combine: Callabl
         incoming = buffers[step % 2]
         comm.send_recv(partial, right, incoming, left)
         mine = chunks[(comm.rank - 2 - step) % comm.size]
-        partial = combine(incoming, mine, out=incoming)
+        last = step == comm.size - 2
+        partial = combine(incoming, mine, out=out if last and out is not None else incoming)
     return partial
 
 
@@ -74,11 +77,14 @@ def all_gather(shard: torch.Tensor, comm: Comm, *, out: torch.Tensor | None = No
 
 
 @torch.no_grad()
-def reduce_scatter(tensor: torch.Tensor, comm: Comm, op: str = "sum", *, label: str = "") -> torch.Tensor:
+def reduce_scatter(
+    tensor: torch.Tensor, comm: Comm, op: str = "sum", *, out: torch.Tensor | None = None, label: str = ""
+) -> torch.Tensor:
     """This rank's chunk of the N ranks' tensors, combined: chunk r along dimension 0 on rank r.
 
-    tensor: (N·n, …), the same shape on all ranks; returns (n, …), a new tensor.
-    op: "sum", "mean", "max" or "min". `ValueError` where N does not divide dimension 0.
+    tensor: (N·n, …), the same shape on all ranks; returns (n, …). `out` is filled instead of a new tensor
+    where given; it may be this rank's chunk of `tensor`. op: "sum", "mean", "max" or "min".
+    `ValueError` where N does not divide dimension 0.
     """
     _needs_dimension("reduce_scatter", tensor)
     _check_op("reduce_scatter", op, tensor)
@@ -87,11 +93,16 @@ def reduce_scatter(tensor: torch.Tensor, comm: Comm, op: str = "sum", *, label: 
             f"reduce_scatter: {comm.size} ranks do not divide dimension 0 of shape {tuple(tensor.shape)}: "
             f"pad it with minizero.partition.pad(tensor, {comm.size})"
         )
+    shape = (tensor.shape[0] // comm.size, *tensor.shape[1:])
+    if out is not None and (out.shape != shape or out.dtype != tensor.dtype):
+        raise ValueError(
+            f"reduce_scatter: out must be {shape} of {tensor.dtype}, not {tuple(out.shape)} of {out.dtype}"
+        )
     with agreement(comm, "reduce_scatter", tensor, op=op, label=label):
         chunks = list(tensor.contiguous().chunk(comm.size))
         if not tensor.numel() or comm.size == 1:
-            return chunks[comm.rank].clone()
-        result = ring_reduce_scatter(chunks, comm, COMBINE[op])
+            return chunks[comm.rank].clone() if out is None else out.copy_(chunks[comm.rank])
+        result = ring_reduce_scatter(chunks, comm, COMBINE[op], out)
     return result.div_(comm.size) if op == "mean" else result
 
 
@@ -113,7 +124,7 @@ def all_reduce(
             flat = out.copy_(tensor).view(-1)
         if tensor.numel() and comm.size > 1:
             chunks = list(flat.chunk(comm.size))
-            chunks[comm.rank].copy_(ring_reduce_scatter(chunks, comm, COMBINE[op]))
+            ring_reduce_scatter(chunks, comm, COMBINE[op], out=chunks[comm.rank])
             if op == "mean":
                 chunks[comm.rank].div_(comm.size)
             ring_all_gather(chunks, comm)

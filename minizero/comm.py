@@ -89,23 +89,21 @@ class Comm:
                 raise ValueError(f"rank {peer} does not exist: ranks are 0 to {self.size - 1}")
         if self.rank in (dst, src) and dst != src:
             raise ValueError(f"rank {self.rank} can reach itself only by send_recv to and from itself")
-        if outgoing is not None:
+        # What a transport is given is contiguous; usually it is so already.
+        if outgoing is not None and (outgoing.requires_grad or not outgoing.is_contiguous() or outgoing.is_conj()):
             outgoing = outgoing.detach().contiguous().resolve_conj()
         target = incoming
-        if incoming is not None:
-            target = incoming.detach() if incoming.is_contiguous() else incoming.new_empty(incoming.shape)
+        if incoming is not None and (incoming.requires_grad or not incoming.is_contiguous()):
+            target = incoming.new_empty(incoming.shape)
         if dst == src == self.rank:
-            same = outgoing.numel() == target.numel() and outgoing.dtype == target.dtype  # type: ignore[union-attr]
-            if not same:
-                raise ValueError("send_recv to oneself needs tensors of one size and dtype")
-            target.view(-1).copy_(outgoing.view(-1))  # type: ignore[union-attr]
+            _copy_to_oneself(outgoing, target)
         else:
             if outgoing is not None and target is not None and _overlap(outgoing, target):
                 raise ValueError("send_recv: outgoing and incoming share memory: receive into another tensor")
             self.transfer(outgoing, dst, target, src)
             self._count(0 if outgoing is None else outgoing.nbytes, 0 if target is None else target.nbytes)
-        if incoming is not None and not incoming.is_contiguous():
-            incoming.detach().copy_(target)  # type: ignore[arg-type]
+        if target is not incoming:
+            incoming.detach().copy_(target)  # type: ignore[union-attr, arg-type]
 
     def _count(self, sent: int, received: int) -> None:
         self.bytes_sent += sent
@@ -119,8 +117,12 @@ class Comm:
         """Move contiguous tensors; either direction may be None."""
         raise NotImplementedError
 
+    def agree(self, words: str) -> bool:
+        """Do all ranks say the same words? Not counted as payload."""
+        return len(set(self.exchange(words))) == 1
+
     def exchange(self, words: str) -> list[str]:
-        """Every rank's `words`, in rank order; the agreement before a collective. Not counted as payload."""
+        """Every rank's words, in rank order. Not counted as payload."""
         raise NotImplementedError
 
     def subgroup(self, ranks: list[int], name: str) -> "Comm":
@@ -139,17 +141,23 @@ def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None = None, **
     what = "" if tensor is None else f" of {tensor.numel():,} elements {tuple(tensor.shape)} of {tensor.dtype}"
     extras = "".join(f", {key}={value}" for key, value in details.items() if value != "")
     try:
-        everyone = comm.exchange(f"{comm.operation}{what}{extras}")
-        mine = everyone[comm.rank]
-        for rank, theirs in enumerate(everyone):
-            if theirs != mine:
-                raise CollectiveMismatch(
-                    f"rank {comm.world_rank} called {mine}; rank {comm.ranks[rank]} called {theirs}: "
-                    "did the ranks build different models, or take different branches?"
-                )
+        words = f"{comm.operation}{what}{extras}"
+        if not comm.agree(words):
+            everyone = comm.exchange(words)
+            rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[comm.rank])
+            raise CollectiveMismatch(
+                f"rank {comm.world_rank} called {everyone[comm.rank]}; rank {comm.ranks[rank]} called "
+                f"{everyone[rank]}: did the ranks build different models, or take different branches?"
+            )
         yield
     finally:
         comm.operation = ""
+
+
+def _copy_to_oneself(outgoing: Any, target: Any) -> None:
+    if outgoing.numel() != target.numel() or outgoing.dtype != target.dtype:
+        raise ValueError("send_recv to oneself needs tensors of one size and dtype")
+    target.view(-1).copy_(outgoing.view(-1))
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -12,7 +12,11 @@ import torch
 
 from minizero.collectives import all_reduce
 from minizero.engine import Engine
+from minizero.memory import tag
 from minizero.partition import Unit
+
+# A message costs its latency however short it is, so the gradients of several units travel together.
+BUCKET_BYTES = 25 * 2**20  # PyTorch's choice too
 
 
 class DDP(Engine):
@@ -23,19 +27,28 @@ class DDP(Engine):
         unit.point_parameters_at(unit.flat)
         unit.master = full  # in FP32 the replica itself
         if unit.flat is full:
-            unit.shards, unit.groups = (
-                unit.parameters,
-                unit.group_of,
-            )  # the optimizer sees the original parameters
+            unit.shards, unit.groups = unit.parameters, unit.group_of  # the optimizer sees the original parameters
         else:
             unit.cut_shards()
 
     def before_forward(self) -> None:
+        self.bucket: list[tuple[Unit, torch.Tensor]] = []
         for unit in self.units:
             if unit.replica_is_stale():
                 unit.flat.copy_(unit.master)
                 unit.replica_is_fresh_now()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        all_reduce(gradient, self.comm, "mean", out=gradient, label=unit.name)
-        unit.set_gradient(gradient, full=gradient)
+        self.bucket.append((unit, gradient))
+        if sum(g.nbytes for _, g in self.bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
+            return
+        # Row r is chunk r of every unit, so each number is summed in the same order as in the other stages.
+        by_rank = [g.view(self.comm.size, -1) for _, g in self.bucket]
+        rows = torch.cat(by_rank, dim=1)
+        tag(rows, "gradients")
+        all_reduce(rows, self.comm, out=rows, label=unit.name)
+        for view, columns in zip(by_rank, rows.split([view.shape[1] for view in by_rank], dim=1)):
+            torch.div(columns, self.comm.size, out=view)
+        for each, averaged in self.bucket:
+            each.set_gradient(averaged, full=averaged)
+        self.bucket.clear()

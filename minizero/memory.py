@@ -9,6 +9,7 @@ bytes by category. What an operator allocates and frees inside itself it cannot 
 Rajbhandari et al., 2019, "ZeRO", sections 3 and 5.
 """
 
+import functools
 import threading
 import weakref
 from typing import Any
@@ -94,11 +95,14 @@ class Ledger(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward != (self.phase == "backward"):
             self._enter_backward() if in_backward else self._enter_phase("between")
-        if func.is_view:
-            return result
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.resized(tensor.untyped_storage())
+        births, may_resize = _outputs(func)
+        if any(births) or may_resize:
+            results = result if isinstance(result, tuple | list) else (result,)
+            for tensor, born in zip(results, births if len(births) > 1 else births * len(results)):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    if born or storage._cdata in self.records:  # not what is older and only written to
+                        self.resized(storage)
         return result
 
     def follow(self, storage: torch.UntypedStorage) -> _Record:
@@ -207,6 +211,19 @@ class Ledger(TorchDispatchMode):
         from minizero.report import plot_curve
 
         return plot_curve(self.curve, ax)
+
+
+@functools.cache
+def _outputs(func: Any) -> tuple[list[bool], bool]:
+    """Of an operator: which outputs are new tensors (not views, not inputs written to); can it resize one?"""
+    schema = func._schema
+    births = [output.alias_info is None for output in schema.returns]
+    may_resize = any(argument.is_out for argument in schema.arguments) or schema.name in (
+        "aten::resize_",
+        "aten::resize_as_",
+        "aten::set_",
+    )
+    return births, may_resize
 
 
 _watching_resizes = False

@@ -7,6 +7,8 @@ out by name), and the words of the agreement always travel through gloo.
 """
 
 import contextlib
+import functools
+import hashlib
 import os
 import zlib
 from collections.abc import Iterator
@@ -69,16 +71,26 @@ class ProcessComm(Comm):
     ) -> None:
         super().__init__(rank, ranks, device, parent.timeout if parent else TIMEOUT_SECONDS, parent)
         self.group, self.control, self.name = group, control, name
+        self.digests = torch.zeros(self.size, 1, dtype=torch.int64)
+        self.digest_rows = list(self.digests)
 
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
-        self._transfer([] if incoming is None else [(incoming, src)], [] if outgoing is None else [(outgoing, dst)])
+        # Send first: where the receiver is not ready yet, gloo's own thread does the writing, not this one.
+        calls = [] if outgoing is None else [(dist.isend, outgoing, dst)]
+        if incoming is not None:
+            calls.append((dist.irecv, incoming, src))
+        self._run(calls, "payload", self.group)
+
+    def agree(self, words: str) -> bool:
+        # A digest is enough to see whether all say the same.
+        self.digests[self.rank] = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=7).digest(), "big")
+        self._swap(self.digest_rows)
+        return len(set(self.digests.flatten().tolist())) == 1
 
     def exchange(self, words: str) -> list[str]:
-        # All to all at once: one trip, and each rank sees for itself which other is missing.
         boards = torch.empty(self.size, WORDS_BYTES, dtype=torch.uint8)
         boards[self.rank] = _encode(words)
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._transfer([(boards[r], r) for r in others], [(boards[self.rank], r) for r in others], words=True)
+        self._swap(list(boards))
         return [bytes(board).rstrip(b"\0").decode() for board in boards.numpy()]
 
     def subgroup(self, ranks: list[int], name: str) -> Comm:
@@ -87,36 +99,35 @@ class ProcessComm(Comm):
             ranks.index(self.rank), chosen, self.device, self.group, self.control, f"{self.name}/{name}", self
         )
 
-    def _transfer(
-        self,
-        receives: list[tuple[torch.Tensor, int]],
-        sends: list[tuple[torch.Tensor, int]],
-        words: bool = False,
-    ) -> None:
-        """Move tensors, all at once. `words`: those of an agreement, which no payload may be taken for."""
-        group, kind = (self.control, "words") if words else (self.group, "payload")
-        # Receives first: gloo moves data once both sides are posted.
-        calls: list[tuple[Any, torch.Tensor, int]] = [(dist.irecv, *receive) for receive in receives]
-        calls += [(dist.isend, *send) for send in sends]
-        operations = [(call, tensor, self.ranks[peer]) for call, tensor, peer in calls]
+    def _swap(self, rows: list[torch.Tensor]) -> None:
+        """Fill in the other ranks' rows. All to all at once: one trip, and each rank sees who is missing."""
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        calls = [(dist.isend, rows[self.rank], rank) for rank in others]
+        self._run(calls + [(dist.irecv, rows[rank], rank) for rank in others], "agreement", self.control)
+
+    def _run(self, calls: list[Any], kind: str, group: Any) -> None:
+        """Start all (isend or irecv, tensor, rank), then wait for each; `kind` keeps payload and agreement apart."""
         done = 0
         try:
-            if any(tensor.is_cuda for _, tensor, _ in operations):  # NCCL must see both directions as one
-                works = dist.batch_isend_irecv([dist.P2POp(call, t, p, group) for call, t, p in operations])
+            if kind == "payload" and self.device.type == "cuda":  # NCCL must see both directions as one
+                works = dist.batch_isend_irecv([dist.P2POp(c, t, self.ranks[r], group) for c, t, r in calls])
             else:
-                works = [call(t, p, group, self._tag(t, kind)) for call, t, p in operations]
-            for done, work in enumerate(works):  # noqa: B007
-                work.wait(timedelta(seconds=self.timeout))
+                works = [c(t, self.ranks[r], group, _tag(self.name, kind, t.numel(), t.dtype)) for c, t, r in calls]
+            for done in reversed(range(len(works))):  # a receive that times out tells more than a send
+                works[done].wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            call, _, peer = operations[done]
-            verb = "agreement with" if words else "recv from" if call is dist.irecv else "send to"
+            call, _, rank = calls[done]
+            verb = "agreement with" if kind == "agreement" else "recv from" if call is dist.irecv else "send to"
+            peer = self.ranks[rank]
             where = f"{self.operation or 'point-to-point'}: {verb} rank {peer}"
             if "timed out" in str(error).lower():
                 raise CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}") from error
             raise RankFailed(peer, f"rank {self.world_rank} lost rank {peer} in {where}: {error}") from error
 
-    def _tag(self, tensor: torch.Tensor, kind: str) -> int:
-        return zlib.crc32(f"{self.name} {kind} {tensor.numel()} {tensor.dtype}".encode()) & 0x7FFFFFFF
+
+@functools.cache
+def _tag(name: str, kind: str, elements: int, dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{name} {kind} {elements} {dtype}".encode()) & 0x7FFFFFFF
 
 
 def _encode(words: str) -> torch.Tensor:

@@ -36,6 +36,6 @@ class Zero1(Engine):
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         mine = unit.chunk(gradient)
-        mine.copy_(reduce_scatter(gradient, self.comm, "mean", label=unit.name))
+        reduce_scatter(gradient, self.comm, "mean", out=mine, label=unit.name)
         # The other chunks are of no use to this rank, and still fill memory until zero_grad().
         unit.set_gradient(mine, full=gradient)

@@ -85,8 +85,11 @@ def test_each_stage_frees_what_it_should():
         assert most(stage, "gradients", "backward") <= TOTAL + 4 * BLOCK + 4 * ROOT
         assert most(stage, "gradients", "optimizer") == pytest.approx(TOTAL, rel=1e-3)
     assert most(Zero3, "parameters", "optimizer") == pytest.approx(TOTAL, rel=1e-3)
-    for stage in STAGES:  # a ring receives into two chunks of one unit at most
+    for stage in (Zero1, Zero2, Zero3):  # a ring receives into two chunks of one unit at most
         assert 0 < most(stage, "communication", "backward") <= 2 * BLOCK + 64
+    # DDP averages in buckets: for a moment it holds the gradients twice, and two chunks of the bucket.
+    assert 2 * BLOCK < most(DDP, "communication", "backward") <= 2 * TOTAL
+    assert most(DDP, "gradients", "backward") == pytest.approx(2 * 4 * TOTAL, rel=1e-3)
 
 
 def test_a_frozen_unit_is_released_in_backward_too():
@@ -175,6 +178,20 @@ def test_views_count_once_and_resized_storages_as_they_are():
         assert ledger.current["total"] == 0
     assert [s["total"] for s in ledger.curve if s["total"]] == [4000, 4000, 4000, 6000, 2000]
     assert ledger.peak == dict.fromkeys(CATEGORIES, 0) | {"temporary": 4000, "gradients": 2000, "total": 6000}
+
+
+def test_what_is_older_is_not_counted_when_it_is_written_to():
+    older, out = torch.zeros(1000), torch.empty(0)
+    norm = nn.BatchNorm1d(3)
+    with Ledger() as ledger:
+        older.add_(1)
+        torch.ones(4, out=older[:4])
+        assert ledger.current["total"] == 0
+        torch.add(torch.ones(10), 1, out=out)
+        assert ledger.current["total"] == 0
+        kept = [norm(torch.ones(20, 3)), *torch._foreach_add([older, older], 1)]  # new tensors, in a list too
+        assert ledger.current["total"] >= 4 * 60 + 8000
+        del kept
 
 
 def test_each_thread_has_its_own_ledger_and_only_one():
