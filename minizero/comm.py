@@ -10,6 +10,7 @@ A `send` waits for its `recv` (a rendezvous, as in MPI), so a message costs one 
 hidden buffer; two ranks that both send first wait for each other: `send_recv` does both at once.
 """
 
+import abc
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +34,7 @@ class CommTimeout(RuntimeError):
     """A rank waited for another longer than the timeout."""
 
 
-class Comm:
+class Comm(abc.ABC):
     """One rank's view of the others: who it is, and how it reaches them.
 
     `rank` (0 … size-1), `size`, `device`, `timeout` in seconds; `bytes_sent` and
@@ -113,21 +114,21 @@ class Comm:
 
     # What a transport has to offer.
 
+    @abc.abstractmethod
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
         """Move contiguous tensors; either direction may be None."""
-        raise NotImplementedError
 
     def agree(self, words: str) -> bool:
         """Do all ranks say the same words? Not counted as payload."""
         return len(set(self.exchange(words))) == 1
 
+    @abc.abstractmethod
     def exchange(self, words: str) -> list[str]:
         """Every rank's words, in rank order. Not counted as payload."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def subgroup(self, ranks: list[int], name: str) -> "Comm":
         """The communicator of these ranks of mine."""
-        raise NotImplementedError
 
 
 @contextlib.contextmanager

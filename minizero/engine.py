@@ -10,6 +10,7 @@ Units are reduced in one fixed order, last block first, so that all ranks reduce
 unit at the same time even where only some of them took a branch.
 """
 
+import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from minizero.comm import Comm
 from minizero.partition import GroupBy, Unit, make_units
 
 
-class Engine(nn.Module):
+class Engine(nn.Module, abc.ABC):
     """A module whose parameters live in the flat buffers of units. Base of DDP, Zero1, Zero2, Zero3.
 
     module: FP32 parameters, all on one device. dtype: float16 or bfloat16 computes on 16-bit copies
@@ -63,22 +64,24 @@ class Engine(nn.Module):
         self.in_backward = False
         self.sync = True
 
-    # The stage's part. A stage that keeps replicas has nothing to gather or release.
+    # The stage's part.
 
+    @abc.abstractmethod
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Set the unit's `flat` and `master`, and cut its shards. full: rank 0's values, FP32, (size,)."""
 
-    def before_forward(self) -> None:
-        pass
-
-    def gather(self, unit: Unit) -> None:
-        pass
-
-    def release(self, unit: Unit) -> None:
-        pass
-
+    @abc.abstractmethod
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Average the full local gradient, (size,), over ranks, and give the shards their part."""
+
+    def before_forward(self) -> None:  # noqa: B027
+        """Bring replicas up to date that are kept between steps."""
+
+    def gather(self, unit: Unit) -> None:  # noqa: B027
+        """Make the unit's parameters whole. A stage that keeps replicas has nothing to do."""
+
+    def release(self, unit: Unit) -> None:  # noqa: B027
+        """Give the memory of the unit's parameters back. A stage that keeps replicas has nothing to do."""
 
     # Forward and backward: when.
 

@@ -31,18 +31,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
+    """A count."""
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 999999999, not {text!r}")
     return int(text)
 
 
 def seed(text: str) -> int:
+    """What torch takes as a seed."""
     if not text.isdecimal() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"must be a whole number of at most 18 digits, not {text!r}")
     return int(text)
 
 
 def rate(text: str) -> float:
+    """A positive finite number."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)

@@ -76,7 +76,7 @@ class ProcessComm(Comm):
 
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
         # Send first: where the receiver is not ready yet, gloo's own thread does the writing, not this one.
-        calls = [] if outgoing is None else [(dist.isend, outgoing, dst)]
+        calls: list[Any] = [] if outgoing is None else [(dist.isend, outgoing, dst)]
         if incoming is not None:
             calls.append((dist.irecv, incoming, src))
         self._run(calls, "payload", self.group)
@@ -102,7 +102,7 @@ class ProcessComm(Comm):
     def _swap(self, rows: list[torch.Tensor]) -> None:
         """Fill in the other ranks' rows. All to all at once: one trip, and each rank sees who is missing."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        calls = [(dist.isend, rows[self.rank], rank) for rank in others]
+        calls: list[Any] = [(dist.isend, rows[self.rank], rank) for rank in others]
         self._run(calls + [(dist.irecv, rows[rank], rank) for rank in others], "agreement", self.control)
 
     def _run(self, calls: list[Any], kind: str, group: Any) -> None:
