@@ -1,6 +1,6 @@
 """minizero: how large models are trained in little memory, from scratch and to be read.
 
-Reading order: comm, world, processes, collectives, partition, engine, checks, ddp, zero1, zero2, zero3,
+Reading order: comm, world, processes, collectives, partition, wrapped, engine, checks, ddp, zero1, zero2, zero3,
 memory, gpt, options, train, report.
 """
 

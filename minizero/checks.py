@@ -1,4 +1,7 @@
-"""What an engine refuses, and says so: modules it cannot wrap, optimizers it cannot serve."""
+"""What an engine refuses, and says so: modules it cannot wrap, optimizers it cannot serve.
+
+The check before each optimizer step also marks the shards as written, so that replicas are refreshed.
+"""
 
 from typing import Any
 
@@ -26,6 +29,8 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             )
         if hasattr(parameter, "wrapped_in"):
             raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in} already: wrap a fresh module")
+        if parameter.numel() == 0:
+            raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -14,19 +14,20 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from minizero.checks import check_module
-from minizero.collectives import all_gather, broadcast
+from minizero.collectives import broadcast
 from minizero.comm import Comm
 from minizero.partition import GroupBy, Unit, make_units
+from minizero.wrapped import Wrapped
 
 
-class Engine(nn.Module, abc.ABC):
+class Engine(Wrapped, abc.ABC):
     """A module whose parameters live in the flat buffers of units. Base of DDP, Zero1, Zero2, Zero3.
 
     module: FP32 parameters, all on one device. dtype: float16 or bfloat16 computes on 16-bit copies
@@ -46,23 +47,25 @@ class Engine(nn.Module, abc.ABC):
         super().__init__()
         check_module(type(self).__name__, module, dtype)
         self.module, self.comm, self.dtype = module, comm, dtype
+        self.in_backward = False
+        self.sync = True
+        self.reduced = 0  # how many of `in_order` this backward has reduced
+        self.waiting_for: dict[Unit, set[int]] = {}  # parameters whose gradient this backward still owes
         self.state_names = list(module.state_dict())
+        self.names_of: dict[int, list[str]] = {}  # tied parameters have several
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self.names_of.setdefault(id(parameter), []).append(name)
         for name, buffer in module.named_buffers():
             buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
         self.units = make_units(module, comm, dtype or torch.float32, units, group_by)
+        self.roots = [unit for unit in self.units if unit.module is None]
+        self.in_order = [unit for unit in reversed(self.units) if unit.trains]
         for unit in self.units:
             self.keep(unit, unit.flatten())
             unit.replica_is_fresh_now()
             self._watch(unit)
-        self.roots = [unit for unit in self.units if unit.module is None]
-        self.names_of: dict[int, list[str]] = {}  # tied parameters have several
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self.names_of.setdefault(id(parameter), []).append(name)
-        self.in_order = [unit for unit in reversed(self.units) if unit.trains]
-        self.waiting_for: dict[Unit, set[int]] = {}  # parameters whose gradient this backward still owes
-        self.reduced = 0  # how many of `in_order` this backward has reduced
-        self.in_backward = False
-        self.sync = True
+        module.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
+        module.register_state_dict_pre_hook(lambda *_: self.state_dict())  # which says what to call instead
 
     # The stage's part.
 
@@ -88,21 +91,40 @@ class Engine(nn.Module, abc.ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.dtype is not None:
             args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
-        self.in_backward = False  # also where the last backward broke off
-        self.before_forward()
-        for unit in self.roots:
-            self.gather(unit)
-        output = self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self._release_all()
+            raise
         grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        versions = {unit: unit.version for unit in self.roots}
         for tensor in grown:
-            tensor.register_hook(self._begin_backward)
+            tensor.register_hook(lambda _: self._begin_backward(versions))
         if not grown:  # there will be no backward
-            for unit in self.roots:
-                self.release(unit)
+            self._release_all()
         return output
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _before_model(self) -> None:
+        for unit in self.units:
+            if any(parameter.requires_grad != unit.trains for parameter in unit.parameters):
+                raise RuntimeError(
+                    f"{type(self).__name__}: requires_grad changed in {unit.name}: freeze before wrapping"
+                )
+        if self.in_backward and torch._C._current_graph_task_id() == -1:  # the last backward broke off
+            self.in_backward = False
+            for unit in self.in_order:
+                unit.restore_gradient()
+        self.before_forward()
+        for unit in self.roots:
+            self.gather(unit)
+
+    def _release_all(self) -> None:
+        for unit in self.units:
+            unit.users = 0
+            self.release(unit)
 
     def _watch(self, unit: Unit) -> None:
         """Let autograd and the unit's module tell when the unit is used and when its gradient is complete."""
@@ -114,47 +136,69 @@ class Engine(nn.Module, abc.ABC):
         for shard in unit.shards:
             shard.shard_of = type(self).__name__  # type: ignore[attr-defined]
         if unit.module is not None:
-            unit.module.register_forward_pre_hook(lambda _, *inputs: self._before_unit(unit, inputs), with_kwargs=True)
-            unit.module.register_forward_hook(lambda _, args, output: self._after_unit(unit, output))
+            unit.module.register_forward_pre_hook(lambda *_: self.gather(unit), prepend=True)
+            unit.module.register_forward_hook(lambda _, *call: self._after_unit(unit, *call), with_kwargs=True)
 
-    def _before_unit(self, unit: Unit, inputs: Any) -> None:
-        self.gather(unit)
-        if not unit.trains:  # no gradient of its own will tell that its backward is over: its input's does
-            for tensor in tensors_in(inputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.release(unit))
-
-    def _after_unit(self, unit: Unit, output: Any) -> None:
+    def _after_unit(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
+        """Forward is over. The gradient of the output opens this use's backward, those of its inputs close it."""
         self.release(unit)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:  # its gradient is the first thing the unit's backward needs
-                tensor.register_hook(lambda _: self.gather(unit))
+        inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
+        # The hooks must not hold the tensors that hold them, or nothing is freed: numbers only.
+        version, needed, owed = unit.version, len(inputs), 0  # owed: how many inputs still have no gradient
 
-    def _begin_backward(self, _: torch.Tensor | None = None) -> None:
+        def open_backward(_: torch.Tensor) -> None:
+            nonlocal owed
+            if owed == 0:
+                self._check_backward(unit, version)
+                unit.users, owed = unit.users + 1, needed or -1  # without inputs it ends with the backward
+                self.gather(unit)
+
+        def close_backward(_: torch.Tensor) -> None:
+            nonlocal owed
+            owed = max(owed - 1, 0)
+            if owed == 0:
+                unit.users -= 1
+                if unit.users == 0:  # another use of the same unit may be open
+                    self.release(unit)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(open_backward)
+        for tensor in inputs:
+            tensor.register_hook(close_backward)
+
+    def _check_backward(self, unit: Unit, version: int) -> None:
+        if unit.master._version != version:
+            raise RuntimeError(f"{type(self).__name__}: {unit.name} was changed between its forward and its backward")
+        if torch.is_grad_enabled() and type(self).release is not Engine.release:
+            raise RuntimeError(f"{type(self).__name__}: double backward (create_graph=True) is not supported: use DDP")
+
+    def _begin_backward(self, versions: dict[Unit, int]) -> None:
         if self.in_backward:
             return
+        for unit, version in versions.items():
+            self._check_backward(unit, version)
         self.in_backward, self.reduced = True, 0
         self.waiting_for = {unit: {id(p) for p in unit.parameters} for unit in self.in_order}
         for unit in self.in_order:
-            gradients = [shard.grad for shard in unit.shards]
-            if all(gradient is None for gradient in gradients):  # zero_grad() drops what no_sync() gathered, too
-                unit.gradient, unit.earlier = None, []
-            if unit.gradient is None:
-                unit.earlier = gradients
-            for shard in unit.shards:
-                shard.grad = None
+            unit.begin_gradient()
         for unit in self.roots:  # an earlier backward of the same forward may have released them
             self.gather(unit)
+        # Autograd calls this when the whole backward is over; only its own engine knows when.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
-        self._begin_backward()
+        gradient, parameter.grad = parameter.grad, None
+        self._begin_backward({})
+        if self.sync and unit in self.in_order[: self.reduced]:
+            raise RuntimeError(
+                f"{type(self).__name__}: a second gradient for {unit.name} after it was reduced: "
+                "use checkpoint with use_reentrant=False, or no_sync()"
+            )
         # Under no_sync many small gradients add up: in FP32.
-        unit.deposit(parameter, unit.dtype if self.sync else torch.float32)
-        waiting = self.waiting_for[unit]
-        waiting.discard(id(parameter))
-        if not waiting:
-            self.release(unit)
+        unit.deposit(parameter, gradient, unit.dtype if self.sync else torch.float32)
+        del gradient  # copied; its memory must be free before the ring needs some
+        self.waiting_for[unit].discard(id(parameter))
         while self.sync and self.reduced < len(self.in_order) and not self.waiting_for[self.in_order[self.reduced]]:
             self._reduce_next()
 
@@ -166,8 +210,8 @@ class Engine(nn.Module, abc.ABC):
     def _finish_backward(self) -> None:
         while self.sync and self.reduced < len(self.in_order):
             self._reduce_next()
-        for unit in self.units:
-            self.release(unit)
+        self._release_all()
+        for unit in self.in_order:
             if unit.gradient is not None:  # under no_sync .grad shows the local sum, a view of it
                 unit.show_gradient()
         self.in_backward = False
@@ -180,86 +224,6 @@ class Engine(nn.Module, abc.ABC):
             yield
         finally:
             self.sync = before
-
-    # The contract: what a training loop calls.
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The optimizer's parameters: this rank's shards, named after their units."""
-        for unit in self.units:
-            if unit.trains:
-                yield from zip(unit.shard_names(prefix), unit.shards, strict=True)
-
-    def parameter_groups(self) -> dict[Any, list[nn.Parameter]]:
-        """The shards by value of `group_by`."""
-        result: dict[Any, list[nn.Parameter]] = {}
-        for unit in self.units:
-            for group, shard in zip(unit.groups, unit.shards, strict=True):
-                if unit.trains:
-                    result.setdefault(group, []).append(shard)
-        return result
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""
-        norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
-        if norms.shape[1] < self.comm.size:
-            norms = all_gather(norms.t().contiguous(), self.comm, label="clip_grad_norm_").t().contiguous()
-        norm = torch.linalg.vector_norm(norms, norm_type)  # unit by unit, rank by rank: one order in every stage
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for shard in self.parameters():
-            if shard.grad is not None:
-                shard.grad.mul_(scale)
-        return norm
-
-    @torch.no_grad()
-    def gather_state_dict(self) -> dict[str, torch.Tensor]:
-        """The full model on every rank, under its original names: FP32 parameters, rank 0's buffers. Collective."""
-        found = {name: broadcast(buffer, self.comm, label=name) for name, buffer in self.module.named_buffers()}
-        for unit in self.units:
-            whole = unit.master
-            if whole.numel() < unit.size:
-                whole = all_gather(unit.master, self.comm, label=unit.name)
-            for parameter, view in zip(unit.parameters, unit.views(whole), strict=True):
-                found |= {name: view.clone() for name in self.names_of[id(parameter)]}
-        return {name: found[name] for name in self.state_names}
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what `gather_state_dict`, or the plain module's `state_dict`, gave: rank 0's values. Collective.
-
-        `ValueError` that lists the names that are missing or too many, or a shape that differs.
-        """
-        buffers = {name: b for name, b in self.module.named_buffers() if name in self.state_names}
-        shapes = {name: b.shape for name, b in buffers.items()}
-        for unit in self.units:
-            shapes |= {n: s for p, s in zip(unit.parameters, unit.shapes, strict=True) for n in self.names_of[id(p)]}
-        if wrong := sorted(shapes.keys() ^ state.keys()):
-            raise ValueError(f"load_full_state_dict: names missing or unknown: {', '.join(wrong)}")
-        if wrong := [f"{n} {tuple(state[n].shape)}, here {tuple(s)}" for n, s in shapes.items() if state[n].shape != s]:
-            raise ValueError(f"load_full_state_dict: shapes differ: {'; '.join(wrong)}")
-        for name, buffer in buffers.items():
-            buffer.copy_(broadcast(state[name].to(buffer), self.comm, label=name))
-        for unit in self.units:
-            full = unit.flatten([state[name] for name in unit.names])
-            unit.master.copy_(full if unit.master.numel() == unit.size else unit.chunk(full))
-
-    # What a module can do and an engine cannot: refused, for it would be silently wrong.
-
-    def _apply(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__}: move or cast the module before wrapping it; afterwards it stays where it is"
-        )
-
-    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: each rank holds a part: call gather_state_dict() on all ranks")
-
-    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: call load_full_state_dict(state) on all ranks")
-
-    def __deepcopy__(self, _: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: cannot be copied: copy the module before wrapping it")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -71,7 +71,6 @@ class Ledger(TorchDispatchMode):
     def __enter__(self) -> "Ledger":
         if getattr(_active, "ledger", None) is not None:
             raise RuntimeError("Ledger: another ledger watches this thread already: close it first")
-        _active.ledger = self
         _watch_resizes()
         if self.model is not None:
             self._find_model(self.model)
@@ -81,6 +80,7 @@ class Ledger(TorchDispatchMode):
             self.hooks.append(self.optimizer.register_step_pre_hook(lambda *_: self._enter_phase("optimizer")))
             self.hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
         self.start = len(self.events)
+        _active.ledger = self
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -99,7 +99,7 @@ class Ledger(TorchDispatchMode):
         if any(births) or may_resize:
             results = result if isinstance(result, tuple | list) else (result,)
             for tensor, born in zip(results, births if len(births) > 1 else births * len(results)):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                     storage = tensor.untyped_storage()
                     if born or storage._cdata in self.records:  # not what is older and only written to
                         self.resized(storage)

@@ -61,6 +61,8 @@ class Unit:
         self.gradient: torch.Tensor | None = None  # full and local, while backward fills it
         self.unwritten: list[torch.Tensor | None] = []  # places in `gradient` that hold nothing yet
         self.earlier: list[torch.Tensor | None] = []  # the shards' gradients from before this backward
+        self.users = 0  # of the replica in backward: a unit can be used several times
+        self.shown = -1  # version of `gradient` when .grad became a view of it
         self.version = -1  # of `master` when the replica was last made from it
 
     def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
@@ -82,7 +84,7 @@ class Unit:
 
     def point_parameters_at(self, flat: torch.Tensor | None) -> None:
         """Make the module's parameters views of `flat`; with None, empty, so that using one is an error."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.comm.device)
+        empty = torch.empty(0, 0, dtype=self.dtype, device=self.comm.device)
         for parameter, view in zip(
             self.parameters, self.views(flat) if flat is not None else [empty] * len(self.shapes), strict=True
         ):
@@ -91,8 +93,7 @@ class Unit:
     def cut_shards(self) -> None:
         """Cut `master` into the optimizer's parameters: where the value of `group_by` changes, and nowhere else."""
         tag(self.master, "parameters" if self.dtype == torch.float32 else "optimizer")
-        whole = self.master.numel() == self.size
-        start = 0 if whole else self.comm.rank * self.master.numel()
+        start = 0 if self.whole else self.comm.rank * self.master.numel()
         ends = [*self.offsets[1:], self.size]  # the padding goes with the last parameter
         for group, low, high in zip(self.group_of, self.offsets, ends, strict=True):
             low, high = max(low - start, 0), min(high - start, self.master.numel())
@@ -112,9 +113,42 @@ class Unit:
         """Remember what `master` the replica was made from."""
         self.version = self.master._version
 
-    def deposit(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Move a parameter's gradient into its place in the unit's full gradient, or add it to what is there."""
-        assert parameter.grad is not None
+    @property
+    def whole(self) -> bool:
+        """Does this rank's optimizer hold the whole unit (DDP), or a chunk of it?"""
+        return self.master.numel() == self.size
+
+    def begin_gradient(self) -> None:
+        """A backward begins. Set aside what the shards' .grad holds:
+
+        an average from before this backward   `earlier`, to be added at the end
+        a view of the local sum, under no_sync  nothing: backward goes on adding to `gradient`
+        None, after zero_grad()                 drops the local sum too
+        """
+        gradients = [shard.grad for shard in self.shards]
+        if all(gradient is None for gradient in gradients):
+            self.gradient, self.earlier = None, []
+        if self.gradient is None:
+            self.earlier = gradients
+        elif self.gradient._version != self.shown and not self.whole:
+            raise RuntimeError(
+                f"{self.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
+                "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
+            )
+        for shard in self.shards:
+            shard.grad = None
+
+    def restore_gradient(self) -> None:
+        """A backward broke off: the shards get back what they had before it."""
+        self.gradient = None
+        for shard, earlier in zip(self.shards, self.earlier):
+            if shard.grad is None:
+                shard.grad = earlier
+
+    def deposit(self, parameter: nn.Parameter, gradient: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """Put a parameter's gradient into its place in the unit's full gradient, or add it to what is there."""
+        if gradient is None or gradient.is_sparse:
+            raise RuntimeError(f"{self.name}: sparse gradients are not supported: use sparse=False")
         if self.gradient is None:
             self.gradient = torch.empty(self.size, dtype=dtype, device=self.comm.device)
             tag(self.gradient, "gradients")
@@ -122,11 +156,10 @@ class Unit:
         index = self.index[id(parameter)]
         place = self.unwritten[index]
         if place is None:
-            self.views(self.gradient)[index].add_(parameter.grad)
+            self.views(self.gradient)[index].add_(gradient)
         else:
-            place.copy_(parameter.grad)
+            place.copy_(gradient)
             self.unwritten[index] = None
-        parameter.grad = None
 
     def zero_unwritten(self) -> None:
         """The gradient of a parameter that was not used is zero."""
@@ -162,16 +195,15 @@ class Unit:
         """Under no_sync: let the shards' gradients be views of the full local one."""
         assert self.gradient is not None
         self.zero_unwritten()
-        whole = self.master.numel() == self.size
-        for shard, piece in zip(
-            self.shards, self._pieces(self.gradient if whole else self.chunk(self.gradient)), strict=True
-        ):
+        pieces = self._pieces(self.gradient if self.whole else self.chunk(self.gradient))
+        for shard, piece in zip(self.shards, pieces, strict=True):
             shard.grad = piece
+        self.shown = self.gradient._version
 
     def gradient_norms(self, norm_type: float) -> torch.Tensor:
         """The norm of each chunk of the gradient that this rank holds."""
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
-        flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.size // self.comm.size)
+        flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
         return torch.stack([torch.linalg.vector_norm(c, norm_type) for c in flat.split(self.size // self.comm.size)])
 
     def shard_names(self, prefix: str) -> list[str]:
@@ -198,6 +230,7 @@ def make_units(
     given: modules, each to be a unit; by default the repeated blocks. A parameter belongs to the
     innermost unit around it; one that is tied across units belongs to the root.
     """
+    given = None if given is None else list(given)
     paths = {id(m): path for path, m in module.named_modules()}
     if given is not None and any(id(m) not in paths for m in given):
         raise ValueError("units: each must be a submodule of the wrapped module")

@@ -4,7 +4,7 @@
     sent per step           2Ψ (N-1)/N elements: reduce-scatter of gradients, all-gather of parameters
 
 The difference from stage 1 is what is not kept: a unit's full gradient is dropped as soon as it is
-reduced, while backward goes on to the unit before it. At no time is there more than one of them.
+reduced, while backward goes on to the unit before it; what is kept and gathered is as in zero1.py.
 Rajbhandari et al., 2019, "ZeRO", section 5.2 (P_os+g).
 """
 

@@ -29,7 +29,7 @@ class Zero3(Engine):
 
     def gather(self, unit: Unit) -> None:
         storage = unit.flat.untyped_storage()
-        if storage.nbytes() and not unit.replica_is_stale():
+        if storage.nbytes() and not unit.replica_is_stale():  # stale: left over from a forward without backward
             return
         storage.resize_(unit.size * unit.dtype.itemsize)
         mine = unit.chunk(unit.flat)

@@ -467,3 +467,161 @@ def test_ranks_with_different_models_are_told_so():
 
     with pytest.raises(RankFailed, match="did the ranks build different models"):
         run(3, build)
+
+
+# Found by people who tried what they knew from elsewhere.
+
+
+def test_clipping_where_ranks_do_not_divide_a_unit():
+    def norm(comm, stage):
+        model = stage(seeded(Blocks)(), comm)
+        model(vectors(0)).sum().backward()
+        return model.clip_grad_norm_(1e9).item()
+
+    module = seeded(Blocks)()
+    module(vectors(0)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
+    for world_size in (3, 4, 7):
+        norms = {clipped for stage in STAGES for clipped in run(world_size, norm, stage)}
+        assert len(norms) == 1 and norms.pop() == pytest.approx(expected, rel=1e-5)
+
+
+def wrapped(stage, make=None, world_size=2, **options):
+    """Decorator: run a function of (model, comm) on ranks, and return what rank 0 returns."""
+
+    def decorate(use):
+        return run(world_size, lambda comm: use(stage((make or seeded(Blocks))(), comm, **options), comm))[0]
+
+    return decorate
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_inner_module_computes_with_the_new_parameters_and_gives_no_state(stage):
+    @wrapped(stage, dtype=torch.bfloat16)
+    def outputs(model, comm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(vectors(0)).float().square().mean().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="gather_state_dict"):
+            model.module.state_dict()
+        with torch.no_grad():
+            return model.module(vectors(0).bfloat16()), model(vectors(0))
+
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_uses_that_would_train_something_else_are_refused(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        first, second = model(vectors(0)).sum(), model(vectors(1)).sum()
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="changed between its forward and its backward"):
+            second.backward()
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(vectors(0)).sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        with pytest.raises(RuntimeError, match="set_to_none=True"):
+            model(vectors(0)).sum().backward()
+        model.module.out.bias.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="requires_grad changed in root"):
+            model(vectors(0))
+        with pytest.raises(RuntimeError, match="before wrapping"):
+            model.requires_grad_(False)
+        with pytest.raises(ValueError, match="norm_type"):
+            model.clip_grad_norm_(1.0, 0)
+
+
+def test_double_backward_is_refused_where_parameters_come_and_go():
+    def penalty(model, comm):
+        x = vectors(0).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    wrapped(DDP)(penalty)
+    with pytest.raises(RankFailed, match="double backward"):
+        wrapped(Zero3)(penalty)
+
+
+class Gate(nn.Module):
+    """Its parameter's gradient is complete before its backward has used the parameter for the last time."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        return (x * self.gain.detach()).tanh() * self.gain
+
+
+def test_units_are_kept_until_their_inputs_have_their_gradients():
+    class Gates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gates = nn.ModuleList(Gate() for _ in range(3))
+            self.into = nn.Linear(7, 7)
+
+        def forward(self, x):
+            x = self.into(x)
+            for gate in (*self.gates, self.gates[2], self.gates[0], self.gates[0]):
+                x = gate(x)
+            return 30 * x
+
+    def freeze():
+        module = Gates()
+        module.gates[0].requires_grad_(False)
+        return module
+
+    check(seeded(Gates))
+    check(seeded(freeze))
+
+
+def test_a_forward_that_raises_leaves_nothing_gathered():
+    def forward(model, x, rank):
+        with pytest.raises(TypeError):
+            model(x, order=(0, "no such block"))
+        if isinstance(model, Zero3):
+            assert all(p.numel() == 0 for p in model.module.parameters())
+        return model(x).square().mean()
+
+    for stage in STAGES:
+        run(2, fit, stage, seeded(Blocks), forward=forward)
+
+
+def test_shared_buffers_have_all_their_names():
+    class Shared(Blocks):
+        def __init__(self):
+            super().__init__()
+            table = torch.arange(3.0)
+            for block in self.blocks:
+                block.register_buffer("table", table)
+
+    @wrapped(Zero2, seeded(Shared))
+    def names(model, comm):
+        state = model.gather_state_dict()
+        model.load_full_state_dict(state)
+        return state.keys()
+
+    assert names == Shared().state_dict().keys()
+
+
+def test_every_rank_knows_every_group():
+    groups = run(6, lambda comm: list(Zero1(seeded(Blocks)(), comm, group_by=decay).parameter_groups()))
+    assert all(found == ["matrices", "vectors"] or found == ["vectors", "matrices"] for found in groups)
+
+
+def test_reentrant_recompute_of_a_shared_unit_is_refused():
+    from torch.utils.checkpoint import checkpoint
+
+    class Reentrant(Blocks):
+        def forward(self, x):
+            x = self.out(x) + x
+            for _ in range(2):
+                x = checkpoint(self.blocks[2], x, use_reentrant=True)
+            return 30 * x
+
+    with pytest.raises(RankFailed, match="use_reentrant=False"):
+        run(2, fit, Zero1, seeded(Reentrant))

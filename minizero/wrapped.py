@@ -1,0 +1,118 @@
+"""What a training loop may call on a wrapped model, whatever its stage; and what is refused.
+
+Nothing here is special to a stage: it works on the units' masters and shards, wherever they are.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from minizero.collectives import all_gather, broadcast
+from minizero.comm import Comm
+from minizero.partition import Unit
+
+
+class Wrapped(nn.Module):
+    """The contract of DDP, Zero1, Zero2 and Zero3."""
+
+    module: nn.Module
+    comm: Comm
+    units: list[Unit]
+    in_order: list[Unit]  # those that train, in the order in which they are reduced
+    state_names: list[str]
+    names_of: dict[int, list[str]]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The optimizer's parameters: this rank's shards, named after their units.
+
+        Write them by an optimizer or under no_grad, not through `.data`, which tells nobody; and clip them by
+        `clip_grad_norm_`, since torch.nn.utils' would see this rank's part only.
+        """
+        for unit in self.units:
+            if unit.trains:
+                yield from zip(unit.shard_names(prefix), unit.shards, strict=True)
+
+    def parameter_groups(self) -> dict[Any, list[nn.Parameter]]:
+        """The shards by value of `group_by`."""
+        result: dict[Any, list[nn.Parameter]] = {}
+        for unit in self.units:
+            if unit.trains:
+                for group in unit.group_of:  # on every rank, also where it holds none of it
+                    result.setdefault(group, [])
+                for group, shard in zip(unit.groups, unit.shards, strict=True):
+                    result[group].append(shard)
+        return result
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
+        norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
+        if not self.in_order[0].whole:
+            norms = all_gather(norms.t().contiguous(), self.comm, label="clip_grad_norm_").t().contiguous()
+        norm = torch.linalg.vector_norm(norms, norm_type)  # unit by unit, rank by rank: one order in every stage
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for shard in self.parameters():
+            if shard.grad is not None:
+                shard.grad.mul_(scale)
+        return norm
+
+    @torch.no_grad()
+    def gather_state_dict(self) -> dict[str, torch.Tensor]:
+        """The full model on every rank, under its original names: FP32 parameters, rank 0's buffers. Collective."""
+        found = {
+            name: broadcast(buffer, self.comm, label=name)
+            for name, buffer in self.module.named_buffers(remove_duplicate=False)
+        }
+        for unit in self.units:
+            whole = unit.master if unit.whole else all_gather(unit.master, self.comm, label=unit.name)
+            for parameter, view in zip(unit.parameters, unit.views(whole), strict=True):
+                found |= {name: view.clone() for name in self.names_of[id(parameter)]}
+        return {name: found[name] for name in self.state_names}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load what `gather_state_dict`, or the plain module's `state_dict`, gave: rank 0's values. Collective.
+
+        `ValueError` that lists the names that are missing or too many, or a shape that differs.
+        """
+        buffers = {name: b for name, b in self.module.named_buffers(remove_duplicate=False) if name in self.state_names}
+        shapes = {name: b.shape for name, b in buffers.items()}
+        for unit in self.units:
+            shapes |= {n: s for p, s in zip(unit.parameters, unit.shapes, strict=True) for n in self.names_of[id(p)]}
+        if wrong := sorted(shapes.keys() ^ state.keys()):
+            raise ValueError(f"load_full_state_dict: names missing or unknown: {', '.join(wrong)}")
+        if wrong := [f"{n} {tuple(state[n].shape)}, here {tuple(s)}" for n, s in shapes.items() if state[n].shape != s]:
+            raise ValueError(f"load_full_state_dict: shapes differ: {'; '.join(wrong)}")
+        for name, buffer in buffers.items():
+            buffer.copy_(broadcast(state[name].to(buffer), self.comm, label=name))
+        for unit in self.units:
+            full = unit.flatten([state[name] for name in unit.names])
+            unit.master.copy_(full if unit.whole else unit.chunk(full))
+
+    # What a module can do and an engine cannot: refused, for it would be silently wrong.
+
+    def _apply(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__}: move or cast the module before wrapping it; afterwards it stays where it is"
+        )
+
+    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: each rank holds a part: call gather_state_dict() on all ranks")
+
+    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: call load_full_state_dict(state) on all ranks")
+
+    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: freeze or unfreeze before wrapping: shards hold what trains")
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: cannot be pickled: save gather_state_dict()")
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: cannot be copied: copy the module before wrapping it")
