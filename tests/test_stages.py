@@ -202,3 +202,48 @@ def test_a_state_goes_from_any_stage_to_any_other():
             loss, state = run(3, load, stage, dtype)[1]
             assert same_state(state, trained)
             assert loss == pytest.approx(module(*batch(9)).item(), rel=1e-5 if dtype is None else 2e-2)
+
+
+@pytest.mark.parametrize("stage", [Zero1, Zero2])
+def test_replicas_are_gathered_once_a_step(stage):
+    def sent_by_each(comm):
+        model = stage(GPT(SMALL), comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        counts = []
+        for _ in range(2):
+            before = comm.bytes_sent
+            model(*batch(0, size=2)).backward()
+            optimizer.step()
+            counts.append(comm.bytes_sent - before)
+        for _ in range(2):
+            before = comm.bytes_sent
+            model(*batch(0, size=2))
+            counts.append(comm.bytes_sent - before)
+        return counts
+
+    first, second, after, again = run(2, sent_by_each)[0]
+    assert first * 2 == second and after == first and again == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_shows_zero_for_what_was_not_used(stage, monkeypatch):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    def shown(comm):
+        model = stage(Half(), comm)
+        with model.no_sync():
+            model(torch.ones(1, 3)).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def poisoned(*size, **options):
+        return torch.full(size[0] if isinstance(size[0], tuple) else size, float("nan"), **options)
+
+    monkeypatch.setattr("minizero.partition.torch.empty", poisoned)
+    for gradients in run(2, shown):
+        assert all(g.isfinite().all() for g in gradients)
