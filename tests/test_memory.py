@@ -151,6 +151,14 @@ def test_a_plain_module_is_measured_like_an_engine():
     assert ledger.peak["total"] == max(sum(sample[c] for c in CATEGORIES) for sample in ledger.curve)
 
 
+def test_what_was_born_before_forward_is_no_activation():
+    module = nn.Linear(10, 10)
+    with Ledger(module) as ledger:
+        x = torch.ones(1000, 10)
+        module(x).sum().backward()
+        assert ledger.current["temporary"] >= x.nbytes and ledger.peak["activations"] < x.nbytes + 100
+
+
 def test_temporaries_inside_a_phase_reach_the_peak():
     module = nn.Linear(10, 10)
     with Ledger(module) as ledger:
