@@ -32,13 +32,14 @@ class DDP(Engine):
             unit.cut_shards()
 
     def before_forward(self) -> None:
-        self.bucket: list[tuple[Unit, torch.Tensor]] = []
         for unit in self.units:
             if unit.replica_is_stale():
                 unit.flat.copy_(unit.master)
                 unit.replica_is_fresh_now()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
+        if unit is self.in_order[0]:  # the first of a backward
+            self.bucket: list[tuple[Unit, torch.Tensor]] = []
         self.bucket.append((unit, gradient))
         if sum(g.nbytes for _, g in self.bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
             return

@@ -47,7 +47,7 @@ class Engine(Wrapped, abc.ABC):
         super().__init__()
         check_module(type(self).__name__, module, dtype)
         self.module, self.comm, self.dtype = module, comm, dtype
-        self.in_backward = False
+        self.in_backward, self.backwards = False, 0  # and how many are over
         self.sync = True
         self.reduced = 0  # how many of `in_order` this backward has reduced
         self.waiting_for: dict[Unit, set[int]] = {}  # parameters whose gradient this backward still owes
@@ -145,10 +145,12 @@ class Engine(Wrapped, abc.ABC):
         inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
         # The hooks must not hold the tensors that hold them, or nothing is freed: numbers only.
         version, needed, owed = unit.version, len(inputs), 0  # owed: how many inputs still have no gradient
+        seen = -1  # in which backward that was: a graph can be gone through twice
 
         def open_backward(_: torch.Tensor) -> None:
-            nonlocal owed
-            if owed == 0:
+            nonlocal owed, seen
+            if owed == 0 or seen != self.backwards:
+                seen = self.backwards
                 self._check_backward(unit, version)
                 unit.users, owed = unit.users + 1, needed or -1  # without inputs it ends with the backward
                 self.gather(unit)
@@ -214,7 +216,7 @@ class Engine(Wrapped, abc.ABC):
         for unit in self.in_order:
             if unit.gradient is not None:  # under no_sync .grad shows the local sum, a view of it
                 unit.show_gradient()
-        self.in_backward = False
+        self.in_backward, self.backwards = False, self.backwards + 1
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -625,3 +625,13 @@ def test_reentrant_recompute_of_a_shared_unit_is_refused():
 
     with pytest.raises(RankFailed, match="use_reentrant=False"):
         run(2, fit, Zero1, seeded(Reentrant))
+
+
+def test_two_backwards_through_one_graph():
+    def forward(model, x, rank):
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    check(seeded(Blocks), forward=forward)
+    check(seeded(lambda: nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))), forward=forward)
