@@ -29,6 +29,7 @@ COMBINE: dict[str, Callable] = {
 def ring_all_gather(chunks: list[torch.Tensor], comm: Comm) -> None:
     """Fill all of `chunks` (N equal tensors) on every rank; chunk r comes from rank r."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    comm.expect([chunks[(comm.rank - step - 1) % comm.size] for step in range(comm.size - 1)], left)
     for step in range(comm.size - 1):
         # First my own chunk goes out, then always what came in one step before.
         outgoing = chunks[(comm.rank - step) % comm.size]
@@ -46,6 +47,7 @@ def ring_reduce_scatter(
     buffers = [torch.empty_like(partial) for _ in range(min(2, comm.size - 1))]
     for buffer in buffers:
         tag(buffer, "communication")
+    comm.expect(buffers, left)
     for step in range(comm.size - 1):
         incoming = buffers[step % 2]
         comm.send_recv(partial, right, incoming, left)

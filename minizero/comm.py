@@ -50,6 +50,7 @@ class Comm(abc.ABC):
         self.parent = parent
         self.bytes_sent = self.bytes_received = 0
         self.sequence = 0  # of the last collective; see `agreement`
+        self.words = ""  # what this rank has said and not yet compared
         self.operation = ""  # what this rank is in, for the messages of others
 
     @staticmethod
@@ -78,6 +79,7 @@ class Comm(abc.ABC):
     def split(self, color: int) -> "Comm":
         """A communicator of the ranks that gave the same color, in the order of their ranks. Collective."""
         with agreement(self, "split"):
+            self.settle()
             colors = self.exchange(f"{color}")
         mine = [rank for rank, other in enumerate(colors) if other == colors[self.rank]]
         return self.subgroup(mine, name=f"{self.sequence}:{color}")
@@ -114,13 +116,34 @@ class Comm(abc.ABC):
 
     # What a transport has to offer.
 
+    def settle(self) -> None:
+        """Before any data is used: `CollectiveMismatch` on every rank unless all have said the same."""
+        if not self.words:
+            return
+        same = self.all_say_the_same()
+        words, self.words = self.words, ""
+        if not same:
+            everyone = self.exchange(words)
+            rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[self.rank])
+            raise CollectiveMismatch(
+                f"rank {self.world_rank} called {everyone[self.rank]}; rank {self.ranks[rank]} called "
+                f"{everyone[rank]}: did the ranks build different models, or take different branches?"
+            )
+
     @abc.abstractmethod
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
         """Move contiguous tensors; either direction may be None."""
 
-    def agree(self, words: str) -> bool:
-        """Do all ranks say the same words? Not counted as payload."""
-        return len(set(self.exchange(words))) == 1
+    def expect(self, tensors: list[torch.Tensor], src: int) -> None:  # noqa: B027
+        """These will be the next to be filled from `src`, in this order: a transport may begin at once."""
+
+    def say(self, words: str) -> None:
+        """Tell all ranks what this one is about to do; `settle` hears the others. Not counted as payload."""
+        self.words = words
+
+    def all_say_the_same(self) -> bool:
+        """Do they, after `say`?"""
+        return len(set(self.exchange(self.words))) == 1
 
     @abc.abstractmethod
     def exchange(self, words: str) -> list[str]:
@@ -142,17 +165,11 @@ def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None = None, **
     what = "" if tensor is None else f" of {tensor.numel():,} elements {tuple(tensor.shape)} of {tensor.dtype}"
     extras = "".join(f", {key}={value}" for key, value in details.items() if value != "")
     try:
-        words = f"{comm.operation}{what}{extras}"
-        if not comm.agree(words):
-            everyone = comm.exchange(words)
-            rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[comm.rank])
-            raise CollectiveMismatch(
-                f"rank {comm.world_rank} called {everyone[comm.rank]}; rank {comm.ranks[rank]} called "
-                f"{everyone[rank]}: did the ranks build different models, or take different branches?"
-            )
+        comm.say(f"{comm.operation}{what}{extras}")
         yield
+        comm.settle()  # unless a transfer has
     finally:
-        comm.operation = ""
+        comm.operation = comm.words = ""
 
 
 def _copy_to_oneself(outgoing: Any, target: Any) -> None:

@@ -171,6 +171,7 @@ class ThreadComm(Comm):
 
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
         self._stop_if_failed()
+        self.settle()
         if outgoing is not None:
             sending = self._channel(self.rank, dst)
             sending.tensors.put((outgoing, _record(outgoing)))
