@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help setup demo quick test soak bench lint clean
+.PHONY: help setup demo quick test notebooks soak bench lint clean
 
 help:   ## show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 8
@@ -16,8 +16,11 @@ demo: setup  ## train with every ZeRO stage, figures in results/: python -m mini
 quick: setup  ## the tests that end within a minute or two: python -m pytest
 	$(PY) -m pytest $(ARGS)
 
-test: setup  ## every test that needs no GPU: python -m pytest -m "not gpu and not soak"
-	$(PY) -m pytest -m "not gpu and not soak" $(ARGS)
+test: setup  ## every test that needs no GPU: python -m pytest -m "not gpu and not soak and not exhaustive"
+	$(PY) -m pytest -m "not gpu and not soak and not exhaustive" $(ARGS)
+
+notebooks: setup  ## run every notebook and keep what it shows: python -m tests.run_notebooks
+	$(PY) -m tests.run_notebooks $(ARGS)
 
 soak: setup  ## the tests that run long to catch what is rare: python -m pytest -m soak
 	$(PY) -m pytest -m soak $(ARGS)
