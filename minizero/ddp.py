@@ -14,6 +14,7 @@ from minizero.collectives import all_reduce
 from minizero.engine import Engine
 from minizero.memory import tag
 from minizero.partition import Unit
+from precision.master import master_to_weight
 
 # A message costs its latency however short it is, so the gradients of several units travel together.
 BUCKET_BYTES = 25 * 2**20  # PyTorch's choice too
@@ -34,7 +35,7 @@ class DDP(Engine):
     def before_forward(self) -> None:
         for unit in self.units:
             if unit.replica_is_stale():
-                unit.flat.copy_(unit.master)
+                master_to_weight(unit.master, unit.flat)
                 unit.replica_is_fresh_now()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:

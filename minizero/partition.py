@@ -17,6 +17,7 @@ from torch import nn
 from minizero.collectives import broadcast
 from minizero.comm import Comm
 from minizero.memory import tag
+from precision.master import gradient_to_master
 
 GroupBy = Callable[[str, nn.Parameter], Any]
 
@@ -183,7 +184,7 @@ class Unit:
 
         `full` is kept as long as the shards' gradients live, which is until zero_grad().
         """
-        gradient = gradient.float()
+        gradient = gradient_to_master(gradient)
         tag(gradient, "gradients")
         pieces = self._pieces(gradient)
         for shard, piece, earlier in zip(self.shards, pieces, self.earlier or [None] * len(pieces), strict=True):

@@ -14,6 +14,7 @@ import torch
 from minizero.collectives import all_gather, reduce_scatter
 from minizero.engine import Engine
 from minizero.partition import Unit
+from precision.master import master_to_weight
 
 
 class Zero1(Engine):
@@ -30,7 +31,7 @@ class Zero1(Engine):
         for unit in self.units:
             if unit.replica_is_stale():
                 mine = unit.chunk(unit.flat)
-                mine.copy_(unit.master)
+                master_to_weight(unit.master, mine)
                 all_gather(mine, self.comm, out=unit.flat, label=unit.name)
                 unit.replica_is_fresh_now()
 

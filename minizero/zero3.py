@@ -15,6 +15,7 @@ from minizero.collectives import all_gather, reduce_scatter
 from minizero.engine import Engine
 from minizero.memory import tag
 from minizero.partition import Unit
+from precision.master import master_to_weight
 
 
 class Zero3(Engine):
@@ -33,7 +34,7 @@ class Zero3(Engine):
             return
         storage.resize_(unit.size * unit.dtype.itemsize)
         mine = unit.chunk(unit.flat)
-        mine.copy_(unit.master)
+        master_to_weight(unit.master, mine)
         all_gather(mine, self.comm, out=unit.flat, label=unit.name)
         unit.point_parameters_at(unit.flat)
         unit.replica_is_fresh_now()

@@ -1,0 +1,191 @@
+"""Sums in few bits: what an accumulator keeps of each partial sum.
+
+    total = round(total + term)          for one term after the other; round: to the accumulator's format
+
+A partial sum is rounded to its last place, so that terms below half of that place are lost. In FP16 a sum of ones
+ends at 2048: the next number is 2050, and 2049, half-way, goes to the even one of the two, 2048. To first order in
+u = epsilon / 2 the error of a sum of n terms is at most
+
+    sequential   (n - 1) u Σ|x|     a term passes through all additions after it
+    pairwise     log2(n) u Σ|x|     through one in each round of a tournament
+    kahan              2 u Σ|x|     what an addition loses is handed to the next one
+
+So FP16 values are multiplied and added in FP32, and the result alone is rounded to FP16. Higham, 1993, "The accuracy
+of floating point summation"; Micikevicius et al., 2018, "Mixed Precision Training", section 3.3.
+
+Here each operation is computed in float64 and then rounded to the accumulator's format. For two numbers of p bits
++ - · and / come out as if rounded once, because 53 ≥ 2p + 2 (Figueroa, 1995, "When is double rounding innocuous?"):
+with the bits that `arithmetic` gives for formats of 16 bits, and float32 for FP32.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from precision.exact import exactly
+from precision.formats import BF16, FP16, FP32, FloatFormat
+
+Round = Callable[[Tensor], Tensor]
+
+# Formats that torch can round to. From float64 it does so by way of float32, which after one operation on two
+# numbers of the format changes nothing, by the same theorem: 24 ≥ 2p + 2 for FP16 and BF16.
+OWN = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
+
+
+# The sums. Terms and totals are float64, with values of the accumulator's format.
+
+
+def sequential(terms: Iterable[Tensor], total: Tensor, round_: Round) -> Tensor:
+    """total + the terms, one after the other."""
+    for term in terms:
+        total = round_(total + term)
+    return total
+
+
+def pairwise(terms: Tensor, total: Tensor, round_: Round) -> Tensor:
+    """terms: (n, …). Neighbours are added, then neighbouring sums, and so on; the last one to `total`."""
+    while len(terms) > 1:
+        pairs = round_(terms[0:-1:2] + terms[1::2])
+        terms = torch.cat([pairs, terms[-1:]]) if len(terms) % 2 else pairs
+    return sequential(terms, total, round_)
+
+
+def kahan(terms: Iterable[Tensor], total: Tensor, round_: Round) -> Tensor:
+    """As `sequential`, but each term first gets what the addition before it lost. Kahan, 1965."""
+    lost = torch.zeros_like(total)
+    for term in terms:
+        before, term = total, round_(term + lost)
+        total = round_(before + term)
+        lost = round_(term - round_(total - before))  # what was to be added, less what was
+    return total
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor, Round], Tensor]] = {
+    "sequential": sequential,
+    "pairwise": pairwise,
+    "kahan": kahan,
+}
+
+
+# What users call: floating NumPy arrays or torch tensors in, and out, with FP16 values in the same dtype. Other
+# values are rounded to FP16 first. `TypeError` for what is not floating, `ValueError` for shapes that do not fit.
+
+
+@exactly
+def sum(x: Any, dim: int = -1, accumulator: FloatFormat = FP32, method: str = "sequential") -> Any:
+    """The sum over dimension `dim`; partial results are rounded to `accumulator`, the sum to FP16.
+
+    method: "sequential", "pairwise" or "kahan", which gives NaN, not infinity, where a partial sum overflows.
+    """
+    if method not in METHODS:
+        raise ValueError(f"sum: unknown method {method!r}: use one of {', '.join(METHODS)}")
+    terms, round_ = _terms("sum", x, dim), rounding_to(accumulator)
+    return _as_fp16(METHODS[method](terms, terms.new_zeros(terms.shape[1:]), round_), x)
+
+
+@exactly
+def dot(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
+    """a · b over the last dimension: (…, n) and (…, n) to (…), as an element of `matmul` is computed."""
+    x, y = _values("dot", a), _values("dot", b)
+    if not (x.dim() and y.dim() and x.shape[-1] == y.shape[-1]):
+        raise ValueError(f"dot: {tuple(x.shape)} and {tuple(y.shape)} are not (…, n) and (…, n)")
+    round_ = rounding_to(accumulator)
+    products = round_(x * y).movedim(-1, 0)
+    return _as_fp16(sequential(products, products.new_zeros(products.shape[1:]), round_), a)
+
+
+@exactly
+def matmul(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
+    """a @ b: (…, m, k) and (…, k, n) to (…, m, n). Products are rounded to `accumulator` and added in the order of k.
+
+    In FP32 the product of two FP16 numbers is exact: 11 bits by 11 make 22.
+    """
+    x, y = _values("matmul", a), _values("matmul", b)
+    if min(x.dim(), y.dim()) < 2 or x.shape[-1] != y.shape[-2]:
+        raise ValueError(f"matmul: {tuple(x.shape)} and {tuple(y.shape)} are not (…, m, k) and (…, k, n)")
+    round_ = rounding_to(accumulator)
+    shape = (*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1])
+    products = (round_(x[..., :, k, None] * y[..., None, k, :]) for k in range(x.shape[-1]))
+    return _as_fp16(sequential(products, x.new_zeros(shape), round_), a)
+
+
+@exactly
+def softmax(x: Any, dim: int = -1, accumulator: FloatFormat = FP32) -> Any:
+    """exp(x - max x) / Σ exp(x - max x) over dimension `dim`; difference, exp, partial sums and quotient are rounded.
+
+    With FP16 accumulators the denominator of 4096 equal numbers stops at 2048, and their probabilities add up to 2.
+    """
+    values, round_ = _terms("softmax", x, dim), rounding_to(accumulator)
+    # exp has more digits than float64 holds, and is not worth a way by float32.
+    powers = accumulator.quantize(torch.exp(round_(values - values.amax(0))))
+    total = sequential(powers, torch.zeros_like(powers[0]), round_)
+    return _as_fp16(round_(powers / total).movedim(0, dim), x)
+
+
+@exactly
+def layer_norm_statistics(x: Any, accumulator: FloatFormat = FP32) -> tuple[Any, Any]:
+    """Mean and variance over the last dimension: (…, n) to (…) twice: float32 with values of `accumulator`."""
+    return _statistics(_terms("layer_norm_statistics", x, -1), accumulator, x)
+
+
+@exactly
+def batch_norm_statistics(x: Any, accumulator: FloatFormat = FP32) -> tuple[Any, Any]:
+    """Mean and variance of each channel: (N, C, …) to (C,) twice: float32 with values of `accumulator`.
+
+    With FP16 accumulators the mean of 4096 ones is 1/2, because their sum stops at 2048.
+    """
+    values = _values("batch_norm_statistics", x)
+    if values.dim() < 2:
+        raise ValueError(f"batch_norm_statistics: x must be (N, C, …), not {tuple(values.shape)}")
+    return _statistics(values.movedim(1, -1).flatten(0, -2), accumulator, x)
+
+
+# What they share.
+
+
+def _statistics(values: Tensor, accumulator: FloatFormat, x: Any) -> tuple[Any, Any]:
+    """mean = Σ x / n, variance = Σ (x - mean)² / n, of values (n, …). Of no values, both are NaN."""
+    round_ = rounding_to(accumulator)
+    zero, count = values.new_zeros(values.shape[1:]), round_(values.new_tensor(float(len(values))))
+    mean = round_(sequential(values, zero, round_) / count)
+    deviation = round_(values - mean)
+    variance = round_(sequential(round_(deviation * deviation), zero, round_) / count)
+    mean, variance = mean.float(), variance.float()
+    return (mean, variance) if isinstance(x, Tensor) else (mean.numpy(), variance.numpy())
+
+
+def rounding_to(accumulator: FloatFormat) -> Round:
+    """The function that rounds float64 tensors, each the result of one operation, to the accumulator's format."""
+    if not isinstance(accumulator, FloatFormat):
+        raise TypeError(f"accumulator must be a FloatFormat such as FP32 or FP16, not {accumulator!r}")
+    dtype = OWN.get(accumulator)
+    if dtype is None:
+        return accumulator.quantize
+    return lambda x: x.to(dtype).to(torch.float64)
+
+
+def _values(name: str, x: Any) -> Tensor:
+    """x as a float64 tensor of FP16 values."""
+    values = x.detach() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
+    if not values.is_floating_point():
+        raise TypeError(f"{name}: expected floating-point numbers, not {values.dtype}: convert them first")
+    return FP16.quantize(values.to(torch.float64))
+
+
+def _terms(name: str, x: Any, dim: int) -> Tensor:
+    """The values with the dimension that is summed first."""
+    values = _values(name, x)
+    if not -values.dim() <= dim < values.dim():
+        raise ValueError(f"{name}: there is no dimension {dim} in shape {tuple(values.shape)}")
+    return values.movedim(dim, 0)
+
+
+def _as_fp16(result: Tensor, x: Any) -> Any:
+    """`result`, rounded to FP16, in x's kind and dtype."""
+    result = FP16.quantize(result)
+    if isinstance(x, Tensor):
+        return result.to(x.dtype)
+    return result.numpy().astype(np.asarray(x).dtype)[()]

@@ -1,0 +1,129 @@
+"""NumPy arrays and torch tensors on one path: what they call by different names, and how they go through in pieces.
+
+Operators, slices, `clip`, `any` and `max` are the same in both: with these few functions, one text serves both.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+Array = Any  # a NumPy array or a torch tensor
+
+CPU_PIECE = 2**16  # numbers: the integers of each that are alive at a time fit a processor's second cache, or nearly
+GPU_PIECE = 2**18  # with integers of 64 bits, some 40 MiB
+
+
+def dtype_of(x: Array) -> str:
+    """The dtype's name, the same for both."""
+    return str(x.dtype).removeprefix("torch.") if isinstance(x, torch.Tensor) else x.dtype.name
+
+
+def cast(x: Array, dtype: str) -> Array:
+    if isinstance(x, torch.Tensor):
+        return x.to(getattr(torch, dtype))
+    if x.dtype == dtype:
+        return x
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one, which needs no warning
+        return x.astype(dtype)
+
+
+def view(x: Array, dtype: str) -> Array:
+    """The same bits, read as another type of the same width."""
+    return x.view(getattr(torch, dtype) if isinstance(x, torch.Tensor) else dtype)
+
+
+def empty_like(x: Array, dtype: str) -> Array:
+    """Contiguous, of x's shape, on x's device."""
+    if isinstance(x, torch.Tensor):
+        return torch.empty(x.shape, dtype=getattr(torch, dtype), device=x.device)
+    return np.empty(x.shape, dtype)
+
+
+def where(condition: Array, x: Array | int, y: Array | int) -> Array:
+    return torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else np.where(condition, x, y)
+
+
+def local(x: Array) -> Array:
+    """Of a tensor on the CPU, a NumPy array in the same memory, on which NumPy is faster; x itself otherwise."""
+    on_cpu = isinstance(x, torch.Tensor) and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.numpy() if on_cpu else x
+
+
+def put(target: Array, index: Any, values: Array) -> None:
+    """target[index] = values, which may be `local`."""
+    mixed = isinstance(target, torch.Tensor) and isinstance(values, np.ndarray)
+    target[index] = torch.from_numpy(values) if mixed else values
+
+
+def can_look(x: Array) -> bool:
+    """Whether an answer about the data comes at once: not from a GPU, nor from torch.compile while it traces."""
+    return isinstance(x, np.ndarray)
+
+
+def as_array(x: Any) -> Array:
+    """A tensor or an array of at least one dimension; `in_shape_of` takes that one away again."""
+    x = x.detach() if isinstance(x, torch.Tensor) else np.asarray(x)
+    return x.reshape(1) if x.ndim == 0 else x
+
+
+def in_shape_of(x: Any, result: Array) -> Array:
+    """For a single number a tensor without dimensions, or, as NumPy has it, a NumPy scalar."""
+    if isinstance(result, torch.Tensor):
+        return result.reshape(x.shape)
+    return result if np.ndim(x) else result[0]
+
+
+def pieces(x: Array) -> Iterator[tuple[int, Any]]:
+    """Blocks of x, of at least one dimension: (position of the first number in row-major order, index).
+
+    x[index] is a view, whatever x's strides are. There are none where x is empty.
+    """
+    if isinstance(x, torch.Tensor) and torch.compiler.is_compiling():
+        yield 0, ...  # a compiler fuses the steps and keeps nothing between them
+    elif math.prod(x.shape):
+        on_cpu = isinstance(x, np.ndarray) or x.device.type == "cpu"
+        yield from _pieces(x.shape, CPU_PIECE if on_cpu else GPU_PIECE, 0, ())
+
+
+def _pieces(shape: tuple[int, ...], limit: int, start: int, index: tuple) -> Iterator[tuple[int, tuple]]:
+    row = math.prod(shape[1:])
+    if row > limit:
+        for i in range(shape[0]):
+            yield from _pieces(shape[1:], limit, start + i * row, (*index, i))
+    else:
+        for i in range(0, shape[0], limit // row):
+            yield start + i * row, (*index, slice(i, i + limit // row))
+
+
+def random_bits(like: Array, start: int, key: int, bits: int) -> Array:
+    """A random whole number below 2^bits (bits at most 63) for each number of an array: int64, of its shape.
+
+    It depends on the key and on the number's position, counted from `start` in row-major order, and on nothing
+    else: not on the device, nor on how large the pieces are.
+    Steele et al., 2014, "Fast splittable pseudorandom number generators" (SplitMix64).
+    """
+    stop = start + math.prod(like.shape)
+    position: Array = np.arange(start, stop)
+    if isinstance(like, torch.Tensor):
+        position = torch.arange(start, stop, device=like.device)
+    mixed = _mix(position.reshape(like.shape) * _signed(0x9E3779B97F4A7C15) + key)
+    return (mixed >> (64 - bits)) & (2**bits - 1)
+
+
+def random_key(seed: int) -> int:
+    """What `random_bits` takes: neighbouring seeds have nothing in common here."""
+    return int(_mix(np.array([_signed(seed % 2**64)]))[0])
+
+
+def _mix(z: Array) -> Array:
+    # The shifts of signed integers pull in copies of the sign, which the masks take away.
+    z = (z ^ (z >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB)
+    return z ^ (z >> 31 & 2**33 - 1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word

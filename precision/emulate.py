@@ -1,0 +1,211 @@
+"""Train as if every operation were in 16 bits, on a machine that has no unit for them.
+
+    y = round(f(round(x), round(w)))        for every operator f, forward and backward
+
+A dispatch mode sees every operator that PyTorch runs, those of backward too. It rounds what goes
+in, lets FP32 compute (as a 16-bit unit with FP32 accumulators does inside) and rounds what comes
+out. The tensors keep their dtype; their values are those of the format. What autograd keeps for
+backward is stored in the format's bits, which is where mixed precision saves its memory. So
+
+    with emulate(FP16):
+        loss = model(x, y)
+        loss.backward()
+    optimizer.step()
+
+is mixed precision: parameters that stay in FP32 are the master weights, and every operator inside
+reads them rounded. Step inside of the block, and they become 16-bit weights without masters.
+Micikevicius et al., 2018, "Mixed Precision Training", section 3.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from precision import partial_sums
+from precision.exact import exact, is_exact
+from precision.formats import BF16, FP16, FP32, FloatFormat
+
+_thread = threading.local()  # .innermost: the emulation entered last
+
+
+@contextlib.contextmanager
+def emulate(fmt: FloatFormat = FP16, accumulator: FloatFormat = FP32) -> Iterator[None]:
+    """While the block runs, this thread's operators read, write and keep for backward values of `fmt` only.
+
+    fmt: FP16, BF16, FP8_E4M3 or any other FloatFormat. Of nested blocks the innermost alone counts.
+    accumulator: what the partial sums of sums, means, matrix products and 2-d convolutions are rounded to, one
+    addition after the other: slow, for small tensors (see `partial_sums`). With FP32 PyTorch's own kernels add.
+    Call `backward` inside of the block. Integers, views, and the running statistics of a batch norm are left
+    alone; tensors in 16 bits already are computed by PyTorch's own kernels. Parameters are kept for backward as
+    they are, without a copy. `TypeError` where a format is none.
+    The tensors that are alive in the block are FP32 ones: only what autograd keeps has mixed precision's bytes.
+    A loss scale above 65504 is infinite in FP16: compute the loss outside, and give `output.backward` its gradient.
+    """
+    for name, given in (("fmt", fmt), ("accumulator", accumulator)):
+        if not isinstance(given, FloatFormat):
+            raise TypeError(f"emulate: {name} must be a FloatFormat such as FP16, not {given!r}")
+    emulation, outer = _Emulation(fmt, accumulator), getattr(_thread, "innermost", None)
+    _thread.innermost = emulation
+    try:
+        with emulation, torch.autograd.graph.saved_tensors_hooks(emulation.pack, emulation.unpack):
+            yield
+    finally:
+        _thread.innermost = outer
+        if outer is not None:
+            outer.born.clear()  # other values may have been written into them meanwhile
+
+
+class _Kept(NamedTuple):
+    """A tensor that autograd keeps as it is: shared, not copied."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Packed(NamedTuple):
+    """A tensor that autograd keeps in the format's bits, and how to see it in them."""
+
+    bits: torch.Tensor
+    dtype: torch.dtype
+    view: tuple[Any, Any, Any] | None  # size, stride and offset in the bits; None: they are the tensor
+
+
+class _Emulation(TorchDispatchMode):
+    def __init__(self, fmt: FloatFormat, accumulator: FloatFormat) -> None:
+        super().__init__()
+        self.fmt, self.accumulator = fmt, accumulator
+        # Storages that were born in this block hold rounded values, all of them, at any time.
+        self.born: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        # Of each storage the bits that autograd holds: what two operators save is stored once.
+        self.packed: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
+
+    # Operators.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names, births, written = _effects(func)
+        if is_exact() or not (births or written):
+            return func(*args, **kwargs)
+        if _is_composite(func):  # only without autograd: cross_entropy, say, which is a log_softmax and more
+            with self:
+                return func.decompose(*args, **kwargs)
+        with exact():
+            given = dict(zip(names, args)) | kwargs
+            untouched = written | _STATISTICS
+            args = [value if name in untouched else self.read(value) for name, value in zip(names, args)]
+            kwargs = {name: value if name in untouched else self.read(value) for name, value in kwargs.items()}
+            if self.accumulator == FP32:
+                result = func(*args, **kwargs)
+            else:
+                result = partial_sums.run(self.accumulator, func, args, kwargs)
+            for name in written - _STATISTICS:
+                for tensor in _tensors(given.get(name)):
+                    tensor.copy_(_round(self.fmt, tensor))
+            results = result if isinstance(result, tuple | list) else (result,)
+            results = [value for value, born in zip(results, births * len(results)) if born]
+            for tensor in [each for each in _tensors(results) if each.untyped_storage() not in self.born]:
+                tensor.copy_(_round(self.fmt, tensor))
+                self.born.add(tensor.untyped_storage())
+        return result
+
+    def read(self, value: Any) -> Any:
+        """An argument as the operator sees it: its tensors rounded, where they come from outside."""
+        if isinstance(value, list | tuple):
+            return [self.read(each) for each in value]
+        if not _tensors(value) or value.untyped_storage() in self.born:
+            return value
+        return _round(self.fmt, value)
+
+    # What autograd keeps from forward to backward.
+
+    def pack(self, tensor: torch.Tensor) -> _Kept | _Packed:
+        """What to keep of `tensor`: the format's bits, except for parameters, which are there anyhow."""
+        base = tensor if tensor._base is None else tensor._base
+        parameter = base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter))
+        if parameter or self.fmt.width > 16 or tensor.dtype == _DTYPES.get(self.fmt) or not _tensors(tensor):
+            return _Kept(tensor.detach(), tensor._version)
+        with exact():
+            storage, view = tensor.untyped_storage(), None
+            part = tensor.detach()
+            if storage in self.born:
+                # All of it, as autograd itself would: a matrix and its transpose, which both are saved, share it.
+                view = tensor.size(), tensor.stride(), tensor.storage_offset()
+                part = part.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            known = self.packed.setdefault(storage, weakref.WeakValueDictionary())
+            key = tensor._version, part.size(), part.stride(), part.storage_offset()
+            bits = known.get(key)
+            if bits is None:
+                known[key] = bits = _store(self.fmt, part)
+            return _Packed(bits, tensor.dtype, view)
+
+    def unpack(self, kept: _Kept | _Packed) -> torch.Tensor:
+        """What backward reads."""
+        with exact():
+            if isinstance(kept, _Kept):
+                if kept.tensor._version != kept.version:
+                    raise RuntimeError(
+                        f"emulate: a tensor of shape {tuple(kept.tensor.shape)} that backward needs was changed in "
+                        f"place (version {kept.version} expected, found {kept.tensor._version}): "
+                        "call backward before optimizer.step()"
+                    )
+                return self.read(kept.tensor) if _tensors(kept.tensor) else kept.tensor
+            bits = kept.bits if kept.view is None else kept.bits.as_strided(*kept.view)
+            values = (bits if bits.is_floating_point() else self.fmt.decode(bits)).to(kept.dtype)
+            self.born.add(values.untyped_storage())
+            return values
+
+
+# PyTorch has these two itself: their bits are stored under their own names.
+_DTYPES = {FP16: torch.float16, BF16: torch.bfloat16}
+
+
+def _round(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with its values rounded to the format, in its own dtype."""
+    dtype = _DTYPES.get(fmt)
+    if tensor.dtype == dtype or fmt == FP32:
+        return tensor
+    if dtype is not None and tensor.dtype == torch.float32:
+        # PyTorch's own conversion gives the numbers of `quantize` (a test compares them) in a tenth of the time.
+        return tensor.to(dtype).float()
+    return fmt.quantize(tensor)
+
+
+def _store(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of `tensor`, rounded: integers, where PyTorch has no dtype for them."""
+    dtype = _DTYPES.get(fmt)
+    return fmt.encode(tensor) if dtype is None else _round(fmt, tensor).to(dtype)
+
+
+# Batch norm updates these inside of itself; they are FP32 in mixed precision too.
+_STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+@functools.cache
+def _effects(func: Any) -> tuple[list[str], list[bool], frozenset[str]]:
+    """Of an operator: its arguments' names, which outputs are new tensors, and the arguments it writes values to."""
+    schema = func._schema
+    births = [output.alias_info is None and "Tensor" in str(output.type) for output in schema.returns]
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    if schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_"):  # another storage, the same values
+        written = set()
+    return [a.name for a in schema.arguments], births if any(births) else [], frozenset(written)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in `value`, an argument or a result, that have values to round."""
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    rounds = isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+    return [value] if rounds else []

@@ -1,0 +1,112 @@
+"""Bit patterns as users bring them, made ready for the steps of `arithmetic`, and the results given back in kind.
+
+The steps know one thing only: integer tensors of one shape. Outside there are NumPy arrays, torch tensors on
+any device and whole numbers, in any integer type, to be checked and broadcast. Large arrays go through the steps
+in pieces that stay in the processor's cache, which is faster and needs little memory.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from precision.arrays import pieces
+from precision.formats import ROUNDINGS, Flags, FloatFormat
+
+
+def on_bits(operation: Callable[..., tuple[Tensor, Flags]]) -> Any:
+    """`operation(*tensors, fmt, rounding) -> (bits, flags)` for all kinds of operands, with return_flags=False.
+
+    The operation itself stays within reach as `__wrapped__`; torch.compile makes a single loop of its steps.
+    """
+    signature = inspect.signature(operation)
+    return_flags = inspect.Parameter("return_flags", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False)
+    signature = signature.replace(parameters=[*signature.parameters.values(), return_flags])
+    name = operation.__name__
+
+    @functools.wraps(operation)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        *operands, fmt, rounding, return_flags = given.arguments.values()
+        if rounding not in ROUNDINGS or rounding == "stochastic":
+            raise ValueError(f"{name}: unknown rounding {rounding!r}: use one of {', '.join(ROUNDINGS[:-1])}")
+
+        def steps(*tensors: Tensor) -> list[Tensor]:
+            bits, flags = operation(*tensors, fmt, rounding)
+            if fmt.nan_bits is None and bool(flags.invalid.any()):
+                raise ValueError(f"{name}: some results have no value, such as 0 / 0 or ∞ - ∞, and {fmt} has no NaN")
+            return [bits, *vars(flags).values()] if return_flags else [bits]
+
+        bits, *flags = run(name, steps, operands, fmt, [None] + [torch.bool] * 5 * return_flags)
+        return (bits, Flags(*flags)) if return_flags else bits
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return checked
+
+
+def run(
+    name: str,
+    steps: Callable[..., Sequence[Tensor]],
+    operands: Sequence[Any],
+    fmt: FloatFormat,
+    dtypes: Sequence[torch.dtype | None],
+) -> list[Any]:
+    """The results of `steps` on the operands, piece by piece; their dtypes, None for that of `fmt`'s patterns.
+
+    Torch tensors where an operand is one, else whole numbers where all operands are, else NumPy arrays.
+    """
+    if not isinstance(fmt, FloatFormat):
+        raise TypeError(f"{name}: fmt must be a FloatFormat such as FP16, not {fmt!r}")
+    if fmt.width > 16:
+        raise ValueError(f"{name}: {fmt} has {fmt.width} bits: arithmetic is for formats of at most 16")
+    own_dtype = torch.uint8 if fmt.width <= 8 else torch.uint16
+    # All steps fit in 32 bits up to 11 bits of mantissa: the largest number is a square root's, 2·11 + 8 bits.
+    working_dtype = torch.int32 if fmt.mantissa_bits <= 11 else torch.int64
+    device = next((x.device for x in operands if isinstance(x, Tensor)), None)
+    tensors = [_as_patterns(f"{name}: operand {i}", x, fmt, own_dtype) for i, x in enumerate(operands, 1)]
+    try:
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    except RuntimeError:
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ValueError(f"{name}: shapes {shapes} do not broadcast") from None
+    tensors = [torch.atleast_1d(tensor.to(device).expand(shape)) for tensor in tensors]
+
+    results = [torch.empty(tensors[0].shape, dtype=dtype or own_dtype, device=device) for dtype in dtypes]
+    for _, index in pieces(results[0]):
+        for result, part in zip(results, steps(*(tensor[index].to(working_dtype) for tensor in tensors))):
+            result[index] = part
+    results = [result.reshape(shape) for result in results]
+    if device is not None:
+        return results
+    if all(isinstance(x, int) for x in operands):
+        return [result.item() for result in results]
+    return [result.numpy()[()] for result in results]  # [()]: a scalar where there is no dimension, as NumPy does
+
+
+def _as_patterns(name: str, x: Any, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
+    """x as a tensor of `dtype`, once it is sure to hold patterns of `fmt`."""
+    if not isinstance(x, Tensor):
+        x = np.asarray(x, dtype=object if type(x) is int else None)  # a whole number of any size
+    kind = str(x.dtype).removeprefix("torch.")
+    if isinstance(x, Tensor):
+        is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    else:
+        is_integer = x.dtype.kind in "iu" or x.ndim == 0 and type(x[()]) is int
+    if not is_integer:
+        raise TypeError(f"{name} is {kind}: expected bit patterns, which are integers: use fmt.encode(x) for numbers")
+    if kind != f"uint{fmt.width}" and 0 not in x.shape:
+        wide = x.to(torch.int64) if isinstance(x, Tensor) else x
+        outside = [int(value) for value in (wide.min(), wide.max()) if not 0 <= value < 1 << fmt.width]
+        if outside:
+            raise ValueError(
+                f"{name} holds {outside[0]}: patterns of {fmt.width} bits are 0 to {(1 << fmt.width) - 1} "
+                "(a signed array can be viewed as an unsigned one)"
+            )
+    if isinstance(x, Tensor):
+        return x.detach().to(dtype)
+    return torch.from_numpy(np.array(x, dtype=str(dtype).removeprefix("torch.")))

@@ -1,0 +1,141 @@
+"""The operators that keep partial sums, with an accumulator of few bits: what `emulate(accumulator=...)` runs.
+
+    total = 0;  for each term:  total = round(total + round(product))        round: to the accumulator's format
+
+They stand in for PyTorch's own: matrix products (mm, addmm, bmm, baddbmm), 2-d convolutions, sums and means,
+forward and backward. All others, such as softmax or batch norm, add in FP32 as before. Terms are added in the
+order of their index, those of a convolution channel by channel; hardware has other orders, with other errors.
+Here a convolution is a matrix product: its windows are laid out as columns (Chellapilla et al., 2006).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from precision.accumulate import Round, rounding_to, sequential
+from precision.formats import FloatFormat
+
+
+def add_up(round_: Round, terms: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """The sum over `dims`, by default all."""
+    dims = sorted(dim % terms.dim() for dim in dims) if dims else list(range(terms.dim()))
+    kept = [dim for dim in range(terms.dim()) if dim not in dims]
+    shape = [1 if dim in dims else size for dim, size in enumerate(terms.shape) if keepdim or dim in kept]
+    rows = terms.permute(*dims, *kept).reshape(-1, *(terms.shape[dim] for dim in kept))
+    return sequential(rows, rows.new_zeros(rows.shape[1:]), round_).view(shape)
+
+
+def matmul(round_: Round, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for (..., m, k) and (..., k, n): k outer products, added up."""
+    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    products = (round_(a[..., :, k, None] * b[..., None, k, :]) for k in range(a.shape[-1]))
+    return sequential(products, a.new_zeros(shape), round_)
+
+
+def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """beta · c + alpha · a @ b; c broadcasts."""
+    return beta * c + alpha * matmul(round_, a, b) if beta else alpha * matmul(round_, a, b)
+
+
+def sum_all(round_: Round, terms: Tensor, *, dtype: Any = None) -> Tensor:
+    return add_up(round_, terms)
+
+
+def sum_dims(round_: Round, terms: Tensor, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    return add_up(round_, terms, dims, keepdim)
+
+
+def mean_all(round_: Round, terms: Tensor, *, dtype: Any = None) -> Tensor:
+    return add_up(round_, terms) / terms.numel()
+
+
+def mean_dims(round_: Round, terms: Tensor, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    total = add_up(round_, terms, dims, keepdim)
+    return total / (terms.numel() // total.numel())
+
+
+def convolution(round_: Round, x: Tensor, weight: Tensor, bias: Tensor | None, *shape: Any) -> Tensor:
+    """x: (batch, channels, height, width), weight: (out, channels, kernel height, kernel width)."""
+    geometry = _geometry(x, weight, shape)
+    columns = F.unfold(x, **geometry)  # (batch, channels · kernel, positions)
+    y = matmul(round_, weight.flatten(1), columns)
+    sizes = [
+        (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        for size, kernel, dilation, padding, stride in zip(x.shape[2:], *geometry.values())
+    ]
+    return (y if bias is None else y + bias[:, None]).unflatten(2, sizes)
+
+
+def convolution_backward(
+    round_: Round, gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias; None for what the mask, the last argument, leaves out."""
+    *shape, mask = rest
+    geometry = _geometry(x, weight, shape)
+    wants_x, wants_weight, wants_bias = mask
+    flat = gradient.flatten(2)  # (batch, out, positions)
+    of_x = of_weight = of_bias = None
+    if wants_x:
+        columns = matmul(round_, weight.flatten(1).t(), flat)
+        # Where windows overlap, a pixel gets one term from each place in the kernel.
+        of_x = sequential(_folded(columns, x, weight, geometry), torch.zeros_like(x), round_)
+    if wants_weight:
+        columns = F.unfold(x, **geometry)
+        of_weight = matmul(round_, flat.transpose(0, 1).flatten(1), columns.transpose(1, 2).flatten(0, 1))
+        of_weight = of_weight.view_as(weight)
+    if wants_bias:
+        of_bias = add_up(round_, gradient, (0, 2, 3))
+    return of_x, of_weight, of_bias
+
+
+def _folded(columns: Tensor, x: Tensor, weight: Tensor, geometry: dict[str, Any]) -> Any:
+    """For each place in the kernel, what the windows' columns hold there, put where it belongs in x."""
+    places = weight[0, 0].numel()
+    for place in range(places):
+        alone = torch.zeros_like(columns)
+        alone[:, place::places] = columns[:, place::places]
+        yield F.fold(alone, x.shape[2:], **geometry)
+
+
+def _geometry(x: Tensor, weight: Tensor, shape: Sequence[Any]) -> dict[str, Any]:
+    """What unfold and fold want to know. `NotImplementedError` for convolutions that they cannot do."""
+    stride, padding, dilation, transposed, _, groups = shape
+    if x.dim() != 4 or transposed or groups != 1:
+        raise NotImplementedError(
+            "emulate: with an accumulator, a convolution must be 2-d, not transposed and have one group: "
+            "leave the accumulator at FP32"
+        )
+    return {"kernel_size": weight.shape[2:], "dilation": dilation, "padding": padding, "stride": stride}
+
+
+_aten = torch.ops.aten
+_OPERATORS: dict[Any, Callable[..., Any]] = {
+    _aten.mm.default: matmul,
+    _aten.bmm.default: matmul,
+    _aten.addmm.default: matmul_and_add,
+    _aten.baddbmm.default: matmul_and_add,
+    _aten.sum.default: sum_all,
+    _aten.sum.dim_IntList: sum_dims,
+    _aten.mean.default: mean_all,
+    _aten.mean.dim: mean_dims,
+    _aten.convolution.default: convolution,
+    _aten.convolution_backward.default: convolution_backward,
+}
+
+
+def run(accumulator: FloatFormat, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """func(*args, **kwargs); of the operators above, with partial sums rounded to `accumulator`."""
+    if func not in _OPERATORS or not args[0].is_floating_point():
+        return func(*args, **kwargs)
+    dtype = kwargs.get("dtype") or args[0].dtype
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) else value
+
+    # In FP64 one operation on two numbers of few bits comes out as if it were rounded once (see `accumulate`).
+    wide = (cast(value, torch.float64) for value in args)
+    result = _OPERATORS[func](rounding_to(accumulator), *wide, **kwargs)
+    return tuple(cast(value, dtype) for value in result) if isinstance(result, tuple) else cast(result, dtype)

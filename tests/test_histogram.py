@@ -1,0 +1,299 @@
+"""Exponent histograms: every bit pattern in its bin, and what the hooks of `collect` see in training."""
+
+import math
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot
+from torch import nn
+
+from precision.histogram import GRADIENTS, WEIGHTS, Histogram, collect, exponent_histogram
+from precision.master import MasterWeights
+from precision.scaling import DynamicLossScaler, StaticLossScaler
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    pyplot.close("all")
+
+
+def counted_one_by_one(values):
+    """The same by Python's own frexp, number by number."""
+    counts: dict[int, int] = {}
+    for value in values:
+        if math.isfinite(value) and value != 0:
+            exponent = math.frexp(value)[1] - 1
+            counts[exponent] = counts.get(exponent, 0) + 1
+    zeros, nonfinite = values.count(0.0), sum(not math.isfinite(value) for value in values)
+    return Histogram(dict(sorted(counts.items())), zeros, nonfinite)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_16_bit_number(dtype):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    histogram = exponent_histogram(every)
+    assert histogram == counted_one_by_one(every.tolist())
+    assert histogram.total == 2**16 and histogram.zeros == 2
+    if dtype == torch.float16:
+        assert list(histogram.counts) == list(range(-24, 16))
+        assert histogram.counts[-24] == 2 and histogram.counts[-15] == 1024 and histogram.counts[15] == 2048
+        assert histogram.nonfinite == 2048
+
+
+@pytest.mark.parametrize(
+    "dtype, integers, lowest", [(torch.float32, torch.int32, -149), (torch.float64, torch.int64, -1074)]
+)
+def test_wide_numbers_at_the_edges_of_every_exponent(dtype, integers, lowest):
+    """Each power of two, its two neighbours, and random bits, subnormals among them."""
+    highest = 127 if dtype == torch.float32 else 1023
+    powers = torch.tensor([math.ldexp(1.0, e) for e in range(lowest, highest + 1)], dtype=torch.float64).to(dtype)
+    bits = powers.view(integers)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(torch.iinfo(integers).min, torch.iinfo(integers).max, (3000,), generator=generator)
+    tiny = torch.randint(0, 2**20, (500,), generator=generator)
+    values = torch.cat([bits, bits - 1, bits + 1, random.to(integers), tiny.to(integers)]).view(dtype)
+    values = torch.cat([values, -values, torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0]).to(dtype)])
+    histogram = exponent_histogram(values)
+    assert histogram == counted_one_by_one(values.tolist())
+    assert min(histogram.counts) == lowest and max(histogram.counts) == highest
+    assert histogram.zeros == 4 and histogram.nonfinite >= 3  # bits - 1 of the smallest number is zero, too
+
+
+def test_any_shape_layout_and_number_of_tensors():
+    transposed = torch.tensor([[1.0, 2.0, 0.0], [3.0, 4.0, 0.0]]).t()
+    sparse = torch.sparse_coo_tensor([[1, 1]], [4.0, 4.0], (3,), check_invariants=True)  # 0, 8, 0
+    mixed = [transposed, sparse, torch.tensor(0.75, dtype=torch.float64), torch.ones(2, 0), torch.ones(2).half()]
+    assert exponent_histogram(iter(mixed)) == Histogram({-1: 1, 0: 3, 1: 2, 2: 1, 3: 1}, zeros=4)
+    assert exponent_histogram([]) == Histogram() and Histogram().total == 0
+    weight = nn.Parameter(torch.ones(3))
+    assert exponent_histogram(weight).counts == {0: 3} and weight.grad is None
+
+
+def test_shares_are_of_all_values():
+    histogram = Histogram({-30: 1, -27: 2, -25: 3, -24: 4, 5: 5}, zeros=80, nonfinite=5)
+    assert histogram.total == 100
+    assert histogram.share(-math.inf, -27) == 0.01
+    assert histogram.share(-27, -24) == 0.05  # the lower end is in, the upper is not
+    assert histogram.share(-24, math.inf) == 0.09
+    assert histogram.share(3, 3) == 0
+    with pytest.raises(ValueError, match="low .4. must be at most high .3."):
+        histogram.share(4, 3)
+    for ask in (lambda: Histogram().share(0, 1), Histogram().plot):
+        with pytest.raises(ValueError, match="empty"):
+            ask()
+
+
+def test_histograms_add_up():
+    first, second = torch.randn(1000) * 1e-3, torch.cat([torch.randn(500), torch.zeros(7), torch.tensor([math.nan])])
+    together = exponent_histogram([first, second])
+    added = exponent_histogram(first) + exponent_histogram(second)
+    assert added == together and list(added.counts) == sorted(added.counts)
+    assert sum([exponent_histogram(second), exponent_histogram(first)], Histogram()) == together
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64), 1.0])
+def test_what_has_no_exponents_is_refused(wrong):
+    with pytest.raises(TypeError, match="int64|complex64|float"):
+        exponent_histogram([wrong])
+
+
+# Training.
+
+
+def seen_in(model, optimizer, backward, steps=2, scaler=None):
+    with collect(model, optimizer) as found:
+        for step in range(steps):
+            backward(step)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+    return found
+
+
+def test_what_is_collected():
+    """A model whose every number is known: y = 3 · relu(2 x), x = (1, -1), loss = sum of y / 2^20."""
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    nn.init.constant_(first.weight, 2.0), nn.init.constant_(second.weight, 3.0)
+    model = nn.Sequential(first, nn.ReLU(), second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    x = torch.tensor([[1.0], [-1.0]])
+    found = seen_in(model, optimizer, lambda _: (model(x).sum() / 2**20).backward(), steps=1)
+    assert found.weights == Histogram({1: 2})
+    assert found.gradients == Histogram({-19: 2})  # 3 x and relu(2 x), over 2^20
+    assert found.updates == Histogram({-21: 2})  # a quarter of that
+    # Of y: 1, 1. Of relu(2x): 3, 3. Of 2x: 3, 0. All over 2^20.
+    assert found.activation_gradients == Histogram({-20: 2, -19: 3}, zeros=1)
+
+
+def test_steps_add_up_and_hooks_go():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    n = sum(parameter.numel() for parameter in model.parameters())
+
+    def backward(_):
+        model(torch.randn(5, 3)).square().sum().backward()
+
+    found = seen_in(model, optimizer, backward, steps=3)
+    assert found.weights.total == found.gradients.total == found.updates.total == 3 * n
+    assert found.activation_gradients.total == 3 * 5 * (4 + 4 + 1)
+    before = found.gradients
+    backward(0)
+    optimizer.step()
+    assert found.gradients is before  # outside of the block nothing is counted
+    assert not model[0]._forward_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def test_hooks_go_when_training_breaks_off():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(KeyError), collect(model, optimizer):
+        raise KeyError
+    assert not model._forward_hooks and not optimizer._optimizer_step_post_hooks
+
+
+def test_what_a_module_only_hands_on_is_counted_once():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Dropout(0.5).eval())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = seen_in(model, optimizer, lambda _: model(torch.randn(5, 3)).sum().backward(), steps=1)
+    assert found.activation_gradients.total == 5 * 4
+
+
+def test_modules_that_contain_others_and_unused_parameters_are_left_out():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 4), nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.used(x).square().mean()  # whose own gradient, 1, is no activation's
+
+    model = WithLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = seen_in(model, optimizer, lambda _: model(torch.randn(5, 3)).backward(), steps=1)
+    assert found.activation_gradients.total == 5 * 4
+    assert found.weights.total == found.gradients.total == found.updates.total == 4 * 3 + 4
+
+
+def test_collecting_changes_nothing():
+    def train(watched):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(3):
+            if watched:
+                seen_in(model, optimizer, lambda _: model(torch.ones(2, 3)).sum().backward(), steps=1)
+            else:
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.tolist() for parameter in model.parameters()]
+
+    assert train(True) == train(False)
+
+
+def test_masters_are_seen_and_gradients_without_their_scale():
+    """FP16 weights and a loss scale: what is counted is what the FP32 step sees; a step that is skipped is not."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    model.half()
+    weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=2.0**-12)
+    scaler = StaticLossScaler(2.0**10)
+    x = torch.ones(1, 1).half()
+    found = seen_in(model, weights, lambda _: scaler.scale(model(x).float().sum() * 2.0**-5).backward(), 1, scaler)
+    assert found.gradients.counts == {-5: 1} and found.activation_gradients.counts == {5: 1}
+    assert found.updates.counts == {-17: 1}  # which FP16 weights could not have taken
+    assert model.weight.item() == 1 and weights.masters[0].item() == 1 - 2.0**-17
+
+    scaler = DynamicLossScaler(2.0**24)
+    found = seen_in(model, weights, lambda _: scaler.scale(model(x).float().sum()).backward(), 1, scaler)
+    assert found.gradients.total == found.updates.total == 0 and found.activation_gradients.nonfinite == 1
+
+
+# The picture.
+
+
+def heights(axes):
+    """(left, width, height) of the histogram's bars, the bands left out."""
+    data = axes.transData
+    return {
+        (round(bar.get_x(), 6), bar.get_width()): bar.get_height()
+        for bar in axes.patches
+        if bar.get_transform().contains_branch(data) and bar.get_transform() == bar.get_patch_transform() + data
+    }
+
+
+def test_bars_show_percentages_and_zeros_stand_apart():
+    histogram = Histogram({-30: 10, -20: 30}, zeros=55, nonfinite=5)
+    axes = histogram.plot()
+    bars = heights(axes)
+    assert {left: height for (left, width), height in bars.items() if width == 1} == {-30: 10, -20: 30}
+    zero, broken = sorted((left, left + width, height) for (left, width), height in bars.items() if width != 1)
+    assert zero[1] < -30 and zero[2] == 55 and broken[0] > 16 and broken[2] == 5
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert "zero" in names and "inf\nNaN" in names and "$2^{-24}$" in names
+
+
+def bands(axes):
+    """(left, right, height in the axes) of FP16's boxes."""
+    across = axes.get_xaxis_transform()
+    boxes = [bar for bar in axes.patches if bar.get_transform() == bar.get_patch_transform() + across]
+    return [(bar.get_x(), bar.get_x() + bar.get_width(), bar.get_y()) for bar in boxes]
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_the_bands_are_where_fp16_is_and_where_it_is_after_scaling():
+    smallest, normal = float(np.finfo(np.float16).smallest_subnormal), float(np.finfo(np.float16).smallest_normal)
+    ends = [math.log2(smallest), math.log2(normal), math.ceil(math.log2(float(np.finfo(np.float16).max)))]
+    histogram = Histogram({-30: 10, -26: 20, -20: 30, 15: 25, 16: 5}, zeros=10)
+    axes = histogram.plot()
+    assert [band[:2] for band in bands(axes)] == [(ends[0], ends[1]), (ends[1], ends[2])]
+    assert "30 % too small" in texts(axes) and "5 %\ntoo large" in texts(axes)
+    axes = histogram.plot(scale=8)
+    assert [band[:2] for band in bands(axes)[2:]] == [(-27, -17), (-17, 13)]
+    assert "FP16 after scaling by 8" in texts(axes) and "10 % too small" in texts(axes)
+    assert "30 %\ntoo large" in texts(axes)
+    assert "about 5 % too small" not in texts(axes)
+    assert any(text.startswith("about") for text in texts(histogram.plot(scale=1000)))
+
+
+def test_it_draws_on_given_axes_in_a_given_colour():
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    assert Histogram({0: 1}).plot(axes, color=WEIGHTS) is axes
+    assert to_hex(axes.patches[0].get_facecolor()) == WEIGHTS.lower()
+    assert to_hex(Histogram({0: 1}).plot().patches[0].get_facecolor()) == GRADIENTS.lower()
+    for scale in (0.0, -8.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="scale"):
+            Histogram({0: 1}).plot(scale=scale)
+
+
+def test_every_mark_and_word_is_inside_of_the_figure():
+    for histogram in (Histogram({0: 1}), Histogram({-149: 1, 127: 10**6}, 3, 4), Histogram({}, zeros=5)):
+        axes = histogram.plot(scale=2.0**24)
+        figure = axes.figure
+        figure.canvas.draw()
+        assert figure.bbox.padded(2).containsx(axes.get_tightbbox().x0)
+        assert figure.bbox.padded(2).containsx(axes.get_tightbbox().x1)
+        tops = [bar.get_height() for bar in axes.patches]
+        assert all(top > 0 for top in tops) and axes.get_ylim()[1] > 100
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    assert exponent_histogram(every.cuda()) == exponent_histogram(every)
+    subnormal = torch.arange(2**16, dtype=torch.int32).view(torch.float32)
+    assert exponent_histogram([subnormal.cuda(), every]) == exponent_histogram([subnormal, every])

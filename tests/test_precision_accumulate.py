@@ -1,0 +1,270 @@
+"""Sums with accumulators of few bits: each step is the simulated operation, and what is lost is what theory says."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from precision import accumulate, arithmetic
+from precision.accumulate import batch_norm_statistics, dot, layer_norm_statistics, matmul, softmax
+from precision.emulate import emulate
+from precision.formats import BF16, FP8_E5M2, FP16, FP32, FloatFormat
+
+E6M9 = FloatFormat(6, 9)  # one that torch does not have
+ACCUMULATORS = {"FP16": FP16, "BF16": BF16, "E6M9": E6M9}
+METHODS = ("sequential", "pairwise", "kahan")
+U = FP16.epsilon / 2
+
+
+def numbers(*shape, seed=0, scale=1.0):
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float16)
+
+
+def rounded(bits, fmt):
+    """What a sum in `fmt` gives in the end: an FP16 number."""
+    return FP16.decode(FP16.encode(fmt.decode(bits)))
+
+
+# Each step, by the bits.
+
+
+def add_bits(method, bits, fmt):
+    """The sum of a list of patterns, with `arithmetic` alone."""
+    add, subtract = functools.partial(arithmetic.add, fmt=fmt), functools.partial(arithmetic.subtract, fmt=fmt)
+    if method == "sequential":
+        return functools.reduce(add, bits, 0)
+    if method == "pairwise":
+        while len(bits) > 1:
+            bits = [add(*bits[i : i + 2]) if i + 1 < len(bits) else bits[i] for i in range(0, len(bits), 2)]
+        return add(0, bits[0])
+    total = compensation = 0
+    for x in bits:
+        x = subtract(x, compensation)
+        new = add(total, x)
+        compensation = subtract(subtract(new, total), x)
+        total = new
+    return total
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("accumulator", ACCUMULATORS.values(), ids=ACCUMULATORS)
+def test_every_addition_is_the_simulated_one(method, accumulator):
+    for n in (1, 2, 7, 100):
+        x = numbers(n, seed=n, scale=2.0 ** (n % 5))
+        x = x if accumulator == FP16 else accumulator.quantize(x.astype(np.float32)).astype(np.float16)
+        bits = [int(b) for b in accumulator.encode(x)]
+        expected = rounded(add_bits(method, bits, accumulator), accumulator)
+        assert accumulate.sum(x, accumulator=accumulator, method=method) == expected
+
+
+@pytest.mark.parametrize("accumulator", ACCUMULATORS.values(), ids=ACCUMULATORS)
+def test_every_product_is_the_simulated_one(accumulator):
+    a, b = (accumulator.quantize(numbers(64, seed=i).astype(np.float32)).astype(np.float16) for i in (1, 2))
+    products = arithmetic.multiply(accumulator.encode(a), accumulator.encode(b), accumulator)
+    expected = rounded(add_bits("sequential", [int(p) for p in products], accumulator), accumulator)
+    assert dot(a, b, accumulator) == expected
+
+
+@pytest.mark.parametrize("accumulator", [FP32, FP16, BF16], ids=["FP32", "FP16", "BF16"])
+def test_torchs_rounding_is_the_formats(accumulator):
+    """After one operation on numbers of the format, also on the way from float64 by way of float32."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(200_000, generator=generator, dtype=torch.float64) for _ in range(2))
+    a, b = accumulator.quantize(a * 100), accumulator.quantize(b)
+    round_ = accumulate.rounding_to(accumulator)
+    for result in (a + b, a - b, a * b, a / b):
+        assert torch.equal(round_(result), accumulator.quantize(result))
+    assert accumulate.rounding_to(E6M9) == E6M9.quantize
+
+
+def test_fp32_is_float32_one_after_the_other():
+    x = numbers(3000, seed=3)
+    assert accumulate.sum(x) == np.float16(np.add.accumulate(x.astype(np.float32))[-1])
+    y = numbers(3000, seed=4)
+    products = x.astype(np.float32) * y.astype(np.float32)
+    assert (products == x.astype(np.float64) * y.astype(np.float64)).all()  # 11 bits by 11 make 22
+    assert dot(x, y) == np.float16(np.add.accumulate(products)[-1])
+
+
+def test_fp16_is_numpys_float16():
+    x = numbers(5000, seed=5)
+    assert accumulate.sum(x, accumulator=FP16) == np.add.accumulate(x)[-1]
+
+
+# What is lost.
+
+
+def test_a_sum_of_ones_stops():
+    ones = np.ones(5000, np.float16)
+    assert accumulate.sum(ones[:2048], accumulator=FP16) == 2048
+    assert accumulate.sum(ones, accumulator=FP16) == 2048
+    assert accumulate.sum(ones, accumulator=BF16) == 256
+    for method in METHODS:
+        assert accumulate.sum(ones, method=method) == 5000
+    for method in ("pairwise", "kahan"):
+        assert accumulate.sum(ones, accumulator=FP16, method=method) == 5000
+    assert dot(ones, ones, FP16) == 2048 and dot(ones, ones) == 5000
+
+
+def error(x, **options):
+    """Relative to Σ|x|, before the result is rounded to FP16: that is, of a sum with values that FP16 has."""
+    exact = [math.fsum(row) for row in x.astype(np.float64)]
+    sums = accumulate.sum(x, **options).astype(np.float64)
+    return np.abs(sums - exact) / np.abs(x.astype(np.float64)).sum(-1)
+
+
+def test_errors_stay_within_the_bounds():
+    for n in (10, 100, 1000):
+        x = np.abs(numbers(50, n, seed=n))
+        assert error(x, accumulator=FP16).max() <= (n - 1) * U * (1 + n * U)
+        assert error(x, accumulator=FP16, method="pairwise").max() <= math.ceil(math.log2(n)) * U * 1.01
+        assert error(x, accumulator=FP16, method="kahan").max() <= 2 * U + n * U**2
+        for method in METHODS:
+            assert error(x, method=method).max() <= U * 1.001  # the last rounding, to FP16, is all that is seen
+
+
+def test_the_error_of_a_long_sum_grows_with_its_length():
+    lengths = (64, 512, 4096)
+    sequential, pairwise, kahan, single = (
+        [error(np.abs(numbers(20, n, seed=n)), **options).mean() for n in lengths]
+        for options in (
+            {"accumulator": FP16},
+            {"accumulator": FP16, "method": "pairwise"},
+            {"accumulator": FP16, "method": "kahan"},
+            {},
+        )
+    )
+    assert sequential[0] * 2 < sequential[1] and sequential[1] * 10 < sequential[2]
+    assert sequential[2] > 0.05  # of a sum of 4096 numbers
+    assert max(pairwise) < 2 * U and max(kahan) < U and max(single) < U
+
+
+def test_softmax_loses_its_denominator():
+    x = np.zeros((3, 4096), np.float16)
+    assert (softmax(x, accumulator=FP16).astype(np.float64).sum(-1) == 2).all()
+    assert (softmax(x).astype(np.float64).sum(-1) == 1).all()
+
+
+def test_batch_norm_loses_its_statistics():
+    x = np.ones((4096, 2), np.float16)
+    mean, variance = batch_norm_statistics(x, FP16)
+    assert (mean == 0.5).all() and (variance > 0.1).all()
+    mean, variance = batch_norm_statistics(x)
+    assert (mean == 1).all() and (variance == 0).all()
+    # Squares overflow from 256 on; in FP32 they do not.
+    x = np.array([[[-300.0, 300.0]]], np.float16)
+    assert np.isinf(batch_norm_statistics(x, FP16)[1]) and batch_norm_statistics(x)[1] == 90_000
+
+
+def test_an_emulation_around_it_changes_nothing():
+    """`emulate` rounds what a model computes, not what this module computes a rounding with."""
+    x = torch.from_numpy(np.abs(numbers(500, seed=6)))
+    ones = torch.ones(2100, 1)
+    outside = (
+        accumulate.sum(x),
+        dot(x, x),
+        softmax(ones, 0).sum(),
+        matmul(x[None], x[:, None]),
+        layer_norm_statistics(x)[0],
+    )
+    with emulate(FP16):
+        inside = (
+            accumulate.sum(x),
+            dot(x, x),
+            softmax(ones, 0),
+            matmul(x[None], x[:, None]),
+            layer_norm_statistics(x)[0],
+        )
+        mean, variance = batch_norm_statistics(ones)
+    assert (inside[0], inside[1], inside[2].sum(), inside[3], inside[4]) == outside
+    assert (mean, variance) == (1, 0)
+
+
+# The values, in FP32, against PyTorch's.
+
+
+def test_softmax_and_matmul_are_the_known_functions():
+    x, y = (torch.from_numpy(numbers(*shape, seed=7)) for shape in ((2, 5, 30), (30, 4)))
+    expected = torch.softmax(x.double(), 1)
+    torch.testing.assert_close(softmax(x, dim=1).double(), expected, rtol=1.01 * U, atol=FP16.smallest_subnormal)
+    product = matmul(x, y)
+    assert product.dtype == torch.float16 and product.shape == (2, 5, 4)
+    torch.testing.assert_close(product.double(), x.double() @ y.double(), rtol=1.01 * U, atol=1e-5)
+    for accumulator in (FP32, FP16, FP8_E5M2):
+        product = matmul(x, y, accumulator)
+        for i in range(5):
+            for j in range(4):
+                assert product[1, i, j] == dot(x[1, i], y[:, j], accumulator)
+
+
+def test_statistics_are_the_known_ones():
+    x = torch.from_numpy(numbers(6, 3, 5, 4, seed=8))
+    mean, variance = batch_norm_statistics(x)
+    assert mean.dtype == torch.float32 and mean.shape == (3,)
+    torch.testing.assert_close(mean, x.float().mean((0, 2, 3)))
+    torch.testing.assert_close(variance, x.float().var((0, 2, 3), unbiased=False))
+    mean, variance = layer_norm_statistics(x)
+    assert variance.shape == (6, 3, 5)
+    torch.testing.assert_close(mean, x.float().mean(-1))
+    torch.testing.assert_close(variance, x.float().var(-1, unbiased=False))
+    mean, variance = layer_norm_statistics(x.numpy(), FP16)
+    assert isinstance(mean, np.ndarray) and mean.dtype == np.float32 and (FP16.quantize(variance) == variance).all()
+
+
+# What goes in and comes out.
+
+
+def test_kinds_dtypes_and_dimensions():
+    x = numbers(3, 4, 5, seed=9)
+    for dtype in (np.float16, np.float32, np.float64):
+        result = accumulate.sum(x.astype(dtype), dim=1)
+        assert isinstance(result, np.ndarray) and result.dtype == dtype and result.shape == (3, 5)
+        np.testing.assert_array_equal(result, accumulate.sum(torch.from_numpy(x), dim=-2).numpy())
+    assert accumulate.sum(x, 0, FP16, "kahan").shape == (4, 5)
+    assert isinstance(accumulate.sum(x[0, 0]), np.float16)
+    assert accumulate.sum(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert accumulate.sum([0.5, 0.25]) == 0.75
+    for method in METHODS:
+        assert accumulate.sum(np.zeros((2, 0)), method=method).tolist() == [0, 0]
+        assert accumulate.sum(np.array([7.0]), accumulator=FP16, method=method) == 7
+    weights = torch.ones(3, requires_grad=True)
+    assert not dot(weights, weights).requires_grad
+
+
+def test_values_are_rounded_to_fp16_first_and_last():
+    assert accumulate.sum(np.array([2049.0])) == 2048 and accumulate.sum(np.array([1 + 2.0**-12, 1.0])) == 2
+    assert accumulate.sum(np.array([2048.0, 1.0])) == 2048 and accumulate.sum(np.array([2048.0, 1.0, 1.0])) == 2050
+
+
+def test_overflow():
+    x = np.full(3, 60_000, np.float16)
+    for method in METHODS:
+        assert accumulate.sum(x, method=method) == np.inf
+    assert accumulate.sum(x, accumulator=FP16) == accumulate.sum(x, accumulator=FP16, method="pairwise") == np.inf
+    assert np.isnan(accumulate.sum(x, accumulator=FP16, method="kahan"))
+    assert accumulate.sum(np.float16([60_000, 60_000, -60_000])) == 60_000  # FP32 does not overflow on the way
+    assert accumulate.sum(np.float16([60_000, 60_000, -60_000]), accumulator=FP16) == np.inf
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: accumulate.sum(np.ones(3), method="neumaier"), ValueError, "unknown method 'neumaier'.*pairwise"),
+        (lambda: accumulate.sum(np.ones(3), dim=1), ValueError, r"no dimension 1 in shape \(3,\)"),
+        (lambda: accumulate.sum(np.float16(1)), ValueError, "no dimension -1"),
+        (lambda: accumulate.sum(np.ones(3, int)), TypeError, "sum: .*int64"),
+        (lambda: accumulate.sum(torch.ones(3, dtype=torch.complex64)), TypeError, "complex64"),
+        (lambda: accumulate.sum(np.ones(3), accumulator=torch.float16), TypeError, "FloatFormat.*torch.float16"),
+        (lambda: dot(np.ones(3), np.ones(4)), ValueError, r"\(3,\) and \(4,\)"),
+        (lambda: dot(np.ones(3), np.float16(1)), ValueError, r"\(\)"),
+        (lambda: matmul(np.ones(3), np.ones((3, 2))), ValueError, r"\(3,\) and \(3, 2\)"),
+        (lambda: matmul(np.ones((2, 3)), np.ones((2, 3))), ValueError, "k, n"),
+        (lambda: softmax(np.ones((2, 3)), dim=2), ValueError, "softmax: there is no dimension 2"),
+        (lambda: batch_norm_statistics(np.ones(3)), ValueError, r"\(N, C, …\), not \(3,\)"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
