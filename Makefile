@@ -3,10 +3,10 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help setup demo quick test notebooks soak bench lint clean
+.PHONY: help setup demo quick test notebooks exhaustive table1 soak bench lint clean
 
 help:   ## show this list
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 8
+	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constraints.txt -e ".[dev]"
 
@@ -21,6 +21,12 @@ test: setup  ## every test that needs no GPU: python -m pytest -m "not gpu and n
 
 notebooks: setup  ## run every notebook and keep what it shows: python -m tests.run_notebooks
 	$(PY) -m tests.run_notebooks $(ARGS)
+
+exhaustive: setup  ## every 16-bit number there is, in minutes on 2 cores: python -m pytest -m exhaustive -n 2
+	$(PY) -m pytest -m exhaustive -n 2 $(ARGS)
+
+table1: setup  ## mixed precision against FP32, seven networks, up to half an hour: python -m minizero.table1 --output results/table1
+	$(PY) -m minizero.table1 --output results/table1 $(ARGS)
 
 soak: setup  ## the tests that run long to catch what is rare: python -m pytest -m soak
 	$(PY) -m pytest -m soak $(ARGS)
