@@ -13,7 +13,7 @@ u = epsilon / 2 the error of a sum of n terms is at most
 So FP16 values are multiplied and added in FP32, and the result alone is rounded to FP16. Higham, 1993, "The accuracy
 of floating point summation"; Micikevicius et al., 2018, "Mixed Precision Training", section 3.3.
 
-Here each operation is computed in float64 and then rounded to the accumulator's format. For two numbers of p bits
+Here each operation is computed in float64 and then rounded to the accumulator's format. For numbers of at most p bits
 + - · and / come out as if rounded once, because 53 ≥ 2p + 2 (Figueroa, 1995, "When is double rounding innocuous?"):
 with the bits that `arithmetic` gives for formats of 16 bits, and float32 for FP32.
 """
@@ -26,13 +26,9 @@ import torch
 from torch import Tensor
 
 from precision.exact import exactly
-from precision.formats import BF16, FP16, FP32, FloatFormat
+from precision.formats import FP16, FP32, FloatFormat
 
 Round = Callable[[Tensor], Tensor]
-
-# Formats that torch can round to. From float64 it does so by way of float32, which after one operation on two
-# numbers of the format changes nothing, by the same theorem: 24 ≥ 2p + 2 for FP16 and BF16.
-OWN = {FP32: torch.float32, FP16: torch.float16, BF16: torch.bfloat16}
 
 
 # The sums. Terms and totals are float64, with values of the accumulator's format.
@@ -119,7 +115,7 @@ def softmax(x: Any, dim: int = -1, accumulator: FloatFormat = FP32) -> Any:
     With FP16 accumulators the denominator of 4096 equal numbers stops at 2048, and their probabilities add up to 2.
     """
     values, round_ = _terms("softmax", x, dim), rounding_to(accumulator)
-    # exp has more digits than float64 holds, and is not worth a way by float32.
+    # exp has any number of digits: what is said above of two roundings is not true of it.
     powers = accumulator.quantize(torch.exp(round_(values - values.amax(0))))
     total = sequential(powers, torch.zeros_like(powers[0]), round_)
     return _as_fp16(round_(powers / total).movedim(0, dim), x)
@@ -157,19 +153,25 @@ def _statistics(values: Tensor, accumulator: FloatFormat, x: Any) -> tuple[Any, 
     return (mean, variance) if isinstance(x, Tensor) else (mean.numpy(), variance.numpy())
 
 
-def rounding_to(accumulator: FloatFormat) -> Round:
-    """The function that rounds float64 tensors, each the result of one operation, to the accumulator's format."""
+def rounding_to(accumulator: FloatFormat, terms: FloatFormat = FP16) -> Round:
+    """The function that rounds float64 results, each of one operation, to the accumulator's format.
+
+    terms: the format of what is added.
+    """
     if not isinstance(accumulator, FloatFormat):
         raise TypeError(f"accumulator must be a FloatFormat such as FP32 or FP16, not {accumulator!r}")
-    dtype = OWN.get(accumulator)
-    if dtype is None:
-        return accumulator.quantize
-    return lambda x: x.to(dtype).to(torch.float64)
+    # torch's conversions are quicker. To FP16 it goes by way of float32, which changes nothing after an operation
+    # on numbers of 11 bits, by the theorem above: 24 ≥ 2 · 11 + 2. To BF16 it would: the terms have more than 8 bits.
+    if accumulator == FP32:
+        return lambda x: x.to(torch.float32).to(torch.float64)
+    if accumulator == FP16 and terms.mantissa_bits <= FP16.mantissa_bits:
+        return lambda x: x.to(torch.float16).to(torch.float64)
+    return accumulator.quantize
 
 
 def _values(name: str, x: Any) -> Tensor:
     """x as a float64 tensor of FP16 values."""
-    values = x.detach() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
+    values = x if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
     if not values.is_floating_point():
         raise TypeError(f"{name}: expected floating-point numbers, not {values.dtype}: convert them first")
     return FP16.quantize(values.to(torch.float64))

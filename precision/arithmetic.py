@@ -146,7 +146,7 @@ def pack(x: Number, inexact: Tensor, tiny: Tensor, fmt: FloatFormat, rounding: s
     # The 1 before the point adds itself to the exponent field, and so does the carry of 1.111 rounded to 10.000.
     code = ((x.exponent - 1) << fmt.mantissa_bits) + x.significand
     if not fmt.subnormals:
-        flushed = (code < 2**fmt.mantissa_bits) & (inexact | (code > 0))
+        flushed = (code > 0) & (code < 2**fmt.mantissa_bits)
         code, inexact, tiny = where(flushed, 0, code), inexact | flushed, tiny | flushed
     overflow = code > fmt.max_bits
     if rounding.startswith("nearest"):

@@ -3,8 +3,8 @@
     float32 or float64 → its bits as integers → split, align, round off, pack → the format's bits
 
 Integers come in and integers go out, int32 for float32 and int64 for float64, as NumPy arrays or torch tensors:
-the same lines serve both. To the nearest there are short ways, which NumPy goes; the long way, which rounds in all
-manners and knows the flags, needs no more time in a compiled graph or on a GPU, where memory is what takes time.
+the same lines serve both. To the nearest there are two short ways, for NumPy. The long way rounds in all manners,
+raises the flags, and never looks at the data, for which a GPU would be waited for and a compiled graph be broken.
 """
 
 from collections.abc import Callable
@@ -99,8 +99,8 @@ def _short_way(
         return None
     if fmt.bias == carrier.bias and fmt.max_exponent == carrier.bias and drop > 0 and fmt.mantissa_bits > 0:
         return _shorten
-    # The power of two to add must exist, and no subnormal number of the carrier be halfway to one of fmt.
-    if fmt.max_exponent + 1 + drop <= carrier.bias and fmt.min_exponent - fmt.mantissa_bits > 2 - carrier.bias:
+    # The power of two to add must exist, and what is subnormal in the carrier be less than halfway to fmt's first.
+    if fmt.max_exponent + 1 + drop <= carrier.bias and fmt.min_exponent - fmt.mantissa_bits >= 2 - carrier.bias:
         return _round_by_adding
     return None
 

@@ -200,10 +200,8 @@ def encode_one(
         code = fmt.nan_bits | (payload if fmt.infinities else 0)
         return sign_bit | code, set() if significand >> 51 & 1 else {"invalid"}
     if math.isinf(x):
-        return sign_bit | fmt.overflow_bits, set() if fmt.overflow_bits == fmt.infinity_bits else {
-            "overflow",
-            "inexact",
-        }
+        flags = set() if fmt.overflow_bits == fmt.infinity_bits else {"overflow", "inexact"}
+        return sign_bit | fmt.overflow_bits, flags
 
     drop = align(exponent, fmt)
     code = pack(round_off(significand, drop, sign, rounding, draw), exponent, fmt)

@@ -91,12 +91,12 @@ def run(
 def _as_patterns(name: str, x: Any, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
     """x as a tensor of `dtype`, once it is sure to hold patterns of `fmt`."""
     if not isinstance(x, Tensor):
-        x = np.asarray(x, dtype=object if type(x) is int else None)  # a whole number of any size
+        x = np.asarray(x)
     kind = str(x.dtype).removeprefix("torch.")
     if isinstance(x, Tensor):
         is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     else:
-        is_integer = x.dtype.kind in "iu" or x.ndim == 0 and type(x[()]) is int
+        is_integer = x.dtype.kind in "iu" or type(x[()]) is int  # the latter where it is too large for NumPy
     if not is_integer:
         raise TypeError(f"{name} is {kind}: expected bit patterns, which are integers: use fmt.encode(x) for numbers")
     if kind != f"uint{fmt.width}" and 0 not in x.shape:
@@ -108,5 +108,5 @@ def _as_patterns(name: str, x: Any, fmt: FloatFormat, dtype: torch.dtype) -> Ten
                 "(a signed array can be viewed as an unsigned one)"
             )
     if isinstance(x, Tensor):
-        return x.detach().to(dtype)
+        return x.to(dtype)
     return torch.from_numpy(np.array(x, dtype=str(dtype).removeprefix("torch.")))

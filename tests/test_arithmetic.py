@@ -196,6 +196,21 @@ def test_fp16_products_and_quotients_of_all_significands(operation):
         assert_as_float64(operation, FP16, rounding, *operands)
 
 
+def test_fma_gives_the_rounding_error_of_a_product():
+    """a · b - round(a · b), of which nothing but the low bits is left: they move up by as many as 22 places."""
+    a, b = (FP16.encode(np.exp2(np.random.default_rng(i).uniform(-2, 7, 20_000))) for i in (1, 2))
+    product = arithmetic.multiply(a, b)
+    error, flags = arithmetic.fma(a, b, product ^ 0x8000, return_flags=True)
+    x, y, rounded = (FP16.decode(bits).astype(np.float64) for bits in (a, b, product))
+    exact = x * y - rounded
+    assert (np.abs(exact) > 0).mean() > 0.5
+    near = (exact != 0) & (np.abs(exact) < 2.0**-15 * rounded)
+    assert near.any()
+    representable = exact % FP16.smallest_subnormal == 0
+    np.testing.assert_array_equal(FP16.decode(error)[representable], exact[representable])
+    np.testing.assert_array_equal(flags.inexact, ~representable)
+
+
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_every_pair_of_eight_bits(name):
     fmt = EIGHT_BITS[name]
@@ -368,6 +383,7 @@ def test_operands_are_left_alone_and_large_ones_are_whole():
         (lambda: arithmetic.add(torch.ones(1), 2), TypeError, "float32"),
         (lambda: arithmetic.sqrt(torch.ones(1, dtype=torch.complex64)), TypeError, "complex64"),
         (lambda: arithmetic.sqrt(True), TypeError, "bool"),
+        (lambda: arithmetic.sqrt(torch.tensor([True])), TypeError, "bool"),
         (lambda: arithmetic.sqrt("0x3c00"), TypeError, "integers"),
         (lambda: arithmetic.add(0x10000, 0), ValueError, "65536: .* 16 bits"),
         (lambda: arithmetic.add(2**70, 0), ValueError, "16 bits"),

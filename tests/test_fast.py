@@ -88,6 +88,14 @@ def test_wide_formats_and_random_patterns(rounding, dtype):
         assert_same(near_one.astype(dtype) * dtype(2.0**-126), fmt, rounding)
 
 
+def test_saturation():
+    for exponent_bits, mantissa_bits in ((5, 10), (8, 7), (4, 3)):
+        fmt = FloatFormat(exponent_bits, mantissa_bits, saturate=True)
+        for rounding in DETERMINISTIC:
+            assert_same(np.float32([fmt.max, 3e38, -3.4028234e38, np.inf, -np.inf, np.nan, 1.0]), fmt, rounding)
+        assert fmt.quantize(np.float32([np.inf, -np.inf])).tolist() == [fmt.max, -fmt.max]
+
+
 def test_formats_of_all_kinds():
     """Random widths, biases and options: more range than float32, no bit of mantissa, one of exponent."""
     generator, kinds = random.Random(0), set()
@@ -311,16 +319,18 @@ def test_range_beyond_float32():
 def test_no_warnings_and_no_other_arithmetic():
     """Neither NumPy's error settings nor a processor that takes subnormals for zero have a say."""
     x = patterns(5000, np.float32)
-    expected = BF16.encode(x), FP16.encode(x)
+    tiny = FloatFormat(7, 5, bias=122)  # halfway to its first number is subnormal in float32
+    expected = BF16.encode(x), FP16.encode(x), tiny.encode(x)
     with np.errstate(all="raise"):
         assert np.array_equal(FP16.encode(x), expected[1])
         for rounding in ROUNDINGS:
             FP16.decode(FP16.encode(patterns(5000, np.float64), rounding))
         FP16.quantize(patterns(500, np.float16))
+        FloatFormat(10, 5).encode(x)
         FP8_E4M3.decode(np.arange(256))
     if torch.set_flush_denormal(True):
         try:
-            assert np.array_equal(BF16.encode(x), expected[0]) and np.array_equal(FP16.encode(x), expected[1])
+            assert all(np.array_equal(fmt.encode(x), bits) for fmt, bits in zip((BF16, FP16, tiny), expected))
             assert np.array_equal(BF16.decode(np.arange(1, 3)).view(np.uint32), [1 << 16, 2 << 16])
         finally:
             torch.set_flush_denormal(False)

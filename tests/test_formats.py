@@ -148,6 +148,13 @@ def test_nan_keeps_sign_and_payload():
     assert decoded == 0xFFF << 52 | 0x355 << 42
 
 
+def test_a_format_with_the_range_of_float64():
+    wide = FloatFormat(11, 4)
+    assert encode_one(wide.smallest_subnormal, wide) == (1, set())
+    assert encode_one(5e-324, wide, "up") == (1, {"inexact", "underflow"})
+    assert encode_one(wide.smallest_normal, wide)[0] == 16 and encode_one(wide.max, wide)[0] == wide.max_bits
+
+
 def test_no_nan_no_infinity():
     finite = FloatFormat(3, 2, infinities=False, nans=False)
     assert decode_one(encode_one(1e9, finite)[0], finite) == finite.max == 28
