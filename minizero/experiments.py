@@ -1,0 +1,146 @@
+"""What goes wrong in 16 bits, and what helps: each claim of the paper as a small training run on real images.
+
+    gradient_histograms      where weight gradients and activation gradients lie on the exponent axis
+    train_classifier         FP16 weights, with FP32 masters and without: updates that are lost
+    train_autoencoder        a loss that is the mean over many pixels: gradients too small for FP16, loss scaling
+
+Forward and backward are emulated in FP16 with FP32 accumulation, so that the failures are those of FP16 anywhere.
+Micikevicius et al., 2018, "Mixed Precision Training", sections 3.1 and 3.2.
+"""
+
+import contextlib
+import dataclasses
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import images
+from minizero.table1 import batches, loss_of, make
+from precision.emulate import emulate
+from precision.formats import FP16, FP32
+from precision.histogram import Collected, collect
+from precision.scaling import LossScaler
+
+
+def gradient_histograms(network: str = "resnet", steps: int = 60, seed: int = 0) -> Collected:
+    """The exponents of weights, their gradients, their updates and activation gradients in an FP32 training run.
+
+    network: a row of Table 1, "gpt" among them.
+    """
+    model = make(network, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with collect(model, optimizer) as found:
+        for _, (x, y) in zip(range(steps), batches(network, seed)):
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Classified:
+    """accuracy: percent of the test images; lost: the share of all updates after which the weight was as before."""
+
+    accuracy: float
+    lost: float
+
+
+def train_classifier(masters: bool, seed: int = 0, steps: int = 300, learning_rate: float = 6e-6) -> Classified:
+    """Train two linear layers with Adam. masters: the weights are FP32, and rounded when used; else they are FP16.
+
+    All else is the same: FP16 gradients, and an optimizer that computes and keeps its moments in FP32.
+    """
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    round_weights(model)
+    updates = kept = 0
+    for _, (x, y) in zip(range(steps), images.batches(*images.load("train"), 64, seed)):
+        with emulate(FP16):
+            F.cross_entropy(model(x), y).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        updates += changed(model, before)
+        if not masters:
+            round_weights(model)
+        kept += changed(model, before)
+        optimizer.zero_grad()
+    x, y = images.load("test")
+    with torch.no_grad(), emulate(FP16):
+        correct = int((model(x).argmax(1) == y).sum())
+    return Classified(100 * correct / len(y), 1 - kept / updates)
+
+
+def changed(model: nn.Module, before: list[torch.Tensor]) -> int:
+    """How many weights are not what they were before."""
+    return sum(int((parameter != old).sum()) for parameter, old in zip(model.parameters(), before))
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module) -> None:
+    """Make all weights FP16 numbers, in their FP32 tensors."""
+    for parameter in model.parameters():
+        parameter.copy_(FP16.quantize(parameter))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reconstructed:
+    """loss: on the test images, after training; scales: the loss scale of each step; skipped: steps that overflowed."""
+
+    loss: float
+    scales: list[float]
+    skipped: int
+    histograms: Collected
+
+
+def train_autoencoder(
+    scaler: LossScaler | None,
+    batch_size: int = 4096,
+    steps: int = 40,
+    seed: int = 0,
+    *,
+    per_image: bool = False,
+    histograms: bool = False,
+) -> Reconstructed:
+    """Train 784 → 64 → 16 → 64 → 784 to reproduce its input, in FP16 with a loss scale; scaler None: in FP32.
+
+    The loss is the mean square error over all pixels of a batch: a pixel's gradient is 2 · error / (784 · batch
+    size). per_image: the sum over an image's pixels, so 784 times as large. The loss is computed in FP32, and its
+    gradient rounded to FP16, as with torch.autocast. histograms: collect exponents (slower).
+    """
+    torch.manual_seed(seed)
+    sizes = (784, 64, 16, 64, 784)
+    layers = [layer for n, m in zip(sizes, sizes[1:]) for layer in (nn.Linear(n, m), nn.ReLU())]
+    model = nn.Sequential(nn.Flatten(), *layers[:-1], nn.Sigmoid())
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    fmt = FP32 if scaler is None else FP16
+    scales, skipped, factor = [], 0, 784.0 if per_image else 1.0
+    with collect(model, optimizer) if histograms else contextlib.nullcontext(Collected()) as found:
+        for _, (x, _) in zip(range(steps), images.batches(*_pixels("train"), batch_size, seed)):
+            with emulate(fmt):
+                output = model(x)
+            prediction = output.detach().requires_grad_()
+            loss = factor * F.mse_loss(prediction, x.flatten(1))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            with emulate(fmt):
+                output.backward(prediction.grad)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scales.append(scaler.get_scale())
+                scaler.unscale_(optimizer)
+                skipped += any(not p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+    x, _ = _pixels("test")
+    with torch.no_grad(), emulate(fmt):
+        output = model(x)
+    return Reconstructed(F.mse_loss(output, x.flatten(1)).item(), scales, skipped, found)
+
+
+def _pixels(split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The images with pixels from 0 to 1, which a sigmoid can reach."""
+    x, y = images.load(split)
+    return x * images.STANDARD_DEVIATION + images.MEAN, y

@@ -1,0 +1,51 @@
+"""The image set that ships: 8,000 pictures of clothes, 28 × 28 in grey, 10 classes (a part of Fashion-MNIST).
+
+Xiao, Rasul & Vollgraf, 2017, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine
+Learning Algorithms". Where it comes from and its licence: data/images/README.md.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+FILE = Path(__file__).parent / "data" / "images" / "fashion-mnist.npz"
+CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+
+# Of the training pixels, after division by 255.
+MEAN, STANDARD_DEVIATION = 0.2869, 0.3538
+
+
+@functools.cache
+def _arrays() -> dict[str, np.ndarray]:
+    with np.load(FILE) as file:
+        return dict(file)
+
+
+def load(split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The images, (n, 1, 28, 28) in FP32 with mean 0 and variance 1, and their classes, (n,) integers from 0 to 9.
+
+    split: "train" (6,000 images, 600 of each class) or "test" (2,000, 200 of each class); else `ValueError`.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"load: split must be 'train' or 'test', not {split!r}")
+    images = torch.from_numpy(_arrays()[f"{split}_images"]).float().unsqueeze(1)
+    return (images / 255 - MEAN) / STANDARD_DEVIATION, torch.from_numpy(_arrays()[f"{split}_labels"]).long()
+
+
+def batches(
+    images: torch.Tensor, labels: torch.Tensor, batch_size: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches without end: every epoch takes the images in a new order, and leaves out what fills no batch.
+
+    The same seed gives the same batches. `ValueError` where the images do not fill one batch.
+    """
+    if not 1 <= batch_size <= len(images):
+        raise ValueError(f"batches: batch_size must be from 1 to the {len(images):,} images, not {batch_size!r}")
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(images), generator=generator)
+        for rows in order[: len(order) // batch_size * batch_size].split(batch_size):
+            yield images[rows], labels[rows]

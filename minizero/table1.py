@@ -1,0 +1,259 @@
+"""Mixed precision against FP32, as in the paper's Table 1: six image networks, and a language model beside them.
+
+    python -m minizero.table1 --output results         every network, 3 seeds: minutes on 2 cores
+    python -m minizero.table1 --short                  a glance: 2 networks, 1 seed, few steps
+
+The mixed runs differ from the baseline by one line: forward and backward happen inside of `emulate(FP16)`, with
+FP32 accumulation and, as in the paper's Table 1, without a loss scale. The FP32 parameters are the master weights.
+Micikevicius et al., 2018, "Mixed Precision Training", section 4.1 and Table 1.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import images, table1_report
+from minizero.gpt import GPT, GPTConfig
+from minizero.memory import Ledger
+from minizero.mixed_memory import crossover, peaks
+from minizero.networks import NETWORKS
+from minizero.options import TEXT, Parser, check_output, positive, read_text
+from minizero.train import machine
+from precision.emulate import emulate
+from precision.formats import FP16
+
+# Top-1 accuracy on ImageNet in percent: baseline, mixed precision.
+PUBLISHED = {
+    "alexnet": (56.77, 56.93),
+    "vgg": (65.40, 65.43),  # VGG-D
+    "inception_v1": (68.33, 68.43),  # GoogLeNet
+    "inception_v2": (70.03, 70.02),
+    "inception_v3": (73.85, 74.13),
+    "resnet": (75.92, 76.04),  # ResNet-50
+}
+LANGUAGE_MODEL = "gpt"
+CONFIG = GPTConfig(sequence_length=64, width=96, layers=3, heads=4)
+BATCH_SIZE = 64  # images
+SEQUENCES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to run: each network with each seed in both precisions, for so many steps."""
+
+    networks: tuple[str, ...] = (*NETWORKS, LANGUAGE_MODEL)
+    seeds: int = 3
+    steps: int = 470  # 5 epochs
+    language_steps: int = 600
+    memory: str = "vgg"  # whose peak is measured over these batch sizes
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+
+
+SHORT = Plan(("alexnet", "resnet", LANGUAGE_MODEL), seeds=1, steps=60, language_steps=60, batch_sizes=(1, 4, 16))
+
+
+def precision(mixed: bool) -> contextlib.AbstractContextManager[None]:
+    """FP32 as it is, or 16 bits emulated."""
+    return emulate(FP16) if mixed else contextlib.nullcontext()
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy, which the GPT computes itself."""
+    return model(x, y) if isinstance(model, GPT) else F.cross_entropy(model(x), y)
+
+
+def make(network: str, seed: int) -> nn.Module:
+    """A fresh model: one of the six, or the language model."""
+    torch.manual_seed(seed)
+    return GPT(dataclasses.replace(CONFIG, seed=seed)) if network == LANGUAGE_MODEL else NETWORKS[network]()
+
+
+def batches(network: str, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Training batches without end: images and their classes, or windows of the text and the bytes that follow."""
+    if network != LANGUAGE_MODEL:
+        yield from images.batches(*images.load("train"), BATCH_SIZE, seed)
+    generator = torch.Generator().manual_seed(seed)
+    text = read_text(TEXT, CONFIG.sequence_length)
+    while True:
+        yield windows(text[: len(text) * 19 // 20], SEQUENCES, generator)
+
+
+def windows(text: torch.Tensor, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` random places in the text: x and y, (count, sequence_length), y one byte ahead."""
+    length = CONFIG.sequence_length
+    starts = torch.randint(len(text) - length, (count,), generator=generator)
+    rows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def train(network: str, seed: int, mixed: bool, steps: int) -> nn.Module:
+    """A trained model. AdamW steps in FP32 in both precisions; its learning rate warms up, then falls as a cosine."""
+    model = make(network, seed)
+    optimizer = torch.optim.AdamW(model.parameters())
+    highest = 1e-3 if network == LANGUAGE_MODEL else 3e-3
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, highest, total_steps=steps, pct_start=0.1, cycle_momentum=False
+    )
+    for _, (x, y) in zip(range(steps), batches(network, seed)):
+        with precision(mixed):
+            loss_of(model, x, y).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def accuracy(network: str, seed: int, mixed: bool, steps: int) -> float:
+    """Percent of the test images that a network names correctly after training."""
+    model = train(network, seed, mixed, steps)
+    x, y = images.load("test")
+    with torch.no_grad(), precision(mixed):
+        correct = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(500), y.split(500)))
+    return 100 * correct / len(y)
+
+
+def bits_per_byte(seed: int, mixed: bool, steps: int) -> float:
+    """Of a language model after training, on the last twentieth of the text, which it has not seen."""
+    model = train(LANGUAGE_MODEL, seed, mixed, steps)
+    text = read_text(TEXT, CONFIG.sequence_length)
+    generator = torch.Generator().manual_seed(0)  # every model is asked about the same places
+    losses = []
+    for _ in range(8):
+        x, y = windows(text[len(text) * 19 // 20 :], 64, generator)
+        with torch.no_grad(), precision(mixed):
+            logits = model(x)
+        losses.append(F.cross_entropy(logits.flatten(0, 1), y.flatten()).item())
+    return mean(losses) / math.log(2)
+
+
+def activations(network: str, mixed: bool) -> int:
+    """Bytes that one training step keeps from forward to backward, measured by the ledger."""
+    model, (x, y) = make(network, 0), next(batches(network, 0))
+    with Ledger(model) as ledger, precision(mixed):
+        loss_of(model, x, y).backward()
+    return ledger.peak["activations"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One thing to measure, in a process of its own: `seed` trains, None looks at the memory."""
+
+    network: str
+    mixed: bool
+    seed: int | None
+
+
+def work(job: Job, plan: Plan) -> float:
+    """An accuracy, bits per byte, or the bytes of the activations."""
+    torch.set_num_threads(1)  # the same numbers on any number of cores
+    if job.seed is None:
+        return activations(job.network, job.mixed)
+    if job.network == LANGUAGE_MODEL:
+        return bits_per_byte(job.seed, job.mixed, plan.language_steps)
+    return accuracy(job.network, job.seed, job.mixed, plan.steps)
+
+
+def measure(plan: Plan, processes: int, done: Callable[[Job, float], None] = lambda job, value: None) -> dict[str, Any]:
+    """Everything in the plan, as `table1_report` describes it. done: called with each job and its result."""
+    seeds = (*range(plan.seeds), None)
+    jobs = [Job(network, mixed, seed) for network in plan.networks[::-1] for seed in seeds for mixed in (True, False)]
+    found = {}
+    with contextlib.ExitStack() as stack:
+        results: Iterator[tuple[Job, float]]
+        if processes == 1:
+            results = map(functools.partial(_with_job, plan), jobs)
+        else:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(processes, _let_the_parent_end_us))
+            results = pool.imap_unordered(functools.partial(_with_job, plan), jobs)
+        for job, value in results:
+            found[job] = value
+            done(job, value)
+    rows = [
+        {
+            "network": network,
+            "unit": "bits per byte" if network == LANGUAGE_MODEL else "%",
+            "published": PUBLISHED.get(network),
+            "baseline": [found[Job(network, False, seed)] for seed in range(plan.seeds)],
+            "mixed": [found[Job(network, True, seed)] for seed in range(plan.seeds)],
+            "activations": {"baseline": found[Job(network, False, None)], "mixed": found[Job(network, True, None)]},
+        }
+        for network in plan.networks
+    ]
+    held = peaks(NETWORKS[plan.memory], *images.load("train"), plan.batch_sizes)
+    where = crossover(plan.batch_sizes, held["baseline"], held["mixed"])
+    memory = {"network": plan.memory, "batch_sizes": plan.batch_sizes, **held, "crossover": where}
+    return {"rows": rows, "memory": memory, "plan": dataclasses.asdict(plan)}
+
+
+def _with_job(plan: Plan, job: Job) -> tuple[Job, float]:
+    return job, work(job, plan)
+
+
+def _let_the_parent_end_us() -> None:
+    """Ctrl-C reaches every process: only the first is to say so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options. `ValueError` where one is unknown or cannot be read."""
+    parser = Parser(prog="python -m minizero.table1", description="Mixed precision against FP32: the paper's Table 1.")
+    add = parser.add_argument
+    add("--short", action="store_true", help=f"only {', '.join(SHORT.networks)}, one seed, few steps")
+    add("--seeds", type=positive, metavar="N", help=f"for each network (default: {Plan().seeds}; --short: 1)")
+    add("--processes", type=positive, default=os.cpu_count() or 1, metavar="N", help="at a time (default: one a core)")
+    add("--output", type=Path, metavar="FOLDER", help="where table1.json and table1.png go (default: nowhere)")
+    return parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Measure, print, save."""
+    if options.output is not None:
+        check_output(options.output)
+    plan = SHORT if options.short else Plan()
+    plan = dataclasses.replace(plan, seeds=options.seeds or plan.seeds)
+    columns = "{task.description}", BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()
+    start = time.perf_counter()
+    with Progress(*columns, console=console) as progress:
+        total = len(plan.networks) * 2 * (plan.seeds + 1)
+        task = progress.add_task("Table 1", total=total)
+        results = measure(plan, options.processes, lambda job, value: progress.advance(task))
+    results |= {"short": options.short, "processes": options.processes, "seconds": time.perf_counter() - start}
+    results["machine"] = machine(torch.device("cpu"))
+    table1_report.print_table(results, console)
+    if options.output is not None:
+        for path in table1_report.save(results, options.output):
+            console.print(f"wrote {path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
+    try:
+        run(parse(argv), Console())
+        return 0
+    except KeyboardInterrupt:
+        message, status = "interrupted", 130
+    except (ValueError, OSError) as error:
+        message, status = f"error: {error}", 2
+    print(f"python -m minizero.table1: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The table and the picture of `table1`, drawn from plain data.
+
+Everything here reads one dictionary, `results`, which is also what table1.json holds:
+
+    rows       one for each network: network, unit, published (baseline and mixed, or None), baseline and mixed
+               (one measurement for each seed), activations (bytes: baseline, mixed)
+    memory     network, batch_sizes, baseline and mixed (peak bytes of a step), crossover (a batch size, or None)
+    plan, machine, short, processes, seconds
+
+Baseline is FP32. Measured and published never share a column or a colour: they are other networks on other images.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, Any]
+
+BASELINE: dict[str, Any] = {"color": "#4D4D4D", "label": "FP32"}
+MIXED: dict[str, Any] = {"color": "#CC79A7", "label": "mixed precision"}
+PUBLISHED: dict[str, Any] = {"color": "white", "edgecolor": "black", "marker": "D", "label": "published (ImageNet)"}
+MIB = 2**20
+FONT = 16
+
+
+def difference(row: Row) -> float:
+    """How much the mixed runs differ from the baseline on average."""
+    return mean(row["mixed"]) - mean(row["baseline"])
+
+
+def seed_noise(row: Row) -> float | None:
+    """The standard deviation from seed to seed, of both kinds of runs together; None for a single seed."""
+    if len(row["baseline"]) < 2:
+        return None
+    return math.sqrt((stdev(row["baseline"]) ** 2 + stdev(row["mixed"]) ** 2) / 2)
+
+
+def saved(row: Row) -> float:
+    """The activations' bytes in mixed precision over those in FP32."""
+    return row["activations"]["mixed"] / row["activations"]["baseline"]
+
+
+def print_table(results: Mapping[str, Any], console: Console) -> None:
+    """Prints two tables that fit 80 columns, and what they were measured on."""
+    plan, machine = results["plan"], results["machine"]
+    versions = f"Python {machine['python']}, torch {machine['torch']}"
+    console.print(f"{machine['cpu']} ({machine['cores']} cores), {versions}", markup=False, highlight=False)
+    if results["short"]:
+        console.print("Shortened: so few steps and seeds show how it works, not what it is worth.", style="bold")
+    seeds = f"{plan['seeds']} seeds: mean ± standard deviation" if plan["seeds"] > 1 else "1 seed"
+    console.print(f"\nTest accuracy after {plan['steps']} steps, {seeds}", style="italic", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("network", no_wrap=True)
+    table.add_column("published\nFP32, mixed", justify="right", style="dim", no_wrap=True)
+    for heading in ("measured\nFP32", "measured\nmixed", "mixed\n- FP32", "seed\nnoise"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in results["rows"]:
+        published = ", ".join(f"{value:.2f}" for value in row["published"] or [])
+        digits, noise = 2 if row["unit"] == "%" else 3, seed_noise(row)
+        cells = [_mean_and_deviation(row[kind], digits) for kind in ("baseline", "mixed")]
+        cells += [f"{difference(row):+.{digits}f}", "-" if noise is None else f"{noise:.{digits}f}"]
+        table.add_row(row["network"], published, *cells)
+    console.print(table)
+    console.print("In percent; gpt: bits per byte of unseen text. Published: the original networks on ImageNet.")
+
+    console.print("\nActivations kept from forward to backward, measured", style="italic")
+    table = Table("network", box=box.SIMPLE_HEAD)
+    for heading in ("FP32\nMiB", "mixed\nMiB", "mixed\n/ FP32"):
+        table.add_column(heading, justify="right")
+    for row in results["rows"]:
+        held = [f"{row['activations'][kind] / MIB:.2f}" for kind in ("baseline", "mixed")]
+        table.add_row(row["network"], *held, f"{saved(row):.3f}")
+    console.print(table)
+    memory = results["memory"]
+    where = "at none of" if memory["crossover"] is None else f"from {memory['crossover']:.1f} images on, of"
+    sizes = f"{memory['batch_sizes'][0]} to {memory['batch_sizes'][-1]}"
+    console.print(
+        f"{memory['network']}: the peak of all memory is lower in mixed precision {where} batches of {sizes}."
+    )
+    console.print(f"{results['seconds']:.0f} s in {results['processes']} processes", highlight=False)
+
+
+def draw(results: Mapping[str, Any]) -> Figure:
+    """Draws the differences beside the seed noise, the activations, and the peak over the batch size."""
+    figure = Figure(figsize=(16, 10), layout="constrained")
+    axes = figure.subplot_mosaic([["differences", "activations"], ["peak", "peak"]])
+    _draw_differences(axes["differences"], [row for row in results["rows"] if row["unit"] == "%"])
+    _draw_activations(axes["activations"], results["rows"])
+    draw_peaks(results["memory"], axes["peak"])
+    plan = results["plan"]
+    words = f"{plan['seeds']} seed{'s' * (plan['seeds'] > 1)}, {plan['steps']} steps"
+    figure.suptitle(f"Mixed precision (FP16, FP32 masters) against FP32: {words}", fontsize=FONT + 4)
+    return figure
+
+
+def draw_peaks(memory: Mapping[str, Any], ax: Axes | None = None) -> Axes:
+    """Draws `memory`: the peak of FP32 and of mixed precision over the batch size, and where they cross."""
+    if ax is None:
+        from matplotlib import pyplot  # notebooks show the figures that pyplot knows
+
+        ax = pyplot.figure(figsize=(14, 6), layout="constrained").add_subplot()
+    sizes = memory["batch_sizes"]
+    for kind, look, marker in (("baseline", BASELINE, "o"), ("mixed", MIXED, "s")):
+        style = "solid" if kind == "baseline" else "dashed"
+        ax.plot(sizes, [held / MIB for held in memory[kind]], linestyle=style, linewidth=3, marker=marker, **look)
+    if memory["crossover"] is not None:
+        ax.axvline(memory["crossover"], color="black", linestyle="dotted")
+        words = f" crossover at {memory['crossover']:.1f} images:\n before it masters cost more\n than activations save"
+        ax.text(memory["crossover"], 0.97, words, va="top", fontsize=FONT, transform=ax.get_xaxis_transform())
+    ax.set_ylim(bottom=0)
+    ax.set_title(f"Peak of all memory in a training step with Adam: {memory['network']}", fontsize=FONT + 1)
+    _label(ax, "images in the batch", "memory (MiB)")
+    ax.legend(fontsize=FONT, frameon=False, loc="lower right")
+    return ax
+
+
+def _draw_differences(ax: Axes, rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        noise = seed_noise(row)
+        if noise is not None:
+            ax.bar(place, 2 * noise, bottom=-noise, width=0.6, color="#E4E4E4", label="± seed noise (FP32 and mixed)")
+        each = [mixed - baseline for baseline, mixed in zip(row["baseline"], row["mixed"])]
+        ax.scatter([place] * len(each), each, color=MIXED["color"], alpha=0.5, label="one seed")
+        ax.hlines(difference(row), place - 0.3, place + 0.3, color=MIXED["color"], linewidth=4, label="measured mean")
+        if row["published"]:
+            published = row["published"][1] - row["published"][0]
+            ax.scatter(place + 0.15, published, s=70, zorder=3, **PUBLISHED)
+    ax.axhline(0, color="black", linewidth=1)
+    ax.set_xticks(range(len(rows)), [row["network"].replace("_", "\n") for row in rows])
+    _label(ax, "", "percentage points")
+    ax.set_title("Accuracy: mixed precision less FP32", fontsize=FONT + 1)
+    handles, labels = ax.get_legend_handles_labels()
+    low, high = ax.dataLim.intervaly
+    ax.set_ylim(low - 0.1 * (high - low), high + 0.4 * (high - low))  # room for the legend
+    ax.legend(*zip(*dict(zip(labels, zip(handles, labels))).values()), fontsize=FONT - 4, frameon=False, ncols=2)
+
+
+def _draw_activations(ax: Axes, rows: Sequence[Row]) -> None:
+    for shift, kind, look in ((-0.2, "baseline", BASELINE), (0.2, "mixed", MIXED)):
+        ax.bar([i + shift for i in range(len(rows))], [row["activations"][kind] / MIB for row in rows], 0.4, **look)
+    for place, row in enumerate(rows):
+        height = row["activations"]["mixed"] / MIB
+        ax.text(place + 0.2, height, f"{saved(row):.2f}", ha="center", va="bottom", fontsize=FONT - 3)
+    ax.set_xticks(range(len(rows)), [row["network"].replace("_", "\n") for row in rows])
+    _label(ax, "", "memory (MiB)")
+    ax.set_title("Activations kept for backward", fontsize=FONT + 1)
+    ax.legend(fontsize=FONT - 2, frameon=False, loc="upper left")
+
+
+def save(results: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes table1.json and table1.png into `folder`, which it creates; returns their paths."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    data, picture = Path(folder) / "table1.json", Path(folder) / "table1.png"
+    data.write_text(json.dumps(results, indent=1) + "\n")
+    draw(results).savefig(picture, dpi=100)
+    return [data, picture]
+
+
+def _mean_and_deviation(values: Sequence[float], digits: int) -> str:
+    words = f"{mean(values):.{digits}f}"
+    return f"{words} ± {stdev(values):.{digits}f}" if len(values) > 1 else words
+
+
+def _label(ax: Axes, x: str, y: str) -> None:
+    ax.set_xlabel(x, fontsize=FONT)
+    ax.set_ylabel(y, fontsize=FONT)
+    ax.tick_params(labelsize=FONT - 3)
+    ax.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,258 @@
+"""Table 1 and the claims around it: mixed precision trains as FP32 does, and each remedy is needed somewhere."""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import matplotlib.axes
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from minizero import experiments, images, mixed_memory, table1, table1_report
+from minizero.gpt import GPT
+from minizero.networks import NETWORKS
+from precision.formats import FP16
+from precision.histogram import Collected
+from precision.scaling import DynamicLossScaler, StaticLossScaler
+
+TINY = table1.Plan(("alexnet", "gpt"), seeds=2, steps=3, language_steps=3, batch_sizes=(1, 8))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    finished = []
+    results = table1.measure(TINY, 1, lambda job, value: finished.append((job, value)))
+    given = {"short": False, "processes": 1, "seconds": 1.0}
+    machine = {"cpu": "a processor", "cores": 2, "python": "3", "torch": "2"}
+    return results | given | {"machine": machine, "finished": finished}
+
+
+def row(baseline, mixed, published=None):
+    return {
+        "network": "vgg",
+        "unit": "%",
+        "baseline": baseline,
+        "mixed": mixed,
+        "published": published,
+        "activations": {"baseline": 2**20, "mixed": 2**19},
+    }
+
+
+# The table.
+
+
+def test_difference_and_noise():
+    one = row([80.0, 82.0, 84.0], [81.0, 82.0, 86.0])
+    assert table1_report.difference(one) == pytest.approx(1)
+    assert table1_report.seed_noise(one) == pytest.approx(math.sqrt((4 + 7) / 2))
+    assert table1_report.seed_noise(row([80.0], [81.0])) is None
+    assert table1_report.saved(one) == 0.5
+
+
+def test_published_figures_are_the_papers():
+    assert list(table1.PUBLISHED) == list(NETWORKS) and len(table1.Plan().networks) == 7
+    assert table1.PUBLISHED["alexnet"] == (56.77, 56.93) and table1.PUBLISHED["resnet"] == (75.92, 76.04)
+    differences = [mixed - baseline for baseline, mixed in table1.PUBLISHED.values()]
+    assert min(differences) == pytest.approx(-0.01) and max(differences) == pytest.approx(0.28)
+    assert table1.Plan().seeds >= 3
+
+
+@pytest.mark.slow
+def test_every_network_is_measured_in_both_precisions_with_every_seed(tiny):
+    assert [one["network"] for one in tiny["rows"]] == ["alexnet", "gpt"]
+    assert len({job for job, _ in tiny["finished"]}) == len(tiny["finished"]) == 2 * 2 * 3
+    for one in tiny["rows"]:
+        runs = one["baseline"] + one["mixed"]
+        assert len(one["baseline"]) == len(one["mixed"]) == 2
+        assert one["unit"] == ("%" if one["network"] == "alexnet" else "bits per byte")
+        assert all(5 < value <= 100 for value in runs) if one["unit"] == "%" else all(4 < value < 9 for value in runs)
+        assert 0.5 <= table1_report.saved(one) < 0.55
+    alexnet, gpt = tiny["rows"]
+    assert alexnet["published"] == (56.77, 56.93) and gpt["published"] is None
+    assert gpt["baseline"] != gpt["mixed"], "the two are not the same run"
+    assert gpt["baseline"] == pytest.approx(gpt["mixed"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_job_is_repeatable_and_its_seed_matters():
+    job = table1.Job("gpt", True, 1)
+    assert table1.work(job, TINY) == table1.work(job, TINY) != table1.work(dataclasses.replace(job, seed=0), TINY)
+
+
+@pytest.mark.slow
+def test_the_table_fits_80_columns_and_keeps_published_apart(tiny, capsys):
+    widest = row([80.0, 82.0], [71.0, 92.0], (65.40, 65.43)) | {"network": "inception_v3"}
+    table1_report.print_table(tiny | {"rows": [widest, *tiny["rows"]]}, Console(width=80))
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines()) and "…" not in out
+    assert "published" in out and "56.77" in out and "±" in out and "Shortened" not in out
+    line = next(line for line in out.splitlines() if "alexnet" in line)
+    assert line.index("56.77") < line.index("56.93") < line.index("±")
+    table1_report.print_table(tiny | {"short": True}, Console(width=80))
+    assert "Shortened" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_picture_shows_differences_activations_and_peaks(tiny):
+    figure = table1_report.draw(tiny | {"rows": [row([80.0, 82.0], [81.0, 82.0], (65.4, 65.43)), tiny["rows"][1]]})
+    differences, activations, peak = figure.axes
+    dots = [tuple(offset) for each in differences.collections for offset in each.get_offsets()]
+    assert {round(float(y), 2) for _, y in dots} >= {1.0, 0.0, 0.03}
+    assert [bar.get_height() for bar in activations.patches][:4:2] == [1.0, 0.5]
+    assert len(peak.lines) >= 2
+
+
+@pytest.mark.slow
+def test_files_of_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table1, "SHORT", dataclasses.replace(TINY, networks=("alexnet",), seeds=1, steps=2))
+    assert table1.main(["--short", "--processes", "1", "--output", str(tmp_path / "new")]) == 0
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["table1.json", "table1.png"]
+    text = (tmp_path / "new" / "table1.json").read_text()
+    results = json.loads(text)
+    assert results["short"] and results["processes"] == 1 and results["plan"]["steps"] == 2
+    assert "Shortened" in capsys.readouterr().out
+    for secret in (str(Path.home()), os.getcwd(), os.uname().nodename if hasattr(os, "uname") else "?"):
+        assert len(secret) < 5 or secret not in text
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_numbers(tiny):
+    results = table1.measure(TINY, 2)
+    assert results["rows"] == tiny["rows"] and results["memory"] == tiny["memory"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--seeds", "0"], "--seeds: must be a whole number from 1"),
+        (["--processes", "two"], "--processes: must be a whole number from 1"),
+        (["--output", "empty.txt"], "cannot write to empty.txt"),
+        (["--steps", "3"], "unrecognized arguments: --steps 3"),
+    ],
+)
+def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    assert table1.main(argv) == 2
+    out, error = capsys.readouterr()
+    assert words in error and error.count("\n") == 1 and not out
+
+
+@pytest.mark.slow
+def test_mixed_precision_trains_as_fp32_does():
+    baseline, mixed = (table1.accuracy("alexnet", 0, mixed, 80) for mixed in (False, True))
+    assert baseline > 60 and mixed > 60 and abs(baseline - mixed) < 4
+
+
+# Memory: what masters cost, what activations save.
+
+
+def test_where_two_lines_cross():
+    assert mixed_memory.crossover([1, 2, 4], [10, 20, 40], [25, 25, 25]) == 2.5
+    assert mixed_memory.crossover([1, 2, 4], [10, 20, 40], [9, 10, 11]) is None
+    assert mixed_memory.crossover([1, 2, 4], [10, 20, 40], [11, 21, 41]) is None
+    assert mixed_memory.crossover([1, 2, 4], [10, 20, 40], [12, 20, 30]) == 2
+
+
+@pytest.mark.slow
+def test_masters_cost_and_activations_save():
+    x, y = images.load("train")
+    make = NETWORKS["vgg"]
+    psi = sum(p.numel() for p in make().parameters())
+    small, large = ([mixed_memory.watch(make, x[:n], y[:n], mixed).peak for mixed in (False, True)] for n in (1, 32))
+    for fp32, mixed in (small, large):
+        assert mixed["parameters"] == fp32["parameters"] / 2 == 2 * psi
+        assert mixed["gradients"] == fp32["gradients"] / 2
+        assert fp32["optimizer"] == pytest.approx(8 * psi, rel=0.001)
+        assert mixed["optimizer"] == pytest.approx(12 * psi, rel=0.001), "the moments and the masters"
+        assert 0.49 < mixed["activations"] / fp32["activations"] < 0.53
+    assert small[1]["total"] > small[0]["total"] and large[1]["total"] < 0.8 * large[0]["total"]
+
+
+@pytest.mark.slow
+def test_the_crossover_of_a_measurement(tiny):
+    memory = tiny["memory"]
+    assert memory["baseline"][0] < memory["mixed"][0] and memory["baseline"][1] > memory["mixed"][1]
+    assert 1 < memory["crossover"] < 16
+    assert isinstance(table1_report.draw_peaks(memory), matplotlib.axes.Axes)
+
+
+# The claims.
+
+
+def test_histograms_of_a_run():
+    found = experiments.gradient_histograms("alexnet", steps=2)
+    n = sum(p.numel() for p in NETWORKS["alexnet"]().parameters())
+    assert found.gradients.total == found.updates.total == 2 * n
+    assert found.activation_gradients.total > 2 * 64 * 10
+    assert found.gradients.share(-24, 16) > 0.5
+
+
+def test_without_masters_updates_are_lost():
+    with_masters, without = (experiments.train_classifier(masters, steps=20) for masters in (True, False))
+    assert with_masters.lost == 0 and 0.6 < without.lost < 0.85
+
+
+def test_large_updates_are_not_lost():
+    assert experiments.train_classifier(False, steps=10, learning_rate=1e-2).lost < 0.02
+
+
+@pytest.mark.slow
+def test_without_masters_accuracy_is_lost():
+    """Five seeds: every run without masters is worse than every run with them."""
+    with_masters, without = (
+        [experiments.train_classifier(masters, seed) for seed in range(5)] for masters in (True, False)
+    )
+    assert min(one.accuracy for one in with_masters) > max(one.accuracy for one in without)
+    assert all(0.65 < one.lost < 0.8 for one in without)
+
+
+def test_weights_become_fp16_numbers():
+    model = nn.Linear(5, 5)
+    experiments.round_weights(model)
+    assert all(torch.equal(FP16.quantize(p), p) for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_a_scale_of_8_recovers_what_fp16_loses():
+    """The mean over 4,096 · 784 pixels: what lies in [2^-27, 2^-24) matters, what is smaller does not."""
+    for seed in range(3):
+        fp32 = experiments.train_autoencoder(None, seed=seed)
+        unscaled, by_8 = (experiments.train_autoencoder(StaticLossScaler(s), seed=seed) for s in (1, 8))
+        assert unscaled.loss > 1.02 * fp32.loss
+        assert abs(by_8.loss - fp32.loss) < 0.25 * (unscaled.loss - fp32.loss)
+    gradients = experiments.train_autoencoder(None, histograms=True, steps=10).histograms.activation_gradients
+    assert gradients.share(-27, -24) > 0.2 and gradients.share(-math.inf, -27) > 0.1
+
+
+@pytest.mark.slow
+def test_the_plateau_of_loss_against_scale():
+    def loss(scale):
+        return experiments.train_autoencoder(scale and StaticLossScaler(scale), 256, per_image=True).loss
+
+    fp32, small, large = loss(None), loss(2.0**-16), loss(2.0**18)
+    assert small > 2 * fp32 and large > 2 * fp32
+    for scale in (2.0**-6, 1, 2.0**6, 2.0**12):
+        assert loss(scale) == pytest.approx(fp32, rel=0.01)
+
+
+def test_dynamic_scaling_finds_the_plateau():
+    scaler = DynamicLossScaler(2.0**24, growth_interval=10)
+    found = experiments.train_autoencoder(scaler, 256, per_image=True, steps=30)
+    assert found.scales[:8] == [2.0 ** (24 - step) for step in range(8)]
+    assert min(found.scales) >= 2.0**12 and max(found.scales[-10:]) <= 2.0**17
+    assert 8 <= found.skipped <= 15
+
+
+def test_a_static_scale_that_overflows_skips_every_step():
+    found = experiments.train_autoencoder(StaticLossScaler(2.0**24), 64, per_image=True, steps=3)
+    assert found.skipped == 3 and found.scales == [2.0**24] * 3
+    assert isinstance(found.histograms, Collected) and found.histograms.gradients.total == 0
+
+
+def test_the_language_model_is_minizeros():
+    assert table1.CONFIG.vocabulary == 256 and GPT(table1.CONFIG).config == table1.CONFIG
