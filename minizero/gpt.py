@@ -5,16 +5,29 @@ Pre-norm transformer blocks with causal self-attention (Vaswani et al., 2017; Ra
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from minizero.recompute import checkpoint, checkpoint_selective, keep_matmuls
+
+RECOMPUTE: dict[str, Callable[..., torch.Tensor]] = {
+    "none": lambda block, *arguments: block(*arguments),
+    "full": checkpoint,
+    "selective": functools.partial(checkpoint_selective, keep_matmuls),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """Shapes of a GPT; the default has about 3.2 million parameters. `seed` fixes its initial values."""
+    """Shapes of a GPT; the default has about 3.2 million parameters. `seed` fixes its initial values.
+
+    recompute: "full" keeps of each block its input only, "selective" its matrix products too; see `recompute`.
+    """
 
     vocabulary: int = 256  # bytes
     sequence_length: int = 64
@@ -22,6 +35,7 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     seed: int = 0
+    recompute: str = "none"
 
 
 class Attention(nn.Module):
@@ -71,6 +85,8 @@ class GPT(nn.Module):
         super().__init__()
         if config.width % config.heads:
             raise ValueError(f"GPT: width ({config.width}) must be divisible by heads ({config.heads})")
+        if config.recompute not in RECOMPUTE:
+            raise ValueError(f"GPT: recompute is {config.recompute!r}; expected one of {', '.join(RECOMPUTE)}")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.sequence_length, config.width)
@@ -97,7 +113,7 @@ class GPT(nn.Module):
         stream = (self.embedding(x) + self.positions.weight[:sequence]).flatten(0, 1)
         mask = torch.full((sequence, sequence), float("-inf"), dtype=stream.dtype, device=x.device).triu(1)
         for block in self.blocks:
-            stream = block(stream, mask)
+            stream = RECOMPUTE[self.config.recompute](block, stream, mask)
         logits = self.head(self.norm(stream))
         if y is None:
             return logits.view(batch, sequence, -1)

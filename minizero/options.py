@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from minizero.gpt import GPTConfig
+from minizero.gpt import RECOMPUTE, GPTConfig
 from minizero.memory import predict
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -75,6 +75,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--width", type=positive, default=shapes.width, metavar="N", help="of a token (default: %(default)s)")
     add("--layers", type=positive, default=shapes.layers, metavar="N", help="blocks (default: %(default)s)")
     add("--heads", type=positive, default=shapes.heads, metavar="N", help="divide the width (default: %(default)s)")
+    add(
+        "--recompute",
+        nargs="?",
+        choices=list(RECOMPUTE),
+        const="full",
+        default="none",
+        help="run blocks again in backward; selective: all but their matrix products (default: none)",
+    )
     add("--dtype", choices=list(DTYPES), default="float32", help="to compute in; the masters stay float32")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
     # At 1e-3 this model, which has no warm-up, diverges for a step or two at any seed.
@@ -131,7 +139,11 @@ def estimate(config: GPTConfig, world_size: int, stages: Iterable[int], batch_si
     states = max(predict(total, world_size, stage, dtype=dtype)["total"] for stage in stages)
     scores = batch_size * config.heads * sequence**2
     # A block keeps about 16 vectors for each token and its scores; backward makes two more of the scores.
-    activations = config.layers * (16 * tokens * config.width + scores) + 2 * scores + sequence**2
+    vector = tokens * config.width
+    block = 16 * vector + scores
+    # Recomputed, one block at a time is whole; the others keep their input, or the 10 that products give and take.
+    kept = {"none": block, "full": vector, "selective": 10 * vector + scores}[config.recompute]
+    activations = (config.layers - 1) * kept + block + 2 * scores + sequence**2
     logits = 8 * tokens * config.vocabulary
     # While it is wrapped, a module exists twice. A thread has its stack, a block its Python objects.
     return max(states, 8 * total) + activations * dtype.itemsize + logits + MIB + 2**15 * config.layers

@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
 
 def encode_integers(bits: Array, start: int, fmt: FloatFormat, options: Options) -> tuple[Array, list[Array]]:
-    """The codes of one piece, still in wide integers, and its flags if they are wanted."""
+    """The codes of one piece, in the low bits of wide integers, and its flags if they are wanted."""
     carrier = FLOAT64 if bits.itemsize == 8 else FLOAT32
     magnitude = bits & (2 ** (carrier.width - 1) - 1)
     largest = int(magnitude.max()) if can_look(bits) else None
@@ -97,10 +97,11 @@ def _short_way(
     drop = carrier.mantissa_bits - fmt.mantissa_bits
     if options.rounding != "nearest-even" or options.flush_to_zero or options.return_flags or not fmt.subnormals:
         return None
-    if fmt.bias == carrier.bias and fmt.max_exponent == carrier.bias and drop > 0 and fmt.mantissa_bits > 0:
+    if fmt.bias == carrier.bias == fmt.max_exponent and drop > 0 and fmt.mantissa_bits > 0:
         return _shorten
     # The power of two to add must exist, and what is subnormal in the carrier be less than halfway to fmt's first.
-    if fmt.max_exponent + 1 + drop <= carrier.bias and fmt.min_exponent - fmt.mantissa_bits >= 2 - carrier.bias:
+    fits = fmt.max_exponent + 1 + drop <= carrier.bias and fmt.min_exponent - fmt.mantissa_bits >= 2 - carrier.bias
+    if fits and fmt.mantissa_bits > 0:
         return _round_by_adding
     return None
 
@@ -122,22 +123,25 @@ def _round_by_adding(magnitude: Array, largest: int, fmt: FloatFormat, carrier: 
     2^(e + drop) + x has its last place where x, of exponent e, has it in fmt; what the sum is more than the power
     of two is x's significand there, rounded to the nearest even. For x below fmt's normal numbers e is theirs.
     """
-    drop = carrier.mantissa_bits - fmt.mantissa_bits
+    drop, codes = carrier.mantissa_bits - fmt.mantissa_bits, 2**fmt.width
     smallest_normal = _carried(2**fmt.mantissa_bits, fmt, carrier)
     beyond = _carried((fmt.max_exponent + fmt.bias + 1) << fmt.mantissa_bits, fmt, carrier)  # 2^(max_exponent + 1)
     if largest > beyond:
         magnitude = magnitude.clip(0, beyond)
     exponent = magnitude.clip(smallest_normal, beyond)
     exponent &= carrier.infinity
-    power = exponent + (drop << carrier.mantissa_bits)
+    # What the bias has to be lowered by is in the power's last places, which are fmt's last places: it is even, so
+    # that ties stay ties to even, and comes out of the sum together with the significand.
+    power = exponent + ((drop << carrier.mantissa_bits) + -(smallest_normal >> drop) % codes)
     total = view(magnitude, carrier.floating)
     total += view(power, carrier.floating)  # in place, so that magnitude holds the bits of the sum
+    exponent >>= drop
     code = magnitude
-    code -= power
-    exponent >>= drop  # as the field stands in fmt, but for the bias
     code += exponent
-    code -= smallest_normal >> drop
-    return code.clip(0, fmt.overflow_bits) if largest > _carried(fmt.max_bits, fmt, carrier) else code
+    overflows = largest > _carried(fmt.max_bits, fmt, carrier)
+    if overflows or fmt.width not in (8, 16):  # else what is above is cut off where the codes are stored
+        code &= codes - 1
+    return code.clip(0, fmt.overflow_bits) if overflows else code
 
 
 def _round(

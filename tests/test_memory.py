@@ -1,17 +1,20 @@
-"""Bytes: what each stage holds, measured by the ledger, against the formulas; and the ledger itself."""
+"""Bytes: what each stage holds, measured by the ledger, against the formulas."""
 
 import contextlib
 import dataclasses
 import gc
-import threading
 
 import pytest
 import torch
 from helpers import STAGES, run
 from torch import nn
+from torch.nn import functional as F
 
 from minizero import DDP, GPT, GPTConfig, Zero1, Zero2, Zero3
-from minizero.memory import CATEGORIES, Ledger, predict, predict_sent, tag
+from minizero.gpt import Attention, Block
+from minizero.memory import Ledger, predict, predict_activations, predict_sent
+from minizero.memory.tables import by_module
+from minizero.memory.tape import holders, moments
 
 CONFIG = GPTConfig(vocabulary=64, sequence_length=8, width=160, layers=4, heads=2)  # 1.2 million parameters
 TOTAL = sum(p.numel() for p in GPT(CONFIG).parameters())
@@ -128,115 +131,6 @@ def test_memory_returns_without_the_garbage_collector():
         assert run(1, leftover, stage)[0] < 1000
 
 
-# The ledger.
-
-
-def test_a_plain_module_is_measured_like_an_engine():
-    module = nn.Sequential(nn.Linear(100, 200, bias=False), nn.ReLU(), nn.Linear(200, 50, bias=False))
-    optimizer = torch.optim.Adam(module.parameters())
-    x = torch.randn(30, 100)
-    with Ledger(module, optimizer) as ledger:
-        for _ in range(2):
-            ledger.reset()
-            module(x).sum().backward()
-            optimizer.step()
-            current = ledger.current
-            optimizer.zero_grad()
-    weights = 4 * (100 * 200 + 200 * 50)
-    assert current["parameters"] == current["gradients"] == weights
-    assert current["optimizer"] == 2 * weights + 2 * 4  # two moments, and a step count for each weight
-    # ReLU keeps its output, which the second layer keeps too. Then there are the sum, and its gradient, one.
-    assert ledger.peak["activations"] == 4 * 30 * 200 + 4 + 4
-    assert {sample.phase for sample in ledger.curve} == {"forward", "backward", "optimizer", "between"}
-    assert ledger.peak["total"] == max(sum(sample[c] for c in CATEGORIES) for sample in ledger.curve)
-
-
-def test_what_was_born_before_forward_is_no_activation():
-    module = nn.Linear(10, 10)
-    with Ledger(module) as ledger:
-        x = torch.ones(1000, 10)
-        module(x).sum().backward()
-        assert ledger.current["temporary"] >= x.nbytes and ledger.peak["activations"] < x.nbytes + 100
-
-
-def test_temporaries_inside_a_phase_reach_the_peak():
-    module = nn.Linear(10, 10)
-    with Ledger(module) as ledger:
-        with torch.no_grad():
-            (torch.ones(1000, 100) + 1).sum()
-        held = ledger.current["temporary"]
-    assert ledger.peak["temporary"] >= 2 * 400_000 and held < 100
-    assert ledger.peak["activations"] == 0
-
-
-def test_views_count_once_and_resized_storages_as_they_are():
-    with Ledger() as ledger:
-        a = torch.zeros(1000)
-        view, other = a[10:], a.view(10, 100).t()
-        assert ledger.current["total"] == 4000
-        a.untyped_storage().resize_(0)
-        assert ledger.current["total"] == 0
-        a.untyped_storage().resize_(4000)
-        b = torch.empty(0)
-        b.resize_(500)
-        assert ledger.current["total"] == 6000
-        tag(b, "gradients")
-        assert ledger.current["gradients"] == 2000
-        del a, view, other, b
-        assert ledger.current["total"] == 0
-    assert [s["total"] for s in ledger.curve if s["total"]] == [4000, 4000, 4000, 6000, 2000]
-    assert ledger.peak == dict.fromkeys(CATEGORIES, 0) | {"temporary": 4000, "gradients": 2000, "total": 6000}
-
-
-def test_what_is_older_is_not_counted_when_it_is_written_to():
-    older, out = torch.zeros(1000), torch.empty(0)
-    norm = nn.BatchNorm1d(3)
-    with Ledger() as ledger:
-        older.add_(1)
-        torch.ones(4, out=older[:4])
-        assert ledger.current["total"] == 0
-        torch.add(torch.ones(10), 1, out=out)
-        assert ledger.current["total"] == 0
-        kept = [norm(torch.ones(20, 3)), *torch._foreach_add([older, older], 1)]  # new tensors, in a list too
-        assert ledger.current["total"] >= 4 * 60 + 8000
-        del kept
-
-
-def test_each_thread_has_its_own_ledger_and_only_one():
-    sizes = {}
-
-    def work(size):
-        with Ledger() as ledger:
-            keep = torch.zeros(size)
-            sizes[size] = ledger.current["total"]
-            del keep
-
-    with Ledger() as outer:
-        threads = [threading.Thread(target=work, args=(size,)) for size in (10, 20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert outer.current["total"] == 0
-        with pytest.raises(RuntimeError, match="watches this thread already"), Ledger():
-            pass
-    assert sizes == {10: 40, 20: 80}
-    with Ledger():  # and afterwards it is free again
-        pass
-
-
-def test_the_ledger_changes_no_number():
-    def losses(watch):
-        model = GPT(CONFIG)
-        tokens = torch.arange(8)[None]
-        if not watch:
-            return model(tokens, tokens).item()
-        with Ledger(model):
-            return model(tokens, tokens).item()
-
-    assert losses(True) == losses(False)
-
-
 # The formulas.
 
 
@@ -262,3 +156,75 @@ def test_predictions_of_the_issue_and_of_the_paper():
 def test_predictions_refuse_what_makes_no_sense(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         predict(**({"n_parameters": 10, "world_size": 2, "stage": 1} | wrong))
+
+
+# Activations, a layer at a time.
+
+
+class DropoutAttention(Attention):
+    """With dropout where the paper has it: over the softmax and over the output."""
+
+    def forward(self, x, mask):
+        (tokens, width), sequence = x.shape, mask.shape[0]
+        qkv = self.qkv(x).view(-1, sequence, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.reshape(3, -1, sequence, width // self.heads)
+        weights = F.dropout(torch.baddbmm(mask, q, k.transpose(1, 2)).softmax(-1), 0.1)
+        heads = torch.bmm(weights, v).view(-1, self.heads, sequence, width // self.heads)
+        return F.dropout(self.out(heads.transpose(1, 2).reshape(tokens, width)), 0.1)
+
+
+class DropoutBlock(Block):
+    def forward(self, x, mask):
+        x = x + self.attention(self.norm1(x), mask)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "sequence", "width", "heads"), [(4, 32, 64, 4), (3, 20, 48, 2)])
+def test_a_layers_activations_are_the_formula_to_the_byte(dropout, dtype, batch, sequence, width, heads):
+    def kept(layers):
+        model = GPT(GPTConfig(64, sequence, width, layers, heads)).to(dtype)
+        if dropout:
+            for block in model.blocks:
+                block.__class__, block.attention.__class__ = DropoutBlock, DropoutAttention
+        x, y = torch.zeros(2, batch, sequence, dtype=torch.long)
+        with Ledger(model) as ledger:
+            model(x, y).backward()
+        return ledger
+
+    formula = predict_activations(batch, sequence, width, heads, dtype=dtype, dropout=dropout)
+    three, two = kept(3), kept(2)
+    assert three.peak["activations"] - two.peak["activations"] == formula["total"]
+
+    # Each term stands in the table under the module that made it.
+    start = [sample["activations"] for sample in three.curve]
+    rows = holders(next(m for m, held in zip(moments(three.tape, three.start), start) if held == max(start)))
+    held = {name: module.get("activations", 0) for name, module in by_module(rows).items()}
+    statistics = formula["norms: a mean and a deviation for each token"] / 2
+    assert held["blocks.1.up"] == formula["perceptron: input of GELU"]
+    assert held["blocks.1.norm2"] == formula["perceptron: input of the first layer"] + statistics
+    assert held["blocks.1.norm1"] == formula["attention: input of the projection to q, k, v"] + statistics
+    attention = ("q, k", "v", "output of the softmax", "dropout's mask over that", "dropout's output")
+    attention += ("input of the last projection", "dropout's mask over its output")
+    assert held["blocks.1.attention"] == sum(formula[f"attention: {name}"] for name in attention)
+
+
+def test_activations_in_the_papers_convention():
+    """34 s b h + 5 a s² b. Of that, FP32 without dropout keeps 2 · (34 − 2) and 2 · (5 − 3), beside the norms'."""
+    b, s, h, a = 4, 32, 64, 8
+    paper = predict_activations(b, s, h, a, convention="paper")
+    assert paper["total"] == s * b * h * (34 + 5 * a * s / h)
+    # The paper's 11 s b h + 5 a s² b for attention and 19 s b h for the perceptron, and 2 for the input of each norm.
+    halves = {"attention": 13 * s * b * h + 5 * a * s * s * b, "perceptron": 21 * s * b * h, "norms": 0}
+    found = dict.fromkeys(halves, 0)
+    for name, held in paper.items():
+        if name != "total":
+            found[name.split(":")[0]] += held
+    assert found == halves
+    ours = predict_activations(b, s, h, a)
+    assert ours["total"] == s * b * h * (64 + 4 * a * s / h) + 16 * s * b
+    with pytest.raises(ValueError, match="convention"):
+        predict_activations(b, s, h, a, convention="other")
+    with pytest.raises(ValueError, match="divisible"):
+        predict_activations(b, s, h, 7)

@@ -1,0 +1,211 @@
+"""A chain of stages, and what a schedule of it costs: every forward, every kept input, the peak.
+
+    x₀ → stage 0 → x₁ → stage 1 → x₂ … → stage n-1 → xₙ,     backward needs xₙ₋₁ first and x₀ last
+
+A stage's backward needs what its forward saved on the way, its *tape*. A schedule builds one tape at a time
+and goes through it at once; in between it holds only stage *inputs*, and runs forwards without a tape
+(*advances*) to get from an input that it kept to one that it did not:
+
+    time = Σ forward of the advances + Σ (forward + backward) of all n stages
+
+Griewank & Walther, 2000, "Algorithm 799: Revolve"; Chen et al., 2016, "Training Deep Nets with Sublinear
+Memory Cost"; Beaumont et al., 2019, "Optimal checkpointing for heterogeneous chains".
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What one stage costs: time in any unit, sizes in any unit. None is negative (`ValueError`).
+
+    forward, backward: the times of one run. boundary: the size of the stage's input. tape: of what its taped
+    forward keeps beyond that input. output: of its output; None: that is the next stage's boundary, and after
+    the last stage the stage's own.
+    """
+
+    forward: float
+    backward: float
+    boundary: float
+    tape: float
+    output: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is None and name == "output":
+                continue
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f"Stage: {name} must be a number, not {value!r}")
+            if not 0 <= float(value) < math.inf:
+                raise ValueError(f"Stage: {name} must be a cost of at least 0, not {value!r}")
+
+
+def outputs(stages: Sequence[Stage]) -> list[float]:
+    """The size of each stage's output. `ValueError` for a chain of zero stages."""
+    if not stages:
+        raise ValueError("a chain needs at least one stage, this one has none")
+    following = [stage.boundary for stage in stages[1:]] + [stages[-1].boundary]
+    return [size if stage.output is None else stage.output for stage, size in zip(stages, following)]
+
+
+def group(stages: Sequence[Stage], k: int) -> list[Stage]:
+    """The same chain in regions of k stages (the last may have fewer), each of which counts as one stage.
+
+    A region's tape is its stages' tapes and the inputs between them: so long chains get by with one more
+    forward, and pay with a longer tape. `ValueError` where k is less than 1.
+    """
+    sizes = outputs(stages)
+    if k < 1:
+        raise ValueError(f"group: a region needs at least 1 stage, not {k!r}")
+    regions = []
+    for start in range(0, len(stages), k):
+        region = stages[start : start + k]
+        tape = sum(stage.tape for stage in region) + sum(stage.boundary for stage in region[1:])
+        forward, backward = sum(stage.forward for stage in region), sum(stage.backward for stage in region)
+        regions.append(Stage(forward, backward, region[0].boundary, tape, sizes[start + len(region) - 1]))
+    return regions
+
+
+class Step(NamedTuple):
+    """One step of a schedule; `stage` counts from 0.
+
+    "keep": put the running input, which is this stage's, among the kept. "forward": run the stage without a
+    tape, from the running input if that is the stage's, else from the kept one; the result becomes the
+    running input. "drop": let go of the kept input. "backward": the stage's taped forward, followed at once by
+    its backward; the running input is used up.
+    """
+
+    action: str
+    stage: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Schedule:
+    """Steps that take a chain through its backward, and what they cost on its `stages`.
+
+    The first running input is the chain's own. `ValueError`, naming the step, where a step lacks its input or
+    a backward is out of turn: they go from the last stage to the first, each once.
+    """
+
+    steps: list[Step]
+    stages: list[Stage]
+
+    def __post_init__(self) -> None:
+        _ = self.curve  # replays the steps, so that a wrong one is found here
+
+    def __repr__(self) -> str:
+        costs = f"{self.slots} slots, {self.advances} advances, time {self.time:g}, peak {self.peak:,}"
+        return f"<Schedule of {len(self.stages)} stages: {costs}>"
+
+    def on(self, stages: Sequence[Stage]) -> "Schedule":
+        """The same steps on other stages, as many: what would √n cost on this chain?"""
+        if len(stages) != len(self.stages):
+            raise ValueError(f"Schedule.on: these steps are for {len(self.stages)} stages, not {len(stages)}")
+        return Schedule(self.steps, list(stages))
+
+    @cached_property
+    def advances(self) -> int:
+        """How many forwards run without a tape; the n that build one come on top."""
+        return sum(step.action == "forward" for step in self.steps)
+
+    @cached_property
+    def slots(self) -> int:
+        """The most inputs kept at once, with the chain's own; an input used straight away takes no slot."""
+        kept = most = 0
+        for step in self.steps:
+            kept += (step.action == "keep") - (step.action == "drop")
+            most = max(most, kept)
+        return most
+
+    @cached_property
+    def time(self) -> float:
+        """All forwards and all backwards."""
+        taped = sum(stage.forward + stage.backward for stage in self.stages)
+        return taped + sum(self.stages[i].forward for action, i in self.steps if action == "forward")
+
+    @property
+    def peak(self) -> float:
+        """The size of all that is alive in the worst step."""
+        return max(self.curve)
+
+    @cached_property
+    def curve(self) -> list[float]:
+        """What is alive in each "forward" and each "backward", in order.
+
+        In both: the kept inputs, the running input unless it is one of them, the output. In a forward: the
+        gradient that waits at the end of what is left of the chain. In a backward: the stage's tape, and the
+        gradients of its input and output.
+        """
+        size, kept = outputs(self.stages), dict[int, float]()
+        end, running = len(self.stages), 0  # stages end, end+1, … are through; -1: nothing runs
+        curve = []
+        for number, (action, i) in enumerate(self.steps):
+            if not self._legal(action, i, kept, running, end):
+                raise ValueError(self._complaint(number, list(kept), running, end))
+            if action == "keep":
+                kept[i] = self.stages[i].boundary
+            elif action == "drop":
+                del kept[i]
+            else:
+                inputs = sum(kept.values()) + (0 if i in kept else self.stages[i].boundary)
+                if action == "forward":
+                    curve.append(inputs + size[i] + size[end - 1])
+                    running = i + 1
+                else:
+                    curve.append(inputs + size[i] + self.stages[i].tape + self.stages[i].boundary + size[i])
+                    end, running = i, -1
+        if end:
+            raise ValueError(f"Schedule: the steps end before stage {end - 1}'s backward: add what is missing")
+        return curve
+
+    @staticmethod
+    def _legal(action: str, i: int, kept: dict[int, float], running: int, end: int) -> bool:
+        if action == "keep":
+            return i == running < end and i not in kept
+        if action == "drop":
+            return i in kept
+        at_hand = (i == running or i in kept) and i < end
+        return at_hand and (action == "forward" or action == "backward" and i == end - 1)
+
+    def _complaint(self, number: int, kept: list[int], running: int, end: int) -> str:
+        action, i = self.steps[number]
+        has = f"it keeps the inputs of stages {kept}, " + (f"runs at {running}" if running >= 0 else "runs at none")
+        return (
+            f"Schedule: step {number}, {action} {i}, cannot be done: before it, {has}, and {end} of"
+            f" {len(self.stages)} stages are left, whose last must be the next to go backward"
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws the steps, stage against step; returns the matplotlib Axes."""
+        from minizero.schedule_plots import plot_schedule
+
+        return plot_schedule(self, ax)
+
+
+def unfold(stages: Sequence[Stage], split: Callable[[int, int, list[int]], int]) -> Schedule:
+    """The schedule that keeps, on its way from x_i towards `end`, the input of stage split(i, end, kept) next.
+
+    i < split ≤ end-1; kept: the stages whose inputs are kept, the last is i. The input of stage end-1 is used
+    straight away instead.
+    """
+    steps, kept, end = [Step("keep", 0)], [0], len(stages)
+    while kept:
+        i = kept[-1]
+        if i == end - 1:
+            steps += [Step("backward", i), Step("drop", kept.pop())]
+            end = i
+            continue
+        k = split(i, end, kept)
+        steps += [Step("forward", stage) for stage in range(i, k)]
+        if k == end - 1:
+            steps.append(Step("backward", k))
+            end = k
+        else:
+            steps.append(Step("keep", k))
+            kept.append(k)
+    return Schedule(steps, list(stages))

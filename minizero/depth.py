@@ -1,0 +1,168 @@
+"""How deep a network fits: bytes and seconds of one training step against depth, plain and with a schedule.
+
+Of n blocks with boundary 1 and tape w each, the plain run holds n(w+1). Regions of k blocks hold their inputs
+and the tape of one region, and cost one more forward:
+
+    n/k + k(w+1)      least at k = √(n/(w+1)), where it is 2√(n(w+1))
+
+So k = √n is the answer for layers whose tape is no larger than their boundary, and far too much for transformer
+blocks, whose tape is some 20 boundaries: up to a hundred of them, it is best to keep the input of each one or two.
+
+Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"; the ResNet against depth is drawn after
+cybertronai/gradient-checkpointing.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from minizero.gpt import GPT, Block, GPTConfig
+from minizero.memory import Ledger
+from minizero.networks import Residual, classifier, normalised
+from minizero.schedules import Schedule, Stage, every_k, group
+from minizero.sequential import checkpoint_sequential
+
+# Chains of equal parts.
+
+
+def equal_layers(n: int, width: int = 32) -> list[nn.Module]:
+    """n times a linear layer and tanh, (batch, width) to the same: what a layer saves is its input and its output."""
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n)]
+
+
+def resnet_layers(n: int, channels: int = 8) -> list[nn.Module]:
+    """A ResNet of 6n + 2 layers (He et al., 2015, section 4.2) for grey images: 3n blocks of two convolutions, with a
+    stem before and a classifier behind. From one third to the next the channels double and height and width halve."""
+    layers: list[nn.Module] = [normalised(1, channels, 3)]
+    for section in range(3):
+        width = channels * 2**section
+        for block in range(n):
+            enters = section > 0 and block == 0
+            layers.append(Residual(width // 2 if enters else width, width, stride=2 if enters else 1))
+    return [*layers, classifier(4 * channels)]
+
+
+class WithMask(nn.Module):
+    """A transformer block as a layer of one tensor to one tensor."""
+
+    def __init__(self, block: Block, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.block = block
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x, self.mask)
+
+
+class Embed(nn.Module):
+    """Bytes, (batch, sequence), to the stream, (batch · sequence, width)."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.embedding, self.positions = gpt.embedding, gpt.positions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.embedding(x) + self.positions.weight[: x.shape[1]]).flatten(0, 1)
+
+
+def gpt_layers(config: GPTConfig) -> list[nn.Module]:
+    """The GPT as a chain: embedding, blocks, and norm with head. Takes (batch, config.sequence_length) integers."""
+    gpt = GPT(config)
+    mask = torch.full((config.sequence_length,) * 2, float("-inf")).triu(1)
+    blocks = [WithMask(block, mask) for block in gpt.blocks]  # type: ignore[arg-type]
+    return [Embed(gpt), *blocks, nn.Sequential(gpt.norm, gpt.head)]
+
+
+def regions(layers: Sequence[nn.Module], k: int) -> list[nn.Module]:
+    """The same chain in regions of k layers, each of which counts as one: `chain.group` for real layers."""
+    return [nn.Sequential(*layers[start : start + k]) for start in range(0, len(layers), k)]
+
+
+def best_region(n: int, w: float) -> int:
+    """The k nearest to √(n/(w+1)), for n blocks whose tape is w boundaries."""
+    return max(1, round(math.sqrt(n / (w + 1))))
+
+
+# One step of training, and what it takes.
+
+
+def step(layers: Sequence[nn.Module], x: torch.Tensor, schedule: Schedule | None = None) -> None:
+    """Forward, and backward from the sum of the outputs: the plain run, or with a schedule."""
+    # Nothing here holds the output, which a language model's loss would not need either once it has its gradient.
+    run = (
+        nn.Sequential(*layers)
+        if schedule is None
+        else functools.partial(checkpoint_sequential, layers, schedule=schedule)
+    )
+    run(x).sum().backward()
+
+
+def step_in_regions(layers: Sequence[nn.Module], x: torch.Tensor, k: int) -> None:
+    """Regions of k layers: the input of each is kept, and each but the last runs forward once more."""
+    chain = regions(layers, k)
+    step(chain, x, every_k(len(chain), 1))
+
+
+def in_regions(stages: Sequence[Stage], k: int) -> Schedule:
+    """The plan of `step_in_regions`: its `peak` and `time`."""
+    chain = group(stages, k)
+    return every_k(len(chain), 1).on(chain)
+
+
+def held_bytes(run: Callable[..., object], layers: Sequence[nn.Module], *arguments: Any) -> int:
+    """The peak of all that `run(layers, *arguments)` holds beside parameters, their gradients and buffers."""
+    model = nn.Sequential(*layers)
+    model.zero_grad()
+    with Ledger(model) as ledger:
+        run(layers, *arguments)
+    states = ("parameters", "gradients", "buffers")
+    peak = max(sample["total"] - sum(sample[state] for state in states) for sample in ledger.curve)
+    model.zero_grad()
+    return peak
+
+
+def seconds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The shortest time of each run. They take turns, so that what disturbs one disturbs all."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for name, run in [*runs.items()] * (repeats + 1):
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times[name].append(time.perf_counter() - start)
+    return {name: min(found[1:]) for name, found in times.items()}  # the first one warms up
+
+
+Row = dict[str, float]
+
+
+def against_depth(
+    make: Callable[[int], Sequence[nn.Module]],
+    depths: Sequence[int],
+    runs: Mapping[str, Callable[[Sequence[nn.Module]], object]],
+    repeats: int = 0,
+) -> dict[str, list[Row]]:
+    """Measures each run on `make(depth)`: {name: rows of depth, bytes and, with repeats, seconds}."""
+    rows: dict[str, list[Row]] = {name: [] for name in runs}
+    for depth in depths:
+        layers = make(depth)
+        times = (
+            seconds({name: functools.partial(run, layers) for name, run in runs.items()}, repeats) if repeats else {}
+        )
+        for name, run in runs.items():
+            row: Row = {"depth": depth, "bytes": held_bytes(run, layers)}
+            rows[name].append(row | ({"seconds": times[name]} if repeats else {}))
+    return rows
+
+
+def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
+    """Least squares: y = a + b·x, and R², the share of the variance of y that it explains: (a, b, R²)."""
+    b, a = np.polyfit(x, y, 1)
+    left = np.asarray(y) - (a + b * np.asarray(x))
+    return float(a), float(b), float(1 - left.var() / np.var(y))

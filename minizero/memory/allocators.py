@@ -1,0 +1,153 @@
+"""What others count beside the ledger: PyTorch's allocator, the operating system, a GPU's caching allocator.
+
+    ledger      the tensors that operators hand out
+    profiler    + scratch: what an operator allocates and frees inside itself
+    process     + libraries that allocate by themselves, Python, what the C library keeps in reserve
+    GPU         blocks of 512 bytes and more, and the reserve of its caching allocator
+
+All in bytes above what there was when the step began. A step is a function without arguments; it leaves memory
+as it found it, and has run before, so that the optimizer's states exist and libraries have warmed up.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from minizero.memory.ledger import Ledger
+from minizero.memory.operators import Watcher
+
+Step = Callable[[], Any]
+RESET = "/proc/self/clear_refs"
+
+
+class Profiled(NamedTuple):
+    """One step as PyTorch's profiler saw it."""
+
+    peak: int
+    visible: int  # the most that was alive between operators, which is all that a ledger can see
+    operator: str  # which ran at the peak; empty where none did
+    scratch: dict[str, int]  # by operator, the largest first: the most that one call took and gave back
+
+
+class _Named(Watcher):
+    """Marks in the profile where an operator begins and ends: each that a ledger sees, and none inside it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with record_function(f"operator {func}"):
+            return func(*args, **kwargs or {})
+
+
+def profile_step(step: Step) -> Profiled:
+    """Run `step` twice under the profiler and measure the second: it frees only what the profiler saw being made."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler, _Named():
+        step()
+        with record_function("measured step"):
+            step()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    memory = [event for event in events if event.name() == "[memory]"]
+    device = max((event.device_type() for event in memory), key=lambda kind: kind.value, default=None)  # CPU is 0
+    happened = [(event.start_ns(), "", event.nbytes()) for event in memory if event.device_type() == device]
+    for event in events:
+        if event.name().startswith("operator ") or event.name() == "measured step":
+            name = event.name().removeprefix("operator ")
+            happened += [(event.start_ns(), name, 0), (event.start_ns() + event.duration_ns(), f"end of {name}", 0)]
+    return read_profile(sorted(happened))
+
+
+def read_profile(happened: list[tuple[int, str, int]]) -> Profiled:
+    """What that means. happened: (nanoseconds, what, bytes more or fewer), in order."""
+    names = [name for _, name, _ in happened]
+    inside = happened[names.index("measured step") + 1 : names.index("end of measured step")]
+    level = peak = visible = highest = entered = 0
+    operator = at_peak = ""
+    scratch: dict[str, int] = {}
+    for _, name, change in inside:
+        level += change
+        if level > peak:
+            peak, at_peak = level, operator
+        highest = max(highest, level)
+        if name.startswith("end of "):
+            taken = highest - max(entered, level)
+            if taken > scratch.get(operator, 0):
+                scratch[operator] = taken
+            operator = ""
+        elif name:
+            operator, entered, highest = name, level, level
+        if not operator:
+            visible = max(visible, level)
+    return Profiled(peak, visible, at_peak, dict(sorted(scratch.items(), key=lambda item: -item[1])))
+
+
+def return_memory_at_once() -> bool:
+    """From now on, let the C library (glibc) give freed memory back to the system; False where there is none.
+
+    To be called before a model is built, in a process of its own: what is in reserve by then stays there, and
+    every allocation of 64 KiB or more becomes a call of the system, which is slow.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    library = ctypes.CDLL(None)
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
+    try:
+        return all(
+            [library.mallopt(mmap_threshold, 2**16), library.mallopt(trim_threshold, 0), library.mallopt(top_pad, 0)]
+        )
+    except AttributeError:  # another C library
+        return False
+
+
+def process_peak(step: Step) -> int | None:
+    """The most by which this process's resident memory rose above the start while `step` ran; None where nothing tells.
+
+    Without `return_memory_at_once` the start contains a reserve, which the step may use unnoticed.
+    """
+    try:
+        Path(RESET).write_text("5")  # the highest so far becomes the current
+        start = _resident("VmRSS")
+        step()
+        return _resident("VmHWM") - start
+    except OSError:  # not Linux, or forbidden
+        return None
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def cuda_peak(step: Step, device: torch.device) -> tuple[int, int]:
+    """The most that a GPU's allocator had handed out, and the most that it had reserved, above the start."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    most = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return most[0] - allocated, most[1] - reserved
+
+
+def compare(ledger: Ledger, step: Step, device: torch.device) -> dict[str, Any]:
+    """One step as everybody counts it: bytes above its start. `ledger` has watched one call of `step`.
+
+    ledger, profiler, visible, operator, scratch: see `Profiled`; process: None where nothing tells, or the tensors
+    are on a GPU; allocated, reserved: the GPU's, else None.
+    """
+    found: dict[str, Any] = {"ledger": ledger.peak["total"] - ledger.curve[0]["total"]}
+    found["process"] = process_peak(step) if device.type == "cpu" else None
+    found["allocated"], found["reserved"] = cuda_peak(step, device) if device.type == "cuda" else (None, None)
+    profiled = profile_step(step)._asdict()  # last, for it leaves much behind
+    return found | {"profiler": profiled.pop("peak"), **profiled}
+
+
+def describe_gap(compared: dict[str, Any]) -> str:
+    """In a few words, what the ledger could not see."""
+    gap = compared["profiler"] - compared["ledger"]
+    where = f" ({compared['operator'].removesuffix('.default')})" if gap * 1000 > compared["ledger"] else ""
+    return f"not seen: scratch inside operators, {gap / 2**20:.2f} MiB at the peak{where} by PyTorch's profiler"

@@ -1,0 +1,98 @@
+"""Bytes predicted: model states, activations and traffic, from formulas.
+
+    model states per parameter (FP32, Adam)                  parameters 4 + gradients 4 + optimizer 8 = 16 bytes
+    activations per transformer layer (16 bits, dropout)     s b h (34 + 5 a s / h) bytes
+
+s: sequence length, b: batch size, h: width, a: heads. Rajbhandari et al., 2019, "ZeRO", sections 3 and 5;
+Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1.
+"""
+
+import torch
+
+
+def predict(
+    n_parameters: int,
+    world_size: int,
+    stage: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sharding_factor: int | None = None,
+    convention: str = "minizero",
+) -> dict[str, float]:
+    """Bytes per rank between steps, with Adam: `parameters`, `gradients`, `optimizer`, `total`.
+
+    Ψ = n_parameters, N = world_size; `sharding_factor` takes N's place. In 16 bits this code holds an FP32
+    gradient beside the 16-bit one, since PyTorch refuses a 16-bit gradient on an FP32 parameter;
+    convention="paper" counts the ZeRO paper's 2 + 2 + 12 bytes instead, in any dtype.
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"predict: world_size must be a whole number of at least 1, not {world_size!r}")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"predict: stage must be 0, 1, 2 or 3, not {stage!r}")
+    if convention not in ("minizero", "paper"):
+        raise ValueError(f"predict: convention must be 'minizero' or 'paper', not {convention!r}")
+    psi, shards = n_parameters, sharding_factor or world_size
+    one_in = [1 / shards if stage >= k else 1 for k in range(4)]  # one_in[k]: what stage k shards
+    if convention == "paper":
+        parts = {"parameters": 2 * psi * one_in[3], "gradients": 2 * psi * one_in[2], "optimizer": 12 * psi * one_in[1]}
+    elif dtype == torch.float32:
+        parts = {"parameters": 4 * psi * one_in[3], "gradients": 4 * psi * one_in[2], "optimizer": 8 * psi * one_in[1]}
+    else:
+        working = 2 * psi if stage < 2 else 0  # the 16-bit gradient that the ring averages
+        parts = {
+            "parameters": 2 * psi if stage < 3 else 0,  # a stage-3 replica exists only while a unit computes
+            "gradients": working + 4 * psi * one_in[1],
+            "optimizer": 12 * psi * one_in[1],
+        }
+    return parts | {"total": sum(parts.values())}
+
+
+def predict_sent(n_parameters: int, world_size: int, stage: int, *, n_root: int = 0, bytes_each: int = 4) -> float:
+    """Bytes that a rank sends in a step: (N-1)/N of 2Ψ elements, in stage 3 of 3Ψ less the root unit's."""
+    elements = 2 * n_parameters if stage < 3 else 3 * n_parameters - n_root
+    return elements * bytes_each * (world_size - 1) / world_size
+
+
+def predict_activations(
+    batch_size: int,
+    sequence_length: int,
+    width: int,
+    heads: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    dropout: bool = False,
+    convention: str = "minizero",
+) -> dict[str, int]:
+    """Bytes that one layer of the GPT keeps from forward to backward, by what they are; `total`.
+
+    convention="paper" is Korthikanti et al.'s s b h (34 + 5 a s / h), whatever the dtype: 16 bits, with dropout,
+    whose masks take 1 byte an element. What differs here: each norm keeps a mean and a deviation for every token,
+    which the paper leaves out as small, and PyTorch on a CPU keeps a mask in the dtype (on a GPU in 1 byte).
+    """
+    if convention not in ("minizero", "paper"):
+        raise ValueError(f"predict_activations: convention must be 'minizero' or 'paper', not {convention!r}")
+    if width % heads:
+        raise ValueError(f"predict_activations: width ({width}) must be divisible by heads ({heads})")
+    paper = convention == "paper"
+    each = 2 if paper else dtype.itemsize
+    mask = (1 if paper else each) if dropout or paper else 0
+    tokens = sequence_length * batch_size
+    vectors, scores = tokens * width, tokens * heads * sequence_length  # elements: s b h, and a s² b
+    parts = {
+        "attention: input of the norm": each * vectors,
+        "attention: input of the projection to q, k, v": each * vectors,
+        "attention: q, k": 2 * each * vectors,
+        "attention: v": each * vectors,
+        "attention: output of the softmax": each * scores,
+        "attention: dropout's mask over that": mask * scores,
+        "attention: dropout's output": each * scores if mask else 0,
+        "attention: input of the last projection": each * vectors,
+        "attention: dropout's mask over its output": mask * vectors,
+        "perceptron: input of the norm": each * vectors,
+        "perceptron: input of the first layer": each * vectors,
+        "perceptron: input of GELU": 4 * each * vectors,
+        "perceptron: input of the second layer": 4 * each * vectors,
+        "perceptron: dropout's mask over its output": mask * vectors,
+        "norms: a mean and a deviation for each token": 0 if paper else 2 * 2 * each * tokens,
+    }
+    return parts | {"total": sum(parts.values())}

@@ -1,0 +1,61 @@
+"""Operators: how to watch them; and what their outputs can be: new tensors, views of inputs, or inputs written to.
+
+Its schema tells: `add(Tensor self, …) -> Tensor` makes a new tensor, `view(Tensor(a) self, …) -> Tensor(a)` an alias,
+`add_(Tensor(a!) self, …) -> Tensor(a!)` writes to what it was given. Most operators make no new tensor.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Watcher(TorchDispatchMode):
+    """A dispatch mode as PyTorch's, without the layer that keeps its compiler away from each call of it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would cost a microsecond a call, and two seconds to import
+
+
+def dense_parts(tensor: Any) -> list[torch.Tensor]:
+    """The tensors that hold a tensor's bytes: itself, or those that it is made of."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, say
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for part in parts if isinstance(part, torch.Tensor)]
+    if not isinstance(tensor, torch.Tensor):
+        return []
+    if tensor.is_sparse:
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout == torch.strided else []
+
+
+RESIZERS = ("aten::resize_", "aten::resize_as_", "aten::set_")
+ONE_NEW = ("new",)  # what most of the others are, recognised by identity
+
+outputs_of: dict[int, tuple[str, ...]] = {}  # by the operator's id(): its hash would be computed in Python
+_known: list[Any] = []  # kept alive, so that no operator can get the id of one that is gone
+
+
+def learn(func: Any) -> tuple[str, ...]:
+    """For each output "new", "written" (perhaps resized) or "" (a view); () where no output is of interest."""
+    schema = func._schema
+    may_resize = any(argument.is_out for argument in schema.arguments) or schema.name in RESIZERS
+
+    def kind(output: Any) -> str:
+        if "Tensor" not in str(output.type):  # a number; the profiler's own objects
+            return ""
+        if output.alias_info is None:
+            return "new"
+        return "written" if may_resize else ""
+
+    kinds = tuple(kind(output) for output in schema.returns)
+    if schema.name == "aten::lift_fresh":  # torch.tensor's: declared as a view, of a tensor that nobody has seen
+        kinds = ("new",)
+    if not any(kinds):
+        kinds = ()
+    elif kinds == ONE_NEW and str(schema.returns[0].type) == "Tensor":
+        kinds = ONE_NEW
+    _known.append(func)
+    outputs_of[id(func)] = kinds
+    return kinds

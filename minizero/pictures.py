@@ -1,0 +1,198 @@
+"""The pictures of the main job and of a ledger, drawn from plain data: see `report` for what `results` holds.
+
+Measured and predicted never share a colour. One MiB is 2^20 bytes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+
+Results = dict[str, Any]
+Look = dict[str, Any]  # matplotlib's keywords
+
+# Okabe and Ito's tones for the three states that ZeRO shards, neutral shades for all else.
+COLORS = {
+    "parameters": "#0072B2",
+    "gradients": "#F0E442",
+    "optimizer": "#009E73",
+    "activations": "#8A8A8A",
+    "temporary": "#C4C4C4",
+    "communication": "#4D4D4D",
+}
+OTHER = "#A08C72"
+PREDICTED: Look = {"color": "#D55E00", "linestyle": "dashed", "linewidth": 2.5}
+# By stage. The widths fall, so that curves that coincide show beside each other.
+LINE_STYLES: dict[int, Look] = {
+    0: {"color": "#C4C4C4", "linestyle": "solid", "linewidth": 18, "solid_capstyle": "butt"},
+    1: {"color": "#CC79A7", "linestyle": (0, (2, 0.4)), "linewidth": 10},
+    2: {"color": "#5E2750", "linestyle": "dashdot", "linewidth": 5},
+    3: {"color": "#000000", "linestyle": "dotted", "linewidth": 2, "marker": "o"},
+}
+PHASES = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
+MIB = 2**20
+FONT = 16
+
+
+def draw_curves(results: Results) -> Figure:
+    """Draws what rank 0 holds during one training step: a panel for each stage, all on one scale."""
+    runs = results["runs"]
+    peaks = [_peaks(run["curve"]) for run in runs]
+    names = shown_categories(peaks)
+    highest = max(one["total"] for one in [*peaks, *(run["predicted"] for run in runs)])
+    figure, columns = Figure(figsize=(16, 9)), min(len(runs), 2)
+    for panel, run in enumerate(runs, start=1):
+        axes = figure.add_subplot(-(-len(runs) // columns), columns, panel)
+        _draw_curve(axes, run["curve"], names)
+        predicted = axes.axhline(run["predicted"]["total"] / MIB, **PREDICTED)
+        predicted.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
+        axes.set_title(run["name"], fontsize=FONT + 3, fontweight="bold", pad=28)
+        axes.set_ylim(0, 1.2 * highest / MIB)
+    keys = [*_keys(names), Line2D([], [], label="predicted persistent", **PREDICTED)]
+    return _finish(figure, f"Memory of rank 0 during one training step: {describe_size(results)}", keys)
+
+
+def plot_curve(samples: Sequence[Any], axes: Axes | None = None, note: str = "") -> Axes:
+    """Draws the curve of a `Ledger` on `axes`, by default on a new figure, which a notebook shows.
+
+    note: written below, such as what the ledger could not see.
+    """
+    if axes is None:
+        from matplotlib import pyplot  # notebooks show the figures that pyplot knows
+
+        axes = pyplot.figure(figsize=(14, 6), layout="constrained").add_subplot()
+    curve: Results = {name: [sample[name] for sample in samples] for name in samples[0]}
+    names = shown_categories([_peaks(curve)])
+    curve["phase"] = [sample.phase for sample in samples]
+    if hasattr(samples[0], "number"):
+        curve["number"] = [sample.number for sample in samples]
+    _draw_curve(axes, curve, names)
+    axes.set_xlabel("\n".join(filter(None, [axes.get_xlabel(), note])))
+    axes.legend(handles=_keys(names), loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT, frameon=False)
+    return axes
+
+
+def draw_boxes(results: Results) -> Figure:
+    """Draws the ZeRO paper's picture to scale: a column for each rank, a box for each state it keeps."""
+    runs, size = results["runs"], results["world_size"]
+    names = shown_categories(rank["persistent"] for run in runs for rank in run["ranks"])
+    figure = Figure(figsize=(16, 9))
+    axes = figure.subplots()
+    for group, run in enumerate(runs):
+        # A stage gets one unit of the x axis, and its ranks share 0.84 of that.
+        centres = [group - 0.42 + 0.84 * (rank + 0.5) / size for rank in range(size)]
+        below = np.zeros(size)
+        for name in names:
+            heights = np.array([rank["persistent"].get(name, 0) / MIB for rank in run["ranks"]])
+            edge: Look = {"edgecolor": "black", "linewidth": min(1, 8 / size)}
+            axes.bar(centres, heights, 0.75 / size, below, label=name, color=COLORS.get(name, OTHER), **edge)
+            below += heights
+        totals = [rank["persistent"]["total"] for rank in run["ranks"]]
+        text = " to ".join(dict.fromkeys(mib(end) for end in (min(totals), max(totals))))
+        _write_above(axes, f"{text} MiB\nper rank", (group, max(totals) / MIB))
+    axes.set_xticks(range(len(runs)), [run["name"] for run in runs], fontweight="bold")
+    _label(axes, "stage (one column per rank)", "persistent memory (MiB)")
+    axes.set(xlim=(-0.5, len(runs) - 0.5), ymargin=0.15)
+    return _finish(figure, f"Persistent memory of each rank: {describe_size(results)}", _keys(names))
+
+
+def draw_losses(results: Results) -> Figure:
+    """Draws the stages' losses over each other, and says by how much they differ at most."""
+    losses = [run["losses"] for run in results["runs"]]
+    figure = Figure(figsize=(16, 9))
+    axes = figure.subplots()
+    marks: Look = {"markersize": 11, "markerfacecolor": "white", "markevery": max(1, len(losses[0]) // 20)}
+    for run in results["runs"]:
+        axes.plot(
+            range(1, len(run["losses"]) + 1), run["losses"], label=run["name"], **LINE_STYLES[run["stage"]], **marks
+        )
+    axes.locator_params(axis="x", integer=True)
+    _label(axes, "training step", "loss (nats per token)")
+    title = f"Training loss, mean over ranks: {describe_size(results)}"
+    if len(losses) > 1:
+        difference = np.ptp(list(zip(*losses)), axis=1).max()
+        title += f"\nlargest difference between stages: {difference:.3g}"
+    return _finish(figure, title, list(axes.lines), key_length=5)
+
+
+def shown_categories(found: Iterable[Mapping[str, int]]) -> list[str]:
+    """The categories worth a row or a box: the known ones in the order of COLORS, then any others."""
+    # Less than a thousandth of the total (a loss, a batch) could be neither read nor seen.
+    names = {name for one in found for name, held in one.items() if held > one["total"] / 1000} - {"total"}
+    return [*(name for name in COLORS if name in names), *sorted(names - COLORS.keys())]
+
+
+def mib(count: float) -> str:
+    return f"{count / MIB:,.2f}"
+
+
+def describe_size(results: Results) -> str:
+    return f"{results['n_parameters']:,} parameters, world size {results['world_size']}"
+
+
+def _keys(names: Iterable[str]) -> list[Any]:
+    return [Patch(label=name, color=COLORS.get(name, OTHER)) for name in names]
+
+
+def _peaks(curve: Mapping[str, list[Any]]) -> dict[str, int]:
+    return {name: max(held) for name, held in curve.items() if name != "phase"}
+
+
+def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str]) -> None:
+    """Draws one curve, stacked by category, with its phases and its peak: over operators, where it knows them."""
+    peak, places = max(curve["total"]), _spread(curve.get("number", range(len(curve["total"]))))
+    layers = [[held / MIB for held in curve.get(name, [0] * len(places))] for name in names]
+    colors = [COLORS.get(name, OTHER) for name in names]
+    axes.stackplot(places, layers, step="post", colors=colors, linewidth=0)
+    length = int(places[-1]) + 1
+    _mark_phases(axes, curve["phase"], [*places, length])
+    when = places[curve["total"].index(peak)]
+    axes.plot(when, peak / MIB, "o", color="black", markersize=8, zorder=4)
+    side = "left" if when < length / 3 else "right" if when > length * 0.6 else "center"
+    _write_above(axes, f"peak {mib(peak)} MiB", (when, peak / MIB), side)
+    _label(axes, "operators, in order" if "number" in curve else "allocations and frees, in order", "memory (MiB)")
+    axes.set(xlim=(0, length), ylim=(0, 1.2 * peak / MIB))
+
+
+def _spread(numbers: Sequence[int]) -> list[float]:
+    """A place on the axis for each sample: those that have a number in common share the space up to the next."""
+    count = Counter(numbers)
+    first = {number: place for place, number in reversed(list(enumerate(numbers)))}
+    return [number + (place - first[number]) / count[number] for place, number in enumerate(numbers)]
+
+
+def _mark_phases(axes: Axes, phases: list[str], places: Sequence[float]) -> None:
+    """Draws a line where a phase starts and ends, and names it above the panel. places: of each sample, and the end."""
+    across = axes.get_xaxis_transform()
+    for phase in sorted(PHASES.keys() & set(phases)):
+        start, end = places[phases.index(phase)], places[len(phases) - phases[::-1].index(phase)]
+        # The last phase is often too narrow for its name, which then ends where the phase ends.
+        place, side = (end, "right") if start > places[-1] * 0.6 else (start, "left")
+        axes.text(place, 1.02, PHASES[phase], ha=side, fontsize=FONT, transform=across)
+        axes.vlines([start, end], 0, 1, color="black", linewidth=1.2, transform=across)
+
+
+def _write_above(axes: Axes, text: str, place: tuple[float, float], side: str = "center") -> None:
+    words = axes.annotate(text, place, (0, 9), textcoords="offset points", ha=side, fontsize=FONT + 1)
+    words.set(fontweight="bold", path_effects=[withStroke(linewidth=5, foreground="white")])
+
+
+def _label(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x, fontsize=FONT)
+    axes.set_ylabel(y, fontsize=FONT)
+    axes.tick_params(labelsize=FONT)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _finish(figure: Figure, title: str, keys: Sequence[Any], key_length: float = 1.5) -> Figure:
+    figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1)
+    figure.suptitle(title, fontsize=FONT + 4)
+    look: Look = {"handlelength": key_length, "handletextpad": 0.5, "columnspacing": 1.2, "frameon": False}
+    figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), 7), fontsize=FONT, **look)
+    return figure

@@ -1,0 +1,183 @@
+"""Recomputation (gradient checkpointing): keep a function's inputs instead of all it computes on the way.
+
+    plain        forward: x → h₁ → h₂ → … → y, all kept      backward: y … h₂ ← h₁ ← x
+    checkpoint   forward: x → … → y, only x kept             backward: x → h₁ → h₂ → … again, then as above
+
+A block's activations then live only while its own backward runs, for one more forward of the block.
+There are two ways to do it, `by_function` and `by_hooks` below. `checkpoint` is the second with what a user
+expects; it gives the plain run's gradients bit for bit.
+
+Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from minizero.frame import Frame, Inputs, Stop, may_bring_gradient, name_of
+from minizero.replay import RecomputeMismatch, Replay, is_enabled, is_recomputing, set_enabled
+from minizero.selective import Comparison, Kept, Policy, keep_matmuls
+from minizero.sequential import checkpoint_sequential
+
+__all__ = [
+    "Checkpointed",
+    "RecomputeMismatch",
+    "by_function",
+    "by_hooks",
+    "checkpoint",
+    "checkpoint_selective",
+    "checkpoint_sequential",
+    "is_recomputing",
+    "keep_matmuls",
+    "set_enabled",
+]
+
+# The two ways, for tensors in and out.
+
+
+class ByFunction(torch.autograd.Function):
+    """One node in the graph, whose backward runs the function again and a backward inside the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        ctx.fn, ctx.replay = fn, Replay(fn, tensors)
+        ctx.save_for_backward(*tensors)
+        outputs = fn(*tensors)  # autograd records nothing inside a Function
+        ctx.replay.first_run_is_over()
+        return outputs
+
+    @staticmethod
+    @once_differentiable  # what happens inside is on no graph
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
+        with ctx.replay.again(), torch.enable_grad():
+            outputs = ctx.fn(*tensors)
+        torch.autograd.backward(outputs, gradients)
+        return None, *(tensor.grad for tensor in tensors)
+
+
+def by_function(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Simple, with limits. All of fn runs twice; one of `tensors` must require a gradient, or there is none for the
+    parameters either; `autograd.grad` and `backward(inputs=...)` see the node, not what is inside; and there is no
+    second derivative.
+    """
+    return ByFunction.apply(fn, *tensors)
+
+
+def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """The graph is the plain one; only what it saves is dropped, and computed again when its backward asks for it.
+
+    Everything that works on a graph works, and the second forward stops before the last products.
+    """
+    replay = Replay(fn, tensors)
+    values: list[Any] = []  # what the second forward saved
+    saved = 0  # how many tensors the first forward would have saved
+
+    def drop(tensor: torch.Tensor) -> int:
+        nonlocal saved
+        saved += 1
+        return saved - 1
+
+    def keep(tensor: torch.Tensor) -> None:
+        values.append(tensor.detach())
+        if len(values) == saved:
+            raise Stop
+
+    def fetch(index: int) -> torch.Tensor:
+        if not values or values[index] is None:  # for the first time, or for another backward
+            values.clear()
+            with replay.again(), saved_tensors_hooks(keep, lambda _: _), torch.enable_grad():
+                with contextlib.suppress(Stop):
+                    fn(*tensors)
+        value, values[index] = values[index], None
+        return value
+
+    with saved_tensors_hooks(drop, fetch):
+        outputs = fn(*tensors)
+    replay.first_run_is_over()
+    return outputs
+
+
+# The second way, in full.
+
+
+def checkpoint(
+    fn: Callable[..., Any], *args: Any, verify: bool = False, preserve_rng_state: bool = True, **kwargs: Any
+) -> Any:
+    """`fn(*args, **kwargs)`, without keeping what it computes on the way; backward runs fn again.
+
+    Tensors are found in nested tuples, lists and dicts of the arguments; anything else is passed as it is. The
+    second run sees the same state of torch's generators (unless `preserve_rng_state` is False; ranks that are
+    threads share these, so that dropout is not repeated there), the same autocast and default device, and
+    batch norms count a batch once. `verify` compares the values of all operators. Without grad mode it is fn.
+
+    `RecomputeMismatch` where the second run differs, or would: fn changes an input in place, draws from NumPy's
+    generator, depends on something that changes. `ValueError` where a gradient is asked for and can go nowhere.
+    """
+    return _checkpoint(fn, args, kwargs, preserve_rng_state, verify=verify)
+
+
+def checkpoint_selective(
+    keep: Policy, fn: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any
+) -> Any:
+    """`checkpoint` that keeps the results of the operators for which `keep(operator)` is true.
+
+    keep: a function of the operator (`torch.ops.aten.mm.default`, …); `keep_matmuls` keeps what takes long.
+    """
+    return _checkpoint(fn, args, kwargs, preserve_rng_state, keep=keep)
+
+
+def _checkpoint(
+    fn: Any, args: Any, kwargs: Any, preserve_rng_state: bool, verify: bool = False, keep: Policy | None = None
+) -> Any:
+    if not (torch.is_grad_enabled() and is_enabled()):
+        return fn(*args, **kwargs)
+    inputs = Inputs(fn, args, kwargs)
+    replay = Replay(fn, inputs.tensors, preserve_rng_state)
+
+    def again() -> None:
+        args, kwargs = inputs.again()
+        with replay.again(), mode.again() if mode else nothing:
+            fn(*args, **kwargs)
+
+    frame, nothing = Frame(fn, again), contextlib.nullcontext()
+    mode = Comparison() if verify else Kept(keep, frame.saved) if keep else None
+    with frame.dropping(), mode or nothing, replay.remembering_statistics() if verify else nothing:
+        outputs = fn(*args, **kwargs)
+    for part in (mode, replay, inputs):
+        if part is not None:
+            part.first_run_is_over()
+    if not may_bring_gradient(outputs):
+        _check_that_nothing_asks(fn, inputs, frame)
+    return outputs
+
+
+def _check_that_nothing_asks(fn: Any, inputs: Inputs, frame: Frame) -> None:
+    """`ValueError` where something that `fn` was given asks for a gradient, since its outputs will bring none."""
+    asking = [f"tensor {i} of its arguments" for i, requires_grad in enumerate(inputs.trains) if requires_grad]
+    if isinstance(fn, nn.Module):
+        asking += [f"parameter {parameter}" for parameter, p in fn.named_parameters() if p.requires_grad]
+    if frame.saved:
+        asking.append("something in it")
+    if asking:
+        raise ValueError(
+            f"checkpoint: {name_of(fn)} returns nothing with a gradient, though {asking[0]} asks for one: return "
+            "what is computed from it, without detach() or no_grad(), or call it without checkpoint"
+        )
+
+
+class Checkpointed(nn.Module):
+    """`module`, of which every forward is a `checkpoint`. Parameters keep their names behind `module.`"""
+
+    def __init__(self, module: nn.Module, *, verify: bool = False, preserve_rng_state: bool = True) -> None:
+        super().__init__()
+        self.module, self.verify, self.preserve_rng_state = module, verify, preserve_rng_state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        options = {"verify": self.verify, "preserve_rng_state": self.preserve_rng_state}
+        return checkpoint(self.module, *args, **options, **kwargs)

@@ -1,0 +1,66 @@
+"""A schedule as a picture: time goes to the right, one column for each forward or backward; a row for each stage.
+
+A bar lasts from the moment a stage's input is kept to the moment it is dropped: a cut from bottom to top crosses
+as many bars as slots are taken. Cells climb where the chain runs forward, and come down one backward at a time.
+"""
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from minizero.chain import Schedule
+
+KEPT, FORWARD, BACKWARD = "#B5B5B5", "#000000", "#CC79A7"
+FONT = 16
+
+
+def plot_schedule(schedule: Schedule, axes: Axes | None = None) -> Axes:
+    """Draws the schedule on `axes`, by default on a new figure, which a notebook shows."""
+    if axes is None:
+        from matplotlib import pyplot  # notebooks show the figures that pyplot knows
+
+        axes = pyplot.figure(figsize=(14, 7), layout="constrained").add_subplot()
+    stages, columns = len(schedule.stages), len(schedule.curve)
+    bars, cells = _where(schedule)
+
+    # Drawn from back to front. In another height as well as another colour, so that no one has to tell the colours.
+    look: dict[str, Any] = {"linewidth": 0}
+    kept, first, last = zip(*bars)
+    axes.barh(kept, [b - a for a, b in zip(first, last)], 0.4, first, color=KEPT, label="input kept", **look)
+    for action, color, height, label in (
+        ("forward", FORWARD, 0.55, "forward"),
+        ("backward", BACKWARD, 0.95, "forward with tape, and backward"),
+    ):
+        if cells[action]:
+            column, stage = zip(*cells[action])
+            axes.barh(stage, 1, height, column, color=color, label=label, **look)
+
+    axes.set(xlim=(0, columns), ylim=(-0.7, stages - 0.3))
+    axes.set_xlabel("step", fontsize=FONT)
+    axes.set_ylabel("stage", fontsize=FONT)
+    axes.tick_params(labelsize=FONT)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.spines[["top", "right"]].set_visible(False)
+    costs = f"{schedule.slots} kept at most, {schedule.advances} forwards without a tape"
+    axes.set_title(f"{stages} stages: {costs}", fontsize=FONT + 3, pad=44)
+    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 3}
+    axes.legend(fontsize=FONT, handlelength=1.2, columnspacing=1.5, frameon=False, **place)
+    return axes
+
+
+def _where(schedule: Schedule) -> tuple[list[tuple[int, int, int]], dict[str, list[tuple[int, int]]]]:
+    """Bars (stage, first column, column after the last), and by action the cells (column, stage)."""
+    bars, since = [], dict[int, int]()
+    cells: dict[str, list[tuple[int, int]]] = {"forward": [], "backward": []}
+    column = 0
+    for action, stage in schedule.steps:
+        if action == "keep":
+            since[stage] = column
+        elif action == "drop":
+            bars.append((stage, since.pop(stage), column))
+        else:
+            cells[action].append((column, stage))
+            column += 1
+    return bars + [(stage, start, column) for stage, start in since.items()], cells

@@ -1,0 +1,141 @@
+"""Running a schedule on real layers: a chain that keeps only those inputs that its schedule keeps.
+
+The first sweep takes the schedule's steps up to its first backward, and leaves a graph whose stages hold nothing:
+each is a `Frame`. When backward comes to a stage, the next steps are taken, up to that stage's own backward step:
+forwards without a tape from the nearest input that was kept, then the one whose tape this backward uses.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from minizero.frame import Frame, Inputs, name_of
+from minizero.replay import RecomputeMismatch, Replay, is_enabled
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def checkpoint_sequential(layers: Iterable[Layer], x: torch.Tensor, schedule: Any) -> torch.Tensor:
+    """`layers` applied to x one after the other, holding in between what the `Schedule` says.
+
+    layers: an nn.Sequential or a list, each of one tensor to one tensor; one for each stage of the schedule. The
+    last stage's tape is built at once, the others when backward comes. A second backward through the same graph
+    starts again from x. `ValueError` where the numbers of layers and stages differ; `TypeError` where a layer
+    does not give a tensor; `RecomputeMismatch` as in `checkpoint`.
+    """
+    layers = list(layers)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"checkpoint_sequential: x must be one tensor, not {type(x).__name__}")
+    if len(layers) != len(schedule.stages):
+        raise ValueError(
+            f"checkpoint_sequential: the schedule is for {len(schedule.stages)} stages, there are {len(layers)} "
+            "layers: make a schedule for so many, or group layers with nn.Sequential"
+        )
+    if torch.is_grad_enabled() and is_enabled():
+        return Chain(layers, schedule.steps).first_sweep(x)
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+class Chain:
+    """Layers, how far they have come in the steps of their schedule, and what is kept at this point."""
+
+    def __init__(self, layers: list[Layer], steps: list[Any]) -> None:
+        self.layers, self.steps = layers, steps
+        self.replays: list[Replay] = []
+        self.trains: list[bool] = []  # does a stage's input require a gradient?
+        self.position = 0  # of the next step
+        self.stage = len(layers) - 1  # whose tape was built last
+        self.kept: dict[int, torch.Tensor] = {}
+        self.running: tuple[int, torch.Tensor] | None = None  # a stage, and its input
+
+    def first_sweep(self, x: torch.Tensor) -> torch.Tensor:
+        """The chain's output, on a graph that comes back here when it needs what a stage would have saved."""
+        self.inputs = Inputs("the chain", x)
+        while True:
+            action, i = self.steps[self.position]
+            self.position += 1
+            if action == "keep":
+                self.kept[i] = x.detach()  # x leads to the graph, and the graph leads here
+            elif action == "drop":
+                del self.kept[i]
+            elif action == "forward":
+                x = self._first_forward(i, x)
+            else:
+                x = self._call(i, x)  # on the plain tape
+                self.inputs.first_run_is_over()
+                return x
+
+    def _first_forward(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        if i != len(self.replays):
+            raise ValueError(
+                f"checkpoint_sequential: the steps come to forward {i} where forward {len(self.replays)} is due: "
+                "before the first backward each stage must run once"
+            )
+        self.trains.append(x.requires_grad)
+        self.replays.append(Replay(self.layers[i], [x]))
+        frame = Frame(f"layer {i}", lambda: self._second_forward(i))
+        with frame.dropping():
+            x = self._call(i, x)
+        self.replays[i].first_run_is_over()
+        if frame.saved and x.requires_grad:
+            # Where backward comes in, and before it goes on: what it makes inside the stage need not wait for us.
+            x.register_hook(lambda _: self._advance_to(i))
+        return x
+
+    def _second_forward(self, i: int) -> None:
+        """What a stage's frame runs to get the stage's tape."""
+        self._advance_to(i)
+        x = self._input_of(i)
+        self.running, self.stage, self.position = None, i, self.position + 1
+        while self.position < len(self.steps) and self.steps[self.position].action == "drop":
+            del self.kept[self.steps[self.position].stage]
+            self.position += 1
+        with self.replays[i].again():
+            self.layers[i](x)
+
+    def _advance_to(self, i: int) -> None:
+        """Take steps until the next is stage i's backward."""
+        try:
+            if i >= self.stage:  # a second backward through this graph
+                self.position, self.stage, self.kept = 0, len(self.layers), {}
+                self.running = 0, self.inputs.again()[0]
+            while self.steps[self.position] != ("backward", i):
+                action, j = self.steps[self.position]
+                if action == "keep":
+                    self.kept[j] = self._input_of(j).detach()
+                elif action == "drop":
+                    del self.kept[j]
+                elif action == "forward":
+                    self.running = j + 1, self._advance(j, self._input_of(j))
+                else:  # of a stage that this backward does not need, or had in the first sweep
+                    self.running = None
+                self.position += 1
+        except BaseException:
+            self.stage = 0  # whoever comes next starts again
+            raise
+
+    def _advance(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        # Not under no_grad, where some operators take another way, with other roundings.
+        frame = Frame(f"layer {i}", lambda: self.layers[i](x))
+        with self.replays[i].again(), torch.enable_grad(), frame.dropping():
+            return self._call(i, x).detach()
+
+    def _input_of(self, i: int) -> torch.Tensor:
+        x = self.running[1] if self.running and self.running[0] == i else self.kept[i]
+        return x.detach().requires_grad_(self.trains[i])
+
+    def _call(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        version = x._version
+        output = self.layers[i](x)
+        if isinstance(output, torch.Tensor) and x._version == version:
+            return output
+        name = f"checkpoint_sequential: layer {i} ({name_of(self.layers[i])})"
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"{name} gave {type(output).__name__}: each must take and give one tensor")
+        raise RecomputeMismatch(
+            f"{name} changes its input in place, so that a second forward would start from other values: use the "
+            "out-of-place operation (inplace=False), or change a clone"
+        )

@@ -1,0 +1,355 @@
+"""Accumulation: the gradient of the whole window, whatever the micro-batches; sent once; in the memory of one."""
+
+import pytest
+import torch
+from helpers import SMALL, STAGES, batch, relative_error, run
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from minizero import DDP, GPT, GPTConfig, RankFailed, Zero3
+from minizero.accumulate import accumulate
+from minizero.memory import Ledger, predict_sent
+
+IGNORED = -100
+
+
+def ragged(sizes=((3, 16), (2, 5), (1, 1), (4, 9)), seed=0):
+    """A window whose micro-batches differ in sequences and in targets: pairs (x, y)."""
+    window = []
+    for number, (sequences, targets) in enumerate(sizes):
+        x, y = batch(100 * seed + number, size=sequences)
+        y = y.clone()
+        y[:, targets:] = IGNORED
+        window.append((x, y))
+    return window
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def whole(window, make=lambda: GPT(SMALL)):
+    """Loss and gradients of all micro-batches as one batch."""
+    model = make()
+    loss = model(torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def test_ragged_micro_batches_are_the_full_batch_and_the_mean_of_means_is_not():
+    window = ragged()
+    loss, expected = whole(window)
+    model = GPT(SMALL)
+    measured = accumulate(model, (pair for pair in window))  # a generator will do
+    assert relative_error(gradients(model), expected) < 1e-5
+    assert measured.item() == pytest.approx(loss.item(), rel=1e-6) and not measured.requires_grad
+
+    naive = GPT(SMALL)
+    for x, y in window:
+        (naive(x, y) / len(window)).backward()
+    assert relative_error(gradients(naive), expected) > 0.1
+
+
+def test_128_as_4_times_32_is_the_same_update():
+    states = []
+    for pieces in (1, 4):
+        model = GPT(SMALL)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        for step in range(2):
+            x, y = batch(step, size=128)
+            accumulate(model, zip(x.chunk(pieces), y.chunk(pieces)))
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    assert 0 < relative_error(states[1], states[0]) < 1e-5
+
+
+def test_a_short_last_window_counts_its_own_tokens():
+    data = ragged(seed=1)
+    for window in (data[:3], data[3:]):
+        model = GPT(SMALL)
+        accumulate(model, window)
+        assert relative_error(gradients(model), whole(window)[1]) < 1e-5
+
+
+def test_gradients_that_were_there_before_stay():
+    first, second = ragged(seed=2), ragged(seed=3)
+    expected, other = whole(first)[1], whole(second)[1]
+    model = GPT(SMALL)
+    accumulate(model, first)
+    accumulate(model, second)
+    total = {name: expected[name] + other[name] for name in expected}
+    assert relative_error(gradients(model), total) < 1e-5
+
+
+# Micro-batches without a target.
+
+
+class OwnMean(nn.Module):
+    """A loss that divides by its count: 0/0 without a target, in the gradient as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+
+    def forward(self, x, y):
+        there = y != IGNORED
+        losses = -F.log_softmax(self.layers(x), -1).gather(1, y.clamp(min=0)[:, None])[:, 0]
+        return (losses * there).sum() / there.sum()
+
+
+def numbers(counts, seed=0):
+    """For each count a micro-batch of 6 samples, of which so many have a target."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(counts), 6, 8, generator=generator)
+    y = torch.randint(8, (len(counts), 6), generator=generator)
+    for row, count in zip(y, counts):
+        row[count:] = IGNORED
+    return list(zip(x, y))
+
+
+def test_a_micro_batch_without_targets_adds_nothing():
+    window = numbers([0, 4, 0, 6, 0])
+    loss, expected = whole(window, OwnMean)
+    model = OwnMean()
+    assert accumulate(model, window).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert relative_error(gradients(model), expected) < 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_with_other_counts_other_numbers_of_micro_batches_and_none_at_all(stage):
+    """Rank 0 has three micro-batches, the last without a target; rank 1 has one; rank 2 two, both without."""
+    mine = [numbers([4, 1, 0], seed=1), numbers([6], seed=2), numbers([0, 0], seed=3)]
+    loss, expected = whole([pair for window in mine for pair in window], OwnMean)
+
+    def work(comm):
+        model = stage(OwnMean(), comm)
+        losses = [accumulate(model, mine[comm.rank]).item()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.step()
+        return losses, model.gather_state_dict()
+
+    start = OwnMean().state_dict()
+    for losses, state in run(3, work):
+        assert losses == [pytest.approx(loss.item(), rel=1e-6)]
+        assert relative_error({name: start[name] - state[name] for name in start}, expected) < 1e-5
+
+
+def test_a_window_without_any_target_is_refused_on_every_rank():
+    with pytest.raises(ValueError, match="no target in the window"):
+        accumulate(OwnMean(), numbers([0, 0]))
+
+    def work(comm, counts):
+        with pytest.raises(ValueError) as caught:
+            accumulate(DDP(OwnMean(), comm), numbers(counts[comm.rank]))
+        return str(caught.value)
+
+    assert all("no target in the window" in message for message in run(2, work, [[0], [0, 0]]))
+    assert all("no micro-batch on rank 1; others have up to 3" in m for m in run(2, work, [[1, 2, 3], []]))
+    with pytest.raises(ValueError, match="no micro-batch: give"):
+        accumulate(OwnMean(), [])
+
+
+# On ranks.
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_every_stage_gets_the_full_batchs_gradient(dtype):
+    windows = [ragged(seed=4), ragged(((1, 2), (5, 16), (2, 3), (1, 16)), seed=5)]
+    loss, expected = whole([pair for window in windows for pair in window])
+
+    def work(comm, stage):
+        model = stage(GPT(SMALL), comm, dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1000)  # so large that the step is hardly rounded
+        loss = accumulate(model, windows[comm.rank])
+        optimizer.step()
+        return loss.item(), model.gather_state_dict()
+
+    start = GPT(SMALL).state_dict()
+    results = [run(2, work, stage)[0] for stage in STAGES]
+    for measured, state in results:
+        assert measured == pytest.approx(loss.item(), rel=1e-6 if dtype is None else 1e-2)
+        gradient = {name: (start[name] - state[name]) / 1000 for name in expected}
+        assert relative_error(gradient, expected) < (1e-5 if dtype is None else 5e-2)
+        if dtype is None:  # the same bits in every stage
+            assert all(torch.equal(state[name], results[0][1][name]) for name in state)
+
+
+def test_gradients_are_sent_once():
+    """Counts and loss are scalars beside them. Stage 3 also gathers parameters for each micro-batch."""
+    config = GPTConfig(vocabulary=64, sequence_length=16, width=64, layers=2, heads=2)
+    total = sum(p.numel() for p in GPT(config).parameters())
+    block = sum(p.numel() for p in GPT(config).blocks[0].parameters())
+    root, scalars = total - 2 * block, 100
+
+    def work(comm, stage, pieces):
+        model = stage(GPT(config), comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = batch(comm.rank, size=8)
+        for _ in range(2):
+            sent = comm.bytes_sent
+            accumulate(model, zip(x.chunk(pieces), y.chunk(pieces)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return comm.bytes_sent - sent
+
+    for number, stage in enumerate(STAGES):
+        formula = predict_sent(total, 2, number, n_root=root)
+        once, four = (run(2, work, stage, pieces)[0] for pieces in (1, 4))
+        gathers = 0 if stage is not Zero3 else 3 * (2 * (total - root) + root) * 4 / 2
+        assert 0 < once - formula <= scalars, stage.__name__
+        assert 0 < four - formula - gathers <= scalars, stage.__name__
+
+
+def test_no_sync_around_a_window_holds_its_gradients_back():
+    windows = [ragged(seed=6), ragged(seed=7)]
+    expected = {name: sum(whole(w)[1][name] for w in windows) for name in whole(windows[0])[1]}
+
+    def work(comm):
+        model = DDP(GPT(SMALL), comm)
+        sent = comm.bytes_sent
+        with model.no_sync():
+            accumulate(model, windows[0])
+        sent = comm.bytes_sent - sent
+        accumulate(model, windows[1])
+        return gradients(model.module), sent
+
+    (gradient, sent), _ = run(2, work)
+    assert relative_error(gradient, expected) < 1e-5
+    assert 0 < sent < 100  # counts and the loss
+
+
+# 16 bits.
+
+
+class Constant(nn.Module):
+    """Its gradient is 1, whatever the data."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    def forward(self, x, y):
+        return self.weight.sum()
+
+
+@pytest.mark.parametrize(("dtype", "many"), [(torch.bfloat16, 1024), (torch.float16, 8192)])
+def test_many_small_gradients_add_up_in_fp32(dtype, many):
+    """Each adds 1/many. A 16-bit sum stands still long before it is 1."""
+    window = [(None, torch.zeros(1, dtype=torch.long))] * many
+    model = Constant(dtype)
+    accumulate(model, window)
+    assert model.weight.grad.dtype == dtype and model.weight.grad.tolist() == [1, 1, 1]
+    accumulate(model, window[:2])
+    assert model.weight.grad.tolist() == [2, 2, 2]
+
+    naive = Constant(dtype)
+    for _ in window:
+        (naive(None, None) / many).backward()
+    assert naive.weight.grad.max() <= 0.25
+
+
+def test_a_window_that_breaks_off_leaves_what_was_there():
+    class Breaks(Constant):
+        def forward(self, x, y):
+            if x == "break":
+                raise KeyError("stop")
+            return super().forward(x, y)
+
+    y = torch.zeros(1, dtype=torch.long)
+    model = Breaks(torch.bfloat16)
+    with pytest.raises(KeyError):
+        accumulate(model, [(1, y), ("break", y)])
+    assert model.weight.grad is None
+    accumulate(model, [(1, y), (2, y)])
+    with pytest.raises(KeyError):
+        accumulate(model, [(1, y), ("break", y)])
+    assert model.weight.grad.tolist() == [1, 1, 1]
+    accumulate(model, [(1, y)])  # and its hooks are gone
+    assert model.weight.grad.tolist() == [2, 2, 2]
+
+
+# Memory.
+
+
+def test_activations_fall_by_the_number_of_micro_batches_and_by_recompute_times_that():
+    config = GPTConfig(vocabulary=64, sequence_length=32, width=64, layers=4, heads=2)
+
+    def activations(pieces, recompute):
+        model = GPT(config)
+        if recompute:
+            for block in model.blocks:
+                forward = block.forward
+                block.forward = lambda *a, f=forward: checkpoint(f, *a, use_reentrant=False)
+        x, y = batch(0, size=8, config=config)
+        with Ledger(model) as ledger:
+            accumulate(model, zip(x.chunk(pieces), y.chunk(pieces)))
+        return ledger.peak["activations"]
+
+    for recompute in (False, True):
+        once, two, four = (activations(pieces, recompute) for pieces in (1, 2, 4))
+        assert once - two == 2 * (two - four)  # a straight line over the batch, to the byte
+        fixed = 2 * two - once
+        assert fixed <= 4 * 32 * 32 + 64  # the mask, that recompute holds, and scalars
+    assert once < 0.5 * activations(1, False)
+
+
+def test_the_fp32_sums_are_gradients():
+    model = nn.Linear(100, 100, bias=False, dtype=torch.bfloat16)
+    model.forward = lambda x, y: F.linear(x, model.weight).sum()
+    pair = torch.ones(5, 100, dtype=torch.bfloat16), torch.ones(5, dtype=torch.long)
+    with Ledger(model) as ledger:
+        accumulate(model, [pair, pair])
+        assert ledger.current["gradients"] == 2 * 10_000
+    # Each micro-batch's gradient, or in the end the rounded sum, beside the sum in FP32.
+    assert ledger.peak["gradients"] == (2 + 4) * 10_000
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 3)),  # a pair, not a list of pairs
+        [(1, 2)],
+        [(1, torch.zeros(1), 3)],
+        [5],
+    ],
+)
+def test_what_is_no_pair_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"pairs \(x, y\)"):
+        accumulate(OwnMean(), wrong)
+
+
+def test_a_loss_must_be_one_number_and_averaging_somebody_elses():
+    window = numbers([3])
+    with pytest.raises(ValueError, match=r"one number, the mean loss, not shape \(6, 8\)"):
+        accumulate(Logits(), window)
+
+    class Foreign(OwnMean):
+        def no_sync(self):
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match="Foreign averages over ranks by itself"):
+        accumulate(Foreign(), window)
+
+
+class Logits(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x, y):
+        return super().forward(x)
+
+
+def test_a_failure_on_one_rank_ends_all():
+    def work(comm):
+        accumulate(Zero3(OwnMean(), comm), numbers([3]) if comm.rank else [5])
+
+    with pytest.raises(RankFailed) as caught:
+        run(2, work)
+    assert caught.value.rank == 0 and isinstance(caught.value.__cause__, TypeError)

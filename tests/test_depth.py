@@ -1,0 +1,201 @@
+"""Memory against depth: the textbook's claims, in bytes that the ledger counts and forwards that the layers count."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from minizero.depth import (
+    against_depth,
+    best_region,
+    equal_layers,
+    gpt_layers,
+    held_bytes,
+    in_regions,
+    line,
+    regions,
+    resnet_layers,
+    seconds,
+    step,
+    step_in_regions,
+)
+from minizero.gpt import GPTConfig
+from minizero.networks import NETWORKS
+from minizero.profile_chain import measure_chain
+from minizero.schedules import Stage, binomial, fit, group, recursive_halving, sqrt_n
+
+PICTURES = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(4, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+def small_gpt(layers):
+    return gpt_layers(GPTConfig(vocabulary=64, sequence_length=32, width=32, layers=layers, heads=2))
+
+
+TOKENS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(layers, run):
+    torch.manual_seed(1)
+    run()
+    return [parameter.grad for parameter in nn.Sequential(*layers).parameters()]
+
+
+def test_gradients_are_the_plain_runs():
+    layers = resnet_layers(2, 4)
+    expected = gradients(layers, lambda: step(layers, IMAGES))
+    nn.Sequential(*layers).zero_grad()
+    for run in (lambda: step_in_regions(layers, IMAGES, 3), lambda: step(layers, IMAGES, binomial(len(layers), 2))):
+        got = gradients(layers, run)
+        assert expected and all(torch.equal(a, b) for a, b in zip(expected, got))
+        nn.Sequential(*layers).zero_grad()
+
+
+@pytest.mark.parametrize("depths", [(16, 64, 144), pytest.param((16, 64, 256, 1024), marks=pytest.mark.slow)])
+def test_memory_grows_with_n_and_with_its_root(depths):
+    """Equal layers whose tape is nothing but their output, in units of one layer's input."""
+    x = torch.randn(32, 16)
+    runs = {
+        "plain": lambda layers: step(layers, x),
+        "sqrt": lambda layers: step(layers, x, sqrt_n(len(layers))),
+        "regions": lambda layers: step_in_regions(layers, x, math.isqrt(len(layers))),
+        "halving": lambda layers: step(layers, x, recursive_halving(len(layers))),
+    }
+    rows = against_depth(lambda n: equal_layers(n, 16), depths, runs)
+    held = {name: [row["bytes"] / (32 * 16 * 4) for row in found] for name, found in rows.items()}
+    roots = [math.sqrt(n) for n in depths]
+    for name, x_axis, slope in (("plain", depths, 1), ("sqrt", roots, 2), ("regions", roots, 2)):
+        a, b, explained = line(x_axis, held[name])
+        assert b == pytest.approx(slope, rel=0.01) and explained > 0.9999, f"{name}: {a} + {b} · …"
+        assert abs(a) < 4
+    assert all(amount <= math.log2(n) + 5 for n, amount in zip(depths, held["halving"]))
+
+
+def test_a_resnet_has_6n_plus_2_layers():
+    for n in (1, 3):
+        layers = nn.Sequential(*resnet_layers(n, 4))
+        convolutions = [m for m in layers.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+        assert len(convolutions) == 6 * n + 1 and isinstance(layers[-1][-1], nn.Linear)
+        assert layers(IMAGES).shape == (4, 10)
+
+
+def test_resnet_at_the_deepest_plain_network():
+    """n = 19 (116 layers): regions of √n blocks take a third of the bytes or less; of √(n/(w+1)) still less."""
+    layers = resnet_layers(19, 4)
+    plain = held_bytes(step, layers, IMAGES)
+    root, best = round(math.sqrt(57)), best_region(57, w=3)
+    assert (root, best) == (8, 4)  # a block's tape is three times its boundary: two convolutions' outputs, one ReLU's
+    at_root, at_best = (held_bytes(step_in_regions, layers, IMAGES, k) for k in (root, best))
+    assert plain / at_root >= 3.5
+    assert plain / at_best >= 5.5
+
+
+@pytest.mark.slow
+def test_ten_times_the_depth_within_the_memory_of_the_plain_network():
+    plain, deep = resnet_layers(19, 4), resnet_layers(190, 4)
+    budget = held_bytes(step, plain, IMAGES)
+    assert held_bytes(step_in_regions, deep, IMAGES, best_region(570, w=3)) <= budget
+    plain, deep = small_gpt(4), small_gpt(40)
+    budget = held_bytes(step, plain, TOKENS)
+    assert held_bytes(step_in_regions, deep, TOKENS, 1) <= budget
+
+
+def test_one_more_forward_is_all_that_regions_cost():
+    counts = []
+    layers = equal_layers(64, 4)
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, i=i: counts.append(i))
+    step_in_regions(layers, torch.ones(2, 4), 8)
+    assert sorted(counts) == sorted([*range(64), *range(56)])  # the last region's tape is built in the first sweep
+    counts.clear()
+    step(layers, torch.ones(2, 4), sqrt_n(64))
+    assert len(counts) == 64 + 112
+    # In time, where a backward takes two forwards: +29 %, and +58 % with one tape at a time.
+    stages = [Stage(1, 2, boundary=1, tape=0)] * 64
+    plain = sum(stage.forward + stage.backward for stage in stages)
+    assert in_regions(stages, 8).time / plain == pytest.approx(1 + 56 / 192)
+    assert sqrt_n(64).time / plain == pytest.approx(1 + 112 / 192)
+
+
+@pytest.mark.parametrize("layers, best", [(24, 1), pytest.param(72, 2, marks=pytest.mark.slow)])
+def test_for_transformer_blocks_root_n_is_not_the_answer(layers, best):
+    """A block's tape is some 20 boundaries: regions of √(n/(w+1)), one or two blocks, beat regions of √n."""
+    chain = small_gpt(layers)
+    block = measure_chain(chain[:2], TOKENS)[1]
+    w = block.tape / block.boundary
+    assert 18 < w < 24 and best_region(layers, w) == best
+    root = round(math.sqrt(layers))
+    held = {k: held_bytes(step_in_regions, chain, TOKENS, k) for k in (1, 2, 3, root)}
+    assert min(held, key=held.get) == best
+    assert held[root] > 1.7 * held[best]
+
+
+def test_the_plan_holds_for_real_layers():
+    """What a plan says, from sizes measured layer by layer, is what the run takes at most."""
+    for layers, x in ((resnet_layers(3, 4), IMAGES), (equal_layers(20, 8), torch.ones(4, 8))):
+        stages = measure_chain(layers, x)
+        for k in (1, 2, 4):
+            planned = in_regions(stages, k).peak
+            held = held_bytes(step_in_regions, layers, x, k)
+            assert 0.6 * planned < held <= planned + 8  # the loss, a number, is not in the plan
+        for schedule in (sqrt_n(len(layers)), binomial(len(layers), 3)):
+            held = held_bytes(step, layers, x, schedule)
+            assert held <= schedule.on(stages).peak + 8
+
+
+@pytest.mark.parametrize("name", ["alexnet", "resnet", "gpt"])  # with dropout; with batch norm; with a large tape
+def test_fit_holds_its_budget(name):
+    torch.manual_seed(0)
+    layers, x = (small_gpt(4)[1:-1], torch.randn(128, 32)) if name == "gpt" else (list(NETWORKS[name]()), PICTURES)
+    with pytest.raises(ValueError, match="least feasible") as error:
+        fit(layers, x, 1)
+    least = int(str(error.value).split()[-1])
+    expected = gradients(layers, lambda: step(layers, x))
+    for budget in (least, 1.1 * least, 1.5 * least):
+        schedule = fit(layers, x, budget)
+        assert held_bytes(step, layers, x, schedule) <= budget + 8
+        nn.Sequential(*layers).zero_grad()
+        got = gradients(layers, lambda schedule=schedule: step(layers, x, schedule))
+        assert expected and all(torch.equal(a, b) for a, b in zip(expected, got))
+        nn.Sequential(*layers).zero_grad()
+
+
+def test_regions_are_groups():
+    layers = equal_layers(7, 4)
+    chain = regions(layers, 3)
+    assert [len(region) for region in chain] == [3, 3, 1]
+    assert [layer for region in chain for layer in region] == layers
+    assert len(group([Stage(1, 2, 1, 0)] * 7, 3)) == 3
+
+
+def test_best_region_is_the_least_of_all_sizes():
+    """Against the plan: uniform chains of n stages, tape w, every size of region."""
+    for n, w in ((64, 0), (64, 3), (100, 20), (1000, 20), (24, 22)):
+        stages = [Stage(1, 2, boundary=1, tape=w)] * n
+        peaks = {k: in_regions(stages, k).peak for k in range(1, n + 1)}
+        assert peaks[best_region(n, w)] <= 1.1 * min(peaks.values())
+    assert [best_region(n, 22) for n in (6, 24, 96, 400)] == [1, 1, 2, 4]
+
+
+def test_seconds_takes_turns_and_the_shortest():
+    order = []
+    found = seconds({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=2)
+    assert order == ["a", "b"] * 3 and found.keys() == {"a", "b"} and all(value >= 0 for value in found.values())
+
+
+def test_against_depth():
+    x = torch.ones(2, 4)
+    runs = {"plain": lambda layers: step(layers, x), "regions": lambda layers: step_in_regions(layers, x, 3)}
+    rows = against_depth(lambda n: equal_layers(n, 4), [9, 18], runs, repeats=1)
+    assert rows.keys() == runs.keys()
+    for found in rows.values():
+        assert [row["depth"] for row in found] == [9, 18] and all(row["seconds"] > 0 for row in found)
+    layers = equal_layers(18, 4)
+    assert rows["plain"][1]["bytes"] == held_bytes(step, layers, x)
+    assert rows["regions"][1]["bytes"] == held_bytes(step_in_regions, layers, x, 3)
+
+
+def test_line():
+    assert line([1, 2, 3], [5, 7, 9]) == pytest.approx((3, 2, 1))
+    assert line([1, 2, 3, 4], [1, 2, 2, 1])[2] == pytest.approx(0)
