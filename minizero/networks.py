@@ -47,6 +47,7 @@ class MaxPool(nn.Module):
 
 
 def alexnet() -> nn.Module:
+    """Few, wide convolutions, then two linear layers. Krizhevsky et al., 2012."""
     return nn.Sequential(
         convolution(1, 16, 5),
         MaxPool(),  # 14 × 14
@@ -66,6 +67,7 @@ def alexnet() -> nn.Module:
 
 
 def vgg() -> nn.Module:
+    """Many convolutions of 3 × 3. Simonyan & Zisserman, 2014."""
     return nn.Sequential(
         convolution(1, 12, 3),
         convolution(12, 12, 3),
@@ -97,6 +99,8 @@ def classifier(channels: int) -> nn.Sequential:
 
 
 def inception_v1() -> nn.Module:
+    """Branches of 1 × 1, 3 × 3 and 5 × 5 side by side. Szegedy et al., 2014 (GoogLeNet)."""
+
     def module(inputs: int, width: int) -> Branches:
         return Branches(
             [
@@ -120,6 +124,8 @@ def inception_v1() -> nn.Module:
 
 
 def inception_v2() -> nn.Module:
+    """With batch norm, and two 3 × 3 in place of a 5 × 5. Ioffe & Szegedy, 2015."""
+
     def module(inputs: int, width: int) -> Branches:
         two_of_3 = nn.Sequential(normalised(width // 2, width, 3), normalised(width, width, 3))
         return Branches(
@@ -143,6 +149,8 @@ def inception_v2() -> nn.Module:
 
 
 def inception_v3() -> nn.Module:
+    """With n × n factorised into 1 × n and n × 1. Szegedy et al., 2015."""
+
     def module(inputs: int, width: int, n: int) -> Branches:
         def factorised(channels: int, outputs: int) -> nn.Sequential:
             return nn.Sequential(normalised(channels, channels, (1, n)), normalised(channels, outputs, (n, 1)))
@@ -185,6 +193,7 @@ class Residual(nn.Module):
 
 
 def resnet() -> nn.Module:
+    """Blocks that add to what they are given. He et al., 2015."""
     return nn.Sequential(
         normalised(1, 12, 3),
         Residual(12, 12),

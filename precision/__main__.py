@@ -180,6 +180,7 @@ def as_powers(bits: int, fmt: FloatFormat) -> str:
 
 
 def facts(evaluation: Evaluation) -> Table:
+    """The result, its neighbours, their distance, and the error."""
     fmt = evaluation.fmt
     _, exact, bits, flags = evaluation.steps[-1]
     value, code = decode_one(bits, fmt), bits % 2 ** (fmt.width - 1)
@@ -202,6 +203,7 @@ def facts(evaluation: Evaluation) -> Table:
 
 
 def steps(evaluation: Evaluation) -> Table:
+    """Each operation: exactly, and rounded."""
     table = Table("step", "exactly", "rounded", box=None, pad_edge=False)
     for what, exact, bits, flags in evaluation.steps:
         if flags or " " in what:  # not the numbers that came as they were written
@@ -210,6 +212,7 @@ def steps(evaluation: Evaluation) -> Table:
 
 
 def side_by_side(text: str, rounding: str) -> Table:
+    """The same in every format."""
     table = Table("format", "bits", "value", "error", box=None, pad_edge=False)
     for name, fmt in FORMATS.items():
         _, exact, bits, _ = Evaluation(text, fmt, rounding).steps[-1]

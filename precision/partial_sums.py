@@ -41,18 +41,22 @@ def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: floa
 
 
 def sum_all(round_: Round, terms: Tensor, *, dtype: Any = None) -> Tensor:
+    """aten.sum.default."""
     return add_up(round_, terms)
 
 
 def sum_dims(round_: Round, terms: Tensor, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """aten.sum.dim_IntList."""
     return add_up(round_, terms, dims, keepdim)
 
 
 def mean_all(round_: Round, terms: Tensor, *, dtype: Any = None) -> Tensor:
+    """aten.mean.default."""
     return add_up(round_, terms) / terms.numel()
 
 
 def mean_dims(round_: Round, terms: Tensor, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """aten.mean.dim."""
     total = add_up(round_, terms, dims, keepdim)
     return total / (terms.numel() // total.numel())
 

@@ -2,13 +2,16 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from run_notebooks import FOLDER, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # A home, a checkout, a temporary folder, an installed package: places that exist on one machine only.
-PLACES = re.compile(rf"/home/|/root/|/Users/|/tmp/|site-packages|\.venv|{re.escape(str(FOLDER.parent))}")
+PLACES = re.compile(
+    rf"/home/|{re.escape(str(Path.home()))}/|/Users/|/tmp/|site-packages|\.venv|{re.escape(str(FOLDER.parent))}"
+)
 
 
 @pytest.mark.slow
