@@ -10,3 +10,27 @@ Milakov & Gimelshein, 2018, "Online normalizer calculation for softmax" (the run
 Dao, Fu, Ermon, Rudra & Ré, 2022, "FlashAttention: Fast and Memory-Efficient Exact Attention with
 IO-Awareness" (the tiles, the backward pass, and why moving fewer bytes is faster).
 """
+
+import os
+import sys
+
+import torch
+
+# Without a GPU Triton's interpreter runs the kernels. Triton asks for this when it is first imported.
+if "triton" not in sys.modules and not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from flash.attention import flash_attention, flash_attention_varlen, merge  # noqa: E402
+from flash.reference import attention_reference  # noqa: E402
+from flash.tiled import attention_tiled  # noqa: E402
+from flash.traffic import choose_blocks, hbm_bytes  # noqa: E402
+
+__all__ = [
+    "attention_reference",
+    "attention_tiled",
+    "choose_blocks",
+    "flash_attention",
+    "flash_attention_varlen",
+    "hbm_bytes",
+    "merge",
+]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from minizero.recompute import checkpoint, checkpoint_selective, keep_matmuls
 
+ATTENTIONS = ("naive", "reference", "tiled", "flash")
 RECOMPUTE: dict[str, Callable[..., torch.Tensor]] = {
     "none": lambda block, *arguments: block(*arguments),
     "full": checkpoint,
@@ -26,6 +27,7 @@ RECOMPUTE: dict[str, Callable[..., torch.Tensor]] = {
 class GPTConfig:
     """Shapes of a GPT; the default has about 3.2 million parameters. `seed` fixes its initial values.
 
+    attention: "naive" holds the scores, "flash" or "tiled" do not, "reference" is the textbook's; see `flash`.
     recompute: "full" keeps of each block its input only, "selective" its matrix products too; see `recompute`.
     """
 
@@ -35,13 +37,25 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     seed: int = 0
+    attention: str = "naive"
     recompute: str = "none"
+
+
+def flash_function(name: str) -> Callable[..., torch.Tensor]:
+    """One of `flash`'s attentions. `ValueError` for an unknown name."""
+    import flash  # only where it is asked for: the package changes how Triton starts
+
+    names = {"reference": "attention_reference", "tiled": "attention_tiled", "flash": "flash_attention"}
+    if name not in names:
+        raise ValueError(f"GPT: attention is {name!r}; expected one of {', '.join(ATTENTIONS)}")
+    return getattr(flash, names[name])
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention: (tokens, width) to the same, tokens = batch · sequence.
 
     softmax(q kᵀ / √d + mask) v, where `mask`, (sequence, sequence), is -inf on what lies in the future.
+    The attentions of `flash` know the future by themselves: for them the mask is empty, (sequence, 0).
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -49,11 +63,15 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
+        self.from_flash = None if config.attention == "naive" else flash_function(config.attention)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         (tokens, width), sequence = x.shape, mask.shape[0]
         head_dim = width // self.heads
         qkv = self.qkv(x).view(-1, sequence, 3, self.heads, head_dim).permute(2, 0, 3, 1, 4)
+        if self.from_flash is not None:
+            heads = self.from_flash(*qkv, causal=True)
+            return self.out(heads.transpose(1, 2).reshape(tokens, width))
         q, k, v = qkv.reshape(3, -1, sequence, head_dim)  # each (batch · heads, sequence, head dim)
         weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=1 / math.sqrt(head_dim)).softmax(-1)
         heads = torch.bmm(weights, v).view(-1, self.heads, sequence, head_dim)
@@ -111,7 +129,8 @@ class GPT(nn.Module):
                 f"GPT: a sequence of {sequence} does not fit: sequence_length is {self.config.sequence_length}"
             )
         stream = (self.embedding(x) + self.positions.weight[:sequence]).flatten(0, 1)
-        mask = torch.full((sequence, sequence), float("-inf"), dtype=stream.dtype, device=x.device).triu(1)
+        keys = sequence if self.config.attention == "naive" else 0
+        mask = torch.full((sequence, keys), float("-inf"), dtype=stream.dtype, device=x.device).triu(1)
         for block in self.blocks:
             stream = RECOMPUTE[self.config.recompute](block, stream, mask)
         logits = self.head(self.norm(stream))

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from minizero.gpt import RECOMPUTE, GPTConfig
+from minizero.gpt import ATTENTIONS, RECOMPUTE, GPTConfig
 from minizero.memory import predict
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -75,6 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--width", type=positive, default=shapes.width, metavar="N", help="of a token (default: %(default)s)")
     add("--layers", type=positive, default=shapes.layers, metavar="N", help="blocks (default: %(default)s)")
     add("--heads", type=positive, default=shapes.heads, metavar="N", help="divide the width (default: %(default)s)")
+    add("--attention", choices=ATTENTIONS, default="naive", help="flash and tiled hold no scores (default: naive)")
     add(
         "--recompute",
         nargs="?",
@@ -137,13 +138,14 @@ def estimate(config: GPTConfig, world_size: int, stages: Iterable[int], batch_si
     total, root = count_parameters(config)
     sequence, tokens = config.sequence_length, batch_size * config.sequence_length
     states = max(predict(total, world_size, stage, dtype=dtype)["total"] for stage in stages)
-    scores = batch_size * config.heads * sequence**2
+    # Tiled attention keeps no scores; the textbook's keeps them before and after softmax, and their masks.
+    scores = batch_size * config.heads * sequence**2 * {"naive": 1, "reference": 3}.get(config.attention, 0)
     # A block keeps about 16 vectors for each token and its scores; backward makes two more of the scores.
     vector = tokens * config.width
     block = 16 * vector + scores
     # Recomputed, one block at a time is whole; the others keep their input, or the 10 that products give and take.
     kept = {"none": block, "full": vector, "selective": 10 * vector + scores}[config.recompute]
-    activations = (config.layers - 1) * kept + block + 2 * scores + sequence**2
+    activations = (config.layers - 1) * kept + block + 2 * scores + (sequence**2 if scores else 0)
     logits = 8 * tokens * config.vocabulary
     # While it is wrapped, a module exists twice. A thread has its stack, a block its Python objects.
     return max(states, 8 * total) + activations * dtype.itemsize + logits + MIB + 2**15 * config.layers

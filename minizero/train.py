@@ -126,7 +126,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def run(options: argparse.Namespace, console: Console) -> None:
     """Run the stages that the options ask for, on threads or as one rank of torchrun; report on rank 0."""
     shapes = (256, options.sequence_length, options.width, options.layers, options.heads)
-    config = GPTConfig(*shapes, options.seed, options.recompute)
+    config = GPTConfig(*shapes, options.seed, options.attention, options.recompute)
     job = Job(config, options.steps, options.batch_size, options.learning_rate, DTYPES[options.dtype])
     stages = range(4) if options.stage == "all" else [int(options.stage)]
     processes = "TORCHELASTIC_RUN_ID" in os.environ

@@ -218,7 +218,6 @@ def test_an_activation_belongs_to_the_module_and_the_operator_that_made_it():
     }
 
 
-@pytest.mark.filterwarnings("error")  # PyTorch makes one of a hook that fails after a failure
 def test_recompute_and_failures_leave_no_module_behind():
     """Recompute stops a forward from inside, by an exception, once it has what it needs."""
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Tanh(), nn.Linear(10, 10), nn.Dropout(0.5)), nn.ReLU())
@@ -374,6 +373,7 @@ def test_a_summary_is_plain_data_and_the_tables_say_the_same():
     rows = [line.split() for line in text.splitlines()]
     whole = f"{ledger.peak['total'] / 2**20:.2f}"
     assert next(row for row in rows if row[:2] == ["joint", "total"])[-1] == whole
+    assert "(backward)" in by_module(summary["holders"])  # what is in no module's forward
     # Layers are added up where there are too many rows, and what is small comes last, together.
     five = by_module(summary["holders"], 5)
     assert len(five) == 5 and list(five)[-1].endswith("others") and any(".*" in name for name in five)
@@ -437,6 +437,7 @@ def test_a_ledger_is_opened_once():
         pass
 
 
+@pytest.mark.filterwarnings("error")  # PyTorch makes one of a hook that fails after a failure
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -1,9 +1,10 @@
 """python -m tests.bench: the benchmarks."""
 
-from tests.bench import formats, memory, recompute, sharding
+from tests.bench import flash, formats, memory, recompute, sharding
 
 if __name__ == "__main__":
     sharding.main()
     memory.main()
     recompute.main()
+    flash.main()
     formats.main()

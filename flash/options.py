@@ -1,0 +1,119 @@
+"""What the options of attention mean, for every implementation: the band of visible keys, and the dropout mask.
+
+    visible    i + o - left <= j <= i + o + right      o = 0, or Nk - Nq; causal is right = 0
+    dropout    keep <=> hash(seed, batch, head, i, j) >= p * 2^32
+
+The mask comes from a hash of the position, so no one has to store it: forward and backward, the plain and
+the tiled code, PyTorch and Triton all compute the same bits, whatever their block sizes. The hash is
+MurmurHash3 (x86, 32 bit; Austin Appleby, 2011) of six words: the seed's two halves, batch, head, i, j.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from flash.checks import Meaning
+
+WORD = 0xFFFFFFFF  # 32-bit arithmetic in int64: multiply, then keep the low word
+
+
+class Options(NamedTuple):
+    """Checked and in normal form. Packed sequences have `cu_seqlens`; `seed` is None without dropout."""
+
+    scale: float
+    left: int  # keys before the diagonal that a query sees; -1: all of them
+    right: int  # keys after the diagonal; -1: all of them
+    bottom_right: bool  # the diagonal is at o = Nk - Nq instead of 0
+    dropout_p: float
+    seed: torch.Tensor | None  # int64, no dimensions, on q's device
+    cu_seqlens_q: torch.Tensor | None  # int32: where each packed sequence starts, and the end
+    cu_seqlens_k: torch.Tensor | None
+    max_q: int  # rows of the longest sequence
+    max_k: int
+
+    def diagonal(self, n_q: int, n_k: int) -> int:
+        """o: query i sits at key i + o."""
+        return n_k - n_q if self.bottom_right else 0
+
+
+def make_options(
+    meaning: Meaning,
+    n_q: int,
+    n_k: int,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+) -> Options:
+    """n_q, n_k: rows of the longest sequence. A bound that no pair of positions reaches is none."""
+    scale, left, right, bottom_right, p, seed = meaning
+    left, right = (-1 if side >= n_q + n_k else side for side in (left, right))
+    return Options(scale, left, right, bottom_right, p, seed, cu_seqlens_q, cu_seqlens_k, n_q, n_k)
+
+
+def keys_of_rows(options: Options, rows: range, n_q: int, n_k: int) -> range:
+    """The keys that at least one of these queries may see."""
+    o = options.diagonal(n_q, n_k)
+    first = max(0, rows.start + o - options.left) if options.left >= 0 else 0
+    last = min(n_k, rows.stop - 1 + o + options.right + 1) if options.right >= 0 else n_k
+    return range(first, max(first, last))
+
+
+def rows_of_keys(options: Options, keys: range, n_q: int, n_k: int) -> range:
+    """The queries that may see at least one of these keys."""
+    o = options.diagonal(n_q, n_k)
+    first = max(0, keys.start - o - options.right) if options.right >= 0 else 0
+    last = min(n_q, keys.stop - 1 - o + options.left + 1) if options.left >= 0 else n_q
+    return range(first, max(first, last))
+
+
+def all_visible(options: Options, rows: range, keys: range, n_q: int, n_k: int) -> bool:
+    """Whether each of these queries sees each of these keys: such a block needs no mask."""
+    o = options.diagonal(n_q, n_k)
+    left = options.left < 0 or rows.stop - 1 + o - options.left <= keys.start
+    return left and (options.right < 0 or keys.stop - 1 <= rows.start + o + options.right)
+
+
+def hidden(options: Options, rows: torch.Tensor, keys: torch.Tensor, n_q: int, n_k: int) -> torch.Tensor:
+    """True where query i may not see key j: (rows, keys), from their numbers."""
+    distance = keys[None, :] - rows[:, None] - options.diagonal(n_q, n_k)  # from the diagonal, positive to the right
+    mask = torch.zeros_like(distance, dtype=torch.bool)
+    if options.left >= 0:
+        mask |= distance < -options.left
+    if options.right >= 0:
+        mask |= distance > options.right
+    return mask
+
+
+def rotate_left(word: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((word << bits) & WORD) | (word >> (32 - bits))
+
+
+def scramble(word: torch.Tensor) -> torch.Tensor:
+    """What MurmurHash3 does to a word before it is absorbed."""
+    return rotate_left(word * 0xCC9E2D51 & WORD, 15) * 0x1B873593 & WORD
+
+
+def absorb(state: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
+    """The state after one more word."""
+    return (rotate_left(state ^ scrambled, 13) * 5 + 0xE6546B64) & WORD
+
+
+def finish(state: torch.Tensor, length: int) -> torch.Tensor:
+    """The hash of `length` bytes."""
+    h = state ^ length
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & WORD
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & WORD
+    return h ^ (h >> 16)
+
+
+def dropout_keep(
+    seed: torch.Tensor, p: float, batches: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """True where a weight is kept: (batches, heads, rows, keys), from the numbers of each, int64 tensors.
+
+    seed: int64. Every weight is kept with probability 1 - p, to within 2^-32.
+    """
+    state = torch.zeros_like(seed)
+    words = seed & WORD, (seed >> 32) & WORD, batches[:, None, None, None], heads[:, None, None], rows[:, None], keys
+    for word in words:
+        state = absorb(state, scramble(word))
+    return finish(state, 4 * len(words)) >= min(round(p * 2**32), WORD)

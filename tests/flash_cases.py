@@ -1,0 +1,199 @@
+"""Drawn combinations of attention's options, and the rule by which an implementation is accurate.
+
+For out, lse, dq, dk, dv: the largest error against float64 is at most twice that of plain attention in the same
+dtype, or of a dense evaluation that rounds P, dS and the results to that dtype, plus 1e-5. The exact result,
+rounded to the dtype, is a third yardstick.
+"""
+
+import dataclasses
+import math
+
+import torch
+from hypothesis import strategies as st
+
+from flash import attention_reference
+from flash.options import dropout_keep
+from flash.reference import attention_reference_varlen
+
+HEAD_DIMS = (1, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 256)
+LENGTHS = (1, 2, 15, 16, 17, 64, 97, 128, 130, 257, 300)
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One combination. `lengths`: (queries, keys) of each sequence; padded cases have `batch` of the first."""
+
+    seed: int
+    packed: bool
+    batch: int
+    lengths: tuple
+    kv_heads: int
+    group: int
+    head_dim: int
+    dtype: torch.dtype
+    layout: str
+    size: str  # of the logits
+    options: tuple
+
+    @property
+    def keywords(self):
+        return dict(self.options)
+
+
+@st.composite
+def cases(draw, dtypes=(torch.float16, torch.bfloat16, torch.float32), lengths=LENGTHS, head_dims=HEAD_DIMS):
+    one = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    packed = one(False, False, True)
+    pair = st.tuples(st.sampled_from(lengths), st.sampled_from(lengths))
+    with_empty = st.tuples(st.sampled_from((0, *lengths)), st.sampled_from((0, *lengths)))
+    options = dict(causal=one(False, True, "bottom-right"), scale=one(None, None, 0.3, -0.1, 0.0))
+    if one(False, True):
+        side = st.one_of(st.none(), st.integers(0, 100))
+        options["window"] = (draw(side), draw(side))
+    if one(False, False, True):
+        options |= dict(dropout_p=one(0.1, 0.5, 0.9), dropout_seed=draw(st.integers(-(2**63), 2**63 - 1)))
+    return Case(
+        seed=draw(st.integers(0, 2**31)),
+        packed=packed,
+        batch=one(1, 2, 3),
+        lengths=tuple(draw(st.lists(with_empty, min_size=1, max_size=4))) if packed else (draw(pair),),
+        kv_heads=one(1, 2, 3),
+        group=one(1, 1, 2, 4),
+        head_dim=one(*head_dims),
+        dtype=one(*dtypes),
+        layout=one("contiguous", "transposed", "strided", "expanded"),
+        size=one("normal", "normal", "q x 5, k x 3", "1e4"),
+        options=tuple(options.items()),
+    )
+
+
+def _tensor(shape, layout, generator):
+    """Normal numbers of a shape (…, rows, head dim) in some memory layout."""
+    if layout == "transposed":  # rows outside heads, as a projection gives them
+        return torch.randn(*shape[:-3], shape[-2], shape[-3], shape[-1], generator=generator).transpose(-3, -2)
+    if layout == "strided":
+        return torch.randn(*shape[:-1], 2 * shape[-1] + 1, generator=generator)[..., 1::2]
+    if layout == "expanded":  # all heads the same memory
+        return torch.randn(*shape[:-3], 1, *shape[-2:], generator=generator).expand(shape)
+    return torch.randn(shape, generator=generator)
+
+
+def make(case, device="cpu"):
+    """q, k, v, the gradients of out and lse, and the cumulative lengths (None where padded)."""
+    generator = torch.Generator().manual_seed(case.seed)
+    heads = case.kv_heads * case.group
+    n_q, n_k = (sum(pair[side] for pair in case.lengths) if case.packed else case.lengths[0][side] for side in (0, 1))
+    batch = () if case.packed else (case.batch,)
+    shapes = [(*batch, h, n, case.head_dim) for h, n in ((heads, n_q), (case.kv_heads, n_k), (case.kv_heads, n_k))]
+    q, k, v = (_tensor(shape, case.layout, generator) for shape in shapes)
+    if case.size == "q x 5, k x 3":
+        q, k = q * 5, k * 3
+    elif case.size == "1e4":  # the largest logits are about this, whatever the scale
+        scale = case.keywords["scale"]
+        scale = 1 / math.sqrt(case.head_dim) if scale is None else abs(scale)
+        factor = math.sqrt(1e4 / (max(scale, 1e-2) * 4 * math.sqrt(case.head_dim)))
+        q, k = q * factor, k * factor
+    dout, dlse = _tensor(shapes[0], case.layout, generator), torch.randn(shapes[0][:-1], generator=generator)
+    q, k, v, dout = (x.to(device=device, dtype=case.dtype) for x in (q, k, v, dout))
+    if case.packed:
+        q, k, v, dout = (x.transpose(0, 1) for x in (q, k, v, dout))  # (total, heads, head dim)
+    starts = [torch.tensor([0, *(pair[side] for pair in case.lengths)]).cumsum(0).int() for side in (0, 1)]
+    return q, k, v, dout, dlse.to(device), [x.to(device) for x in starts] if case.packed else None
+
+
+def run(attention, attention_varlen, inputs, dtype, keywords):
+    """out, lse, dq, dk, dv of a function, by autograd, for a loss that uses out and lse."""
+    q, k, v, dout, dlse, starts = inputs
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    if starts is None:
+        out, lse = attention(q, k, v, return_lse=True, **keywords)
+    else:
+        out, lse = attention_varlen(q, k, v, *starts, return_lse=True, **keywords)
+    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert out.shape == q.shape
+    # -inf has no gradient to speak of; one that arrives there must do no harm.
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout.to(dtype), dlse.to(lse.dtype)))
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *gradients)))
+
+
+def rounded_dense(inputs, dtype, keywords):
+    """The formulas of `flash.attention`, all scores at hand, in float32; P, dS and the results rounded to `dtype`."""
+    q, k, v, dout, dlse, starts = inputs
+    if starts is None:
+        return _rounded(q, k, v, dout, dlse, dtype, keywords, range(q.shape[0]))
+    parts = []
+    for number in range(len(starts[0]) - 1):
+        rows, keys = (slice(*s[number : number + 2].tolist()) for s in starts)
+        one = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys], dout[rows]))
+        parts.append(_rounded(*one, dlse[None, :, rows], dtype, keywords, [number]))
+    joined = {name: torch.cat([part[name][0] for part in parts], dim=1) for name in NAMES}
+    return {name: x if name == "lse" else x.transpose(0, 1) for name, x in joined.items()}
+
+
+def _rounded(q, k, v, dout, dlse, dtype, keywords, batches):
+    group = q.shape[1] // k.shape[1]
+    q, k, v, dout, dlse = (x.float() for x in (q, k, v, dout, dlse))
+    shared = k.shape
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scale = keywords["scale"] if keywords.get("scale") is not None else 1 / math.sqrt(q.shape[-1])
+    n_q, n_k = q.shape[2], k.shape[2]
+    i, j = torch.arange(n_q, device=q.device)[:, None], torch.arange(n_k, device=q.device)
+    place = i + (n_k - n_q if keywords["causal"] == "bottom-right" else 0)
+    left, right = keywords.get("window", (None, None))
+    seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
+    seen = seen if left is None else seen & (j >= place - left)
+    seen = seen if right is None else seen & (j <= place + right)
+    seen = seen & (j <= place) if keywords["causal"] else seen
+
+    def rounded(x):
+        return x.to(dtype).float()
+
+    s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
+    lse = s.logsumexp(-1) if n_k else s.new_full(s.shape[:-1], -math.inf)
+    p = (s - lse.masked_fill(lse == -math.inf, math.inf)[..., None]).exp()
+    mask = torch.ones_like(p)
+    if keywords.get("dropout_p"):
+        spans = batches, range(q.shape[1]), range(n_q), range(n_k)
+        numbers = [torch.tensor(list(span), dtype=torch.int64, device=q.device) for span in spans]
+        seed = torch.tensor(keywords["dropout_seed"], device=q.device)
+        mask = dropout_keep(seed, keywords["dropout_p"], *numbers) / (1 - keywords["dropout_p"])
+    kept = rounded(p * mask)
+    out = rounded(kept @ v)
+    ds = rounded(p * ((dout @ v.mT) * mask - (dout * out).sum(-1, keepdim=True) + dlse[..., None]))
+    dk, dv = (x.view(shared[0], shared[1], group, *shared[2:]).sum(2) for x in (scale * ds.mT @ q, kept.mT @ dout))
+    return dict(out=out, lse=lse, dq=rounded(scale * ds @ k), dk=rounded(dk), dv=rounded(dv))
+
+
+def error(measured, exact):
+    """The largest difference; equal infinities differ by 0. NaN where anything is."""
+    same = measured.double() == exact.double()
+    difference = (measured.double() - exact.double()).masked_fill(same, 0).abs()
+    return difference.max().item() if difference.numel() else 0.0
+
+
+def allowed_errors(exact, inputs, dtype, keywords):
+    """What the rule allows for each result on these inputs."""
+    plain = run(attention_reference, attention_reference_varlen, inputs, dtype, keywords)
+    dense = rounded_dense(inputs, dtype, keywords)
+    best = {name: exact[name].to(plain[name].dtype) for name in NAMES}  # no one can come closer
+    return {name: 2 * max(error(x[name], exact[name]) for x in (plain, dense, best)) + 1e-5 for name in NAMES}
+
+
+def check_accuracy(case, attention, attention_varlen, device="cpu"):
+    """Assert the rule for one case."""
+    inputs, keywords = make(case, device), case.keywords
+    exact = run(attention_reference, attention_reference_varlen, inputs, torch.float64, keywords)
+    measured = run(attention, attention_varlen, inputs, case.dtype, keywords)
+    assert all(torch.isfinite(exact[name]).all() for name in NAMES if name != "lse")
+    found = {name: error(measured[name], exact[name]) for name in NAMES}
+    allowed = allowed_errors(exact, inputs, case.dtype, keywords)
+    for again in range(1, 5):
+        if all(found[name] <= allowed[name] for name in NAMES):
+            return
+        # Where the largest of few errors is small by luck, others drawn like them say what is usual.
+        inputs = make(dataclasses.replace(case, seed=case.seed + again), device)
+        exact = run(attention_reference, attention_reference_varlen, inputs, torch.float64, keywords)
+        more = allowed_errors(exact, inputs, case.dtype, keywords)
+        allowed = {name: max(allowed[name], more[name]) for name in NAMES}
+    assert all(found[name] <= allowed[name] for name in NAMES), f"off by {found}, allowed {allowed}: {case}"

@@ -1,0 +1,291 @@
+"""flash_attention as PyTorch sees it: an operator with gradients, seeds, packed sequences; and merge."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+import flash.attention
+from flash import attention_reference, attention_tiled, flash_attention, flash_attention_varlen, merge
+from flash.reference import attention_reference_varlen
+
+INF = math.inf
+
+
+def tensors(*shapes, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+# An operator.
+
+OPERATOR_CASES = {
+    "plain": ([(2, 4, 20, 8)] * 3, {}),
+    "grouped, dropout": ([(2, 4, 20, 8), (2, 2, 9, 8), (2, 2, 9, 8)], dict(seed=5, dropout_p=0.2, bottom_right=True)),
+    "packed": ([(1, 4, 30, 8), (1, 2, 30, 8), (1, 2, 30, 8)], dict(starts=([0, 3, 3, 20], [0, 3, 13, 30]))),
+    "empty": ([(0, 4, 20, 8)] * 3, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPERATOR_CASES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_opcheck(case, transposed):
+    shapes, rest = OPERATOR_CASES[case]
+    q, k, v = tensors(*shapes)
+    if transposed:
+        q, k, v = (x.mT.contiguous().mT for x in (q, k, v))
+    starts = [torch.tensor(x, dtype=torch.int32) for x in rest.get("starts", ())] or [None, None]
+    seed = torch.tensor(rest["seed"]) if "seed" in rest else None
+    numbers = 0.3, 4, 0, rest.get("bottom_right", False), rest.get("dropout_p", 0.0), "tiled"
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    torch.library.opcheck(flash.attention._attention, (q, k, v, seed, *starts, *numbers))
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = flash.attention._attention(q, k, v, seed, *starts, *numbers)
+    arguments = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, seed, *starts, *numbers)
+    torch.library.opcheck(flash.attention._attention_backward, arguments)
+
+
+@pytest.mark.slow
+def test_under_torch_compile():
+    """In one graph, at other lengths and seeds too, with the eager call's numbers."""
+
+    def loss(q, k, v, seed):
+        out, lse = flash_attention(
+            q, k, v, causal="bottom-right", window=(9, None), dropout_p=0.3, dropout_seed=seed, return_lse=True
+        )
+        return out.square().sum() + lse.logsumexp(-1).sum()
+
+    def packed_loss(q, k, v, starts):
+        return flash_attention_varlen(q, k, v, starts, starts, causal=True).square().sum()
+
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.backends.registry.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled, packed = (torch.compile(f, fullgraph=True, backend=backend) for f in (loss, packed_loss))
+    for n in (20, 33, 47, 51):
+        q, k, v = (x.requires_grad_() for x in tensors((2, 4, n, 8), (2, 2, n, 8), (2, 2, n, 8)))
+        rows = [x.requires_grad_() for x in tensors((n, 4, 8), (n, 2, 8), (n, 2, 8))]
+        for pair, inputs, last in (((compiled, loss), (q, k, v), n), ((packed, packed_loss), rows, cu(3, n))):
+            ours, eager = (function(*inputs, last) for function in pair)
+            torch.testing.assert_close(ours, eager)
+            gradients = (torch.autograd.grad(result, inputs) for result in (ours, eager))
+            for one, other in zip(*gradients):
+                torch.testing.assert_close(one, other)
+    assert len(graphs) <= 4, "each once with fixed and once with dynamic shapes"
+    drawn = torch.compile(lambda q: flash_attention(q, q, q, dropout_p=0.5), fullgraph=True, backend=backend)
+    assert not torch.equal(drawn(q), drawn(q)), "every call draws a seed"
+
+
+def cu(*ends):
+    return torch.tensor([0, *ends], dtype=torch.int32)
+
+
+def test_no_second_derivative_is_said_not_guessed():
+    for attention in (attention_tiled, flash_attention):
+        (q,) = (x.requires_grad_() for x in tensors((1, 1, 4, 2)))
+        (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            torch.autograd.grad(first.sum(), q)
+
+
+@pytest.mark.parametrize("only", "qkv")
+def test_gradients_of_one_input_and_of_the_lse_alone(only):
+    q, k, v = tensors((1, 2, 6, 4), (1, 2, 7, 4), (1, 2, 7, 4), dtype=torch.float64)
+    wanted = dict(q=q, k=k, v=v)[only].requires_grad_()
+    for attention in (flash_attention, attention_tiled):
+        got = [f(q, k, v, causal=True, return_lse=True) for f in (attention, attention_reference)]
+        for which in (0, 1):
+            if which == 1 and only == "v":
+                continue  # the lse does not depend on v
+            one, other = (torch.autograd.grad(x[which].sum(), wanted, retain_graph=True)[0] for x in got)
+            torch.testing.assert_close(one, other)
+
+
+def test_strides_of_gradients_do_not_matter():
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in tensors(*[(2, 9, 3, 8)] * 3, dtype=torch.float64))
+    for dout in (
+        torch.ones(()).double().expand(2, 3, 9, 8),
+        tensors((2, 9, 8, 3), dtype=torch.float64)[0].permute(0, 3, 1, 2),
+    ):
+        one, other = (torch.autograd.grad(f(q, k, v), (q, k, v), dout) for f in (flash_attention, attention_reference))
+        for ours, exact in zip(one, other):
+            torch.testing.assert_close(ours, exact)
+
+
+def test_inference_mode_and_no_grad():
+    q, k, v = tensors(*[(1, 2, 6, 4)] * 3)
+    expected = flash_attention(q, k, v)
+    with torch.inference_mode():
+        assert torch.equal(flash_attention(q, k, v), expected)
+    with torch.no_grad():
+        assert not flash_attention(q.requires_grad_(), k, v).requires_grad
+
+
+def test_threads_give_the_same_bits():
+    q, k, v = tensors(*[(2, 2, 300, 16)] * 3)
+    expected, results = flash_attention(q, k, v, causal=True), [None] * 4
+
+    def work(rank):
+        results[rank] = flash_attention(q, k, v, causal=True)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_fifty_backward_runs_are_bit_equal():
+    q, k, v, dout = tensors((1, 4, 130, 16), (1, 2, 300, 16), (1, 2, 300, 16), (1, 4, 130, 16))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    runs = (
+        torch.autograd.grad(flash_attention(q, k, v, dropout_p=0.1, dropout_seed=1), (q, k, v), dout) for _ in range(50)
+    )
+    first = next(runs)
+    assert all(torch.equal(one, other) for run in runs for one, other in zip(first, run))
+
+
+def test_memory_that_nobody_wrote_does_not_show():
+    """New tensors are filled with NaN here, instead of with whatever was there."""
+    q, k, v = (x.requires_grad_() for x in tensors((2, 4, 30, 8), (2, 2, 20, 8), (2, 2, 20, 8)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.isnan(torch.empty(1)).all()
+        for keywords in ({}, dict(causal="bottom-right"), dict(window=(3, 0), dropout_p=0.5)):
+            out, lse = flash_attention(q, k, v, return_lse=True, **keywords)
+            gradients = torch.autograd.grad((out, lse), (q, k, v), (out, lse.masked_fill(lse == -INF, 1)))
+            assert torch.isfinite(out).all() and not torch.isnan(lse).any()
+            assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# Dropout's seed.
+
+
+def test_a_seed_is_drawn_from_torchs_generator():
+    q, k, v = tensors(*[(1, 2, 50, 4)] * 3)
+    for attention in (attention_reference, attention_tiled, flash_attention):
+        torch.manual_seed(1)
+        first, second = (attention(q, k, v, dropout_p=0.5) for _ in range(2))
+        torch.manual_seed(1)
+        assert torch.equal(attention(q, k, v, dropout_p=0.5), first) and not torch.equal(first, second)
+    state = torch.get_rng_state()
+    flash_attention(q, k, v), flash_attention(q, k, v, dropout_p=0.5, dropout_seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn where nothing is needed"
+
+
+# What is empty.
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2, 3, 4), (2, 0, 0, 3, 4), (2, 2, 1, 0, 4), (2, 2, 1, 3, 0)])
+@pytest.mark.parametrize("attention", [attention_reference, attention_tiled, flash_attention])
+def test_empty_batches_heads_and_sequences(attention, shape):
+    batch, heads, kv_heads, n_q, n_k = shape
+    q, k, v = (
+        torch.randn(batch, h, n, 8).requires_grad_() for h, n in ((heads, n_q), (kv_heads, n_k), (kv_heads, n_k))
+    )
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and (out == 0).all() and (lse == -INF).all()
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+# Packed sequences.
+
+
+def test_packed_sequences_are_the_padded_ones_without_padding():
+    lengths, n = [(5, 7), (0, 4), (9, 9), (3, 0)], 9
+    q, k, v = tensors((4, 6, n, 8), (4, 3, n, 8), (4, 3, n, 8), dtype=torch.float64)
+    starts = [cu(*torch.tensor([pair[side] for pair in lengths]).cumsum(0).tolist()) for side in (0, 1)]
+
+    def pack(x, side):
+        rows = [x[number, :, : pair[side]].transpose(0, 1) for number, pair in enumerate(lengths)]
+        return torch.cat([*rows, torch.full((2, *rows[0].shape[1:]), math.nan, dtype=x.dtype)])  # two rows of nobody
+
+    packed = [pack(x, side).requires_grad_() for x, side in ((q, 0), (k, 1), (v, 1))]
+    keywords = dict(causal="bottom-right", window=(4, None), dropout_p=0.4, dropout_seed=3, return_lse=True)
+    out, lse = flash_attention_varlen(*packed, *starts, **keywords)
+    gradients = torch.autograd.grad((out, lse), packed, (torch.ones_like(out), torch.ones_like(lse)))
+    reference = attention_reference_varlen(*packed, *starts, **keywords)
+    torch.testing.assert_close(out, reference[0]), torch.testing.assert_close(lse, reference[1])
+    expected = torch.autograd.grad(reference, packed, (torch.ones_like(out), torch.ones_like(lse)))
+    for one, other, total in zip(gradients, expected, (17, 20, 20)):
+        torch.testing.assert_close(one[:total], other[:total])
+        assert (one[total:] == 0).all(), "rows of no sequence"
+    assert out.shape == (19, 6, 8) and lse.shape == (6, 19)
+    assert (out[17:] == 0).all() and (lse[:, 17:] == -INF).all()
+    assert (out[14:17] == 0).all() and (lse[:, 14:17] == -INF).all(), "three queries without a key"
+
+
+def test_no_sequence_at_all():
+    q, k, v = (x.requires_grad_() for x in tensors(*[(3, 2, 4)] * 3))
+    out, lse = flash_attention_varlen(q, k, v, cu(), cu(), return_lse=True)
+    assert (out == 0).all() and (lse == -INF).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+# Merge.
+
+
+@pytest.mark.parametrize("cut", [0, 3, 10])
+def test_merge_joins_two_sets_of_keys(cut):
+    q, k, v, dout = tensors((2, 4, 6, 8), (2, 2, 10, 8), (2, 2, 10, 8), (2, 4, 6, 8), dtype=torch.float64)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    whole = flash_attention(q, k, v, return_lse=True)
+    parts = [
+        flash_attention(q, k[:, :, side], v[:, :, side], return_lse=True) for side in (slice(cut), slice(cut, None))
+    ]
+    joined = merge(*parts[0], *parts[1])
+    dlse = torch.ones_like(whole[1])
+    for one, other in zip(joined, whole):
+        torch.testing.assert_close(one, other)
+    ours, theirs = (torch.autograd.grad(result, (q, k, v), (dout, dlse)) for result in (joined, whole))
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other)
+
+
+def test_merge_of_rows_that_see_nothing_in_one_part_or_in_both():
+    """A causal ring: the later keys are invisible to the first queries; and two parts of nothing are nothing."""
+    q, k, v = (x.requires_grad_() for x in tensors(*[(1, 1, 8, 4)] * 3, dtype=torch.float64))
+    first = flash_attention(q, k[:, :, :4], v[:, :, :4], window=(None, 0), return_lse=True)
+    second = flash_attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], causal=True, return_lse=True)
+    nothing = flash_attention(q[:, :, :4], k[:, :, :0], v[:, :, :0], return_lse=True)
+    second = [torch.cat(pair, dim=2) for pair in zip(nothing, second)]
+    out, lse = merge(*first, *second)
+    expected = attention_reference(q, k, v, causal=True, return_lse=True)
+    torch.testing.assert_close(out, expected[0]), torch.testing.assert_close(lse, expected[1])
+    gradients = (
+        torch.autograd.grad(x[0].sum() + x[1].sum(), (q, k, v), retain_graph=True) for x in ((out, lse), expected)
+    )
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other)
+    out, lse = merge(*nothing, *nothing)
+    assert (out == 0).all() and (lse == -INF).all()
+    assert (torch.autograd.grad(out.sum() + lse.masked_fill(lse == -INF, 0).sum(), q)[0] == 0).all()
+
+
+@pytest.mark.parametrize("large", [1e4, -1e4])
+def test_merge_of_logsumexps_too_large_to_exponentiate(large):
+    (out_a, out_b), (lse_a, lse_b) = tensors((3, 4, 2), (3, 4, 2), dtype=torch.float64), tensors((3, 4), (3, 4), seed=2)
+    lse_a, lse_b = lse_a.double(), lse_b.double()
+    out_a, out_b, lse_a, lse_b = (x[None] for x in (out_a, out_b, lse_a, lse_b))
+    out, lse = merge(out_a, lse_a, out_b, lse_b)
+    moved_out, moved_lse = merge(out_a, lse_a + large, out_b, lse_b + large)
+    torch.testing.assert_close(moved_out, out), torch.testing.assert_close(moved_lse, lse + large)
+
+
+def test_merge_of_packed_sequences_and_of_16_bits():
+    q, k, v = tensors(*[(9, 2, 4)] * 3, dtype=torch.bfloat16)
+    whole = flash_attention_varlen(q, k, v, cu(4, 9), cu(4, 9), return_lse=True)
+    none = flash_attention_varlen(q, k, v, cu(4, 9), cu(0, 0), return_lse=True)
+    for parts in ((*whole, *none), (*none, *whole)):
+        for one, other in zip(merge(*parts), whole):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+    with pytest.raises(ValueError, match="merge: .*must have the same shapes"):
+        merge(*whole, whole[0][:3], whole[1])

@@ -1,0 +1,91 @@
+"""The GPT with each attention: the same numbers, fewer bytes."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from minizero import GPT, GPTConfig, train
+from minizero.gpt import ATTENTIONS
+from minizero.memory import Ledger
+from minizero.options import estimate
+
+TINY = GPTConfig(vocabulary=50, sequence_length=40, width=24, layers=2, heads=4)
+
+
+def model_and_batch(attention, recompute="none"):
+    config = dataclasses.replace(TINY, attention=attention, recompute=recompute)
+    model = GPT(config)
+    for parameter in model.parameters():  # the initial weights are too small for attention to matter
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    tokens = torch.randint(50, (2, config.sequence_length + 1), generator=torch.Generator().manual_seed(1))
+    return model, tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("sequence", "recompute"), [(40, "none"), (17, "none"), (40, "full"), (40, "selective")])
+def test_every_attention_gives_the_same_loss_and_gradients(attention, sequence, recompute):
+    results = []
+    for arguments in (("naive",), (attention, recompute)):
+        model, x, y = model_and_batch(*arguments)
+        loss = model(x[:, :sequence], y[:, :sequence])
+        loss.backward()
+        results.append((loss, *(parameter.grad for parameter in model.parameters())))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_later_token_does_not_change_earlier_logits():
+    for attention in ATTENTIONS:
+        model, x, _ = model_and_batch(attention)
+        changed = x.clone()
+        changed[:, 20] = (x[:, 20] + 1) % 50
+        differ = (model(x) != model(changed)).any(-1).any(0)
+        assert differ.tolist() == [False] * 20 + [True] * 20, attention
+
+
+@pytest.mark.parametrize("attention", ["flash", "tiled"])
+def test_activations_grow_with_the_sequence_not_with_its_square(attention):
+    def peak(attention, n):
+        config = GPTConfig(vocabulary=8, sequence_length=n, width=16, layers=1, heads=4, attention=attention)
+        model, x = GPT(config), torch.zeros(1, n, dtype=torch.long)
+        with Ledger(model) as ledger:
+            model(x, x).backward()
+        return ledger.peak
+
+    short, long, naive = peak(attention, 1000), peak(attention, 2000), peak("naive", 1000)
+    assert long["activations"] < 2.01 * short["activations"]
+    assert naive["activations"] > 4 * 1000**2 * 4 > 10 * short["activations"], "naive keeps weights for each head"
+    assert long["total"] < 2000**2 * 4, "there never is a matrix of all positions, not even a mask"
+
+
+def test_the_main_job_trains_to_the_same_loss_with_fewer_activations(tmp_path):
+    runs = {}
+    for attention in ("naive", "flash"):
+        shape = "--width 32 --layers 2 --heads 4 --sequence-length 256 --batch-size 2 --steps 6 --learning-rate 3e-3"
+        rest = ["--device", "cpu", "--stage", "3", "--world-size", "2", "--attention", attention]
+        assert train.main([*shape.split(), *rest, "--output", str(tmp_path / attention)]) == 0
+        results = json.loads((tmp_path / attention / "results.json").read_text())
+        assert results["config"]["attention"] == attention
+        runs[attention] = results["runs"][0]
+    losses = [runs[attention]["losses"] for attention in ("naive", "flash")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[0][-1] < losses[0][0]
+    naive, flash = (runs[attention]["ranks"][0]["peak"]["activations"] for attention in ("naive", "flash"))
+    scores = 2 * 4 * 256**2 * 4  # of one block
+    assert naive - flash > 1.5 * scores, "two blocks, and more is saved elsewhere by neither"
+
+
+def test_the_estimate_knows_that_there_are_no_scores():
+    long = dataclasses.replace(GPTConfig(), sequence_length=4096)
+    needs = [
+        estimate(dataclasses.replace(long, attention=name), 1, [0], 1, torch.float32) for name in ("naive", "flash")
+    ]
+    assert needs[0] - needs[1] >= 4 * 4 * 4096**2 * 4
+
+
+def test_an_unknown_attention_is_refused(capsys):
+    with pytest.raises(ValueError, match="GPT: attention is 'fast'; expected one of naive, reference, tiled, flash"):
+        GPT(GPTConfig(attention="fast"))
+    assert train.main(["--attention", "fast"]) == 2
+    assert "--attention: invalid choice: 'fast'" in capsys.readouterr().err

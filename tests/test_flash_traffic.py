@@ -1,0 +1,160 @@
+"""The model of bytes against bytes that are counted, and against the paper."""
+
+import random
+
+import pytest
+import torch
+
+from flash import choose_blocks, hbm_bytes, tiled
+from flash.checks import check
+from flash.options import make_options
+from flash.traffic import GPUS, Traffic, count, sram_here, sram_needed, theorem_bytes
+
+
+def drawn(number):
+    """Shapes and options of one case."""
+    pick = random.Random(number)
+    dtype = pick.choice([torch.float16, torch.float32, torch.float64])
+    group, kv_heads, batch = pick.choice([1, 1, 2, 3]), pick.choice([1, 2, 5]), pick.choice([1, 2, 3])
+    return dtype, dict(
+        n_q=pick.randint(1, 300),
+        head_dim=pick.choice([8, 16, 40]),
+        block_q=pick.choice([16, 32, 50, 64, 300]),
+        block_k=pick.choice([16, 32, 50, 64, 300]),
+        n_k=pick.randint(1, 300),
+        batch=batch,
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        itemsize=dtype.itemsize,
+        causal=pick.choice([False, True, "bottom-right"]),
+        window=pick.choice([None, (5, None), (None, 7), (40, 13), (0, 0)]),
+    )
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_the_tiles_move_exactly_what_the_model_says(number):
+    dtype, case = drawn(number)
+    rows = (case["batch"], case["heads"], case["n_q"], case["head_dim"])
+    keys = (case["batch"], case["kv_heads"], case["n_k"], case["head_dim"])
+    q, dout, out = (torch.ones(rows, dtype=dtype) for _ in range(3))
+    k, v, dk, dv = (torch.ones(keys, dtype=dtype) for _ in range(4))
+    dq = torch.ones(rows, dtype=tiled.compute_dtype(q))
+    lse, dlse, delta = (torch.ones(rows[:3], dtype=dq.dtype) for _ in range(3))
+    meaning = check("test", q, k, v, case["causal"], None, case["window"], 0.0, None)
+    rest = make_options(meaning, case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
+    forward = count(tiled.forward_tiles, q, k, v, out, lse, *rest)
+    assert forward == hbm_bytes(**case)
+    parts = (
+        count(tiled.delta_tiles, dout, out, dlse, delta, q, k, *rest),
+        count(tiled.backward_tiles, dout, q, k, v, lse, delta, dq, dk, dv, *rest),
+    )
+    assert tuple(map(sum, zip(*parts))) == hbm_bytes(backward=True, **case)
+
+
+def test_plain_attention_moves_exactly_what_the_model_says():
+    q, k, v, out, dout, dq, dk, dv = (torch.ones(6, 20, 8) for _ in range(8))
+    s, p, dp, ds = (torch.ones(6, 20, 20) for _ in range(4))
+
+    def forward(q, k, v, s, p, out):
+        torch.bmm(q, k.mT, out=s)
+        torch.softmax(s, -1, out=p)
+        torch.bmm(p, v, out=out)
+
+    def backward(dout, q, k, v, p, dp, ds, dq, dk, dv):
+        torch.bmm(p.mT, dout, out=dv)
+        torch.bmm(dout, v.mT, out=dp)
+        torch._softmax_backward_data(dp, p, -1, torch.float32, grad_input=ds)
+        torch.bmm(ds, k, out=dq)
+        torch.bmm(ds.mT, q, out=dk)
+
+    case = dict(n_q=20, head_dim=8, algorithm="naive", batch=2, heads=3, itemsize=4)
+    assert count(forward, q, k, v, s, p, out) == hbm_bytes(**case)
+    assert count(backward, dout, q, k, v, p, dp, ds, dq, dk, dv) == hbm_bytes(backward=True, **case)
+
+
+def test_by_hand():
+    """Four rows of 2 elements of 4 bytes in two blocks: Q once, K and V twice; out and lse once."""
+    case = dict(n_q=4, head_dim=2, itemsize=4, block_q=2, block_k=1)
+    assert hbm_bytes(**case) == Traffic(32 + 2 * (32 + 32), 32 + 16)
+    assert hbm_bytes(**case).total == 208
+    # Causal: rows 0 and 1 see two keys, rows 2 and 3 four.
+    assert hbm_bytes(**case, causal=True) == Traffic(32 + (2 + 4) * 2 * 8, 48)
+    # Backward kernels: delta; per key block K, V, and Q, dO, lse, delta of all rows; per row block the reverse.
+    loads = (2 * 32 + 16) + (2 * 32 + 4 * (2 * 32 + 2 * 16)) + (2 * 32 + 2 * 16 + 2 * (32 + 32))
+    assert hbm_bytes(**case, algorithm="kernels", backward=True) == Traffic(loads, 16 + 3 * 32)
+    assert hbm_bytes(**case, algorithm="naive") == Traffic(32 + 32 + 64 + 64 + 32, 64 + 64 + 32)
+    # Three heads that share keys: the tiled code loads those once for all three, a program per head three times.
+    grouped = dict(heads=3, kv_heads=1, **case)
+    assert hbm_bytes(**grouped) == Traffic(3 * 32 + 2 * 64, 3 * 48)
+    assert hbm_bytes(**grouped, algorithm="kernels").loads == 3 * hbm_bytes(**case).loads
+
+
+def test_counting_sees_every_load_and_store_and_nothing_else():
+    x, y = torch.ones(10), torch.ones(10)
+
+    def work(x, y):
+        tile = x[:5].clone() + 1  # 20 bytes from HBM; the sum happens in SRAM
+        torch.empty_like(x)
+        y[5:].copy_(tile)  # 20 bytes to HBM
+        y[:5].add_(tile)  # 20 there and back
+        torch.cat([x, tile])  # 40 from HBM
+        return x.view(2, 5)
+
+    assert count(work, x, y) == Traffic(20 + 20 + 40, 20 + 20)
+
+
+def test_naive_grows_with_the_square_and_tiled_with_the_square_over_the_block():
+    def bytes_of(n, **keywords):
+        return hbm_bytes(n, 64, **keywords).total
+
+    assert bytes_of(16384, algorithm="naive") > 0.99 * 16384**2 * 2 * 4
+    assert bytes_of(16384, block_q=64) == pytest.approx(2 * bytes_of(16384, block_q=128), rel=0.02)
+    assert bytes_of(16384, block_q=128) < bytes_of(16384, algorithm="naive") / 3.9
+    causal = bytes_of(16384, block_q=128, causal=True) / bytes_of(16384, block_q=128)
+    assert 0.5 < causal < 0.52
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_theorem(head_dim):
+    """Blocks chosen for M bytes of SRAM move a constant times N² d² / M, from 64 KiB to 256 KiB."""
+    n = 2**15
+    ratios = []
+    for sram in (64 * 1024, 128 * 1024, 256 * 1024):
+        block_q, block_k = choose_blocks(head_dim, sram=sram)
+        moved = hbm_bytes(n, head_dim, block_q=block_q, block_k=block_k).total
+        ratios.append(moved / theorem_bytes(n, head_dim, sram))
+    assert max(ratios) / min(ratios) < 3, ratios
+    assert theorem_bytes(n, head_dim, 2**17) == n**2 * head_dim**2 / 2**16 * 2
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_blocks_fit_and_no_others_that_fit_move_less(name, head_dim):
+    def moved(blocks):
+        shape = dict(algorithm="kernels", block_q=blocks[0], block_k=blocks[1])
+        return sum(hbm_bytes(4096, head_dim, backward=backward, **shape).total for backward in (False, True))
+
+    chosen = choose_blocks(head_dim, sram=name)
+    assert sram_needed(*chosen, head_dim) <= GPUS[name].sram
+    sizes = (16, 32, 64, 128, 256)
+    for other in ((q, k) for q in sizes for k in sizes):
+        assert sram_needed(*other, head_dim) > GPUS[name].sram or moved(other) >= moved(chosen)
+
+
+def test_the_device_at_hand():
+    assert sram_needed(*choose_blocks(64), 64) <= sram_here()
+    assert sram_here("cpu") >= 2**15
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: choose_blocks(256, sram=20_000), "16 rows and 16 keys of head dim 256 need .* there are 20,000"),
+        (lambda: choose_blocks(64, sram="H1000"), "sram is 'H1000'; expected a number of bytes or one of V100"),
+        (lambda: hbm_bytes(9, 9, algorithm="flash"), "algorithm is 'flash'; expected 'naive', 'tiled' or 'kernels'"),
+        (lambda: hbm_bytes(9, 9, block_k=0), "blocks of 128 rows and 0 keys; expected at least 1"),
+    ],
+)
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
