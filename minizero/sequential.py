@@ -48,7 +48,7 @@ class Chain:
         self.trains: list[bool] = []  # does a stage's input require a gradient?
         self.position = 0  # of the next step
         self.stage = len(layers) - 1  # whose tape was built last
-        self.kept: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}  # without the chain's own input
         self.running: tuple[int, torch.Tensor] | None = None  # a stage, and its input
 
     def first_sweep(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,13 +57,13 @@ class Chain:
         while True:
             action, i = self.steps[self.position]
             self.position += 1
-            if action == "keep":
+            if action == "keep" and i > 0:
                 self.kept[i] = x.detach()  # x leads to the graph, and the graph leads here
             elif action == "drop":
-                del self.kept[i]
+                self.kept.pop(i, None)
             elif action == "forward":
                 x = self._first_forward(i, x)
-            else:
+            elif action == "backward":
                 x = self._call(i, x)  # on the plain tape
                 self.inputs.first_run_is_over()
                 return x
@@ -76,13 +76,9 @@ class Chain:
             )
         self.trains.append(x.requires_grad)
         self.replays.append(Replay(self.layers[i], [x]))
-        frame = Frame(f"layer {i}", lambda: self._second_forward(i))
-        with frame.dropping():
+        with Frame(f"layer {i}", lambda: self._second_forward(i)).dropping():
             x = self._call(i, x)
         self.replays[i].first_run_is_over()
-        if frame.saved and x.requires_grad:
-            # Where backward comes in, and before it goes on: what it makes inside the stage need not wait for us.
-            x.register_hook(lambda _: self._advance_to(i))
         return x
 
     def _second_forward(self, i: int) -> None:
@@ -90,32 +86,24 @@ class Chain:
         self._advance_to(i)
         x = self._input_of(i)
         self.running, self.stage, self.position = None, i, self.position + 1
-        while self.position < len(self.steps) and self.steps[self.position].action == "drop":
-            del self.kept[self.steps[self.position].stage]
-            self.position += 1
         with self.replays[i].again():
             self.layers[i](x)
 
     def _advance_to(self, i: int) -> None:
         """Take steps until the next is stage i's backward."""
-        try:
-            if i >= self.stage:  # a second backward through this graph
-                self.position, self.stage, self.kept = 0, len(self.layers), {}
-                self.running = 0, self.inputs.again()[0]
-            while self.steps[self.position] != ("backward", i):
-                action, j = self.steps[self.position]
-                if action == "keep":
-                    self.kept[j] = self._input_of(j).detach()
-                elif action == "drop":
-                    del self.kept[j]
-                elif action == "forward":
-                    self.running = j + 1, self._advance(j, self._input_of(j))
-                else:  # of a stage that this backward does not need, or had in the first sweep
-                    self.running = None
-                self.position += 1
-        except BaseException:
-            self.stage = 0  # whoever comes next starts again
-            raise
+        if i >= self.stage:  # a second backward through this graph
+            self.position, self.stage, self.kept, self.running = 0, len(self.layers), {}, None
+        while self.steps[self.position] != ("backward", i):
+            action, j = self.steps[self.position]
+            if action == "keep" and j > 0:
+                self.kept[j] = self._input_of(j).detach()
+            elif action == "drop":
+                self.kept.pop(j, None)
+            elif action == "forward":
+                self.running = j + 1, self._advance(j, self._input_of(j))
+            elif action == "backward":  # which this backward does not need, or had in the first sweep
+                self.running = None
+            self.position += 1
 
     def _advance(self, i: int, x: torch.Tensor) -> torch.Tensor:
         # Not under no_grad, where some operators take another way, with other roundings.
@@ -124,6 +112,8 @@ class Chain:
             return self._call(i, x).detach()
 
     def _input_of(self, i: int) -> torch.Tensor:
+        if i == 0:
+            return self.inputs.again()[0]
         x = self.running[1] if self.running and self.running[0] == i else self.kept[i]
         return x.detach().requires_grad_(self.trains[i])
 

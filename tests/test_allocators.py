@@ -142,6 +142,16 @@ def test_what_an_lstm_takes_inside_one_operator_is_reported_by_name():
     assert "not seen" in ledger.plot(note=gap).get_xlabel()
 
 
+def test_a_profiled_step_may_free_what_the_one_before_it_made():
+    kept = []
+
+    def step():
+        kept.clear()
+        kept.append(-torch.ones(1000))
+
+    assert profile_step(step).peak == 4000  # ones, where the last result was, and the result
+
+
 def test_scratch_is_what_one_call_took_and_gave_back():
     happened = [
         ("earlier", 1000),

@@ -1,0 +1,76 @@
+"""Real chains: sizes by hand, no traces, and `fit`, which names the least budget and meets it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from minizero.profile_chain import measure_chain
+from minizero.schedules import fit, optimal_schedule
+
+
+def mlp(width):
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def test_measured_sizes():
+    """In units of the input: what each layer's tape and output are, by hand."""
+    width = 64
+    layers = [nn.Linear(width, width), nn.ReLU(), nn.GELU(), nn.Dropout(0.5), mlp(width), nn.Linear(width, width // 2)]
+    stages = measure_chain(layers, torch.ones(128, width))
+    unit = 128 * width * 4
+    assert [stage.boundary for stage in stages] == [unit] * 6
+    # Linear and GELU save their input, ReLU its output, dropout its mask. The block's worst moment is in its second
+    # layer's backward: 4 + 4 saved, a gradient of 4, the output and its gradient; input and output count by themselves.
+    assert [stage.tape for stage in stages] == [0, 0, 0, unit, (4 + 4 + 4 + 2 - 3) * unit, 0]
+    assert [stage.output for stage in stages] == [None] * 5 + [unit // 2]
+    assert all(stage.forward > 0 and stage.backward > 0 for stage in stages)
+    assert stages[4].forward > stages[0].forward
+
+
+def test_measuring_leaves_no_trace():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+    model[0].weight.grad = torch.ones(8, 8)
+    model[3].weight.register_post_accumulate_grad_hook(lambda p: pytest.fail("an optimizer would have stepped here"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator, sample = torch.get_rng_state(), torch.ones(4, 8)
+    fit(model, sample, 10**6)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 8)) and model[3].weight.grad is None
+    assert sample.grad is None and not sample.requires_grad
+
+
+def test_an_input_changed_in_place_is_refused():
+    with pytest.raises(ValueError, match=r"layer 1 \(ReLU\) changes its input in place"):
+        fit([nn.Linear(4, 4), nn.ReLU(inplace=True)], torch.ones(2, 4), 10**6)
+    sample = -torch.ones(2, 4)
+    with pytest.raises(ValueError, match="layer 0"):
+        fit([nn.ReLU(inplace=True)], sample, 10**6)
+    assert torch.equal(sample, -torch.ones(2, 4))
+
+
+def test_fit_names_the_least_budget_and_then_meets_it():
+    layers, sample = [mlp(32) for _ in range(20)], torch.ones(64, 32)
+    with pytest.raises(ValueError, match="least feasible") as error:
+        fit(layers, sample, 1000)
+    least = int(str(error.value).split()[-1])
+    unit = 64 * 32 * 4
+    assert least == (1 + 1 + 1 + 2 + 11) * unit  # the chain's input, the running one, the output, gradients, the tape
+    tight, wide = fit(layers, sample, least), fit(layers, sample, 100 * least)
+    assert tight.peak <= least and tight.slots == 1 and tight.advances == 20 * 19 / 2
+    assert wide.slots == wide.advances == 19
+    stages, last = measure_chain(layers, sample), math.inf
+    for slots in range(1, 20):
+        schedule = optimal_schedule(stages, least + (slots - 1) * unit)
+        assert schedule.peak <= least + (slots - 1) * unit and schedule.slots <= slots and schedule.time <= last
+        last = schedule.time
+    assert schedule.advances == 19
+
+
+def test_integers_and_frozen_layers_have_no_gradient_to_keep():
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    stages = measure_chain([nn.Embedding(16, 8), frozen, mlp(8)], torch.zeros(4, 2, dtype=torch.long))
+    assert stages[0].boundary == 4 * 2 * 8 and stages[1].boundary == 4 * 2 * 8 * 4
+    assert measure_chain([frozen], torch.ones(4, 8))[0].tape == 0
