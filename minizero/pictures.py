@@ -5,6 +5,7 @@ Measured and predicted never share a colour. One MiB is 2^20 bytes.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -168,14 +169,24 @@ def _spread(numbers: Sequence[int]) -> list[float]:
 
 
 def _mark_phases(axes: Axes, phases: list[str], places: Sequence[float]) -> None:
-    """Draws a line where a phase starts and ends, and names it above the panel. places: of each sample, and the end."""
-    across = axes.get_xaxis_transform()
-    for phase in sorted(PHASES.keys() & set(phases)):
-        start, end = places[phases.index(phase)], places[len(phases) - phases[::-1].index(phase)]
-        # The last phase is often too narrow for its name, which then ends where the phase ends.
-        place, side = (end, "right") if start > places[-1] * 0.6 else (start, "left")
-        axes.text(place, 1.02, PHASES[phase], ha=side, fontsize=FONT, transform=across)
-        axes.vlines([start, end], 0, 1, color="black", linewidth=1.2, transform=across)
+    """Draws a line where a phase starts and ends, and names it above the panel. places: of each sample, and the end.
+
+    A phase that comes again, with every micro-batch, is named once, where there is room.
+    """
+    across, taken = axes.get_xaxis_transform(), list[tuple[float, float]]()
+    letter = places[-1] * 0.6 * FONT / 72 / (axes.get_window_extent().width / axes.figure.dpi)
+    changes = [i for i in range(len(phases)) if i == 0 or phases[i] != phases[i - 1]] + [len(phases)]
+    for phase, name in reversed(PHASES.items()):
+        labels = []
+        for start, end in [(places[i], places[j]) for i, j in pairwise(changes) if phases[i] == phase]:
+            axes.vlines([start, end], 0, 1, color="black", linewidth=1.2, transform=across)
+            # The last phase is often too narrow for its name, which then ends where the phase ends.
+            side, left = ("right", end - letter * len(name)) if start > places[-1] * 0.6 else ("left", start)
+            labels.append((left, left + letter * len(name), side))
+        free = [label for label in labels if all(label[0] >= end or label[1] <= start for start, end in taken)]
+        for left, right, side in (free or labels)[:1]:
+            axes.text(right if side == "right" else left, 1.02, name, ha=side, fontsize=FONT, transform=across)
+            taken.append((left, right))
 
 
 def _write_above(axes: Axes, text: str, place: tuple[float, float], side: str = "center") -> None:

@@ -1,11 +1,12 @@
 """Accumulation: the gradient of the whole window, whatever the micro-batches; sent once; in the memory of one."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import SMALL, STAGES, batch, relative_error, run
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from minizero import DDP, GPT, GPTConfig, RankFailed, Zero3
 from minizero.accumulate import accumulate
@@ -279,22 +280,18 @@ def test_activations_fall_by_the_number_of_micro_batches_and_by_recompute_times_
     config = GPTConfig(vocabulary=64, sequence_length=32, width=64, layers=4, heads=2)
 
     def activations(pieces, recompute):
-        model = GPT(config)
-        if recompute:
-            for block in model.blocks:
-                forward = block.forward
-                block.forward = lambda *a, f=forward: checkpoint(f, *a, use_reentrant=False)
+        model = GPT(dataclasses.replace(config, recompute=recompute))
         x, y = batch(0, size=8, config=config)
         with Ledger(model) as ledger:
             accumulate(model, zip(x.chunk(pieces), y.chunk(pieces)))
         return ledger.peak["activations"]
 
-    for recompute in (False, True):
+    for recompute in ("none", "full"):
         once, two, four = (activations(pieces, recompute) for pieces in (1, 2, 4))
         assert once - two == 2 * (two - four)  # a straight line over the batch, to the byte
         fixed = 2 * two - once
         assert fixed <= 4 * 32 * 32 + 64  # the mask, that recompute holds, and scalars
-    assert once < 0.5 * activations(1, False)
+    assert once < 0.5 * activations(1, "none")
 
 
 def test_the_fp32_sums_are_gradients():
