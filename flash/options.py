@@ -74,12 +74,12 @@ def all_visible(options: Options, rows: range, keys: range, n_q: int, n_k: int) 
 
 def hidden(options: Options, rows: torch.Tensor, keys: torch.Tensor, n_q: int, n_k: int) -> torch.Tensor:
     """True where query i may not see key j: (rows, keys), from their numbers."""
-    distance = keys[None, :] - rows[:, None] - options.diagonal(n_q, n_k)  # from the diagonal, positive to the right
-    mask = torch.zeros_like(distance, dtype=torch.bool)
+    middle = (rows + options.diagonal(n_q, n_k))[:, None]  # of the band
+    mask = torch.zeros(len(rows), len(keys), dtype=torch.bool, device=rows.device)
     if options.left >= 0:
-        mask |= distance < -options.left
+        mask |= keys < middle - options.left
     if options.right >= 0:
-        mask |= distance > options.right
+        mask |= keys > middle + options.right
     return mask
 
 

@@ -80,8 +80,8 @@ def forward_tiles(q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options, 
                 s = scores(q_i, k_j, tile)
                 part.hide(s, rows, keys)
                 larger = torch.maximum(m, s.amax(-1, keepdim=True))
-                p = s.sub_(larger).exp_()
-                rescale = (m - larger).exp_()
+                p = exp_(s.sub_(larger))
+                rescale = exp_(m - larger)
                 l.mul_(rescale).add_(p.sum(-1, keepdim=True))
                 o.mul_(rescale).baddbmm_(times(p, part.dropout_mask(rows, keys, p)), v_j)
                 m = larger
@@ -140,7 +140,7 @@ def backward_tiles(
                 l, d = part.load(L, rows), part.load(D, rows)
                 s = scores(q_i, k_j, tile)
                 part.hide(s, rows, keys)
-                p = s.sub_(l).exp_()
+                p = exp_(s.sub_(l))
                 mask = part.dropout_mask(rows, keys, p)
                 dv_j.baddbmm_(times(p, mask).mT, do_i)
                 dp = times(scores(do_i, v_j, other_tile), mask)
@@ -149,6 +149,12 @@ def backward_tiles(
                 part.add(DQ, rows, torch.bmm(ds, k_j))  # which brings the scale
             part.store(DK, keys, dk_j.mul_(options.scale))
             part.store(DV, keys, dv_j)
+
+
+def exp_(x: torch.Tensor) -> torch.Tensor:
+    """exp, in place, by exp2: a CPU's exp takes up to seventy times as long where its result underflows, as it does for
+    every score that is hidden."""
+    return x.mul_(math.log2(math.e)).exp2_()
 
 
 def times(weights: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
