@@ -134,7 +134,7 @@ def test_memory_returns_without_the_garbage_collector():
 # The formulas.
 
 
-def test_predictions_of_the_issue_and_of_the_paper():
+def test_predictions_in_these_bytes_and_in_the_papers():
     psi, n = 1_000_000, 4
 
     def total(stage, **options):
