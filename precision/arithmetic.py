@@ -147,7 +147,7 @@ def pack(x: Number, inexact: Tensor, tiny: Tensor, fmt: FloatFormat, rounding: s
     code = ((x.exponent - 1) << fmt.mantissa_bits) + x.significand
     if not fmt.subnormals:
         flushed = (code > 0) & (code < 2**fmt.mantissa_bits)
-        code, inexact, tiny = where(flushed, 0, code), inexact | flushed, tiny | flushed
+        code, inexact = where(flushed, 0, code), inexact | flushed
     overflow = code > fmt.max_bits
     if rounding.startswith("nearest"):
         beyond: Tensor | int = fmt.overflow_bits

@@ -65,8 +65,27 @@ def can_look(x: Array) -> bool:
 
 def as_array(x: Any) -> Array:
     """A tensor or an array of at least one dimension; `in_shape_of` takes that one away again."""
-    x = x.detach() if isinstance(x, torch.Tensor) else np.asarray(x)
+    x = x.detach().resolve_neg() if isinstance(x, torch.Tensor) else np.asarray(x)
     return x.reshape(1) if x.ndim == 0 else x
+
+
+def as_patterns(name: str, x: Any, width: int) -> Array:
+    """As `as_array`. `TypeError` for what holds no integers, `ValueError` where one is no pattern of `width` bits."""
+    x = as_array(x)
+    dtype = dtype_of(x)
+    too_large_for_numpy = dtype == "object" and [type(number) for number in x.flat] == [int]
+    if not (dtype.startswith(("int", "uint")) or too_large_for_numpy):
+        raise TypeError(f"{name} is {dtype}: expected bit patterns, which are integers: use fmt.encode(x) for numbers")
+    for _, index in pieces(x) if dtype != f"uint{width}" else ():
+        part = local(x[index])
+        part = part if can_look(part) else cast(part, "int64")  # of which alone torch always knows the minimum
+        outside = [int(end) for end in (part.min(), part.max()) if not 0 <= end < 2**width]
+        if outside:
+            raise ValueError(
+                f"{name} holds {outside[0]}: patterns of {width} bits are 0 to {2**width - 1} "
+                "(a signed array can be viewed as an unsigned one)"
+            )
+    return x
 
 
 def in_shape_of(x: Any, result: Array) -> Array:

@@ -12,6 +12,7 @@ import torch
 from precision.arrays import (
     Array,
     as_array,
+    as_patterns,
     cast,
     dtype_of,
     empty_like,
@@ -48,12 +49,10 @@ def encode(
 
 @exactly
 def decode(bits: Any, fmt: FloatFormat) -> Any:
-    patterns = as_array(bits)
-    if not dtype_of(patterns).startswith(("int", "uint")):
-        raise TypeError(f"decode: bits must be integers, as encode returns them, not {dtype_of(patterns)}")
+    patterns = as_patterns("decode: bits", bits, fmt.width)
     numbers = empty_like(patterns, "float32" if is_within_float32(fmt) else "float64")
     for _, index in pieces(patterns):
-        put(numbers, index, decode_integers(_checked(local(patterns[index]), fmt), fmt))
+        put(numbers, index, decode_integers(local(patterns[index]), fmt))
     return in_shape_of(bits, numbers)
 
 
@@ -137,17 +136,3 @@ def _as_numbers(function: str, x: Any) -> Array:
             "the real and the imaginary part"
         )
     return x
-
-
-def _checked(bits: Array, fmt: FloatFormat) -> Array:
-    """One piece of patterns; `ValueError` where one is wider than the format."""
-    if dtype_of(bits) in ("uint8", "uint16", "uint32") and 8 * bits.itemsize <= fmt.width:
-        return bits
-    bits = cast(bits, "int64")
-    wrong = bits[(bits < 0) | (bits >= 2**fmt.width)]
-    if len(wrong):
-        raise ValueError(
-            f"decode: pattern {int(wrong[0])} is not one of {fmt.width} bits, 0 to {2**fmt.width - 1}: patterns are "
-            "right-aligned and without a sign (of signed integers take the view as unsigned ones)"
-        )
-    return bits

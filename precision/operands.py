@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from precision.arrays import pieces
+from precision.arrays import as_patterns, pieces
 from precision.formats import ROUNDINGS, Flags, FloatFormat
 
 
@@ -68,7 +68,7 @@ def run(
     # All steps fit in 32 bits up to 11 bits of mantissa: the largest number is a square root's, 2·11 + 8 bits.
     working_dtype = torch.int32 if fmt.mantissa_bits <= 11 else torch.int64
     device = next((x.device for x in operands if isinstance(x, Tensor)), None)
-    tensors = [_as_patterns(f"{name}: operand {i}", x, fmt, own_dtype) for i, x in enumerate(operands, 1)]
+    tensors = [_as_tensor(f"{name}: operand {i}", x, fmt, own_dtype) for i, x in enumerate(operands, 1)]
     try:
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     except RuntimeError:
@@ -88,25 +88,9 @@ def run(
     return [result.numpy()[()] for result in results]  # [()]: a scalar where there is no dimension, as NumPy does
 
 
-def _as_patterns(name: str, x: Any, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """x as a tensor of `dtype`, once it is sure to hold patterns of `fmt`."""
-    if not isinstance(x, Tensor):
-        x = np.asarray(x)
-    kind = str(x.dtype).removeprefix("torch.")
-    if isinstance(x, Tensor):
-        is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-    else:
-        is_integer = x.dtype.kind in "iu" or type(x[()]) is int  # the latter where it is too large for NumPy
-    if not is_integer:
-        raise TypeError(f"{name} is {kind}: expected bit patterns, which are integers: use fmt.encode(x) for numbers")
-    if kind != f"uint{fmt.width}" and 0 not in x.shape:
-        wide = x.to(torch.int64) if isinstance(x, Tensor) else x
-        outside = [int(value) for value in (wide.min(), wide.max()) if not 0 <= value < 1 << fmt.width]
-        if outside:
-            raise ValueError(
-                f"{name} holds {outside[0]}: patterns of {fmt.width} bits are 0 to {(1 << fmt.width) - 1} "
-                "(a signed array can be viewed as an unsigned one)"
-            )
-    if isinstance(x, Tensor):
-        return x.to(dtype)
-    return torch.from_numpy(np.array(x, dtype=str(dtype).removeprefix("torch.")))
+def _as_tensor(name: str, x: Any, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
+    """The patterns x, in its shape."""
+    patterns = as_patterns(name, x, fmt.width)
+    if isinstance(patterns, Tensor):
+        return patterns.to(dtype).reshape(x.shape)
+    return torch.from_numpy(patterns.astype(str(dtype).removeprefix("torch."))).reshape(np.shape(x))

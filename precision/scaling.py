@@ -176,6 +176,8 @@ class DynamicLossScaler(LossScaler):
             raise AssertionError(f"backoff_factor must be between 0 and 1, not {backoff!r}")
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"growth_interval must be a whole number of at least 1, not {interval!r}")
+        if not isinstance(tracker, int) or tracker < 0:
+            raise ValueError(f"_growth_tracker must be a whole number, not below 0, not {tracker!r}")
         scale, low, high = _positive("scale", scale), _positive("min_scale", low), _positive("max_scale", high)
         if not low <= scale <= high:
             raise ValueError(f"the scale must be from min_scale ({low:g}) to max_scale ({high:g}), not {scale:g}")
