@@ -104,7 +104,7 @@ class _Emulation(TorchDispatchMode):
             if self.accumulator == FP32:
                 result = func(*args, **kwargs)
             else:
-                result = partial_sums.run(self.accumulator, func, args, kwargs)
+                result = partial_sums.run(self.fmt, self.accumulator, func, args, kwargs)
             for name in written - _STATISTICS:
                 for tensor in _tensors(given.get(name)):
                     tensor.copy_(_round(self.fmt, tensor))
@@ -169,7 +169,7 @@ _DTYPES = {FP16: torch.float16, BF16: torch.bfloat16}
 def _round(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` with its values rounded to the format, in its own dtype."""
     dtype = _DTYPES.get(fmt)
-    if tensor.dtype == dtype or fmt == FP32:
+    if tensor.dtype == dtype or (fmt == FP32 and tensor.dtype != torch.float64):
         return tensor
     if dtype is not None and tensor.dtype == torch.float32:
         # PyTorch's own conversion gives the numbers of `quantize` (a test compares them) in a tenth of the time.

@@ -2,10 +2,11 @@
 
     total = 0;  for each term:  total = round(total + round(product))        round: to the accumulator's format
 
-They stand in for PyTorch's own: matrix products (mm, addmm, bmm, baddbmm), 2-d convolutions, sums and means,
-forward and backward. All others, such as softmax or batch norm, add in FP32 as before. Terms are added in the
-order of their index, those of a convolution channel by channel; hardware has other orders, with other errors.
-Here a convolution is a matrix product: its windows are laid out as columns (Chellapilla et al., 2006).
+They stand in for PyTorch's own: products of matrices and vectors (mm, mv, dot, addmm, bmm, baddbmm), 2-d
+convolutions, sums and means, forward and backward. All others, such as softmax or batch norm, add in FP32 as before.
+Terms are added in the order of their index, those of a convolution channel by channel; hardware has other orders,
+with other errors. Here a convolution is a matrix product: its windows are laid out as columns (Chellapilla et al.,
+2006).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +22,12 @@ from precision.formats import FloatFormat
 
 def add_up(round_: Round, terms: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """The sum over `dims`, by default all."""
+    if terms.dim() == 0:
+        return round_(terms)
     dims = sorted(dim % terms.dim() for dim in dims) if dims else list(range(terms.dim()))
     kept = [dim for dim in range(terms.dim()) if dim not in dims]
     shape = [1 if dim in dims else size for dim, size in enumerate(terms.shape) if keepdim or dim in kept]
-    rows = terms.permute(*dims, *kept).reshape(-1, *(terms.shape[dim] for dim in kept))
+    rows = terms.permute(*dims, *kept).flatten(0, len(dims) - 1)
     return sequential(rows, rows.new_zeros(rows.shape[1:]), round_).view(shape)
 
 
@@ -33,6 +36,11 @@ def matmul(round_: Round, a: Tensor, b: Tensor) -> Tensor:
     shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     products = (round_(a[..., :, k, None] * b[..., None, k, :]) for k in range(a.shape[-1]))
     return sequential(products, a.new_zeros(shape), round_)
+
+
+def product_with_vector(round_: Round, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for (..., k) and (k,): a matrix or a vector by a vector."""
+    return matmul(round_, torch.atleast_2d(a), b[:, None]).view(a.shape[:-1])
 
 
 def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -58,7 +66,7 @@ def mean_all(round_: Round, terms: Tensor, *, dtype: Any = None) -> Tensor:
 def mean_dims(round_: Round, terms: Tensor, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """aten.mean.dim."""
     total = add_up(round_, terms, dims, keepdim)
-    return total / (terms.numel() // total.numel())
+    return total / (terms.numel() // max(total.numel(), 1))
 
 
 def convolution(round_: Round, x: Tensor, weight: Tensor, bias: Tensor | None, *shape: Any) -> Tensor:
@@ -119,6 +127,8 @@ _aten = torch.ops.aten
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     _aten.mm.default: matmul,
     _aten.bmm.default: matmul,
+    _aten.mv.default: product_with_vector,
+    _aten.dot.default: product_with_vector,
     _aten.addmm.default: matmul_and_add,
     _aten.baddbmm.default: matmul_and_add,
     _aten.sum.default: sum_all,
@@ -130,8 +140,8 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def run(accumulator: FloatFormat, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """func(*args, **kwargs); of the operators above, with partial sums rounded to `accumulator`."""
+def run(fmt: FloatFormat, accumulator: FloatFormat, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """func(*args, **kwargs) on values of `fmt`; of the operators above, with partial sums rounded to `accumulator`."""
     if func not in _OPERATORS or not args[0].is_floating_point():
         return func(*args, **kwargs)
     dtype = kwargs.get("dtype") or args[0].dtype
@@ -139,7 +149,8 @@ def run(accumulator: FloatFormat, func: Any, args: Sequence[Any], kwargs: dict[s
     def cast(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) else value
 
-    # In FP64 one operation on two numbers of few bits comes out as if it were rounded once (see `accumulate`).
+    # In FP64 one operation on two numbers of few bits comes out as if it were rounded once (see `accumulate`). A sum
+    # of FP32's does too, unless one of the two is below 2^-52 of the other, and that half-way between two numbers.
     wide = (cast(value, torch.float64) for value in args)
-    result = _OPERATORS[func](rounding_to(accumulator), *wide, **kwargs)
+    result = _OPERATORS[func](rounding_to(accumulator, terms=fmt), *wide, **kwargs)
     return tuple(cast(value, dtype) for value in result) if isinstance(result, tuple) else cast(result, dtype)

@@ -167,6 +167,12 @@ def test_what_rounds_quickly_gives_the_numbers_of_quantize():
         )
 
 
+def test_float64_becomes_fp32():
+    with emulate(FP32):
+        product = torch.tensor(0.1, dtype=torch.float64) * 3
+    assert product == torch.tensor(0.1).double().mul(3).float() and product.dtype == torch.float64
+
+
 def test_float64_is_rounded_once():
     x = torch.tensor([1 + 2**-11 + 2**-40], dtype=torch.float64)  # by way of float32 it would be a tie, and go to 1
     with emulate(FP16):
@@ -265,6 +271,13 @@ def test_inference_mode_computes_the_same():
         assert torch.equal(one, other) and torch.equal(one, with_graph.detach())
 
 
+def test_a_storage_that_is_taken_over_is_the_same_with_the_same_values():
+    outside = torch.tensor([1.1])
+    with emulate(FP16):
+        taken = torch.empty(0).set_(outside)
+    assert taken.data_ptr() == outside.data_ptr() and outside == torch.tensor([1.1])
+
+
 def test_running_statistics_stay_fp32():
     norm = nn.BatchNorm1d(3)
     torch.manual_seed(0)
@@ -273,6 +286,10 @@ def test_running_statistics_stay_fp32():
         norm(x)
     assert torch.allclose(norm.running_mean, 0.1 * x.mean(0), rtol=1e-6)
     assert not on_grid(FP16, norm.running_mean)
+    mean, variance = torch.zeros(3), torch.ones(3)
+    with emulate(FP16):  # the form of the operator that says it writes to them
+        torch.ops.aten._native_batch_norm_legit(x, None, None, mean, variance, True, 0.1, 1e-5)
+    assert torch.equal(mean, norm.running_mean) and torch.equal(variance, norm.running_var)
 
 
 # Bytes.
