@@ -128,6 +128,19 @@ def test_formats_of_all_kinds():
             assert_same(x, fmt, rounding)
 
 
+def test_where_the_short_way_ends():
+    """On both sides of the largest and the smallest format whose powers of two the carrier has."""
+    formats = [FloatFormat(7, 5, bias=bias) for bias in (16, 17, 18, 121, 122, 123)]
+    formats += [FloatFormat(10, 5, bias=bias) for bias in (45, 46, 47, 1015, 1016, 1017)]
+    for fmt in formats:
+        ends = [fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.smallest_subnormal / 2, fmt.epsilon]
+        x = np.outer(ends, [0.75, 1 - 2.0**-20, 1, 1 + 2.0**-20, 1 + fmt.epsilon / 2, 1.5, 4]).ravel()
+        x = np.concatenate([x, -x, [np.inf, -np.inf, np.nan]])
+        assert_same(x, fmt, "nearest-even")
+        with np.errstate(over="ignore", under="ignore"):
+            assert_same(x.astype(np.float32), fmt, "nearest-even")
+
+
 # The same as PyTorch.
 
 
@@ -234,7 +247,11 @@ def test_stochastic_is_proportional_and_seeded():
             assert len(np.unique(bits)) == 2
             assert np.array_equal(bits, fmt.encode(torch.from_numpy(x), "stochastic", seed=3).numpy())
             assert not np.array_equal(bits, fmt.encode(x, "stochastic", seed=4))
-    assert np.array_equal(FP16.encode(x, "stochastic", seed=3)[:9], FP16.encode(x[:9], "stochastic", seed=3))
+    x = np.full(1000, 1 + 2.0**-11)
+    bits = FP16.encode(x, "stochastic", seed=3)
+    assert np.array_equal(bits[:99], FP16.encode(x[:99], "stochastic", seed=3)) and len(np.unique(bits[:99])) == 2
+    # SplitMix64 goes on by this number from draw to draw: as a seed it must not give the same draws, one place on.
+    assert not np.array_equal(FP16.encode(x, "stochastic", seed=3 + 0x9E3779B97F4A7C15)[:-1], bits[1:])
     exact = FP16.decode(np.arange(0x7C00))
     assert np.array_equal(FP16.quantize(exact, "stochastic", seed=0), exact)
     assert FP16.encode(np.float32(1e-38), "stochastic", seed=0) == 0
@@ -272,6 +289,8 @@ def test_shapes_and_kinds():
             tensor = torch.from_numpy(array)
             assert FP16.encode(tensor).dtype == torch.uint16 and FP16.encode(tensor).shape == tensor.shape
             assert np.array_equal(FP16.encode(tensor).numpy(), expected)
+    imaginary = torch.tensor([0.1 - 1j, 2 + 0.5j]).conj().imag  # its sign is a bit of the tensor, not of its numbers
+    assert FP16.quantize(imaginary).tolist() == [1.0, -0.5] and FP16.encode(imaginary).tolist() == [0x3C00, 0xB800]
     assert FP16.encode(0.1) == 0x2E66 and isinstance(FP16.encode(0.1), np.uint16)
     assert FP16.decode(0x2E66) == 0.0999755859375 and FP16.decode([0x2E66, 0]).shape == (2,)
     single = FP16.encode(torch.tensor(0.1, requires_grad=True))
@@ -348,13 +367,16 @@ def test_what_is_not_encoded(x):
 
 def test_what_is_not_decoded():
     for bits in (0.5, np.float16([1]), torch.ones(2), True):
-        with pytest.raises(TypeError, match="bits must be integers"):
+        with pytest.raises(TypeError, match="decode: bits is (float|bool).*expected bit patterns, which are integers"):
             FP16.decode(bits)
-    for fmt, pattern in ((FP16, 65536), (FP16, -1), (FP8_E4M3, 256), (FloatFormat(2, 3), np.uint8(64)), (TF32, 2**19)):
-        with pytest.raises(ValueError, match=f"pattern {int(pattern)} is not one of {fmt.width} bits"):
+    patterns = ((FP16, 65536), (FP16, -1), (FP16, 2**70), (FP16, np.uint64(2**64 - 1)), (FP32, np.int64(2**32)))
+    for fmt, pattern in (*patterns, (FP8_E4M3, 256), (FloatFormat(2, 3), np.uint8(64)), (TF32, 2**19)):
+        with pytest.raises(ValueError, match=f"decode: bits holds {int(pattern)}: patterns of {fmt.width} bits"):
             fmt.decode(pattern)
-    with pytest.raises(ValueError, match="pattern -2 is not one of 16 bits.*unsigned"):
+    with pytest.raises(ValueError, match="holds -2: patterns of 16 bits.*unsigned"):
         FP16.decode(torch.tensor([1, -2], dtype=torch.int16))
+    with pytest.raises(ValueError, match="holds 65536: "):
+        FP16.decode([7, 65536, 65535])
 
 
 def test_bad_options():

@@ -60,7 +60,8 @@ def test_limits_of_others():
         ((1, 2), {}, "no code for a normal number"),
         ((1, 0), {"nans": False}, "no code for a normal number"),
         ((12, 3), {}, "float64, from which"),
-        ((5, 10), {"bias": 2000}, "float64, from which"),
+        ((5, 10), {"bias": 1024}, "between 2.-1023 and"),  # the first below 2^-1022
+        ((5, 10), {"bias": -994}, "and 2.1024"),
         ((5, 10), {"bias": -2000}, "float64, from which"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from matplotlib import pyplot
 from torch import nn
 
-from precision.histogram import GRADIENTS, WEIGHTS, Histogram, collect, exponent_histogram
+from precision.histogram import GRADIENTS, WEIGHTS, Collected, Histogram, collect, exponent_histogram
 from precision.master import MasterWeights
 from precision.scaling import DynamicLossScaler, StaticLossScaler
 
@@ -70,6 +70,7 @@ def test_any_shape_layout_and_number_of_tensors():
     mixed = [transposed, sparse, torch.tensor(0.75, dtype=torch.float64), torch.ones(2, 0), torch.ones(2).half()]
     assert exponent_histogram(iter(mixed)) == Histogram({-1: 1, 0: 3, 1: 2, 2: 1, 3: 1}, zeros=4)
     assert exponent_histogram([]) == Histogram() and Histogram().total == 0
+    assert exponent_histogram(torch.tensor([1 - 4j]).conj().imag).counts == {2: 1}  # a view with a sign of its own
     weight = nn.Parameter(torch.ones(3))
     assert exponent_histogram(weight).counts == {0: 3} and weight.grad is None
 
@@ -149,6 +150,28 @@ def test_steps_add_up_and_hooks_go():
     optimizer.step()
     assert found.gradients is before  # outside of the block nothing is counted
     assert not model[0]._forward_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def test_an_evaluation_in_between_is_not_counted():
+    model = nn.Linear(3, 1)
+    with collect(model, torch.optim.SGD(model.parameters())) as found, torch.no_grad():
+        model(torch.ones(2, 3))
+    assert found == Collected()
+
+
+def test_an_update_may_be_larger_than_fp16():
+    weight = nn.Parameter(torch.tensor([60000.0]).half())
+    weight.grad = torch.ones(1).half()
+
+    class ToTheOtherSide(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            weight.neg_()
+
+    optimizer = ToTheOtherSide([weight])
+    with collect(nn.Module(), optimizer) as found:
+        optimizer.step()
+    assert weight.item() == -60000 and found.updates == Histogram({16: 1})
 
 
 def test_hooks_go_when_training_breaks_off():

@@ -367,6 +367,21 @@ def test_a_gradient_that_was_unscaled_is_not_copied_again():
     assert weight.item() == -7.5
 
 
+def test_after_zero_grad_or_a_loaded_state_gradients_are_copied_anew():
+    weight = nn.Parameter(torch.tensor([1.0]).half())
+    weights = MasterWeights([weight], torch.optim.SGD, lr=1.0)
+    state = weights.state_dict()
+    forgets = weights.zero_grad, lambda: weights.zero_grad(set_to_none=False), lambda: weights.load_state_dict(state)
+    for forget in forgets:
+        weight.grad = torch.tensor([8.0]).half()
+        weights.copy_gradients()
+        forget()
+        weight.grad = torch.tensor([0.25]).half()
+        before = weight.item()
+        weights.step()
+        assert weight.item() == before - 0.25
+
+
 def test_an_unused_parameter_stays():
     weights = MasterWeights([used := nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2).half())],
                             torch.optim.SGD, lr=0.5)  # fmt: skip

@@ -151,6 +151,8 @@ def test_a_residual_block_adds_to_its_input():
         for parameter in block.f.parameters():
             nn.init.zeros_(parameter)
         assert torch.equal(block(x), block.shortcut(x).relu())
+    torch.manual_seed(0)
+    assert Residual(4, 4).f(x).min() < 0  # what is added may be negative: the ReLU comes after the sum
     assert isinstance(Residual(4, 4).shortcut, nn.Identity)
     assert Residual(4, 8, stride=2)(x).shape == (2, 8, 3, 3)
 

@@ -70,6 +70,8 @@ def test_a_sum_that_is_not_there(capsys):
         ("1e9 - 1e9", "nan", "invalid"),
         ("0 ** -1", "inf", "divide_by_zero"),
         ("-0", "-0.0", "none"),
+        ("(-0.0) ** -2", "inf", "divide_by_zero"),
+        ("(-0.0) ** -3", "-inf", "divide_by_zero"),
         ("0x10 + 1_000", "1016.0", "none"),
     ],
 )
@@ -90,6 +92,10 @@ def test_a_decimal_is_rounded_once():
     """The nearest float64 of this is a tie; the number itself lies above it."""
     text = "1." + "00048828125" + "0" * 20 + "1"
     assert float(text) == 1 + 2.0**-11
+    assert Evaluation(text, FP16, "nearest-even").steps[-1][2] == 0x3C01
+    # Cut to float64 this ends in a 1 already: to the next one up it would be a tie, which goes the other way.
+    text = "1.0014648437499999999"
+    assert float(text) == 1 + 3 * 2.0**-11
     assert Evaluation(text, FP16, "nearest-even").steps[-1][2] == 0x3C01
     for rounding in ROUNDINGS[:5]:
         (_, exact, bits, _), *_ = Evaluation("1e-50", FP32, rounding).steps

@@ -477,6 +477,9 @@ def test_bad_states_and_types_leave_the_scaler_as_it_was():
     before = scaler.state_dict()
     with pytest.raises(ValueError, match="max_scale"):
         scaler.load_state_dict(state)
+    for tracker in (-1, 1.5, "7"):
+        with pytest.raises(ValueError, match="_growth_tracker must be a whole number"):
+            scaler.load_state_dict(before | {"_growth_tracker": tracker})
     assert scaler.state_dict() == before
     with pytest.raises(TypeError, match="'8'"):
         StaticLossScaler("8")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minizero import experiments, images, mixed_memory, table1, table1_report
 from minizero.gpt import GPT
@@ -59,6 +60,40 @@ def test_published_figures_are_the_papers():
     differences = [mixed - baseline for baseline, mixed in table1.PUBLISHED.values()]
     assert min(differences) == pytest.approx(-0.01) and max(differences) == pytest.approx(0.28)
     assert table1.Plan().seeds >= 3
+
+
+def test_the_language_model_is_asked_about_text_that_it_has_not_seen(monkeypatch):
+    parts = []
+
+    def windows(text, *rest, real=table1.windows):
+        parts.append(text)
+        x, y = real(text, *rest)
+        assert torch.equal(x[:, 1:], y[:, :-1]), "what to say is what comes next"
+        return x, y
+
+    monkeypatch.setattr(table1, "windows", windows)
+    bits = table1.bits_per_byte(0, False, 1)
+    assert torch.equal(torch.cat(parts[:2]), table1.read_text(table1.TEXT, 64))
+    assert 7 < bits < 8.5, "after one step it knows next to nothing of a byte's 8 bits"
+
+
+def test_a_run_is_in_one_precision_from_training_to_test(monkeypatch):
+    """And the learning rate warms up and falls."""
+    blocks, rates = [], []
+
+    def precision(mixed, real=table1.precision):
+        blocks.append((mixed, torch.is_grad_enabled()))
+        return real(mixed)
+
+    monkeypatch.setattr(table1, "precision", precision)
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    try:
+        table1.accuracy("alexnet", 0, True, 12)
+    finally:
+        hook.remove()
+    assert blocks == [(True, True)] * 12 + [(True, False)]
+    assert rates[0] < max(rates) > rates[-1] and max(rates) <= 3e-3
+    assert not table1.train("alexnet", 0, False, 1).training, "dropout is for training"
 
 
 @pytest.mark.slow
@@ -170,6 +205,8 @@ def test_masters_cost_and_activations_save():
         assert fp32["optimizer"] == pytest.approx(8 * psi, rel=0.001)
         assert mixed["optimizer"] == pytest.approx(12 * psi, rel=0.001), "the moments and the masters"
         assert 0.49 < mixed["activations"] / fp32["activations"] < 0.53
+    from_the_start = mixed_memory.watch(make, x[:1], y[:1], False).curve[0]["optimizer"]
+    assert from_the_start == pytest.approx(8 * psi, rel=0.001), "the first step, which makes the moments, is no example"
     assert small[1]["total"] > small[0]["total"] and large[1]["total"] < 0.8 * large[0]["total"]
 
 
