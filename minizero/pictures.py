@@ -174,18 +174,20 @@ def _mark_phases(axes: Axes, phases: list[str], places: Sequence[float]) -> None
     A phase that comes again, with every micro-batch, is named once, where there is room.
     """
     across, taken = axes.get_xaxis_transform(), list[tuple[float, float]]()
-    letter = places[-1] * 0.6 * FONT / 72 / (axes.get_window_extent().width / axes.figure.dpi)
+    letter = places[-1] * 0.75 * FONT / 72 / (axes.get_window_extent().width / axes.figure.dpi)
     changes = [i for i in range(len(phases)) if i == 0 or phases[i] != phases[i - 1]] + [len(phases)]
     for phase, name in reversed(PHASES.items()):
         labels = []
         for start, end in [(places[i], places[j]) for i, j in pairwise(changes) if phases[i] == phase]:
             axes.vlines([start, end], 0, 1, color="black", linewidth=1.2, transform=across)
-            # The last phase is often too narrow for its name, which then ends where the phase ends.
-            side, left = ("right", end - letter * len(name)) if start > places[-1] * 0.6 else ("left", start)
-            labels.append((left, left + letter * len(name), side))
+            # Where a phase is too narrow for its name, this may end where the phase ends.
+            width, late = letter * len(name), start > places[-1] * 0.6
+            labels += [(end - width, end, "right"), (start, start + width, "left")][:: 1 if late else -1]
         free = [label for label in labels if all(label[0] >= end or label[1] <= start for start, end in taken)]
         for left, right, side in (free or labels)[:1]:
-            axes.text(right if side == "right" else left, 1.02, name, ha=side, fontsize=FONT, transform=across)
+            place, shift = (right, -4) if side == "right" else (left, 4)
+            at: Look = {"xy": (place, 1.02), "xycoords": across, "xytext": (shift, 0), "textcoords": "offset points"}
+            axes.annotate(name, ha=side, fontsize=FONT, **at)
             taken.append((left, right))
 
 
