@@ -35,6 +35,8 @@ class Engine(Wrapped, abc.ABC):
     (name, parameter), whose values no shard mixes. Buffers keep their dtype.
     """
 
+    inside: Comm | None = None  # the ranks that a unit is sharded over, where that is not all of `comm`
+
     def __init__(
         self,
         module: nn.Module,
@@ -57,7 +59,7 @@ class Engine(Wrapped, abc.ABC):
             self.names_of.setdefault(id(parameter), []).append(name)
         for name, buffer in module.named_buffers():
             buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
-        self.units = make_units(module, comm, dtype or torch.float32, units, group_by)
+        self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
         self.roots = [unit for unit in self.units if unit.module is None]
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]
         for unit in self.units:
@@ -85,6 +87,10 @@ class Engine(Wrapped, abc.ABC):
 
     def release(self, unit: Unit) -> None:  # noqa: B027
         """Give the memory of the unit's parameters back. A stage that keeps replicas has nothing to do."""
+
+    def forward_is_over(self, unit: Unit) -> None:
+        """The unit's forward is over; its backward will gather it again."""
+        self.release(unit)
 
     # Forward and backward: when.
 
@@ -141,7 +147,7 @@ class Engine(Wrapped, abc.ABC):
 
     def _after_unit(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
         """Forward is over. The gradient of the output opens this use's backward, those of its inputs close it."""
-        self.release(unit)
+        self.forward_is_over(unit)
         inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
         # The hooks must not hold the tensors that hold them, or nothing is freed: numbers only.
         version, needed, owed = unit.version, len(inputs), 0  # owed: how many inputs still have no gradient

@@ -44,18 +44,20 @@ class Unit:
         name: str,
         module: nn.Module | None,
         named: dict[str, nn.Parameter],
-        comm: Comm,
+        everyone: Comm,
+        inside: Comm,
         dtype: torch.dtype,
         group_by: GroupBy | None,
     ) -> None:
-        self.name, self.module, self.comm, self.dtype = name, module, comm, dtype
+        self.name, self.module, self.dtype = name, module, dtype
+        self.everyone, self.comm = everyone, inside  # all ranks, and those that the unit is sharded over
         self.names, self.parameters = list(named), list(named.values())
         self.trains = self.parameters[0].requires_grad  # a unit is trained or frozen, never both
         self.shapes = [p.shape for p in self.parameters]
         self.offsets = [sum(s.numel() for s in self.shapes[:i]) for i in range(len(self.shapes))]
         self.index = {id(p): i for i, p in enumerate(self.parameters)}
         self.numel = sum(s.numel() for s in self.shapes)
-        self.size = -(-self.numel // comm.size) * comm.size
+        self.size = -(-self.numel // everyone.size) * everyone.size
         self.group_of = [group_by(n, p) if group_by else None for n, p in named.items()]
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # the value of `group_by` for each shard
@@ -71,7 +73,7 @@ class Unit:
         full = torch.zeros(self.size, device=self.comm.device)
         for view, value in zip(self.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
-        full = broadcast(full, self.comm, label=self.name)
+        full = broadcast(full, self.everyone, label=self.name)
         tag(full, "parameters")
         return full
 
@@ -202,10 +204,12 @@ class Unit:
         self.shown = self.gradient._version
 
     def gradient_norms(self, norm_type: float) -> torch.Tensor:
-        """The norm of each chunk of the gradient that this rank holds."""
+        """The norm of each N-th of the gradient, for N ranks, that this rank holds."""
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
         flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
-        return torch.stack([torch.linalg.vector_norm(c, norm_type) for c in flat.split(self.size // self.comm.size)])
+        return torch.stack(
+            [torch.linalg.vector_norm(c, norm_type) for c in flat.split(self.size // self.everyone.size)]
+        )
 
     def shard_names(self, prefix: str) -> list[str]:
         """A name for each shard: the parameter's own (FP32 DDP), or the unit's with the group's."""
@@ -222,6 +226,7 @@ class Unit:
 def make_units(
     module: nn.Module,
     comm: Comm,
+    inside: Comm,
     dtype: torch.dtype,
     given: Sequence[nn.Module] | None,
     group_by: GroupBy | None,
@@ -252,6 +257,7 @@ def make_units(
             chosen.get(path) if path else None,
             named,
             comm,
+            inside,
             dtype,
             group_by,
         )

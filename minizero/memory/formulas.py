@@ -47,10 +47,26 @@ def predict(
     return parts | {"total": sum(parts.values())}
 
 
-def predict_sent(n_parameters: int, world_size: int, stage: int, *, n_root: int = 0, bytes_each: int = 4) -> float:
-    """Bytes that a rank sends in a step: (N-1)/N of 2Ψ elements, in stage 3 of 3Ψ less the root unit's."""
-    elements = 2 * n_parameters if stage < 3 else 3 * n_parameters - n_root
-    return elements * bytes_each * (world_size - 1) / world_size
+def predict_sent(
+    n_parameters: int,
+    world_size: int,
+    stage: int,
+    *,
+    n_root: int = 0,
+    bytes_each: int = 4,
+    sharding_factor: int | None = None,
+    reshard_after_forward: bool = True,
+) -> float:
+    """Bytes that a rank sends in a step: (N-1)/N of 2Ψ elements, in stage 3 of 3Ψ less the root unit's.
+
+    With a `sharding_factor` F that holds for the F ranks of a group; across the N/F groups a rank sends
+    2Ψ/F · (N/F-1)/(N/F) more. Without resharding stage 3 gathers once: 2Ψ.
+    """
+    elements = 3 * n_parameters - n_root if stage == 3 and reshard_after_forward else 2 * n_parameters
+    inside = sharding_factor or world_size
+    groups = world_size // inside
+    across = 2 * n_parameters / inside * (groups - 1) / groups
+    return bytes_each * (elements * (inside - 1) / inside + across)
 
 
 def predict_activations(
