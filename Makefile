@@ -13,11 +13,11 @@ setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constra
 demo: setup  ## train with every ZeRO stage, figures in results/: python -m minizero.train --output results
 	$(PY) -m minizero.train --output results $(ARGS)
 
-quick: setup  ## the tests that end within a minute or two: python -m pytest
-	$(PY) -m pytest $(ARGS)
+quick: setup  ## the tests that end within a minute or two: python -m pytest -n 2
+	$(PY) -m pytest -n 2 $(ARGS)
 
-test: setup  ## every test that needs no GPU: python -m pytest -m "not gpu and not soak and not exhaustive"
-	$(PY) -m pytest -m "not gpu and not soak and not exhaustive" $(ARGS)
+test: setup  ## every test that needs no GPU: python -m pytest -n 2 -m "not gpu and not soak and not exhaustive"
+	$(PY) -m pytest -n 2 -m "not gpu and not soak and not exhaustive" $(ARGS)
 
 notebooks: setup  ## run every notebook and keep what it shows: python -m tests.run_notebooks
 	$(PY) -m tests.run_notebooks $(ARGS)
