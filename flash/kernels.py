@@ -1,0 +1,263 @@
+"""FlashAttention in Triton: a program for each block of rows (forward, dQ) or of keys (dK and dV).
+
+    forward     S = Q K^T      m' = max(m, rowmax S)     P = exp(S - m')
+                l = exp(m - m') l + rowsum P             O = exp(m - m') O + P V
+    backward    P = exp(S - lse)     dS = P (dO V^T - delta)     dV = P^T dO     dK = scale dS^T Q     dQ = scale dS K
+
+A program loads its own block once, keeps it on the chip, and goes over the blocks that its own sees. Only those
+at the edge of the band or of the tensor need a mask: `spans` says which. Backward has one kernel that sums dK and
+dV over the rows, and one that sums dQ over the keys: S is computed twice, but every sum is made by one program in
+one order, without atomics, so that the gradients are the same bits in every run.
+
+The GPU has an instruction for 2^x, none for e^x: scores and logsumexp are in base 2 inside, `scale` has log2(e) in it.
+Dao, 2023, "FlashAttention-2"; Tillet, Kung & Cox, 2019, "Triton". What options add: `flash.masks`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flash.launch import Launch, prepare
+from flash.masks import (
+    INTERPRETED,
+    LOG2_E,
+    diagonal,
+    dropout,
+    head_of,
+    length,
+    load_block,
+    load_lse,
+    load_numbers,
+    place,
+    spans,
+    start_hash,
+    store_block,
+    store_numbers,
+    visible,
+)
+from flash.options import Options
+
+__all__ = ["INTERPRETED", "backward", "forward"]
+
+# Sizes for which one compiled kernel serves all values; strides are worth a kernel of their own.
+GENERAL = ["heads", "n_q", "n_k", "left", "right", "threshold"]
+
+
+@triton.jit(do_not_specialize=GENERAL)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_strides, k_strides, v_strides, out_strides, lse_strides,
+    heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
+    scale, sign, left, right, seed, threshold, factor,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one block of rows of one head."""
+    start, head, batch = place(n_q, heads, BLOCK_Q, right is not None)
+    n_q, n_k = length(cu_seqlens_q, batch, n_q), length(cu_seqlens_k, batch, n_k)
+    if start >= n_q:
+        return
+    rows = start + tl.arange(0, BLOCK_Q)
+    Q = head_of(q_ptr, q_strides, batch, head, cu_seqlens_q)
+    K = head_of(k_ptr, k_strides, batch, head // GROUP, cu_seqlens_k)
+    V = head_of(v_ptr, v_strides, batch, head // GROUP, cu_seqlens_k)
+    state = start_hash(seed, batch, head)
+
+    # The sign of the scale goes to q, so that the largest score stays the largest when it is scaled.
+    q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+    q = (q * sign).to(q.dtype)
+    # Not -inf: where a row has seen nothing yet, -inf - -inf would be NaN.
+    m = tl.full([BLOCK_Q], -3.4e38, tl.float32)
+    l = tl.full([BLOCK_Q], 0.0, tl.float32)
+    o = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)
+
+    offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
+    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, offset, left, right, BLOCK_K, True)
+    for part in tl.static_range(0 if left is not None else 1, 3):  # blocks to mask, whole blocks, blocks to mask
+        for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
+            keys = start_k + tl.arange(0, BLOCK_K)
+            k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if part != 1:
+                s = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), s, float("-inf"))
+            larger = tl.maximum(m, tl.max(s, 1) * (scale * LOG2_E))
+            p = tl.exp2(s * (scale * LOG2_E) - larger[:, None])
+            rescale = tl.exp2(m - larger)
+            l = l * rescale + tl.sum(p, 1)
+            p = p * dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
+            v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
+            o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision=PRECISION)
+            m = larger
+
+    O = head_of(out_ptr, out_strides, batch, head, cu_seqlens_q)
+    LSE = head_of(lse_ptr, lse_strides, batch, head, cu_seqlens_q)
+    m = tl.where(l == 0, float("-inf"), m)  # this row has seen nothing: out 0, lse -inf
+    l = tl.where(l == 0, 1.0, l)
+    store_block(O, out_strides, rows, n_q, o / l[:, None], HEAD_DIM, BLOCK_D)
+    store_numbers(LSE, lse_strides, rows, n_q, (m + tl.log2(l)) / LOG2_E)
+
+
+@triton.jit(do_not_specialize=GENERAL)
+def delta_kernel(
+    do_ptr, out_ptr, dlse_ptr, delta_ptr,
+    do_strides, out_strides, dlse_strides, delta_strides,
+    heads, n_q, cu_seqlens_q,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO O) - dlse, which both backward kernels need."""
+    start, head, batch = place(n_q, heads, BLOCK_Q, False)
+    n_q = length(cu_seqlens_q, batch, n_q)
+    rows = start + tl.arange(0, BLOCK_Q)
+    DO = head_of(do_ptr, do_strides, batch, head, cu_seqlens_q)
+    O = head_of(out_ptr, out_strides, batch, head, cu_seqlens_q)
+    DLSE = head_of(dlse_ptr, dlse_strides, batch, head, cu_seqlens_q)
+    DELTA = head_of(delta_ptr, delta_strides, batch, head, cu_seqlens_q)
+    do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
+    o = load_block(O, out_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
+    dlse = load_numbers(DLSE, dlse_strides, rows, n_q)
+    store_numbers(DELTA, delta_strides, rows, n_q, tl.sum(do * o, 1) - dlse)
+
+
+@triton.jit(do_not_specialize=GENERAL)
+def dkdv_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    do_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dk_strides, dv_strides,
+    heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
+    scale, left, right, seed, threshold, factor,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys. What is (rows, keys) in the formulas is (keys, rows) here: S^T, P^T, dS^T."""
+    start, kv_head, batch = place(n_k, heads // GROUP, BLOCK_K, False)
+    n_q, n_k = length(cu_seqlens_q, batch, n_q), length(cu_seqlens_k, batch, n_k)
+    if start >= n_k:
+        return
+    keys = start + tl.arange(0, BLOCK_K)
+    K = head_of(k_ptr, k_strides, batch, kv_head, cu_seqlens_k)
+    V = head_of(v_ptr, v_strides, batch, kv_head, cu_seqlens_k)
+    k = load_block(K, k_strides, keys, n_k, True, HEAD_DIM, BLOCK_D)
+    v = load_block(V, v_strides, keys, n_k, True, HEAD_DIM, BLOCK_D)
+    dk = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
+    dv = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
+
+    offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
+    bounds = spans(start, tl.minimum(start + BLOCK_K, n_k) - 1, n_q, -offset, right, left, BLOCK_Q, False)
+    for member in range(GROUP):  # the query heads that share these keys
+        head = kv_head * GROUP + member
+        Q = head_of(q_ptr, q_strides, batch, head, cu_seqlens_q)
+        DO = head_of(do_ptr, do_strides, batch, head, cu_seqlens_q)
+        LSE = head_of(lse_ptr, lse_strides, batch, head, cu_seqlens_q)
+        DELTA = head_of(delta_ptr, delta_strides, batch, head, cu_seqlens_q)
+        state = start_hash(seed, batch, head)
+        for part in tl.static_range(0 if right is not None else 1, 3 if left is not None else 2):
+            for start_q in range(bounds[part], bounds[part + 1], BLOCK_Q):
+                rows = start_q + tl.arange(0, BLOCK_Q)
+                q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+                lse = load_lse(LSE, lse_strides, rows, n_q)
+                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                p = tl.exp2(s * (scale * LOG2_E) - lse[None, :])
+                if part != 1:
+                    p = tl.where(visible(rows[None, :], keys[:, None], n_k, offset, left, right), p, 0.0)
+                kept = dropout(seed, state, rows[None, :], keys[:, None], threshold, factor)
+                do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+                dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION) * kept
+                ds = p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+
+    DK = head_of(dk_ptr, dk_strides, batch, kv_head, cu_seqlens_k)
+    DV = head_of(dv_ptr, dv_strides, batch, kv_head, cu_seqlens_k)
+    store_block(DK, dk_strides, keys, n_k, dk * scale, HEAD_DIM, BLOCK_D)
+    store_block(DV, dv_strides, keys, n_k, dv, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=GENERAL)
+def dq_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr,
+    do_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dq_strides,
+    heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
+    scale, left, right, seed, threshold, factor,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of rows."""
+    start, head, batch = place(n_q, heads, BLOCK_Q, right is not None)
+    n_q, n_k = length(cu_seqlens_q, batch, n_q), length(cu_seqlens_k, batch, n_k)
+    if start >= n_q:
+        return
+    rows = start + tl.arange(0, BLOCK_Q)
+    Q = head_of(q_ptr, q_strides, batch, head, cu_seqlens_q)
+    DO = head_of(do_ptr, do_strides, batch, head, cu_seqlens_q)
+    LSE = head_of(lse_ptr, lse_strides, batch, head, cu_seqlens_q)
+    DELTA = head_of(delta_ptr, delta_strides, batch, head, cu_seqlens_q)
+    K = head_of(k_ptr, k_strides, batch, head // GROUP, cu_seqlens_k)
+    V = head_of(v_ptr, v_strides, batch, head // GROUP, cu_seqlens_k)
+    state = start_hash(seed, batch, head)
+    q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+    do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+    lse = load_lse(LSE, lse_strides, rows, n_q)
+    delta = load_numbers(DELTA, delta_strides, rows, n_q)
+    dq = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)
+
+    offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
+    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, offset, left, right, BLOCK_K, True)
+    for part in tl.static_range(0 if left is not None else 1, 3):
+        for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
+            keys = start_k + tl.arange(0, BLOCK_K)
+            k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
+            v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            p = tl.exp2(s * (scale * LOG2_E) - lse[:, None])
+            if part != 1:
+                p = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), p, 0.0)
+            kept = dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION) * kept
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+    DQ = head_of(dq_ptr, dq_strides, batch, head, cu_seqlens_q)
+    store_block(DQ, dq_strides, rows, n_q, dq * scale, HEAD_DIM, BLOCK_D)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """out like q, and lse (batch, heads, Nq). Shapes and packed sequences: `flash.attention`."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if INTERPRETED and q.dtype == torch.bfloat16:  # NumPy has no bfloat16, the interpreter's is wrong
+        exact, lse = forward(q.float(), k.float(), v.float(), options)
+        return out.copy_(exact), lse
+    forward_launch(q, k, v, out, lse, options).run()
+    return out, lse
+
+
+def forward_launch(q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options) -> Launch:
+    """Fills out and lse."""
+    # With scale 0 all scores are 0: those of 0 * q.
+    sign, scale = (options.scale > 0) - (options.scale < 0), abs(options.scale) or 1.0
+    return prepare(forward_kernel, (q, k, v, out, lse), q, k, options, sign=float(sign), scale=scale)
+
+
+def backward(
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv like q, k, v."""
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if INTERPRETED and q.dtype == torch.bfloat16:
+        exact = backward(dout.float(), dlse, q.float(), k.float(), v.float(), out.float(), lse, options)
+        return dq.copy_(exact[0]), dk.copy_(exact[1]), dv.copy_(exact[2])
+    for launch in backward_launches(dout, dlse, q, k, v, out, lse, torch.empty_like(lse), dq, dk, dv, options):
+        launch.run()
+    return dq, dk, dv
+
+
+def backward_launches(
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, delta: Any, dq: Any, dk: Any, dv: Any,
+    options: Options,
+) -> list[Launch]:  # fmt: skip
+    """Fill delta; dk and dv; dq."""
+    return [
+        prepare(delta_kernel, (dout, out, dlse, delta), q, k, options),
+        prepare(dkdv_kernel, (dout, q, k, v, lse, delta, dk, dv), q, k, options),
+        prepare(dq_kernel, (dout, q, k, v, lse, delta, dq), q, k, options),
+    ]
