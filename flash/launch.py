@@ -1,0 +1,173 @@
+"""How the kernels are launched: block shapes for each GPU, and what all launches have in common.
+
+A larger block of rows reads the keys less often, a larger block of keys keeps the matrix units busy; both must fit
+into the registers and the shared memory of one processor, with `stages` blocks on their way from HBM at once.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import triton
+
+from flash.masks import INTERPRETED
+from flash.options import Options
+
+if INTERPRETED and triton.__version__ < "3.7":
+    # Its interpreter makes loop bounds by int(array of one element), which NumPy 2.4 no longer does.
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+class Blocks(NamedTuple):
+    rows: int
+    keys: int
+    warps: int  # of 32 threads (AMD: 64), which share the block
+    stages: int  # blocks that the loop loads ahead
+
+
+# For 16-bit numbers: for each kernel {head dim, at most: its blocks}.
+TABLE: dict[str, dict[str, dict[int, Blocks]]] = {
+    "sm_90": {  # 227 KiB of shared memory
+        "forward": {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 64, 8, 2)},
+        "dkdv": {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 2), 256: Blocks(32, 64, 8, 2)},
+        "dq": {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
+    },
+    "sm_80": {  # 163 KiB
+        "forward": {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
+        "dkdv": {64: Blocks(64, 64, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 64, 8, 2)},
+        "dq": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(64, 32, 8, 2)},
+    },
+    "small": {  # 64 KiB and more: gfx942, sm_86, sm_89, sm_120
+        "forward": {64: Blocks(128, 64, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(64, 32, 4, 1)},
+        "dkdv": {64: Blocks(64, 64, 4, 1), 128: Blocks(32, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
+        "dq": {64: Blocks(64, 64, 4, 1), 128: Blocks(64, 32, 4, 1), 256: Blocks(32, 32, 4, 1)},
+    },
+    "interpreter": {kernel: {256: Blocks(64, 64, 4, 1)} for kernel in ("forward", "dkdv", "dq")},
+}
+# True FP32 products run on the ordinary units, not on the matrix units, from registers.
+FLOAT32 = {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+
+
+# With FLASH_AUTOTUNE=1 these are tried instead, when a kernel is first used for a head dim, dtype and kind of band.
+CANDIDATES = [
+    Blocks(rows, keys, warps, stages)
+    for rows, keys in ((64, 64), (64, 128), (128, 32), (128, 64), (128, 128))
+    for warps in (4, 8)
+    for stages in (2, 3)
+]
+fastest: dict[Any, Blocks] = {}
+
+
+def architecture() -> str:
+    """The row of the table for the current device."""
+    if INTERPRETED:
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "cuda" and target.arch // 10 in (9, 10):
+        return "sm_90"
+    return "sm_80" if target.arch in (80, 87) else "small"
+
+
+def choose(kernel: str, head_dim: int, itemsize: int, options: Options) -> Blocks:
+    """The blocks for the current device. kernel: "forward", "dkdv", "dq", or "delta", which takes forward's."""
+    gpu = architecture()
+    sizes = TABLE[gpu]["forward" if kernel == "delta" else kernel]
+    if itemsize == 4 and gpu != "interpreter":
+        sizes = FLOAT32
+    blocks = sizes[min(size for size in sizes if size >= head_dim)]
+    if options.seed is not None or options.left >= 0:  # these take registers: more threads, and for dK, dV less to hold
+        small = dict(rows=min(blocks.rows, 32), keys=min(blocks.keys, 64)) if kernel == "dkdv" else {}
+        return blocks._replace(warps=8, **small)
+    return blocks
+
+
+class Launch(NamedTuple):
+    """A kernel, the tensors it works on, its other arguments, and the number of its programs."""
+
+    name: str
+    kernel: Any
+    tensors: tuple[torch.Tensor, ...]
+    arguments: dict[str, Any]
+    programs: int
+
+    def all_arguments(self) -> tuple[Any, ...]:
+        """The tensors, then their strides, in the order of the kernel's own."""
+        return *self.tensors, *(x.stride() for x in self.tensors)
+
+    def run(self) -> None:
+        # Under the interpreter NumPy would warn of infinities, which a GPU passes over in silence.
+        quiet = numpy.errstate(all="ignore")
+        try:
+            with torch.cuda.device_of(self.tensors[0]), quiet:
+                self.kernel[(self.programs,)](*self.all_arguments(), **self.arguments)
+        except triton.runtime.errors.OutOfResources as error:
+            gpu = torch.cuda.get_device_name(self.tensors[0].device)
+            raise ValueError(
+                f"flash_attention: {error.name} of {gpu}: this head dim and dtype need {error.required:,}, it has "
+                f"{error.limit:,}: use a smaller head dim, or backend='tiled'"
+            ) from error
+
+
+def tune(key: Any, make: Callable[[Blocks], Launch]) -> Blocks:
+    """The fastest candidate for what `make` launches; remembered under `key`."""
+    if key not in fastest:
+        seconds = {}
+        for blocks in CANDIDATES:
+            with contextlib.suppress(ValueError):  # too much shared memory
+                seconds[blocks] = triton.testing.do_bench(make(blocks).run)
+        fastest[key] = min(seconds, key=seconds.__getitem__)
+    return fastest[key]
+
+
+def prepare(
+    kernel: Any, tensors: tuple[torch.Tensor, ...], q: torch.Tensor, k: torch.Tensor, options: Options, **own: Any
+) -> Launch:
+    """The launch of a kernel that works on `tensors`, for this q and k. `own`: arguments that only it has."""
+    heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
+    name = kernel.__name__.removesuffix("_kernel")
+    tf32 = torch.version.hip is None and torch.get_float32_matmul_precision() != "highest"
+    common = dict(
+        heads=heads,
+        n_q=options.max_q,
+        n_k=options.max_k,
+        cu_seqlens_q=options.cu_seqlens_q,
+        cu_seqlens_k=options.cu_seqlens_k,
+        scale=options.scale,
+        left=None if options.left < 0 else options.left,
+        right=None if options.right < 0 else options.right,
+        seed=options.seed,
+        threshold=min(round(options.dropout_p * 2**32), 2**32 - 1),
+        factor=1 / (1 - options.dropout_p),
+        GROUP=heads // kv_heads,
+        BOTTOM_RIGHT=options.bottom_right,
+        PRECISION="tf32" if tf32 else "ieee",
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+    )
+
+    def make(blocks: Blocks) -> Launch:
+        arguments = common | own | dict(BLOCK_Q=blocks.rows, BLOCK_K=blocks.keys)
+        arguments = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+        arguments |= dict(num_warps=blocks.warps, num_stages=blocks.stages)
+        sequences = q.shape[0] if options.cu_seqlens_q is None else len(options.cu_seqlens_q) - 1
+        if name == "dkdv":
+            programs = sequences * kv_heads * triton.cdiv(options.max_k, blocks.keys)
+        else:
+            programs = sequences * heads * triton.cdiv(options.max_q, blocks.rows)
+        return Launch(name, kernel, tensors, arguments, programs)
+
+    with torch.cuda.device_of(q):
+        if os.environ.get("FLASH_AUTOTUNE") == "1" and q.is_cuda:
+            return make(tune((name, head_dim, q.dtype, options.left < 0, options.right < 0), make))
+        return make(choose(name, head_dim, q.element_size(), options))
