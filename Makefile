@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help setup demo quick test notebooks exhaustive table1 soak bench lint clean
+.PHONY: help setup demo quick test notebooks exhaustive table1 soak bench kernels gpu lint clean
 
 help:   ## show this list
 	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,6 +33,13 @@ soak: setup  ## the tests that run long to catch what is rare: python -m pytest 
 
 bench: setup  ## the benchmarks: python -m tests.bench
 	$(PY) -m tests.bench $(ARGS)
+
+kernels: setup  ## compile the attention kernels for GPUs that are not here, and show what they take: python -m flash.compile
+	$(PY) -m flash.compile $(ARGS)
+
+gpu: setup  ## on a machine with a GPU: python -m pytest -m gpu ; python -m tests.bench.flash_gpu
+	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) -m tests.bench.flash_gpu
 
 lint: setup  ## python -m ruff check . ; python -m ruff format --check . ; python -m mypy
 	$(PY) -m ruff check .
