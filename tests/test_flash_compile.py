@@ -1,0 +1,76 @@
+"""The kernels compiled for GPUs that are not here, in a process of its own: they fit, and use the matrix units."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flash.traffic import GPUS
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+from flash.compile import COMBINATIONS, HEAD_DIMS, SHARED_LIMIT, TARGETS  # noqa: E402
+
+MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "gfx942": "mfma"}
+
+
+def compile_rows(folder, *arguments, timeout=600):
+    """The table of `python -m flash.compile`, as dicts; compiled code goes to `folder`."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-m", "flash.compile", "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(rows):
+    for row in rows:
+        gpu, kernel, sixteen_bits = row["gpu"], row["kernel"], row["dtype"] != "float32"
+        assert row["registers"] > 0 and 0 < row["shared"] <= SHARED_LIMIT[gpu], row
+        if kernel == "delta":
+            assert row["instructions"] == "-" and row["spilled"] == 0, row
+        elif sixteen_bits:
+            assert row["instructions"].startswith(f"{MATRIX[gpu]} × "), row
+            if row["head_dim"] in (64, 128) and gpu != "gfx942":
+                assert row["spilled"] == 0 if kernel == "forward" else row["spilled"] < 256, row
+
+
+def expected_rows(gpus, head_dims, dtypes, options):
+    return 4 * gpus * head_dims * dtypes * options  # forward, delta, dkdv, dq
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_hopper_multiplies_with_wgmma_and_spills_next_to_nothing(tmp_path):
+    dtypes = ["--dtypes", "float16", "bfloat16"]
+    rows = compile_rows(
+        tmp_path, "--gpus", "sm_90", "--head-dims", "64", "128", "--options", "plain", "causal", *dtypes
+    )
+    assert len(rows) == expected_rows(1, 2, 2, 2)
+    check(rows)
+    assert list(tmp_path.rglob("*.cubin")), "TRITON_CACHE_DIR is where the code goes"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("gpu", ["sm_80", "gfx942"])
+def test_other_gpus(gpu, tmp_path):
+    rows = compile_rows(tmp_path, "--gpus", gpu, "--head-dims", "64", "128", "--options", "causal")
+    assert len(rows) == expected_rows(1, 2, 1, 1)
+    check(rows)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("gpu", TARGETS)
+def test_every_kernel_for_every_gpu(gpu, dtype, tmp_path):
+    rows = compile_rows(tmp_path, "--gpus", gpu, "--dtypes", dtype, timeout=3600)
+    assert len(rows) == expected_rows(1, len(HEAD_DIMS), 1, len(COMBINATIONS))
+    check(rows)
+
+
+def test_the_limits_are_those_of_the_traffic_model():
+    limits = {"sm_80": GPUS["A100 SXM 80GB"], "sm_90": GPUS["H200 SXM"], "gfx942": GPUS["MI300X"]}
+    assert {name: gpu.sram for name, gpu in limits.items()} == SHARED_LIMIT
