@@ -1,5 +1,6 @@
 """The ledger: what it counts, as what, when and for whom; and what it refuses."""
 
+import copy
 import gc
 import io
 import json
@@ -282,8 +283,91 @@ def test_tensors_made_from_python_numbers_count():
         assert ledger.current["total"] == keep.nbytes and again is keep
 
 
-def test_tensors_without_memory_do_not_count():
+def test_copies_of_tensors_count():
+    old = torch.ones(100)
     with Ledger() as ledger:
+        kept = [copy.deepcopy(old)]
+        assert ledger.current["total"] == 400
+        torch.save(kept, file := io.BytesIO())
+        file.seek(0)
+        kept += torch.load(file)
+        assert ledger.current["total"] == 800
+
+
+def test_inference_mode_hides_no_copy():
+    """There `to`, `reshape` and `contiguous` come whole, and say that they give a view."""
+    old = torch.ones(10, 10)
+    with Ledger() as ledger, torch.inference_mode():
+        kept = [old.to(torch.float64), old.t().contiguous(), old.t().reshape(100)]
+        assert ledger.current["total"] == sum(tensor.nbytes for tensor in kept) == 1600
+        kept += [old.to(torch.float32), old.contiguous(), old.reshape(100), kept[0].view(100)]  # these are views
+        assert ledger.current["total"] == 1600
+
+
+def test_what_an_operator_is_given_to_write_to_may_grow():
+    with Ledger() as ledger:
+        kept = torch.empty(0)
+        assert ledger.current["total"] == 0
+        torch.add(torch.ones(100), 1, out=kept)
+        assert ledger.current["total"] == kept.nbytes == 400
+
+
+def test_what_has_no_bytes_holds_none():
+    with Ledger() as ledger:
+        kept = [torch.empty(0), torch.ones(10)]
+        assert len(kept) == 2 and [row["operator"] for row in ledger.holders] == ["aten.ones.default"]
+
+
+def test_a_storage_at_the_address_of_one_that_is_gone_is_another():
+    with Ledger() as ledger:
+        address = (tensor := torch.empty(10)).untyped_storage()._cdata
+        del tensor
+        storages = [torch.UntypedStorage(40) for _ in range(1000)]
+        storage = next(storage for storage in storages if storage._cdata == address)
+        tag(torch.empty(0).set_(storage), "communication")
+        assert ledger.current["communication"] == 40
+
+
+def test_a_gradient_from_before_is_a_gradient():
+    module = nn.Linear(10, 10, bias=False)
+    module.weight.grad = torch.ones(10, 10)
+    with Ledger(module) as ledger:
+        assert ledger.current["gradients"] == 400
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_compressed_sparse_tensors_count():
+    with Ledger() as ledger:
+        kept = [torch.eye(10).to_sparse_csr()]
+        before = ledger.current["total"]
+        assert before >= 11 * 8 + 10 * 8 + 10 * 4
+        kept.append(kept[0].clone())
+        assert ledger.current["total"] - before >= 11 * 8 + 10 * 8 + 10 * 4
+        kept.clear()
+        assert ledger.current["total"] == 0
+
+
+def test_states_in_lists_are_the_optimizers():
+    module = nn.Linear(40, 40)
+    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=5)
+
+    def loss():
+        optimizer.zero_grad()
+        loss = module(torch.ones(4, 40)).square().sum()
+        loss.backward()
+        return loss
+
+    with Ledger(module, optimizer) as ledger:
+        for _ in range(2):
+            optimizer.step(loss)
+    (state,) = optimizer.state.values()
+    assert {row["phase"] for row in ledger.holders if row["category"] == "optimizer"} == {"optimizer"}
+    assert state["old_dirs"] and ledger.current["optimizer"] >= len(state["old_dirs"]) * 40 * 41 * 4
+    assert ledger.current["temporary"] == 0
+
+
+def test_tensors_without_memory_do_not_count():
+    with Ledger(nn.Linear(100, 100, device="meta")) as ledger:
         kept = [torch.empty(1000, device="meta"), nn.Linear(100, 100, device="meta").weight]
         with FakeTensorMode():
             kept += [torch.empty(1000) + 1]
@@ -468,6 +552,15 @@ def test_what_is_tagged_stays_what_it_is():
     tag(module.weight, "optimizer")
     with Ledger(module) as ledger:
         assert ledger.current["optimizer"] == 400 and ledger.current["parameters"] == 0
+
+
+def test_what_is_no_module_and_no_optimizer_is_refused():
+    for wrong, words in (
+        ({"model": "gpt"}, "model must be a Module"),
+        ({"optimizer": nn.Linear(1, 1)}, "optimizer must be a"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            Ledger(**wrong)
 
 
 def test_an_unknown_category_is_refused():

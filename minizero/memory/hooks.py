@@ -88,8 +88,8 @@ class Hooks:
         assert self.optimizer is not None
         for parameter, state in self.optimizer.state.items():
             for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    self.ledger.claim(value, "optimizer", self.owner.get(id(parameter), ""))
+                for tensor in value if isinstance(value, list | tuple) else [value]:  # L-BFGS has lists
+                    self.ledger.claim(tensor, "optimizer", self.owner.get(id(parameter), ""))
 
     def _before_forward(self) -> None:
         self.check_places()

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from minizero.memory.hooks import Hooks
-from minizero.memory.operators import ONE_NEW, Watcher, dense_parts, learn, outputs_of
+from minizero.memory.operators import IN_PARTS, ONE_NEW, Watcher, dense_parts, learn, outputs_of
 from minizero.memory.tape import CATEGORIES, Record, Sample, at_peak, holders, moments, peak, peak_by_phase
 
 # What follows runs once for each operator, in about a microsecond, beside the four that PyTorch takes to come here.
@@ -44,11 +44,15 @@ class Ledger(Watcher):
     optimizer: its states are. Counts every tensor born inside, and of older ones the model's and
     the optimizer's. An activation was born in forward and is alive when backward begins; the rest
     is temporary. All figures are readable inside and afterwards. `RuntimeError` when another ledger
-    watches this thread, when this one was open before, and when the model moves to another device.
+    watches this thread, when this one was open before, and when the model moves to another device;
+    `TypeError` when `model` is no module, or `optimizer` no optimizer.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__()
+        for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+            if not isinstance(given, kind | None):
+                raise TypeError(f"Ledger: {name} must be a {kind.__name__}, or None, not {type(given).__name__}")
         self.model, self.optimizer = model, optimizer
         self.phase, self.module = "between", ""
         self.in_backward = self.in_step = False
@@ -90,13 +94,15 @@ class Ledger(Watcher):
                 return NotImplemented  # a tensor made of tensors (DTensor): what it does with those comes by in turn
             if any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs or {})  # of no bytes
+        outputs = outputs_of.get(id(func))
+        if outputs is None:
+            outputs = learn(func)
+        if outputs is IN_PARTS:
+            return self.run_in_parts(func, args, kwargs)
         result = func._op(*args, **kwargs) if kwargs else func._op(*args)
         self.tape.append(func)
         if (current_backward() != -1) is not self.in_backward:
             self._leave_backward() if self.in_backward else self._enter_backward()
-        outputs = outputs_of.get(id(func))
-        if outputs is None:
-            outputs = learn(func)
         if outputs is ONE_NEW:
             self._born(result)
         elif outputs:
