@@ -31,6 +31,7 @@ class Frame:
     def __init__(self, of: Any, run: Callable[[], Any]) -> None:
         self.of, self.run = of, run
         self.saved: list[tuple[Any, ...]] = []  # of each tensor that the first forward saved: shape, dtype, device
+        self.asks = False  # does autograd want any of them, or only a checkpoint inside, for its inputs?
         self.values: list[Any] = []  # what the second forward saved, until it is fetched
         self.lock = threading.RLock()  # a backward has a thread for each device
 
@@ -40,6 +41,11 @@ class Frame:
     def drop(self, tensor: torch.Tensor) -> Any:
         if is_parameter(tensor):  # it lives anyway, and a frozen layer that saves nothing else need not run again
             return tensor.detach(), tensor._version
+        self.asks = True
+        return self.drop_input(tensor)
+
+    def drop_input(self, tensor: torch.Tensor) -> int:
+        """Drop what a checkpoint inside is given, and would keep."""
         self.saved.append((tensor.shape, tensor.dtype, tensor.device))
         return len(self.saved) - 1
 
@@ -121,39 +127,38 @@ class Place(int):
     """Stands where a tensor was."""
 
 
-class SavedInputs(torch.autograd.Function):
-    """Does nothing but save tensors as autograd saves them, so that an outer frame can drop these as well."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("no gradient comes this way")
-
-
 class Inputs:
     """The arguments of a function, for another run. `first_run_is_over()` must follow the first."""
 
     def __init__(self, of: Any, *arguments: Any) -> None:
         self.of = of
-        self.tensors: Sequence[torch.Tensor] = (taken := [])
-        self.saver: Any = None  # an empty tensor whose node holds the others, where somebody asks for what is saved
+        taken: list[torch.Tensor] = []
+        self.tensors: Sequence[torch.Tensor] = taken
+        self.generators: list[torch.Generator] = []
+        self.packed: list[Any] | None = None  # the tensors, where somebody asks for what is saved
+        places: dict[int, Place] = {}  # of each tensor, which may come twice: attention asks whether q is k
 
-        def take(tensor: torch.Tensor) -> Any:
+        def take(value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                self.generators.append(value)
+                return value
             # Parameters live anyway. What inference mode made cannot be saved, and nothing can change it.
-            if isinstance(tensor, nn.Parameter) or tensor.is_inference():
-                return tensor
-            taken.append(tensor)
-            return Place(len(taken) - 1)
+            if isinstance(value, nn.Parameter) or value.is_inference():
+                return value
+            if id(value) not in places:
+                places[id(value)] = Place(len(taken))
+                taken.append(value)
+            return places[id(value)]
 
-        self.arguments = map_tensors(take, arguments)
+        self.arguments = map_tensors(take, arguments, (torch.Tensor, torch.Generator))
         self.versions = [tensor._version for tensor in taken]
         self.trains = [tensor.requires_grad for tensor in taken]
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            self.saver = SavedInputs.apply(torch.empty(0, requires_grad=True), *taken)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None:  # as autograd would do with a tensor that it saves
+            pack, self.unpack = hooks
+            outer = getattr(pack, "__self__", None)
+            with torch.no_grad():
+                self.packed = [*map(outer.drop_input if isinstance(outer, Frame) else pack, taken)]
 
     def first_run_is_over(self) -> None:
         """`RecomputeMismatch` where it has changed a tensor in place."""
@@ -164,13 +169,16 @@ class Inputs:
                     "forward would start from other values: use the out-of-place operation (inplace=False), or change "
                     "a clone"
                 )
-        if self.saver is not None:
+        if self.packed is not None:
             self.tensors = ()
 
     def again(self) -> Any:
         """The arguments. `RecomputeMismatch` where one has been changed in place."""
-        tensors = self.tensors if self.saver is None else self.saver.grad_fn.saved_tensors
-        if self.saver is None and [tensor._version for tensor in tensors] != self.versions:
+        tensors = self.tensors
+        if self.packed is not None:
+            with torch.no_grad():
+                tensors = [self.unpack(packed) for packed in self.packed]
+        elif [tensor._version for tensor in tensors] != self.versions:
             raise RecomputeMismatch(
                 f"checkpoint: an argument of {name_of(self.of)} was changed in place between forward and backward: "
                 "change a clone of it"
@@ -180,7 +188,7 @@ class Inputs:
         return map_tensors(lambda place: fresh[place], self.arguments, Place)
 
 
-def map_tensors(change: Callable[[Any], Any], value: Any, kind: type = torch.Tensor) -> Any:
+def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
     """`change` applied to each tensor (or other `kind`) in nested tuples, lists and dicts."""
     if isinstance(value, kind):
         return change(value)
@@ -192,7 +200,7 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type = torch.Ten
         return items
     if isinstance(value, tuple | list):
         parts = [map_tensors(change, item, kind) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)  # named tuples take no sequence
     return value
 
 

@@ -107,14 +107,15 @@ def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
 
 
 def checkpoint(
-    fn: Callable[..., Any], *args: Any, verify: bool = False, preserve_rng_state: bool = True, **kwargs: Any
+    fn: Callable[..., Any], /, *args: Any, verify: bool = False, preserve_rng_state: bool = True, **kwargs: Any
 ) -> Any:
     """`fn(*args, **kwargs)`, without keeping what it computes on the way; backward runs fn again.
 
     Tensors are found in nested tuples, lists and dicts of the arguments; anything else is passed as it is. The
-    second run sees the same state of torch's generators (unless `preserve_rng_state` is False; ranks that are
-    threads share these, so that dropout is not repeated there), the same autocast and default device, and
-    batch norms count a batch once. `verify` compares the values of all operators. Without grad mode it is fn.
+    second run sees the same state of torch's generators, the global ones and those among the arguments (unless
+    `preserve_rng_state` is False; ranks that are threads share the global ones, so that dropout is not repeated
+    there), the same autocast and default device, and batch norms count a batch once. `verify` compares the values of
+    all operators; without it only their shapes, dtypes and number can tell. Without grad mode it is fn.
 
     `RecomputeMismatch` where the second run differs, or would: fn changes an input in place, draws from NumPy's
     generator, depends on something that changes. `ValueError` where a gradient is asked for and can go nowhere.
@@ -123,7 +124,7 @@ def checkpoint(
 
 
 def checkpoint_selective(
-    keep: Policy, fn: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any
+    keep: Policy, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
 ) -> Any:
     """`checkpoint` that keeps the results of the operators for which `keep(operator)` is true.
 
@@ -137,8 +138,13 @@ def _checkpoint(
 ) -> Any:
     if not (torch.is_grad_enabled() and is_enabled()):
         return fn(*args, **kwargs)
+    if torch._C._are_functorch_transforms_active() and not is_recomputing():
+        raise NotImplementedError(
+            "checkpoint: torch.func's transforms (grad, vmap, jacrev, …) cannot go through it: call the function "
+            "without checkpoint there, or inside set_enabled(False)"
+        )
     inputs = Inputs(fn, args, kwargs)
-    replay = Replay(fn, inputs.tensors, preserve_rng_state)
+    replay = Replay(fn, inputs.tensors, preserve_rng_state, inputs.generators)
 
     def again() -> None:
         args, kwargs = inputs.again()
@@ -162,7 +168,7 @@ def _check_that_nothing_asks(fn: Any, inputs: Inputs, frame: Frame) -> None:
     asking = [f"tensor {i} of its arguments" for i, requires_grad in enumerate(inputs.trains) if requires_grad]
     if isinstance(fn, nn.Module):
         asking += [f"parameter {parameter}" for parameter, p in fn.named_parameters() if p.requires_grad]
-    if frame.saved:
+    if frame.asks:
         asking.append("something in it")
     if asking:
         raise ValueError(
@@ -179,5 +185,4 @@ class Checkpointed(nn.Module):
         self.module, self.verify, self.preserve_rng_state = module, verify, preserve_rng_state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        options = {"verify": self.verify, "preserve_rng_state": self.preserve_rng_state}
-        return checkpoint(self.module, *args, **options, **kwargs)
+        return _checkpoint(self.module, args, kwargs, self.preserve_rng_state, self.verify)

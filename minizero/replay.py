@@ -65,10 +65,16 @@ class Replay:
     `first_run_is_over()` must follow it; then `with again():` as often as needed.
     """
 
-    def __init__(self, fn: Any, tensors: Iterable[torch.Tensor], preserve_rng_state: bool = True) -> None:
+    def __init__(
+        self,
+        fn: Any,
+        tensors: Iterable[torch.Tensor],
+        preserve_rng_state: bool = True,
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
         self.fn = fn
         self.autocast, self.device = _autocast(), _default_device()
-        self.generators = _generators(tensors) if preserve_rng_state else []
+        self.generators = [*_generators(tensors), *generators] if preserve_rng_state else []
         self.states = [generator.get_state() for generator in self.generators]
         self.numpy = _numpy_state() if preserve_rng_state else None
         self.knows_all = not preserve_rng_state or torch.cuda.is_initialized()

@@ -64,7 +64,12 @@ class Kept(Watched):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _makes_tensors(func) and self.policy(func):
+        if written := _written(func, args, kwargs or {}):
+            # Versions do not tell all: the parts that unsafe_chunk makes (recurrent cells use it) have their own.
+            for number, kept in enumerate(self.results):
+                if kept is not None and not written.isdisjoint(_storages(kept[1])):
+                    self.results[number] = None
+        elif _makes_tensors(func) and self.policy(func):
             # The result itself will lead to the graph, which leads here: an alias, or nothing would be freed.
             aliases = map_tensors(_alias, result)
             drawn = _draws(func, args, kwargs or {})
@@ -134,6 +139,8 @@ class Comparison(Watched):
             if self.seen[number] == now:
                 self.number = number + 1
                 return result
+        if name == "aten::_to_copy":  # autocast held a weight that had been cast before the first run
+            return result
         where = f"checkpoint: operator {self.number} of the second forward, {name},"
         if self.number < len(self.seen) and self.seen[self.number][0] == name:
             raise RecomputeMismatch(
@@ -148,6 +155,27 @@ def _makes_tensors(func: Any) -> bool:
     """Are all results new tensors, and no argument is written to?"""
     schema = func._schema
     return not any(value.alias_info for value in (*schema.returns, *schema.arguments))
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[int]:
+    """The storages that this call writes to."""
+    places = _places_written(func)
+    if not places:
+        return set()
+    given = dict(enumerate(args)) | kwargs
+    return _storages([given.get(place) for place in places])
+
+
+@functools.cache
+def _places_written(func: Any) -> list[Any]:
+    """Numbers and names of the arguments that an operator writes to."""
+    written = [(i, argument) for i, argument in enumerate(func._schema.arguments) if argument.alias_info]
+    return [place for i, argument in written if argument.alias_info.is_write for place in (i, argument.name)]
+
+
+def _storages(value: Any) -> set[int]:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
 
 
 @functools.cache

@@ -113,6 +113,29 @@ def test_a_frozen_norm_counts_once_though_nothing_of_it_is_saved():
     assert torch.equal(module[0].running_var, expected.running_var)
 
 
+def test_a_norm_that_is_used_twice_counts_twice():
+    def statistics(way):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(8), vectors().requires_grad_()
+        way(lambda x: norm(norm(x).sin() * 2).exp(), x * 1).sum().backward()
+        return [*norm.buffers(), x.grad]
+
+    for way in (by_function, by_hooks, checkpoint, verified, selective):
+        assert equal(statistics(way), statistics(plain))
+
+
+def test_an_input_without_gradient_has_none_in_the_second_run():
+    seen = []
+
+    def fn(x, y):
+        seen.append((x.requires_grad, y.requires_grad))
+        return (x * y).exp().sin()
+
+    for way in (by_hooks, checkpoint, verified, selective):
+        way(fn, vectors(), vectors().requires_grad_()).sum().backward()
+    assert seen == [(False, True)] * 8
+
+
 def test_other_threads_go_on_training():
     mine, others = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
 
@@ -196,6 +219,69 @@ def test_an_object_with_tensors_passes_as_it_is():
     assert torch.equal(x.grad, 2 * vectors().exp())
 
 
+def test_a_tensor_that_comes_twice_is_one_tensor():
+    """Attention takes another path where its queries, keys and values are one tensor."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def gradient(way):
+        x = vectors()[None].requires_grad_()
+        way(lambda *qkv: attention(*qkv)[0], x * 1, x, x).sum().backward()
+        h = x * 1
+        way(attention, h, h, value=h)[0].square().sum().backward()
+        return [x.grad]
+
+    for way in (checkpoint, verified, selective):
+        assert equal(gradient(way), gradient(plain))
+
+
+def test_a_tuple_that_is_made_in_a_way_of_its_own():
+    torch.manual_seed(0)
+    packed = nn.utils.rnn.pack_padded_sequence(vectors()[:, None].repeat(1, 2, 1), [5, 3])
+    network = nn.GRU(8, 8)
+
+    def gradient(way):
+        network.zero_grad()
+        way(network, packed)[0].data.square().sum().backward()
+        return [p.grad for p in network.parameters()]
+
+    for way in (checkpoint, verified, selective):  # a cell writes into a part of its product, which has its own version
+        assert equal(gradient(way), gradient(plain))
+
+
+def test_a_generator_among_the_arguments_is_set_back():
+    def fn(x, options):
+        return (x.exp() * torch.rand(8, generator=options["generator"])).sin()
+
+    def go(way):
+        generator, x = torch.Generator().manual_seed(1), vectors().requires_grad_()
+        way(fn, x, {"generator": generator}).sum().backward()
+        return [x.grad, generator.get_state()]
+
+    for way in (checkpoint, verified, selective):
+        assert equal(go(way), go(plain))
+    assert not equal(go(partial(checkpoint, preserve_rng_state=False)), go(plain))
+
+
+def test_the_wrapper_verifies():
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), vectors()
+    y = Checkpointed(module, verify=True)(x).sum()
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    with pytest.raises(RecomputeMismatch, match="aten::addmm, gave other values"):
+        y.backward()
+
+
+def test_names_of_options_belong_to_the_function_too():
+    class Scale(nn.Module):
+        def forward(self, x, verify=1.0, preserve_rng_state=1.0):
+            return x * verify * preserve_rng_state
+
+    x = vectors().requires_grad_()
+    assert torch.equal(Checkpointed(Scale())(x, verify=2.0, preserve_rng_state=3.0), x * 6)
+    assert torch.equal(checkpoint(lambda x, fn: x * fn, x, fn=2.0), x * 2)
+    assert torch.equal(selective(lambda x, keep, fn: x * keep * fn, x, keep=2.0, fn=3.0), x * 6)
+
+
 def test_several_outputs_some_used_some_without_gradient():
     def fn(x):
         h = x.exp()
@@ -229,6 +315,8 @@ def test_what_is_frozen_is_not_run_again():
     checkpoint(suffix, checkpoint(trained, x)).sum().backward()
     assert (prefix.calls, trained.calls, suffix.calls) == (1, 2, 1)
     assert trained.module.weight.grad is not None and not x.requires_grad
+    x = nested(lambda x: prefix(x), vectors())  # whose inputs the outer one holds for it, asks for no gradient
+    assert prefix.calls == 2 and not x.requires_grad
 
 
 def test_parameters_get_their_gradient_though_no_input_asks_for_one():
@@ -748,6 +836,14 @@ def test_verify_sees_every_kind_of_value(fn, words):
         y.sum().backward()
 
 
+def test_verify_accepts_a_weight_that_autocast_had_cast_before():
+    layer, x = nn.Linear(8, 8), vectors().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = verified(lambda h: layer(layer(h).tanh()), layer(x))
+    y.sum().backward()
+    assert x.grad is not None
+
+
 def test_verify_accepts_what_is_the_same():
     def fn(x):
         x = torch.where(x > 0, x, torch.full_like(x, float("nan"))).nan_to_num() + torch.empty(3, 8).fill_(2).sum()
@@ -795,6 +891,19 @@ def test_a_parameter_that_no_gradient_can_reach():
     with pytest.raises(ValueError, match="though something in it asks"):
         checkpoint(lambda x: module(x).detach(), vectors())
     checkpoint(module.requires_grad_(False), vectors())  # where nobody asks, nothing is wrong
+
+
+def test_functional_transforms_are_refused():
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.vmap):
+        with pytest.raises(NotImplementedError, match=r"torch.func's transforms .* call the function without"):
+            transform(lambda x: checkpoint(torch.sin, x).sum())(torch.ones(3, requires_grad=True))
+    with set_enabled(False):
+        assert torch.equal(
+            torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.ones(3)), torch.ones(3).cos()
+        )
+    x = torch.ones(3, requires_grad=True)  # a backward in a batch is none of them
+    (rows,) = torch.autograd.grad(nested(torch.sin, x), x, torch.eye(3), is_grads_batched=True)
+    assert torch.equal(rows, torch.diag(torch.ones(3).cos()))
 
 
 def test_numpys_generator_is_watched_to_the_last_number():
