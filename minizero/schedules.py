@@ -16,6 +16,7 @@ advances. Optimal: a dynamic programme, after Beaumont et al., 2019.
 """
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,8 @@ def optimal_schedule(stages: Sequence[Stage], budget: float) -> Schedule:
     budget that no schedule meets: it names the least that one does.
     """
     stages = list(stages)
+    if not isinstance(budget, numbers.Real):
+        raise TypeError(f"optimal_schedule: the budget must be a number, not {budget!r}")
     if _are_equal(stages):
         # Beside the kept inputs: the running one, the output, their gradients, the tape.
         beside, boundary = 4 * stages[0].boundary + stages[0].tape, stages[0].boundary

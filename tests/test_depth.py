@@ -175,6 +175,7 @@ def test_best_region_is_the_least_of_all_sizes():
         stages = [Stage(1, 2, boundary=1, tape=w)] * n
         peaks = {k: in_regions(stages, k).peak for k in range(1, n + 1)}
         assert peaks[best_region(n, w)] <= 1.1 * min(peaks.values())
+    assert [best_region(16, w) for w in (0, 0.8, 1, 3)] == [4, 3, 3, 2]
     assert [best_region(n, 22) for n in (6, 24, 96, 400)] == [1, 1, 2, 4]
 
 

@@ -141,8 +141,20 @@ def test_sizes_need_not_be_whole_numbers():
     for slots in range(1, 19):
         schedule = optimal_schedule(stages, 0.1 * (slots + 4) + 1e-15)
         assert schedule.slots == slots and schedule.advances == closed_form(20, slots)
-    assert optimal_schedule(stages, math.inf).slots == 19
+    stages = [Stage(1, 2, boundary=0.1, tape=0)] * 10
+    assert (0.9 - 0.4) // 0.1 == 4 and optimal_schedule(stages, 0.9).slots == 5
+    assert optimal_schedule(stages, math.inf).slots == 9
     assert optimal_schedule([Stage(1, 2, boundary=0, tape=0)] * 20, 0).slots == 19
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_budget_that_is_named_is_met_whatever_the_rounding(seed):
+    draw = random.Random(seed).random
+    stages = [Stage(draw(), draw(), 10 * draw(), 10 * draw()) for _ in range(8)]
+    with pytest.raises(ValueError, match="least feasible") as error:
+        optimal_schedule(stages, 0)
+    least = float(str(error.value).split()[-1])
+    assert optimal_schedule(stages, least).peak <= least
 
 
 def test_the_last_output_counts():

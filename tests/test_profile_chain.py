@@ -51,6 +51,13 @@ def test_an_input_changed_in_place_is_refused():
     assert torch.equal(sample, -torch.ones(2, 4))
 
 
+def test_what_needs_no_gradient_has_no_tape():
+    layers = [nn.Linear(8, 8).requires_grad_(False), nn.Sequential(nn.Tanh(), nn.Tanh())]
+    assert [stage.tape for stage in measure_chain(layers, torch.ones(4, 8))] == [0, 0]
+    tapes = [stage.tape for stage in measure_chain(layers, torch.ones(4, 8, requires_grad=True))]
+    assert tapes == [0, 2 * 4 * 8 * 4]  # what is between the two, and its gradient
+
+
 def test_fit_names_the_least_budget_and_then_meets_it():
     layers, sample = [mlp(32) for _ in range(20)], torch.ones(64, 32)
     with pytest.raises(ValueError, match="least feasible") as error:

@@ -80,6 +80,10 @@ def test_five_nodes_that_keep_1_3_and_5():
     ]
 
 
+def test_root_n_is_rounded_to_the_nearest():
+    assert [sqrt_n(n).steps == every_k(n, k).steps for n, k in ((6, 2), (7, 3), (12, 3), (13, 4))] == [True] * 4
+
+
 def test_group():
     stages = [Stage(1, 2, 4, 10), Stage(3, 4, 5, 20), Stage(5, 6, 7, 30, output=8)]
     assert group(stages, 2) == [Stage(4, 6, 4, 10 + 20 + 5, 7), Stage(5, 6, 7, 30, 8)]
@@ -103,6 +107,9 @@ def test_the_picture_shows_every_step():
     taped = [(4, 5, 4), (6, 7, 3), (7, 8, 2), (9, 10, 1), (10, 11, 0)]
     assert cells["forward with tape, and backward"] == taped
     assert axes.get_title() == "5 stages: 2 kept at most, 6 forwards without a tape"
+    never_dropped = Schedule([Step("keep", 0), Step("backward", 0)], [UNIFORM]).plot(Figure().add_subplot())
+    (bar,) = never_dropped.containers[0]
+    assert (bar.get_bbox().x0, bar.get_bbox().x1) == (0, 1)
 
 
 # Bad input.
@@ -144,6 +151,7 @@ def test_bad_values_are_named(call, words):
         lambda: fit(nn.Linear(2, 2), torch.ones(1, 2), 100),
         lambda: fit(nn.Sequential(nn.LSTM(2, 2)), torch.ones(1, 2), 100),
         lambda: fit([torch.relu], [1.0], 100),
+        lambda: optimal_schedule([Stage(1, 2, 1, 0)], "5"),
     ],
 )
 def test_bad_types_are_named(call):
@@ -157,6 +165,7 @@ def test_bad_types_are_named(call):
         ("b0 b1", "step 0, backward 0"),
         ("k0 f0 f1 b1", "step 3, backward 1"),  # its input is gone
         ("k0 k1", "step 1, keep 1"),
+        ("k0 k0", "step 1, keep 0"),
         ("f0 b1 b0", "step 2, backward 0"),  # the chain's own input was not kept
         ("k0 f0 b1 d0 b0", "step 4, backward 0"),
         ("k0 d1", "step 1, drop 1"),
