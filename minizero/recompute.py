@@ -5,7 +5,8 @@
 
 A block's activations then live only while its own backward runs, for one more forward of the block.
 There are two ways to do it, `by_function` and `by_hooks` below. `checkpoint` is the second with what a user
-expects; it gives the plain run's gradients bit for bit.
+expects; it gives the plain run's gradients bit for bit. Its parts: `Inputs` keeps the arguments, `Frame` drops what
+the first run saves and fetches it by a second, `Replay` makes that second run like the first, `Stop` ends it early.
 
 Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """

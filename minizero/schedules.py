@@ -9,7 +9,8 @@
 
 All of them answer one question again and again: x_i is the last input that is kept, and stages i … end-1 have
 still to go backward, so how far is the next input that should be kept? A schedule here is that answer, a
-function `split`, unfolded into steps. All are *persistent*: what is kept stays until its own backward.
+function `split`, unfolded into steps. All are *persistent*: what is kept stays until its own backward; and each stage
+but the last runs at least twice. Where a stage's tape is short, `group` several into one first: fewer forwards.
 
 √n: Chen et al., 2016. Binomial: Griewank & Walther, 2000, who prove that no schedule with s slots has fewer
 advances. Optimal: a dynamic programme, after Beaumont et al., 2019.
