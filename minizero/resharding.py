@@ -1,0 +1,224 @@
+"""Resharding: state that one set of ranks has cut is read by another set that cuts elsewhere.
+
+    saved by 2 ranks    |      rank 0       |      rank 1       |
+    read by 3 ranks     |   rank 0   |   rank 1   |   rank 2    |      rank 1 reads from both files
+
+Nothing is stored by the place where it lay. A tensor's key is the parameter's own name, what it is, and which elements
+of the flat parameter it holds:
+
+    "blocks.0.up.weight/parameter/0:512"   "blocks.0.up.weight/exp_avg/0:512"   "blocks.0.up.weight/step/tensor"
+
+A rank that loads looks at the keys of all files, and reads the ranges that it holds: no rank ever has the full model.
+PyTorch's `torch.distributed.checkpoint` reshards in this way, too.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from minizero.collectives import all_gather, all_reduce
+from minizero.partition import Unit
+from minizero.wrapped import Wrapped
+
+Ranges = list[tuple[int, int, Any]]  # of a flat tensor: first element, one past the last, what reads slices of it
+Stored = tuple[dict[str, dict[str, Ranges]], dict[str, dict[str, Any]]]  # by name and kind: ranges; numbers
+
+
+def pieces(unit: Unit, low: int = 0, high: int | None = None) -> Iterator[tuple[str, int, nn.Parameter, slice]]:
+    """What this rank holds of a unit: a parameter's name, its first element here, and the shard and where in it.
+
+    low, high: only of these elements of the unit.
+    """
+    high = unit.numel if high is None else high  # the padding is nobody's
+    start = 0 if unit.whole else unit.comm.rank * unit.master.numel()
+    for shard in unit.shards:
+        end = start + shard.numel()
+        # Those from the one in which the shard begins to the one in which it ends: DDP may have thousands of each.
+        some = slice(bisect_right(unit.offsets, start) - 1, bisect_left(unit.offsets, end))
+        for name, shape, offset in zip(unit.names[some], unit.shapes[some], unit.offsets[some]):
+            first, last = max(start, offset, low), min(end, offset + shape.numel(), high)
+            if first < last:
+                yield name, first - offset, shard, slice(first - start, last - start)
+        start = end
+
+
+def parts_to_write(model: Wrapped) -> list[tuple[int, int]]:
+    """This rank's elements of each unit: ranks that hold the same chunk divide it among themselves. Collective."""
+    mine = torch.tensor([[0 if unit.whole else unit.comm.rank for unit in model.units]], device=model.comm.device)
+    everyone = all_gather(mine, model.comm, label="checkpoint").t().tolist()  # for each unit, who holds which chunk
+    parts = []
+    for unit, chunks in zip(model.units, everyone):
+        chunk, size = chunks[model.comm.rank], unit.master.numel()
+        replica, replicas = chunks[: model.comm.rank].count(chunk), chunks.count(chunk)
+        parts.append((chunk * size + size * replica // replicas, chunk * size + size * (replica + 1) // replicas))
+    return parts
+
+
+def tensors_to_write(
+    model: Wrapped, optimizer: torch.optim.Optimizer, parts: list[tuple[int, int]]
+) -> dict[str, torch.Tensor]:
+    """Key and tensor, as above. `ValueError` for a state that is neither as long as its parameter nor a number."""
+    tensors = {f"{n}/buffer/whole": b.clone() for n, b in buffers(model).items()} if model.comm.rank == 0 else {}
+    state = optimizer.state
+    # What is a number must be asked of all: for a parameter without dimensions everything looks like one.
+    numbers = {k for p in state for k, v in state[p].items() if getattr(v, "shape", None) != p.shape}
+    for unit, part in zip(model.units, parts):
+        for name, first, shard, where in pieces(unit, *part):
+            elements = f"{first}:{first + where.stop - where.start}"
+            tensors[f"{name}/parameter/{elements}"] = shard.detach().view(-1)[where]
+            for kind, value in state.get(shard, {}).items():
+                if kind not in numbers:
+                    tensors[f"{name}/{kind}/{elements}"] = value.view(-1)[where]
+                elif isinstance(value, torch.Tensor) and value.numel() == 1:
+                    tensors[f"{name}/{kind}/tensor"] = value.clone()  # the same for several names
+                elif isinstance(value, int | float):
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    tensors[f"{name}/{kind}/number"] = torch.tensor(value, dtype=dtype)
+                elif value is not None:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps for {name} a {kind} that is neither a number nor as long as "
+                        "the parameter: use an elementwise optimizer, such as AdamW"
+                    )
+    return tensors
+
+
+def look_up(files: list[Path]) -> Stored:
+    """What the files have of each name and kind: ranges, which are not read yet; numbers and buffers, which are."""
+    ranges: dict[str, dict[str, Ranges]] = defaultdict(lambda: defaultdict(list))
+    numbers: dict[str, dict[str, Any]] = defaultdict(dict)
+    for path in files:
+        file = safe_open(path, framework="pt")  # reads the keys
+        for key in file.keys():  # noqa: SIM118
+            name, kind, elements = key.rsplit("/", 2)
+            if elements in ("tensor", "whole"):
+                numbers[name][kind] = file.get_tensor(key).clone()  # or it would keep the file open
+            elif elements == "number":
+                numbers[name][kind] = file.get_tensor(key).item()
+            else:
+                low, high = map(int, elements.split(":"))
+                ranges[name][kind].append((low, high, file.get_slice(key)))
+    return ranges, numbers
+
+
+def overlaps(ranges: Ranges, first: int, length: int) -> Iterator[tuple[slice, slice, Any]]:
+    """Where elements first … first + length lie: the slice of those elements, the slice of what is stored, and that."""
+    for low, high, stored in ranges:
+        begin, end = max(low, first), min(high, first + length)
+        if begin < end:
+            yield slice(begin - first, end - first), slice(begin - low, end - low), stored
+
+
+def check_shards(stored: Stored, model: Wrapped) -> None:
+    """`ValueError` unless all that this rank holds is stored, and what lies in one shard has been stepped alike."""
+    ranges, numbers = stored
+    first_in: dict[nn.Parameter, str] = {}
+    for name, first, shard, where in (piece for unit in model.units for piece in pieces(unit)):
+        length = where.stop - where.start
+        for kind in ("parameter", *ranges[name]):
+            found = sum(part.stop - part.start for part, _, _ in overlaps(ranges[name][kind], first, length))
+            if found != length:
+                raise ValueError(f"{name}: {length - found} elements of its {kind} are in no file")
+        other = first_in.setdefault(shard, name)
+        if ranges[name].keys() != ranges[other].keys() or numbers[name] != numbers[other]:
+            raise ValueError(
+                f"{name} has not been stepped as often as {other}, and is in one shard with it: "
+                "use group_by to keep them apart"
+            )
+
+
+def fill(stored: Stored, model: Wrapped, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Read what this rank holds: parameters, buffers, and states, which the optimizer may not have yet."""
+    ranges, numbers = stored
+    order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    states = {p: state for p, state in optimizer.state.items() if p in order}  # a shard of padding keeps its own
+    begun = set()
+    for name, first, shard, where in (piece for unit in model.units for piece in pieces(unit)):
+        targets = {"parameter": shard.detach()}
+        if shard in order:
+            if shard not in begun:
+                begun.add(shard)
+                states[shard] = {k: torch.zeros_like(shard) for k in ranges[name] if k != "parameter"} | numbers[name]
+            targets |= states[shard]
+        for kind, found in ranges[name].items():
+            out = targets[kind].view(-1)[where]
+            for part, slice_stored, file in overlaps(found, first, len(out)):
+                out[part].copy_(file[slice_stored])
+    for name, buffer in buffers(model).items():
+        buffer.copy_(numbers[name]["buffer"])
+    by_number = {order[p]: state for p, state in states.items() if state}
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+
+
+# What is the same on all ranks, and stands in the index.
+
+
+def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Names and shapes of parameters and buffers; the optimizer's groups, and which parameter is in which. Collective.
+
+    `TypeError` for a model that is not wrapped; `ValueError` for an optimizer of other tensors than the model's.
+    """
+    if not isinstance(model, Wrapped):
+        raise TypeError(f"checkpoint: the model must be wrapped, in DDP or Zero3 say; it is a {type(model).__name__}")
+    group_of_shard = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    if group_of_shard.keys() - {shard for unit in model.units for shard in unit.shards}:
+        raise ValueError("checkpoint: the optimizer must be built from this wrapped model's parameters()")
+    shapes = {name: str(tuple(shape)) for unit in model.units for name, shape in zip(unit.names, unit.shapes)}
+    here = dict.fromkeys(shapes, -1)
+    for name, _, shard, _ in (piece for unit in model.units for piece in pieces(unit)):
+        here[name] = group_of_shard.get(shard, -1)
+    # A rank knows the groups of what it holds; the maximum over ranks is what they know together.
+    numbers = all_reduce(torch.tensor(list(here.values()), device=model.comm.device), model.comm, "max")
+    return {
+        "parameters": shapes,
+        "buffers": {name: str(tuple(buffer.shape)) for name, buffer in buffers(model).items()},
+        "optimizer": type(optimizer).__name__,
+        "group_of": {name: group for name, group in zip(here, numbers.tolist()) if group >= 0},
+        "groups": [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def buffers(model: Wrapped) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a module's state."""
+    return {name: buffer for name, buffer in model.module.named_buffers() if name in model.state_names}
+
+
+def check_names(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """`ValueError` unless what was saved has the names, the shapes and the optimizer that are here."""
+    for what in ("parameters", "buffers", "group_of"):
+        of = "the optimizer's parameters" if what == "group_of" else what
+        if missing := sorted(here[what].keys() - saved[what].keys()):
+            raise ValueError(f"{of} that the checkpoint has not: {', '.join(missing)}: is it another model's?")
+        if unknown := sorted(saved[what].keys() - here[what].keys()):
+            raise ValueError(f"{of} of the checkpoint that are not here: {', '.join(unknown)}: is it another model's?")
+        for name, shape in here[what].items():
+            if what != "group_of" and shape != saved[what][name]:
+                raise ValueError(f"{name} has shape {saved[what][name]} in the checkpoint, {shape} here")
+    if saved["optimizer"] != here["optimizer"]:
+        raise ValueError(f"the checkpoint is of {saved['optimizer']}, not {here['optimizer']}: use the same optimizer")
+
+
+def hyperparameters(saved: dict[str, Any], here: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The optimizer's groups with the hyperparameters that their parameters had. `ValueError` where these differ."""
+    groups = optimizer.state_dict()["param_groups"]
+    for number, group in enumerate(groups):
+        origins = sorted({saved["group_of"][name] for name, i in here["group_of"].items() if i == number})
+        if any(saved["groups"][origin] != saved["groups"][origins[0]] for origin in origins):
+            raise ValueError(
+                f"parameter group {number} here holds parameters of groups {origins} of the checkpoint, whose "
+                "hyperparameters differ: keep them apart"
+            )
+        for key, value in saved["groups"][origins[0]].items() if origins else ():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key] = torch.full_like(group[key], value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value  # JSON knows no tuples
+    return groups
