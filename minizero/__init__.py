@@ -1,8 +1,8 @@
 """minizero: how large models are trained in little memory, from scratch and to be read.
 
 Reading order: comm, world, processes, collectives, partition, wrapped, engine, checks, ddp, zero1, zero2, zero3,
-hybrid, memory, recompute, replay, frame, selective, chain, schedules, optimal, sequential, profile_chain, depth,
-accumulate, gpt, options, train, report. `networks` and `table1` belong to `precision`.
+hybrid, resharding, checkpoint, memory, recompute, replay, frame, selective, chain, schedules, optimal, sequential,
+profile_chain, depth, accumulate, gpt, options, train, report. `networks` and `table1` belong to `precision`.
 """
 
 from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter

@@ -1,0 +1,201 @@
+"""Checkpoints of sharded training: every rank writes what it holds, and one rename makes it count.
+
+    folder/index.json                                       step, names, shapes, hyperparameters, checksums
+    folder/shards-of-step-12-9f31c2d4/rank-0.safetensors    what rank 0 held; one file a rank
+
+All data go into a new folder and onto the disk. When every rank has said so, rank 0 renames a new index over the old
+one. A rename happens wholly or not at all, so a crash at any moment leaves the old checkpoint or the new one; what it
+leaves besides is removed by the next save. What is in the files, and how another number of ranks reads it, is
+resharding.py. Pillai et al., 2014, "All file systems are not created equal", on what may reach a disk in which order.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from minizero.comm import Comm, agreement
+from minizero.resharding import (
+    Stored,
+    check_names,
+    check_shards,
+    fill,
+    hyperparameters,
+    look_up,
+    names_of,
+    parts_to_write,
+    tensors_to_write,
+)
+from minizero.wrapped import Wrapped
+
+FAILED, NOTHING = "failed: ", "no checkpoint"  # what a rank may say, beside results
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read. Raised on every rank, and names the one at fault."""
+
+
+class NoCheckpoint(CheckpointError):
+    """Nothing has been saved in this folder yet: training starts from the beginning."""
+
+
+@torch.no_grad()
+def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Put the state after `step` steps into `folder`, in place of the checkpoint there. Collective.
+
+    Saved are the FP32 parameters, rank 0's buffers, the optimizer's states and hyperparameters; not gradients, random
+    generators, or what a scheduler keeps itself. The folder is seen by all ranks, and nothing else saves into it.
+    `CheckpointError` on every rank if one of them cannot write: then the checkpoint from before still stands. No rank
+    may take longer to write than `comm.timeout`.
+    """
+    about, parts = names_of(model, optimizer), parts_to_write(model)  # both are collective
+    folder, comm = Path(folder), model.comm
+
+    def begin() -> str:
+        if comm.rank > 0:
+            return ""
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_all_but(folder, read_index(folder).get("data"))
+        name = f"shards-of-step-{step}-{secrets.token_hex(4)}"
+        (folder / name).mkdir()
+        return name
+
+    data = folder / together(comm, f"save of step {step}", begin)[0]
+
+    def write() -> str:
+        if not data.is_dir():
+            raise FileNotFoundError(f"{data}, made by rank 0, is not here: give all ranks a folder that all can see")
+        file = data / file_of(comm.rank)
+        save_file(tensors_to_write(model, optimizer, parts), file)
+        flush(file)
+        return checksum(file)
+
+    checksums = together(comm, "write", write)
+
+    def commit() -> str:
+        if comm.rank == 0:
+            by = {"stage": type(model).__name__, "world_size": comm.size}
+            files = {file_of(rank): crc for rank, crc in enumerate(checksums)}
+            new = folder / "index.json.new"
+            index = {"step": step, "saved_by": by, "data": data.name, "files": files} | about
+            new.write_text(json.dumps(index, indent=1, default=torch.Tensor.item))  # a learning rate may be a tensor
+            for path in (data, new, folder):  # or the rename could reach the disk before what it points at
+                flush(path)
+            os.replace(new, folder / "index.json")
+            flush(folder)
+            remove_all_but(folder, data.name)
+        return ""
+
+    together(comm, "commit", commit)
+
+
+@torch.no_grad()
+def load(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optimizer) -> int:
+    """Set model and optimizer to what was saved in `folder`, and return its step. Collective.
+
+    World size, stage, sharding factor, `units`, `group_by` and `dtype` may be others than those that saved, and the
+    optimizer need not have made a step. `NoCheckpoint` where nothing was saved; `CheckpointError` where it is damaged,
+    of another model or optimizer, or seen by some ranks only: on every rank, before anything is changed.
+    """
+    about = names_of(model, optimizer)  # collective
+    folder, comm = Path(folder), model.comm
+    index: dict[str, Any] = {}
+
+    def look() -> str:
+        index.update(read_index(folder))
+        return f"step {index['step']} in {index['data']}" if index else NOTHING
+
+    seen = together(comm, "load", look)
+    if len(set(seen)) > 1:
+        rank = next(rank for rank, what in enumerate(seen) if what != seen[0])
+        raise CheckpointError(
+            f"checkpoint: rank {comm.ranks[0]} sees {seen[0]} in its folder, rank {comm.ranks[rank]} {seen[rank]}: "
+            f"give all ranks one folder that all can see (here it is {folder})"
+        )
+    if seen[0] == NOTHING:
+        raise NoCheckpoint(f"checkpoint: nothing has been saved in {folder}")
+    files = [folder / index["data"] / name for name in index["files"]]
+    groups: list[dict[str, Any]] = []
+    stored: Stored = {}, {}
+
+    def check() -> str:
+        check_names(index, about)
+        for file in files[comm.rank :: comm.size]:  # the ranks divide the work
+            if checksum(file) != index["files"][file.name]:
+                raise ValueError(f"{file} is damaged: its checksum is not the one that was written down")
+        return ""
+
+    def plan() -> str:
+        nonlocal groups, stored
+        groups, stored = hyperparameters(index, about, optimizer), look_up(files)
+        check_shards(stored, model)
+        return ""
+
+    def read() -> str:
+        fill(stored, model, optimizer, groups)
+        return ""
+
+    for what in (check, plan, read):  # nothing is changed before all ranks know that they can go on
+        together(comm, what.__name__, what)
+    return index["step"]
+
+
+def together(comm: Comm, what: str, do: Callable[[], str]) -> list[str]:
+    """Call `do()`, which must not communicate, on every rank; what each said. Where one failed, all raise."""
+    error, said = None, ""
+    try:
+        said = do()
+    except Exception as caught:
+        error, said = caught, f"{FAILED}{str(caught) or type(caught).__name__}"
+    with agreement(comm, f"checkpoint {what}"):
+        comm.settle()
+        everyone = comm.exchange(said)
+    for rank, words in enumerate(everyone):
+        if words.startswith(FAILED):
+            raise CheckpointError(f"checkpoint {what}: rank {comm.ranks[rank]} {words}") from error
+    return everyone
+
+
+def file_of(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index, or an empty one where there is none."""
+    path = folder / "index.json"
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def remove_all_but(folder: Path, data: str | None) -> None:
+    """Remove the shards of older checkpoints, and of saves that did not end."""
+    for path in folder.glob("shards-of-step-*"):
+        if path.name != data:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file, read in blocks."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
