@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from minizero.comm import Comm, CommTimeout, RankFailed
 
@@ -40,7 +41,11 @@ def process_comm(group: Any = None) -> Iterator[Comm]:
         if gpus:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_SECONDS))
+        # torchrun keeps one store for all its attempts, where a restarted rank would find a dead one's address.
+        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         if dist.get_rank(group) < 0:
             raise ValueError("from_process_group: this process is not in the group")
