@@ -37,8 +37,8 @@ bench: setup  ## the benchmarks: python -m tests.bench
 kernels: setup  ## compile the attention kernels for GPUs that are not here, and show what they take: python -m flash.compile
 	$(PY) -m flash.compile $(ARGS)
 
-gpu: setup  ## on a machine with a GPU: python -m pytest -m gpu ; python -m tests.bench.flash_gpu
-	$(PY) -m pytest -m gpu $(ARGS)
+gpu: setup  ## on a machine with a GPU: python -m pytest -m gpu tests/gpu ; python -m tests.bench.flash_gpu
+	$(PY) -m pytest -m gpu tests/gpu $(ARGS)
 	$(PY) -m tests.bench.flash_gpu
 
 lint: setup  ## python -m ruff check . ; python -m ruff format --check . ; python -m mypy

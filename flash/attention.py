@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from flash import tiled
 from flash.checks import PACKED, Meaning, check, check_backend, check_cu_seqlens, check_starts
@@ -59,12 +60,15 @@ def flash_attention(
     Query i sits at key i + o. causal: True has o = 0, as PyTorch; "bottom-right" o = Nk - Nq, as FlashAttention-2.
     window (left, right): sees keys i + o - left to i + o + right, both included, None for no bound.
     A row that may see nothing has out 0, lse -inf, gradients 0. scale: 1 / sqrt(head dim) unless given.
-    dropout_seed: drawn from torch's generator unless given. backend: "triton", "tiled" or "auto": Triton on a GPU.
-    `ValueError` for arguments out of range or shape, `TypeError` for dtypes.
+    dropout_p: the share of the weights that become 0; the others are divided by 1 - p. dropout_seed: drawn from torch's
+    generator unless given. backend: "triton", "tiled" or "auto": Triton on a GPU, but not for float64.
+    Head dim 1 to 256; float16, bfloat16, float32, float64. `ValueError` for arguments out of range or shape,
+    `TypeError` for dtypes, `NotImplementedError` for forward-mode derivatives.
     """
     name = "flash_attention"
     meaning = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed)
     check_backend(name, backend)
+    _refuse_forward_mode(name, q, k, v)
     out, lse = _attention(q, k, v, meaning.seed, None, None, *meaning[:-1], backend)
     return (out, lse) if return_lse else out
 
@@ -89,13 +93,15 @@ def flash_attention_varlen(
     q: (total q, heads, head dim); k, v: (total k, kv heads, head dim); lse: (heads, total q). Sequence b has the
     queries cu_seqlens_q[b] to cu_seqlens_q[b+1] and the keys cu_seqlens_k[b] to cu_seqlens_k[b+1] (int32, on q's
     device); either may be none. The options mean in each sequence what they mean in `flash_attention`; dropout
-    counts b as the batch. Rows behind the last sequence have out 0, lse -inf, gradients 0.
+    counts b as the batch. Rows behind the last sequence have out 0, lse -inf, gradients 0. The lengths are checked,
+    so that a GPU's queue is waited for. Errors as there, and `ValueError` for cu_seqlens that are no sums of lengths.
     """
     name = "flash_attention_varlen"
     meaning = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed, PACKED)
     check_backend(name, backend)
     check_cu_seqlens(name, cu_seqlens_q, "q", q)
     check_cu_seqlens(name, cu_seqlens_k, "k", k)
+    _refuse_forward_mode(name, q, k, v)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out, lse = _attention(q, k, v, meaning.seed, cu_seqlens_q, cu_seqlens_k, *meaning[:-1], backend)
     out, lse = out[0].transpose(0, 1), lse[0]
@@ -106,12 +112,15 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """Attention over two disjoint sets of keys, from the attention over each: (out, lse). Differentiable.
 
     Each output is a mean weighted by exp(score); exp(lse) is the sum of those weights. out, lse: as
-    `flash_attention` or `flash_attention_varlen` returned them. Parts without dropout, or of one seed and
-    one batch of positions, join exactly.
+    `flash_attention` or `flash_attention_varlen` returned them. Dropout counts the keys of each part from 0, so its
+    mask is not that of all keys at once. `ValueError` for shapes that do not belong together.
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
         shapes = [tuple(x.shape) for x in (out_a, lse_a, out_b, lse_b)]
         raise ValueError(f"merge: out_a, lse_a, out_b, lse_b are {shapes}; both parts must have the same shapes")
+    rows = out_a.shape[:-1] if out_a.dim() == 4 else out_a.shape[1::-1]  # packed: lse is (heads, total)
+    if lse_a.shape != rows:
+        raise ValueError(f"merge: out is {tuple(out_a.shape)}, lse {tuple(lse_a.shape)}; expected lse {tuple(rows)}")
     largest = torch.maximum(lse_a, lse_b).detach()
     largest = largest.masked_fill(largest == -math.inf, 0)
     weight_a, weight_b = (lse_a - largest).exp(), (lse_b - largest).exp()
@@ -119,7 +128,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     nothing = total == 0
     total = total.masked_fill(nothing, 1)
     shares = weight_a / total, weight_b / total
-    if out_a.dim() == 3:  # packed: lse is (heads, total), out (total, heads, head dim)
+    if out_a.dim() == 3:
         shares = shares[0].mT, shares[1].mT
     out = shares[0][..., None] * out_a + shares[1][..., None] * out_b
     return out.to(out_a.dtype), (largest + total.log()).masked_fill(nothing, -math.inf)
@@ -199,6 +208,12 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _refuse_forward_mode(name: str, *tensors: Tensor) -> None:
+    """PyTorch takes the forward-mode derivative of an operator that has none for 0, without a word."""
+    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(f"{name}: no forward-mode derivative (jvp): use attention_reference for it")
 
 
 def _complete(

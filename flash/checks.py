@@ -41,7 +41,7 @@ def check_tensors(name: str, q: Any, k: Any, v: Any, shape: str = PADDED) -> Non
     if k.shape != v.shape:
         raise ValueError(f"{name}: k is {tuple(k.shape)}, v is {tuple(v.shape)}; both must have the same {shape}")
     heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % kv_heads if kv_heads else heads:
+    if heads != kv_heads and (heads == 0 or kv_heads == 0 or heads % kv_heads):
         raise ValueError(
             f"{name}: q has {heads} heads, k and v have {kv_heads}; the key/value heads must divide the query heads"
         )
@@ -81,7 +81,7 @@ def check_scale(name: str, scale: Any, head_dim: int) -> float:
 
 def check_band(name: str, causal: Any, window: Any) -> tuple[int, int, bool]:
     """(left, right, bottom_right): causal and window as one band around the diagonal; -1 where it has no bound."""
-    if causal not in (True, False, "bottom-right"):
+    if isinstance(causal, torch.Tensor) or causal not in (True, False, "bottom-right"):
         raise ValueError(f"{name}: causal is {causal!r}; expected False, True (top-left) or 'bottom-right'")
     left, right = -1, -1
     if window is not None:

@@ -9,7 +9,8 @@ at the edge of the band or of the tensor need a mask: `spans` says which. Backwa
 dV over the rows, and one that sums dQ over the keys: S is computed twice, but every sum is made by one program in
 one order, without atomics, so that the gradients are the same bits in every run.
 
-The GPU has an instruction for 2^x, none for e^x: scores and logsumexp are in base 2 inside, `scale` has log2(e) in it.
+The GPU has an instruction for 2^x, none for e^x: so exp(x) is exp2(x log2 e). Backward subtracts first and multiplies
+then: of two large numbers in base 2, each rounded on its own, the difference would be off.
 Dao, 2023, "FlashAttention-2"; Tillet, Kung & Cox, 2019, "Triton". What options add: `flash.masks`.
 """
 
@@ -41,6 +42,8 @@ from flash.options import Options
 
 __all__ = ["INTERPRETED", "backward", "forward"]
 
+# Arguments beside tensors, strides and sizes: `sign` of the scale and its magnitude `scale`; GROUP query heads share a
+# key/value head; a weight is kept where its hash is not below `threshold`, and then multiplied by `factor`.
 # Sizes for which one compiled kernel serves all values; strides are worth a kernel of their own.
 GENERAL = ["heads", "n_q", "n_k", "left", "right", "threshold"]
 
@@ -82,9 +85,9 @@ def forward_kernel(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if part != 1:
                 s = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), s, float("-inf"))
-            larger = tl.maximum(m, tl.max(s, 1) * (scale * LOG2_E))
-            p = tl.exp2(s * (scale * LOG2_E) - larger[:, None])
-            rescale = tl.exp2(m - larger)
+            larger = tl.maximum(m, tl.max(s, 1))
+            p = tl.exp2(s * (scale * LOG2_E) - tl.maximum(larger * (scale * LOG2_E), -3.4e38)[:, None])
+            rescale = tl.exp2((m - larger) * (scale * LOG2_E))
             l = l * rescale + tl.sum(p, 1)
             p = p * dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
             v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
@@ -96,7 +99,7 @@ def forward_kernel(
     m = tl.where(l == 0, float("-inf"), m)  # this row has seen nothing: out 0, lse -inf
     l = tl.where(l == 0, 1.0, l)
     store_block(O, out_strides, rows, n_q, o / l[:, None], HEAD_DIM, BLOCK_D)
-    store_numbers(LSE, lse_strides, rows, n_q, (m + tl.log2(l)) / LOG2_E)
+    store_numbers(LSE, lse_strides, rows, n_q, m * scale + tl.log2(l) / LOG2_E)
 
 
 @triton.jit(do_not_specialize=GENERAL)
@@ -157,7 +160,7 @@ def dkdv_kernel(
                 q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
                 lse = load_lse(LSE, lse_strides, rows, n_q)
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-                p = tl.exp2(s * (scale * LOG2_E) - lse[None, :])
+                p = tl.exp2((s * scale - lse[None, :]) * LOG2_E)
                 if part != 1:
                     p = tl.where(visible(rows[None, :], keys[:, None], n_k, offset, left, right), p, 0.0)
                 kept = dropout(seed, state, rows[None, :], keys[:, None], threshold, factor)
@@ -209,7 +212,7 @@ def dq_kernel(
             k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
             v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            p = tl.exp2(s * (scale * LOG2_E) - lse[:, None])
+            p = tl.exp2((s * scale - lse[:, None]) * LOG2_E)
             if part != 1:
                 p = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), p, 0.0)
             kept = dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)

@@ -16,7 +16,7 @@ import triton
 from flash.masks import INTERPRETED
 from flash.options import Options
 
-if INTERPRETED and triton.__version__ < "3.7":
+if INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
     # Its interpreter makes loop bounds by int(array of one element), which NumPy 2.4 no longer does.
     from triton.runtime import interpreter
 

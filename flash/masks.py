@@ -89,9 +89,9 @@ def load_numbers(pointer, strides, rows, n):
 
 @helper
 def load_lse(pointer, strides, rows, n):
-    """The logsumexp in base 2. Rows that see nothing, or do not exist, get +inf: exp2(S - inf) = 0."""
+    """The logsumexp. Rows that see nothing, or do not exist, get +inf: exp2(S - inf) = 0."""
     lse = tl.load(pointer + rows.to(tl.int64) * strides[2], mask=rows < n, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @helper

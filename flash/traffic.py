@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flash.checks import check_band
+
 FP32 = 4
 
 
@@ -56,7 +58,8 @@ def hbm_bytes(
     algorithm: "naive", with each matrix written once and read wherever it is used; "tiled", as `flash.tiled` (one
     backward pass that adds to dQ); "kernels", as `flash.kernels` (one kernel for dK and dV, one for dQ).
     backward: the backward pass instead of the forward one. itemsize: bytes of an element of q; lse, delta and the
-    sum of dQ have 4. `ValueError` for an unknown algorithm or a block that is not positive.
+    sum of dQ have 4 (8 where q has). "naive" computes all scores, whatever the mask. `ValueError` for an unknown
+    algorithm, a block that is not positive, key/value heads that do not divide the heads, a wrong mask.
     """
     if algorithm not in ("naive", "tiled", "kernels"):
         raise ValueError(f"hbm_bytes: algorithm is {algorithm!r}; expected 'naive', 'tiled' or 'kernels'")
@@ -64,6 +67,8 @@ def hbm_bytes(
         raise ValueError(f"hbm_bytes: blocks of {block_q} rows and {block_k} keys; expected at least 1 of each")
     n_k = n_q if n_k is None else n_k
     kv_heads = kv_heads or heads
+    if heads % kv_heads:
+        raise ValueError(f"hbm_bytes: {heads} heads, {kv_heads} key/value heads; these must divide the heads")
     row = head_dim * itemsize  # bytes of a row of q, k, v or out
     q, k = heads * n_q * row, kv_heads * n_k * row  # of q or out; of k or v
     if algorithm == "naive":
@@ -106,9 +111,9 @@ def _naive_bytes(q: int, k: int, scores: int, backward: bool) -> Traffic:
 
 def _band(n_q: int, n_k: int, causal: Any, window: Any) -> tuple[float, float]:
     """(left, right): row i sees the keys i - left to i + right."""
-    left, right = (math.inf if side is None else side for side in window or (None, None))
-    o = n_k - n_q if causal == "bottom-right" else 0
-    return left - o, (0 if causal else right) + o
+    left, right, bottom_right = check_band("hbm_bytes", causal, window)
+    o = n_k - n_q if bottom_right else 0
+    return (left if left >= 0 else math.inf) - o, (right if right >= 0 else math.inf) + o
 
 
 def _visited(n_rows: int, n_keys: int, block_rows: int, block_keys: int, band: tuple[float, float]) -> int:
@@ -161,7 +166,8 @@ def sram_here(device: torch.device | str | None = None) -> int:
         properties = torch.cuda.get_device_properties(device)
         return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or 2**20
+        size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+        return size if size > 0 else 2**20
     return 2**20
 
 

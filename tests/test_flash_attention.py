@@ -1,4 +1,4 @@
-"""flash_attention as PyTorch sees it: an operator with gradients, seeds, packed sequences; and merge."""
+"""flash_attention as PyTorch sees it: an operator with gradients, seeds, packed sequences."""
 
 import math
 import threading
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import flash.attention
-from flash import attention_reference, attention_tiled, flash_attention, flash_attention_varlen, merge
+from flash import attention_reference, attention_tiled, flash_attention, flash_attention_varlen
+from flash.checks import check
 from flash.reference import attention_reference_varlen
 
 INF = math.inf
@@ -94,6 +95,33 @@ def test_no_second_derivative_is_said_not_guessed():
             torch.autograd.grad(first.sum(), q)
 
 
+@pytest.mark.slow  # PyTorch loads its forward-mode formulas
+def test_no_forward_derivative_is_said_not_zero():
+    (q,) = tensors((1, 1, 4, 2))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(NotImplementedError, match="^flash_attention: no forward-mode derivative"):
+            flash_attention(q, q, dual)
+        with pytest.raises(NotImplementedError, match="^flash_attention_varlen: no forward-mode derivative"):
+            flash_attention_varlen(dual[0].mT, q[0].mT, q[0].mT, cu(2), cu(2))
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            attention_tiled(dual, q, q)
+        derivative = torch.autograd.forward_ad.unpack_dual(attention_reference(dual, q, q)).tangent
+    assert derivative.abs().sum() > 0
+
+
+def test_autocast_leaves_the_computation_alone():
+    """16-bit products inside would cost a gradient its digits."""
+    q, k, v = (x.requires_grad_() for x in tensors((1, 2, 40, 8), (1, 1, 40, 8), (1, 1, 40, 8)))
+    for attention in (flash_attention, attention_tiled):
+        expected = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attention(q, k, v)
+            gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert out.dtype == torch.float32
+        assert all(torch.equal(one, other) for one, other in zip(gradients, expected))
+
+
 @pytest.mark.parametrize("only", "qkv")
 def test_gradients_of_one_input_and_of_the_lse_alone(only):
     q, k, v = tensors((1, 2, 6, 4), (1, 2, 7, 4), (1, 2, 7, 4), dtype=torch.float64)
@@ -116,6 +144,11 @@ def test_strides_of_gradients_do_not_matter():
         one, other = (torch.autograd.grad(f(q, k, v), (q, k, v), dout) for f in (flash_attention, attention_reference))
         for ours, exact in zip(one, other):
             torch.testing.assert_close(ours, exact)
+
+
+def test_a_window_of_any_size_is_no_window():
+    q, k, v = tensors(*[(1, 2, 6, 4)] * 3)
+    assert torch.equal(flash_attention(q, k, v, window=(2**80, 2**62)), flash_attention(q, k, v))
 
 
 def test_inference_mode_and_no_grad():
@@ -179,6 +212,12 @@ def test_a_seed_is_drawn_from_torchs_generator():
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn where nothing is needed"
 
 
+def test_seeds_are_drawn_from_all_of_63_bits():
+    q = torch.zeros(1, 1, 1, 1)
+    seeds = [check("test", q, q, q, False, None, None, 0.5, None).seed.item() for _ in range(40)]
+    assert len(set(seeds)) == 40 and min(seeds) >= 0 and max(seeds) > 2**61
+
+
 # What is empty.
 
 
@@ -228,64 +267,3 @@ def test_no_sequence_at_all():
     out, lse = flash_attention_varlen(q, k, v, cu(), cu(), return_lse=True)
     assert (out == 0).all() and (lse == -INF).all()
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
-
-
-# Merge.
-
-
-@pytest.mark.parametrize("cut", [0, 3, 10])
-def test_merge_joins_two_sets_of_keys(cut):
-    q, k, v, dout = tensors((2, 4, 6, 8), (2, 2, 10, 8), (2, 2, 10, 8), (2, 4, 6, 8), dtype=torch.float64)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    whole = flash_attention(q, k, v, return_lse=True)
-    parts = [
-        flash_attention(q, k[:, :, side], v[:, :, side], return_lse=True) for side in (slice(cut), slice(cut, None))
-    ]
-    joined = merge(*parts[0], *parts[1])
-    dlse = torch.ones_like(whole[1])
-    for one, other in zip(joined, whole):
-        torch.testing.assert_close(one, other)
-    ours, theirs = (torch.autograd.grad(result, (q, k, v), (dout, dlse)) for result in (joined, whole))
-    for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other)
-
-
-def test_merge_of_rows_that_see_nothing_in_one_part_or_in_both():
-    """A causal ring: the later keys are invisible to the first queries; and two parts of nothing are nothing."""
-    q, k, v = (x.requires_grad_() for x in tensors(*[(1, 1, 8, 4)] * 3, dtype=torch.float64))
-    first = flash_attention(q, k[:, :, :4], v[:, :, :4], window=(None, 0), return_lse=True)
-    second = flash_attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], causal=True, return_lse=True)
-    nothing = flash_attention(q[:, :, :4], k[:, :, :0], v[:, :, :0], return_lse=True)
-    second = [torch.cat(pair, dim=2) for pair in zip(nothing, second)]
-    out, lse = merge(*first, *second)
-    expected = attention_reference(q, k, v, causal=True, return_lse=True)
-    torch.testing.assert_close(out, expected[0]), torch.testing.assert_close(lse, expected[1])
-    gradients = (
-        torch.autograd.grad(x[0].sum() + x[1].sum(), (q, k, v), retain_graph=True) for x in ((out, lse), expected)
-    )
-    for one, other in zip(*gradients):
-        torch.testing.assert_close(one, other)
-    out, lse = merge(*nothing, *nothing)
-    assert (out == 0).all() and (lse == -INF).all()
-    assert (torch.autograd.grad(out.sum() + lse.masked_fill(lse == -INF, 0).sum(), q)[0] == 0).all()
-
-
-@pytest.mark.parametrize("large", [1e4, -1e4])
-def test_merge_of_logsumexps_too_large_to_exponentiate(large):
-    (out_a, out_b), (lse_a, lse_b) = tensors((3, 4, 2), (3, 4, 2), dtype=torch.float64), tensors((3, 4), (3, 4), seed=2)
-    lse_a, lse_b = lse_a.double(), lse_b.double()
-    out_a, out_b, lse_a, lse_b = (x[None] for x in (out_a, out_b, lse_a, lse_b))
-    out, lse = merge(out_a, lse_a, out_b, lse_b)
-    moved_out, moved_lse = merge(out_a, lse_a + large, out_b, lse_b + large)
-    torch.testing.assert_close(moved_out, out), torch.testing.assert_close(moved_lse, lse + large)
-
-
-def test_merge_of_packed_sequences_and_of_16_bits():
-    q, k, v = tensors(*[(9, 2, 4)] * 3, dtype=torch.bfloat16)
-    whole = flash_attention_varlen(q, k, v, cu(4, 9), cu(4, 9), return_lse=True)
-    none = flash_attention_varlen(q, k, v, cu(4, 9), cu(0, 0), return_lse=True)
-    for parts in ((*whole, *none), (*none, *whole)):
-        for one, other in zip(merge(*parts), whole):
-            assert one.dtype == other.dtype and torch.equal(one, other)
-    with pytest.raises(ValueError, match="merge: .*must have the same shapes"):
-        merge(*whole, whole[0][:3], whole[1])

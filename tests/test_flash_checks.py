@@ -39,6 +39,7 @@ def test_backends_on_a_cpu(monkeypatch):
     flash_attention(q, q, q, backend="triton").sum().backward()
     assert called == ["kernels", "kernels backward"]
     flash_attention(q[:0], q[:0], q[:0], backend="triton")
+    flash_attention(q, q[:, :, :0], q[:, :, :0], backend="triton")
     assert len(called) == 2, "nothing is launched for nothing"
     with pytest.raises(TypeError, match="'triton' takes float16, bfloat16, float32, not float64"):
         flash_attention(*[Q.double()] * 3, backend="triton")
@@ -48,6 +49,22 @@ def test_backends_on_a_cpu(monkeypatch):
     monkeypatch.setattr(flash.attention, "_triton_is_installed", lambda: False)
     with pytest.raises(ValueError, match="triton is not installed .* use backend='tiled'"):
         flash_attention(Q, Q, Q, backend="triton")
+
+
+def test_float64_on_a_gpu_is_tiled(monkeypatch):
+    monkeypatch.setattr(flash.attention, "_gpu_can", lambda _: True)
+    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda")
+    with flash.attention._backend("auto", on_gpu, on_gpu) as module:
+        assert module is flash.tiled
+
+
+def test_a_backend_is_told_the_longest_lengths_and_gets_contiguous_starts(monkeypatch):
+    got, forward = [], flash.tiled.forward
+    monkeypatch.setattr(flash.tiled, "forward", lambda *args: got.append(args[3]) or forward(*args))
+    starts = torch.stack([cu(2, 7, 8), cu(0, 3, 9)], dim=1)
+    flash_attention_varlen(P, P, P, *starts.unbind(1))
+    assert (got[0].max_q, got[0].max_k) == (5, 6)
+    assert got[0].cu_seqlens_q.is_contiguous() and got[0].cu_seqlens_k.is_contiguous()
 
 
 def test_a_gpu_that_triton_cannot_use_is_said_once(monkeypatch):
@@ -75,6 +92,7 @@ BAD = [
     ((Q, Q, Q[..., :6]), {}, ValueError, r"head dimension of v \(6\) differs from q \(8\)"),
     ((Q, Q[:, :3], Q[:, :3]), {}, ValueError, "q has 4 heads, k and v have 3; .* must divide"),
     ((Q, Q[:, :0], Q[:, :0]), {}, ValueError, "q has 4 heads, k and v have 0"),
+    ((Q[:, :0], Q[:, :2], Q[:, :2]), {}, ValueError, "q has 0 heads, k and v have 2; .* must divide"),
     ((Q, Q[:, :2], Q), {}, ValueError, r"k is \(2, 2, 5, 8\), v is \(2, 4, 5, 8\)"),
     ((Q, Q[:, :, :3], Q), {}, ValueError, r"k is \(2, 4, 3, 8\), v is \(2, 4, 5, 8\)"),
     ((Q, Q[:1], Q[:1]), {}, ValueError, "batches differ: q 2, k 1, v 1"),
@@ -93,6 +111,7 @@ BAD = [
     ((Q, Q, Q), dict(window=(1.5, 2)), ValueError, r"window is \(1.5, 2\); each side must be a whole number"),
     ((Q, Q, Q), dict(window=7), ValueError, r"window is 7; expected \(left, right\) or None"),
     ((Q, Q, Q), dict(causal="top-left"), ValueError, "causal is 'top-left'; expected False, True .* or 'bottom-right'"),
+    ((Q, Q, Q), dict(causal=torch.ones(5)), ValueError, r"causal is tensor\(.*; expected False, True"),
     ((Q, Q, Q), dict(dropout_p=1.0), ValueError, "dropout_p is 1.0; expected a number from 0 to below 1"),
     ((Q, Q, Q), dict(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
     ((Q, Q, Q), dict(dropout_p=math.nan), ValueError, "dropout_p is nan"),

@@ -63,6 +63,15 @@ def test_a_scale_of_one_over_the_root_of_the_head_dim():
     assert torch.equal(attention_reference(q, k, v), attention_reference(q, k, v, scale=1 / math.sqrt(8)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_lse_of_16_bits_has_32(dtype):
+    q, k, v = (x.to(dtype) for x in tensors())
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    packed = attention_reference_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), starts, starts, return_lse=True)
+    for out, lse in (attention_reference(q, k, v, return_lse=True), packed):
+        assert out.dtype == dtype and lse.dtype == max(dtype, torch.float32, key=lambda kind: kind.itemsize)
+
+
 def test_packed_sequences_are_sequences_one_by_one():
     (q, k, v), lengths = tensors(12, 17, batch=1), [(5, 0), (0, 4), (3, 9), (3, 2)]
     starts = [torch.tensor([0, *(pair[side] for pair in lengths)]).cumsum(0).int() for side in (0, 1)]
@@ -117,6 +126,14 @@ def test_the_mask_is_murmur3_of_its_position(seed, p):
                     words = struct.pack("<qIIII", seed, batch, h, i, j)
                     expected = murmur3(words) >= min(round(p * 2**32), 2**32 - 1)
                     assert bool(kept[b, h, r, j]) == expected, (batch, h, i, j)
+
+
+def test_a_weight_whose_hash_is_the_threshold_is_kept():
+    """So that p = 0 would keep all."""
+    position = torch.tensor([2]), torch.tensor([3]), torch.tensor([4]), torch.tensor([5])
+    hashed = murmur3(struct.pack("<qIIII", 7, 2, 3, 4, 5))
+    kept = [dropout_keep(torch.tensor(7), (hashed + more) / 2**32, *position).item() for more in (-1, 0, 1)]
+    assert kept == [True, True, False]
 
 
 def test_the_mask_is_random_enough():

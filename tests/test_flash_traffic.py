@@ -1,6 +1,7 @@
 """The model of bytes against bytes that are counted, and against the paper."""
 
 import random
+import types
 
 import pytest
 import torch
@@ -89,6 +90,11 @@ def test_by_hand():
     assert hbm_bytes(**grouped, algorithm="kernels").loads == 3 * hbm_bytes(**case).loads
 
 
+def test_what_a_tile_holds_by_hand():
+    """2 rows, 3 keys, 5 elements of 2 bytes: Q and, in float32, O; K and V; S in float32."""
+    assert sram_needed(2, 3, 5, 2) == 2 * 5 * (2 + 4) + 2 * (3 * 5 * 2) + 2 * 3 * 4
+
+
 def test_counting_sees_every_load_and_store_and_nothing_else():
     x, y = torch.ones(10), torch.ones(10)
 
@@ -141,9 +147,17 @@ def test_blocks_fit_and_no_others_that_fit_move_less(name, head_dim):
         assert sram_needed(*other, head_dim) > GPUS[name].sram or moved(other) >= moved(chosen)
 
 
-def test_the_device_at_hand():
+def test_the_device_at_hand(monkeypatch):
     assert sram_needed(*choose_blocks(64), 64) <= sram_here()
     assert sram_here("cpu") >= 2**15
+    for unknown in (0, -1):  # what systems say that do not know
+        monkeypatch.setattr("os.sysconf", lambda _, unknown=unknown: unknown)
+        assert sram_here("cpu") == 2**20
+    gpu = types.SimpleNamespace(shared_memory_per_block=48 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    assert sram_here("cuda") == 48 * 1024
+    gpu.shared_memory_per_block_optin = 227 * 1024  # what one program may ask for
+    assert sram_here("cuda") == 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -152,6 +166,9 @@ def test_the_device_at_hand():
         (lambda: choose_blocks(256, sram=20_000), "16 rows and 16 keys of head dim 256 need .* there are 20,000"),
         (lambda: choose_blocks(64, sram="H1000"), "sram is 'H1000'; expected a number of bytes or one of V100"),
         (lambda: hbm_bytes(9, 9, algorithm="flash"), "algorithm is 'flash'; expected 'naive', 'tiled' or 'kernels'"),
+        (lambda: hbm_bytes(9, 9, heads=3, kv_heads=2), "3 heads, 2 key/value heads; these must divide"),
+        (lambda: hbm_bytes(9, 9, causal="top-left"), "hbm_bytes: causal is 'top-left'; expected False, True"),
+        (lambda: hbm_bytes(9, 9, window=(-2, 0)), r"hbm_bytes: window is \(-2, 0\); each side"),
         (lambda: hbm_bytes(9, 9, block_k=0), "blocks of 128 rows and 0 keys; expected at least 1"),
     ],
 )

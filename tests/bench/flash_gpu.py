@@ -8,7 +8,6 @@ shapes first. JSON and PNG go to notebooks/results/, under the name of the card.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import sys
@@ -31,18 +30,25 @@ RESULTS = Path(__file__).parents[2] / "notebooks" / "results"
 
 
 def make_attention(name, n, causal):
-    """A function of q, k, v, and the context that it must be called in."""
+    """A function of q, k, v."""
     if name == "flash":
         from flash import flash_attention
 
-        return lambda q, k, v: flash_attention(q, k, v, causal=causal), contextlib.nullcontext()
+        return lambda q, k, v: flash_attention(q, k, v, causal=causal)
     if name == "flex":
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device="cuda") if causal else None
-        compiled = torch.compile(flex_attention, dynamic=False)
-        return lambda q, k, v: compiled(q, k, v, block_mask=mask), contextlib.nullcontext()
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), sdpa_kernel(BACKENDS[name])
+        torch.compiler.reset()  # after 8 compilations of one function PyTorch would run it as it is, with all scores
+        torch._functorch.config.donated_buffer = False  # else its backward could run only once
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+    def pinned(q, k, v):
+        with sdpa_kernel(BACKENDS[name]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return pinned
 
 
 def seconds(function, repetitions):
@@ -69,63 +75,88 @@ def matmul_rate(dtype):
     return 2 * 8192**3 / min(seconds(lambda: a @ b, repetitions) for _ in range(5))
 
 
-def passes_of(name, n, causal, tensors):
-    """Forward and backward as functions without arguments, and the bytes that both take. None where it cannot."""
-    q, k, v, dout = tensors
-    attention, context = make_attention(name, n, causal)
+def attempt(name, function):
+    """What `function()` returns; None, and a line that says why, where this one cannot: no kernel, no memory."""
     try:
-        with context:
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            attention(q, k, v)  # compiles, where it must
-            torch.cuda.reset_peak_memory_stats()
-            out = attention(q, k, v)
-            torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-            torch.cuda.synchronize()
-            memory = torch.cuda.max_memory_allocated() - before
-    except (RuntimeError, torch.OutOfMemoryError) as error:  # "No available kernel", or too large
-        print(f"    {name}: {str(error).splitlines()[0][:90]}")
-        torch.cuda.empty_cache()
-        return None
+        return function()
+    except Exception as error:  # of whatever kind: the others are measured all the same
+        print(f"    {name}: {(str(error).splitlines() or [repr(error)])[0][:90]}")
+    torch.cuda.empty_cache()
+    return None
+
+
+def best_times(functions, rounds):
+    """{name: seconds of a call}, the best of several rounds in which all take turns."""
+    repetitions = {name: attempt(name, lambda f=function: repetitions_for(f)) for name, function in functions.items()}
+    best = {name: math.inf for name, count in repetitions.items() if count}
+    for _ in range(rounds):
+        for name in best:
+            spent = attempt(name, lambda name=name: seconds(functions[name], repetitions[name]))
+            best[name] = min(best[name], spent or math.inf)
+    return {name: time for name, time in best.items() if time < math.inf}
+
+
+def forward_of(attention, tensors):
+    """The forward pass alone, as a function without arguments."""
 
     def forward():
-        with context_again(name), torch.no_grad():
-            attention(q, k, v)
+        with torch.no_grad():
+            attention(*tensors[:3])
+
+    return forward
+
+
+def backward_of(attention, tensors):
+    """The backward pass as a function without arguments, and the bytes that one forward and backward takes."""
+    *inputs, dout = tensors
+    attention(*inputs)  # compiles, where it must
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attention(*inputs)
 
     def backward():
-        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
-    return forward, backward, memory
-
-
-def context_again(name):
-    return sdpa_kernel(BACKENDS[name]) if name in BACKENDS else contextlib.nullcontext()
+    backward()
+    torch.cuda.synchronize()
+    return backward, torch.cuda.max_memory_allocated() - before
 
 
 def measure(n, head_dim, causal, dtype, names, rounds):
-    """For each name {forward, backward: TFLOP/s, memory: bytes}."""
+    """For each name {forward, backward: TFLOP/s, memory: bytes}; what could not be measured is not there."""
     heads, batch = WIDTH // head_dim, max(1, TOKENS // n)
     tensors = [torch.randn(batch, heads, n, head_dim, device="cuda", dtype=dtype) for _ in range(4)]
     tensors[:3] = (x.requires_grad_() for x in tensors[:3])
-    work = 4 * n * n * head_dim * heads * batch / (2 if causal else 1)
-    result = {}
-    passes = {}
-    for name in names:
-        made = passes_of(name, n, causal, tensors)
+    work = 4 * n * n * head_dim * heads * batch / (2 if causal else 1) / 1e12
+    result = {name: {} for name in names}
+    attentions = {name: attempt(name, lambda name=name: make_attention(name, n, causal)) for name in names}
+    attentions = {name: attention for name, attention in attentions.items() if attention}
+    # Forward first: what backward needs, of MATH all scores, is not there yet.
+    forward = {name: forward_of(attention, tensors) for name, attention in attentions.items()}
+    for name, time in best_times(forward, rounds).items():
+        result[name]["forward"] = work / time
+    backward = {}
+    for name, attention in attentions.items():
+        made = attempt(name, lambda attention=attention: backward_of(attention, tensors))
         if made is not None:
-            passes[name] = made
-    for which, factor in (("forward", 1.0), ("backward", 2.5)):
-        functions = {name: made[which == "backward"] for name, made in passes.items()}
-        repetitions = {name: repetitions_for(function) for name, function in functions.items()}
-        best = dict.fromkeys(functions, math.inf)
-        for _ in range(rounds):
-            for name, function in functions.items():
-                best[name] = min(best[name], seconds(function, repetitions[name]))
-        for name, time in best.items():
-            result.setdefault(name, {"memory": passes[name][2]})[which] = factor * work / time / 1e12
-    del passes
+            backward[name], result[name]["memory"] = made
+    for name, time in best_times(backward, rounds).items():
+        result[name]["backward"] = 2.5 * work / time
+    backward.clear()
     torch.cuda.empty_cache()
-    return result
+    return {name: figures for name, figures in result.items() if figures}
+
+
+def line_of(name, results, matmul):
+    """What is printed of one name."""
+    line = f"    {name:10}"
+    for which in ("forward", "backward"):
+        rate, flash = results[name].get(which), results.get("FLASH", {}).get(which)
+        if rate:
+            ratio = f", {rate / flash:.2f} × FLASH" if flash else ""
+            line += f"  {which} {rate:6.1f} TFLOP/s ({rate / matmul:4.0%} of matmul{ratio})"
+    return f"{line}  {results[name].get('memory', math.nan) / 2**20:8.0f} MiB"
 
 
 def draw(report, path):
@@ -181,15 +212,8 @@ def main():
                 report["rows"].append(dict(n=n, head_dim=head_dim, causal=causal, results=results))
                 (folder / "flash.json").write_text(json.dumps(report, indent=1) + "\n")  # what is there is kept
                 print(f"d {head_dim}, {'causal' if causal else 'full'}, N {n}")
-                for name, result in results.items():
-                    line = f"    {name:10}"
-                    for which in ("forward", "backward"):
-                        rate = result[which]
-                        line += f"  {which} {rate:6.1f} TFLOP/s ({rate / report['matmul']:4.0%} of matmul"
-                        if "FLASH" in results:
-                            line += f", {rate / results['FLASH'][which]:.2f} × FLASH"
-                        line += ")"
-                    print(f"{line}  {result['memory'] / 2**20:8.0f} MiB", flush=True)
+                for name in results:
+                    print(line_of(name, results, report["matmul"]), flush=True)
     from flash import launch
 
     report["autotuned"] = {str(key): blocks for key, blocks in launch.fastest.items()}  # FLASH_AUTOTUNE=1

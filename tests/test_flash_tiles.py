@@ -1,0 +1,69 @@
+"""How tiled attention cuts its work: the size of a tile, which blocks need a mask, when results are rounded."""
+
+import pytest
+import torch
+
+import flash.tiles
+from flash import attention_reference, tiled
+from flash.checks import check
+from flash.options import make_options
+from flash.tiles import TILE, parts
+
+
+def tensors(*shapes, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def options_of(q, k, causal=False, window=None):
+    return make_options(check("test", q, k, k, causal, None, window, 0.0, None), q.shape[2], k.shape[2])
+
+
+def test_a_bound_that_no_pair_reaches_is_none():
+    q, k = torch.empty(1, 1, 10, 4), torch.empty(1, 1, 20, 4)
+    windows = (30, 29), (29, 30), (2**80, 0), (None, 2**30)
+    assert [options_of(q, k, window=window)[1:3] for window in windows] == [(-1, 29), (29, -1), (-1, 0), (-1, -1)]
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 64])
+def test_a_tile_fits_into_the_cache_however_many_heads_share_keys(group):
+    q, k = torch.empty(2, 2 * group, 600, 4), torch.empty(2, 2, 600, 4)
+    for part in parts(q, k, options_of(q, k)):
+        assert TILE / 4 < part.empty_tile(q).numel() <= TILE
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "masked"),
+    # Six blocks of rows, seven of keys. On the diagonal: six. At the left edge: those of one and of two blocks before.
+    [
+        (False, None, 0),
+        (True, None, 6),
+        (True, (20, None), 6 + 5 + 4),
+        (False, (None, 15), 6),
+        (False, (1000, 1000), 0),
+    ],
+)
+def test_only_blocks_at_the_edge_of_the_band_are_masked(causal, window, masked, monkeypatch):
+    q, k = tensors((1, 1, 96, 4), (1, 1, 112, 4))
+    options, calls, hidden = options_of(q, k, causal, window), [], flash.tiles.hidden
+    monkeypatch.setattr(flash.tiles, "hidden", lambda *args: calls.append(args) or hidden(*args))
+    out, lse = tiled.forward(q, k, k, options, (16, 16))
+    assert len(calls) == masked
+    tiled.backward(out, lse, q, k, k, out, lse, options, (16, 16))
+    assert len(calls) == 2 * masked
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_gradients_are_summed_in_float32_and_rounded_once(dtype):
+    """dQ adds up 64 blocks of keys."""
+    q, k, v, dout = tensors(*[(1, 1, 16, 8), (1, 1, 1024, 8), (1, 1, 1024, 8), (1, 1, 16, 8)], dtype=dtype)
+    options = options_of(q, k)
+    out, lse = tiled.forward(q, k, v, options, (16, 16))
+    gradients = tiled.backward(dout, torch.ones_like(lse), q, k, v, out, lse, options, (16, 16))
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    exact_out, exact_lse = attention_reference(q, k, v, return_lse=True)
+    exact = torch.autograd.grad((exact_out, exact_lse), (q, k, v), (dout.double(), torch.ones_like(exact_lse)))
+    # delta is made from an output that is rounded: an error of an epsilon too.
+    for found, wanted in zip(gradients, exact):
+        assert found.dtype == dtype
+        assert (found - wanted).abs().max() < torch.finfo(dtype).eps * wanted.abs().max()
