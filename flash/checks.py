@@ -153,5 +153,6 @@ def check_starts(
 
 
 def check_backend(name: str, backend: Any) -> None:
+    """`ValueError` unless there is such a backend."""
     if backend not in ("auto", "triton", "tiled"):
         raise ValueError(f"{name}: backend is {backend!r}; expected 'auto', 'triton' or 'tiled'")

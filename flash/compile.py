@@ -141,6 +141,7 @@ def ask_ptxas(gpu: str, ptx: str) -> tuple[int, int]:
 
 
 def main() -> None:
+    """The command line: compiles in a process of its own, where Triton is not its interpreter, and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m flash.compile", description=__doc__)
     parser.add_argument("--gpus", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))

@@ -96,6 +96,7 @@ def load_lse(pointer, strides, rows, n):
 
 @helper
 def store_numbers(pointer, strides, rows, n, numbers):
+    """One number for each row that exists, such as the logsumexp."""
     tl.store(pointer + rows.to(tl.int64) * strides[2], numbers, mask=rows < n)
 
 

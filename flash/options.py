@@ -84,6 +84,7 @@ def hidden(options: Options, rows: torch.Tensor, keys: torch.Tensor, n_q: int, n
 
 
 def rotate_left(word: torch.Tensor, bits: int) -> torch.Tensor:
+    """The bits of a 32-bit word, turned round to the left."""
     return ((word << bits) & WORD) | (word >> (32 - bits))
 
 

@@ -164,6 +164,7 @@ def together(comm: Comm, what: str, do: Callable[[], str]) -> list[str]:
 
 
 def file_of(rank: int) -> str:
+    """The name of a rank's file."""
     return f"rank-{rank}.safetensors"
 
 

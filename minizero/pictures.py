@@ -130,10 +130,12 @@ def shown_categories(found: Iterable[Mapping[str, int]]) -> list[str]:
 
 
 def mib(count: float) -> str:
+    """Bytes in MiB, with two decimals."""
     return f"{count / MIB:,.2f}"
 
 
 def describe_size(results: Results) -> str:
+    """Parameters and world size, for titles."""
     return f"{results['n_parameters']:,} parameters, world size {results['world_size']}"
 
 
