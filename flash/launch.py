@@ -31,6 +31,7 @@ if INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
 
 class Blocks(NamedTuple):
     """The shape of one program: rows and keys of its blocks, and how many threads and loads work on them."""
+
     rows: int
     keys: int
     warps: int  # of 32 threads (AMD: 64), which share the block
