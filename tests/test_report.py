@@ -1,6 +1,7 @@
 """The report: right numbers in the right columns, boxes to scale, nothing half-written."""
 
 import io
+import itertools
 import json
 from pathlib import Path
 
@@ -184,3 +185,22 @@ def test_a_failed_save_leaves_no_partial_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         report.save(make_results(stages=(3,)), folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == old
+
+
+def test_a_phase_that_comes_again_is_named_once_and_names_keep_clear_of_each_other():
+    """Four micro-batches, each with a narrow forward and a wide backward, then the step."""
+    phases = (["forward"] * 10 + ["backward"] * 25) * 4 + ["optimizer"] * 20
+
+    class Sample(dict):
+        pass
+
+    samples = [Sample(parameters=MIB, total=MIB) for _ in phases]
+    for sample, phase in zip(samples, phases, strict=True):
+        sample.phase = phase
+    figure = Figure(figsize=(8, 4))
+    axes = report.plot_curve(samples, figure.subplots())
+    names = [text for text in axes.texts if not text.get_text().startswith("peak")]
+    assert sorted(text.get_text() for text in names) == ["backward", "forward", "optimizer step"]
+    figure.canvas.draw()
+    boxes = sorted((text.get_window_extent().x0, text.get_window_extent().x1) for text in names)
+    assert all(right < left for (_, right), (left, _) in itertools.pairwise(boxes))
