@@ -9,12 +9,13 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from minizero.comm import RankFailed
 from minizero.gpt import ATTENTIONS, RECOMPUTE, GPTConfig
 from minizero.memory import predict
 
@@ -50,6 +51,30 @@ def rate(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a positive number, not {text!r}")
+
+
+def attempt(run: Callable[[], None], smaller: str) -> tuple[int, str]:
+    """Run a command: its exit status and the line that says why. 2: wrong input, 130: Ctrl-C; no traceback for either.
+
+    smaller: the options to name where memory did not suffice.
+    """
+    try:
+        run()
+        return 0, ""
+    except KeyboardInterrupt:
+        return 130, "interrupted"
+    except (ValueError, OSError) as error:
+        return 2, f"error: {error}"
+    except RuntimeError as error:
+        if not too_large(error.__cause__ if isinstance(error, RankFailed) else error):
+            raise
+        return 2, f"error: this does not fit in memory: use a smaller {smaller}"
+
+
+def too_large(error: BaseException | None) -> bool:
+    """Whether memory or threads ran out. PyTorch has no type of its own for a CPU's memory."""
+    words = ("allocate memory", "out of memory", "start new thread")
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -34,7 +34,7 @@ from minizero.gpt import GPT, GPTConfig
 from minizero.memory import Ledger
 from minizero.mixed_memory import crossover, peaks
 from minizero.networks import NETWORKS
-from minizero.options import TEXT, Parser, check_output, positive, read_text
+from minizero.options import TEXT, Parser, attempt, check_output, positive, read_text
 from minizero.train import machine
 from precision.emulate import emulate
 from precision.formats import FP16
@@ -244,14 +244,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
-    try:
-        run(parse(argv), Console())
-        return 0
-    except KeyboardInterrupt:
-        message, status = "interrupted", 130
-    except (ValueError, OSError) as error:
-        message, status = f"error: {error}", 2
-    print(f"python -m minizero.table1: {message}", file=sys.stderr)
+    status, message = attempt(lambda: run(parse(argv), Console()), "--processes")
+    if status:
+        print(f"python -m minizero.table1: {message}", file=sys.stderr)
     return status
 
 

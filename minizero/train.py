@@ -25,11 +25,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from minizero import report
 from minizero.collectives import all_gather, all_reduce
-from minizero.comm import Comm, RankFailed
+from minizero.comm import Comm
 from minizero.ddp import DDP
 from minizero.gpt import GPT, GPTConfig
 from minizero.memory import CATEGORIES, Ledger, predict, predict_sent
-from minizero.options import DTYPES, check_memory, check_output, count_parameters, estimate, parse, read_text
+from minizero.options import DTYPES, attempt, check_memory, check_output, count_parameters, estimate, parse, read_text
 from minizero.world import World
 from minizero.zero1 import Zero1
 from minizero.zero2 import Zero2
@@ -186,26 +186,12 @@ def own_rank() -> int:
     return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
-def too_large(error: BaseException | None) -> bool:
-    """Whether memory or threads ran out. PyTorch has no type of its own for a CPU's memory."""
-    words = ("allocate memory", "out of memory", "start new thread")
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
-    try:
-        run(parse(argv), Console())
+    smaller = "--batch-size, --sequence-length, --width, --layers or --world-size"
+    status, message = attempt(lambda: run(parse(argv), Console()), smaller)
+    if not status:
         return 0
-    except KeyboardInterrupt:
-        message, status = "interrupted", 130
-    except (ValueError, OSError) as error:
-        message, status = f"error: {error}", 2
-    except RuntimeError as error:
-        if not too_large(error.__cause__ if isinstance(error, RankFailed) else error):
-            raise
-        smaller = "--batch-size, --sequence-length, --width, --layers or --world-size"
-        message, status = f"error: this does not fit in memory: use a smaller {smaller}", 2
     if own_rank() > 0:  # torchrun ends this process as soon as rank 0 has said the same
         time.sleep(5)
         message = f"rank {own_rank()}: {message}"

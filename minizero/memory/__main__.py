@@ -22,7 +22,7 @@ from minizero.gpt import GPT, GPTConfig
 from minizero.memory.allocators import compare, describe_gap, return_memory_at_once
 from minizero.memory.ledger import Ledger
 from minizero.memory.tables import print_comparison, print_peak
-from minizero.options import MIB, Parser, check_output, estimate, free_memory, positive
+from minizero.options import MIB, Parser, attempt, check_output, estimate, free_memory, positive
 from minizero.report import write_files
 
 
@@ -118,18 +118,9 @@ def describe(device: torch.device) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
-    try:
-        run(parse(argv), Console())
-        return 0
-    except KeyboardInterrupt:
-        message, status = "interrupted", 130
-    except (ValueError, OSError) as error:
-        message, status = f"error: {error}", 2
-    except RuntimeError as error:  # PyTorch has no type of its own for a CPU's memory
-        if not any(words in str(error) for words in ("allocate memory", "out of memory")):
-            raise
-        message, status = "error: this does not fit in memory: use a smaller --batch-size, --width or --layers", 2
-    print(f"python -m minizero.memory: {message}", file=sys.stderr)
+    status, message = attempt(lambda: run(parse(argv), Console()), "--batch-size, --width or --layers")
+    if status:
+        print(f"python -m minizero.memory: {message}", file=sys.stderr)
     return status
 
 
