@@ -25,19 +25,20 @@ IGNORED = -100  # PyTorch's mark of a position without a target
 Pair = tuple[Any, torch.Tensor]
 
 
-def accumulate(model: nn.Module, micro_batches: Iterable[Pair]) -> torch.Tensor:
+def accumulate(model: nn.Module, micro_batches: Iterable[Pair], *, no_sync: bool = True) -> torch.Tensor:
     """Add the gradient of the window's mean loss to `.grad`; returns that loss: FP32, detached, of all ranks.
 
     model: a plain module or an engine; model(x, y) is the mean over the targets in y, which are all but -100.
     The window's x and y are held until it ends, since every weight needs all counts; activations exist for one
-    micro-batch at a time. An engine sends its gradients once, with the last micro-batch; a rank with fewer of them
-    than another repeats its last one with weight 0. `ValueError` where the window has no micro-batch on some rank,
-    or no target on any.
+    micro-batch at a time. A rank with fewer micro-batches than another repeats its last one with weight 0.
+    no_sync: an engine sends its gradients once, with the last micro-batch, and holds full ones, in FP32, until then;
+    with False it averages each micro-batch's, so that stages 2 and 3 hold shards between them, and sends k times as
+    much. `ValueError` where the window has no micro-batch on some rank, or no target on any.
     """
     window = [_checked(pair) for pair in micro_batches]
     counts = torch.stack([(y != IGNORED).sum() for _, y in window]).tolist() if window else []
     if isinstance(model, Engine):
-        return _accumulate_on_ranks(model, window, counts)
+        return _accumulate_on_ranks(model, window, counts, no_sync)
     if hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync"):
         raise TypeError(
             f"accumulate: {type(model).__name__} averages over ranks by itself, whatever they count: "
@@ -52,7 +53,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Pair]) -> torch.Tensor:
     return loss
 
 
-def _accumulate_on_ranks(model: Engine, window: list[Pair], counts: list[int]) -> torch.Tensor:
+def _accumulate_on_ranks(model: Engine, window: list[Pair], counts: list[int], no_sync: bool) -> torch.Tensor:
     comm = model.comm
     mine = torch.tensor([[len(window), sum(counts)]], device=comm.device)
     everyone = all_gather(mine, comm, label="accumulate").tolist()
@@ -64,8 +65,7 @@ def _accumulate_on_ranks(model: Engine, window: list[Pair], counts: list[int]) -
         # without a target, takes part with a weight of 0; any target will do, and keeps the loss from being 0/0.
         x, y = window[min(number, len(window) - 1)]
         count = counts[number] if number < len(window) else 0
-        last = number == rounds - 1
-        with contextlib.nullcontext() if last else model.no_sync():
+        with model.no_sync() if no_sync and number < rounds - 1 else contextlib.nullcontext():
             # The engine takes the mean over ranks, where the formula has a sum.
             loss += _backward(model, x, y if count else torch.zeros_like(y), comm.size * count / total)
     return all_reduce(loss, comm, "mean", label="accumulate")

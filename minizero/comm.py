@@ -47,8 +47,10 @@ class Comm(abc.ABC):
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, len(ranks), device, timeout
         self.ranks, self.world_rank = ranks, ranks[rank]
-        self.parent = parent
-        self.bytes_sent = self.bytes_received = 0
+        self.sent = self.received = 0  # by this communicator, in its one thread
+        self.children: list[Comm] = []  # what `split` made: each may be another thread's
+        if parent is not None:
+            parent.children.append(self)
         self.sequence = 0  # of the last collective; see `agreement`
         self.words = ""  # what this rank has said and not yet compared
         self.operation = ""  # what this rank is in, for the messages of others
@@ -104,15 +106,20 @@ class Comm(abc.ABC):
             if outgoing is not None and target is not None and _overlap(outgoing, target):
                 raise ValueError("send_recv: outgoing and incoming share memory: receive into another tensor")
             self.transfer(outgoing, dst, target, src)
-            self._count(0 if outgoing is None else outgoing.nbytes, 0 if target is None else target.nbytes)
+            self.sent += 0 if outgoing is None else outgoing.nbytes
+            self.received += 0 if target is None else target.nbytes
         if target is not incoming:
             incoming.detach().copy_(target)  # type: ignore[union-attr, arg-type]
 
-    def _count(self, sent: int, received: int) -> None:
-        self.bytes_sent += sent
-        self.bytes_received += received
-        if self.parent is not None:
-            self.parent._count(sent, received)
+    @property
+    def bytes_sent(self) -> int:
+        """Payload that this rank has sent, through what `split` made too."""
+        return self.sent + sum(child.bytes_sent for child in self.children)
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload that this rank has received, through what `split` made too."""
+        return self.received + sum(child.bytes_received for child in self.children)
 
     # What a transport has to offer.
 

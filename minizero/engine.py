@@ -5,6 +5,7 @@
     gather(unit)            a unit is about to be used, in forward or in backward
     release(unit)           a unit's forward, or its backward, is over
     reduce(unit, gradient)  a unit's gradient is complete on this rank
+    finish()                all of them are reduced: what is still under way must end
 
 Units are reduced in one fixed order, last block first, so that all ranks reduce the same
 unit at the same time even where only some of them took a branch.
@@ -87,6 +88,9 @@ class Engine(Wrapped, abc.ABC):
 
     def release(self, unit: Unit) -> None:  # noqa: B027
         """Give the memory of the unit's parameters back. A stage that keeps replicas has nothing to do."""
+
+    def finish(self) -> None:  # noqa: B027
+        """A backward ends, and its gradients must be there. A stage that does one thing at a time has nothing to do."""
 
     def forward_is_over(self, unit: Unit) -> None:
         """The unit's forward is over; its backward will gather it again."""
@@ -218,6 +222,7 @@ class Engine(Wrapped, abc.ABC):
     def _finish_backward(self) -> None:
         while self.sync and self.reduced < len(self.in_order):
             self._reduce_next()
+        self.finish()
         self._release_all()
         for unit in self.in_order:
             if unit.gradient is not None:  # under no_sync .grad shows the local sum, a view of it

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.collectives import all_reduce, reduce_scatter
+from minizero.collectives import all_reduce
 from minizero.comm import Comm
 from minizero.partition import Unit
 from minizero.zero3 import Zero3
@@ -36,7 +36,6 @@ class Hybrid(Zero3):
         self.across = comm.split(comm.rank % sharding_factor)
         super().__init__(module, comm, **options)
 
-    def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        shard = reduce_scatter(gradient, unit.comm, "mean", label=unit.name)
-        all_reduce(shard, self.across, "mean", out=shard, label=unit.name)
-        unit.set_gradient(shard)
+    def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
+        shard = super().average(unit, gradient, comm)
+        return all_reduce(shard, self.across, "mean", out=shard, label=unit.name)

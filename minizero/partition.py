@@ -200,7 +200,7 @@ class Unit:
         self.zero_unwritten()
         pieces = self._pieces(self.gradient if self.whole else self.chunk(self.gradient))
         for shard, piece in zip(self.shards, pieces, strict=True):
-            shard.grad = piece
+            shard.grad = piece.to(shard.device)
         self.shown = self.gradient._version
 
     def gradient_norms(self, norm_type: float) -> torch.Tensor:

@@ -53,13 +53,14 @@ class Wrapped(nn.Module):
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
         norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
+        norms = norms.to(self.comm.device)  # under offload they are not there
         if not self.in_order[0].whole:
             norms = all_gather(norms.t().contiguous(), self.units[0].comm, label="clip_grad_norm_").t().contiguous()
         norm = torch.linalg.vector_norm(norms, norm_type)  # unit by unit, rank by rank: one order in every stage
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for shard in self.parameters():
             if shard.grad is not None:
-                shard.grad.mul_(scale)
+                shard.grad.mul_(scale.to(shard.device))
         return norm
 
     @torch.no_grad()
@@ -70,7 +71,8 @@ class Wrapped(nn.Module):
             for name, buffer in self.module.named_buffers(remove_duplicate=False)
         }
         for unit in self.units:
-            whole = unit.master if unit.whole else all_gather(unit.master, unit.comm, label=unit.name)
+            mine = unit.master.to(self.comm.device)
+            whole = mine if unit.whole else all_gather(mine, unit.comm, label=unit.name)
             for parameter, view in zip(unit.parameters, unit.views(whole), strict=True):
                 found |= {name: view.clone() for name in self.names_of[id(parameter)]}
         return {name: found[name] for name in self.state_names}

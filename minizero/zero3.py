@@ -25,14 +25,34 @@ from precision.master import master_to_weight
 class Zero3(Engine):
     """Sharded optimizer states, gradients and parameters. More arguments, and the training loop: see `Engine`.
 
-    sharding_factor: shard over groups of so many ranks, by default over all; see hybrid.py. reshard_after_forward:
-    False keeps what forward gathered until backward: a third less is sent, for 4Ψ bytes more at the peak.
+    reshard_after_forward: False keeps what forward gathered until backward: a third less is sent, for 4Ψ bytes more
+    at the peak. Each of the others is a file of its own, mixed in where it is asked for:
+    sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py);
+    prefetch: how many units to gather ahead, beside the computation; 0 does one thing at a time (prefetch.py);
+    offload: keep shards, gradients and optimizer states in the CPU's memory (offload.py).
     """
 
-    def __new__(cls, module: nn.Module, comm: Comm, *, sharding_factor: int | None = None, **_: Any) -> "Zero3":
-        from minizero.hybrid import Hybrid  # which builds on this class
+    def __new__(
+        cls,
+        module: nn.Module,
+        comm: Comm,
+        *,
+        sharding_factor: int | None = None,
+        prefetch: int = 1,
+        offload: bool = False,
+        **_: Any,
+    ) -> "Zero3":
+        from minizero.hybrid import Hybrid  # these build on this class
+        from minizero.offload import Offload
+        from minizero.prefetch import Prefetch
 
-        return super().__new__(cls if sharding_factor in (None, comm.size) else Hybrid)
+        wanted: dict[type, bool] = {
+            Prefetch: prefetch != 0,
+            Offload: offload,
+            Hybrid: sharding_factor not in (None, comm.size),
+        }
+        bases = (*(option for option, want in wanted.items() if want), cls)
+        return super().__new__(type(cls.__name__, bases, {}) if len(bases) > 1 else cls)
 
     def __init__(
         self,
@@ -41,28 +61,44 @@ class Zero3(Engine):
         *,
         sharding_factor: int | None = None,
         reshard_after_forward: bool = True,
+        prefetch: int = 0,
+        offload: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(module, comm, **options)
         self.reshard_after_forward = reshard_after_forward
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
-        unit.master = unit.chunk(full).clone()
+        unit.master = self.own(unit.chunk(full))
         unit.cut_shards()
         unit.flat = full.to(unit.dtype)
         tag(unit.flat, "parameters")
         self.release(unit)
 
+    def own(self, chunk: torch.Tensor) -> torch.Tensor:
+        """This rank's chunk, where its shards are to live."""
+        return chunk.clone()
+
     def gather(self, unit: Unit) -> None:
-        storage = unit.flat.untyped_storage()
-        if storage.nbytes() and not unit.replica_is_stale():  # stale: left over from a forward without backward
-            return
-        storage.resize_(unit.size * unit.dtype.itemsize)
+        if not self.has_replica(unit):
+            self.make_room(unit)
+            self.fill(unit)
+        unit.point_parameters_at(unit.flat)
+
+    def has_replica(self, unit: Unit) -> bool:
+        """Is it whole, and not left over from a forward without backward, before the last optimizer step?"""
+        return bool(unit.flat.untyped_storage().nbytes()) and not unit.replica_is_stale()
+
+    def make_room(self, unit: Unit) -> None:
+        """Give the replica its memory back."""
+        unit.flat.untyped_storage().resize_(unit.size * unit.dtype.itemsize)
+        unit.replica_is_fresh_now()
+
+    def fill(self, unit: Unit) -> None:
+        """The collective: every rank's chunk, in the computing dtype, into every rank's replica."""
         mine = unit.chunk(unit.flat)
         master_to_weight(unit.master, mine)
         all_gather(mine, unit.comm, out=unit.flat, label=unit.name)
-        unit.point_parameters_at(unit.flat)
-        unit.replica_is_fresh_now()
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, not only the parameter: autograd still holds views of it for backward.
@@ -75,4 +111,8 @@ class Zero3(Engine):
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after this: its memory is free for the next unit's.
-        unit.set_gradient(reduce_scatter(gradient, self.comm, "mean", label=unit.name))
+        unit.set_gradient(self.average(unit, gradient, unit.comm))
+
+    def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
+        """The collective: this rank's chunk of the mean gradient."""
+        return reduce_scatter(gradient, comm, "mean", label=unit.name)

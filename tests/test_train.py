@@ -274,7 +274,10 @@ def test_torchrun_gives_the_losses_of_threads_bit_for_bit(tmp_path):
     threads = run(tmp_path / "threads", "--world-size", "2")
     for one, other in zip(processes["runs"], threads["runs"], strict=True):
         assert one["losses"] == other["losses"]
-        assert one["bytes_sent"] == other["bytes_sent"] and one["ranks"] == other["ranks"]
+        assert one["bytes_sent"] == other["bytes_sent"]
+        for here, there in zip(one["ranks"], other["ranks"], strict=True):
+            assert here["persistent"] == there["persistent"]
+            assert one["stage"] == 3 or here["peak"] == there["peak"]  # what overlaps in stage 3 is a matter of time
 
     failed = start(*launch, *job, "--text", "missing.txt")
     assert failed.returncode != 0

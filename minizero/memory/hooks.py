@@ -87,9 +87,10 @@ class Hooks:
     def _find_states(self) -> None:
         assert self.optimizer is not None
         for parameter, state in self.optimizer.state.items():
+            at_host = getattr(parameter.untyped_storage(), "category", None) == "host"
             for value in state.values():
                 for tensor in value if isinstance(value, list | tuple) else [value]:  # L-BFGS has lists
-                    self.ledger.claim(tensor, "optimizer", self.owner.get(id(parameter), ""))
+                    self.ledger.claim(tensor, "host" if at_host else "optimizer", self.owner.get(id(parameter), ""))
 
     def _before_forward(self) -> None:
         self.check_places()

@@ -7,8 +7,10 @@ dies. All of it is written on one tape (tape.py), which every figure is read off
 What an operator allocates and frees inside itself the ledger cannot see; allocators.py measures how much that is.
 """
 
+import contextlib
 import itertools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,10 +33,26 @@ def tag(tensor: torch.Tensor, category: str) -> None:
     if category not in CATEGORIES:
         raise ValueError(f"tag: unknown category {category!r}: use one of {', '.join(CATEGORIES)}")
     storage = tensor.untyped_storage()
+    if getattr(storage, "category", None) == "host":  # under offload, whatever it is for
+        category = "host"
     storage.category = category  # type: ignore[attr-defined]
-    ledger = getattr(_active, "ledger", None)
-    if ledger is not None:
+    if (ledger := current_ledger()) is not None:
         ledger.follow(storage).category = category
+
+
+@contextlib.contextmanager
+def watched_by(ledger: "Ledger | None") -> Iterator[None]:
+    """What this thread tags or resizes in the block is written in the ledger of the thread that it works for."""
+    _active.ledger = ledger
+    try:
+        yield
+    finally:
+        _active.ledger = None
+
+
+def current_ledger() -> "Ledger | None":
+    """The ledger that watches this thread."""
+    return getattr(_active, "ledger", None)
 
 
 class Ledger(Watcher):
@@ -64,7 +82,7 @@ class Ledger(Watcher):
     # What happens.
 
     def __enter__(self) -> "Ledger":
-        if getattr(_active, "ledger", None) is not None:
+        if current_ledger() is not None:
             raise RuntimeError("Ledger: another ledger watches this thread already: close it first")
         if self.tape:
             raise RuntimeError("Ledger: this one was open before: make a new Ledger for each block")
@@ -283,8 +301,7 @@ def _watch_resizes() -> None:
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
-        ledger = getattr(_active, "ledger", None)
-        if ledger is not None:
+        if (ledger := current_ledger()) is not None:
             ledger.resized(storage)
         return result
 

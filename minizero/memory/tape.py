@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "communication", "buffers")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "communication", "buffers", "host")
 Tape = list[Any]
 
 
@@ -78,7 +78,8 @@ def moments(tape: Tape, start: int = 0) -> Iterator[Moment]:
             now.operator, now.number = entry, now.number + 1
             continue
         now.totals[record.category or "temporary"] += change
-        now.totals["total"] += change
+        if record.category != "host":  # the total is what the device holds
+            now.totals["total"] += change
         if place >= start:
             yield now
 
