@@ -12,7 +12,8 @@ hidden buffer; two ranks that both send first wait for each other: `send_recv` d
 
 import abc
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Comm(abc.ABC):
         self.ranks, self.world_rank = ranks, ranks[rank]
         self.sent = self.received = 0  # by this communicator, in its one thread
         self.children: list[Comm] = []  # what `split` made: each may be another thread's
+        # Called after each collective with its name, its label and when it began; shared with what `split` makes.
+        self.observers: list[Callable[[str, str, float], None]] = [] if parent is None else parent.observers
         if parent is not None:
             parent.children.append(self)
         self.sequence = 0  # of the last collective; see `agreement`
@@ -168,7 +171,7 @@ def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None = None, **
     Without it, ranks that disagree hang, abort, or take each other's bytes for something else.
     """
     comm.sequence += 1
-    comm.operation = f"{operation} #{comm.sequence}"
+    comm.operation, began = f"{operation} #{comm.sequence}", time.perf_counter()
     what = "" if tensor is None else f" of {tensor.numel():,} elements {tuple(tensor.shape)} of {tensor.dtype}"
     extras = "".join(f", {key}={value}" for key, value in details.items() if value != "")
     try:
@@ -177,6 +180,8 @@ def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None = None, **
         comm.settle()  # unless a transfer has
     finally:
         comm.operation = comm.words = ""
+        for observe in comm.observers:
+            observe(operation, str(details.get("label", "")), began)
 
 
 def _copy_to_oneself(outgoing: Any, target: Any) -> None:

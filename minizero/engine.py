@@ -157,7 +157,7 @@ class Engine(Wrapped, abc.ABC):
         version, needed, owed = unit.version, len(inputs), 0  # owed: how many inputs still have no gradient
         seen = -1  # in which backward that was: a graph can be gone through twice
 
-        def open_backward(_: torch.Tensor) -> None:
+        def open_backward(_: Any) -> None:
             nonlocal owed, seen
             if owed == 0 or seen != self.backwards:
                 seen = self.backwards
@@ -174,7 +174,10 @@ class Engine(Wrapped, abc.ABC):
                     self.release(unit)
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
+                # It runs after the hooks of the tensor, which close the unit that used it: that one is released first.
+                tensor.grad_fn.register_prehook(open_backward)
+            elif tensor.requires_grad:
                 tensor.register_hook(open_backward)
         for tensor in inputs:
             tensor.register_hook(close_backward)

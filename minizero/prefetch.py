@@ -39,8 +39,11 @@ class Lane:
         if self.stream is None:
 
             def work() -> Any:
+                nonlocal args
                 with watched_by(ledger):
-                    return call(*args)
+                    result = call(*args)
+                args = ()  # what it was given is free before anyone has the result
+                return result
 
             return self.thread.submit(work).result
 
@@ -52,7 +55,7 @@ class Lane:
                 stream.wait_event(ready)  # what the call reads is written
                 result = call(*args)
                 done.record()
-                return result
+                return result  # its arguments live on until the stream is waited for
 
         future = self.thread.submit(work_in_stream)
 
@@ -96,7 +99,6 @@ class Prefetch(Zero3):
     def start(self, unit: Unit) -> None:
         """Let the gather of a unit begin, unless it has."""
         if not self.has_replica(unit):
-            self.wait_for(unit)  # one from before the last optimizer step
             self.make_room(unit)  # by this thread, whose ledger counts it
             self.gathering[unit] = self.gathers.start(self.fill, unit)
 
@@ -121,9 +123,7 @@ class Prefetch(Zero3):
         self.expected, self.in_turn[is_backward] = self.in_turn[is_backward], []
 
     def before_forward(self) -> None:
-        if self.reducing is not None:  # left by a backward that broke off
-            self.reducing[1]()
-            self.reducing = None
+        self.finish()  # what a backward that broke off has left
         self.begin_pass(is_backward=False)
 
     def release(self, unit: Unit) -> None:

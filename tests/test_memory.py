@@ -76,8 +76,9 @@ def test_stage_3_peaks_at_three_units(world_size):
     for sample in curve:
         beyond = sample["parameters"] + sample["gradients"] + sample["communication"] - shards - 4 * ROOT * 2
         assert beyond <= 3 * 4 * BLOCK + shards  # the gradients' shards come one by one
-    in_forward = max(s["parameters"] for s in curve if s.phase == "forward")
-    assert 4 * BLOCK <= in_forward - shards <= 4 * (BLOCK + ROOT) + 64  # one block at a time, and the root
+    for phase in ("forward", "backward"):
+        most = max(s["parameters"] for s in curve if s.phase == phase)
+        assert 4 * BLOCK <= most - shards <= 4 * (BLOCK + ROOT) + 64  # one block at a time, and the root
     assert peak["total"] < 0.75 * run(world_size, measure, DDP)[0][1]["total"]
 
 

@@ -8,7 +8,7 @@ from helpers import SMALL, batch, run, train
 from test_memory import BLOCK, CONFIG, ROOT, TOTAL, measure
 from torch import nn
 
-from minizero import GPT, RankFailed, World, Zero3, all_reduce
+from minizero import GPT, RankFailed, World, Zero3, all_reduce, barrier
 
 
 def ahead(prefetch, **options):
@@ -70,8 +70,9 @@ def test_the_peak_is_four_units():
     for sample in curve:
         beyond = sample["parameters"] + sample["gradients"] - shards - 4 * ROOT * 2
         assert beyond <= 4 * 4 * BLOCK + shards
-    in_forward = max(s["parameters"] for s in curve if s.phase == "forward")
-    assert in_forward - shards == pytest.approx(4 * (2 * BLOCK + ROOT), rel=1e-3), "this block and the next"
+    for phase in ("forward", "backward"):
+        most = max(s["parameters"] for s in curve if s.phase == phase)
+        assert most - shards == pytest.approx(4 * (2 * BLOCK + ROOT), rel=1e-3), "this block and the next"
     assert 0 < max(s["communication"] for s in curve) <= 2 * BLOCK + 64, "the lane's buffers are counted too"
     assert peak["total"] < run(4, measure, ahead(4))[0][1]["total"]
 
@@ -155,6 +156,97 @@ def test_an_order_that_changes_is_learnt_anew():
     assert expected[0][0] != expected[0][5]
     for prefetch in (1, 2, 5):
         assert run(2, work, prefetch) == expected
+
+
+def extra_gathers(comm, prefetch):
+    """Gathers of the forward that goes another way, and of the next one, which goes that way again."""
+    model = Zero3(Branching(), comm, prefetch=prefetch)
+    fill, filled = model.fill, []
+    model.fill = lambda unit: (filled.append(unit.name), fill(unit))
+    counts = []
+    for calls in (0, 0, 1, 1):  # blocks 3, 1 twice, then 2, 2, 0 twice
+        model.module.calls = calls
+        filled.clear()
+        with torch.no_grad():
+            model(torch.ones(1, 6))
+        counts.append(len(filled))
+    return counts
+
+
+def test_a_wrong_guess_costs_no_more_than_was_gathered_ahead():
+    right = [2, 2, 3, 3]
+    assert run(2, extra_gathers, 0)[0] == right
+    # The wrong one is found out when block 2 is used: then nothing more is guessed in that pass.
+    assert run(2, extra_gathers, 1)[0] == run(2, extra_gathers, 2)[0] == right
+
+
+class Breaks(torch.autograd.Function):
+    """Breaks off every backward in which `broken` is set."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Breaks.broken:
+            raise ArithmeticError("broken off")
+        return gradient
+
+
+def test_training_goes_on_after_a_backward_that_broke_off():
+    def work(comm, prefetch):
+        generator = torch.Generator().manual_seed(0)
+        layers = [nn.Linear(6, 6) for _ in range(4)]
+        for parameter in nn.Sequential(*layers).parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        layers[1].register_forward_hook(lambda _, __, out: Breaks.apply(out))
+        model = Zero3(nn.Sequential(*layers), comm, prefetch=prefetch)
+        x = torch.ones(2, 6) + comm.rank
+        for broken in (True, False):
+            loss = model(x).square().mean()
+            barrier(comm)
+            Breaks.broken = broken
+            barrier(comm)
+            if broken:
+                with pytest.raises(ArithmeticError):
+                    loss.backward()
+            else:
+                loss.backward()
+        return [shard.grad.clone() for shard in model.parameters()]
+
+    for mine, theirs in zip(run(2, work, 1), run(2, work, 0), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_memory_is_not_taken_from_a_gather_that_is_under_way():
+    def work(comm):
+        model = Zero3(GPT(SMALL), comm)
+        model(*batch(comm.rank, size=2)).backward()
+        fill, release, log = model.fill, model.release, []
+
+        def slow(unit):
+            time.sleep(0.05)
+            fill(unit)
+            log.append(unit.name)
+
+        def watched(unit):
+            under_way = unit in model.gathering
+            release(unit)
+            assert not under_way or unit.name in log
+
+        def fails(*_):
+            raise ArithmeticError("here")
+
+        model.fill, model.release = slow, watched
+        model.module.blocks[0].attention.register_forward_hook(fails)
+        with pytest.raises(ArithmeticError):
+            model(*batch(comm.rank, size=2))
+        return "blocks.1" in log, sum(unit.flat.untyped_storage().nbytes() for unit in model.units)
+
+    assert run(2, work) == [(True, 0)] * 2
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

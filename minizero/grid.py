@@ -1,0 +1,157 @@
+"""Who holds what: ranks down, units across, boxes that fill and empty through a training step, live.
+
+    python -m minizero.grid --stage 3 --delay 0.3
+
+Each box has three bars, for the unit's parameters (blue), gradients (yellow) and optimizer states (green): how much of
+them this rank holds at this moment, measured by the size of the tensors. After everything that an engine does a rank
+stops for `--delay` seconds, so that a lecture hall can follow.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from minizero.comm import Comm
+from minizero.engine import Engine
+from minizero.gpt import GPT, GPTConfig
+from minizero.options import Parser, attempt, positive
+from minizero.partition import Unit
+from minizero.pictures import COLORS
+from minizero.timeline import watch
+from minizero.train import STAGES
+from minizero.world import World
+from minizero.zero3 import Zero3
+
+STATES = ("parameters", "gradients", "optimizer")
+LEVELS = "·▁▂▃▄▅▆▇█"
+Holding = dict[str, dict[str, float]]  # by unit, then by state: 0 none of it, 1 all of it
+
+
+def holding(model: Engine, optimizer: torch.optim.Optimizer) -> Holding:
+    """What this rank holds of each unit: bytes of its tensors / bytes of the whole, in FP32 with Adam."""
+    return {unit.name: dict(zip(STATES, held(unit, optimizer))) for unit in model.units}
+
+
+def held(unit: Unit, optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """Of one unit: parameters, gradients, optimizer states."""
+    gradients = [unit.gradient, *(shard.grad for shard in unit.shards)]
+    gradients += [getattr(gradient, "full", None) for gradient in gradients]
+    states = [value for shard in unit.shards for value in optimizer.state.get(shard, {}).values()]
+    whole = 4 * unit.size
+    sizes = storage_bytes([unit.flat, unit.master]), storage_bytes(gradients), storage_bytes(states) / 2
+    return tuple(min(size / whole, 1.0) for size in sizes)
+
+
+def storage_bytes(tensors: list[Any]) -> int:
+    """Bytes of the tensors, each storage once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())
+
+
+def step_by_step(
+    comm: Comm, stage: int, config: GPTConfig, steps: int, show: Callable[[int, str, Holding], None]
+) -> None:
+    """Train, and tell `show(rank, what happens, holding)` after everything that changes what this rank holds."""
+    kind = STAGES[stage]
+    model = kind(GPT(config), comm, prefetch=0) if kind is Zero3 else kind(GPT(config), comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    generator = torch.Generator().manual_seed(comm.rank)
+    x, y = torch.randint(config.vocabulary, (2, 1, config.sequence_length), generator=generator)
+
+    def tell(what: str) -> None:
+        show(comm.rank, what, holding(model, optimizer))
+
+    def after(method: str, args: tuple[Any, ...]) -> None:
+        if method in ("gather", "release", "forward_is_over", "reduce"):
+            tell(f"{'backward' if model.in_backward else 'forward'}: {args[0].name}")
+
+    with watch(model, lambda: None, after):
+        for _ in range(steps):
+            model(x, y).backward()
+            optimizer.step()
+            tell("optimizer step")
+            optimizer.zero_grad()
+            tell("zero_grad")
+
+
+def draw_text(board: list[tuple[str, Holding]]) -> Table:
+    """The board as a table for a terminal. board: for each rank what happens, and its holding."""
+    title = Text.assemble(*((f"█ {state}  ", COLORS[state]) for state in STATES))
+    table = Table(title=title, pad_edge=False)
+    table.add_column("")
+    names = list(next((units for _, units in board if units), {}))
+    for name in names:
+        table.add_column(name.removeprefix("blocks."), justify="center")
+    for rank, (_, units) in enumerate(board):
+        cells = []
+        for name in names:
+            cell = Text()
+            for state in STATES:
+                share = units.get(name, {}).get(state, 0.0)
+                level = max(round(share * (len(LEVELS) - 1)), share > 0)  # a little is not nothing
+                cell.append(LEVELS[level] * 2 + " ", style=COLORS[state])
+            cells.append(cell)
+        table.add_row(f"rank {rank}", *cells)
+    table.caption = board[0][0]
+    return table
+
+
+def draw_board(board: list[Holding], ax: Axes) -> Axes:
+    """The same as boxes on a matplotlib Axes: a row for each rank, a column for each unit."""
+    names = list(board[0])
+    for row, units in enumerate(board):
+        for column, name in enumerate(names):
+            for number, state in enumerate(STATES):
+                left, width = column + 0.08 + 0.28 * number, 0.26
+                ax.add_patch(Rectangle((left, row + 0.9), width, -0.8 * units[name][state], color=COLORS[state]))
+            ax.add_patch(Rectangle((column + 0.05, row + 0.05), 0.9, 0.9, fill=False, edgecolor="black", linewidth=0.8))
+    ax.set(xlim=(0, len(names)), ylim=(len(board), 0))
+    ax.set_xticks([column + 0.5 for column in range(len(names))], [name.removeprefix("blocks.") for name in names])
+    ax.set_yticks([row + 0.5 for row in range(len(board))], [f"rank {row}" for row in range(len(board))])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+def run(argv: list[str] | None, console: Console) -> None:
+    """Run the steps and show them. `ValueError` where an option cannot be."""
+    parser = Parser(prog="python -m minizero.grid", description="Watch which rank holds what, through training steps.")
+    add = parser.add_argument
+    add("--stage", type=int, choices=range(4), default=3, help="0: DDP (default: %(default)s)")
+    add("--world-size", type=positive, default=4, metavar="N", help="ranks (default: %(default)s)")
+    add("--layers", type=positive, default=4, metavar="N", help="blocks (default: %(default)s)")
+    add("--steps", type=positive, default=2, metavar="N", help="(default: %(default)s)")
+    add("--delay", type=float, default=0.2, metavar="SECONDS", help="after each event (default: %(default)s)")
+    options = parser.parse_args(argv)
+    if not 0 <= options.delay < 60:
+        raise ValueError(f"--delay {options.delay}: give seconds, from 0 to 60")
+    config = GPTConfig(width=64, layers=options.layers, heads=2)
+    board: list[tuple[str, Holding]] = [("", {})] * options.world_size
+
+    def show(rank: int, what: str, units: Holding) -> None:
+        board[rank] = what, units
+        time.sleep(options.delay)
+
+    with Live(get_renderable=lambda: draw_text(board), console=console, refresh_per_second=20):
+        World(options.world_size, "cpu").run(step_by_step, options.stage, config, options.steps, show)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
+    status, message = attempt(lambda: run(argv, Console()), "--layers or --world-size")
+    if status:
+        print(f"python -m minizero.grid: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

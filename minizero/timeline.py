@@ -1,0 +1,189 @@
+"""What each rank does when: one step drawn as bars, computation above, communication beside it.
+
+    with Timeline(model, optimizer) as timeline:      # on every rank
+        model(x, y).backward()
+        optimizer.step()
+    plot_timeline(timeline.events)                    # of one rank, or of several, one list after the other
+    save_chrome_trace(timeline.events, "step.json")   # opens in Perfetto, ui.perfetto.dev
+
+Where a bar of communication lies under one of computation they overlap: that is what prefetch buys.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from minizero.engine import Engine
+from minizero.partition import Unit
+from minizero.pictures import COLORS, FONT
+
+# A lane's colour is that of what moves, or is written, in it.
+LANES = {
+    "compute": COLORS["activations"],
+    "all-gather": COLORS["parameters"],
+    "reduce-scatter": COLORS["gradients"],
+    "all-reduce": COLORS["communication"],
+    "copy": "#56B4E9",
+    "optimizer": COLORS["optimizer"],
+}
+BACKWARD = COLORS["temporary"]  # computing backward is drawn lighter than forward
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a rank did. lane: a key of LANES; start, end: seconds, on one clock for all ranks."""
+
+    rank: int
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+WATCHED = ("before_forward", "gather", "release", "forward_is_over", "reduce", "finish")
+
+
+@contextlib.contextmanager
+def watch(model: Engine, before: Callable[[], None], after: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Around what the engine does in the block: `before()`, and `after(method, arguments)`. It may call itself."""
+    depth = 0
+
+    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal depth
+            if depth == 0:
+                before()
+            depth += 1
+            try:
+                return method(*args)
+            finally:
+                depth -= 1
+                if depth == 0:
+                    after(name, args)
+
+        return call
+
+    for name in WATCHED:
+        setattr(model, name, around(name, getattr(model, name)))
+    try:
+        yield
+    finally:
+        for name in WATCHED:
+            delattr(model, name)  # from now on it is the class's own again
+
+
+class Timeline:
+    """Records what this rank's engine and its optimizer do while the block runs. Times are the host's, in seconds.
+
+    Computation is what lies between two calls of the engine. A GPU computes later than the host asks it to.
+    """
+
+    def __init__(self, model: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.events: list[Event] = []
+        self.in_use: list[Unit] = []  # the innermost last
+        self.computing: tuple[str, float] | None = None  # what, since when
+
+    def __enter__(self) -> "Timeline":
+        self.open = contextlib.ExitStack()
+        self.open.enter_context(watch(self.model, lambda: self._end("compute"), self._after))
+        observers = self.model.comm.observers
+        observers.append(self._observe)
+        self.open.callback(observers.remove, self._observe)
+        if self.optimizer is not None:
+            begin, end = lambda *_: self._begin("optimizer step"), lambda *_: self._end("optimizer")
+            self.open.callback(self.optimizer.register_step_pre_hook(begin).remove)
+            self.open.callback(self.optimizer.register_step_post_hook(end).remove)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.open.close()
+
+    def _after(self, method: str, args: tuple[Any, ...]) -> None:
+        """The engine has done something, and computation goes on."""
+        if method == "gather":
+            self.in_use.append(args[0])
+        elif method in ("release", "forward_is_over") and args[0] in self.in_use:
+            self.in_use.remove(args[0])
+        if self.in_use and method != "finish":
+            self._begin(f"{'backward' if self.model.in_backward else 'forward'} {self.in_use[-1].name}")
+
+    def _begin(self, what: str) -> None:
+        self.computing = what, time.perf_counter()
+
+    def _end(self, lane: str) -> None:
+        if self.computing is not None:
+            self._add(lane, *self.computing)
+        self.computing = None
+
+    def _observe(self, operation: str, label: str, began: float) -> None:
+        if (lane := operation.replace("_", "-")) in LANES:
+            self._add(lane, label, began)
+
+    def _add(self, lane: str, name: str, start: float) -> None:
+        self.events.append(Event(self.model.comm.world_rank, lane, name, start, time.perf_counter()))
+
+
+def plot_timeline(events: Iterable[Event], ax: Axes | None = None) -> Axes:
+    """Draws a row for each rank and lane, in milliseconds from the first event; returns the matplotlib Axes."""
+    events = list(events)
+    ranks = sorted({event.rank for event in events})
+    lanes = [lane for lane in LANES if any(event.lane == lane for event in events)]
+    rows = {(rank, lane): number for number, (rank, lane) in enumerate((r, x) for r in ranks for x in lanes)}
+    if ax is None:
+        from matplotlib import pyplot  # notebooks show the figures that pyplot knows
+
+        ax = pyplot.figure(figsize=(14, 0.6 + 0.5 * len(rows)), layout="constrained").add_subplot()
+    origin = min(event.start for event in events)
+    for event in events:
+        place = [(1e3 * (event.start - origin), 1e3 * (event.end - event.start))]
+        color = BACKWARD if event.name.startswith("backward") else LANES[event.lane]
+        ax.broken_barh(
+            place, (rows[event.rank, event.lane] - 0.42, 0.84), color=color, edgecolor="black", linewidth=0.4
+        )
+    ax.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" for rank, lane in rows])
+    for rank in ranks[1:]:
+        ax.axhline(rows[rank, lanes[0]] - 0.5, color="black", linewidth=0.8)
+    ax.invert_yaxis()
+    ax.set_xlabel("milliseconds", fontsize=FONT)
+    ax.tick_params(labelsize=FONT - 4)
+    ax.spines[["top", "right"]].set_visible(False)
+    keys = {"forward": LANES["compute"], "backward": BACKWARD} | {
+        lane: LANES[lane] for lane in lanes if lane != "compute"
+    }
+    patches = [Patch(facecolor=color, edgecolor="black", linewidth=0.4, label=name) for name, color in keys.items()]
+    ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT - 2, frameon=False)
+    return ax
+
+
+def save_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
+    """Write the events in Chrome's trace format: a process for each rank, a thread for each lane."""
+    events = list(events)
+    origin = min((event.start for event in events), default=0.0)
+    lanes = {lane: number for number, lane in enumerate(LANES)}
+    named = [
+        {"ph": "M", "pid": rank, "tid": lanes[lane], "name": kind, "args": {"name": label}}
+        for rank, lane in sorted({(event.rank, event.lane) for event in events})
+        for kind, label in (("process_name", f"rank {rank}"), ("thread_name", lane))
+    ]
+    bars = [
+        {
+            "ph": "X",
+            "pid": event.rank,
+            "tid": lanes[event.lane],
+            "name": event.name or event.lane,
+            "cat": event.lane,
+            "ts": 1e6 * (event.start - origin),
+            "dur": 1e6 * (event.end - event.start),
+        }
+        for event in events
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": named + bars, "displayTimeUnit": "ms"}))
