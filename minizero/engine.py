@@ -4,6 +4,7 @@
     before_forward()        a forward of the whole model begins
     gather(unit)            a unit is about to be used, in forward or in backward
     release(unit)           a unit's forward, or its backward, is over
+    deposit(unit, …)        one of a unit's parameters has its gradient
     reduce(unit, gradient)  a unit's gradient is complete on this rank
     finish()                all of them are reduced: what is still under way must end
 
@@ -91,6 +92,10 @@ class Engine(Wrapped, abc.ABC):
 
     def finish(self) -> None:  # noqa: B027
         """A backward ends, and its gradients must be there. A stage that does one thing at a time has nothing to do."""
+
+    def deposit(self, unit: Unit, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Put a parameter's gradient into its place in the unit's. Under no_sync many small ones add up: in FP32."""
+        unit.deposit(parameter, gradient, unit.dtype if self.sync else torch.float32)
 
     def forward_is_over(self, unit: Unit) -> None:
         """The unit's forward is over; its backward will gather it again."""
@@ -210,8 +215,7 @@ class Engine(Wrapped, abc.ABC):
                 f"{type(self).__name__}: a second gradient for {unit.name} after it was reduced: "
                 "use checkpoint with use_reentrant=False, or no_sync()"
             )
-        # Under no_sync many small gradients add up: in FP32.
-        unit.deposit(parameter, gradient, unit.dtype if self.sync else torch.float32)
+        self.deposit(unit, parameter, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
         self.waiting_for[unit].discard(id(parameter))
         while self.sync and self.reduced < len(self.in_order) and not self.waiting_for[self.in_order[self.reduced]]:

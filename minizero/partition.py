@@ -164,6 +164,10 @@ class Unit:
             place.copy_(gradient)
             self.unwritten[index] = None
 
+    def missing(self) -> int:
+        """How many elements of the full gradient this backward still owes."""
+        return sum(place.numel() for place in self.unwritten if place is not None)
+
     def zero_unwritten(self) -> None:
         """The gradient of a parameter that was not used is zero."""
         for place in self.unwritten:

@@ -9,8 +9,10 @@ Two lanes beside the rank's own thread, each with a communicator of its own, so 
 another's: all-gathers and reduce-scatters. On a GPU each lane is a stream as well. Which unit comes next the engine
 learns from the pass before: the first forward and the first backward gather nothing ahead.
 
-The price is memory: in backward the replica and the gradient of one unit more, four times the largest unit in all
-where stage 3 has three. Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
+The price is memory: the replica of one unit more. In backward it is gathered when two thirds of this unit's gradient
+are there, so that it takes the place of activations that are gone; and one reduction has to end before the next
+unit's gradient begins. So stage 3 still peaks at three units beside its shards: two replicas and a gradient.
+Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 """
 
 from collections.abc import Callable
@@ -82,6 +84,7 @@ class Prefetch(Zero3):
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # as the last forward, and backward, used them
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
+        self.following: list[Unit] = []  # what comes next, until its gather has begun
         super().__init__(module, comm, **options)
         self.gathers, self.reductions = Lane(comm.device), Lane(comm.device)
         gather_comm = self.units[0].comm.split(0)
@@ -93,8 +96,22 @@ class Prefetch(Zero3):
         self.start(unit)
         self.wait_for(unit)
         unit.point_parameters_at(unit.flat)
-        for following in self.what_follows(unit):
-            self.start(following)
+        self.following = self.what_follows(unit)
+        if not (self.in_backward and unit.trains and unit.module):
+            self.start_following()
+
+    def deposit(self, unit: Unit, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        if unit.gradient is None:
+            self.finish()  # one full gradient at a time
+        super().deposit(unit, parameter, gradient)
+        if 3 * unit.missing() <= unit.size:
+            self.start_following()
+
+    def start_following(self) -> None:
+        """Let the gathers of the units begin that come next."""
+        for unit in self.following:
+            self.start(unit)
+        self.following = []
 
     def start(self, unit: Unit) -> None:
         """Let the gather of a unit begin, unless it has."""
@@ -131,7 +148,7 @@ class Prefetch(Zero3):
         super().release(unit)
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        self.finish()  # one at a time: each holds a full gradient
+        self.finish()
         self.reducing = unit, self.reductions.start(self.average, unit, gradient, self.reduce_comm)
 
     def finish(self) -> None:

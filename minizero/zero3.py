@@ -51,7 +51,7 @@ class Zero3(Engine):
             Offload: offload,
             Hybrid: sharding_factor not in (None, comm.size),
         }
-        bases = (*(option for option, want in wanted.items() if want), cls)
+        bases = (*(option for option, want in wanted.items() if want and not issubclass(cls, option)), cls)
         return super().__new__(type(cls.__name__, bases, {}) if len(bases) > 1 else cls)
 
     def __init__(

@@ -101,12 +101,41 @@ def steps(comm, rounds):
     ]
 
 
+def sizes(comm, rounds):
+    """Zero3 beside fully_shard at three sizes: the time of a step, and the most that rank 0 holds in one."""
+    mesh = init_device_mesh("cpu", (comm.size,))
+    rows = []
+    for width in (128, 256, 384):
+        plain = GPT(GPTConfig(width=width))
+        sharded = copy.deepcopy(plain)
+        for block in sharded.blocks:
+            fully_shard(block, mesh=mesh)
+        models = {"ours": Zero3(plain, comm), "theirs": fully_shard(sharded, mesh=mesh)}
+        optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
+        x, y = torch.randint(256, (2, 2, 64), generator=torch.Generator().manual_seed(comm.rank))
+
+        def step(name):
+            models[name](x, y).backward()  # noqa: B023
+            optimizers[name].step()  # noqa: B023
+            optimizers[name].zero_grad()  # noqa: B023
+
+        times = interleaved({name: lambda name=name: step(name) for name in models}, rounds)
+        peaks = {}
+        for name, model in models.items():
+            with Ledger(model, optimizers[name]) as ledger:
+                step(name)
+            peaks[name] = ledger.peak["total"]
+        rows.append((f"step: Zero3 / fully_shard, width {width}", comm.size, times["ours"], times["theirs"]))
+        rows.append((f"peak: Zero3 / fully_shard, width {width}, MiB", comm.size, peaks["ours"], peaks["theirs"]))
+    return rows
+
+
 def rank_main(rank, world_size, rendezvous, rounds, queue):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     with Comm.from_process_group() as comm:
-        rows = collectives(comm, rounds) + steps(comm, rounds)
+        rows = collectives(comm, rounds) + steps(comm, rounds) + sizes(comm, rounds)
     if rank == 0:
         queue.put(rows)
     dist.destroy_process_group()
@@ -128,5 +157,6 @@ def main():
             arguments = (world_size, os.path.join(folder, "rendezvous"), options.rounds, queue)
             torch.multiprocessing.spawn(rank_main, arguments, nprocs=world_size)
         for what, ranks, ours, theirs in queue.get():
-            table.add_row(what, str(ranks), f"{ours * 1e3:.2f}", f"{theirs * 1e3:.2f}", f"{theirs / ours:.2f}")
+            unit = 1 / MIB if what.startswith("peak") else 1e3
+            table.add_row(what, str(ranks), f"{ours * unit:.2f}", f"{theirs * unit:.2f}", f"{theirs / ours:.2f}")
     Console().print(table)
