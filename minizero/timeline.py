@@ -113,7 +113,7 @@ class Timeline:
             self.in_use.append(args[0])
         elif method in ("release", "forward_is_over") and args[0] in self.in_use:
             self.in_use.remove(args[0])
-        if self.in_use and method != "finish":
+        if self.in_use:
             self._begin(f"{'backward' if self.model.in_backward else 'forward'} {self.in_use[-1].name}")
 
     def _begin(self, what: str) -> None:
