@@ -16,55 +16,23 @@ from torch import nn
 
 from minizero.collectives import all_gather, reduce_scatter
 from minizero.comm import Comm
-from minizero.engine import Engine
 from minizero.memory import tag
+from minizero.mixing import Mixed
 from minizero.partition import Unit
 from precision.master import master_to_weight
 
 
-class Zero3(Engine):
+class Zero3(Mixed):
     """Sharded optimizer states, gradients and parameters. More arguments, and the training loop: see `Engine`.
 
     reshard_after_forward: False keeps what forward gathered until backward: a third less is sent, for 4Ψ bytes more
-    at the peak. Each of the others is a file of its own, mixed in where it is asked for:
-    sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py);
-    prefetch: how many units to gather ahead, beside the computation; 0 does one thing at a time (prefetch.py);
-    offload: keep shards, gradients and optimizer states in the CPU's memory (offload.py).
+    at the peak. Each of the others is a file of its own (mixing.py):
+    sharding_factor=None: shard over groups of so many ranks, by default over all (hybrid.py);
+    prefetch=1: how many units to gather ahead, beside the computation; 0 does one thing at a time (prefetch.py);
+    offload=False: keep shards, gradients and optimizer states in the CPU's memory (offload.py).
     """
 
-    def __new__(
-        cls,
-        module: nn.Module,
-        comm: Comm,
-        *,
-        sharding_factor: int | None = None,
-        prefetch: int = 1,
-        offload: bool = False,
-        **_: Any,
-    ) -> "Zero3":
-        from minizero.hybrid import Hybrid  # these build on this class
-        from minizero.offload import Offload
-        from minizero.prefetch import Prefetch
-
-        wanted: dict[type, bool] = {
-            Prefetch: prefetch != 0,
-            Offload: offload,
-            Hybrid: sharding_factor not in (None, comm.size),
-        }
-        bases = (*(option for option, want in wanted.items() if want and not issubclass(cls, option)), cls)
-        return super().__new__(type(cls.__name__, bases, {}) if len(bases) > 1 else cls)
-
-    def __init__(
-        self,
-        module: nn.Module,
-        comm: Comm,
-        *,
-        sharding_factor: int | None = None,
-        reshard_after_forward: bool = True,
-        prefetch: int = 0,
-        offload: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, module: nn.Module, comm: Comm, *, reshard_after_forward: bool = True, **options: Any) -> None:
         super().__init__(module, comm, **options)
         self.reshard_after_forward = reshard_after_forward
 

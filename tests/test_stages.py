@@ -1,10 +1,14 @@
 """The four stages compute the same numbers as each other, as one process, and as PyTorch's own engines."""
 
+import difflib
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import SMALL, STAGES, batch, plain, relative_error, run, train
 from torch import nn
 
+import minizero
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
 
 SHARDED = (Zero1, Zero2, Zero3)
@@ -247,3 +251,15 @@ def test_no_sync_shows_zero_for_what_was_not_used(stage, monkeypatch):
     monkeypatch.setattr("minizero.partition.torch.empty", poisoned)
     for gradients in run(2, shown):
         assert all(g.isfinite().all() for g in gradients)
+
+
+def test_the_files_that_are_the_lesson_stay_short():
+    """Each is read in one sitting, and what changes from one to the next is less than it."""
+    folder = Path(minizero.__file__).parent
+    texts = [
+        (folder / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in ("ddp", "zero1", "zero2", "zero3")
+    ]
+    assert max(map(len, texts)) <= 150
+    for one, other in zip(texts, texts[1:]):
+        changed = [line for line in difflib.ndiff(one, other) if line[0] in "+-"]
+        assert 0 < len(changed) < 100

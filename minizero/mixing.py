@@ -1,0 +1,52 @@
+"""How the options of stage 3 come in: each is a class of its own, put in front of `Zero3` where it is asked for.
+
+    Zero3(module, comm, prefetch=1, offload=True)        a Zero3 whose methods are looked up in this order:
+                                                         Prefetch, Offload, Zero3, Engine
+
+So `zero3.py` reads as if there were no options, and each of them says only what it does otherwise.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from minizero.comm import Comm
+from minizero.engine import Engine
+
+
+class Mixed(Engine):
+    """An engine that may be given `sharding_factor`, `prefetch` and `offload`."""
+
+    def __new__(
+        cls,
+        module: nn.Module,
+        comm: Comm,
+        *,
+        sharding_factor: int | None = None,
+        prefetch: int = 1,
+        offload: bool = False,
+        **_: Any,
+    ) -> "Mixed":
+        from minizero.hybrid import Hybrid  # these build on Zero3, which builds on this class
+        from minizero.offload import Offload
+        from minizero.prefetch import Prefetch
+
+        wanted: dict[type, bool] = {
+            Prefetch: prefetch != 0,
+            Offload: offload,
+            Hybrid: sharding_factor not in (None, comm.size),
+        }
+        bases = (*(option for option, want in wanted.items() if want and not issubclass(cls, option)), cls)
+        return super().__new__(type(cls.__name__, bases, {}) if len(bases) > 1 else cls)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Comm,
+        *,
+        sharding_factor: int | None = None,
+        prefetch: int = 0,
+        offload: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, comm, **options)
