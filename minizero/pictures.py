@@ -28,6 +28,7 @@ COLORS = {
     "communication": "#4D4D4D",
 }
 OTHER = "#A08C72"
+HOST: Look = {"color": "#5E2750", "linestyle": "dashed", "linewidth": 2.5}  # under offload: memory of the CPU
 PREDICTED: Look = {"color": "#D55E00", "linestyle": "dashed", "linewidth": 2.5}
 # By stage. The widths fall, so that curves that coincide show beside each other.
 LINE_STYLES: dict[int, Look] = {
@@ -140,7 +141,12 @@ def describe_size(results: Results) -> str:
 
 
 def _keys(names: Iterable[str]) -> list[Any]:
-    return [Patch(label=name, color=COLORS.get(name, OTHER)) for name in names]
+    return [
+        Line2D([], [], label="host (not the device's)", **HOST)
+        if name == "host"
+        else Patch(label=name, color=COLORS.get(name, OTHER))
+        for name in names
+    ]
 
 
 def _peaks(curve: Mapping[str, list[Any]]) -> dict[str, int]:
@@ -150,17 +156,22 @@ def _peaks(curve: Mapping[str, list[Any]]) -> dict[str, int]:
 def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str]) -> None:
     """Draws one curve, stacked by category, with its phases and its peak: over operators, where it knows them."""
     peak, places = max(curve["total"]), _spread(curve.get("number", range(len(curve["total"]))))
-    layers = [[held / MIB for held in curve.get(name, [0] * len(places))] for name in names]
-    colors = [COLORS.get(name, OTHER) for name in names]
+    stacked = [name for name in names if name != "host"]  # which the total leaves out
+    layers = [[held / MIB for held in curve.get(name, [0] * len(places))] for name in stacked]
+    colors = [COLORS.get(name, OTHER) for name in stacked]
     axes.stackplot(places, layers, step="post", colors=colors, linewidth=0)
     length = int(places[-1]) + 1
+    highest = peak
+    if "host" in names:
+        axes.step(places, [held / MIB for held in curve["host"]], where="post", **HOST)
+        highest = max(highest, *curve["host"])
     _mark_phases(axes, curve["phase"], [*places, length])
     when = places[curve["total"].index(peak)]
     axes.plot(when, peak / MIB, "o", color="black", markersize=8, zorder=4)
     side = "left" if when < length / 3 else "right" if when > length * 0.6 else "center"
     _write_above(axes, f"peak {mib(peak)} MiB", (when, peak / MIB), side)
     _label(axes, "operators, in order" if "number" in curve else "allocations and frees, in order", "memory (MiB)")
-    axes.set(xlim=(0, length), ylim=(0, 1.2 * peak / MIB))
+    axes.set(xlim=(0, length), ylim=(0, 1.2 * highest / MIB))
 
 
 def _spread(numbers: Sequence[int]) -> list[float]:

@@ -64,6 +64,30 @@ def test_the_next_units_are_under_way_while_this_one_computes(prefetch):
     assert early == set(blocks) and most == prefetch
 
 
+def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_missing():
+    """By then most of its activations are gone, whose place the replica takes."""
+
+    def work(comm):
+        model = Zero3(GPT(SMALL), comm)
+        start, missing = model.start, []
+
+        def watched(unit):
+            begun = [u for u in model.units if u.module is not None and u.gradient is not None]
+            if begun and not model.has_replica(unit):
+                missing.append(begun[0].missing() / begun[0].size)
+            start(unit)
+
+        model.start = watched
+        for _ in range(2):
+            missing.clear()
+            model(*batch(comm.rank, size=2)).backward()
+            model.zero_grad()
+        return missing
+
+    missing = run(2, work)[0]
+    assert len(missing) == 2 and all(0 < share <= 1 / 3 for share in missing)
+
+
 def test_the_peak_is_still_three_units():
     _, peak, curve = run(4, measure, ahead(1))[0]
     shards = TOTAL  # FP32, a quarter of the parameters
