@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help setup demo quick test notebooks exhaustive table1 soak bench kernels gpu lint clean
+.PHONY: help setup demo quick test notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
 
 help:   ## show this list
 	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -21,6 +21,12 @@ test: setup  ## every test that needs no GPU: python -m pytest -n 2 -m "not gpu 
 
 notebooks: setup  ## run every notebook and keep what it shows: python -m tests.run_notebooks
 	$(PY) -m tests.run_notebooks $(ARGS)
+
+slides: setup  ## slides from the notebooks, and a deck of 50 minutes, in results/slides: python -m tests.publish slides
+	$(PY) -m tests.publish slides $(ARGS)
+
+book: setup  ## the notebooks as pages to be read from disk, in results/book: python -m tests.publish book
+	$(PY) -m tests.publish book $(ARGS)
 
 exhaustive: setup  ## every 16-bit number there is, in minutes on 2 cores: python -m pytest -m exhaustive -n 2
 	$(PY) -m pytest -m exhaustive -n 2 $(ARGS)
