@@ -1,0 +1,162 @@
+"""GPUs, links and clusters, each constant with its source; and what one collective costs on them.
+
+NCCL runs a reduce-scatter or an all-gather of S bytes as one ring over all g ranks, which enters each host once:
+
+    seconds = base + (g - h) α_inside + (h - 1) α_between + (g - 1)/g · S / min(β_inside, r β_between)
+
+h: hosts, r = g/h: ranks of the ring in each host, which use r network cards at once. An all-reduce is both in turn.
+α: seconds for a hop, β: bytes per second. Hockney, 1994 (α and β); NCCL's src/graph/tuning.cc (the hops of a ring).
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+Known = TypeVar("Known")
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """peak: FLOP/s of dense matrix products by dtype; memory: bytes; memory_bandwidth: bytes per second."""
+
+    name: str
+    peak: Mapping[str, float]
+    memory: float
+    memory_bandwidth: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """latency: seconds for a hop; bandwidth: bytes per second that one GPU sends, while it receives as many."""
+
+    latency: float
+    bandwidth: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """As many hosts as it takes.
+
+    inside, between: the links in a host, and from host to host. to_host: a GPU's copies to and from CPU memory.
+    host_memory, host_memory_bandwidth: bytes, and bytes per second, of a host's memory for each of its GPUs.
+    cores: where ranks are threads or processes on one machine, how many run at a time.
+    """
+
+    gpu: GPU
+    gpus_per_host: int
+    inside: Link
+    between: Link
+    to_host: Link
+    host_memory: float
+    host_memory_bandwidth: float
+    base_latency: float = 8.4e-6  # NCCL's src/graph/tuning.cc: of a ring with the protocol for large messages
+    cores: int | None = None
+
+    def holds(self, memory: Mapping[str, float]) -> bool:
+        """Whether a GPU and its part of the host have room for so many bytes, `total` and `host`."""
+        return memory["total"] <= self.gpu.memory and memory.get("host", 0.0) <= self.host_memory
+
+    def crowding(self, ranks: int) -> float:
+        """How many times longer everything takes since `ranks` ranks share the cores."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
+
+    def hosts(self, members: int, stride: int = 1) -> int:
+        """How many hosts a group of `members` ranks lies on, that are `stride` apart. `ValueError` if hosts differ."""
+        span = members * stride
+        if span <= self.gpus_per_host:
+            return 1
+        per_host = max(1, self.gpus_per_host // stride)
+        if members % per_host or max(stride, self.gpus_per_host) % min(stride, self.gpus_per_host):
+            raise ValueError(
+                f"{members:,} ranks{f', {stride:,} apart,' if stride > 1 else ''} do not lie evenly on hosts of "
+                f"{self.gpus_per_host}: "
+                f"use multiples of {self.gpus_per_host}, or divisors"
+            )
+        return members // per_host
+
+    def ring(self, size: float, members: int, stride: int = 1) -> float:
+        """Seconds of one reduce-scatter or all-gather of `size` bytes (the whole tensor's) in a group."""
+        if members == 1 or size == 0:
+            return 0.0
+        hosts = self.hosts(members, stride)
+        latency = self.base_latency + (members - hosts) * self.inside.latency + (hosts - 1) * self.between.latency
+        bandwidth = self.inside.bandwidth if hosts < members else float("inf")
+        if hosts > 1:
+            bandwidth = min(bandwidth, members // hosts * self.between.bandwidth)
+        return latency + (members - 1) / members * size / bandwidth
+
+
+def choose(table: Mapping[str, Known], name: str, what: str) -> Known:
+    """An entry of a table by its name. `ValueError` that suggests the nearest names for an unknown one."""
+    if name in table:
+        return table[name]
+    begins = [known for known in table if name and known.startswith(name.lower())]
+    near = begins or difflib.get_close_matches(name.lower(), table, n=3, cutoff=0.4)
+    advice = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(table)}"
+    raise ValueError(f"{what} {name!r} is unknown: {advice}")
+
+
+# Dense rates, as measured without sparsity. "float32" is the rate of TF32 where the GPU has it.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("V100", {"float32": 15.7e12, "float16": 125e12}, 32 * GIB, 0.9e12, "NVIDIA V100 datasheet, SXM2 32 GB"),
+        GPU(
+            "A100-40",
+            {"float32": 156e12, "float16": 312e12, "bfloat16": 312e12},
+            40 * GIB,
+            1.555e12,
+            "NVIDIA A100 datasheet, SXM4 40 GB",
+        ),
+        GPU(
+            "A100-80",
+            {"float32": 156e12, "float16": 312e12, "bfloat16": 312e12},
+            80 * GIB,
+            2.039e12,
+            "NVIDIA A100 datasheet, SXM4 80 GB",
+        ),
+        GPU(
+            "H100",
+            {"float32": 494.5e12, "float16": 989e12, "bfloat16": 989e12},
+            80 * GIB,
+            3.35e12,
+            "NVIDIA H100 datasheet, SXM5",
+        ),
+        GPU(
+            "H200",
+            {"float32": 494.5e12, "float16": 989e12, "bfloat16": 989e12},
+            141e9,
+            4.8e12,
+            "NVIDIA H200 datasheet, SXM",
+        ),
+    )
+}
+
+# What a ring reaches of what the datasheet says: Isaev et al., 2023, "Calculon", use 0.65 for NVLink, 0.9 for networks.
+NVLINK_SHARE, NETWORK_SHARE = 0.65, 0.9
+NCCL = "hop: NCCL's src/graph/tuning.cc, ring, protocol for large messages"
+NVLINK2 = Link(3.4e-6, 150e9 * NVLINK_SHARE, f"NVIDIA: 6 links of 25 GB/s; share: Calculon; {NCCL}")
+NVLINK3 = Link(3.4e-6, 300e9 * NVLINK_SHARE, f"NVIDIA: 12 links of 25 GB/s; share: Calculon; {NCCL}")
+NVLINK4 = Link(3.4e-6, 450e9 * NVLINK_SHARE, f"NVIDIA: 18 links of 25 GB/s; share: Calculon; {NCCL}")
+NET100 = Link(9.6e-6, 12.5e9 / 2 * NETWORK_SHARE, f"NVIDIA DGX-1: 4 x 100 Gb/s for 8 GPUs; share: Calculon; {NCCL}")
+NET200 = Link(9.6e-6, 25e9 * NETWORK_SHARE, f"NVIDIA DGX A100: 200 Gb/s a GPU; share: Calculon; {NCCL}")
+NET400 = Link(9.6e-6, 50e9 * NETWORK_SHARE, f"NVIDIA DGX H100: 400 Gb/s a GPU; share: Calculon; {NCCL}")
+ROCE250 = Link(9.6e-6, 2e12 / 8 / 8 * NETWORK_SHARE, f"Zhao et al., 2023: 2 Tb/s a host of 8; share: Calculon; {NCCL}")
+PCIE3 = Link(1e-5, 16e9, "PCI-SIG: 16 lanes of generation 3, 16 GB/s each way")
+PCIE4 = Link(1e-5, 32e9, "PCI-SIG: 16 lanes of generation 4, 32 GB/s each way")
+PCIE5 = Link(1e-5, 64e9, "PCI-SIG: 16 lanes of generation 5, 64 GB/s each way")
+
+# A host's memory, an eighth for each GPU. NVIDIA DGX-1: 512 GB, 2 x 4 channels of DDR4-2400; DGX A100: 1 or 2 TB,
+# 2 x 8 of DDR4-3200; DGX H100: 2 TB, 2 x 8 of DDR5-4800; 8 bytes wide each.
+CLUSTERS = {
+    "v100": Cluster(GPUS["V100"], 8, NVLINK2, NET100, PCIE3, 64e9, 19e9),
+    "a100-40": Cluster(GPUS["A100-40"], 8, NVLINK3, NET200, PCIE4, 128e9, 51e9),
+    "a100-80": Cluster(GPUS["A100-80"], 8, NVLINK3, NET200, PCIE4, 256e9, 51e9),
+    "a100-80-roce": Cluster(GPUS["A100-80"], 8, NVLINK3, ROCE250, PCIE4, 256e9, 51e9),
+    "h100": Cluster(GPUS["H100"], 8, NVLINK4, NET400, PCIE5, 256e9, 77e9),
+    "h200": Cluster(GPUS["H200"], 8, NVLINK4, NET400, PCIE5, 256e9, 77e9),
+}

@@ -1,0 +1,60 @@
+"""The most bytes that a GPU holds in a step: model states, and what comes and goes from use to use.
+
+    between steps     `predict` of minizero.memory
+    forward           + each unit's activations, + in stage 3 the units that are gathered
+    backward          + the whole tape of the unit that runs again, + full gradients of this unit and of the one whose
+                      reduction is on its way
+
+It follows the order of the program, not the clock, so it is the same whatever runs late; an estimate: what the ledger
+finds in this code's own engines is 0.8 to 1.1 of it. Not counted: workspaces, fragmentation, the CUDA context: plan
+18 % more beyond the states (Rajbhandari et al., 2019, table 2).
+"""
+
+from minizero.ddp import BUCKET_BYTES
+from minizero.memory import predict
+from minizero.simulate.plan import DTYPES, Plan
+from minizero.simulate.shapes import Model, Unit
+
+
+def states(model: Model, plan: Plan) -> dict[str, float]:
+    """Bytes between steps; under offload on the host."""
+    factor = plan.sharding_factor if plan.stage == 3 else None
+    held = predict(model.parameters, plan.gpus, plan.stage, dtype=DTYPES[plan.dtype], sharding_factor=factor)
+    return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "host": held["total"]} if plan.offload else held
+
+
+def peak_memory(model: Model, plan: Plan) -> dict[str, float]:
+    """Bytes by category at the moment when they are most in all, and `total` (without `host`)."""
+    units, root, each = model.units, model.root, plan.itemsize
+    fixed = {name: held for name, held in states(model, plan).items() if name != "total"}
+    if plan.micro_batches > 1 and plan.stage > 0:  # the local sum, in FP32, until it is reduced
+        fixed["gradients"] += 4 * model.parameters
+    if plan.stage == 0 and plan.gpus > 1:
+        bucket = BUCKET_BYTES + each * max(unit.parameters for unit in units)
+        fixed["communication"] = min(bucket, each * model.parameters)
+
+    def tape(unit: Unit, recompute: str) -> float:
+        return plan.batch_size * unit.activations(each, recompute, plan.flash)
+
+    def held(activations: float, gathered: tuple[Unit, ...], reduced: tuple[Unit, ...]) -> dict[str, float]:
+        one = fixed | {"activations": activations}
+        if plan.stage == 3:
+            one["parameters"] += each * sum(unit.parameters for unit in (root, *gathered))
+        if plan.stage > 1 and plan.micro_batches == 1:
+            one["gradients"] += each * sum(unit.parameters for unit in reduced)
+        return one | {"total": sum(size for name, size in one.items() if name != "host")}
+
+    kept, moments = 0.0, []
+    for i, unit in enumerate(units):  # forward
+        first = i if plan.reshard_after_forward else 0
+        kept += tape(unit, plan.recompute)
+        moments.append(held(kept, units[first : i + 1 + plan.prefetch], ()))
+    first = max(0, len(units) - plan.prefetch) if plan.reshard_after_forward else 0
+    moments.append(held(kept + tape(root, "none"), units[first:], (root,)))
+    for i, unit in reversed(list(enumerate(units))):  # backward
+        first = max(0, i - plan.prefetch) if plan.reshard_after_forward else 0
+        whole = kept + tape(unit, "none") - tape(unit, plan.recompute)
+        # The root's gradient is complete last: the embedding is used first.
+        moments.append(held(whole, units[first : i + 1], (root, *units[i : i + (2 if plan.overlap else 1)])))
+        kept -= tape(unit, plan.recompute)
+    return max(moments, key=lambda one: one["total"])

@@ -1,0 +1,208 @@
+"""One training step on a cluster, as a timeline of two streams.
+
+Compute and communication each do one thing at a time, in a fixed order; an operation starts when its stream is free
+and what it needs is there:
+
+    compute         F0   F1   F2  …   B2    B1    B0   optimizer      F, B: forward and backward of a unit
+    communication   G1   G2   …   G1  R2    G0  R1   R0               G: gather its parameters, R: reduce its gradient
+
+G may start when the use `prefetch` + 1 places before its own is over and released. Every rank does the same, so one
+stands for all: the work is in the units, not in the GPUs. Two constants make a step longer than its parts:
+
+    interference    a collective takes this share of its own time from what computes beside it, whose cores it uses
+    jitter          ranks wait for the slowest of N: compute takes 1 + jitter (√N - 1) as long, as the largest of N
+                    delays grows where few are long (a tail of index 2); beyond what it was fitted on, a guess
+
+Zhao et al., 2023, "PyTorch FSDP", section 3.3 (overlap, prefetch, at most two gathers at a time).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from minizero.ddp import BUCKET_BYTES
+from minizero.simulate.clusters import Cluster
+from minizero.simulate.peak import peak_memory
+from minizero.simulate.plan import Constants, Plan
+from minizero.simulate.shapes import Model, Unit
+from minizero.timeline import Event
+
+ADAM_BYTES = 28  # for each parameter, in FP32: reads it, its gradient and two moments; writes all but the gradient
+Span = tuple[str, str, float, float]  # lane, name, start, end
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step takes, for each GPU. sent: bytes; sent_between: of these, from host to host, on average."""
+
+    model: Model
+    cluster: Cluster
+    plan: Plan
+    seconds: float
+    compute_seconds: float
+    sent: float
+    sent_between: float
+    spans: Sequence[Span]
+
+    @functools.cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes by category at the moment of the peak, and `total`."""
+        return peak_memory(self.model, self.plan)
+
+    @property
+    def fits(self) -> bool:
+        """False: out of memory."""
+        return self.cluster.holds(self.memory)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """In which the GPU computes nothing: communication and copies that nothing hides."""
+        return self.seconds - self.compute_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of this GPU's part of the batch."""
+        return self.plan.batch_size * self.plan.micro_batches * self.model.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """10¹² floating-point operations per second, with what is computed twice."""
+        flops = self.plan.batch_size * self.plan.micro_batches * self.model.flops(self.plan.recompute)
+        return flops / self.seconds / 1e12
+
+    def events(self, rank: int = 0) -> list[Event]:
+        """For `minizero.timeline`, which draws measured steps too."""
+        return [Event(rank, *span) for span in self.spans if span[3] > span[2]]
+
+
+def simulate(model: Model, cluster: Cluster, plan: Plan, constants: Constants | None = None) -> Step:
+    """One step of training. `ValueError` where hosts would not be full, or the GPU does not know the dtype."""
+    return _Simulation(model, cluster, plan, constants or Constants()).step()
+
+
+class Streams:
+    """Each stream does its operations one by one, in the order in which they are put in."""
+
+    def __init__(self, separate: bool) -> None:
+        self.separate = separate
+        self.free: dict[str, float] = {}  # when each stream is
+        self.spans: list[Span] = []
+
+    def run(self, lane: str, name: str, seconds: float, after: float = 0.0) -> float:
+        """Puts an operation in that may not start before `after`. Returns when it ends."""
+        stream = {"compute": "compute", "optimizer": "compute", "copy": "copy"}.get(lane, "communication")
+        stream = stream if self.separate else "all"
+        start = max(self.free.get(stream, 0.0), after)
+        self.free[stream] = start + seconds
+        self.spans.append((lane, name, start, start + seconds))
+        return start + seconds
+
+
+class _Simulation:
+    def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Constants) -> None:
+        if plan.dtype not in cluster.gpu.peak:
+            raise ValueError(f"{cluster.gpu.name} does not compute in {plan.dtype}: use {', '.join(cluster.gpu.peak)}")
+        cluster.hosts(plan.gpus)  # an error where the last one would not be full
+        self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
+        self.crowding = cluster.crowding(plan.gpus)
+        self.jitter = 1 + constants.jitter * (math.sqrt(plan.gpus) - 1)
+        self.flops_per_second = cluster.gpu.peak[plan.dtype] * constants.efficiency
+        self.streams = Streams(plan.overlap)
+        self.ring, self.hosts = functools.cache(cluster.ring), functools.cache(cluster.hosts)
+        self.sent = self.sent_between = 0.0
+        self.beside = 0.0  # seconds of the collectives that run beside the next computation
+        self.bucket = 0.0  # bytes that wait for DDP's next all-reduce
+
+    def step(self) -> Step:
+        done = 0.0
+        for micro in range(self.plan.micro_batches):
+            done = self.forward_and_backward(micro, done)
+        self.optimizer(done)
+        spans = self.streams.spans
+        on_gpu = ("compute",) if self.plan.offload else ("compute", "optimizer")
+        computing = sum(end - start for lane, _, start, end in spans if lane in on_gpu)
+        whole = max(end for _, _, _, end in spans)
+        return Step(self.model, self.cluster, self.plan, whole, computing, self.sent, self.sent_between, spans)
+
+    def forward_and_backward(self, micro: int, start: float) -> float:
+        """One micro-batch; the last one reduces the gradients. Returns when all is over."""
+        plan, root, units = self.plan, self.model.root, self.model.units
+        uses = [(unit, "forward", unit.flops) for unit in units] + [(root, "head", 3 * root.flops)]
+        uses += [(u, "backward", 2 * u.flops + u.recomputed(plan.recompute)) for u in reversed(units)]
+        last = micro == plan.micro_batches - 1
+        # Which uses begin with a gather: all in stage 3, only the first of each unit in stages 1 and 2.
+        kinds: tuple[str, ...] = ()
+        if plan.stage == 3:
+            kinds = ("forward", "backward") if plan.reshard_after_forward else ("forward",)
+        elif plan.stage > 0 and micro == 0:
+            kinds = ("forward",)
+        done: list[float] = []  # when each use was over
+        there: list[float] = []  # when each use's parameters are
+        end = root_there = self.gather(root, start) if kinds else start
+        for i, (unit, kind, flops) in enumerate(uses):
+            for ahead, what, _ in uses[len(there) : i + plan.prefetch + 1]:
+                if what not in kinds:
+                    there.append(root_there)
+                    continue
+                released = len(there) - plan.prefetch - 1
+                there.append(self.gather(ahead, done[released] if released >= 0 and plan.stage == 3 else start))
+                if len(there) == i + 1:  # its own: what it must wait for does not run beside it
+                    self.beside = 0.0
+            done.append(self.compute(f"{kind} {unit.name}", flops, max(there[i], root_there)))
+            if kind == "backward" and last:
+                end = self.reduce(unit, done[-1], False)
+        return self.reduce(root, done[-1], True) if last else max(end, done[-1])
+
+    def gather(self, unit: Unit, after: float) -> float:
+        """Returns when the unit's parameters are there."""
+        return self.collective("all-gather", unit, self.padded(unit), self.plan.shards, 1, after)
+
+    def reduce(self, unit: Unit, after: float, last: bool) -> float:
+        """Reduce-scatter inside the group, then all-reduce of the shard across groups; for DDP groups are of one."""
+        shards, size = self.plan.shards, float(self.padded(unit))
+        end = self.collective("reduce-scatter", unit, size, shards, 1, after)
+        if self.plan.stage == 0:  # the gradients of several units travel together
+            self.bucket += size
+            if self.bucket < BUCKET_BYTES and not last:
+                return end
+            size, self.bucket = self.bucket, 0.0
+        end = self.collective("all-reduce", unit, size / shards, self.plan.gpus // shards, shards, end)
+        return self.copy("gradient to host", size / shards, end) if self.plan.offload else end
+
+    def collective(self, lane: str, unit: Unit, size: float, members: int, stride: int, after: float) -> float:
+        """A ring over a group of ranks, `stride` apart; twice for an all-reduce. Returns when it ends."""
+        passes = 2 if lane == "all-reduce" else 1
+        seconds = passes * self.ring(size, members, stride) * self.crowding
+        sent, hosts = passes * (members - 1) / members * size, self.hosts(members, stride)
+        self.sent += sent
+        self.sent_between += sent * hosts / members if hosts > 1 else 0  # a ring leaves each host at one rank
+        self.beside += seconds
+        return self.streams.run(lane, unit.name, seconds, after) if members > 1 else after
+
+    def compute(self, name: str, flops: float, after: float) -> float:
+        """Returns when it is over."""
+        seconds = self.plan.batch_size * flops / self.flops_per_second * self.jitter * self.crowding
+        if self.plan.overlap:
+            seconds += self.constants.interference * self.beside
+        self.beside = 0.0
+        return self.streams.run("compute", name, seconds, after)
+
+    def copy(self, name: str, size: float, after: float) -> float:
+        """Between this GPU and its host's memory."""
+        link = self.cluster.to_host
+        return self.streams.run("copy", name, link.latency + size / link.bandwidth, after)
+
+    def optimizer(self, after: float) -> None:
+        """Adam on this rank's shard: as fast as memory is. On the CPU, the new parameters come back."""
+        plan, cluster = self.plan, self.cluster
+        count = sum(map(self.padded, (self.model.root, *self.model.units))) / plan.itemsize / plan.shards
+        moved = count * (ADAM_BYTES + (2 if plan.itemsize == 2 else 0))  # in 16 bits it writes the copy too
+        speed = cluster.host_memory_bandwidth if plan.offload else cluster.gpu.memory_bandwidth
+        after = self.streams.run("optimizer", "Adam", moved / speed * self.crowding, after)
+        if plan.offload:
+            self.copy("parameters to GPU", count * plan.itemsize, after)
+
+    def padded(self, unit: Unit) -> int:
+        """Bytes of a unit's flat buffer, which all ranks divide."""
+        return -(-unit.parameters // self.plan.gpus) * self.plan.gpus * self.plan.itemsize
