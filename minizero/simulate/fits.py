@@ -1,0 +1,127 @@
+"""Constants fitted on a part of what was published, and the rest predicted with them.
+
+    minimise over the constants c    Σ (ln simulated(c) - ln published)²    over the rows that may be fitted
+
+by Levenberg's and Marquardt's damped Gauss-Newton steps, with constants as logarithms, since all are positive.
+A figure that a fit looked at is *fitted*; only one that it did not look at is *predicted*.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from minizero.simulate.clusters import Cluster
+from minizero.simulate.plan import Constants, Plan
+from minizero.simulate.published import PUBLICATIONS, RATIO, TOKENS, Publication, Row
+from minizero.simulate.shapes import Model, model
+from minizero.simulate.step import Step, simulate
+
+START = {"efficiency": 0.45, "interference": 0.3, "jitter": 0.003, "network": 0.3}
+
+
+def least_squares(
+    residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float] | np.ndarray, rounds: int = 40
+) -> np.ndarray:
+    """The x near `start` where the sum of squared residuals is least. Derivatives by differences."""
+    x, damping = np.array(start, dtype=float), 1e-3
+    r = residuals(x)
+    for _ in range(rounds):
+        shifts = 1e-4 * np.eye(len(x))
+        jacobian = np.stack([(residuals(x + shift) - r) / 1e-4 for shift in shifts], axis=1)
+        normal, slope = jacobian.T @ jacobian, jacobian.T @ r
+        while damping < 1e6:
+            step = np.linalg.solve(normal + damping * np.eye(len(x)), -slope)
+            new = residuals(x + step)
+            if new @ new < r @ r:
+                break
+            damping *= 10
+        else:
+            return x
+        done = np.abs(step).max() < 1e-5
+        x, r, damping = x + step, new, damping / 10
+        if done:
+            return x
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """efficiencies: by what shares one, see `kind`; shared: the other constants; values: of each row, simulated."""
+
+    publication: Publication
+    efficiencies: Mapping[str, float]
+    shared: Mapping[str, float]
+    values: tuple[float, ...]
+
+    def errors(self, fitted: bool) -> list[float]:
+        """simulated / published - 1, of the rows that were fitted or of those that were not."""
+        pairs = zip(self.publication.rows, self.values)
+        return [value / row.value - 1 for row, value in pairs if row.fitted == fitted]
+
+    def run(self, name: str, plan: Plan) -> Step:
+        """Another plan with these constants. `ValueError` for a model that has no efficiency."""
+        row = Row(name, plan, 0, False, precision="float32" if plan.dtype == "float32" else "")
+        key = kind(self.publication, row)
+        if key not in self.efficiencies:
+            raise ValueError(f"{self.publication.name} has no efficiency for {key}: {', '.join(self.efficiencies)}")
+        return run(self.publication.cluster, name, plan, self.efficiencies[key], self.shared)
+
+
+@functools.cache
+def shape(name: str) -> Model:
+    """Built once."""
+    return model(name)
+
+
+def kind(publication: Publication, row: Row) -> str:
+    """Rows of one kind share an efficiency: those of a model and precision; under Megatron's table all."""
+    if "network" in publication.shared:
+        return "all"
+    return f"{row.model} {row.precision}".strip()
+
+
+def run(cluster: Cluster, name: str, plan: Plan, efficiency: float, shared: Mapping[str, float]) -> Step:
+    """One step. network: the share of the network's bandwidth that is reached."""
+    between = dataclasses.replace(cluster.between, bandwidth=cluster.between.bandwidth * shared.get("network", 1))
+    constants = Constants(efficiency, shared.get("interference", 0), shared.get("jitter", 0))
+    return simulate(shape(name), dataclasses.replace(cluster, between=between), plan, constants)
+
+
+def value(publication: Publication, row: Row, efficiency: float, shared: Mapping[str, float]) -> float:
+    """What a row says, simulated."""
+    step = run(publication.cluster, row.model, row.plan, efficiency, shared)
+    if row.unit == RATIO:
+        assert row.against is not None
+        return step.tflops / run(publication.cluster, row.model, row.against, efficiency, shared).tflops
+    return step.tokens_per_second if row.unit == TOKENS else step.tflops
+
+
+@functools.cache
+def fit(name: str) -> Fit:
+    """The fit of one publication. What it carries over comes from the fit of llm-foundry."""
+    publication = PUBLICATIONS[name]
+    carried = {constant: fit("llm-foundry").shared[constant] for constant in publication.carried}
+    kinds = list(dict.fromkeys(kind(publication, row) for row in publication.rows))
+    looked_at = [row for row in publication.rows if row.fitted]
+
+    def constants(x: np.ndarray) -> tuple[dict[str, float], dict[str, float]]:
+        numbers = np.exp(x).tolist()
+        return dict(zip(kinds, numbers)), carried | dict(zip(publication.shared, numbers[len(kinds) :]))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        efficiencies, shared = constants(x)
+        found = [value(publication, row, efficiencies[kind(publication, row)], shared) for row in looked_at]
+        return np.log(found) - np.log([row.value for row in looked_at])
+
+    start = [START["efficiency"]] * len(kinds) + [START[constant] for constant in publication.shared]
+    efficiencies, shared = constants(least_squares(residuals, np.log(start)))
+    values = [value(publication, row, efficiencies[kind(publication, row)], shared) for row in publication.rows]
+    return Fit(publication, efficiencies, shared, tuple(values))
+
+
+def two_points(x: Sequence[float], y: Sequence[float], at: float) -> float:
+    """The straight line through two points over log x, at another x: what a ruler on the published plot predicts."""
+    slope = (y[1] - y[0]) / (np.log(x[1]) - np.log(x[0]))
+    return float(y[1] + slope * (np.log(at) - np.log(x[1])))

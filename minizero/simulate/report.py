@@ -1,0 +1,164 @@
+"""Tables and pictures of the simulator. Measured, published, fitted and predicted never share a column or a colour."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from minizero.pictures import COLORS, FONT, OTHER, PREDICTED
+from minizero.simulate.fits import Fit, fit, two_points
+from minizero.simulate.published import PUBLICATIONS, RATIO
+from minizero.simulate.search import describe
+from minizero.simulate.step import Step
+from minizero.timeline import Event, plot_timeline
+
+FITTED: dict[str, Any] = {"color": "#56B4E9", "linestyle": "dotted", "linewidth": 2.5}
+PUBLISHED: dict[str, Any] = {"color": "white", "edgecolor": "black", "marker": "D", "s": 70, "zorder": 5}
+GIB = 2**30
+
+
+def print_step(step: Step, console: Console) -> None:
+    """One step: what it holds, sends and takes."""
+    plan, gpu = step.plan, step.cluster.gpu
+    head = f"{step.model.name}, {step.model.parameters:,} parameters, {plan.gpus:,} x {gpu.name}: {describe(plan)}"
+    console.print(head, markup=False, highlight=False)
+    table = Table("for each GPU", box=box.SIMPLE_HEAD)
+    table.add_column("predicted", justify="right", style=PREDICTED["color"])
+    for name, held in step.memory.items():
+        if name != "total" and held:
+            table.add_row(f"GiB of {name}" + (" memory" if name == "host" else ""), f"{held / GIB:,.2f}")
+    verdict = "fits" if step.fits else "OUT OF MEMORY"
+    table.add_row(f"GiB at the peak, of {gpu.memory / GIB:,.0f}: {verdict}", f"{step.memory['total'] / GIB:,.2f}")
+    table.add_section()
+    rows = {
+        "seconds for a step": f"{step.seconds:,.4g}",
+        "of these exposed (the GPU computes nothing)": f"{step.exposed_seconds / step.seconds:.1%}",
+        "tokens per second": f"{step.tokens_per_second:,.0f}",
+        "10¹² FLOP/s, with what is computed twice": f"{step.tflops:,.1f}",
+        "GiB sent": f"{step.sent / GIB:,.2f}",
+        "of these, from host to host": f"{step.sent_between / GIB:,.2f}",
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console.print(table)
+
+
+def print_search(steps: Sequence[Step], best: Iterable[Step], console: Console) -> None:
+    """The frontier: what each step down in memory costs in speed."""
+    console.print(f"{len(steps):,} plans fit. Those that no other beats in both speed and memory, predicted:")
+    table = Table("plan (micro-batches x sequences)", box=box.SIMPLE_HEAD)
+    for heading in ("tokens/s\nper GPU", "GiB\nper GPU", "exposed"):
+        table.add_column(heading, justify="right", style=PREDICTED["color"])
+    for step in best:
+        held, exposed = step.memory["total"] / GIB, step.exposed_seconds / step.seconds
+        table.add_row(describe(step.plan), f"{step.tokens_per_second:,.0f}", f"{held:,.1f}", f"{exposed:.1%}")
+    console.print(table)
+
+
+def print_published(console: Console) -> None:
+    """Every published row, fitted or predicted, and by how much the simulator is off."""
+    for name in PUBLICATIONS:
+        one = fit(name)
+        console.print(f"\n{name}: {one.publication.source}", highlight=False)
+        table = Table("model", "run", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("published", justify="right", style="bold")
+        table.add_column("fitted", justify="right", style=FITTED["color"])
+        table.add_column("predicted", justify="right", style=PREDICTED["color"])
+        table.add_column("error", justify="right")
+        for row, value in zip(one.publication.rows, one.values):
+            text = _number(value, row.unit)
+            published = ("about " if row.about else "") + _number(row.value, row.unit)
+            what = f"{row.plan.gpus} GPUs, batch {row.plan.batch_size}"
+            what += ", DDP" if row.plan.stage == 0 else f", F = {f}" if (f := row.plan.sharding_factor) else ""
+            what += f" / {row.against.gpus} GPUs" if row.against else ""
+            cells = (text, "") if row.fitted else ("", text)
+            table.add_row(row.model, what, published, *cells, f"{value / row.value - 1:+.1%}")
+        console.print(table)
+        console.print(_constants(one), highlight=False)
+        for line in filter(None, (one.publication.note, _ruler(one))):
+            console.print(line, highlight=False)
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:.3f}" if unit == RATIO else f"{value:,.0f}" if value >= 300 else f"{value:.1f}"
+
+
+def _constants(one: Fit) -> str:
+    shared = [
+        f"{name} {value:.3g}" + (" (carried over)" if name in one.publication.carried else "")
+        for name, value in one.shared.items()
+    ]
+    efficiencies = ", ".join(f"{name} {value:.2f}" for name, value in one.efficiencies.items())
+    off = np.abs(one.errors(fitted=False))
+    return (
+        f"Efficiency, fitted: {efficiencies}. Shared: {', '.join(shared)}.\n"
+        f"Predicted rows: mean error {off.mean():.1%}, worst {off.max():.1%}."
+    )
+
+
+def _ruler(one: Fit) -> str:
+    """Beside the simulator's predictions at the largest size, what two simpler ones would be."""
+    if one.publication.name != "llm-foundry":
+        return ""
+    line, flat = np.abs(ruler_errors(one)).mean(axis=1)
+    return f"Mean error at 512 GPUs of a line through 128 and 256: {line:.1%}; of no change since 256: {flat:.1%}."
+
+
+def ruler_errors(one: Fit) -> tuple[list[float], list[float]]:
+    """Of a line over log GPUs through two published points, and of the second point itself, at the third."""
+    line, flat, rows = [], [], one.publication.rows
+    for first, second, third in zip(rows[::3], rows[1::3], rows[2::3]):
+        gpus, values = (first.plan.gpus, second.plan.gpus), (first.value, second.value)
+        line.append(two_points(gpus, values, third.plan.gpus) / third.value - 1)
+        flat.append(second.value / third.value - 1)
+    return line, flat
+
+
+def draw_memory(steps: Sequence[Step], axes: Axes, labels: Sequence[str] | None = None) -> Axes:
+    """A bar for each step: the peak by category, and a line at what the GPU has."""
+    for place, step in enumerate(steps):
+        below = 0.0
+        for name, held in step.memory.items():
+            if name not in ("total", "host"):
+                axes.barh(
+                    place, held / GIB, left=below, color=COLORS.get(name, OTHER), edgecolor="black", linewidth=0.6
+                )
+                below += held / GIB
+        axes.text(
+            below, place, f" {below:,.1f}" + ("" if step.fits else "  out of memory"), va="center", fontsize=FONT - 3
+        )
+    axes.axvline(steps[0].cluster.gpu.memory / GIB, color="black", linestyle="dashed")
+    axes.set_yticks(range(len(steps)), labels or [describe(step.plan) for step in steps], fontsize=FONT - 3)
+    axes.set_xlabel("GiB per GPU at the peak, predicted; dashed: what it has", fontsize=FONT - 3)
+    names = [name for name in COLORS if any(step.memory.get(name) for step in steps)]
+    patches = [axes.barh(0, 0, color=COLORS[name], label=name) for name in names]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=FONT - 4)
+    axes.set_xlim(0, 1.25 * max(max(step.memory["total"], step.cluster.gpu.memory) for step in steps) / GIB)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def draw_step(step: Step, units: int = 8) -> Figure:
+    """Memory above; below the two streams: of a small model all, else while the last units run forward and back."""
+    figure = Figure(figsize=(16, 7), layout="constrained")
+    above, below = figure.subplots(2, height_ratios=(1, 3))
+    draw_memory([step], above)
+    ends = [end for lane, name, _, end in step.spans if lane == "compute"]
+    turn, shown = len(step.model.units), "milliseconds, predicted"
+    if turn > units:
+        first, last = ends[turn - units - 1], ends[turn + units]
+        whole = [span for span in step.spans if span[2] < last and span[3] > first]
+        shown += f"; the end of forward and the start of backward, of {step.seconds:.3g} s in all"
+    else:
+        whole = list(step.spans)
+    plot_timeline([Event(0, lane, name, start, end) for lane, name, start, end in whole if end > start], below)
+    below.set_xlabel(shown, fontsize=FONT)
+    name = f"{step.model.name} on {step.plan.gpus:,} x {step.cluster.gpu.name}"
+    figure.suptitle(f"{name}: {step.seconds:.3g} s, {step.tflops:,.0f} TFLOP/s per GPU, predicted", fontsize=FONT + 2)
+    return figure
