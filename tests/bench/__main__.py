@@ -1,6 +1,6 @@
 """python -m tests.bench: the benchmarks."""
 
-from tests.bench import flash, formats, memory, recompute, sharding
+from tests.bench import flash, formats, memory, recompute, scale, sharding
 
 if __name__ == "__main__":
     sharding.main()
@@ -8,3 +8,4 @@ if __name__ == "__main__":
     recompute.main()
     flash.main()
     formats.main()
+    scale.main()

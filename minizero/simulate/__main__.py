@@ -1,0 +1,155 @@
+"""The simulator's command line: a step, a search, or the published figures beside it.
+
+python -m minizero.simulate --model gpt-175b --cluster a100-80 --gpus 512 --recompute --batch-size 2
+python -m minizero.simulate --model mpt-7b --gpus 16 --batch-size 8 --search
+python -m minizero.simulate --published
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from minizero.options import Parser, attempt, check_output, positive
+from minizero.report import write_files
+from minizero.simulate import report
+from minizero.simulate.clusters import CLUSTERS, choose
+from minizero.simulate.plan import DTYPES, Constants, Plan
+from minizero.simulate.search import frontier, search
+from minizero.simulate.shapes import MODELS, RECOMPUTE, Model, gpt, model
+from minizero.simulate.step import Step, simulate
+from minizero.timeline import save_chrome_trace
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options. `ValueError` where one is unknown or cannot be read."""
+    parser = Parser(
+        prog="python -m minizero.simulate",
+        description="Memory, traffic and time of one training step on a cluster, predicted.",
+        epilog=f"Models: {', '.join(MODELS)}. Clusters: {', '.join(CLUSTERS)}.",
+    )
+    usual = Constants()
+    add = parser.add_argument
+    add("--model", default="gpt-175b", metavar="NAME", help="one of those below (default: %(default)s)")
+    add("--layers", type=positive, metavar="N", help="with --width and --heads: a GPT of another shape")
+    add("--width", type=positive, metavar="N", help="of a token")
+    add("--heads", type=positive, metavar="N", help="divide the width")
+    add("--sequence-length", type=positive, metavar="N", help="tokens (default: the model's usual)")
+    add("--cluster", default="a100-80", metavar="NAME", help="one of those below (default: %(default)s)")
+    add("--gpus", type=positive, default=512, metavar="N", help="whole hosts, or part of one (default: %(default)s)")
+    add("--stage", type=int, choices=range(4), default=3, help="of ZeRO; 0 is DDP (default: %(default)s)")
+    add("--sharding-factor", type=positive, metavar="F", help="divides the GPUs (default: all of them)")
+    add("--batch-size", type=positive, default=1, metavar="N", help="sequences of a GPU at a time (default: 1)")
+    add("--micro-batches", type=positive, default=1, metavar="N", help="before the optimizer's step (default: 1)")
+    add(
+        "--global-batch-size",
+        type=positive,
+        metavar="N",
+        help="sequences of all GPUs in a step, instead of --batch-size",
+    )
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="to compute in (default: %(default)s)")
+    add("--recompute", nargs="?", choices=RECOMPUTE, const="full", default="none", help="(default: none)")
+    add("--flash", action="store_true", help="attention that keeps no scores")
+    add("--offload", action="store_true", help="shards and optimizer on the CPU")
+    add(
+        "--efficiency",
+        type=share,
+        default=usual.efficiency,
+        metavar="X",
+        help="share of the peak (default: %(default)s)",
+    )
+    add("--interference", type=share, default=usual.interference, metavar="X", help="see step.py (default: none)")
+    add("--jitter", type=share, default=usual.jitter, metavar="X", help="see step.py (default: none)")
+    add("--search", action="store_true", help="find the best stage, factor, micro-batch, recompute and offload")
+    add("--published", action="store_true", help="others' figures beside the simulator's, fitted and predicted")
+    add("--output", type=Path, metavar="FOLDER", help="where step.png, step.json and trace.json go (default: nowhere)")
+    return parser.parse_args(argv)
+
+
+def choose_model(options: argparse.Namespace) -> Model:
+    """A known one, or a GPT of the shape that the options give."""
+    shape = (options.layers, options.width, options.heads)
+    if any(shape):
+        if not all(shape):
+            raise ValueError("--layers, --width and --heads go together: give all three")
+        return gpt(*shape, options.sequence_length or 2048)
+    return model(options.model, options.sequence_length)
+
+
+def batch_size(options: argparse.Namespace) -> int:
+    """Sequences in a micro-batch of one GPU."""
+    if options.global_batch_size is None:
+        return int(options.batch_size)
+    parts = options.gpus * options.micro_batches
+    if options.global_batch_size % parts:
+        few = options.global_batch_size < parts
+        raise ValueError(
+            f"--global-batch-size {options.global_batch_size:,} "
+            + ("is less than" if few else "is not a multiple of")
+            + f" the {parts:,} micro-batches of {options.gpus:,} GPUs: use a multiple of {parts:,}"
+        )
+    return int(options.global_batch_size // parts)
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Print, save."""
+    if options.output is not None:
+        check_output(options.output)
+    if options.published:
+        report.print_published(console)
+        return
+    what, cluster = choose_model(options), choose(CLUSTERS, options.cluster, "cluster")
+    constants = Constants(options.efficiency, options.interference, options.jitter)
+    size = batch_size(options)
+    if options.search:
+        fixed = {"dtype": options.dtype, "flash": options.flash}
+        steps = search(what, cluster, options.gpus, size * options.micro_batches, constants, **fixed)
+        report.print_search(steps, frontier(steps), console)
+        step = steps[0]
+    else:
+        names = ("gpus", "stage", "micro_batches", "sharding_factor", "dtype", "recompute", "flash", "offload")
+        plan = Plan(batch_size=size, **{name: getattr(options, name) for name in names})
+        step = simulate(what, cluster, plan, constants)
+    report.print_step(step, console)
+    if options.output is not None:
+        for path in save(step, options.output):
+            console.print(f"wrote {path}")
+
+
+def save(step: Step, folder: Path) -> list[Path]:
+    """Writes step.png, step.json (the numbers) and trace.json (the timeline, for Chrome's or Perfetto's viewer)."""
+    numbers = {"model": step.model.name, "parameters": step.model.parameters, "gpu": step.cluster.gpu.name}
+    numbers |= {"plan": dataclasses.asdict(step.plan), "memory": step.memory, "fits": step.fits}  # type: ignore[dict-item]
+    names = ("seconds", "exposed_seconds", "tokens_per_second", "tflops", "sent", "sent_between")
+    numbers |= {name: getattr(step, name) for name in names}
+    report.draw_step(step).savefig(picture := io.BytesIO(), format="png", dpi=100)
+    with tempfile.TemporaryDirectory() as place:
+        save_chrome_trace(step.events(), trace := Path(place) / "trace.json")
+        files = {"step.png": picture.getvalue(), "trace.json": trace.read_bytes()}
+    return write_files(files | {"step.json": json.dumps(numbers).encode()}, folder)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
+    status, message = attempt(lambda: run(parse(argv), Console()), "--layers")
+    if status:
+        print(f"python -m minizero.simulate: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The simulator against this machine: latency, bandwidth and compute rate taken at 2 ranks, steps at more predicted.
+
+Ranks are threads that share the cores: N of them take N / cores times as long for everything. Measured on their own
+are the line of the collectives, seconds = α (N - 1) + (N - 1)/N · S/β, and Adam's rate; the compute rate is fitted so
+that the steps at 2 ranks are right on average. What is predicted are the steps at other sizes.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from minizero.collectives import all_gather, all_reduce, barrier, reduce_scatter
+from minizero.comm import Comm
+from minizero.ddp import DDP
+from minizero.gpt import GPT, GPTConfig
+from minizero.simulate.clusters import GPU, Cluster, Link
+from minizero.simulate.plan import Constants, Plan
+from minizero.simulate.shapes import Model, gpt
+from minizero.simulate.step import ADAM_BYTES, simulate
+from minizero.world import World
+from minizero.zero1 import Zero1
+from minizero.zero2 import Zero2
+from minizero.zero3 import Zero3
+
+CONFIG, BATCH = GPTConfig(), 4
+STAGES = (DDP, Zero1, Zero2, Zero3)
+SIZES = (2**12, 2**21, 2**23)  # bytes: one for α, the others for β
+CORES = os.cpu_count() or 1
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Seconds of one training step; simulated at 2 ranks is fitted, at more predicted."""
+
+    stage: int
+    ranks: int
+    measured: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.measured - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """As a cluster; rate: FLOP/s of a rank."""
+
+    model: Model
+    cluster: Cluster
+    rate: float
+
+    def step_seconds(self, ranks: int, stage: int) -> float:
+        """Simulated."""
+        plan = Plan(ranks, stage=stage, batch_size=BATCH, dtype="float32", overlap=False, prefetch=0)
+        return simulate(self.model, self.cluster, plan, Constants(self.rate)).seconds  # of a peak of 1 FLOP/s
+
+
+def timed(comm: Comm, clock: str, call: Callable[[], object]) -> float:
+    """Seconds of a call: the slowest rank's, or what all ranks use of the cores, which other work cannot lengthen."""
+    barrier(comm)
+    start = CLOCKS[clock]()
+    call()
+    seconds = all_reduce(torch.tensor(CLOCKS[clock]() - start, dtype=torch.float64), comm, "max").item()
+    return seconds / min(comm.size, CORES) if clock == "cpu" else seconds
+
+
+def measure_rings(comm: Comm, clock: str) -> dict[int, float]:
+    """The mean of an all-gather and a reduce-scatter, for each of SIZES: the best of 8."""
+    best = dict.fromkeys(SIZES, float("inf"))
+    for size in [*SIZES] * 8:
+        full = torch.zeros(size // 4)
+        shard = full.chunk(comm.size)[comm.rank]
+        both = timed(comm, clock, lambda: all_gather(shard, comm, out=full))  # noqa: B023
+        both += timed(comm, clock, lambda: reduce_scatter(full, comm))  # noqa: B023
+        best[size] = min(best[size], both / 2)
+    return best
+
+
+def measure_steps(comm: Comm, clock: str) -> dict[int, list[float]]:
+    """Of each stage a whole step, and Adam's part of it: the best of 3."""
+    engines = DDP(GPT(CONFIG), comm), Zero1(GPT(CONFIG), comm), Zero2(GPT(CONFIG), comm)
+    models = (*engines, Zero3(GPT(CONFIG), comm, prefetch=0))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
+    x = torch.zeros(BATCH, CONFIG.sequence_length, dtype=torch.long)
+    best = {stage: [float("inf")] * 2 for stage in range(4)}
+    for _ in range(3):
+        for stage, (model, optimizer) in enumerate(zip(models, optimizers)):
+            whole = timed(comm, clock, lambda: (model(x, x).backward(), optimizer.step()))  # noqa: B023
+            found = (whole, timed(comm, clock, optimizer.step))
+            optimizer.zero_grad()
+            best[stage] = [min(pair) for pair in zip(best[stage], found)]
+    return best
+
+
+def calibrate(rings: dict[int, float], steps: dict[int, list[float]]) -> Machine:
+    """This machine from the rings and the steps at 2 ranks."""
+    halves, seconds = np.array(list(rings)) / 2, np.array(list(rings.values()))  # (N - 1)/N of the bytes
+    slope, alpha = np.polyfit(halves, seconds, 1, w=1 / seconds)  # relative errors: else the shortest would not count
+    model = gpt(CONFIG.layers, CONFIG.width, CONFIG.heads, CONFIG.sequence_length, CONFIG.vocabulary)
+    link = Link(float(alpha), float(1 / slope), "measured at 2 ranks")
+    gpu = GPU("this CPU", {"float32": 1.0}, float("inf"), ADAM_BYTES * model.parameters / steps[0][1], link.source)
+    cluster = Cluster(gpu, 2**20, link, link, link, float("inf"), 1.0, base_latency=0.0, cores=CORES)
+    known = sum(Machine(model, cluster, float("inf")).step_seconds(2, stage) for stage in steps)  # all but computing
+    computing = sum(whole for whole, _ in steps.values()) - known
+    return Machine(model, cluster, len(steps) * BATCH * model.flops() / computing)
+
+
+def compare(sizes: Iterable[int] = (4, 8), rounds: int = 2, clock: str = "wall") -> tuple[list[Row], Machine]:
+    """Measures 2 ranks and `sizes`, which take turns: what disturbs one disturbs all. One thread for each rank."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rings = dict.fromkeys(SIZES, float("inf"))
+        steps: dict[int, dict[int, list[float]]] = {size: {} for size in (2, *sizes)}
+        for _ in range(rounds):
+            found = World(2, "cpu").run(measure_rings, clock)[0]
+            rings = {size: min(rings[size], found[size]) for size in SIZES}
+            for size, best in steps.items():
+                for stage, pair in World(size, "cpu").run(measure_steps, clock)[0].items():
+                    best[stage] = [min(both) for both in zip(best.get(stage, pair), pair)]
+    finally:
+        torch.set_num_threads(threads)
+    machine = calibrate(rings, steps[2])
+    rows = [
+        Row(stage, size, whole, machine.step_seconds(size, stage))
+        for size, best in steps.items()
+        for stage, (whole, _) in best.items()
+    ]
+    return rows, machine
