@@ -34,7 +34,7 @@ class Mixed(Engine):
         wanted: dict[type, bool] = {
             Prefetch: prefetch != 0,
             Offload: offload,
-            Hybrid: sharding_factor not in (None, comm.size),
+            Hybrid: sharding_factor is not None and (sharding_factor, type(sharding_factor)) != (comm.size, int),
         }
         bases = (*(option for option, want in wanted.items() if want and not issubclass(cls, option)), cls)
         return super().__new__(type(cls.__name__, bases, {}) if len(bases) > 1 else cls)

@@ -73,7 +73,9 @@ class Unit:
         full = torch.zeros(self.size, device=self.comm.device)
         for view, value in zip(self.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
-        full = broadcast(full, self.everyone, label=self.name)
+        # Units of one size can still be cut differently; the ranks agree on how.
+        layout = ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(self.names, self.shapes, strict=True))
+        full = broadcast(full, self.everyone, label=f"{self.name} of {layout}")
         tag(full, "parameters")
         return full
 

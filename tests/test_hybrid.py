@@ -149,6 +149,8 @@ def test_a_factor_that_does_not_divide_the_ranks_is_refused(factor):
     def work(comm):
         with pytest.raises(ValueError, match="does not divide 4 ranks: use 1, 2, 4"):
             Zero3(GPT(SMALL), comm, sharding_factor=factor)
+        with pytest.raises(ValueError, match="does not divide 4 ranks"):
+            Zero3(GPT(SMALL), comm, sharding_factor=4.0)
         return isinstance(Zero3(GPT(SMALL), comm, sharding_factor=2), Hybrid)
 
     assert all(run(4, work))
