@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon")  # they need whole tensors, for a norm or a shape
+# They need whole tensors, for a norm or a shape. An optimizer cannot be asked: these, and what derives from them.
+NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "LARS", "LAMB", "Lamb", "Shampoo", "SOAP"}
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -19,6 +20,12 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
         raise ValueError(f"{stage}: dtype must be torch.float32, float16 or bfloat16, not {dtype}")
     if not any(p.requires_grad for p in parameters.values()):
         raise ValueError(f"{stage}: the module has no parameters that train")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{stage}: {name} is a SyncBatchNorm, whose collectives would meet the engine's: use BatchNorm, "
+                "or a norm that does not look at the batch, such as GroupNorm"
+            )
     if len(devices := sorted({str(p.device) for p in parameters.values()})) > 1:
         raise ValueError(f"{stage}: parameters on mixed devices ({', '.join(devices)}): move the module to one")
     for name, parameter in parameters.items():
@@ -42,7 +49,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"this optimizer was built before the model was wrapped in {parameter.wrapped_in}: "
                 "build it afterwards, from the wrapped model's parameters()"
             )
-        if stage not in (None, "DDP") and type(optimizer).__name__ in NOT_ELEMENTWISE:
+        if stage not in (None, "DDP") and NOT_ELEMENTWISE & {kind.__name__ for kind in type(optimizer).__mro__}:
             raise RuntimeError(
                 f"{type(optimizer).__name__} needs whole tensors, {stage} gives it flat shards: "
                 "use DDP, or an elementwise optimizer such as AdamW"

@@ -1,0 +1,82 @@
+"""What an engine refuses, and says so, since it would otherwise be silently wrong or hang."""
+
+import inspect
+
+import pytest
+import torch
+from helpers import SMALL, STAGES, run, train
+from torch import nn
+
+from minizero import DDP, GPT, RankFailed, Zero1, Zero3
+
+
+def refused(kind, stage, make, step=None, **options):
+    """What the error says that wrapping, or one step, ends in."""
+
+    def work(comm):
+        model = stage(make(), comm, **options)
+        step(model)
+
+    with pytest.raises(RankFailed) as failure:
+        run(2, work)
+    assert type(failure.value.__cause__) is kind, failure.value
+    return str(failure.value.__cause__)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_modules(stage):
+    def synchronised():
+        return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+    assert f"{stage.__name__}: 1 is a SyncBatchNorm" in refused(ValueError, stage, synchronised)
+    complex_numbers = refused(ValueError, stage, lambda: nn.Linear(2, 2, dtype=torch.complex64))
+    assert f"{stage.__name__}: parameters must be float32, weight is torch.complex64" in complex_numbers
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sparse_gradients(stage):
+    def sparse():
+        return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+
+    message = refused(RuntimeError, stage, sparse, lambda model: model(torch.tensor([3])).sum().backward())
+    assert "root: sparse gradients are not supported: use sparse=False" in message
+
+
+# Optimizers. A shard is a piece of a flat buffer: it serves where every number is updated by itself.
+
+
+def optimizers():
+    kinds = (getattr(torch.optim, name) for name in dir(torch.optim))
+    kinds = (kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer))
+    return [kind for kind in kinds if kind is not torch.optim.Optimizer]
+
+
+WHOLE = {"LBFGS", "Adafactor", "Muon"}
+
+
+@pytest.mark.parametrize("kind", optimizers(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("stage", [Zero1, Zero3])
+def test_every_optimizer_of_torch_gives_ddps_bits_or_is_refused(stage, kind):
+    if kind is torch.optim.SparseAdam:
+        pytest.skip("for sparse gradients only")
+    if kind.__name__ not in WHOLE:
+        expected, got = run(2, train, DDP, 3, optimizer=kind), run(2, train, stage, 3, optimizer=kind)
+        for (losses, state, _), (our_losses, our_state, _) in zip(expected, got, strict=True):
+            assert our_losses == losses and all(torch.equal(our_state[name], p) for name, p in state.items())
+    else:
+
+        def step(model):
+            optimizer = kind(model.parameters())
+            optimizer.step(lambda: None) if kind is torch.optim.LBFGS else optimizer.step()
+
+        kinds = ValueError if kind.__name__ == "Muon" else RuntimeError  # Muon itself wants matrices
+        message = refused(kinds, stage, lambda: GPT(SMALL), step)
+        assert kind.__name__ in message and ("whole tensors" in message or "2D parameters" in message)
+
+
+def test_what_derives_from_a_refused_optimizer_is_refused_too():
+    class Mine(torch.optim.Adafactor):
+        pass
+
+    message = refused(RuntimeError, Zero3, lambda: GPT(SMALL), lambda model: Mine(model.parameters()).step())
+    assert "Mine needs whole tensors, Zero3 gives it flat shards: use DDP" in message
