@@ -14,15 +14,18 @@ from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
 SHARDED = (Zero1, Zero2, Zero3)
 
 
-def fit(comm, stage, make, steps=4, forward=None, dtype=None, **options):
+def fit(comm, stage, make, steps=4, forward=None, dtype=None, schedule=lambda optimizer: None, **options):
     """Train `make()` on random vectors, each rank on its part of a batch of 12; the full state."""
     model = stage(make(), comm, dtype=dtype, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    scheduler = schedule(optimizer)
     for step in range(steps):
         x = vectors(step).chunk(comm.size)[comm.rank]
         loss = forward(model, x, comm.rank) if forward else model(x).square().mean()
         loss.backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         optimizer.zero_grad()
     return model.gather_state_dict()
 
@@ -31,24 +34,28 @@ def vectors(step):
     return torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
 
 
-def fit_plain(make, steps=4, forward=None, parts=1):
+def fit_plain(make, steps=4, forward=None, parts=1, schedule=lambda optimizer: None):
     """The same on one process; with `parts`, the mean over that many ranks' losses."""
     module = make()
     optimizer = torch.optim.AdamW(
         [p for p in module.parameters() if p.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0.0
     )
+    scheduler = schedule(optimizer)
     for step in range(steps):
         for rank, x in enumerate(vectors(step).chunk(parts)):
             loss = forward(module, x, rank) if forward else module(x).square().mean()
             (loss / parts).backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         optimizer.zero_grad()
     return module.state_dict()
 
 
 def check(make, world_size=3, forward=None, parts=1, stages=STAGES, **options):
     """All stages agree with one process, and with each other bit for bit."""
-    expected = fit_plain(make, forward=forward, parts=parts)
+    schedule = {name: options[name] for name in ("schedule",) if name in options}
+    expected = fit_plain(make, forward=forward, parts=parts, **schedule)
     states = [run(world_size, fit, stage, make, forward=forward, **options)[-1] for stage in stages]
     for stage, state in zip(stages, states):
         assert state.keys() == expected.keys()
@@ -154,6 +161,42 @@ def test_a_branch_that_only_some_ranks_take():
     # Stage 3 gathers in forward, where all ranks have to come: an error that names the units, not a hang.
     with pytest.raises(RankFailed, match=r"blocks\.[12]"):
         run(3, fit, Zero3, seeded(Blocks), forward=forward)
+
+
+def test_a_parameter_that_only_some_ranks_use():
+    """All ranks use the unit, so stage 3 can gather it; gradients are None on some ranks."""
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(7, 7) for name in "abc"})
+
+        def forward(self, x, name):
+            return self.layers[name](x).tanh()
+
+    class Chosen(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Either() for _ in range(3))
+
+        def forward(self, x, names):
+            for block, name in zip(self.blocks, names):
+                x = x + block(x, name)
+            return self.out(x)
+
+    def forward(model, x, rank):
+        return model(x, names=("aba", "aab", "bac")[rank]).square().mean()  # nobody takes c in the first, say
+
+    check(seeded(Chosen), forward=forward, parts=3)
+
+
+def test_batches_of_other_sizes_on_other_ranks():
+    """The engine takes the mean of the ranks' losses, whatever each is a mean of; see accumulate for the other."""
+
+    def forward(model, x, rank):
+        return model(x[: 4 - rank]).square().mean()
+
+    check(seeded(Blocks), forward=forward, parts=3)
 
 
 def test_a_unit_used_twice_and_several_forwards_before_one_backward():
@@ -356,17 +399,21 @@ def test_recompute_inside_and_around_units():
 
 
 def test_learning_rate_schedulers():
-    def rates(comm, stage):
-        model = stage(seeded(Blocks)(), comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
-        for _ in range(2):
-            model(vectors(0)).mean().backward()
-            optimizer.step()
-            scheduler.step()
-        return optimizer.param_groups[0]["lr"]
-
-    assert run(2, rates, Zero3)[0] == pytest.approx(0.01)
+    lr_scheduler = torch.optim.lr_scheduler
+    states = {}
+    for schedule in (
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.1),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=4),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 2)],
+            milestones=[2],
+        ),
+    ):
+        check(seeded(Blocks), schedule=schedule)
+        states[schedule] = fit_plain(seeded(Blocks), schedule=schedule)
+    constant = fit_plain(seeded(Blocks))
+    assert all(relative_error(state, constant) > 1e-3 for state in states.values())
 
 
 # What is refused.
