@@ -1,0 +1,17 @@
+"""The course: exercises cut from the packages' own functions, with checks that are checked themselves.
+
+    course.py      the exercises in their order
+    e05_….py       one exercise: its idea, plan, hints, check, and wrong answers with the diagnosis each provokes
+    kit.py         what the checks are made of; training.py and triton_kit.py: for some of them
+    stubs.py       a function of a package becomes a stub, a wrong answer, or the reference, in a file
+    patch.py       an answer takes the place of the package's function, everywhere
+    runner.py      an answer is checked, in a process of its own with a time limit
+    commands.py    what `make exercises`, `make check`, … call; workbook.py keeps what a student has done
+    plugin.py      `pytest workbook/05_reduce_scatter.py`
+    gradebook.py   a folder of submissions becomes a CSV
+    breaking.py    a wrong answer inside the package, to see what it does
+    selfcheck.py   what the checks say about stubs, references and wrong answers (tests/test_exercises.py)
+
+A new exercise is a row in course.py and a module beside the others; the tests say what it still lacks.
+`python -m tests.exercises --help` lists the commands.
+"""

@@ -1,0 +1,7 @@
+"""`python -m tests.exercises list|check|hint|watch|solution|reset|gradebook`."""
+
+import sys
+
+from tests.exercises.commands import main
+
+sys.exit(main())

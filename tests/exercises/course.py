@@ -1,0 +1,142 @@
+"""The exercises in their order. Here is only what a list shows, so that listing them loads nothing else."""
+
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+NO_TRITON = "This exercise needs Triton, which exists for Linux, WSL or Colab only. It blocks nothing: go on."
+
+
+class Text(NamedTuple):
+    """What an exercise is about; the steps to follow; hints that give away more and more."""
+
+    about: str
+    plan: list[str]
+    hints: list[str]
+
+
+class Exercise(NamedTuple):
+    """target: the function or method of a package that the student writes. core: part of the short course."""
+
+    number: int
+    name: str
+    title: str
+    target: str
+    minutes: int
+    core: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.number:02}"
+
+    @property
+    def file(self) -> str:
+        return f"{self.id}_{self.name}.py"
+
+    @property
+    def function(self) -> str:
+        return self.target.rsplit(".", 1)[1]
+
+    @property
+    def notebook(self) -> str:
+        """Where it is shown."""
+        return next(notebook for last, notebook in NOTEBOOKS.items() if self.number <= last)
+
+    def is_method(self) -> bool:
+        return self.target.split(".")[-2][0].isupper()
+
+    def text(self) -> Text:
+        """What a student reads, without loading anything."""
+        tree = ast.parse((Path(__file__).parent / f"e{self.file}").read_text(encoding="utf-8"))
+        values = {
+            statement.targets[0].id: ast.literal_eval(statement.value)
+            for statement in tree.body
+            if isinstance(statement, ast.Assign)
+            and isinstance(statement.targets[0], ast.Name)
+            and statement.targets[0].id in ("PLAN", "HINTS")
+        }
+        return Text(ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"])
+
+    def load(self) -> ModuleType:
+        """Its module: PLAN, HINTS, WRONG, check()."""
+        return importlib.import_module(f"tests.exercises.e{self.id}_{self.name}")
+
+    def is_possible(self) -> bool:
+        """Whether what it needs is installed."""
+        return self.name not in TRITON or importlib.util.find_spec("triton") is not None
+
+
+_rows = [
+    # Ranks that talk.
+    ("pad", "Pad a tensor until N divides it", "minizero.partition.pad", 10, False),
+    ("chunk", "This rank's chunk of a flat buffer", "minizero.partition.Unit.chunk", 10, False),
+    ("broadcast", "Broadcast along a binomial tree", "minizero.collectives.broadcast", 25, False),
+    ("all_gather", "Ring all-gather", "minizero.collectives.ring_all_gather", 20, False),
+    ("reduce_scatter", "Ring reduce-scatter", "minizero.collectives.ring_reduce_scatter", 30, True),
+    ("all_reduce", "All-reduce from the two rings", "minizero.collectives.all_reduce", 25, False),
+    # Data parallelism, and what ZeRO shards.
+    ("views", "Parameters as views of a flat buffer", "minizero.partition.Unit.views", 10, False),
+    ("ddp_hook", "DDP: average in backward", "minizero.ddp.DDP.reduce", 20, True),
+    ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.zero1.Zero1.keep", 20, False),
+    ("zero1_step", "ZeRO-1: after the step", "minizero.zero1.Zero1.before_forward", 20, False),
+    ("zero2_free", "ZeRO-2: reduce, and free", "minizero.zero2.Zero2.reduce", 15, True),
+    ("zero3_unshard", "ZeRO-3: unshard a unit", "minizero.zero3.Zero3.fill", 20, True),
+    ("zero3_reshard", "ZeRO-3: reshard it", "minizero.zero3.Zero3.release", 15, False),
+    ("hybrid", "Sharding factor: groups of ranks", "minizero.hybrid.Hybrid.average", 20, False),
+    ("memory_formulas", "The bytes of each stage", "minizero.memory.formulas.predict", 25, True),
+    # Numbers in 16 bits.
+    ("decode", "What 16 bits stand for", "precision.formats.decode_one", 25, False),
+    ("split", "A float64 in three fields", "precision.formats.split", 15, False),
+    ("round_even", "Rounding to nearest, ties to even", "precision.formats.round_off", 20, True),
+    ("subnormals", "Where the normal numbers end", "precision.formats.align", 15, False),
+    ("encode", "A number into its bits", "precision.formats.encode_one", 40, False),
+    ("sticky", "Shift right, and remember", "precision.arithmetic.shift_right", 15, False),
+    ("add", "FP16 addition on bits", "precision.arithmetic.add", 30, False),
+    ("multiply", "FP16 multiplication on bits", "precision.arithmetic.multiply", 25, False),
+    # Training with them.
+    ("lost_update", "The update that underflows", "minizero.experiments.round_weights", 10, False),
+    ("unscale", "Loss scaling: unscale, once", "precision.scaling.LossScaler.unscale_", 25, False),
+    ("dynamic_scaler", "The dynamic loss scale", "precision.scaling.DynamicLossScaler._adapt", 20, True),
+    ("master_weights", "FP32 master weights", "precision.master.MasterWeights.step", 25, False),
+    ("fp32_accumulation", "Dot product: which accumulator", "precision.accumulate.dot", 20, False),
+    # Activations.
+    ("checkpoint", "Checkpoint: forward again", "minizero.recompute.ByFunction.backward", 30, True),
+    ("sqrt_schedule", "Every k-th input, and √n", "minizero.schedules.every_k", 20, False),
+    ("optimal_schedule", "The least memory of a chain", "minizero.optimal.least_budget", 40, False),
+    ("accumulation", "Gradient accumulation by tokens", "minizero.accumulate.accumulate", 25, True),
+    # Attention without the scores, and models of time.
+    ("online_softmax", "Online softmax", "flash.tiled.online_softmax", 25, True),
+    ("tiled_forward", "FlashAttention forward, in tiles", "flash.tiled.forward_tiles", 40, False),
+    ("lse_backward", "Backward from the logsumexp", "flash.tiled.backward_tiles", 40, False),
+    ("triton_forward", "The forward kernel in Triton", "flash.kernels.forward_kernel", 40, False),
+    ("triton_dkdv", "The dK, dV kernel in Triton", "flash.kernels.dkdv_kernel", 40, False),
+    ("triton_dq", "The dQ kernel in Triton", "flash.kernels.dq_kernel", 30, False),
+    ("traffic", "Bytes between HBM and SRAM", "flash.traffic.hbm_bytes", 40, False),
+    ("alpha_beta", "Seconds of a ring: α and β", "minizero.simulate.clusters.Cluster.ring", 25, False),
+]
+COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
+# The last exercise on what a notebook shows.
+NOTEBOOKS = {
+    6: "01_collectives",
+    15: "02_zero",
+    23: "03_fp16_bits",
+    28: "04_mixed_precision",
+    31: "05_recompute",
+    32: "06_gradient_accumulation",
+    39: "07_flash_attention",
+    40: "08_scale",
+}
+TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
+
+
+def find(word: str) -> Exercise:
+    """The exercise of a number (`5`, `05`), a name, or a file. `ValueError` for what is none."""
+    stem = Path(word).stem
+    for exercise in COURSE:
+        if stem in (str(exercise.number), exercise.id, exercise.name, Path(exercise.file).stem):
+            return exercise
+    raise ValueError(f"there is no exercise {word!r}: give a number from 01 to {COURSE[-1].id}, or a name")

@@ -1,0 +1,121 @@
+"""What the checks are made of. A check says in words what is wrong: it raises a `Diagnosis`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from minizero.comm import CollectiveMismatch, CommTimeout, RankFailed
+from minizero.world import World
+
+PATIENCE = 3.0  # seconds that a rank waits for another
+
+
+class Diagnosis(Exception):
+    """What is wrong with an answer. name: the mistake's own, by which the tests know it; words: for the student."""
+
+    def __init__(self, name: str, words: str) -> None:
+        super().__init__(words)
+        self.name, self.words = name, " ".join(words.split())
+
+
+class Wrong(NamedTuple):
+    """An answer that students really give, as edits of the reference: pairs of old and new text.
+
+    diagnosis: the name of what the check must say about it.
+    """
+
+    name: str
+    edits: tuple[tuple[str, str], ...]
+    diagnosis: str
+
+
+def wrong(name: str, *edits: tuple[str, str], says: str = "") -> Wrong:
+    """says: the diagnosis it must provoke, where that does not have its own name."""
+    return Wrong(name, edits, says or name)
+
+
+def fail(name: str, words: str) -> NoReturn:
+    raise Diagnosis(name, words)
+
+
+def ranks(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`fn(comm, *args)` on so many ranks; what goes wrong between them, in words."""
+    try:
+        return World(size, device="cpu", timeout=PATIENCE).run(fn, *args)
+    except RankFailed as failure:
+        cause = failure.__cause__ or failure
+        text = str(cause)
+        if isinstance(cause, CommTimeout) or "returned while" in text:
+            raise Diagnosis(
+                "deadlock",
+                f"The ranks wait for each other, and none can go on: {text}. Does every send meet a receive on "
+                "the other side, in the same step, and do all ranks take the same number of steps?",
+            ) from cause
+        if isinstance(cause, CollectiveMismatch):
+            raise Diagnosis("mismatch", f"Two ranks do different things: {text}.") from cause
+        raise cause from None
+
+
+def same(got: Any, want: torch.Tensor, tolerance: float = 0.0) -> bool:
+    """Equal in shape and, relative to the largest value, within the tolerance; NaN equals NaN."""
+    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
+        return False
+    if tolerance == 0:
+        return torch.equal(torch.nan_to_num(got.detach()), torch.nan_to_num(want))
+    finite = want[want.isfinite()].abs()
+    scale = finite.amax().item() if finite.numel() else 0.0
+    return bool(torch.allclose(got.detach().to(want.dtype), want, rtol=tolerance, atol=tolerance * scale))
+
+
+def recognise(
+    got: Any, want: torch.Tensor, mistakes: dict[str, tuple[Any, str]], otherwise: str, tolerance: float = 0.0
+) -> None:
+    """Nothing where `got` is right; else the mistake that would give it, or that the values are wrong.
+
+    mistakes: {name: (what it would give, what to say)}.
+    """
+    if same(got, want, tolerance):
+        return
+    for name, (value, words) in mistakes.items():
+        if same(got, torch.as_tensor(value, dtype=want.dtype), tolerance):
+            fail(name, words)
+    if not isinstance(got, torch.Tensor):
+        fail("not-a-tensor", f"{otherwise}: expected a tensor, got {type(got).__name__}. Is there a return?")
+    if got.shape != want.shape:
+        fail("shape", f"{otherwise}: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}.")
+    different = (torch.nan_to_num(got.detach()) - torch.nan_to_num(want)).abs().reshape(-1)
+    place = int(different.argmax())
+    fail(
+        "values",
+        f"{otherwise}: {int((different > 0).sum())} of {want.numel()} values are wrong, the worst at place "
+        f"{place}: {got.reshape(-1)[place].item():.6g}, expected {want.reshape(-1)[place].item():.6g}.",
+    )
+
+
+def guard_unfold(function: Callable[..., Any]) -> None:
+    """Let `unfold`, as the answer calls it, refuse a split that would go on for ever."""
+    unfold = function.__globals__.get("unfold")
+
+    def guarded(stages: Any, split: Callable[..., int]) -> Any:
+        def checked(i: int, end: int, kept: list[int]) -> int:
+            answer = split(i, end, kept)
+            if not i < answer < end:
+                fail(
+                    "out-of-range",
+                    f"With the input of stage {i} kept and stages {i} … {end - 1} to go backward, the next input "
+                    f"to keep was said to be that of stage {answer}: it must lie from {i + 1} to {end - 1}.",
+                )
+            return answer
+
+        return unfold(stages, checked)
+
+    if unfold is not None and unfold.__name__ != "guarded":
+        function.__globals__["unfold"] = guarded
+
+
+def size(bytes_: float) -> str:
+    """Bytes as a person says them."""
+    if bytes_ < 10_240:
+        return f"{bytes_:,.0f} bytes"
+    return f"{bytes_ / 2**10:,.1f} KiB" if bytes_ < 2**20 else f"{bytes_ / 2**20:,.1f} MiB"

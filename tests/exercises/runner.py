@@ -1,0 +1,267 @@
+"""An answer is checked: in this process (`examine`), or in one of its own with a time limit (`run`).
+
+What ends a check is always said in words: a syntax error, a missing name, an endless loop, ranks that wait for each
+other, an exception, or the check's own diagnosis.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import linecache
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.exercises.course import COURSE, NO_TRITON, ROOT, Exercise
+
+SECONDS = 4.0  # of computing that a check may take; the references take less than 2
+HARD_SECONDS = 7.0  # after which the process is ended, where it does not end itself
+START_SECONDS = 60.0  # to import torch, on a slow machine
+
+
+@dataclasses.dataclass
+class Outcome:
+    """status: passed, failed, todo (not begun) or impossible (no Triton). name: of the diagnosis."""
+
+    status: str
+    name: str
+    words: str
+    printed: str = ""
+
+
+class TimeUp(BaseException):
+    """The check took too long."""
+
+
+def look(exercise: Exercise, path: Path) -> Outcome | None:
+    """What can be said without running anything; None if that is nothing."""
+    if not exercise.is_possible():
+        return Outcome("impossible", "no-triton", NO_TRITON)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        return Outcome("failed", "no-file", f"There is no file {path.name} to read ({error.strerror}).")
+    except UnicodeDecodeError:
+        return Outcome("failed", "syntax", f"{path.name} is not a text file in UTF-8: save it as one.")
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        code = text.splitlines()[line - 1].strip() if line and line <= len(text.splitlines()) else ""
+        message = getattr(error, "msg", str(error))
+        return Outcome("failed", "syntax", f"Python cannot read the file: {message}, in line {line}: {code}")
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == exercise.function]
+    if not functions:
+        return Outcome("failed", "missing", f"The file must define the function {exercise.function}, and does not.")
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if exercise.function in names and not exercise.is_method():
+            words = f"The file imports {exercise.function} from the package: that is what you are to write."
+            return Outcome("failed", "borrowed", words)
+    body = [n for n in functions[-1].body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+    if len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.unparse(body[0]):
+        return Outcome("todo", "todo", "Not begun: the body still raises NotImplementedError.")
+    return None
+
+
+def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome:
+    """Check the answer in `path`, in this process; in the main thread with the time limit."""
+    said = look(exercise, path)
+    if said is not None:
+        return said
+    from tests.exercises.kit import Diagnosis
+    from tests.exercises.patch import patched
+
+    lesson = exercise.load()
+    place: list[str] = []
+    try:
+        with _time_limit(path, place, seconds):
+            function = getattr(load(path), exercise.function)
+            with patched(exercise.target, function):
+                lesson.check()
+    except Diagnosis as diagnosis:
+        return Outcome("failed", diagnosis.name, diagnosis.words)
+    except TimeUp:
+        return _endless(f"After {seconds:g} seconds of computing", place)
+    except NotImplementedError as error:
+        if str(error):
+            return Outcome("failed", "NotImplementedError", _explain(error, path))
+        return Outcome("todo", "todo", "The code comes to a line that raises NotImplementedError: something is left.")
+    except (Exception, SystemExit) as error:
+        return Outcome("failed", type(error).__name__, _explain(error, path))
+    return Outcome("passed", "passed", "Passed.")
+
+
+def run(exercise: Exercise, path: Path) -> Outcome:
+    """Check the answer in `path` in a process of its own, which ends in any case."""
+    said = look(exercise, path)
+    if said is not None:
+        return said
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        report, output = Path(folder, "report.json"), Path(folder, "output.txt")
+        command = [sys.executable, "-m", "tests.exercises.runner", exercise.id, str(path.resolve()), str(report)]
+        with output.open("wb") as printed:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | threads, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed
+            )
+            try:
+                in_time = _wait(process, report)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        said = _read(report)
+        text = output.read_bytes()[-4000:].decode(errors="replace").strip()
+    if said is None or said.status == "started":
+        if in_time and process.returncode and process.returncode < 0:
+            name = signal.Signals(-process.returncode).name
+            words = f"Python itself crashed ({name}): was memory read or written that had been given back?"
+            said = Outcome("failed", "crash", words)
+        elif not in_time:
+            words = f"After {HARD_SECONDS:g} seconds the check still ran, in an operation that cannot be interrupted."
+            said = Outcome("failed", "endless", f"{words} Is there a loop that never ends, or a very large tensor?")
+        else:
+            words = (
+                f"The process ended (exit status {process.returncode}) before the check did. Does the file call exit?"
+            )
+            said = Outcome("failed", "ended", words)
+    said.printed = text
+    return said
+
+
+def _wait(process: subprocess.Popen, report: Path) -> bool:
+    """Until it ends, or its time is up, which begins to run when it has imported what it needs. Has it ended?"""
+    start = time.monotonic()
+    begun = None
+    while process.poll() is None:
+        now = time.monotonic()
+        if begun is None and report.exists():
+            begun = now
+        if now - (begun or start) > (HARD_SECONDS if begun else START_SECONDS):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _read(report: Path) -> Outcome | None:
+    try:
+        return Outcome(**json.loads(report.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def load(path: Path) -> Any:
+    """The answer's module."""
+    linecache.checkcache(str(path))
+    spec = importlib.util.spec_from_file_location(f"answer_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = before
+    return module
+
+
+def _endless(after: str, place: list[str]) -> Outcome:
+    where = f" It was at {place[0]}." if place else ""
+    return Outcome("failed", "endless", f"{after} it still ran: is there a loop that never ends?{where}")
+
+
+def _places(path: Path) -> list[str]:
+    """Where in the file the threads are at this moment."""
+    return [line for frame in sys._current_frames().values() if (line := _line_in(path, frame))]
+
+
+@contextlib.contextmanager
+def _time_limit(path: Path, place: list[str], seconds: float) -> Iterator[None]:
+    """`TimeUp` after so many seconds of computing, however busy the machine is.
+
+    `place` says then at which line of the file some thread was.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield  # Windows: `main` has a timer of its own
+        return
+
+    def ring(*_: Any) -> None:
+        place[:] = _places(path)
+        raise TimeUp
+
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _line_in(path: Path, frame: FrameType | None) -> str:
+    while frame is not None:
+        if frame.f_code.co_filename == str(path):
+            return _quote(path, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def _quote(path: Path, number: int) -> str:
+    return f"line {number}: {linecache.getline(str(path), number).strip()}"
+
+
+def _explain(error: BaseException, path: Path) -> str:
+    """An exception in words: what, and where in the student's file."""
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = _quote(path, trace.tb_lineno)
+        trace = trace.tb_next
+    message = " ".join(str(error).split()) or "without a message"
+    if isinstance(error, NameError):
+        return f"A name is missing: {message}: a typo, or an import that is not there? In {line or 'the file'}"
+    where = f"in {line}" if line else "in the package, which runs with your function inside"
+    return f"{type(error).__name__} {where} – {message}"
+
+
+def main() -> None:
+    """`python -m tests.exercises.runner 05 FILE REPORT`: what `run` starts."""
+    number, path, report = sys.argv[1:]
+    exercise = next(e for e in COURSE if e.id == number)
+    import torch
+
+    torch.set_num_threads(1)
+    exercise.load()
+    _write(Path(report), Outcome("started", "", ""))
+
+    def too_late() -> None:  # on a busy machine, or one without timers that interrupt
+        _write(Path(report), _endless(f"After {HARD_SECONDS:g} seconds", _places(Path(path))))
+        os._exit(0)
+
+    timer = threading.Timer(HARD_SECONDS - 0.5, too_late)
+    timer.daemon = True
+    timer.start()
+    said = examine(exercise, Path(path))
+    sys.stdout.flush()
+    _write(Path(report), said)
+    os._exit(0)  # a rank may still compute
+
+
+def _write(report: Path, outcome: Outcome) -> None:
+    new = report.with_suffix(".new")
+    new.write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+    new.replace(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Files cut from a package's function: a stub for the student, the reference, and answers that are wrong.
+
+Signature, decorators, types and docstring stay; what the function uses of its module is imported on top.
+"""
+
+import ast
+import functools
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tests.exercises.course import ROOT, Exercise
+
+if TYPE_CHECKING:  # it would load torch
+    from tests.exercises.kit import Wrong
+
+WIDTH = 100
+OURS = ("minizero", "flash", "precision")
+
+
+def stub(exercise: Exercise) -> str:
+    """What the student gets: the plan for a body."""
+    code, node = _function(exercise.target)
+    plan = []
+    for number, step in enumerate(exercise.text().plan, 1):
+        lines = textwrap.wrap(" ".join(step.split()), WIDTH - 9)
+        plan += [f"    # {f'{number}. ' if i == 0 else '   '}{line}" for i, line in enumerate(lines)]
+    return "\n".join([_top(exercise), *_head(code, node), *plan, "    raise NotImplementedError", ""])
+
+
+def reference(exercise: Exercise) -> str:
+    """The function as the package has it."""
+    return _function(exercise.target)[0]
+
+
+def answer(exercise: Exercise, wrong: "Wrong | None" = None) -> str:
+    """A whole file with the reference, or with what a wrong answer makes of it."""
+    code = reference(exercise)
+    for old, new in wrong.edits if wrong else ():
+        if code.count(old) != 1:
+            raise ValueError(
+                f"{exercise.id}, {wrong.name}: the reference has {code.count(old)} times, not once:\n{old}"
+            )
+        code = code.replace(old, new)
+    return f"{_top(exercise)}\n{code}\n"
+
+
+@functools.cache
+def _module(target: str) -> tuple[str, str, list[str]]:
+    """The module of a target: its name, its source, and the path of names inside it."""
+    parts = target.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        path = ROOT.joinpath(*parts[:length]).with_suffix(".py")
+        if path.is_file():
+            return ".".join(parts[:length]), path.read_text(encoding="utf-8"), parts[length:]
+    raise ValueError(f"there is no module of {target}")
+
+
+@functools.cache
+def _function(target: str) -> tuple[str, ast.FunctionDef]:
+    """Its source, with decorators and without the indentation of a class; and its syntax tree."""
+    _, source, path = _module(target)
+    body = ast.parse(source).body
+    for name in path:
+        found = next(n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
+        body = found.body
+    first = min([found.lineno, *(d.lineno for d in found.decorator_list)])
+    code = textwrap.dedent("\n".join(source.splitlines()[first - 1 : found.end_lineno]))
+    if len(path) > 1:  # outside its class a function does not know whose super() it asks for
+        code = code.replace("super()", f"super({path[-2]}, self)")
+    return code, ast.parse(code).body[0]
+
+
+def _head(code: str, node: ast.FunctionDef) -> list[str]:
+    """The lines down to the docstring, or to where the body begins."""
+    lines = code.splitlines()
+    if ast.get_docstring(node) is not None:
+        return lines[: node.body[0].end_lineno]
+    end = node.body[0].lineno - 1
+    while lines[end - 1].strip().startswith("#") or not lines[end - 1].strip():
+        end -= 1
+    return lines[:end]
+
+
+def _top(exercise: Exercise) -> str:
+    """What the file is about, and its imports."""
+    module, _, path = _module(exercise.target)
+    kind = f"method {path[-1]} of {path[-2]}" if len(path) > 1 else f"function {path[-1]}"
+    about = exercise.text().about
+    place = f"It takes the place of {module}, {kind}: the package will run with yours inside."
+    words = textwrap.fill(
+        f"{place} To read: notebooks/{exercise.notebook}.ipynb. Check it: make check E={exercise.id}. Stuck: make hint "
+        f"E={exercise.id}. About {exercise.minutes} minutes{', core' if exercise.core else ''}.",
+        WIDTH,
+    )
+    return f'"""{exercise.id}. {exercise.title}.\n\n{about}\n\n{words}\n"""\n\n{_imports(exercise.target)}\n'
+
+
+def _imports(target: str) -> str:
+    """Import statements for what the function takes from its module."""
+    module, source, _ = _module(target)
+    tree, (_, node) = ast.parse(source), _function(target)
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    own = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {a.arg for n in ast.walk(node) if isinstance(n, ast.arguments) for a in _arguments(n)}
+    wanted = (names | {"torch"}) - own - {node.name}
+    plain: set[str] = set()
+    from_: dict[str, set[str]] = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                if (alias.asname or alias.name.split(".")[0]) in wanted:
+                    plain.add(f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else ""))
+        elif isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                if (alias.asname or alias.name) in wanted:
+                    text = alias.name + (f" as {alias.asname}" if alias.asname else "")
+                    from_.setdefault(statement.module or "", set()).add(text)
+        else:
+            defined = {name for name in _defines(statement) if name in wanted}
+            if defined:
+                from_.setdefault(module, set()).update(defined)
+    lines = {text: text.split()[1] for text in plain}
+    lines |= {_from(name, things): name for name, things in from_.items()}
+    groups: list[list[str]] = [[], [], []]
+    for text, name in lines.items():
+        root = name.split(".")[0]
+        groups[0 if root in sys.stdlib_module_names else 2 if root in OURS else 1].append(text)
+    return "\n\n".join("\n".join(sorted(g, key=_order)) for g in groups if g) + "\n"
+
+
+def _order(line: str) -> tuple[bool, str]:
+    """As ruff sorts: plain imports first."""
+    return line.startswith("from"), line.split()[1]
+
+
+def _arguments(node: ast.arguments) -> list[ast.arg]:
+    return [*node.posonlyargs, *node.args, *node.kwonlyargs, *filter(None, (node.vararg, node.kwarg))]
+
+
+def _defines(statement: ast.stmt) -> Iterable[str]:
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+
+
+def _from(module: str, things: set[str]) -> str:
+    # Constants, then classes, then functions, as ruff sorts.
+    listed = sorted(things, key=lambda t: (not t.isupper(), not t[0].isupper(), t))
+    line = f"from {module} import {', '.join(listed)}"
+    if len(line) <= WIDTH:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {thing},\n" for thing in listed) + ")"

@@ -1,0 +1,82 @@
+"""What a student has done: the files in workbook/, which exercises have passed, which hints were given."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.exercises.course import COURSE, ROOT, Exercise
+from tests.exercises.stubs import stub
+
+CONFTEST = '''"""`pytest workbook/05_reduce_scatter.py` checks that exercise."""
+
+from tests.exercises.plugin import pytest_pycollect_makemodule  # noqa: F401
+'''
+
+
+class Workbook:
+    """A folder with a file for each exercise, and progress.json."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(os.environ.get("MINIZERO_WORKBOOK") or ROOT / "workbook")
+        self.state: dict[str, Any] = {"passed": [], "hints": {}}
+        with contextlib.suppress(OSError, ValueError):  # none yet, or spoilt: lost is only what has passed
+            self.state |= json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
+
+    def path(self, exercise: Exercise) -> Path:
+        return self.folder / exercise.file
+
+    def fill(self) -> int:
+        """Write the stubs that are not there; what a student has written is never touched. Returns how many."""
+        missing = [exercise for exercise in COURSE if not self.path(exercise).exists()]
+        if missing or not (self.folder / "conftest.py").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+        for exercise in missing:
+            self._write(exercise)
+        return len(missing)
+
+    def reset(self, exercise: Exercise) -> Path | None:
+        """Begin an exercise anew. Where there was something, it is kept in workbook/old: returns that path."""
+        self.fill()
+        path, kept = self.path(exercise), None
+        if path.read_text(encoding="utf-8", errors="replace") != stub(exercise):
+            old = self.folder / "old"
+            old.mkdir(exist_ok=True)
+            kept = next(p for i in range(1, 10**6) if not (p := old / f"{path.stem}.{i}.py").exists())
+            path.replace(kept)
+            self._write(exercise)
+        if exercise.name in self.state["passed"]:
+            self.state["passed"].remove(exercise.name)
+        self.state["hints"].pop(exercise.name, None)
+        self.save()
+        return kept
+
+    def has_passed(self, exercise: Exercise) -> bool:
+        return exercise.name in self.state["passed"]
+
+    def note_passed(self, exercise: Exercise) -> None:
+        if not self.has_passed(exercise):
+            self.state["passed"].append(exercise.name)
+            self.save()
+
+    def hints_given(self, exercise: Exercise) -> int:
+        return self.state["hints"].get(exercise.name, 0)
+
+    def note_hint(self, exercise: Exercise) -> None:
+        self.state["hints"][exercise.name] = self.hints_given(exercise) + 1
+        self.save()
+
+    def current(self) -> Exercise | None:
+        """Where the student left off: the first that is possible here and has not passed."""
+        return next((e for e in COURSE if e.is_possible() and not self.has_passed(e)), None)
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = self.folder / "progress.new"
+        new.write_text(json.dumps(self.state, indent=1) + "\n", encoding="utf-8")
+        new.replace(self.folder / "progress.json")
+
+    def _write(self, exercise: Exercise) -> None:
+        self.path(exercise).write_text(stub(exercise), encoding="utf-8")
