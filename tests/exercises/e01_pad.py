@@ -1,0 +1,69 @@
+"""A flat buffer is cut into N equal chunks, one a rank. Where N does not divide its length, zeros are appended first:
+zeros, since they are summed and stepped with the rest and must change nothing.
+
+    pad([1 2 3 4 5], 4) = [1 2 3 4 5 0 0 0]        pad([1 2 3 4], 4) = [1 2 3 4]
+"""
+
+import torch
+
+from minizero import partition
+from tests.exercises.kit import fail, recognise, same, wrong
+
+PLAN = [
+    "How many rows are missing until `multiple` divides tensor.shape[0]? From 0 to multiple - 1. Python's % of a "
+    "negative number helps.",
+    "If none is missing, return the tensor as it is.",
+    "Else return it with so many rows of zeros behind it: same dtype, same device, same other dimensions.",
+]
+HINTS = [
+    "7 rows, multiple 4: the next multiple is 8, so 1 is missing. What is -7 % 4 in Python?",
+    "tensor.new_zeros(rows, *tensor.shape[1:]) has the tensor's dtype and device.",
+    "torch.cat([first, second]) puts two tensors behind each other along dimension 0.",
+]
+WRONG = [
+    wrong("pads-a-whole-multiple", ("-tensor.shape[0] % multiple", "multiple - tensor.shape[0] % multiple")),
+    wrong("pads-the-remainder", ("-tensor.shape[0] % multiple", "tensor.shape[0] % multiple")),
+    wrong("pads-in-front", ("[tensor, tensor.new_zeros(missing, *tensor.shape[1:])]",
+                            "[tensor.new_zeros(missing, *tensor.shape[1:]), tensor]")),
+    wrong("pads-with-ones", ("new_zeros", "new_ones")),
+    wrong("pads-vectors-only", ("new_zeros(missing, *tensor.shape[1:])", "new_zeros(missing)"), says="RuntimeError"),
+    wrong("loses-the-dtype", ("tensor.new_zeros(missing, *tensor.shape[1:])",
+                              "torch.zeros(missing, *tensor.shape[1:])")),
+]  # fmt: skip
+
+
+def check() -> None:
+    for rows in range(1, 10):
+        x = torch.arange(1.0, rows + 1)
+        missing = 4 * ((rows + 3) // 4) - rows
+        got = partition.pad(x, 4)
+        if rows == 4 and isinstance(got, torch.Tensor) and len(got) == 8:
+            fail(
+                "pads-a-whole-multiple",
+                "4 rows became 8 with multiple 4, which divides 4 already: append nothing then.",
+            )
+        if isinstance(got, torch.Tensor) and len(got) == rows + rows % 4 and len(got) % 4:
+            fail(
+                "pads-the-remainder",
+                f"{rows} rows became {len(got)}, which 4 does not divide. {rows} % 4 is what there is too much, "
+                "not what is missing.",
+            )
+        want = torch.cat([x, torch.zeros(missing)])
+        mistakes = {
+            "pads-in-front": (torch.cat([torch.zeros(missing), x]), "The zeros come before the data: put them behind."),
+            "pads-with-ones": (
+                torch.cat([x, torch.ones(missing)]),
+                "The padding is 1, and would be added to other ranks' sums: it must be 0.",
+            ),
+        }
+        recognise(got, want, mistakes, f"{rows} numbers, padded for 4 ranks")
+    half = torch.ones(3, 2, dtype=torch.float16)
+    got = partition.pad(half, 2)
+    if got.dtype != torch.float16:
+        fail(
+            "loses-the-dtype", f"A float16 tensor became {got.dtype}: twice the bytes. Make the zeros like the tensor."
+        )
+    if not same(got, torch.cat([half, half.new_zeros(1, 2)])):
+        fail(
+            "values", f"A (3, 2) matrix padded for 2 ranks must be (4, 2) with a last row of zeros, not {got.tolist()}."
+        )

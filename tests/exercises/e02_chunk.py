@@ -1,0 +1,74 @@
+"""The flat buffer of a unit, of a length that N divides, belongs to N ranks: rank r owns chunk r, the r-th N-th of it.
+
+    flat   | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11 |      chunk of rank 2:  6 7 8
+
+A chunk is a view: who writes into it writes into the buffer, and it costs no memory. `self` is the unit; `self.comm`
+has the ranks that the unit is sharded over, which with a sharding factor are not all there are (`self.everyone`).
+"""
+
+import torch
+
+from minizero import World, Zero3, partition
+from tests.exercises.kit import fail, ranks, recognise, wrong
+from tests.helpers import SMALL, batch
+
+PLAN = ["Cut `flat` into as many equal pieces as there are ranks in self.comm.", "Return this rank's, as a view."]
+HINTS = [
+    "self.comm.size is the number of ranks, self.comm.rank this one's number.",
+    "tensor.chunk(n) gives n views, one behind the other.",
+]
+WRONG = [
+    wrong("copies", ("[self.comm.rank]", "[self.comm.rank].clone()")),
+    wrong("wrong-neighbour", ("[self.comm.rank]", "[(self.comm.rank + 1) % self.comm.size]")),
+    wrong("interleaves", ("flat.chunk(self.comm.size)[self.comm.rank]", "flat[self.comm.rank :: self.comm.size]")),
+    wrong("first-chunk", ("[self.comm.rank]", "[0]")),
+    wrong("wrong-group", ("flat.chunk(self.comm.size)", "flat.chunk(self.everyone.size)")),
+]
+
+
+class Unit:
+    """As much of a unit as the method needs."""
+
+    def __init__(self, comm, everyone):
+        self.comm, self.everyone = comm, everyone
+
+
+def check() -> None:
+    ranks(4, on_rank)
+    if not all(ranks(4, in_groups)):
+        fail("values", "With a sharding factor the model no longer trains.")
+    assert World
+
+
+def on_rank(comm) -> None:
+    flat = torch.arange(12.0)
+    got = partition.Unit.chunk(Unit(comm, comm), flat)
+    by_rank = flat.view(4, 3)
+    mistakes = {
+        "wrong-neighbour": (by_rank[(comm.rank + 1) % 4], f"Rank {comm.rank} took its neighbour's chunk."),
+        "interleaves": (
+            flat[comm.rank :: 4],
+            "Every 4th element is no chunk: a rank owns neighbours, one after the other.",
+        ),
+        "first-chunk": (by_rank[0], f"Rank {comm.rank} took chunk 0, as all ranks do: each owns another one."),
+    }
+    recognise(got, by_rank[comm.rank], mistakes, f"The chunk of rank {comm.rank} of 4")
+    if got.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+        fail("copies", "The chunk is a copy: it costs memory, and what is written to it never reaches the buffer.")
+
+
+def in_groups(comm) -> bool:
+    inside = comm.split(comm.rank // 2)
+    got = partition.Unit.chunk(Unit(inside, comm), torch.arange(12.0))
+    if len(got) == 3:
+        fail(
+            "wrong-group",
+            "With a sharding factor of 2 on 4 ranks a chunk is half of the buffer, not a quarter: cut it by "
+            "self.comm, the ranks that share this unit, not by self.everyone.",
+        )
+    from minizero import GPT
+
+    model = Zero3(GPT(SMALL), comm, sharding_factor=2)
+    x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
+    model(x, y).backward()
+    return all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,78 @@
+"""One rank has a tensor that all need: at the start of a run, the parameters. Sent to one rank after the other it takes
+N-1 steps, and all the while others wait who could help. In a binomial tree each rank that has it passes it on:
+
+    N = 8, root 0     step 1   0 → 1
+                      step 2   0 → 2   1 → 3
+                      step 3   0 → 4   1 → 5   2 → 6   3 → 7          log2 N steps
+
+With another root count from there: position = (rank - root) modulo N, so that the root stands at position 0.
+"""
+
+import torch
+
+from minizero import collectives
+from tests.exercises.kit import fail, ranks, recognise, size, wrong
+
+PLAN = [
+    "Refuse a root that does not exist with a `ValueError` that names it.",
+    'All else inside `with agreement(comm, "broadcast", tensor, root=root, label=label):` – all ranks first say '
+    "what they are about to do.",
+    "Make `result`, a contiguous copy of `tensor`: the input is left alone, and receivers need a place to fill.",
+    "Count positions from the root. Positions below `reach` have the tensor; reach is 1 at first.",
+    "While reach is less than comm.size: position p < reach sends to position p + reach, if that exists; "
+    "position p in reach … 2·reach - 1 receives from position p - reach. Then reach doubles. (A tensor without "
+    "elements is not sent.)",
+    "Return `result`.",
+]
+HINTS = [
+    "comm.send(result, dst) and comm.recv(result, src) take ranks, not positions; both count modulo comm.size.",
+    "The rank that stands `reach` positions further is (comm.rank + reach) % comm.size, whoever the root is.",
+    "In each step a rank sends, or receives, or (while its turn has not come) does nothing: if … elif …",
+]
+WRONG = [
+    wrong("root-is-always-zero", ("(comm.rank - root) % comm.size", "comm.rank")),
+    wrong("root-does-all", ("if position < reach and position + reach < comm.size:\n                comm.send(result, "
+          "(comm.rank + reach) % comm.size)\n            elif reach <= position < 2 * reach:\n                "
+          "comm.recv(result, (comm.rank - reach) % comm.size)\n            reach *= 2",
+          "if position == 0:\n                comm.send(result, (comm.rank + reach) % comm.size)\n            "
+          "elif position == reach:\n                comm.recv(result, root)\n            reach += 1")),
+    wrong("overwrites-the-input", ("tensor.contiguous().clone()", "tensor.contiguous()")),
+    wrong("returns-its-own", ("return result", "return tensor")),
+    wrong("sends-past-the-end", ("position < reach and position + reach < comm.size", "position < reach"),
+          says="deadlock"),
+]  # fmt: skip
+
+
+def check() -> None:
+    for n, root in ((4, 0), (6, 0), (5, 3), (1, 0)):
+        ranks(n, on_rank, root)
+    sent = ranks(8, lambda comm: (collectives.broadcast(torch.zeros(1000), comm), comm.bytes_sent)[1])
+    if max(sent) > 3 * 4000:
+        fail(
+            "root-does-all",
+            f"Rank {sent.index(max(sent))} of 8 sent {size(max(sent))}, {max(sent) // 4000} times the tensor: one "
+            "after the other. In a tree none sends it more than log2 8 = 3 times, since those who have it help.",
+        )
+    ranks(2, refuses)
+
+
+def on_rank(comm, root: int) -> None:
+    mine = torch.full((2, 3), float(comm.rank))
+    got = collectives.broadcast(mine, comm, root)
+    if comm.rank != root and mine[0, 0] == root:
+        fail("overwrites-the-input", f"Rank {comm.rank}'s own tensor was overwritten: receive into a copy.")
+    zero = torch.zeros(2, 3), f"With root {root} rank {comm.rank} got rank 0's tensor: count positions from the root."
+    own = mine, f"Rank {comm.rank} returned its own tensor, not rank {root}'s: return what was received."
+    mistakes = (
+        {"root-is-always-zero": zero} if comm.rank == 0 else {"returns-its-own": own, "root-is-always-zero": zero}
+    )
+    what = f"What rank {comm.rank} of {comm.size} has after a broadcast from rank {root}"
+    recognise(got, torch.full((2, 3), float(root)), mistakes, what)
+
+
+def refuses(comm) -> None:
+    try:
+        collectives.broadcast(torch.zeros(2), comm, root=2)
+    except ValueError:
+        return
+    fail("no-error", "A root of 2 does not exist among 2 ranks, and there was no ValueError.")

@@ -1,0 +1,94 @@
+"""N ranks have a chunk each, and all need all of them: so ZeRO-3 puts a layer's parameters together. The ranks
+stand in a ring and only pass to the right. In each of N-1 steps a rank sends on what it got in the step before:
+
+    step 0   rank r sends its own chunk r          and receives chunk r-1 from the left
+    step s   rank r sends chunk r-s                and receives chunk r-s-1             (all modulo N)
+
+So every rank sends N-1 chunks of the N, which is the least: each chunk must reach N-1 others.
+"""
+
+import torch
+
+from minizero import GPT, Zero3, collectives
+from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.helpers import SMALL, batch
+
+PLAN = [
+    "Who is on the left, who on the right? Modulo comm.size.",
+    "In each of comm.size - 1 steps: which chunk goes out, which place in `chunks` is filled?",
+    "comm.send_recv(outgoing, right, incoming, left) does both at the same time; incoming is filled in place.",
+    "(The package also calls comm.expect(…), so that a transport may begin to receive at once. You need not.)",
+]
+HINTS = [
+    "In step 0 rank r sends chunks[r]. What came in, from the left, was the left one's own: chunks[r - 1].",
+    "In step 1 rank r passes that on: chunks[r - 1] goes out, chunks[r - 2] comes in.",
+    "Index (comm.rank - step) % comm.size goes out. One less comes in.",
+]
+LOOP = "for step in range(comm.size - 1):\n        # First"
+WRONG = [
+    wrong("one-step-short", (LOOP, "for step in range(comm.size - 2):\n        # First")),
+    wrong("one-step-too-many", (LOOP, "for step in range(comm.size):\n        # First")),
+    wrong("resends-its-own", ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]")),
+    wrong(
+        "fills-the-wrong-place",
+        ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[(comm.rank + step) % comm.size]"),
+        ("incoming = chunks[(comm.rank - step - 1) % comm.size]", "incoming = chunks[(comm.rank + step + 1) % "
+                                                                  "comm.size]"),
+    ),
+    wrong("sends-first", ("comm.send_recv(outgoing, right, incoming, left)",
+                          "comm.send(outgoing, right)\n        comm.recv(incoming, left)"), says="deadlock"),
+    wrong("sends-both-ways", ("comm.send_recv(outgoing, right, incoming, left)",
+                              "comm.send_recv(outgoing, right, incoming, right)"), says="deadlock"),
+]  # fmt: skip
+
+
+def check() -> None:
+    for n in (4, 3, 2, 1):
+        ranks(n, on_rank)
+    ranks(4, trains)
+
+
+def on_rank(comm) -> None:
+    n, r = comm.size, comm.rank
+    chunks = [torch.full((5,), -1.0) for _ in range(n)]
+    chunks[r].fill_(r)
+    sent = comm.bytes_sent
+    collectives.ring_all_gather(chunks, comm)
+    sent = comm.bytes_sent - sent
+    got, want = torch.stack(chunks)[:, 0], torch.arange(float(n))
+    if sent < 20 * (n - 1):
+        fail(
+            "one-step-short",
+            f"Rank {r} of {n} sent {sent // 20} chunks and lacks {int((got < 0).sum())}: N ranks need N-1 steps.",
+        )
+    if sent > 20 * (n - 1):
+        fail(
+            "one-step-too-many",
+            f"Rank {r} of {n} sent {size(sent)}, {sent // 20} chunks: N-1 = {n - 1} steps are enough, the last "
+            "one brought what it had already.",
+        )
+    left = (r - 1) % n
+    resent = torch.full((n,), float(left))
+    resent[r] = r
+    reversed_ = torch.tensor([float((r - ((p - r) % n)) % n) for p in range(n)])
+    mistakes = {
+        "resends-its-own": (
+            resent,
+            f"Rank {r} has rank {left}'s chunk in every place: after step 0 pass on what came in, not your own again.",
+        ),
+        "fills-the-wrong-place": (
+            reversed_,
+            f"All chunks are there, and in the wrong places: on rank {r} place {left} must be chunk {left}, which "
+            "comes from the left in step 0.",
+        ),
+    }
+    recognise(got, want, mistakes if n > 2 else {}, f"The chunks on rank {r} of {n}")
+
+
+def trains(comm) -> None:
+    """Zero3 gathers its parameters with it."""
+    model = Zero3(GPT(SMALL), comm)
+    x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
+    losses = collectives.all_gather(model(x, y).detach().view(1), comm)
+    plain = [GPT(SMALL)(*(part.chunk(comm.size)[r] for part in batch(0))).detach() for r in range(comm.size)]
+    recognise(losses, torch.stack(plain), {}, "ZeRO-3's losses with your all-gather", tolerance=1e-6)

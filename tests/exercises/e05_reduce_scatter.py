@@ -1,0 +1,117 @@
+"""N ranks have a tensor each (their gradients), cut into N chunks; rank r needs chunk r, summed over all ranks.
+A partial sum travels round the ring: it starts where its chunk's owner has its right neighbour, and each rank
+adds its own part.
+
+    chunk c starts at rank c+1, goes right, and after N-1 hops arrives at rank c, complete.
+
+Each rank sends N-1 chunks, and holds one partial sum at a time beside its own tensor, not N.
+"""
+
+import torch
+
+from minizero import Zero2, collectives
+from minizero.memory import Ledger
+from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.training import plain, relative_error, train
+
+PLAN = [
+    "The left and the right neighbour, modulo comm.size.",
+    "`partial` is what goes out next. Which of my chunks goes first, so that N-1 hops later it is at its owner?",
+    "In each of comm.size - 1 steps: comm.send_recv(partial, right, incoming, left) into a buffer `incoming`.",
+    "What came in is the sum so far of another chunk: combine(incoming, my own chunk of it) is the new "
+    "`partial`. Do not write to `chunks`: they are the caller's.",
+    "The buffers: two that take turns suffice (one goes out while the other is filled), however many ranks there "
+    'are. tag(buffer, "communication") tells the ledger what they are.',
+    "Return the last partial: chunk comm.rank, combined over all ranks. Where `out` is given, the last sum goes "
+    "there: torch.add(a, b, out=c) writes into c.",
+]
+HINTS = [
+    "Rank r sends chunk r-1 first: its right neighbour is r+1, and after N-1 hops from r it arrives at r-1.",
+    "In step 0 rank r receives from r-1, which sent chunk r-2. So to what came in at step s belongs my chunk r-2-s.",
+    "combine(incoming, mine, out=incoming) makes the sum in the buffer that was received into.",
+    "With one buffer the outgoing tensor would be overwritten by the incoming one: use buffers[step % 2].",
+]
+WRONG = [
+    wrong("wrong-chunk", ("partial = chunks[(comm.rank - 1) % comm.size]", "partial = chunks[comm.rank]"),
+          ("chunks[(comm.rank - 2 - step) % comm.size]", "chunks[(comm.rank - 1 - step) % comm.size]")),
+    wrong("off-by-one", ("(comm.rank - 2 - step)", "(comm.rank - 1 - step)")),
+    wrong("does-not-add", ("partial = combine(incoming, mine, out=out if last and out is not None else incoming)",
+                           "partial = incoming")),
+    wrong("always-adds", ("combine(incoming,", "torch.add(incoming,")),
+    wrong("one-step-short", ("for step in range(comm.size - 1):\n        incoming",
+                             "for step in range(comm.size - 2):\n        incoming")),
+    wrong("buffer-for-each-step", ("range(min(2, comm.size - 1))", "range(comm.size - 1)"),
+          ("buffers[step % 2]", "buffers[step]")),
+    wrong("overwrites-the-input", ("incoming = buffers[step % 2]", "incoming = buffers[step % 2]\n        "
+                                                                   "keep = partial"),
+          ("mine = chunks[(comm.rank - 2 - step) % comm.size]",
+           "mine = chunks[(comm.rank - 2 - step) % comm.size]\n        incoming = mine.add_(incoming)\n        "
+           "mine = torch.zeros_like(mine)")),
+    wrong("ignores-out", ("out if last and out is not None else incoming", "incoming")),
+]  # fmt: skip
+
+
+def check() -> None:
+    for n in (4, 3, 2, 1):
+        ranks(n, on_rank)
+    ranks(8, memory)
+    (losses, state, _), *_ = ranks(4, train, Zero2, 2)
+    want = plain(2)[1]
+    if relative_error(state, want) > 1e-4:
+        fail("values", "ZeRO-2 with your reduce-scatter does not learn what one process learns.")
+
+
+def on_rank(comm) -> None:
+    n, r = comm.size, comm.rank
+    everyone = [[torch.tensor([10.0**k * (c + 1), k + c]) for c in range(n)] for k in range(n)]  # [rank][chunk]
+    chunks = [chunk.clone() for chunk in everyone[r]]
+    sent = comm.bytes_sent
+    got = collectives.ring_reduce_scatter(chunks, comm)
+    sent = (comm.bytes_sent - sent) // 8
+    changed = [c for c in range(n) if not torch.equal(chunks[c], everyone[r][c])]
+    if changed:
+        fail(
+            "overwrites-the-input",
+            f"Rank {r}'s own chunk {changed[0]} was overwritten: `chunks` belong to the caller. Sum in the buffer.",
+        )
+    if sent < n - 1:
+        fail(
+            "one-step-short", f"Rank {r} of {n} sent {sent} chunks: after {sent} steps the sum lacks a rank. N-1 steps."
+        )
+    sums = torch.stack([torch.stack([everyone[k][c] for k in range(n)]).sum(0) for c in range(n)])
+    mistakes = {
+        "wrong-chunk": (
+            sums[(r + 1) % n],
+            f"Rank {r} got the sum of chunk {(r + 1) % n}, not of chunk {r}: begin one chunk earlier, with chunk r-1.",
+        ),
+        "does-not-add": (
+            everyone[(r + 1) % n][r],
+            f"Rank {r} got rank {(r + 1) % n}'s chunk as it was: add your own part to what comes in, and pass that on.",
+        ),
+    }
+    own = sum(everyone[(r + 1 + i) % n][(r + (1 if i else 0)) % n] for i in range(n))
+    mistakes["off-by-one"] = (
+        own,
+        f"Rank {r}'s sum mixes chunks: to what came in from the left at step s belongs your chunk r-2-s, not r-1-s.",
+    )
+    recognise(got, sums[r], mistakes if n > 2 else {}, f"The chunk that rank {r} of {n} ends with")
+    largest = collectives.ring_reduce_scatter([c.clone() for c in everyone[r]], comm, torch.maximum)
+    want = torch.stack([everyone[k][r] for k in range(n)]).amax(0)
+    mistakes = {"always-adds": (sums[r], "With combine=torch.maximum it still summed: call `combine`, not +.")}
+    recognise(largest, want, mistakes, "With combine=torch.maximum")
+    place = torch.zeros(2)
+    collectives.ring_reduce_scatter([c.clone() for c in everyone[r]], comm, torch.add, place) if n > 1 else None
+    if n > 1 and not torch.equal(place, sums[r]):
+        fail("ignores-out", "`out` was given and not filled: the last sum goes there.")
+
+
+def memory(comm) -> None:
+    chunks = [torch.ones(10_000) for _ in range(comm.size)]
+    with Ledger() as ledger:
+        collectives.ring_reduce_scatter(chunks, comm)
+    if ledger.peak["total"] > 3.5 * 40_000:
+        fail(
+            "buffer-for-each-step",
+            f"On 8 ranks it held {size(ledger.peak['total'])} beside its input, for chunks of {size(40_000)}: two "
+            "buffers that take turns are enough.",
+        )

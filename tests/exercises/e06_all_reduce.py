@@ -1,0 +1,105 @@
+"""Everybody needs the sum: data parallelism averages gradients so. First reduce-scatter, and each rank has one
+chunk of the sum; then all-gather, and each has all chunks. A rank sends 2 (N-1)/N of the tensor, however many
+ranks there are; had it sent its tensor to all others, N-1 times.
+
+    all-reduce = reduce-scatter, then all-gather
+"""
+
+import torch
+
+from minizero import DDP, collectives
+from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.training import plain, relative_error, train
+
+PLAN = [
+    '_check_op("all_reduce", op, tensor) refuses an unknown op. All else inside `with agreement(comm, '
+    '"all_reduce", tensor, op=op, label=label):`',
+    "`flat`: the tensor's elements in one dimension, with zeros behind them until N divides their number. A new "
+    "buffer: the input is left alone. Where `out` is given, copy into it and use its own memory, "
+    "out.copy_(tensor).view(-1).",
+    "Cut `flat` into N chunks. With one rank, or no elements, there is nothing to send.",
+    "ring_reduce_scatter(chunks, comm, COMBINE[op], out=…): the sum of chunk r goes into chunk r itself.",
+    "For the mean each rank divides its own chunk, before it is sent on.",
+    "ring_all_gather(chunks, comm) fills the others. Return `flat` without the padding, in the tensor's shape.",
+]
+HINTS = [
+    "-(-n // N) * N is the next multiple of N.",
+    "flat.chunk(comm.size) gives views: what is written to a chunk is written to flat.",
+    "The reduced chunk of rank r is chunks[comm.rank]; with out=chunks[comm.rank] nothing has to be copied.",
+]
+WRONG = [
+    wrong("forgot-divide", ('if op == "mean":\n                chunks[comm.rank].div_(comm.size)\n            ', "")),
+    wrong("divides-everything", ("ring_all_gather(chunks, comm)", "ring_all_gather(chunks, comm)\n            "
+          'if op == "mean":\n                flat.div_(comm.size)')),
+    wrong("forgot-gather", ("ring_all_gather(chunks, comm)", "pass")),
+    wrong("gathers-everything", ("ring_reduce_scatter(chunks, comm, COMBINE[op], out=chunks[comm.rank])\n            "
+          'if op == "mean":\n                chunks[comm.rank].div_(comm.size)\n            '
+          'ring_all_gather(chunks, comm)',
+          "every = [torch.empty_like(flat) for _ in range(comm.size)]\n            every[comm.rank].copy_(flat)\n"
+          "            ring_all_gather(every, comm)\n            total = every[0]\n            for other in "
+          "every[1:]:\n"
+          "                total = COMBINE[op](total, other)\n            "
+          'flat.copy_(total / comm.size if op == "mean" else total)')),
+    wrong("keeps-the-padding", ("flat[: tensor.numel()].view(tensor.shape)",
+          "flat if flat.numel() > tensor.numel() else flat.view(tensor.shape)")),
+    wrong("loses-the-shape", ("return flat[: tensor.numel()].view(tensor.shape)", "return flat[: tensor.numel()]")),
+    wrong("overwrites-the-input", ("flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)\n"
+          "            flat[: tensor.numel()].copy_(tensor.reshape(-1))",
+          "flat = tensor.view(-1)\n            if flat.numel() % comm.size:\n                "
+          "flat = torch.cat([flat, flat.new_zeros(-flat.numel() % comm.size)])")),
+    wrong("always-sums", ("comm, COMBINE[op], out", "comm, torch.add, out")),
+]  # fmt: skip
+
+
+def check() -> None:
+    for n in (4, 3, 1):
+        ranks(n, on_rank)
+    ranks(4, traffic)
+    (_, state, _), *_ = ranks(4, train, DDP, 2)
+    if relative_error(state, plain(2)[1]) > 1e-4:
+        fail("values", "DDP with your all-reduce does not learn what one process learns.")
+
+
+def on_rank(comm) -> None:
+    n, r = comm.size, comm.rank
+    for shape in ((12,), (2, 5), ()):
+        everyone = torch.stack([torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) * 2**k for k in range(n)])
+        mine = everyone[r].clone()
+        for op, want in (("sum", everyone.sum(0)), ("mean", everyone.sum(0) / n), ("max", everyone.amax(0))):
+            got = collectives.all_reduce(mine, comm, op)
+            if not torch.equal(mine, everyone[r]):
+                fail("overwrites-the-input", f"After op={op!r} rank {r}'s own tensor has other values: work on a copy.")
+            if isinstance(got, torch.Tensor) and got.numel() > want.numel():
+                fail("keeps-the-padding", f"{got.numel()} elements came back for {want.numel()}: cut the padding off.")
+            if isinstance(got, torch.Tensor) and got.shape != want.shape:
+                fail("loses-the-shape", f"A tensor of shape {shape} came back as {tuple(got.shape)}.")
+            total = everyone.sum(0)
+            mistakes = {"always-sums": (total, f"op={op!r} gave the sum: COMBINE[op] says how to combine.")}
+            if op == "mean":
+                mistakes = {
+                    "forgot-divide": (total, f"The mean over {n} ranks is the sum: divide by comm.size."),
+                    "divides-everything": (total / n / n, "The mean was divided by the number of ranks twice."),
+                }
+            if op == "sum" and shape == (12,):
+                parts = mine.clone()
+                parts.chunk(n)[r].copy_(total.chunk(n)[r])
+                words = f"Only chunk {r} of rank {r} is the sum: gather the others' chunks."
+                mistakes["forgot-gather"] = (parts, words)
+            recognise(got, want, mistakes if n > 1 else {}, f"all_reduce with op={op!r} on {n} ranks, rank {r}")
+
+
+def traffic(comm) -> None:
+    before = comm.bytes_sent
+    collectives.all_reduce(torch.ones(1000), comm)
+    sent = comm.bytes_sent - before
+    if sent > 6000:
+        fail(
+            "gathers-everything",
+            f"Rank {comm.rank} of 4 sent {size(sent)} for a tensor of {size(4000)}: reduce first, then gather, "
+            "and it is 2 (N-1)/N = 1.5 times the tensor.",
+        )
+    try:
+        collectives.all_reduce(torch.ones(4), comm, "median")
+    except ValueError:
+        return
+    fail("no-error", 'op="median" must be a ValueError: _check_op says so, before anything is sent.')

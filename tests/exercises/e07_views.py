@@ -1,0 +1,70 @@
+"""A unit (say, a transformer block) has many parameters, but one flat buffer, so that one message moves them all. The
+parameters are views into it, each in its own shape: writing to the buffer is writing to them.
+
+    flat      | 0 1 2 3 4 5 | 6 7 | 8 9 10 11 | pad |
+    offsets     0             6     8
+    shapes      (2, 3)        (2,)  (2, 2)
+
+`self` is the unit: self.shapes and self.offsets, one of each for each parameter. A shape's .numel() is its elements.
+"""
+
+import torch
+
+from minizero import Zero1, partition
+from tests.exercises.kit import fail, ranks, recognise, wrong
+from tests.exercises.training import check_training, train
+
+PLAN = [
+    "For each parameter: the elements of `flat` from its offset on, as many as its shape has.",
+    "As a view in its shape. No copies. Return the list.",
+]
+HINTS = [
+    "flat[a:b] is a view; so is .view(shape).",
+    "zip(self.offsets, self.shapes, strict=True) gives both together.",
+    "From o to o + s.numel(), for offset o and shape s.",
+]
+LINE = "flat[o : o + s.numel()].view(s)"
+WRONG = [
+    wrong("copies", (LINE, "flat[o : o + s.numel()].view(s).clone()")),
+    wrong("ignores-the-offset", (LINE, "flat[: s.numel()].view(s)")),
+    wrong("loses-the-shape", (LINE, "flat[o : o + s.numel()]")),
+    wrong("one-too-far", (LINE, "flat[o + 1 : o + 1 + s.numel()].view(s)")),
+    wrong("transposes", (LINE, "flat[o : o + s.numel()].view(*reversed(s)).permute(*reversed(range(len(s))))")),
+    wrong("to-the-end", (LINE, "flat[o:].view(s)"), says="RuntimeError"),
+]
+
+
+class Unit:
+    """As much of a unit as the method needs."""
+
+    shapes = [torch.Size((2, 3)), torch.Size((2,)), torch.Size((2, 2))]
+    offsets = [0, 6, 8]
+
+
+def check() -> None:
+    flat = torch.arange(13.0)
+    got = partition.Unit.views(Unit(), flat)
+    if not isinstance(got, list) or len(got) != 3:
+        fail("not-a-list", "Expected a list of three views, one for each parameter.")
+    for view, shape, offset in zip(got, Unit.shapes, Unit.offsets):
+        n = shape.numel()
+        want = flat[offset : offset + n].view(shape)
+        if view.shape != shape:
+            fail("loses-the-shape", f"A parameter of shape {tuple(shape)} came out as {tuple(view.shape)}: view it so.")
+        mistakes = {
+            "ignores-the-offset": (flat[:n].view(shape), f"The parameter at offset {offset} was taken from the start."),
+            "one-too-far": (
+                flat[offset + 1 : offset + 1 + n].view(shape),
+                f"The parameter at offset {offset} begins one element too late.",
+            ),
+            "transposes": (
+                want.reshape(-1).view(*reversed(shape)).permute(*reversed(range(len(shape)))),
+                "A matrix came out with rows and columns exchanged.",
+            ),
+        }
+        recognise(view, want, mistakes, f"The parameter of shape {tuple(shape)}")
+        if view.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+            fail(
+                "copies", "A parameter is a copy: what the optimizer writes to the buffer would never reach the model."
+            )
+    check_training(ranks(2, train, Zero1, 2), "ZeRO-1")

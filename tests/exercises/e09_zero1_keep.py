@@ -1,0 +1,87 @@
+"""ZeRO stage 1 begins where the model is wrapped: every rank keeps all parameters, but its optimizer gets only its own
+chunk of them, so that Adam's states are 8Ψ/N bytes, not 8Ψ. `keep` is called for each unit with all its values.
+
+    full            rank 0's values, flat, FP32, as long as unit.size; the same on all ranks
+    unit.flat       what the module's parameters are views of, in the computing dtype unit.dtype
+    unit.master     FP32, what the optimizer's parameters are cut from: this rank's chunk
+
+In FP32 the master is a view into the replica, and costs nothing. In 16 bits it is a chunk of its own: a view of
+`full` would keep all of `full` alive.
+"""
+
+import torch
+
+from minizero import GPT, Zero1
+from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.training import PSI, SMALL, check_training, one_step, train
+
+PLAN = [
+    "unit.flat: `full` in unit.dtype (in FP32 `full` itself). unit.point_parameters_at(unit.flat) makes the "
+    "parameters views of it.",
+    "unit.master: this rank's chunk of `full`. In FP32 a view; in 16 bits a copy of the chunk.",
+    "unit.cut_shards() makes the optimizer's parameters from it.",
+]
+HINTS = [
+    "full.to(unit.dtype) is `full` itself where the dtype is FP32 already.",
+    "unit.chunk(full) is this rank's chunk, as a view.",
+    "unit.flat is full tells whether the two are one: then no copy is needed.",
+]
+MASTER = "unit.chunk(full) if unit.flat is full else unit.chunk(full).clone()"
+WRONG = [
+    wrong("shards-nothing", (MASTER, "full")),
+    wrong("everyone-takes-chunk-0", (MASTER, "full.chunk(unit.comm.size)[0]")),
+    wrong("parameters-are-elsewhere", ("    unit.point_parameters_at(unit.flat)\n", "")),
+    wrong("copies-in-fp32", (MASTER, "unit.chunk(full).clone()")),
+    wrong("keeps-the-whole", (MASTER, "unit.chunk(full)")),
+    wrong("computes-in-fp32", ("full.to(unit.dtype)", "full"), (MASTER, "unit.chunk(full).clone()"),
+          says="copies-in-fp32"),
+    wrong("forgets-the-shards", ("    unit.cut_shards()", "    pass"), says="no-parameters"),
+]  # fmt: skip
+
+
+def check() -> None:
+    ranks(4, wraps)
+    step = max(ranks(4, one_step, Zero1, torch.optim.AdamW), key=lambda step: step.after["parameters"])
+    if step.after["parameters"] > 1.1 * 4 * PSI:
+        fail(
+            "copies-in-fp32",
+            f"A rank holds {size(step.after['parameters'])} of parameters, where 4Ψ = {size(4 * PSI)} is enough: "
+            "in FP32 the master is a view into the replica, not a copy.",
+        )
+    held = max(step.after["optimizer"] for step in ranks(4, half))
+    if held > 1.5 * 12 * PSI / 4:
+        fail(
+            "keeps-the-whole",
+            f"In FP16 a rank holds {size(held)} of masters and states, where 12Ψ/N = {size(12 * PSI / 4)} are "
+            "enough: a view of `full` keeps all of it alive. Copy the chunk.",
+        )
+    check_training(ranks(4, train, Zero1, 2), "ZeRO-1")
+
+
+def wraps(comm) -> None:
+    module = GPT(SMALL)
+    model = Zero1(module, comm)
+    chosen = sum(p.numel() for p in model.parameters())
+    if not chosen:
+        fail("no-parameters", "The optimizer gets no parameters at all: call unit.cut_shards().")
+    if chosen > 0.5 * PSI:
+        fail(
+            "shards-nothing",
+            f"Rank {comm.rank}'s optimizer gets {chosen:,} of {PSI:,} parameters, and would keep Adam's states "
+            "for all of them, 8Ψ bytes: unit.master must be this rank's chunk, a quarter on 4 ranks.",
+        )
+    for unit in model.units:
+        if any(p.untyped_storage().data_ptr() != unit.flat.untyped_storage().data_ptr() for p in unit.parameters):
+            fail(
+                "parameters-are-elsewhere",
+                "The module's parameters are not views of unit.flat: what is gathered there would never be used.",
+            )
+        wants = [unit.flat.chunk(comm.size)[r] for r in range(comm.size)]
+        mistakes = {
+            "everyone-takes-chunk-0": (wants[0], f"Rank {comm.rank} took chunk 0, as all ranks do: take your own.")
+        }
+        recognise(unit.master.detach(), wants[comm.rank], mistakes, f"The master of unit {unit.name}, rank {comm.rank}")
+
+
+def half(comm):
+    return one_step(comm, Zero1, torch.optim.AdamW, dtype=torch.float16)

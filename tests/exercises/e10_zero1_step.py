@@ -1,0 +1,107 @@
+"""ZeRO stage 1: the optimizer has updated this rank's chunk of every unit; the others' chunks of the replica
+are old. So before the next forward all ranks gather all chunks: an all-gather of parameters, where DDP had one
+of gradients.
+
+    unit.master     this rank's chunk, FP32, updated      unit.flat    the replica, in the computing dtype
+    unit.replica_is_stale()      has the master been written since?       unit.replica_is_fresh_now()    remembers it
+
+In FP32 the master is a view into the replica; in 16 bits it must be rounded into it first:
+master_to_weight(master, mine).
+"""
+
+import torch
+
+from minizero import Zero1
+from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.training import check_training, local_gradients, one_step, train
+
+PLAN = [
+    "For each unit in self.units whose replica is stale, and only for those:",
+    "`mine` is this rank's chunk of unit.flat. Round the master into it.",
+    "Gather all ranks' chunks into unit.flat: all_gather(mine, self.comm, out=…, label=unit.name).",
+    "Say that the replica is fresh now, or it will be gathered again.",
+]
+HINTS = [
+    "unit.chunk(unit.flat) is a view: what is written to it is in unit.flat.",
+    "With out=unit.flat the gathered chunks land in the replica; what all_gather returns is not needed.",
+]
+GATHER = "all_gather(mine, self.comm, out=unit.flat, label=unit.name)"
+WRONG = [
+    wrong("forgets-the-gather", (GATHER, "pass")),
+    wrong("gathers-into-nothing", (GATHER, "all_gather(mine, self.comm, label=unit.name)"), says="forgets-the-gather"),
+    wrong("gathers-always", ("if unit.replica_is_stale():", "if True:")),
+    wrong("never-fresh", ("unit.replica_is_fresh_now()", "pass"), says="gathers-always"),
+    wrong("stale-is-fresh", ("if unit.replica", "if not unit.replica"), says="forgets-the-gather"),
+    wrong("forgets-to-round", ("master_to_weight(unit.master, mine)", "pass")),
+    wrong("sums-instead", (GATHER, "from minizero.collectives import all_reduce\n            "
+          "unit.flat.copy_(all_reduce(unit.flat, self.comm, label=unit.name))")),
+]  # fmt: skip
+
+
+def check() -> None:
+    steps = ranks(4, moved_by)
+    mean = local_gradients(4).mean(0)
+    for r, weights in enumerate(steps):
+        fresh = (weights - mean).norm() < 1e-3 * mean.norm()
+        if not fresh and weights.norm() > 20 * mean.norm():
+            fail("sums-instead", f"Rank {r}'s parameters are sums over ranks: they are gathered, not added up.")
+        if not fresh:
+            recognise(
+                weights, mean, {"forgets-the-gather": (own(mean, weights), stale(r))}, "After a step", tolerance=1e-3
+            )
+    again = max(step.again for step in ranks(4, one_step, Zero1))
+    if again:
+        fail(
+            "gathers-always",
+            f"Two forwards without a step between them, and the second sent {size(again)} a rank again: gather "
+            "what is stale, and mark it as fresh.",
+        )
+    moved = ranks(2, half)[0]
+    if not moved:
+        fail(
+            "forgets-to-round",
+            "In FP16 a step was taken, and the model's weights are as before: the masters moved, but were not "
+            "rounded into the replica. master_to_weight(unit.master, mine).",
+        )
+    check_training(ranks(4, train, Zero1, 2), "ZeRO-1")
+
+
+def stale(r: int) -> str:
+    return f"After a step rank {r} computes with old parameters of the other ranks: gather their chunks into unit.flat."
+
+
+def own(mean, moved):
+    """What a rank without the gather has: its own chunk moved, the rest as it was."""
+    return torch.where(moved == 0, torch.zeros_like(mean), moved)
+
+
+def moved_by(comm):
+    """How far the module's own parameters, which forward uses, have moved after a step."""
+    from minizero import GPT
+    from tests.exercises.training import SMALL, part, vector
+
+    module = GPT(SMALL)
+    model = Zero1(module, comm)
+    before = vector(dict(module.named_parameters())).clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(*part(comm)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(*part(comm))
+    return before - vector(dict(module.named_parameters()))
+
+
+def half(comm) -> bool:
+    from minizero import GPT
+    from tests.exercises.training import SMALL, part, vector
+
+    module = GPT(SMALL)
+    model = Zero1(module, comm, dtype=torch.float16)
+    before = vector(dict(module.named_parameters())).clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(*part(comm)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(*part(comm))
+    return not torch.equal(before, vector(dict(module.named_parameters())))

@@ -1,0 +1,102 @@
+"""Ψ parameters, N ranks, Adam: how many bytes does a rank hold between two steps? Per parameter, in FP32:
+
+    4 for itself, 4 for its gradient, 8 for Adam's two moments
+    stage 1 shards the moments, stage 2 the gradients as well, stage 3 all
+
+In 16 bits (what this package holds, convention="minizero"): working copies of 2 bytes (in stage 3 none between
+steps); an FP32 gradient for the optimizer, 4 bytes a parameter that its chunk has, and in stages 0 and 1 the
+16-bit gradient as well, 2 bytes; 12 bytes of "optimizer": the FP32 master and two moments. "Its chunk": in
+stages 1 to 3 Ψ/N, in stage 0 Ψ. The ZeRO paper counts 2 + 2 + 12, sharded from stages 3, 2, 1 on;
+convention="paper" is that, whatever the dtype.
+"""
+
+import torch
+
+from minizero import DDP, Zero1, Zero2, Zero3
+from minizero.memory import formulas
+from tests.exercises.kit import fail, ranks, size, wrong
+from tests.exercises.training import PSI, one_step
+
+PLAN = [
+    "Refuse a world_size below 1, a stage that is none, an unknown convention: `ValueError`.",
+    "Over how many ranks is sharded: sharding_factor where given, else world_size.",
+    "For each of parameters, gradients, optimizer: bytes per parameter, times Ψ, divided where the stage shards "
+    'it. Three cases: convention="paper"; FP32; 16 bits.',
+    'Return them as a dict with "total", their sum.',
+]
+HINTS = [
+    "FP32: parameters 4Ψ (stage 3: /N), gradients 4Ψ (stage 2 and up: /N), optimizer 8Ψ (stage 1 and up: /N).",
+    "16 bits: gradients are 2Ψ in stages 0 and 1, else 0, plus 4Ψ (stage 1 and up: /N).",
+    "A small table helps: one_in[k] is what is left of something that stage k is the first to shard: 1/N or 1.",
+]
+WRONG = [
+    wrong("shards-nothing", ("1 / shards if stage >= k else 1", "1")),
+    wrong("shards-everything", ("1 / shards if stage >= k else 1", "1 / shards")),
+    wrong("parameters-too-early", ('{"parameters": 4 * psi * one_in[3]', '{"parameters": 4 * psi * one_in[2]')),
+    wrong("one-moment", ('"optimizer": 8 * psi', '"optimizer": 4 * psi')),
+    wrong("forgets-the-masters", (' 12 * psi * one_in[1],\n', " 8 * psi * one_in[1],\n")),
+    wrong("gradients-in-stage-1", ('4 * psi * one_in[2], "optimizer": 8', '4 * psi * one_in[1], "optimizer": 8')),
+    wrong("ignores-the-factor", ("sharding_factor or world_size", "world_size")),
+    wrong("total-is-missing", (' | {"total": sum(parts.values())}', "")),
+    wrong("keeps-16-bit-gradients", ("working = 2 * psi if stage < 2 else 0", "working = 2 * psi")),
+]  # fmt: skip
+STAGES = (DDP, Zero1, Zero2, Zero3)
+SAY = {
+    (1, "gradients"): ("gradients-in-stage-1", "stage 1 keeps all gradients, and shards the optimizer only"),
+    (2, "parameters"): ("parameters-too-early", "stage 2 still keeps all parameters"),
+}
+
+
+def check() -> None:
+    for stage in range(4):
+        measured = ranks(4, one_step, STAGES[stage], torch.optim.AdamW, **{})[0].after
+        got = formulas.predict(PSI, 4, stage)
+        if not {"parameters", "gradients", "optimizer", "total"} <= set(got):
+            fail(
+                "total-is-missing", f"Expected parameters, gradients, optimizer and their total; got {', '.join(got)}."
+            )
+        for part in ("optimizer", "gradients", "parameters"):
+            ratio = got[part] / measured[part]
+            if abs(ratio - 1) < 0.02:
+                continue
+            words = f"Stage {stage} on 4 ranks: predicted {size(got[part])} of {part}, the ledger measures "
+            words += f"{size(measured[part])}"
+            if (stage, part) in SAY and ratio < 0.3:
+                name, why = SAY[stage, part]
+                fail(name, f"{words}: {why}.")
+            if stage == 0 and ratio < 0.3:
+                fail("shards-everything", f"{words}: data parallelism shards nothing.")
+            if ratio > 3:
+                fail("shards-nothing", f"{words}: this stage shards it, divide by the number of ranks.")
+            if part == "optimizer" and abs(ratio - 0.5) < 0.02:
+                fail("one-moment", f"{words}: Adam has two moments, 8 bytes a parameter.")
+            fail("values", f"{words}.")
+        if abs(got["total"] / sum(got[p] for p in ("optimizer", "gradients", "parameters")) - 1) > 1e-9:
+            fail("values", "total is not the sum of the three.")
+    half = formulas.predict(1000, 4, 2, dtype=torch.float16)
+    if half["optimizer"] == 2000:
+        fail("forgets-the-masters", "In 16 bits the optimizer keeps FP32 masters too: 4 + 8 bytes a parameter, not 8.")
+    if half["gradients"] == 3000:
+        fail(
+            "keeps-16-bit-gradients", "From stage 2 on no full 16-bit gradient is kept: 4Ψ/N for the FP32 shard is all."
+        )
+    for stage, want in enumerate(((2000, 6000, 12000), (2000, 3000, 3000), (2000, 1000, 3000), (0, 1000, 3000))):
+        got = formulas.predict(1000, 4, stage, dtype=torch.bfloat16)
+        if (got["parameters"], got["gradients"], got["optimizer"]) != want:
+            fail("values", f"16 bits, 1000 parameters, 4 ranks, stage {stage}: expected {want}, got {got}.")
+    if formulas.predict(1000, 8, 3, sharding_factor=2)["total"] != 8000:
+        fail(
+            "ignores-the-factor",
+            "With sharding_factor=2 a rank holds half of 16 bytes a parameter, whatever the world size.",
+        )
+    if formulas.predict(1000, 1, 3)["total"] != 16000:
+        fail("values", "Alone, a rank holds 16 bytes a parameter in every stage.")
+    paper = [formulas.predict(7.5e9, 64, stage, convention="paper")["total"] / 1e9 for stage in range(4)]
+    if [round(x, 1) for x in paper] != [120.0, 31.4, 16.6, 1.9]:
+        fail("values", f"The paper's example, 7.5 billion on 64 ranks, is 120, 31.4, 16.6, 1.9 GB; got {paper}.")
+    for bad in (dict(world_size=0, stage=1), dict(world_size=4, stage=4), dict(world_size=4, stage=1, convention="x")):
+        try:
+            formulas.predict(1000, **bad)
+        except ValueError:
+            continue
+        fail("no-error", f"{bad} must be a ValueError.")

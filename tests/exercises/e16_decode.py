@@ -1,0 +1,85 @@
+"""A floating-point number is three whole numbers next to each other: sign, exponent field, mantissa. FP16 has 1
++ 5 + 10 bits, and its bias is 15.
+
+    field 1 to 30     (-1)^sign · 1.mantissa · 2^(field - bias)
+    field 0           (-1)^sign · 0.mantissa · 2^(1 - bias)          zero and the subnormal numbers
+    field 31          infinity where the mantissa is 0, else NaN
+
+`fmt` says how wide the fields are (fmt.width, fmt.mantissa_bits), and fmt.infinity_bits is the code of infinity
+(None in a format without), fmt.max_bits the largest number's, both without the sign bit. fmt.min_exponent is 1
+- bias.
+"""
+
+import math
+
+import numpy as np
+
+from precision import formats
+from precision.formats import FP8_E4M3, FP16, FloatFormat
+from tests.exercises.kit import fail, wrong
+
+PLAN = [
+    "Cut the bits: the sign is the highest; `code` is the rest; field and mantissa are its two parts.",
+    "Is the code that of infinity? Is it above fmt.max_bits (then it is NaN; the package keeps the payload, "
+    "math.nan is right too)?",
+    "Field 0: the mantissa is a whole number of steps of 2^(fmt.min_exponent - fmt.mantissa_bits). Formats "
+    "without subnormals (fmt.subnormals is False) have zeros there.",
+    "Else the leading 1, which is not stored, comes in front of the mantissa: 2^mantissa_bits + mantissa steps.",
+    "Give it its sign: also to zero, infinity, NaN.",
+]
+HINTS = [
+    "bits >> (fmt.width - 1) is the sign; bits % 2 ** (fmt.width - 1) is the rest.",
+    "math.ldexp(m, e) is m · 2^e, exactly.",
+    "One step of a normal number is 2^(field - bias - mantissa_bits).",
+    "math.copysign(magnitude, -1.0) also makes -0.0.",
+]
+WRONG = [
+    wrong("forgets-the-leading-1", ("2**fmt.mantissa_bits + mantissa, field", "mantissa, field")),
+    wrong("wrong-bias", ("field - fmt.bias - fmt", "field - fmt.bias - 1 - fmt")),
+    wrong("subnormals-as-normals", ("elif field == 0:", "elif field == 0 and mantissa == 0:")),
+    wrong("flushes-subnormals", ("if fmt.subnormals else 0.0", "if False else 0.0")),
+    wrong(
+        "subnormals-half", ("fmt.min_exponent - fmt.mantissa_bits) if", "fmt.min_exponent - 1 - fmt.mantissa_bits) if")
+    ),
+    wrong("loses-the-sign", ("-1.0 if sign else 1.0", "1.0")),
+    wrong("infinity-is-nan", ("if code == fmt.infinity_bits:", "if False:")),
+    wrong("nan-is-a-number", ("elif code > fmt.max_bits:", "elif False:")),
+]
+
+
+def check() -> None:
+    numbers = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float64)
+    for bits in (0x3C00, 0x4248, 0x7BFF):
+        got, want = formats.decode_one(bits, FP16), numbers[bits]
+        if got in (want / 2, want * 2):
+            fail("wrong-bias", f"{bits:#06x} is {want:g}, not {got:g}, half or twice as much: FP16's bias is 15.")
+        if got < want:
+            fail("forgets-the-leading-1", f"{bits:#06x} is {want:g}, not {got:g}: 1.mantissa, the 1 is not stored.")
+    for bits in (0x0001, 0x0200, 0x03FF):
+        got, want = formats.decode_one(bits, FP16), numbers[bits]
+        if got == 0:
+            fail("flushes-subnormals", f"{bits:#06x} is {want:.4g}, a subnormal number, not 0.")
+        if got == want / 2:
+            fail("subnormals-half", f"{bits:#06x} is {want:.4g}, not {got:.4g}: field 0 has the exponent of field 1.")
+        if got != want:
+            fail(
+                "subnormals-as-normals",
+                f"{bits:#06x} is {want:.4g}, not {got:.4g}: with field 0 there is no leading 1.",
+            )
+    if not math.isinf(formats.decode_one(0x7C00, FP16)):
+        fail("infinity-is-nan", f"0x7c00 is infinity, not {formats.decode_one(0x7C00, FP16)}.")
+    if not math.isnan(formats.decode_one(0x7E00, FP16)):
+        fail("nan-is-a-number", f"0x7e00 is NaN, not {formats.decode_one(0x7E00, FP16):g}: field 31 holds no numbers.")
+    for bits in range(0, 2**16, 7):
+        got, want = formats.decode_one(bits, FP16), numbers[bits]
+        if math.isnan(want) and math.isnan(got):
+            continue
+        if got != want or math.copysign(1, got) != math.copysign(1, want):
+            if abs(got) == abs(want):
+                fail("loses-the-sign", f"{bits:#06x} is {want}, not {got}: the highest bit is the sign.")
+            fail("values", f"{bits:#06x} is {want}, not {got}.")
+    for bits, want in ((0x7E, 448.0), (0x01, 2.0**-9), (0x80, 0.0)):
+        if formats.decode_one(bits, FP8_E4M3) != want:
+            fail("values", f"In FP8 E4M3, {bits:#04x} is {want}: take the widths from fmt.")
+    if formats.decode_one(0x01, FloatFormat(4, 3, subnormals=False)) != 0:
+        fail("values", "In a format without subnormals, field 0 is zero.")

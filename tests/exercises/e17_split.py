@@ -1,0 +1,67 @@
+"""Encoding begins with a float64 taken apart into whole numbers, with which nothing is lost by accident:
+
+    x = (-1)^sign · significand · 2^(exponent - 52)
+
+A float64 has 1 bit of sign, 11 of exponent field (bias 1023) and 52 of mantissa. In normal numbers a 1 stands
+before the mantissa, which is not stored: the significand has 53 bits. Field 0 has none, and the exponent of
+field 1.
+"""
+
+import math
+
+from precision import formats
+from precision.formats import FP16
+from tests.exercises.kit import fail, wrong
+
+PLAN = [
+    'The 64 bits as a whole number: struct.pack(">d", x) gives 8 bytes, int.from_bytes(…, "big") the number.',
+    "Cut out the sign (1 bit), the field (11 bits), the mantissa (52 bits).",
+    "The exponent is the field less 1023; field 0 counts as field 1.",
+    "The significand is the mantissa, with 2^52 added unless the field is 0.",
+]
+HINTS = [
+    "bits >> 52 has sign and field; & 0x7FF leaves the lowest 11 bits.",
+    "bits % 2**52 is the mantissa.",
+    "max(field, 1) treats field 0 as field 1.",
+]
+WRONG = [
+    wrong("forgets-the-leading-1", ("mantissa + (2**52 if field else 0)", "mantissa")),
+    wrong("leading-1-always", ("(2**52 if field else 0)", "2**52")),
+    wrong("wrong-bias", ("1023", "1024")),
+    wrong("subnormal-exponent", ("max(field, 1)", "field")),
+    wrong("sign-in-the-field", ("0x7FF", "0xFFF")),
+    wrong("loses-the-sign", ("bits >> 63", "0")),
+    wrong("exponent-of-the-last-bit", ("max(field, 1) - 1023,", "max(field, 1) - 1075,")),
+]
+
+
+def check() -> None:
+    for x in (1.0, 1.5, 3.140625, 1e300, 0.1):
+        sign, exponent, significand = formats.split(x)
+        _, e = math.frexp(x)
+        if significand < 2**52:
+            fail(
+                "forgets-the-leading-1", f"{x}: the significand has 53 bits, a 1 before the mantissa: {significand:#x}."
+            )
+        if exponent == e - 1 - 52:
+            fail(
+                "exponent-of-the-last-bit", f"{x}: the exponent is that of the leading 1, {e - 1}, not of the last bit."
+            )
+        if exponent == e - 2:
+            fail("wrong-bias", f"{x} is 1.… · 2^{e - 1}, not 2^{exponent}: the bias is 1023.")
+        value = math.ldexp(significand, exponent - 52)
+        if sign or value != x:
+            fail("values", f"{x} came out as sign {sign}, {significand:#x} · 2^({exponent} - 52).")
+    for x in (-1.0, -0.0, -2.5):
+        sign, exponent, significand = formats.split(x)
+        if exponent > 1024:
+            fail("sign-in-the-field", f"{x}: exponent {exponent}: the sign bit got into the field, which has 11 bits.")
+        if sign != 1:
+            fail("loses-the-sign", f"{x} has sign 1, the highest bit.")
+    sign, exponent, significand = formats.split(5e-324)
+    if significand >= 2**52:
+        fail("leading-1-always", "5e-324, the smallest float64, has significand 1: field 0 has no leading 1.")
+    if exponent != -1022:
+        fail("subnormal-exponent", f"5e-324 has the exponent of field 1, -1022, not {exponent}.")
+    if formats.encode_one(1.5, FP16)[0] != 0x3E00:
+        fail("values", "1.5 is no longer 0x3e00 in FP16.")

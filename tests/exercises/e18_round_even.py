@@ -1,0 +1,91 @@
+"""A significand has more bits than the format: the last `drop` of them must go, and what is kept may go up by 1. To
+nearest; and half-way to the even one of the two neighbours, so that ties go up as often as down.
+
+    significand 1011 01, drop 2:   1011 and a rest of 1 of 4     → 1011
+                1011 10            1011 and a rest of 2 of 4     → 1100   (half-way: to even)
+                1010 10            1010 and a rest of 2 of 4     → 1010   (half-way: to even)
+
+The other roundings of IEEE 754: "nearest-away" (ties away from zero), "toward-zero", "up" (to +∞), "down" (to
+-∞); what is rounded is the magnitude, and `sign` says of what. "stochastic": away from zero as often as the
+rest says, for a random `draw` in [0, 1): where rest / 2^drop > draw.
+"""
+
+import random
+
+import numpy as np
+
+from precision import formats
+from precision.formats import FP16
+from tests.exercises.kit import fail, wrong
+
+PLAN = [
+    "Cut the significand into what is kept and the rest; 2^drop is a whole unit of what is kept.",
+    "Decide for each rounding whether 1 is added: away from zero, or not. `ValueError` for an unknown name.",
+    "nearest-even: the rest is more than half; or it is exactly half and what is kept is odd.",
+    "Return kept, or kept + 1.",
+]
+HINTS = [
+    "kept = significand >> drop, rest = significand % 2**drop. Compare 2 * rest with 2**drop: no fractions needed.",
+    "up: only positive numbers (sign 0) with a rest go away from zero; down: only negative ones.",
+    "Fraction(rest, 2**drop) > draw compares exactly.",
+]
+TIE = "(2 * rest == one and kept % 2 == 1)"
+WRONG = [
+    wrong("half-up", (TIE, "2 * rest == one")),
+    wrong("half-down", (f" or {TIE}", "")),
+    wrong("ties-to-odd", ("kept % 2 == 1)", "kept % 2 == 0)")),
+    wrong("truncates", (f"away = 2 * rest > one or {TIE}", "away = False")),
+    wrong("any-rest-goes-up", (f"2 * rest > one or {TIE}", "rest > 0")),
+    wrong("away-like-even", ("away = 2 * rest >= one", f"away = 2 * rest > one or {TIE}")),
+    wrong("up-forgets-the-sign", ("away = rest > 0 and sign == 0", "away = rest > 0")),
+    wrong("stochastic-backwards", ("> draw", "< draw")),
+]
+
+
+def check() -> None:
+    def near(kept: int, rest: int, rounding: str = "nearest-even", sign: int = 0, draw: float = 0) -> int:
+        return formats.round_off(kept * 4 + rest, 2, sign, rounding, draw) - kept
+
+    said = "A significand of 1011 01: the rest is 1 of 4, below half,"
+    if near(0b1011, 1):
+        fail("any-rest-goes-up", f"{said} and went up: nearest is down.")
+    if not near(0b1011, 3):
+        fail("truncates", "A significand of 1011 11: the rest is 3 of 4, above half, and was cut off: nearest is up.")
+    odd, even = near(0b1011, 2), near(0b1010, 2)
+    if odd and even:
+        fail(
+            "half-up", "1010 10 is half-way between 1010 and 1011, and went up to the odd one: ties go to the even one."
+        )
+    if not odd and not even:
+        fail(
+            "half-down",
+            "1011 10 is half-way between 1011 and 1100, and stayed at the odd one: ties go to the even one.",
+        )
+    if even:
+        fail("ties-to-odd", "Ties went to the odd neighbour: 1011 10 stayed, 1010 10 went up. Even is what ends in 0.")
+    if not (near(4, 2, "nearest-away") and near(5, 2, "nearest-away")):
+        fail("away-like-even", '"nearest-away" sends every tie away from zero, whatever is kept.')
+    if formats.round_off(4 * 8 + 3, 3, 0, "nearest-away") != 4:
+        fail("values", 'A rest of 3 of 8 is below half: "nearest-away" stays.')
+    if near(4, 0, "down", sign=1) or near(4, 1, "stochastic", draw=0.25):
+        fail("values", "Nothing is added without a rest, nor where the rest is not more than the draw.")
+    if near(4, 3, "toward-zero"):
+        fail("values", '"toward-zero" never adds 1.')
+    if near(4, 1, "up", sign=1) or near(4, 1, "down", sign=0):
+        fail("up-forgets-the-sign", '"up" took a negative number away from zero, which is down: look at the sign.')
+    if not near(4, 1, "up", sign=0) or not near(4, 1, "down", sign=1) or near(4, 0, "up"):
+        fail("values", '"up" takes positive numbers with a rest away from zero, "down" negative ones.')
+    if not near(4, 1, "stochastic", draw=0.1) or near(4, 1, "stochastic", draw=0.5):
+        fail("stochastic-backwards", 'A rest of 1/4 goes up with "stochastic" for a draw of 0.1 and stays for 0.5.')
+    numbers = random.Random(0)
+    for _ in range(3000):
+        x = numbers.uniform(-1, 1) * 2.0 ** numbers.randint(-26, 16)
+        with np.errstate(over="ignore"):
+            want = int(np.float64(x).astype(np.float16).view(np.uint16))
+        if formats.encode_one(x, FP16)[0] != want:
+            fail("values", f"With your rounding {x!r} becomes {formats.encode_one(x, FP16)[0]:#06x}, not {want:#06x}.")
+    try:
+        formats.round_off(5, 1, 0, "sideways")
+    except ValueError:
+        return
+    fail("no-error", 'The rounding "sideways" must be a ValueError.')

@@ -1,0 +1,150 @@
+"""A number goes into the bits of a format: split, align, round, pack, and then what is special. The four steps
+are there; you put them together, and say what happened (flags).
+
+    sign, exponent, significand = split(x)          x = (-1)^sign · significand · 2^(exponent - 52)
+    drop = align(exponent, fmt)                     so many low bits have no place
+    kept = round_off(significand, drop, sign, rounding, draw)
+    code = pack(kept, exponent, fmt)                the bits without the sign
+
+fmt.max_bits is the largest number's code, fmt.overflow_bits what a number too large becomes, fmt.nan_bits the
+quiet NaN (None where the format has none), fmt.infinity_bits infinity; all without the sign bit, which is
+2^(fmt.width - 1).
+"""
+
+import math
+import random
+
+import numpy as np
+
+from precision import formats
+from precision.formats import FP8_E4M3, FP16, FloatFormat
+from tests.exercises.kit import fail, wrong
+
+PLAN = [
+    "NaN: `ValueError` where the format has none; else its sign, fmt.nan_bits, and the top fmt.mantissa_bits "
+    "bits of the payload, which are significand >> (52 - fmt.mantissa_bits) (only with fmt.infinities). The flag "
+    '"invalid" unless bit 51 of the significand, the quiet bit, is set.',
+    'Infinity: fmt.overflow_bits. Where that is not fmt.infinity_bits, with the flags "overflow" and "inexact".',
+    'Else the four steps. "inexact" where any of the dropped bits is 1.',
+    'A code above fmt.max_bits is an overflow: fmt.overflow_bits, with "overflow" and "inexact". But '
+    "rounding toward zero, "
+    "or against the number's sign (down for positive, up for negative), stops at fmt.max_bits.",
+    '"underflow": inexact, and below the smallest normal number even if it were rounded with one bit more: '
+    "significand >> drop < 2^mantissa_bits, and round_off(significand, drop - 1, …) < 2^(mantissa_bits + 1).",
+    'flush_to_zero, or a format without subnormals: a code below 2^mantissa_bits becomes 0 with "underflow" and '
+    '"inexact", unless the number is 0.',
+    "Return the sign bit with the code, and the set of flags.",
+]
+HINTS = [
+    "Return early for NaN and infinity: the steps are for numbers.",
+    "significand % 2**drop is what was dropped.",
+    'to_infinity = rounding not in ("toward-zero", "down" if sign == 0 else "up")',
+    "The order matters: overflow, then underflow, then flushing, then the sign.",
+]
+WRONG = [
+    wrong("overflow-becomes-max", ("fmt.overflow_bits if to_infinity else fmt.max_bits", "fmt.max_bits")),
+    wrong("overflow-always-infinity", ("fmt.overflow_bits if to_infinity else fmt.max_bits", "fmt.overflow_bits")),
+    wrong("forgets-overflow", ("if code > fmt.max_bits:", "if False:")),
+    wrong("forgets-the-sign", ("return sign_bit | code, flags", "return code, flags")),
+    wrong("loses-the-payload", (" | (payload if fmt.infinities else 0)", "")),
+    wrong("flushes-subnormals", ("(flush_to_zero or not fmt.subnormals)", "True")),
+    wrong("rounds-twice", ("sign, exponent, significand = split(x)", "import struct\n    if abs(x) < 3e38:\n        "
+          'x = struct.unpack(">f", struct.pack(">f", x))[0]\n    sign, exponent, significand = split(x)')),
+    wrong("never-inexact", ('{"inexact"} if significand % 2**drop else set()', "set()")),
+    wrong("exact-underflows", ("if is_tiny and flags:", "if is_tiny:")),
+]  # fmt: skip
+
+
+def check() -> None:
+    def bits(x: float, *rounding: str) -> int:
+        return formats.encode_one(x, FP16, *rounding)[0]
+
+    if bits(-2.0) != 0xC000:
+        fail("forgets-the-sign", f"-2 is 0xc000 in FP16, not {bits(-2.0):#06x}: the sign is the highest bit.")
+    if bits(65520.0) == 0x7BFF:
+        fail("overflow-becomes-max", "65520 is beyond FP16's largest number, 65504: to nearest it becomes infinity.")
+    if bits(1e6) != 0x7C00:
+        fail("forgets-overflow", f"1e6 is too large for FP16: infinity is 0x7c00, not {bits(1e6):#06x}.")
+    if bits(1e6, "toward-zero") != 0x7BFF or bits(-1e6, "up") != 0xFBFF:
+        fail(
+            "overflow-always-infinity", "Rounded toward zero, 1e6 becomes the largest number, 65504, and not infinity."
+        )
+    if bits(1e-6) == 0:
+        fail("flushes-subnormals", "1e-6 is a subnormal number of FP16, 0x0011, not 0.")
+    twice = 1 + 2.0**-11 + 2.0**-40
+    if bits(twice) == 0x3C00:
+        fail(
+            "rounds-twice",
+            "1 + 2^-11 + 2^-40 lies above half-way and must go up; rounded to float32 first it is half-way and "
+            "goes to even. Round once.",
+        )
+    payload = np.uint64(0x7FF0040000000000 | 0x0008000000000000).view(np.float64).item()
+    if bits(payload) == 0x7E00:
+        fail("loses-the-payload", "A NaN with payload bits became the bare one, 0x7e00: its top bits are kept.")
+    flags = formats.encode_one(0.1, FP16)[1]
+    if flags != {"inexact"}:
+        fail("never-inexact", f"0.1 is no FP16 number: the flags are {{'inexact'}}, not {flags or 'none'}.")
+    if formats.encode_one(2.0**-20, FP16)[1]:
+        fail("exact-underflows", "2^-20 is a subnormal number, and exact: no flag. Underflow needs a loss.")
+    for x, want in ((1e-6, {"underflow", "inexact"}), (1e6, {"overflow", "inexact"}), (math.inf, set()), (0.0, set())):
+        if formats.encode_one(x, FP16)[1] != want:
+            fail("values", f"{x!r} raises {want or 'no flag'}, not {formats.encode_one(x, FP16)[1] or 'none'}.")
+    if formats.encode_one(1e-6, FP16, flush_to_zero=True) != (0, {"underflow", "inexact"}):
+        fail("values", "With flush_to_zero 1e-6 becomes 0, with underflow and inexact.")
+    if formats.encode_one(math.inf, FloatFormat(5, 10, saturate=True))[0] != 0x7BFF:
+        fail("values", "In a format that saturates, infinity becomes the largest number.")
+    nans()
+    edges()
+    numbers = random.Random(0)
+    for _ in range(2000):
+        x = numbers.uniform(-1, 1) * 2.0 ** numbers.randint(-27, 17)
+        with np.errstate(over="ignore"):
+            want = int(np.float64(x).astype(np.float16).view(np.uint16))
+        if bits(x) != want:
+            fail("values", f"{x!r} becomes {bits(x):#06x}, not {want:#06x}.")
+
+
+def nans() -> None:
+    """Sign, payload and quiet bit: FP16 keeps the top 10 of a float64's 52 bits, and makes a signalling NaN quiet."""
+    for pattern, want, flags in (
+        (0x7FF8 << 48 | 0b101 << 42, 0x7E05, set()),
+        (0xFFF8 << 48 | 1 << 50, 0xFF00, set()),
+        (0x7FF0 << 48 | 1 << 42, 0x7E01, {"invalid"}),
+    ):
+        x = np.uint64(pattern).view(np.float64).item()
+        got = formats.encode_one(x, FP16)
+        if got != (want, flags):
+            fail(
+                "values",
+                f"The NaN {pattern:#018x} becomes {want:#06x}, flags {flags or 'none'}; got {got[0]:#06x}, {got[1]}.",
+            )
+    if formats.encode_one(math.nan, FP8_E4M3)[0] & 0x7F != 0x7F:
+        fail("values", "In E4M3 there is one NaN, 0x7f: the payload has no place.")
+    try:
+        formats.encode_one(math.nan, FloatFormat(5, 10, nans=False))
+    except ValueError:
+        return
+    fail("no-error", "A NaN for a format that has none must be a ValueError.")
+
+
+def edges() -> None:
+    """Where overflow, underflow and flushing begin; tiny is what 11 bits and any exponent leave below 2^-14."""
+    for x in (
+        65504.0,
+        2.0**-14,
+        2.0**-14 * (1 - 2.0**-11),
+        2.0**-14 * (1 - 2.0**-12),
+        2.0**-14 * (1 - 2.0**-13),
+        3e-5,
+        7e-5,
+    ):
+        bits, flags = formats.encode_one(x, FP16)
+        inexact = formats.decode_one(bits, FP16) != x
+        mantissa, exponent = math.frexp(x)
+        tiny = math.ldexp(round(mantissa * 2**11), exponent - 11) < 2.0**-14
+        want = ({"inexact"} if inexact else set()) | ({"underflow"} if inexact and tiny else set())
+        if flags != want:
+            fail("values", f"{x!r} raises {want or 'no flag'}, not {flags or 'none'}.")
+    for x, want in ((2.0**-14, (0x0400, set())), (0.0, (0, set())), (2.0**-15, (0, {"underflow", "inexact"}))):
+        if formats.encode_one(x, FP16, flush_to_zero=True) != want:
+            fail("values", f"With flush_to_zero {x!r} becomes {want[0]:#06x}: only subnormal results are flushed.")

@@ -1,0 +1,91 @@
+"""a + b on bit patterns, with whole numbers only, as a processor does it:
+
+    unpack      sign, exponent, significand, with EXTRA = 3 places more: guard, round, sticky
+    align       both to the larger exponent
+    operate     operate_add(x, y, rounding): the signed sum of the significands
+    normalise   until one 1 is before the point: normalise(x, point)
+    round       round(x, point, fmt, rounding) gives three things, which pack takes: pack(*round(…), fmt, rounding)
+
+`point` says how many places of a significand are behind the point: here fmt.mantissa_bits + EXTRA. What is not
+a finite number is settled last: classify(bits, fmt) has .zero .infinite .nan, and settle(result, fmt, p, q,
+sign=…, infinite=…, invalid=…) puts infinity, of that sign, or NaN where it belongs.
+"""
+
+import numpy as np
+
+from precision import arithmetic
+from tests.exercises.kit import fail, wrong
+
+PLAN = [
+    "Unpack both with EXTRA more places, and align them.",
+    "Operate, normalise, round, pack.",
+    "Classify both operands. Invalid: infinity and infinity of different signs. Infinite: where one of them is; "
+    "its sign is that of the one that is infinite.",
+    "Return what settle makes of it.",
+]
+HINTS = [
+    "settle puts NaN where `invalid` is true, and where an operand is NaN, by itself.",
+    "x, y = align(unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA)) keeps the signs in x.sign and y.sign.",
+    "torch.where(condition, this, that) is imported as `where`: sign = where(p.infinite, x.sign, y.sign).",
+]
+ALIGN = "align(unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA))"
+WRONG = [
+    wrong("forgets-to-align", (ALIGN, "unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA)")),
+    wrong("loses-guard-bits", (ALIGN, f"(n._replace(significand=n.significand >> EXTRA << EXTRA) for n in {ALIGN})")),
+    wrong("forgets-to-normalise", ("normalise(operate_add(x, y, rounding), point)", "operate_add(x, y, rounding)")),
+    wrong("infinity-minus-infinity", ("p.infinite & q.infinite & (x.sign != y.sign)", "p.nan | q.nan")),
+    wrong("all-infinities-invalid", ("& (x.sign != y.sign)", "")),
+    wrong("sign-of-the-first", ("sign = where(p.infinite, x.sign, y.sign)", "sign = x.sign")),
+    wrong("second-infinity-forgotten", ("infinite=p.infinite | q.infinite", "infinite=p.infinite")),
+    wrong("truncates", ("round(total, point, fmt, rounding), fmt", 'round(total, point, fmt, "toward-zero"), fmt')),
+]  # fmt: skip
+
+
+def check() -> None:
+    def plus(x: float, y: float) -> float:
+        a, b = (int(np.float16(v).view(np.uint16)) for v in (x, y))
+        return float(np.uint16(arithmetic.add(a, b)).view(np.float16))
+
+    inf = float("inf")
+    if plus(1024, 1) != 1025:
+        said = plus(1024, 1)
+        if said > 1100:
+            fail("forgets-to-align", f"1024 + 1 gives {said:g}: the two have different exponents. Align them first.")
+        fail("values", f"1024 + 1 gives {said:g}.")
+    if plus(1.5, 1.5) != 3 or plus(1.5, -1.25) != 0.25:
+        fail(
+            "forgets-to-normalise",
+            f"1.5 - 1.25 gives {plus(1.5, -1.25):g}: the leading 1 has moved. Normalise the sum.",
+        )
+    if not np.isnan(plus(inf, -inf)):
+        fail("infinity-minus-infinity", f"∞ - ∞ has no value, it must be NaN, not {plus(inf, -inf)}.")
+    if np.isnan(plus(inf, inf)):
+        fail("all-infinities-invalid", "∞ + ∞ is ∞; only of different signs they have no sum.")
+    if plus(1, -inf) == inf:
+        fail("sign-of-the-first", "1 + -∞ gives ∞: the sign is that of the operand that is infinite.")
+    if plus(2048, -0.25) == 2047:
+        fail(
+            "truncates", "2048 - 0.25 is nearest to 2048, and gives 2047: it was cut off, not rounded as was asked for."
+        )
+    if plus(2048, 3) != 2052 or plus(4096, 2.002) != 4100:
+        fail(
+            "loses-guard-bits",
+            "2048 + 3 is half-way between 2050 and 2052 and goes to the even one, 2052; it gave "
+            f"{plus(2048, 3):g}: the bits that moved out at the right were lost before rounding. Unpack with "
+            "EXTRA places.",
+        )
+    one, infinity = 0x3C00, 0x7C00
+    if int(arithmetic.add(one, infinity, rounding="toward-zero")) != infinity:
+        fail(
+            "second-infinity-forgotten",
+            "1 + ∞, rounded toward zero, is ∞, and gave a number: either of the two may be ∞.",
+        )
+    numbers = np.random.default_rng(0)
+    a, b = numbers.integers(0, 2**16, (2, 50_000), dtype=np.uint16)
+    with np.errstate(all="ignore"):
+        want = a.view(np.float16) + b.view(np.float16)
+    got = np.asarray(arithmetic.add(a, b)).view(np.float16)
+    bad = ~((got == want) | (np.isnan(got) & np.isnan(want)))
+    if bad.any():
+        i = int(bad.argmax())
+        fail("values", f"{a.view(np.float16)[i]} + {b.view(np.float16)[i]} is {want[i]}, not {got[i]}.")

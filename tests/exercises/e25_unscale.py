@@ -1,0 +1,122 @@
+"""The loss was multiplied by the scale s, so that small gradients survive in 16 bits; by the chain rule all
+gradients are s times as large. Before anything looks at their size (clipping, the optimizer) they are divided
+by s: in FP32, once, and while at it one looks for inf and NaN.
+
+    progress = self._progress.setdefault(optimizer, Progress())
+    progress.stage     "ready", then "unscaled", then "stepped"
+    progress.found     0-dim tensor: 1 where a gradient was inf or NaN
+
+self._check_has_scaled("unscale_") complains where nothing was scaled. found_inf(tensors) looks. self.combine,
+where it is not None, makes this rank's finding that of all ranks, so that all skip a step or none does.
+"""
+
+import torch
+
+from precision.master import MasterWeights
+from precision.scaling import StaticLossScaler
+from tests.exercises.kit import fail, recognise, wrong
+
+PLAN = [
+    "Has something been scaled? Was unscale_ called already, or step? `RuntimeError` for both.",
+    "Where the optimizer has `copy_gradients` (MasterWeights), call it: its FP16 gradients become the masters' "
+    "FP32 ones.",
+    "Collect the gradients, of all groups, that are not None. One in float16 is a `ValueError`: it would "
+    "underflow again. (Of a sparse gradient take ._values().)",
+    "If there are any: found_inf of them, combined over ranks, is progress.found.",
+    "Multiply each by 1/s in place. Note the stage.",
+]
+HINTS = [
+    "step() looks at progress.stage to see whether it must unscale first: what must stand there after this call?",
+    'An optimizer has groups: optimizer.param_groups is a list of dicts, each with its parameters under "params".',
+    "gradient.mul_(_float32(1 / self._scale)) divides in place.",
+]
+WRONG = [
+    wrong("multiplies", ("gradient.mul_(inverse)", "gradient.mul_(self._scale)")),
+    wrong("unscales-twice", ('progress.stage = "unscaled"', "pass")),
+    wrong("divides-twice", ("gradient.mul_(inverse)", "gradient.mul_(inverse).mul_(inverse)"), says="unscales-twice"),
+    wrong("not-in-place", ("gradient.mul_(inverse)", "gradient = gradient * inverse")),
+    wrong("never-looks", ("found = found_inf(gradients)", "found = torch.zeros(())")),
+    wrong("looks-at-the-first-only", ("found_inf(gradients)", "found_inf(gradients[:1])")),
+    wrong("forgets-other-ranks", ("found if self.combine is None else self.combine(found)", "found")),
+    wrong("forgets-the-masters", ("optimizer.copy_gradients()", "pass")),
+    wrong("takes-fp16", ("any(gradient.dtype == torch.float16 for gradient in gradients)", "False")),
+    wrong("first-group-only", ("for group in optimizer.param_groups", "for group in optimizer.param_groups[:1]")),
+]
+
+
+def setup(*gradients, combine=None):
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in gradients]
+    optimizer = torch.optim.SGD([{"params": [w]} for w in weights], lr=1.0)
+    scaler = StaticLossScaler(1024.0, combine)
+    scaler.scale(sum((w * torch.tensor(g)).sum() for w, g in zip(weights, gradients))).backward()
+    return weights, optimizer, scaler
+
+
+def check() -> None:
+    plain = torch.tensor([1.0, 2.0, 3.0])
+    weights, optimizer, scaler = setup([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])
+    scaler.unscale_(optimizer)
+    mistakes = {
+        "multiplies": (plain * 2**20, "The gradients grew by the scale once more: divide by it."),
+        "unscales-twice": (plain / 1024, "The gradients are 1024 times too small, for a scale of 1024: divide once."),
+        "not-in-place": (plain * 1024, "The gradients are still scaled: change p.grad itself, in place."),
+    }
+    recognise(weights[0].grad, plain, mistakes, "The gradient after unscale_")
+    if not torch.equal(weights[1].grad, torch.tensor([4.0, 5.0, 6.0])):
+        fail("first-group-only", "The parameters of the second group are still scaled: go through all param_groups.")
+    scaler.step(optimizer)
+    mistakes = {
+        "unscales-twice": (
+            1 - plain / 1024,
+            "step() divided the gradients again: note that they are unscaled already.",
+        ),
+    }
+    recognise(weights[0].detach(), 1 - plain, mistakes, "The weights after a step")
+    for gradients in (([1.0, float("inf"), 3.0], [1.0, 1.0, 1.0]), ([1.0, 1.0, 1.0], [float("nan"), 1.0, 1.0])):
+        weights, optimizer, scaler = setup(*gradients)
+        scaler.step(optimizer)
+        if not all(torch.equal(w.detach(), torch.ones(3)) for w in weights):
+            if gradients[0][1] != 1.0:
+                fail("never-looks", "A gradient was inf, and the step was taken: the weights are spoilt. Look for inf.")
+            fail("looks-at-the-first-only", "NaN in the second tensor was overlooked: look at all gradients.")
+    weights, optimizer, scaler = setup([1.0, 1.0, 1.0], combine=torch.ones_like)
+    scaler.step(optimizer)
+    if not torch.equal(weights[0].detach(), torch.ones(3)):
+        fail("forgets-other-ranks", "Another rank found inf, this one not, and it stepped: ask self.combine.")
+    halves = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer, scaler = torch.optim.SGD([halves], lr=1.0), StaticLossScaler(8.0)
+    scaler.scale(halves.sum().float()).backward()
+    try:
+        scaler.unscale_(optimizer)
+    except ValueError:
+        pass
+    else:
+        fail("takes-fp16", "FP16 gradients were divided in FP16, where the small ones become 0 again: refuse them.")
+    masters = MasterWeights([halves], torch.optim.SGD, lr=1.0)
+    scaler = StaticLossScaler(8.0)
+    halves.grad = None
+    scaler.scale(halves.sum().float()).backward()
+    try:
+        scaler.unscale_(masters)
+    except ValueError:
+        fail("values", "With MasterWeights the gradients are FP32, and must be accepted.")
+    if masters.masters[0].grad is None or masters.masters[0].grad[0] != 1:
+        fail("forgets-the-masters", "The masters have no gradients: MasterWeights must copy them up first.")
+    _expect_error(
+        scaler, masters, RuntimeError, "unscales-twice", "A second unscale_ before update() must be a RuntimeError."
+    )
+    scaler.step(masters)
+    _expect_error(scaler, masters, RuntimeError, "no-error", "unscale_ after step() must be a RuntimeError.")
+    words = "unscale_ before anything was scaled must be an error: self._check_has_scaled."
+    _expect_error(StaticLossScaler(8.0), masters, AssertionError, "no-error", words)
+    scaler = StaticLossScaler(8.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))  # without gradients: nothing to do
+
+
+def _expect_error(scaler, optimizer, kind, name, words) -> None:
+    try:
+        scaler.unscale_(optimizer)
+    except kind:
+        return
+    fail(name, words)

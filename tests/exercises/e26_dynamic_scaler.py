@@ -1,0 +1,75 @@
+"""Which scale is right nobody knows beforehand, and it changes during training. So the scaler tries: after
+`growth_interval` updates in a row without overflow it grows, and after one with overflow (whose step is
+skipped) it backs off, at once.
+
+    self._scale  self.growth_factor  self.backoff_factor  self.min_scale  self.max_scale
+    self._growth_tracker      updates in a row without overflow
+    self.growth_interval      so many of them, and the scale grows
+
+The scale is kept as an FP32 number: _float32(value).
+"""
+
+from precision.scaling import DynamicLossScaler
+from tests.exercises.kit import fail, wrong
+
+PLAN = [
+    "Count: an overflow sets the tracker to 0, anything else adds 1.",
+    "After an overflow: the scale times backoff_factor, but not below min_scale.",
+    "When the tracker has come to growth_interval: the scale times growth_factor, but not above max_scale, and "
+    "the tracker begins at 0 again.",
+]
+HINTS = [
+    "max(new, self.min_scale) is the lower bound, min(new, self.max_scale) the upper one.",
+    "With growth_interval 3: three good updates, then it grows with the third.",
+    "if overflow: … elif the tracker has come to the interval: …",
+]
+WRONG = [
+    wrong("never-grows", ("elif self._growth_tracker >= self.growth_interval:", "elif False:")),
+    wrong("grows-every-time", ("elif self._growth_tracker >= self.growth_interval:", "else:")),
+    wrong("grows-one-late", (">= self.growth_interval", "> self.growth_interval")),
+    wrong("overflow-does-not-reset", ("0 if overflow else self._growth_tracker + 1", "self._growth_tracker + 1")),
+    wrong("growth-does-not-reset", ("self.max_scale)\n        self._growth_tracker = 0", "self.max_scale)")),
+    wrong("never-backs-off", ("self._scale * self.backoff_factor", "self._scale")),
+    wrong("backs-off-by-growing", ("self._scale * self.backoff_factor", "self._scale * self.growth_factor")),
+    wrong("no-lower-bound", ("max(_float32(self._scale * self.backoff_factor), self.min_scale)",
+                             "_float32(self._scale * self.backoff_factor)")),
+    wrong("no-upper-bound", ("min(_float32(self._scale * self.growth_factor), self.max_scale)",
+                             "_float32(self._scale * self.growth_factor)")),
+]  # fmt: skip
+
+
+def scales(updates: str, **options: float) -> list[float]:
+    """The scale after each update: "." without overflow, "x" with."""
+    scaler = DynamicLossScaler(**{"init_scale": 1024.0, "growth_interval": 3} | options)
+    result = []
+    for update in updates:
+        scaler._adapt(update == "x")
+        result.append(scaler.get_scale())
+    return result
+
+
+def check() -> None:
+    good = scales("......")
+    if good == [1024.0] * 6:
+        fail("never-grows", "Six updates without overflow, growth_interval 3, and the scale has not grown.")
+    if good[0] != 1024:
+        fail("grows-every-time", "The scale grew after the first update: wait for growth_interval of them in a row.")
+    if good[2] == 1024 and good[3] == 2048:
+        fail("grows-one-late", "With growth_interval 3 the scale must grow with the third update, not the fourth.")
+    if good[3] == 4096:
+        fail("growth-does-not-reset", "It grew with the third update and again with the fourth: begin to count anew.")
+    if good != [1024, 1024, 2048, 2048, 2048, 4096]:
+        fail("values", f"Six good updates with growth_interval 3: the scales are {good}.")
+    bad = scales("x")[0]
+    if bad == 1024:
+        fail("never-backs-off", "After an overflow the scale must be halved, and it is as before.")
+    if bad == 2048:
+        fail("backs-off-by-growing", "After an overflow the scale grew: that makes it worse. Use backoff_factor.")
+    if bad != 512:
+        fail("values", f"After an overflow 1024 must become 512, not {bad:g}.")
+    if scales("..x.")[-1] != 512 or scales("x..")[-1] != 512:
+        fail("overflow-does-not-reset", "Two good updates, an overflow, one good: it grew. The count begins anew.")
+    if scales("xxx", min_scale=512.0)[-1] != 512:
+        fail("no-lower-bound", f"With min_scale 512 it fell to {scales('xxx', min_scale=512.0)[-1]:g}.")
+    if scales("......", max_scale=2048.0)[-1] != 2048:
+        fail("no-upper-bound", f"With max_scale 2048 it rose to {scales('......', max_scale=2048.0)[-1]:g}.")

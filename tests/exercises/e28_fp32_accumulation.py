@@ -1,0 +1,102 @@
+"""A dot product of FP16 values: the products are added up one after the other, and each partial sum is rounded
+to what the accumulator can hold. In FP16 the sum of ones stops at 2048; in FP32 it goes on, and only the result
+is rounded to FP16.
+
+    total = round(total + round(a_i · b_i))         round: to the accumulator's format
+
+_values(name, x) gives x as float64 with FP16 values; rounding_to(accumulator) gives the function `round`;
+sequential(terms, zero, round) adds terms (n, …) in order; _as_fp16(result, a) rounds the result and gives it
+a's kind.
+"""
+
+import math
+
+import torch
+
+from precision import accumulate
+from precision.formats import FP16, FP32
+from tests.exercises.kit import fail, wrong
+
+PLAN = [
+    "Both operands as values; `ValueError` unless they are (…, n) and (…, n), with at least one dimension.",
+    "Products, rounded to the accumulator; the dimension that is summed comes first: movedim(-1, 0).",
+    "Add them in order from zeros of the shape that is left, rounding each partial sum.",
+    "The result in FP16.",
+]
+HINTS = [
+    "Three roundings: each product, each partial sum (both to the accumulator's format), and the result, to FP16.",
+    "round_ = rounding_to(accumulator), once; then round_(x * y) and sequential(…, …, round_).",
+    "products.new_zeros(products.shape[1:]) is where the sum begins.",
+]
+WRONG = [
+    wrong("always-fp32", ("rounding_to(accumulator)", "rounding_to(FP32)")),
+    wrong("always-fp16", ("rounding_to(accumulator)", "rounding_to(FloatFormat(5, 10))")),
+    wrong("products-in-fp16", ("round_(x * y)", "round_(x.half() * y.half()).double()")),
+    wrong("products-not-rounded", ("round_(x * y).movedim", "(x * y).movedim")),
+    wrong("result-not-rounded", ("_as_fp16(sequential(products, products.new_zeros(products.shape[1:]), round_), a)",
+                                 "sequential(products, products.new_zeros(products.shape[1:]), round_).float()")),
+    wrong("no-error", ("x.shape[-1] == y.shape[-1]", "True")),
+    wrong("sums-the-first-dimension", ("movedim(-1, 0)", "movedim(0, 0)")),
+    wrong("rounds-only-at-the-end", ("sequential(products, products.new_zeros(products.shape[1:]), round_)",
+                                     "round_(products.sum(0))")),
+]  # fmt: skip
+
+
+def check() -> None:
+    ones = torch.ones(4096, dtype=torch.float16)
+    in_fp16, in_fp32 = float(accumulate.dot(ones, ones, FP16)), float(accumulate.dot(ones, ones))
+    if in_fp32 == 2048:
+        fail("always-fp16", "4096 ones with an FP32 accumulator gave 2048: it was FP16's. Use `accumulator`.")
+    large = float(accumulate.dot(torch.tensor([300.0, 300.0]), torch.tensor([300.0, -300.0]), FP16))
+    if large == 0:
+        fail(
+            "always-fp32",
+            "300·300 - 300·300 with an FP16 accumulator gave 0, but 90000 is beyond FP16: use `accumulator`.",
+        )
+    if math.isinf(large):
+        fail(
+            "products-not-rounded",
+            "300·300 - 300·300 with an FP16 accumulator gave ∞, where each product is ∞ in FP16 and their "
+            "difference NaN: round the products before they are added.",
+        )
+    if in_fp16 == 4096:
+        fail(
+            "rounds-only-at-the-end",
+            "4096 ones with an FP16 accumulator gave 4096: round each partial sum. It stops at 2048: 2049 rounds "
+            "to 2048.",
+        )
+    small = torch.tensor([2.0**-14] * 2)
+    tiny = accumulate.dot(small, torch.tensor([2.0**-11, 2.0**-11]), FP32)
+    if tiny == 0:
+        fail("products-in-fp16", "2^-14 · 2^-11, twice, is 2^-24 with an FP32 accumulator, and vanished: a product was "
+             "rounded to FP16.")  # fmt: skip
+    got = accumulate.dot(torch.ones(3, 5), torch.ones(3, 5))
+    if got.shape != (3,):
+        fail(
+            "sums-the-first-dimension",
+            f"(3, 5) and (3, 5) give (3,): the last dimension is summed; got {tuple(got.shape)}.",
+        )
+    if accumulate.dot(torch.ones(2, 3, 5), torch.ones(2, 3, 5)).shape != (2, 3):
+        fail("sums-the-first-dimension", "(2, 3, 5) and (2, 3, 5) give (2, 3): the last dimension is summed.")
+    third = accumulate.dot(torch.tensor([0.3333, 0.1]), torch.tensor([1.0, 1.0]))
+    if third.half().float() != third:
+        fail("result-not-rounded", f"The result {third.item()!r} is no FP16 number: round it at the end.")
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(20, 60, generator=generator).half() for _ in range(2))
+    for fmt in (FP16, FP32):
+        want = torch.stack([_plain(p, q, fmt) for p, q in zip(x, y)])
+        if not torch.equal(accumulate.dot(x, y, fmt).float(), want.float()):
+            fail("values", f"Random dot products with an accumulator of {fmt.width} bits differ in their bits.")
+    try:
+        accumulate.dot(torch.ones(3), torch.ones(1))
+    except ValueError:
+        return
+    fail("no-error", "(3,) and (1,) have no dot product: that must be a ValueError.")
+
+
+def _plain(a, b, fmt=FP16):
+    """One term after the other, in Python."""
+    total = 0.0
+    for x, y in zip(a.double(), b.double()):
+        total = float(fmt.quantize(torch.tensor(total + float(fmt.quantize(x * y)), dtype=torch.float64)))
+    return torch.tensor(total).half()

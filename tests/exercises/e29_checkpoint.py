@@ -1,0 +1,126 @@
+"""Recomputation: forward keeps only a block's inputs; backward runs the block again, now with a tape, and goes backward
+through that at once. Its activations live only while its own backward runs, for one more forward.
+
+`ByFunction` is one node of the graph; its forward ran fn without a tape, and left in ctx:
+
+    ctx.fn               the function           ctx.saved_tensors     its inputs
+    ctx.replay           `with ctx.replay.again():` sets random generators and autocast back to the first run's
+
+`gradients` are those of the outputs. Returned are those of forward's arguments: None for fn, then one for each
+tensor. The gradients of the parameters that fn uses go into their .grad by themselves.
+"""
+
+import torch
+from torch import nn
+
+from minizero.memory import Ledger
+from minizero.recompute import by_function
+from tests.exercises.kit import fail, recognise, size, wrong
+
+PLAN = [
+    "The inputs again, cut off from the graph that they came from, each requiring a gradient if it did before.",
+    "Run fn on them, inside ctx.replay.again() and with grad mode on: backward runs without it.",
+    "Go backward from the outputs, with `gradients`.",
+    "Return None, and the gradients that have arrived at the inputs.",
+]
+HINTS = [
+    "tensor.detach().requires_grad_(tensor.requires_grad) is the same data at the beginning of a new graph.",
+    "with ctx.replay.again(), torch.enable_grad(): …",
+    "torch.autograd.backward(outputs, gradients) also reaches the parameters; torch.autograd.grad for the inputs "
+    "would not.",
+]
+DETACH = "[tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]"
+BACK = "torch.autograd.backward(outputs, gradients)"
+WRONG = [
+    wrong("forgets-grad-mode", ("with ctx.replay.again(), torch.enable_grad():", "with ctx.replay.again():")),
+    wrong("another-dropout", ("with ctx.replay.again(), torch.enable_grad():", "with torch.enable_grad():")),
+    wrong("does-not-detach", (DETACH, "list(ctx.saved_tensors)")),
+    wrong("ignores-the-gradients", (BACK, "torch.autograd.backward(outputs, torch.ones_like(outputs))")),
+    wrong("forgets-the-parameters", (BACK, "found = torch.autograd.grad(outputs, tensors, gradients)\n    "
+                                           "for tensor, gradient in zip(tensors, found):\n        "
+                                           "tensor.grad = gradient")),
+    wrong("returns-too-few", ("return None, *(", "return (*("), ("for tensor in tensors)", "for tensor in tensors),)")),
+    wrong("keeps-the-tape", (BACK, "torch.autograd.backward(outputs, gradients, retain_graph=True)\n    "
+                                   "ctx.fn.__dict__.setdefault('kept', []).append(outputs)")),
+]  # fmt: skip
+
+
+ERRORS = [
+    (
+        "forgets-grad-mode",
+        "does not require grad",
+        "What the second run gave has no graph: backward runs without grad mode, so turn it on.",
+    ),
+    (
+        "does-not-detach",
+        "a second time",
+        "Backward went on from the block's input into the graph before it, which will go backward by itself: cut "
+        "the inputs off with detach().",
+    ),
+    (
+        "returns-too-few",
+        "incorrect number of gradients",
+        "backward returns one gradient for each argument of forward: None for fn comes first.",
+    ),
+]
+
+
+class Block(nn.Sequential):
+    """Layers with something random in them, and a large activation."""
+
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 16), nn.Dropout(dropout))
+
+
+def run(checkpointed: bool, dropout: float) -> tuple[list[torch.Tensor], int, int]:
+    """Gradients of the input and the parameters; bytes of activations at their peak, and at the end."""
+    torch.manual_seed(0)
+    blocks = [Block(dropout) for _ in range(3)]
+    start = torch.randn(64, 16, requires_grad=True)
+    first = nn.Linear(16, 16)
+    model = nn.ModuleList([first, *blocks])
+    with Ledger(model) as ledger:
+        x = first(start)
+        for block in blocks:
+            x = by_function(block, x) if checkpointed else block(x)
+        (x * torch.linspace(0, 1, 16)).sum().backward()
+        del x
+        held = ledger.current["total"] - ledger.current["parameters"] - ledger.current["gradients"]
+    gradients = [start.grad, *(p.grad for p in model.parameters())]
+    return gradients, ledger.peak["total"], held
+
+
+def check() -> None:
+    for dropout in (0.0, 0.5):
+        want, much, _ = run(False, dropout)
+        try:
+            got, little, held = run(True, dropout)
+        except RuntimeError as error:
+            for name, part, words in ERRORS:
+                if part in str(error):
+                    fail(name, words)
+            raise
+        if all(g is None for g in got[3:]):
+            fail("forgets-the-parameters", "The block's parameters have no gradients: go backward to them too.")
+        for g, w in zip(got, want):
+            if g is None or not torch.allclose(g, w, rtol=1e-4, atol=1e-5 * float(w.abs().max())):
+                if dropout:
+                    fail(
+                        "another-dropout",
+                        "With dropout the gradients are those of another mask: the second run must draw the same "
+                        "numbers.",
+                    )
+                weight = got[-1]
+                if weight is not None and torch.allclose(weight, torch.full_like(weight, float(weight[0])), rtol=1e-4):
+                    fail(
+                        "ignores-the-gradients",
+                        "The gradients that came from behind are not used: pass `gradients` on.",
+                    )
+                recognise(g, w, {}, "A gradient", tolerance=1e-4)
+    if held > 64 * 16 * 4 * 8:
+        fail("keeps-the-tape", f"After backward {size(held)} are still held: nothing of the second run may be kept.")
+    if little > 0.75 * much:
+        fail(
+            "keeps-the-tape",
+            f"The peak is {size(little)}, without recomputation {size(much)}: what is kept, and where?",
+        )

@@ -1,0 +1,107 @@
+"""What is the least memory in which a chain can go backward, in whatever time? Let x_i be kept and stages i …
+j-1 have still to go backward; least[i, j] is what that needs beside x_i. A dynamic programme over ever longer
+stretches:
+
+    least[i, i+1] = what stage i's backward needs
+    least[i, j]   = min over k of  max( boundary of k + least[k, j],      x_k is kept too, while k … j-1 go backward
+                                        least[i, k] )                     then x_k is gone, and i … k-1 go backward
+
+Their maximum, not their sum: one comes after the other. The whole chain needs that of [0, n], and its own input.
+
+backward_sizes(stages) gives what each stage's backward needs. unfold(stages, split) makes a Schedule of the choices:
+split(i, end, kept) says which k was best.
+"""
+
+from minizero import optimal, schedules
+from minizero.chain import Stage
+from tests.exercises.kit import fail, guard_unfold, wrong
+
+PLAN = [
+    "Tables least and choice, (n, n+1). On the diagonal [i, i+1]: backward_sizes.",
+    "For each length from 2 on, for each i: j = i + length; over all k from i+1 to j-1 the larger of the two; "
+    "the least of these, and the k that gives it.",
+    "The total: the boundary of stage 0 and least[0, n]. (Where that is no whole number, a hair more, 1e-12 of "
+    "it, so that rounding does not matter.)",
+    "Return the total and unfold with the choices.",
+]
+HINTS = [
+    "boundary[i + 1 : j] + least[i + 1 : j, j] is the first of the two, for all k at once; least[i, i + 1 : j] "
+    "the second.",
+    "numpy's argmin gives the place of the least; k is i + 1 more.",
+    "unfold(stages, lambda i, end, kept: int(choice[i, end]))",
+]
+LARGEST = "np.maximum(boundary[i + 1 : j] + least[i + 1 : j, j], least[i, i + 1 : j])"
+WRONG = [
+    wrong("adds-instead", (LARGEST, "boundary[i + 1 : j] + least[i + 1 : j, j] + least[i, i + 1 : j]")),
+    wrong("forgets-the-kept-input", (LARGEST, "np.maximum(least[i + 1 : j, j], least[i, i + 1 : j])")),
+    wrong("keeps-it-twice", (LARGEST, "boundary[i + 1 : j] + np.maximum(least[i + 1 : j, j], least[i, i + 1 : j])")),
+    wrong("forgets-the-chain's-input", ("total = float(boundary[0] + least[0, n])", "total = float(least[0, n])")),
+    wrong("chooses-the-worst", ("choice[i, j] = i + 1 + largest.argmin()", "choice[i, j] = i + 1 + largest.argmax()")),
+    wrong("choice-one-off", ("choice[i, j] = i + 1 + largest.argmin()", "choice[i, j] = i + largest.argmin()"),
+          says="out-of-range"),
+    wrong("not-the-least", ("choice[i, j] = i + 1 + largest.argmin()\n            least[i, j] = largest.min()",
+                               "choice[i, j] = (i + j) // 2\n            least[i, j] = largest[length // 2 - 1]")),
+]  # fmt: skip
+CHAINS = [
+    [Stage(1, 2, boundary=b, tape=t) for b, t in pairs]
+    for pairs in (
+        [(4, 1), (9, 3), (2, 2), (7, 1), (1, 5), (6, 2)],
+        [(1, 0)] * 7,
+        [(10, 5), (1, 1), (10, 5), (1, 1), (10, 5)],
+        [(3, 40), (8, 1), (8, 1), (8, 1)],
+    )
+]
+
+
+def best(stages: list[Stage], combine=lambda boundary, behind, before: max(boundary + behind, before)) -> float:
+    """Every way there is."""
+    need = optimal.backward_sizes(stages)
+
+    def least(i: int, j: int) -> float:
+        if j == i + 1:
+            return need[i]
+        return min(combine(stages[k].boundary, least(k, j), least(i, k)) for k in range(i + 1, j))
+
+    return stages[0].boundary + least(0, len(stages))
+
+
+def _equal(a: list[float], b: list[float]) -> bool:
+    return all(abs(x - y) <= 1e-9 * y for x, y in zip(a, b))
+
+
+def check() -> None:
+    guard_unfold(optimal.least_budget)
+    totals = [optimal.least_budget(stages)[0] for stages in CHAINS]
+    wants = [best(stages) for stages in CHAINS]
+    if not _equal(totals, wants):
+        i = next(i for i, (total, want) in enumerate(zip(totals, wants)) if abs(total - want) > 1e-9 * want)
+        said = f"A chain of {len(CHAINS[i])} stages needs {wants[i]:g}, and your table says {totals[i]:g}"
+        if _equal(totals, [want - stages[0].boundary for want, stages in zip(wants, CHAINS)]):
+            fail("forgets-the-chain's-input", f"{said}: the chain's own input is kept, too.")
+        if _equal(totals, [best(stages, lambda b, x, y: max(x, y)) for stages in CHAINS]):
+            fail("forgets-the-kept-input", f"{said}: while stages k … j-1 go backward, x_k is kept and counts.")
+        if _equal(totals, [best(stages, lambda b, x, y: b + x + y) for stages in CHAINS]):
+            fail("adds-instead", f"{said}: the two parts come one after the other. The larger counts, not the sum.")
+        if _equal(totals, [best(stages, lambda b, x, y: b + max(x, y)) for stages in CHAINS]):
+            fail("keeps-it-twice", f"{said}: when stages i … k-1 go backward, x_k is gone already.")
+        if all(total >= want for total, want in zip(totals, wants)):
+            fail("not-the-least", f"{said}: look at every k between i and j, and take the best.")
+        fail("values", f"{said}.")
+    for total, stages in zip(totals, CHAINS):
+        schedule = optimal.least_budget(stages)[1]
+        if schedule.peak > total:
+            fail(
+                "chooses-the-worst",
+                f"The table says {total:g}, its schedule's peak is {schedule.peak:g}: remember the k that gave "
+                "the least.",
+            )
+    tenths = [Stage(1, 2, boundary=b / 10, tape=b / 7) for b in (1, 3, 2, 7, 1, 2)]
+    total, schedule = optimal.least_budget(tenths)
+    if not best(tenths) <= total <= best(tenths) * (1 + 1e-9):
+        fail(
+            "values",
+            f"With sizes that are no whole numbers the total is {total!r}, expected {best(tenths)!r} or a hair more.",
+        )
+    budget = optimal.least_budget(CHAINS[0])[0]
+    if schedules.optimal_schedule(CHAINS[0], budget).peak > budget:
+        fail("values", "optimal_schedule no longer keeps within its budget.")

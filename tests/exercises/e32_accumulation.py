@@ -1,0 +1,184 @@
+"""A batch that does not fit is cut into micro-batches, whose gradients add up. The loss of a batch is a mean over its
+tokens, so each micro-batch counts by its tokens, not as one of k:
+
+    L = Σ nᵢ Lᵢ / Σ nᵢ          Lᵢ: mean loss of micro-batch i; nᵢ: its targets, those that are not -100
+
+Activations exist for one micro-batch at a time: each goes backward before the next goes forward.
+`_backward(model, x, y, weight)` does that: it adds the gradient of weight · loss to .grad and returns weight ·
+loss. A micro-batch without any target has a mean of 0/0; it must add nothing.
+
+For an engine of minizero, whose ranks must agree, `_accumulate_on_ranks(model, window, counts, no_sync)` is there.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import Zero2
+from minizero import accumulate as module
+from minizero.memory import Ledger
+from tests.exercises.kit import fail, ranks, recognise, same, size, wrong
+
+PLAN = [
+    "window: the list of the micro-batches, each checked by _checked(pair). counts: how many targets each has.",
+    "An Engine: return what _accumulate_on_ranks gives. (Other wrappers that average by themselves are a "
+    "`TypeError`: what has `no_sync` or `set_requires_gradient_sync`.)",
+    "total: how many targets the window has; _check_window([[len(window), sum(counts)]]) says so, and complains "
+    "if none.",
+    "For each micro-batch that has targets: _backward with the weight of its share; add up what it returns. In "
+    "16 bits the sums of gradients should be FP32: `with sums_in_fp32(model):` around the loop does that.",
+    "Return the loss of the window: a tensor without a graph.",
+]
+HINTS = [
+    "(y != IGNORED).sum() counts targets.",
+    "weight = count / total: the weights add up to 1.",
+    "loss = torch.zeros(()) and loss += _backward(…) keeps no graph, since _backward returns a detached value.",
+]
+LOOP = "loss += _backward(model, x, y, count / total)"
+WRONG = [
+    wrong("mean-of-means", ("count / total)", "1 / len(window))")),
+    wrong("sums-the-means", ("count / total)", "1.0)")),
+    wrong("forgets-to-divide", ("count / total)", "float(count))")),
+    wrong("counts-ignored", ("(y != IGNORED).sum()", "torch.tensor(y.numel())")),
+    wrong("nan-without-targets", ("if count:", "if True:")),
+    wrong("all-at-once", (LOOP, "loss = loss + model(x, y) * (count / total)"),
+          ("    return loss", "    loss.backward()\n    return loss.detach()")),
+    wrong("last-only", ("if count:", "model.zero_grad()\n            if count:")),
+    wrong("zeroes-before", ("    loss = torch.zeros", "    model.zero_grad()\n    loss = torch.zeros")),
+    wrong("returns-the-last", ("loss += _backward", "loss = _backward")),
+    wrong("sums-in-16-bits", ("with sums_in_fp32(model) if len(window) > 1 else ", "with ")),
+]  # fmt: skip
+
+
+class Model(nn.Module):
+    """Scores for 8 words at each place, with a large activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.out = nn.Linear(4, 1024), nn.Linear(1024, 8)
+
+    def forward(self, x, y):
+        scores = self.out(self.up(x).tanh()).flatten(0, 1)
+        targets = y.flatten()
+        chosen = F.log_softmax(scores, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        return -(chosen * (targets != -100)).sum() / (targets != -100).sum()  # 0/0 without targets
+
+
+def window() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    pairs = []
+    for targets in (3, 20, 9, 0, 14):
+        y = torch.randint(8, (1, 20), generator=generator)
+        y[0, targets:] = -100
+        pairs.append((torch.randn(1, 20, 4, generator=generator), y))
+    return pairs
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.view(-1) for p in model.parameters()])
+
+
+def weighted(weights: list[float]) -> torch.Tensor:
+    model = Model()
+    for (x, y), weight in zip(window(), weights):
+        if weight:
+            (model(x, y) * weight).backward()
+    return gradient(model)
+
+
+def check() -> None:
+    model = Model()
+    x, y = (torch.cat(parts) for parts in zip(*window()))
+    want_loss = model(x, y)
+    want_loss.backward()
+    want_loss = want_loss.detach()
+    want = gradient(model)
+    model = Model()
+    with Ledger(model) as ledger:
+        loss = module.accumulate(model, iter(window()))
+    got = gradient(model)
+    loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss or 0.0)
+    if bool(got.isnan().any()):
+        model, rest = Model(), [pair for pair in window() if (pair[1] != -100).any()]
+        module.accumulate(model, rest)
+        if not same(gradient(model), want, 1e-4):
+            fail(
+                "counts-ignored", "Positions with target -100 were counted: count those that have one, (y != IGNORED)."
+            )
+        fail(
+            "nan-without-targets",
+            "The gradients are NaN: a micro-batch without targets has a mean of 0/0. Leave it out.",
+        )
+    mistakes = {
+        "mean-of-means": (
+            weighted([0.2, 0.2, 0.2, 0, 0.2]),
+            "It is the mean of the micro-batches' means: a token in a short one weighs more. Weight by targets.",
+        ),
+        "sums-the-means": (weighted([1, 1, 1, 0, 1]), "The means were added up, unweighted: Σ nᵢ Lᵢ / Σ nᵢ."),
+        "forgets-to-divide": (want * 46, "The gradient is 46 times too large, for 46 targets: divide by their number."),
+        "last-only": (weighted([0, 0, 0, 0, 14 / 46]), "Only the last micro-batch counts: gradients add up in .grad."),
+    }
+    recognise(got, want, mistakes, "The gradient of the window", tolerance=1e-4)
+    if ledger.peak["activations"] > 3 * 20 * 1024 * 4:
+        fail(
+            "all-at-once",
+            f"{size(ledger.peak['activations'])} of activations at the peak: those of all micro-batches. Go "
+            "backward after each, so that they are gone before the next.",
+        )
+    if abs(float(loss) - float(want_loss)) > 1e-4:
+        fail(
+            "returns-the-last", f"The loss of the window is {float(want_loss):.4f}, and {float(loss):.4f} was returned."
+        )
+    again = Model()
+    for p in again.parameters():
+        p.grad = torch.ones_like(p)
+    module.accumulate(again, window())
+    if torch.allclose(gradient(again), want, rtol=1e-3, atol=1e-6):
+        fail("zeroes-before", "What was in .grad before is gone: add to it. zero_grad() is the caller's.")
+    sums_stand_still()
+    for rank, got in enumerate(ranks(2, on_ranks)):
+        recognise(got, want, {}, f"The gradient on rank {rank} of 2, of ZeRO-2 with different micro-batches", 1e-4)
+    try:
+        module.accumulate(Averages(), window())
+    except TypeError:
+        return
+    fail("no-error", "A wrapper that averages over ranks by itself (it has `no_sync`) must be a TypeError.")
+
+
+class Averages(Model):
+    """As PyTorch's DDP looks from outside."""
+
+    def no_sync(self) -> None: ...
+
+
+class Weight(nn.Module):
+    """A single weight in bfloat16, whose gradient is x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+    def forward(self, x, y):
+        return (self.weight * x).float().sum()
+
+
+def sums_stand_still() -> None:
+    model = Weight()
+    module.accumulate(model, [(torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.long))] * 1024)
+    if abs(float(model.weight.grad) - 1) > 0.01:
+        fail(
+            "sums-in-16-bits",
+            f"1024 gradients of 1/1024 add up to {float(model.weight.grad):g} in bfloat16: sums_in_fp32(model).",
+        )
+
+
+def on_ranks(comm):
+    """What the optimizer of ZeRO-2 sees, put together: the ranks have 3 and 2 of the micro-batches."""
+    model = Zero2(Model(), comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.gather_state_dict()
+    module.accumulate(model, window()[comm.rank :: 2])
+    optimizer.step()
+    after = model.gather_state_dict()
+    return torch.cat([(before[name] - after[name]).view(-1) for name, _ in Model().named_parameters()])

@@ -1,0 +1,94 @@
+"""Softmax needs the largest score (or exp overflows) and the sum of all exponentials: so it seems, all scores
+at once. But both can be kept up to date while the scores go by. When a larger one appears, everything summed so
+far was measured against the old maximum, and is scaled down:
+
+    m' = max(m, largest of the block)       rescale = exp(m - m')       p = exp(s - m')
+    l = rescale · l + Σ p                   o = rescale · o + p V       in the end softmax(s) V = o / l
+
+One row of attention: scores (Nk,), values (Nk, head dim), `block` keys at a time, a `Step` for each block.
+"""
+
+import torch
+
+from flash import tiled
+from tests.exercises.kit import fail, same, wrong
+
+PLAN = [
+    "Begin with maximum -∞, total 0, output zeros like a row of values.",
+    "For each block of scores and of values: the new maximum, over the old one and the block.",
+    "rescale = exp(old maximum - new one): 0 the first time. p = exp(scores - new maximum).",
+    "Update total and output, both rescaled first. Remember the new maximum.",
+    "Note a Step: Step(keys, maximum, rescale, total, output / total), where keys is the range of the block. The "
+    "running output itself stays undivided.",
+]
+HINTS = [
+    "math.exp(-math.inf) is 0.0: nothing was summed before the first block.",
+    "A block is scores[start : start + block]; the last one may be shorter.",
+    "total and output measure against the same maximum: what rescales one rescales the other.",
+]
+OUTPUT, TOTAL = "output = rescale * output + p @ v", "total = rescale * total + p.sum().item()"
+WRONG = [
+    wrong("rescales-the-sum-only", (OUTPUT, "output = output + p @ v")),
+    wrong("rescales-the-output-only", (TOTAL, "total = total + p.sum().item()")),
+    wrong("no-maximum", ("larger = max(maximum, s.max().item())", "larger = 0.0")),
+    wrong("forgets-the-old-maximum", ("larger = max(maximum, s.max().item())", "larger = s.max().item()")),
+    wrong("rescales-backwards", ("math.exp(maximum - larger)", "math.exp(min(larger - maximum, 700.0))")),
+    wrong("forgets-to-divide", ("output / total))", "output))")),
+    wrong("divides-the-running-output", ("        maximum = larger", "        maximum = larger\n        "
+                                                                     "output = output / total"),
+          ("output / total))", "output))")),
+    wrong("skips-keys", ("scores[start : start + block], values[start : start + block]",
+                         "scores[start : start + 1], values[start : start + 1]")),
+    wrong("never-remembers-the-maximum", ("        maximum = larger\n", "")),
+]  # fmt: skip
+
+
+def check() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    rising = torch.tensor([-1.0, 0.5, 0.2, 2.0, 3.5, 3.0], dtype=torch.float64)
+    want = rising.softmax(0) @ values
+    two = tiled.online_softmax(rising, values, block=2)
+    got = two[-1].output
+    if not same(got, want, 1e-9):
+        said = f"With blocks of 2 keys the output is {got[0]:.4f} …, expected {want[0]:.4f} …"
+        p = (rising - 3.5).exp()
+        if same(got, p @ values, 1e-9):
+            fail("forgets-to-divide", f"{said}: divide by the sum.")
+        last = two[-1]
+        if any(abs(step.rescale - 1) > 1e-9 and step.rescale == 0 for step in two[1:]):
+            fail(
+                "never-remembers-the-maximum",
+                "After the first block everything summed so far was multiplied by 0: remember the new maximum.",
+            )
+        if any(step.rescale > 1 for step in two[1:]):
+            fail("rescales-backwards", f"{said}: a larger maximum must make what was summed smaller: exp(old - new).")
+        if [key for step in two for key in step.keys] != list(range(6)):
+            fail("skips-keys", f"{said}: of each block only the first key counts.")
+        if abs(last.total - float(p.sum())) < 1e-9:
+            blocks = [(rising[i : i + 2] - rising[: i + 2].max()).exp() @ values[i : i + 2] for i in (0, 2, 4)]
+            if same(got, sum(blocks) / last.total, 1e-9):
+                fail("rescales-the-sum-only", f"{said}: when the maximum rises, the output must be rescaled too.")
+            fail(
+                "divides-the-running-output", f"{said}: divide only what a Step shows; the running output stays a sum."
+            )
+        if same(got * last.total, p @ values, 1e-9):
+            fail("rescales-the-output-only", f"{said}: when the maximum rises, the sum must be rescaled too.")
+        fail("values", f"{said}.")
+    falling = torch.tensor([900.0, 0.0, -900.0], dtype=torch.float64)
+    try:
+        steps = tiled.online_softmax(falling, values[:3])
+        high = tiled.online_softmax(falling + 900, values[:3])
+    except OverflowError:
+        fail(
+            "forgets-the-old-maximum", "Scores 900, 0: exp(900 - 0) overflows. The maximum never falls: max(old, new)."
+        )
+    if steps[-1].maximum == 0 or not bool(high[-1].output.isfinite().all()):
+        fail("no-maximum", "Scores of 1800 give inf or NaN: subtract the largest score so far before exp.")
+    for block in (1, 4, 6, 10):
+        steps = tiled.online_softmax(rising, values, block)
+        lse = steps[-1].maximum + torch.tensor(steps[-1].total).log()
+        if not same(steps[-1].output, want, 1e-9) or abs(float(lse - rising.logsumexp(0))) > 1e-5:
+            fail("values", f"With blocks of {block} keys the result is another one.")
+        if [key for step in steps for key in step.keys] != list(range(6)):
+            fail("values", f"With blocks of {block} keys the steps do not name every key once.")

@@ -1,0 +1,116 @@
+"""FlashAttention forward: for each block of rows i, over the blocks of keys j that it sees, the online softmax
+of many rows at once. The N × N scores never exist; one tile of them does, in memory that is used again for
+every block.
+
+    S = Q_i K_jᵀ · scale    m' = max(m, rowmax S)    P = exp(S - m')
+    l = exp(m - m') l + rowsum P      O = exp(m - m') O + P V_j       at the end O_i = O / l,  lse_i = m + log l
+
+A `part` (flash/tiles.py) is as many heads as fill a tile:
+
+    part.of_rows(q, out, lse)  part.of_keys(k, v)    views of its long tensors
+    part.row_blocks()  part.keys_seen_by(rows)       ranges of rows, of keys
+    part.load(X, span)  part.store(X, span, block)   copy a block in, and out; (heads, rows, head dim)
+    scores(q_i, k_j, tile)                           q_i k_jᵀ, written into `tile` = part.empty_tile(q)
+    part.hide(s, rows, keys)                         sets what a row may not see to -∞
+    part.dropout_mask(rows, keys, p)                 None without dropout; times(p, mask) applies it
+"""
+
+import torch
+
+from flash import attention_reference, tiled
+from flash.checks import check as check_options
+from flash.options import make_options
+from flash.traffic import count, hbm_bytes
+from minizero.memory import Ledger
+from tests.exercises.kit import fail, same, size, wrong
+
+PLAN = [
+    "For each part: its views, and one tile. For each block of rows: load q_i; o zeros like it; l zeros and m, "
+    "one column each. m begins at the lowest finite number: where a row has seen nothing, -∞ - -∞ would be NaN.",
+    "For each block of keys that these rows see: load k_j and v_j; multiply k_j by options.scale; the scores; hide.",
+    "The new maximum; p = exp(s - new); rescale = exp(old - new); update l, then o, with dropout on p for o only.",
+    "Store lse = m + log l, and o / l. Where l is 0 a row has seen nothing: its lse is -∞, its output 0, so "
+    "divide by 1.",
+]
+HINTS = [
+    "s.amax(-1, keepdim=True) is the maximum of each row of a block, as a column.",
+    "exp_(x) overwrites x; o.mul_(rescale).baddbmm_(p, v_j) rescales and adds the product.",
+    "l.masked_fill_(l == 0, 1) keeps 0/0 away.",
+]
+O_LINE = "o.mul_(rescale).baddbmm_("
+WRONG = [
+    wrong("rescales-the-sum-only", (O_LINE, "o.baddbmm_(")),
+    wrong("rescales-the-output-only", ("l.mul_(rescale).add_(", "l.add_(")),
+    wrong("forgets-the-mask", ("part.hide(s, rows, keys)", "pass")),
+    wrong("forgets-to-divide", ("o.div_(l.masked_fill_(l == 0, 1))", "o")),
+    wrong("lse-without-the-maximum", ("m + l.log()", "l.log()")),
+    wrong("forgets-the-scale", (".mul_(options.scale)", "")),
+    wrong("full-scores", ("for rows in part.row_blocks():", "for rows in [range(part.n_q)]:"),
+          ("for keys in part.keys_seen_by(rows):", "for keys in [range(part.n_k)]:"),
+          ("scores(q_i, k_j, tile)", "q_i @ k_j.mT")),
+    wrong("visits-hidden-blocks", ("part.keys_seen_by(rows)", "part.key_blocks()")),
+    wrong("nan-in-empty-rows", ("torch.finfo(l.dtype).min", 'float("-inf")')),
+]  # fmt: skip
+
+
+def inputs(n_q: int, n_k: int, causal: object, heads: int = 2):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, n, 8, generator=generator) * 2 for n in (n_q, n_k, n_k))
+    meaning = check_options("exercise", q, k, v, causal, None, None, 0.0, None)
+    return q, k, v, make_options(meaning, n_q, n_k)
+
+
+def check() -> None:
+    q, k, v, options = inputs(40, 40, False)
+    out, lse = tiled.forward(q, k, v, options, (16, 16))
+    want, want_lse = attention_reference(q.double(), k.double(), v.double(), return_lse=True)
+    if not same(out, want, 1e-5):
+        scores = q.double() @ k.double().mT
+        ratio = (out / want).flatten(0, 2)
+        if same(out, scores.softmax(-1) @ v.double(), 1e-4):
+            fail("forgets-the-scale", "The scores are not scaled: multiply them (or the keys) by options.scale.")
+        if bool(((ratio - ratio[:, :1]).abs() < 1e-2 * ratio[:, :1].abs()).float().mean() > 0.95):
+            if same(lse, want_lse, 1e-5):
+                fail("forgets-to-divide", "Each row is a multiple of the right one: divide by the sum l at the end.")
+            fail("rescales-the-output-only", "Each row is a multiple of the right one, and lse is off: when "
+                                             "the maximum rises "
+                 "the sum must be rescaled as well.")  # fmt: skip
+        if same(lse, want_lse, 1e-5):
+            fail("rescales-the-sum-only", "lse is right and the output is not: when the maximum rises, what "
+                                          "is in the output "
+                 "so far must be rescaled as the sum is.")  # fmt: skip
+        fail("values", "The output is not softmax(scale · Q Kᵀ) V.")
+    if not same(lse, want_lse, 1e-5):
+        fail("lse-without-the-maximum", f"lse is {lse[0, 0, 0]:.3f}, expected {want_lse[0, 0, 0]:.3f}: m + log l.")
+    q, k, v, options = inputs(40, 40, True)
+    out, _ = tiled.forward(q, k, v, options, (16, 16))
+    if not same(out, attention_reference(q.double(), k.double(), v.double(), causal=True), 1e-5):
+        fail(
+            "forgets-the-mask", "With causal=True a row sees keys that lie in its future: hide them before the maximum."
+        )
+    q, k, v, options = inputs(40, 20, "bottom-right")  # the first 20 rows see nothing
+    out, lse = tiled.forward(q, k, v, options, (16, 16))
+    if bool(out.isnan().any()) or bool(lse.isnan().any()):
+        fail("nan-in-empty-rows", "A row that sees nothing gives NaN: begin with the lowest finite number as maximum.")
+    want, want_lse = attention_reference(q.double(), k.double(), v.double(), causal="bottom-right", return_lse=True)
+    if not same(out, want, 1e-5) or not torch.equal(lse == -torch.inf, want_lse == -torch.inf):
+        fail("values", "A row that sees nothing must have output 0 and lse -∞.")
+    q, k, v, options = inputs(512, 512, False, heads=1)
+    with Ledger() as ledger:
+        tiled.forward(q, k, v, options, (32, 32))
+    if ledger.peak["total"] > 512 * 512 * 4 / 2:
+        fail(
+            "full-scores",
+            f"512 rows and keys took {size(ledger.peak['total'])}; the full scores are {size(512 * 512 * 4)}. "
+            "Only a tile of 32 × 32 may exist at a time.",
+        )
+    q, k, v, options = inputs(128, 128, True)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    moved = count(tiled.forward_tiles, q, k, v, out, lse, options, (16, 16))
+    enough = hbm_bytes(128, 8, block_q=16, block_k=16, heads=2, itemsize=4, causal=True)
+    if moved.loads > enough.loads:
+        fail(
+            "visits-hidden-blocks",
+            f"With causal=True it loaded {size(moved.loads)}, where {size(enough.loads)} are enough: skip the "
+            "blocks of keys that no row of the block sees.",
+        )

@@ -1,0 +1,100 @@
+"""FlashAttention backward: no scores were kept, only q, k, v, out and one number per row, the logsumexp. From
+it the weights come back without a maximum and without a sum: P = exp(S - lse). For each block of keys j, over
+the blocks of rows i:
+
+    dV_j += Pᵀ dO_i      dP = dO_i V_jᵀ      dS = P (dP - delta_i)      dK_j += scale dSᵀ Q_i      dQ_i += scale dS K_j
+
+with delta_i = rowsum(dO_i O_i), computed before: softmax's derivative needs Σ_j P_ij dP_ij, and that is the
+same number.
+
+The helpers are those of the forward pass; part.key_blocks() and part.rows_that_see(keys) go the other way round, and
+part.add(DQ, rows, block) loads, adds and stores: dQ is summed up over the blocks of keys, in FP32.
+"""
+
+import torch
+
+from flash import attention_reference, tiled
+from flash.checks import check as check_options
+from flash.options import make_options
+from tests.exercises.kit import fail, recognise, wrong
+
+PLAN = [
+    "dq begins at zero. For each part: views of rows (dout, q, dq, lse, delta) and of keys (k, v, dk, dv), and "
+    "two tiles.",
+    "For each block of keys: load k_j (times options.scale) and v_j; dk_j and dv_j begin as zeros.",
+    "For each block of rows that see them: load q_i, do_i, and the columns l (lse) and d (delta); S, hidden; p = "
+    "exp(S - l).",
+    "dv_j gets pᵀ do_i (with dropout on p); dP = do_i v_jᵀ (with dropout, too); dS = p (dP - d); dk_j gets dSᵀ "
+    "q_i; add dS k_j to dQ.",
+    "Store dk_j times options.scale, and dv_j.",
+]
+HINTS = [
+    "scores(do_i, v_j, other_tile) is do_i v_jᵀ: it takes the same form as q_i k_jᵀ.",
+    "k_j was multiplied by the scale when it was loaded: so dS k_j brings it for dQ, and dK needs it once, at the end.",
+    "dv_j.baddbmm_(p.mT, do_i) adds the product of each head.",
+]
+WRONG = [
+    wrong("forgets-delta", ("dp.sub_(d).mul_(p)", "dp.mul_(p)")),
+    wrong("forgets-the-scale-in-dk", ("part.store(DK, keys, dk_j.mul_(options.scale))", "part.store(DK, keys, dk_j)")),
+    wrong("scales-dq-twice", ("torch.bmm(ds, k_j, out=q_i)", "torch.bmm(ds, k_j, out=q_i).mul_(options.scale)")),
+    wrong("softmax-of-a-block", ("p = exp_(s.sub_(l))", "p = s.softmax(-1)")),
+    wrong("overwrites-dq", ("part.add(DQ, rows,", "part.store(DQ, rows,")),
+    wrong("forgets-the-mask", ("part.hide(s, rows, keys)", "pass")),
+    wrong("dq-not-zeroed", ("    dq.zero_()\n", "")),
+    wrong("dk-from-p", ("dk_j.baddbmm_(ds.mT,", "dk_j.baddbmm_(p.mT,"), ("dp.sub_(d).mul_(p)", "dp.sub_(d) * p")),
+    wrong("dv-from-ds", ("dv_j.baddbmm_(times(p, mask).mT, do_i)", "pass"),
+          ("dk_j.baddbmm_(ds.mT, q_i)", "dk_j.baddbmm_(ds.mT, q_i)\n                dv_j.baddbmm_(ds.mT, do_i)")),
+]  # fmt: skip
+
+
+def gradients(causal: bool):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 40, 8, generator=generator) for _ in range(4))
+    meaning = check_options("exercise", q, k, v, causal, None, None, 0.0, None)
+    options = make_options(meaning, 40, 40)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = attention_reference(*inputs, causal=causal, return_lse=True)
+    wants = torch.autograd.grad(out, inputs, dout.double())
+    delta = (dout.double() * out).sum(-1).float().detach()
+    dq, dk, dv = (torch.full_like(x, 7.0) for x in (q, k, v))
+    tiled.backward_tiles(dout, q, k, v, lse.float().detach(), delta, dq, dk, dv, options, (16, 16))
+    return (dq, dk, dv), wants, (q.double(), k.double(), v.double(), dout.double())
+
+
+def check() -> None:
+    (dq, dk, dv), (want_q, want_k, want_v), (q, k, v, dout) = gradients(False)
+    scale = 8**-0.5
+    s = scale * q @ k.mT
+    p, dp = s.softmax(-1), dout @ v.mT
+    delta = (p * dp).sum(-1, keepdim=True)
+    ds = p * (dp - delta)
+    local = torch.cat([block.softmax(-1) for block in s.split(16, -1)], -1)
+    words = (
+        "P = exp(S - lse): one logsumexp for the whole row. A softmax of each block is normalised by that block only."
+    )
+    mistakes = {
+        "softmax-of-a-block": (local.mT @ dout, words),
+        "dv-from-ds": (ds.mT @ dout, "dV is Pᵀ dO, not dSᵀ dO."),
+    }
+    recognise(dv, want_v, mistakes, "dV", tolerance=1e-4)
+    mistakes = {
+        "forgets-delta": (
+            scale * (p * dp).mT @ q,
+            "dS is P · dP without delta: softmax's derivative also has -Σ_j P_ij dP_ij, which is delta_i.",
+        ),
+        "forgets-the-scale-in-dk": (ds.mT @ q, "dK lacks the scale: S = scale · Q Kᵀ."),
+        "dk-from-p": (scale * p.mT @ q, "dK is scale · dSᵀ Q, not Pᵀ Q."),
+    }
+    recognise(dk, want_k, mistakes, "dK", tolerance=1e-4)
+    last = scale * ds[..., 32:] @ k[:, :, 32:]
+    mistakes = {
+        "scales-dq-twice": (want_q * scale, "dQ has the scale twice: k_j was multiplied by it when it was loaded."),
+        "overwrites-dq": (last, "dQ has the last block of keys only: each block adds to it."),
+        "dq-not-zeroed": (want_q + 7, "dQ begins with what was in its memory: set it to zero first."),
+    }
+    recognise(dq, want_q, mistakes, "dQ", tolerance=1e-4)
+    got, want, _ = gradients(True)
+    if not all(torch.allclose(a.double(), b, atol=1e-4) for a, b in zip(got, want)):
+        fail(
+            "forgets-the-mask", "With causal=True gradients come from keys in the future: hide them in S as in forward."
+        )

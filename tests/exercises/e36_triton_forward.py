@@ -1,0 +1,89 @@
+"""The forward pass as a GPU runs it: one program for each block of rows of each head. It loads its block of
+queries once, keeps it on the chip, and goes over the keys. On this machine Triton's interpreter runs it,
+operation by operation.
+
+    s = q kᵀ      m' = max(m, rowmax s)      p = exp(scale (s - m'))      l = … + rowsum p      o = … + p v
+
+A GPU has an instruction for 2^x, none for e^x: exp(x) = exp2(x · LOG2_E). The helpers (flash/masks.py): place
+says which rows, head and batch this program has; head_of gives a pointer; load_block and store_block move
+(rows, BLOCK_D); visible is the mask. spans gives four bounds a ≤ b ≤ c ≤ d: blocks of keys in a … b and c … d
+need a mask, those in b … c none.
+"""
+
+import torch
+
+from tests.exercises.kit import fail, wrong
+from tests.exercises.triton_kit import expect, small_blocks, tensors, with_options
+
+PLAN = [
+    "Where am I? place(n_q, heads, BLOCK_Q, right is not None); lengths (packed sequences); return if start >= "
+    "n_q. rows, and pointers to the head's Q, K, V: query head h uses key/value head h // GROUP. state = "
+    "start_hash(seed, batch, head).",
+    "Load q, times `sign`. m (-3.4e38), l, o: FP32, on the chip.",
+    "offset = diagonal(…); bounds = spans(start, last row, n_k, offset, left, right, BLOCK_K, True).",
+    "For part in tl.static_range(0 if left is not None else 1, 3), for start_k from bounds[part] to bounds[part "
+    "+ 1] by BLOCK_K: load k; s = q kᵀ; unless part == 1, -∞ where not visible.",
+    "Online softmax in base 2: scale · LOG2_E multiplies the differences. Rescale l and o. p times dropout(…) "
+    "goes into o.",
+    "Store o / l, and lse = m · scale + ln l. Where l is 0: output 0, lse -∞.",
+]
+HINTS = [
+    "When the maximum rises from m to `larger`, both sums, l and o, were measured against m: rescale both.",
+    "rescale = tl.exp2((m - larger) * (scale * LOG2_E)); it multiplies l, and o as rescale[:, None].",
+    "tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision=PRECISION) adds the product to the rescaled "
+    "output.",
+    "ln l = tl.log2(l) / LOG2_E.",
+]
+WRONG = [
+    wrong("rescales-the-sum-only", ("v, o * rescale[:, None], input", "v, o, input")),
+    wrong("rescales-the-output-only", ("l = l * rescale + tl.sum(p, 1)", "l = l + tl.sum(p, 1)")),
+    wrong("forgets-the-mask", ("            if part != 1:\n                s = tl.where", "            if part == 7:\n"
+                               "                s = tl.where")),
+    wrong("forgets-to-divide", ("o / l[:, None]", "o")),
+    wrong("wrong-base", ("s * (scale * LOG2_E) - tl.maximum(larger * (scale * LOG2_E)",
+                         "s * scale - tl.maximum(larger * scale"),
+          ("(m - larger) * (scale * LOG2_E)", "(m - larger) * scale")),
+    wrong("lse-in-base-2", ("tl.log2(l) / LOG2_E)", "tl.log2(l))")),
+    wrong("forgets-the-maximum", ("            m = larger\n", "")),
+]  # fmt: skip
+
+
+def check() -> None:
+    for causal in (False, True):
+        (q, k, v, _), (want, want_lse, *_), options = tensors(causal, n=40 if causal else 48)
+        out, lse = small_blocks(_forward, q, k, v, options)
+        s = q.double() @ k.double().repeat_interleave(2, 1).mT / 4
+        values = v.double().repeat_interleave(2, 1)
+        if causal:
+            if not torch.allclose(out.double(), want, atol=1e-4):
+                fail("forgets-the-mask", "With causal=True rows see keys in their future: -∞ where not visible(…).")
+            continue
+        total = (s - s.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+        mistakes = {
+            "forgets-to-divide": (want * total, "The output is l times too large: divide by l at the end."),
+            "wrong-base": (
+                (s * torch.log(torch.tensor(2.0))).softmax(-1) @ values,
+                "The weights are those of 2^s: exp(x) is exp2(x · LOG2_E).",
+            ),
+        }
+        right_lse = torch.allclose(lse.double(), want_lse, atol=1e-4)
+        if not torch.allclose(out.double(), want, atol=1e-4) and not any(
+            torch.allclose(out.double(), value, rtol=1e-3, atol=1e-4) for value, _ in mistakes.values()
+        ):
+            ratio = out.double() / want
+            one = (ratio - ratio[..., :1]).abs().amax() < 1e-2 * ratio.abs().amax()
+            if right_lse:
+                fail("rescales-the-sum-only", "lse is right and the output is not: rescale the output as the sum.")
+            if bool(one):
+                fail("rescales-the-output-only", "Each row is a multiple of the right one: rescale the sum l as well.")
+            fail("forgets-the-maximum", "Blocks are measured against different maxima: m becomes `larger` after each.")
+        expect(out, want, mistakes, "The output")
+        if not right_lse:
+            fail("lse-in-base-2", f"lse is {lse[0, 0, 0]:.3f}, expected {want_lse[0, 0, 0]:.3f}: m · scale + ln l.")
+    with_options((0, 4))
+
+
+def _forward(q, k, v, options):
+    from flash import kernels
+
+    return kernels.forward(q, k, v, options)

@@ -1,0 +1,76 @@
+"""The backward pass has two kernels. This one: a program for each block of keys of each key/value head, which
+sums dK and dV over all rows that see them, and over all query heads that share them. No two programs add to the
+same number, so the sums have one order, and the same bits in every run.
+
+What is (rows, keys) in the formulas is (keys, rows) here, transposed:
+
+    s = k qᵀ     p = exp(scale s - lse)     dv += p do
+    dp = v doᵀ   ds = p (dp - delta)        dk += ds q, and in the end times scale
+"""
+
+from tests.exercises.kit import fail, wrong
+from tests.exercises.triton_kit import backward, expect, formulas, with_options
+
+PLAN = [
+    "Where am I? place(n_k, heads // GROUP, BLOCK_K, False) gives a block of keys and a key/value head. Lengths, "
+    "return if start >= n_k; keys; load k and v once; dk and dv begin as FP32 zeros.",
+    "offset = diagonal(…); bounds = spans(start, last key, n_q, -offset, right, left, BLOCK_Q, False): the view "
+    "from the keys.",
+    "For each of the GROUP query heads: pointers to its Q, DO, LSE, DELTA; state = start_hash(seed, batch, head).",
+    "For part in tl.static_range(0 if right is not None else 1, 3 if left is not None else 2), for start_q from "
+    "bounds[part] to bounds[part + 1] by BLOCK_Q: load q and lse; s; p = exp2((s · scale - lse) · LOG2_E); 0 "
+    "where not visible, unless part == 1.",
+    "kept = dropout(…); do; dv += (p · kept) do; dp = v doᵀ · kept; ds = p (dp - delta); dk += ds q.",
+    "Store dk · scale, and dv.",
+]
+HINTS = [
+    "In a (keys, rows) tile a number for each row stands along the second axis: lse[None, :].",
+    "tl.dot(a, b, c, input_precision=PRECISION) is a b + c: dv = tl.dot((p * kept).to(do.dtype), do, dv, …).",
+    "visible(rows[None, :], keys[:, None], n_k, offset, left, right) is the mask in this orientation.",
+]
+WRONG = [
+    wrong("forgets-delta", ("p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])", "p * dp")),
+    wrong("forgets-the-scale", ("dk * scale", "dk")),
+    wrong(
+        "forgets-the-mask",
+        ("if part != 1:\n                    p = tl.where", "if part == 7:\n                    p = tl.where"),
+    ),
+    wrong("keeps-the-last-block", ("do, dv, input_precision", "do, input_precision")),
+    wrong("first-head-only", ("for member in range(GROUP):", "for member in range(1):")),
+    wrong("wrong-base", ("(s * scale - lse[None, :]) * LOG2_E", "s * scale - lse[None, :]")),
+    wrong("dk-from-p", ("tl.dot(ds.to(q.dtype), q, dk", "tl.dot(p.to(q.dtype), q, dk")),
+]
+
+
+def check() -> None:
+    (_, dk, dv), (_, want_k, want_v), (q, k, v, dout) = backward(False)
+    p, dp, ds, _ = formulas(q, k, v, dout)
+    two, *_ = formulas(q, k, v, dout, base=2.0)
+    last = p.mT[..., 32:] @ dout[:, :, 32:]
+    mistakes = {
+        "wrong-base": (
+            (two.mT @ dout).sum(1, keepdim=True),
+            "The weights are those of 2^x: exp(x) is exp2(x · LOG2_E).",
+        ),
+        "first-head-only": (
+            (p.mT @ dout)[:, :1],
+            "Two query heads share these keys, and only the first one's rows were summed: go over the GROUP.",
+        ),
+        "keeps-the-last-block": (last[:, 1:], "dV has the last block of rows only: add each product to what is there."),
+    }
+    expect(dv, want_v, mistakes, "dV")
+    mistakes = {
+        "forgets-delta": (
+            ((p * dp).mT @ q).sum(1, keepdim=True) / 4,
+            "dS is P · dP without delta: softmax's derivative also has -Σ P dP, which is delta.",
+        ),
+        "forgets-the-scale": ((ds.mT @ q).sum(1, keepdim=True), "dK lacks the scale: S = scale · Q Kᵀ."),
+        "dk-from-p": ((p.mT @ q).sum(1, keepdim=True) / 4, "dK is scale · dSᵀ Q, not Pᵀ Q."),
+    }
+    expect(dk, want_k, mistakes, "dK")
+    (_, dk, dv), (_, want_k, want_v), _ = backward(True)
+    if (dv - want_v).abs().max() > 1e-3 or (dk - want_k).abs().max() > 1e-3:
+        fail(
+            "forgets-the-mask", "With causal=True rows that lie before a key count for it: p is 0 where not visible(…)."
+        )
+    with_options((2, 3))

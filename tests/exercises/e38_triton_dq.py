@@ -1,0 +1,53 @@
+"""The second kernel of the backward pass: a program for each block of rows sums dQ over the keys that they see.
+S is computed once more, and so needs no memory and no atomic additions.
+
+    s = q kᵀ    p = exp(scale s - lse)    dp = do vᵀ    ds = p (dp - delta)    dq += ds k,  in the end · scale
+"""
+
+from tests.exercises.kit import fail, wrong
+from tests.exercises.triton_kit import backward, expect, formulas, with_options
+
+PLAN = [
+    "Where am I? As in the forward kernel. Pointers to this head's Q, DO, LSE, DELTA, and to K, V of head // GROUP.",
+    "Load q, do, lse, delta once. dq begins as FP32 zeros.",
+    "offset, bounds, and the two loops over blocks of keys as in the forward kernel.",
+    "Load k and v; s; p = exp2((s · scale - lse) · LOG2_E), 0 where not visible unless part == 1; dp = do vᵀ "
+    "times dropout(…); ds = p (dp - delta); dq += ds k.",
+    "Store dq · scale.",
+]
+HINTS = [
+    "lse[:, None] and delta[:, None] stand along the rows.",
+    "dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION) adds to what is there.",
+]
+WRONG = [
+    wrong("forgets-delta", ("ds = p * (dp - delta[:, None])", "ds = p * dp")),
+    wrong("forgets-the-scale", ("dq * scale", "dq")),
+    wrong(
+        "forgets-the-mask",
+        ("if part != 1:\n                p = tl.where", "if part == 7:\n                p = tl.where"),
+    ),
+    wrong("keeps-the-last-block", ("k, dq, input_precision", "k, input_precision")),
+    wrong("wrong-base", ("(s * scale - lse[:, None]) * LOG2_E", "s * scale - lse[:, None]")),
+    wrong("dq-from-p", ("dq = tl.dot(ds.to(k.dtype)", "dq = tl.dot(p.to(k.dtype)")),
+]
+
+
+def check() -> None:
+    (dq, *_), (want, *_), (q, k, v, dout) = backward(False)
+    p, dp, ds, keys = formulas(q, k, v, dout)
+    _, _, two, _ = formulas(q, k, v, dout, base=2.0)
+    mistakes = {
+        "forgets-delta": ((p * dp) @ keys / 4, "dS is P · dP without delta: softmax's derivative also has -Σ P dP."),
+        "forgets-the-scale": (ds @ keys, "dQ lacks the scale: S = scale · Q Kᵀ."),
+        "keeps-the-last-block": (
+            ds[..., 32:] @ keys[:, :, 32:] / 4,
+            "dQ has the last block of keys only: add each product to what is there.",
+        ),
+        "wrong-base": (two @ keys / 4, "The weights are those of 2^x: exp(x) is exp2(x · LOG2_E)."),
+        "dq-from-p": (p @ keys / 4, "dQ is scale · dS K, not P K."),
+    }
+    expect(dq, want, mistakes, "dQ")
+    (dq, *_), (want, *_), _ = backward(True)
+    if (dq - want).abs().max() > 1e-3:
+        fail("forgets-the-mask", "With causal=True keys in the future count: p is 0 where not visible(…).")
+    with_options((1,))

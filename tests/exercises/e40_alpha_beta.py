@@ -1,0 +1,90 @@
+"""How long does a collective take on a cluster that nobody here owns? A hop costs α seconds, whatever it
+carries, and then β bytes go over a link each second. A ring over all g ranks enters each of h hosts once:
+
+    seconds = base + (g - h) α_inside + (h - 1) α_between + (g - 1)/g · S / bandwidth
+
+so of its hops h - 1 go from host to host and g - h stay inside. The slowest link sets the pace: inside a host
+one GPU's link; between hosts the network cards of all g/h ranks of a host work side by side.
+
+    self.base_latency    self.inside, self.between: links with .latency and .bandwidth    self.hosts(members, stride)
+"""
+
+from minizero.simulate.clusters import GPU, Cluster, Link
+from tests.exercises.kit import fail, wrong
+
+PLAN = [
+    "One rank, or nothing to send: no time.",
+    "hosts: on how many does the group lie?",
+    "The latency: base, and the hops inside and between.",
+    "The bandwidth: that of the slowest link of the ring. Inside counts if a host has more than one of the "
+    "ranks; between, if there is more than one host, as many cards as ranks in a host.",
+    "Latency, and (g-1)/g of the bytes over the bandwidth.",
+]
+HINTS = [
+    "members // hosts is the number of ranks in a host.",
+    "Begin with the inside bandwidth (infinite where no two ranks share a host), and take the minimum with the other.",
+]
+HOPS = "(members - hosts) * self.inside.latency + (hosts - 1) * self.between.latency"
+WRONG = [
+    wrong("forgets-the-fraction", ("(members - 1) / members * size", "size")),
+    wrong("twice", ("(members - 1) / members * size", "2 * (members - 1) / members * size")),
+    wrong("all-hops-inside", (HOPS, "(members - 1) * self.inside.latency")),
+    wrong("all-hops-between", (HOPS, "(members - 1) * self.between.latency")),
+    wrong("one-card", ("members // hosts * self.between.bandwidth", "self.between.bandwidth")),
+    wrong("fastest-link", ("bandwidth = min(bandwidth,", "bandwidth = max(bandwidth,")),
+    wrong("forgets-the-base", ("self.base_latency + ", "")),
+    wrong("alone-takes-time", ("if members == 1 or size == 0:", "if size == 0:")),
+]
+A_GPU = GPU("any", {"float32": 1e12}, 1e9, 1e11, "made up")
+
+
+def seconds(
+    size: float, members: int, inside: float = 0.0, between: float = 0.0, base: float = 0.0, cards: float = 1e9
+):
+    """Of a ring on hosts of 8 GPUs with links of 4 GB/s inside, and `cards` bytes a second each between; latencies."""
+    links = Link(inside, 4e9, "made up"), Link(between, cards, "made up"), Link(0.0, 1e9, "made up")
+    return Cluster(A_GPU, 8, *links, 1e12, 1e11, base_latency=base).ring(size, members)
+
+
+def check() -> None:
+    if seconds(1e9, 1, base=1.0) != 0:
+        fail("alone-takes-time", "One rank has nobody to send to, and still took time.")
+    if seconds(0, 8, base=1.0):
+        fail("values", "Nothing to send takes no time.")
+    got = seconds(8e9, 8) / (7 / 8 * 8e9 / 4e9)
+    if abs(got - 8 / 7) < 1e-6:
+        fail("forgets-the-fraction", "8 ranks, inside a host: each sends 7/8 of the tensor, not all of it.")
+    if abs(got - 2) < 1e-6:
+        fail(
+            "twice",
+            "Twice the time: that is an all-reduce. A reduce-scatter or all-gather sends (g-1)/g of the tensor.",
+        )
+    if abs(got - 1) > 1e-6:
+        fail("values", f"8 ranks inside a host, 8 GB over links of 4 GB/s: {got:.3f} times the time expected.")
+    if seconds(1, 8, base=0.5) < 0.5:
+        fail("forgets-the-base", "Every collective costs base_latency, however little it moves.")
+    hops = (seconds(1, 32, inside=1.0), seconds(1, 32, between=1.0))
+    if round(hops[0]) == 31:
+        fail("all-hops-inside", "Of the 31 hops of 32 ranks on 4 hosts, 3 go from host to host: count those apart.")
+    if round(hops[1]) == 31:
+        fail("all-hops-between", "Of the 31 hops of 32 ranks on 4 hosts, only 3 go from host to host, 28 stay inside.")
+    if (round(hops[0]), round(hops[1])) != (28, 3):
+        fail("values", f"32 ranks on 4 hosts: 28 hops inside and 3 between, not {round(hops[0])} and {round(hops[1])}.")
+    slow = seconds(32e9, 32, cards=0.25e9) / (31 / 32 * 32e9 / 2e9)
+    if abs(slow - 8) < 1e-6:
+        fail(
+            "one-card",
+            "Between hosts all 8 ranks of a host send at once, each over its own card: 8 times the bandwidth.",
+        )
+    if abs(slow - 0.5) < 1e-6:
+        fail("fastest-link", "The ring is as slow as its slowest link, not as fast as its fastest.")
+    two = seconds(16e9, 16, cards=0.25e9) / (15 / 16 * 16e9 / 2e9)
+    links = Link(0.0, 1e6, "made up"), Link(0.0, 4e9, "made up"), Link(0.0, 1e9, "made up")
+    alone = Cluster(A_GPU, 1, *links, 1e12, 1e11, base_latency=0.0).ring(8e9, 8) / (7 / 8 * 8e9 / 4e9)
+    if abs(two - 1) > 1e-6:
+        fail("values", f"16 ranks on 2 hosts: {two:.3f} times the time expected.")
+    if abs(alone - 1) > 1e-6:
+        fail("values", "Where every host has one GPU, the links inside are not used at all, however slow they are.")
+    fast = seconds(32e9, 32, cards=1e9) / (31 / 32 * 32e9 / 4e9)
+    if abs(slow - 1) > 1e-6 or abs(fast - 1) > 1e-6:
+        fail("values", f"32 ranks on 4 hosts: {slow:.3f} and {fast:.3f} times the time expected.")
