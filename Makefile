@@ -4,14 +4,15 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 
 .PHONY: help setup demo quick test notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
+.PHONY: exercises check hint watch solution reset gradebook
 
 help:   ## show this list
 	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constraints.txt -e ".[dev]"
 
-demo: setup  ## train with every ZeRO stage, figures in results/: python -m minizero.train --output results
-	$(PY) -m minizero.train --output results $(ARGS)
+demo: setup  ## train with every ZeRO stage, figures in results/: python -m minizero.train --output results ; BREAK=forgot-divide shows a mistake
+	$(PY) -m $(if $(BREAK),tests.exercises.demo $(BREAK),minizero.train) --output results $(ARGS)
 
 quick: setup  ## the tests that end within a minute or two: python -m pytest -n 2
 	$(PY) -m pytest -n 2 $(ARGS)
@@ -43,9 +44,29 @@ bench: setup  ## the benchmarks: python -m tests.bench
 kernels: setup  ## compile the attention kernels for GPUs that are not here, and show what they take: python -m flash.compile
 	$(PY) -m flash.compile $(ARGS)
 
-gpu: setup  ## on a machine with a GPU: python -m pytest -m gpu tests/gpu ; python -m tests.bench.flash_gpu
-	$(PY) -m pytest -m gpu tests/gpu $(ARGS)
-	$(PY) -m tests.bench.flash_gpu
+gpu: $(if $(GPU_PYTHON),,setup)  ## on a machine with a GPU, tests and benchmarks into OUT=folder, PART=tests|flash|memory|train|notebooks: python -m tests.bench.gpu
+	$(or $(GPU_PYTHON),$(PY)) -m tests.bench.gpu $(if $(OUT),--output $(OUT)) $(if $(PART),--part $(PART)) $(ARGS)
+
+exercises: setup  ## the course: all exercises, and where you are: python -m tests.exercises list
+	@$(PY) -m tests.exercises list
+
+check: setup  ## check the exercise you are at, or one by number, E=05: python -m tests.exercises check 05
+	@$(PY) -m tests.exercises check $(E)
+
+hint: setup  ## one more hint for it: python -m tests.exercises hint 05
+	@$(PY) -m tests.exercises hint $(E)
+
+watch: setup  ## check exercises on every save: python -m tests.exercises watch
+	@$(PY) -m tests.exercises watch
+
+solution: setup  ## the package's own function; before you have passed with INSIST=1: python -m tests.exercises solution 05
+	@$(PY) -m tests.exercises solution $(E) $(if $(INSIST),--insist)
+
+reset: setup  ## begin an exercise anew, make reset E=05: python -m tests.exercises reset 05
+	@$(PY) -m tests.exercises reset $(E)
+
+gradebook: setup  ## for lecturers: check submissions, DIR=folder: python -m tests.exercises gradebook folder
+	@$(PY) -m tests.exercises gradebook $(DIR)
 
 lint: setup  ## python -m ruff check . ; python -m ruff format --check . ; python -m mypy
 	$(PY) -m ruff check .

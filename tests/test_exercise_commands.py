@@ -1,0 +1,155 @@
+"""What a student and a lecturer call: `make exercises`, `make check`, …, pytest on a file, the gradebook."""
+
+import csv
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.exercises import runner, stubs
+from tests.exercises.course import COURSE, ROOT, find
+from tests.exercises.demo import main as demo
+from tests.exercises.workbook import Workbook
+
+RING = find("reduce_scatter")
+
+
+@pytest.fixture
+def workbook(tmp_path):
+    book = Workbook(tmp_path / "workbook")
+    book.fill()
+    return book
+
+
+def command(workbook, *words, expect=0):
+    """What `python -m tests.exercises` prints, at 80 columns."""
+    environment = os.environ | {"MINIZERO_WORKBOOK": str(workbook.folder), "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.exercises", *words], cwd=ROOT, env=environment, capture_output=True, timeout=100
+    )
+    assert done.returncode == expect, done.stdout.decode() + done.stderr.decode()
+    return done.stdout.decode()
+
+
+@pytest.mark.slow
+def test_a_student_s_way_through_the_commands(workbook):
+    seen = []
+
+    def say(*words, expect=0):
+        text = command(workbook, *words, expect=expect)
+        seen.append(text)
+        return text
+
+    assert f"0 of {len(COURSE)} passed" in say("list")
+    assert "Not begun" in say("check", expect=1)
+    hints = find("01").text().hints
+    for number in range(1, len(hints) + 1):
+        assert f"Hint {number} of {len(hints)}" in say("hint")
+    assert "the last one" in say("hint")
+    assert "INSIST" in say("solution", "01", expect=1)
+    pad = workbook.path(find("01"))
+    pad.write_text(stubs.answer(find("01"), find("01").load().WRONG[0]))
+    assert "append nothing" in say("check", "01", expect=1)
+    pad.write_text(stubs.answer(find("01")))
+    assert "passed" in say("check")
+    assert "def pad(" in say("solution", "pad")
+    assert f"1 of {len(COURSE)} passed" in say("list")
+    assert "02_chunk.py" in say("list")
+    assert "old/01_pad.1.py" in say("reset", "01").replace("\n", "")
+    command(workbook, "check", "99", expect=2)
+    assert max(len(line) for text in seen for line in text.splitlines() if str(workbook.folder) not in line) <= 80
+
+
+@pytest.mark.slow
+def test_pytest_checks_a_file_of_the_workbook(workbook):
+    def pytest_says(name):
+        words = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+        words += ["-p", "no:cacheprovider", str(workbook.path(find(name)))]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+    pad = workbook.path(find("pad"))
+    pad.write_text(stubs.answer(find("pad")))
+    done = pytest_says("pad")
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+    assert Workbook(workbook.folder).has_passed(find("pad"))
+    workbook.path(RING).write_text("def ring_reduce_scatter(:")
+    done = pytest_says("reduce_scatter")
+    assert done.returncode == 1 and "Python cannot read the file" in done.stdout, done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.slow
+def test_watch_checks_what_is_saved(workbook):
+    environment = os.environ | {"MINIZERO_WORKBOOK": str(workbook.folder), "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONIOENCODING"] = "utf-8"
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "tests.exercises", "watch"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert "Watching" in watching.stdout.readline()
+        workbook.path(RING).write_text("def ring_reduce_scatter(:")
+        for line in watching.stdout:
+            if "cannot read the file" in line:
+                break
+        else:
+            pytest.fail("watch ended without a word")
+    finally:
+        watching.kill()
+        watching.wait()
+
+
+@pytest.mark.slow
+def test_the_gradebook_is_a_table_of_diagnoses(tmp_path, workbook, monkeypatch):
+    from tests.exercises import gradebook
+
+    some = [find("pad"), find("chunk"), find("views")]
+    monkeypatch.setattr(gradebook, "COURSE", some)
+    for student in ("ada", "bob"):
+        (tmp_path / "submissions" / student / "workbook").mkdir(parents=True)
+    ada, bob = (tmp_path / "submissions" / student / "workbook" for student in ("ada", "bob"))
+    for exercise in some:
+        (ada / exercise.file).write_text(stubs.answer(exercise))
+    (bob / some[0].file).write_text(stubs.answer(some[0], some[0].load().WRONG[0]))
+    (bob / some[1].file).write_text(stubs.stub(some[1]))
+    from rich.console import Console
+
+    assert gradebook.write(tmp_path / "submissions", None, Console(width=80)) == 0
+    rows = list(csv.reader((tmp_path / "submissions" / "gradebook.csv").open(encoding="utf-8")))
+    assert rows[0] == ["exercise", "ada", "bob"]
+    assert [row[1] for row in rows[1:]] == ["passed"] * 3
+    assert rows[1][2].startswith("pads-a-whole-multiple: ") and [r[2] for r in rows[2:]] == [
+        "not begun",
+        "not handed in",
+    ]
+
+
+def test_without_triton_its_exercises_block_nothing(tmp_path, monkeypatch, workbook):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else found(name, *rest)
+    )
+    exercise = find("triton_forward")
+    assert "Linux, WSL or Colab" in runner.run(exercise, workbook.path(exercise)).words
+    workbook.state["passed"] = [e.name for e in COURSE if e.number < exercise.number]
+    assert workbook.current() == find("traffic")
+
+
+def test_the_makefile_has_the_commands():
+    text = Path(ROOT, "Makefile").read_text()
+    for name in ("list", "check", "hint", "watch", "solution", "reset", "gradebook"):
+        assert f"python -m tests.exercises {name}" in text
+
+
+@pytest.mark.slow
+def test_the_demo_shows_what_a_mistake_does(tmp_path, capsys):
+    assert demo(["zero2_free/does-not-free", "--steps", "2", "--output", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Zero2")]
+    right, wrong = (float(re.search(r"zero_grad ([\d.]+)", line)[1]) for line in lines)
+    assert wrong > 1.3 * right, "gradients that are not freed stay until then"
+    assert (tmp_path / "broken-zero2_free-does-not-free.png").stat().st_size > 10_000
+    assert demo(["forgot-devide"]) == 2
+    assert "forgot-divide" in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""The course: references pass, stubs and wrong answers do not, and each wrong answer gets its own diagnosis."""
+
+import ast
+import concurrent.futures
+import multiprocessing
+import subprocess
+import time
+
+import pytest
+
+from tests.exercises import runner, selfcheck, stubs
+from tests.exercises.breaking import broken
+from tests.exercises.course import COURSE, ROOT, find
+from tests.exercises.workbook import Workbook
+
+POSSIBLE = [exercise for exercise in COURSE if exercise.is_possible()]
+each = pytest.mark.parametrize("exercise", POSSIBLE, ids=lambda exercise: f"{exercise.id}_{exercise.name}")
+RING = find("reduce_scatter")
+
+
+@pytest.fixture(scope="session")
+def another_process():
+    """One that has imported torch, and may be interrupted."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context, selfcheck.prepare) as pool:
+        yield lambda *args: pool.submit(selfcheck.check_checks, *args).result()
+
+
+@pytest.fixture
+def workbook(tmp_path):
+    book = Workbook(tmp_path / "workbook")
+    book.fill()
+    return book
+
+
+# The checks are checked.
+
+
+@pytest.mark.slow
+@each
+def test_the_reference_passes_and_the_stub_does_not(exercise, another_process):
+    for said in another_process(exercise, "reference") + another_process(exercise, "stub"):
+        assert said.outcome.name == said.expected, f"{said.answer}: {said.outcome}"
+
+
+@pytest.mark.slow
+@each
+def test_a_wrong_answer_is_told_what_is_wrong(exercise, another_process):
+    (said,) = another_process(exercise, "one")
+    assert said.outcome.status == "failed" and said.outcome.name == said.expected, f"{said.answer}: {said.outcome}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@each
+def test_every_wrong_answer_is_told_what_is_wrong(exercise, another_process):
+    wrong = [
+        s for s in another_process(exercise, "all") if (s.outcome.status, s.outcome.name) != ("failed", s.expected)
+    ]
+    assert not wrong, "\n".join(f"{s.answer} should be told {s.expected}, and was: {s.outcome}" for s in wrong)
+
+
+def test_the_course_is_whole():
+    assert [exercise.number for exercise in COURSE] == list(range(1, len(COURSE) + 1))
+    assert len({exercise.name for exercise in COURSE}) == len(COURSE) >= 30
+    assert sum(exercise.core for exercise in COURSE) == 10
+    assert all(10 <= exercise.minutes <= 40 for exercise in COURSE)
+    assert all((ROOT / "notebooks" / f"{exercise.notebook}.ipynb").is_file() for exercise in COURSE)
+    lessons = [exercise.load() for exercise in COURSE]
+    assert [exercise.text()[1:] for exercise in COURSE] == [(lesson.PLAN, lesson.HINTS) for lesson in lessons]
+    assert sum(len(lesson.WRONG) for lesson in lessons) >= 120
+    for lesson in lessons:
+        names = [wrong.name for wrong in lesson.WRONG]
+        assert len(names) >= 4 and len(set(names)) == len(names), lesson.__name__
+        assert 2 <= len(lesson.HINTS) <= 4 and all(hint.strip() for hint in lesson.HINTS), lesson.__name__
+        assert lesson.PLAN and lesson.__doc__
+
+
+def test_a_first_hint_is_no_code():
+    """No whole line of the reference stands in it."""
+    for exercise in COURSE:
+        lines = [line.strip() for line in stubs.reference(exercise).splitlines() if len(line.strip()) > 25]
+        assert not [line for line in lines if line in exercise.text().hints[0]], exercise
+
+
+def test_each_check_tells_its_wrong_answers_apart():
+    """There are at least four diagnoses for the wrong answers of an exercise."""
+    for exercise in COURSE:
+        diagnoses = [wrong.diagnosis for wrong in exercise.load().WRONG]
+        assert len(set(diagnoses)) >= 4, exercise
+
+
+# As a student might write them, with the signature cut off.
+OTHER_ANSWERS = {
+    "pad": """(tensor, multiple):
+    rows = (tensor.shape[0] + multiple - 1) // multiple * multiple
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    return padded""",
+    "all_gather": """(chunks, comm):
+    current = comm.rank
+    for _ in range(comm.size - 1):
+        before = (current - 1) % comm.size
+        comm.send_recv(chunks[current], (comm.rank + 1) % comm.size, chunks[before], (comm.rank - 1) % comm.size)
+        current = before""",
+    "reduce_scatter": """(chunks, comm, combine=torch.add, out=None):
+    partial = chunks[comm.rank - 1]
+    for step in range(comm.size - 1):
+        incoming = torch.empty_like(partial)
+        comm.send_recv(partial, (comm.rank + 1) % comm.size, incoming, (comm.rank - 1) % comm.size)
+        partial = combine(incoming, chunks[(comm.rank - step - 2) % comm.size])
+    return partial if out is None else out.copy_(partial)""",
+    "ddp_hook": """(self, unit, gradient):
+    averaged = all_reduce(gradient, self.comm, "mean", label=unit.name)
+    unit.set_gradient(averaged, full=averaged)""",
+    "zero2_free": """(self, unit, gradient):
+    mine = reduce_scatter(gradient, self.comm, label=unit.name)
+    unit.set_gradient(mine / self.comm.size)""",
+    "decode": """(bits, fmt):
+    sign, code = bits >> (fmt.width - 1), bits & (2 ** (fmt.width - 1) - 1)
+    field, mantissa = code >> fmt.mantissa_bits, code & (2**fmt.mantissa_bits - 1)
+    if code == fmt.infinity_bits:
+        value = float("inf")
+    elif code > fmt.max_bits:
+        value = float("nan")
+    elif field:
+        value = (1 + mantissa / 2**fmt.mantissa_bits) * 2.0 ** (field - fmt.bias)
+    else:
+        value = mantissa / 2**fmt.mantissa_bits * 2.0 ** (1 - fmt.bias) * fmt.subnormals
+    return -value if sign else value""",
+    "online_softmax": """(scores, values, block=1):
+    m, l, o, steps = float("-inf"), 0.0, 0 * values[0], []
+    for keys in [range(i, min(i + block, len(scores))) for i in range(0, len(scores), block)]:
+        new = max(m, float(scores[list(keys)].max()))
+        p = torch.exp(scores[list(keys)] - new)
+        r = math.exp(m - new)
+        l, o, m = l * r + float(p.sum()), o * r + (p[:, None] * values[list(keys)]).sum(0), new
+        steps.append(Step(keys, m, r, l, o / l))
+    return steps""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_ANSWERS)
+def test_another_right_answer_passes_too(name, tmp_path):
+    exercise = find(name)
+    text = stubs.answer(exercise)
+    start = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)).lineno
+    path = tmp_path / exercise.file
+    head = "\n".join(text.splitlines()[: start - 1])
+    path.write_text(f"{head}\ndef {exercise.function}{OTHER_ANSWERS[name]}\n")
+    outcome = runner.run(exercise, path)
+    assert outcome.status == "passed", outcome
+
+
+# The stubs.
+
+
+@each
+def test_a_stub_keeps_signature_decorators_and_docstring(exercise):
+    stub, answer = ast.parse(stubs.stub(exercise)), ast.parse(stubs.answer(exercise))
+    (got,), (want,) = ([n for n in tree.body if isinstance(n, ast.FunctionDef)] for tree in (stub, answer))
+    for part in ("name", "args", "returns", "decorator_list"):
+        dumped = [ast.dump(x) if isinstance(x, ast.AST) else [ast.dump(y) for y in x] if isinstance(x, list) else x
+                  for x in (getattr(got, part), getattr(want, part))]  # fmt: skip
+        assert dumped[0] == dumped[1]
+    assert ast.get_docstring(got) == ast.get_docstring(want)
+    assert "# 1. " in stubs.stub(exercise) and max(map(len, stubs.stub(exercise).splitlines())) <= 120
+
+
+def test_a_workbook_is_written_once_and_then_the_student_s(workbook):
+    assert len(list(workbook.folder.glob("[0-9]*.py"))) == len(COURSE)
+    workbook.path(RING).write_text("mine")
+    assert workbook.fill() == 0
+    assert workbook.path(RING).read_text() == "mine"
+    kept = workbook.reset(RING)
+    assert kept.read_text() == "mine" and workbook.path(RING).read_text() == stubs.stub(RING)
+    assert workbook.reset(RING) is None  # nothing to keep
+    ignored = subprocess.run(["git", "check-ignore", "-q", "workbook/progress.json"], cwd=ROOT)
+    assert ignored.returncode in (0, 128)  # 128: no git here
+
+
+# How a check ends, whatever is in the file.
+
+HOPELESS = {
+    "syntax": ("def ring_reduce_scatter(chunks, comm:\n    pass", "line 1"),
+    "missing": ("def reduce(chunks):\n    pass", "ring_reduce_scatter"),
+    "NameError": ("BODY\n    return chunk", "'chunk' is not defined"),
+    "endless": ("BODY\n    while True:\n        comm.rank", "never ends"),
+    "deadlock": ("BODY\n    comm.recv(chunks[0], (comm.rank + 1) % comm.size)", "wait for each other"),
+    "ended": ("import os\nBODY\n    os._exit(3)", "exit status 3"),
+    "crash": ("import ctypes\nBODY\n    ctypes.string_at(0)", "crashed"),
+    "borrowed": ("from minizero.collectives import ring_reduce_scatter\nBODY\n    return 1", "to write"),
+    "todo": ("BODY\n    comm.size\n    raise NotImplementedError", "left"),
+    "one-step-short": ("BODY\n    print('seen')\n    return chunks[comm.rank].clone()", "N-1 steps"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOPELESS)
+def test_it_is_said_in_words_what_stopped_a_check(name, tmp_path):
+    body, words = HOPELESS[name]
+    path = tmp_path / RING.file
+    path.write_text(body.replace("BODY", "def ring_reduce_scatter(chunks, comm, combine=None, out=None):"))
+    start = time.monotonic()
+    outcome = runner.run(RING, path)
+    assert outcome.name == name and words in outcome.words, outcome
+    assert "Traceback" not in outcome.words and "tensor(" not in outcome.words
+    assert time.monotonic() - start < 30  # 10 on a machine that does nothing else
+    if name == "one-step-short":
+        assert "seen" in outcome.printed
+
+
+@pytest.mark.slow
+def test_a_wait_ends_where_python_cannot_be_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "HARD_SECONDS", 0.5)
+    path = tmp_path / RING.file
+    path.write_text("import time\ntime.sleep(100)\ndef ring_reduce_scatter(chunks, comm):\n    return 1")
+    outcome = runner.run(RING, path)
+    assert outcome.name == "endless", outcome
+
+
+def test_the_package_is_itself_again_afterwards(tmp_path):
+    from minizero import collectives
+
+    before = collectives.ring_reduce_scatter
+    path = tmp_path / RING.file
+    path.write_text("def ring_reduce_scatter(chunks, comm, combine=None, out=None):\n    return chunks[0]")
+    assert runner.examine(RING, path).status == "failed"
+    assert collectives.ring_reduce_scatter is before
+    with broken("reduce_scatter/wrong-chunk") as functions:
+        assert functions == ["minizero.collectives.ring_reduce_scatter"]
+        assert collectives.ring_reduce_scatter is not before
+    assert collectives.ring_reduce_scatter is before
+    with broken("forgot-divide") as functions:
+        assert {"minizero.ddp.DDP.reduce", "minizero.zero2.Zero2.reduce"} <= set(functions)
+    with pytest.raises(ValueError, match="did you mean forgot-divide"), broken("forgot-divid"):
+        pass
