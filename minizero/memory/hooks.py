@@ -6,6 +6,7 @@
 (When a backward begins and ends the ledger sees by itself.)
 """
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,3 +100,11 @@ class Hooks:
     def _after_step(self) -> None:
         self._find_states()
         self.ledger.leave_step()
+
+
+def common_path(one: str, other: str) -> str:
+    """The innermost module around both: `blocks.0` of `blocks.0.up` and `blocks.0.norm`."""
+    if one == other:
+        return one
+    shared = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))]
+    return ".".join(shared) or "(several)"

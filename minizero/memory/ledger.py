@@ -8,7 +8,6 @@ What an operator allocates and frees inside itself the ledger cannot see; alloca
 """
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from minizero.memory.hooks import Hooks
+from minizero.memory.hooks import Hooks, common_path
 from minizero.memory.operators import IN_PARTS, ONE_NEW, Watcher, dense_parts, learn, outputs_of
 from minizero.memory.tape import CATEGORIES, Record, Sample, at_peak, holders, moments, peak, peak_by_phase
 
@@ -278,14 +277,6 @@ class Ledger(Watcher):
         from minizero.pictures import plot_curve
 
         return plot_curve(self.curve, ax, note)
-
-
-def common_path(one: str, other: str) -> str:
-    """The innermost module around both: `blocks.0` of `blocks.0.up` and `blocks.0.norm`."""
-    if one == other:
-        return one
-    shared = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))]
-    return ".".join(shared) or "(several)"
 
 
 _watching_resizes = False

@@ -68,7 +68,7 @@ def draw(name, found):
             losses, held, *_ = result
             upper.plot(range(1, len(losses) + 1), losses, label=label, **look)
             lower.plot([i / len(held) for i in range(len(held))], [total / MIB for total in held], **look)
-        upper.set(xlabel="step", ylabel="loss (nats per token)" if column == 0 else "", ylim=(0, 8))
+        upper.set(xlabel="step", ylabel="loss (nats per token)" if column == 0 else "", yscale="log")
         lower.set(xlabel="share of the last step", ylabel="held by rank 0 (MiB)" if column == 0 else "", ylim=(0, None))
         if column == 0:
             upper.legend(fontsize=FONT - 3, frameon=False)
