@@ -55,7 +55,7 @@ def read(path):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             heading = next(iter(re.findall(r"^#+ (.+)$", cell.source, re.MULTILINE)), heading)
-        cell.metadata["heading"] = re.sub(r"^[\d.]+ ", "", heading)
+        cell.metadata["heading"] = re.sub(r"^\d+\. ", "", heading)
         cell.metadata.setdefault("alt", f"Figure: {heading}")
     return notebook
 

@@ -8,6 +8,8 @@ import subprocess
 import pytest
 from publish import DECK_SLIDES, FOLDER, book, slides
 
+from tests.exercises.course import COURSE
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -98,3 +100,21 @@ def test_a_browser_opens_them_all(published, tmp_path):
         if name.startswith("slides"):
             assert found["slides"] >= 5 and found["at"] == 1, f"{name}: {found}"
     assert moved >= 2
+
+
+def test_every_notebook_finds_its_packages_and_ends_with_its_exercises():
+    """The same first cell everywhere, with one address; and the list of the course's exercises that belong to it."""
+    setups = set()
+    for name in NAMES:
+        cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+        setups.add("".join(cells[1]["source"]))
+        ending = "".join(cells[-1]["source"])
+        assert "## Exercises" in ending and ("## Sources" in ending or "## Next" in ending), name
+        mine = [exercise for exercise in COURSE if exercise.notebook == name]
+        listed = re.findall(r"^- (\d\d) (.+?)(?: ★)?$", ending, re.MULTILINE)
+        assert listed == [(exercise.id, exercise.title) for exercise in mine], name
+        for link in re.findall(
+            r"\]\((?!http)([^)#]+)\)", "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        ):
+            assert (FOLDER / link).exists(), f"{name}: {link}"
+    assert len(setups) == 1 and "ADDRESS = " in setups.pop()
