@@ -31,6 +31,7 @@ from flash.masks import (
     load_block,
     load_lse,
     load_numbers,
+    over_columns,
     place,
     spans,
     start_hash,
@@ -82,7 +83,7 @@ def forward_kernel(
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
             keys = start_k + tl.arange(0, BLOCK_K)
             k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s = over_columns(q, k, PRECISION)
             if part != 1:
                 s = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), s, float("-inf"))
             larger = tl.maximum(m, tl.max(s, 1))
@@ -159,14 +160,14 @@ def dkdv_kernel(
                 rows = start_q + tl.arange(0, BLOCK_Q)
                 q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
                 lse = load_lse(LSE, lse_strides, rows, n_q)
-                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                s = over_columns(k, q, PRECISION)
                 p = tl.exp2((s * scale - lse[None, :]) * LOG2_E)
                 if part != 1:
                     p = tl.where(visible(rows[None, :], keys[:, None], n_k, offset, left, right), p, 0.0)
                 kept = dropout(seed, state, rows[None, :], keys[:, None], threshold, factor)
                 do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
                 dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)
-                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION) * kept
+                dp = over_columns(v, do, PRECISION) * kept
                 ds = p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
@@ -211,12 +212,12 @@ def dq_kernel(
             keys = start_k + tl.arange(0, BLOCK_K)
             k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
             v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s = over_columns(q, k, PRECISION)
             p = tl.exp2((s * scale - lse[:, None]) * LOG2_E)
             if part != 1:
                 p = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), p, 0.0)
             kept = dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION) * kept
+            dp = over_columns(do, v, PRECISION) * kept
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 

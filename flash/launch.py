@@ -57,8 +57,12 @@ TABLE: dict[str, dict[str, dict[int, Blocks]]] = {
     },
     "interpreter": {kernel: {256: Blocks(64, 64, 4, 1)} for kernel in ("forward", "dkdv", "dq")},
 }
-# True FP32 products run on the ordinary units, not on the matrix units, from registers.
-FLOAT32 = {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+# True FP32 products run on the ordinary units, not on the matrix units, from registers: dK and dV take the most.
+FLOAT32 = {
+    "forward": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 32, 8, 1), 256: Blocks(16, 16, 8, 1)},
+    "dkdv": {64: Blocks(16, 32, 8, 1), 128: Blocks(16, 32, 16, 1), 256: Blocks(16, 16, 16, 1)},
+    "dq": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 32, 8, 1), 256: Blocks(16, 16, 8, 1)},
+}
 
 
 # With FLASH_AUTOTUNE=1 these are tried instead, when a kernel is first used for a head dim, dtype and kind of band.
@@ -84,13 +88,12 @@ def architecture() -> str:
 def choose(kernel: str, head_dim: int, itemsize: int, options: Options) -> Blocks:
     """The blocks for the current device. kernel: "forward", "dkdv", "dq", or "delta", which takes forward's."""
     gpu = architecture()
-    sizes = TABLE[gpu]["forward" if kernel == "delta" else kernel]
-    if itemsize == 4 and gpu != "interpreter":
-        sizes = FLOAT32
+    table = FLOAT32 if itemsize == 4 and gpu != "interpreter" else TABLE[gpu]
+    sizes = table["forward" if kernel == "delta" else kernel]
     blocks = sizes[min(size for size in sizes if size >= head_dim)]
     if options.seed is not None or options.left >= 0:  # these take registers: more threads, and for dK, dV less to hold
         small = dict(rows=min(blocks.rows, 32), keys=min(blocks.keys, 64)) if kernel == "dkdv" else {}
-        return blocks._replace(warps=8, **small)
+        return blocks._replace(warps=max(8, blocks.warps), **small)
     return blocks
 
 

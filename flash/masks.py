@@ -100,6 +100,22 @@ def store_numbers(pointer, strides, rows, n, numbers):
     tl.store(pointer + rows.to(tl.int64) * strides[2], numbers, mask=rows < n)
 
 
+# Products over the head dim: scores, whose rounding errors the exponentials make large.
+
+
+@helper
+def over_columns(a, b, PRECISION: tl.constexpr):
+    """a b^T. In float32 a long head dim is summed in parts of 32, and then the parts: a sum of 256 terms in a row has
+    three times the rounding error. The matrix units, which 16-bit numbers go through, have an order of their own."""
+    PARTS: tl.constexpr = a.shape[1] // 32 if a.dtype == tl.float32 and PRECISION == "ieee" else 1
+    if PARTS > 1:
+        a = tl.permute(tl.reshape(a, [a.shape[0], PARTS, 32]), [1, 0, 2])
+        b = tl.permute(tl.reshape(b, [b.shape[0], PARTS, 32]), [1, 2, 0])
+        return tl.sum(tl.dot(a, b, input_precision=PRECISION), 0)
+    else:
+        return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+
+
 # The band: position i sees i + o - before to i + o + after.
 
 

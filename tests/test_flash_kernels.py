@@ -67,6 +67,15 @@ def test_as_accurate_as_plain_attention_for_long(case, blocks):
         check_accuracy(case, attention, attention_varlen, DEVICE)
 
 
+@pytest.mark.parametrize("n_k", [2, 128])
+def test_large_scores_of_a_single_row_have_no_more_error_than_a_dot_product_has(n_k):
+    """Where a matrix product would add up 256 columns one by one."""
+    options = (("causal", False), ("scale", 0.3))
+    case = Case(0, True, 1, ((1, n_k),), 3, 2, 256, torch.float32, "transposed", "1e4", options)
+    with blocks_of(128, 64):
+        check_accuracy(case, attention, attention_varlen, DEVICE)
+
+
 @pytest.mark.parametrize("n", [1, 97, pytest.param(1025, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_any_length_and_dtype(n, dtype):
