@@ -150,6 +150,7 @@ def backward_tiles(
                 part.add(DQ, rows, torch.bmm(ds, k_j, out=q_i))
             part.store(DK, keys, dk_j.mul_(options.scale))
             part.store(DV, keys, dv_j)
+            del k_j, v_j, dk_j, dv_j  # or they would still be there while the next block is loaded
 
 
 def exp_(x: torch.Tensor) -> torch.Tensor:

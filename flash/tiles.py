@@ -1,8 +1,8 @@
 """How tiled attention cuts its work: parts of the batch, blocks of rows and keys, loads and stores.
 
 A part is as many heads of as many sequences as fill one tile of scores. A tile of TILE scores in
-float32 is 1 MiB, which a core's L2 cache holds: the CPU's counterpart of a GPU's SRAM. A load copies
-a block out of a long tensor, a store copies one back; everything between the two happens in cache.
+float32 is 2 MiB, which the L2 caches of two cores hold: the CPU's counterpart of a GPU's SRAM. A load
+copies a block out of a long tensor, a store copies one back; everything between the two happens in cache.
 """
 
 import itertools
@@ -14,8 +14,9 @@ import torch
 
 from flash.options import Options, all_visible, dropout_keep, hidden, keys_of_rows, rows_of_keys
 
-TILE = 2**18
-BLOCK = 256  # rows, and keys, of a tile of one head
+TILE = 2**19
+BLOCK = 256  # rows of a tile of one head
+FEW = 32
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -105,6 +106,11 @@ class Part(NamedTuple):
 def scores(a: torch.Tensor, b: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
     """a b^T of two blocks, written into `tile`: (kv heads, rows, keys)."""
     shape = a.shape[0], a.shape[1], b.shape[1]
+    # PyTorch multiplies a row alone by a dot product, in many partial sums, which round less than the long sums of a
+    # matrix product. So that few rows, or keys, are no less exact here, float64 sums them up.
+    if min(shape[1:]) < FEW:
+        a, b = a.double(), b.double()
+        return tile[: math.prod(shape)].view(shape).copy_(torch.bmm(a, b.mT))
     return torch.bmm(a, b.mT, out=tile[: math.prod(shape)].view(shape))
 
 
@@ -113,12 +119,14 @@ def _numbers(span: range, like: torch.Tensor) -> torch.Tensor:
 
 
 def parts(q: torch.Tensor, k: torch.Tensor, options: Options, blocks: tuple[int, int] | None = None) -> Iterator[Part]:
-    """Cut the work. `blocks`: rows and keys of a tile, by default about BLOCK of each."""
+    """Cut the work. `blocks`: rows and keys of a tile, by default about BLOCK and twice as many."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads == 0:
         return
     group = heads // kv_heads
-    block_q, block_k = blocks or (max(16, BLOCK // group), BLOCK)
+    # A band is cut finely: of a block that its edge runs through, half is in vain.
+    band = options.left >= 0 or options.right >= 0
+    block_q, block_k = blocks or (max(16, BLOCK // group), BLOCK if band else 2 * BLOCK)
     for batches, rows, keys in _sequences(q, k, options):
         scores = group * max(1, min(len(rows), block_q)) * max(1, min(len(keys), block_k))
         fit = max(1, TILE // scores)  # so many key/value heads share a tile
