@@ -1,0 +1,103 @@
+"""python -m tests.bench.gpu: everything that needs a GPU, tested and measured, into one folder.
+
+    tests       tests/gpu: attention, ranks that share the card, the ledger, offload, 16 bits, tensors past 2^31
+    flash       attention beside PyTorch's backends and FlexAttention
+    memory      where the memory of a large GPT goes, by stage and technique
+    train       the card's rates; steps, conversions and arithmetic in 16 bits beside them
+    notebooks   executed on the card
+
+Each part is a process of its own, and may be run alone. Its figures are in results.json as soon as they are measured,
+its pictures and log.txt beside that. A part that is done is skipped, one that was cut off goes on where it stood: to
+measure anew, take another folder. The last lines are a short table; the exit code is 1 where something is missing.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.bench.gpu_tools import CUDA, Report
+
+ROOT = Path(__file__).parents[2]
+# In this order: the module, and the seconds that it may take; nine minutes in all.
+PARTS = {
+    "tests": ("tests.bench.gpu_tests", 190),
+    "flash": ("tests.bench.flash_gpu", 130),
+    "memory": ("tests.bench.gpu_memory", 80),
+    "train": ("tests.bench.gpu_train", 60),
+    "notebooks": ("tests.bench.gpu_notebooks", 80),
+}
+
+
+def run_part(part, folder, tiny, limit, log):
+    """Run it in a process of its own, with what it prints on the screen and in the log; stopped after its time."""
+    module, own_limit = PARTS[part]
+    command = [sys.executable, "-u", "-m", module, "--output", str(folder), *(["--tiny"] if tiny else [])]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    say(f"== {part}", log)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    stop = threading.Timer(limit or own_limit, process.kill)
+    stop.start()
+    for line in process.stdout:
+        say(line.rstrip(), log)
+    status = process.wait()
+    stop.cancel()
+    if status:
+        say(f"{part}: {'stopped after its time' if status == -9 else f'exit code {status}'}", log)
+
+
+def say(line, log):
+    """On the screen and in the log."""
+    print(line, flush=True)
+    log.write(line + "\n")
+    log.flush()
+
+
+def table(folder, parts):
+    """The short table: what each part found, and whether all of it is there."""
+    lines, complete = [], True
+    for part in parts:
+        mine = Report(folder, part).mine
+        missing = ", ".join(mine.get("missing", [])) or "not all of it was measured"
+        lines.append(f"{part}: {'done' if mine['done'] else missing}")
+        lines += [f"    {line}" for line in mine.get("headlines", [])]
+        complete = complete and mine["done"]
+    return lines, complete
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("results") / "gpu", help="folder (default: results/gpu)")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--limit", type=float, help="seconds for each part (default: its own, nine minutes in all)")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU too: does it run?")
+    arguments = parser.parse_args()
+    if not CUDA and not arguments.tiny:
+        sys.exit("python -m tests.bench.gpu: PyTorch finds no CUDA GPU here: --tiny tries the same on the CPU")
+    folder = arguments.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "log.txt", "a") as log:
+        for part in arguments.part:
+            if Report(folder, part).mine["done"]:
+                say(f"== {part}: done before", log)
+                continue
+            start = time.monotonic()
+            run_part(part, folder, arguments.tiny, arguments.limit, log)
+            say(f"== {part}: {time.monotonic() - start:.0f} s", log)
+        lines, complete = table(folder, arguments.part)
+        say("\n".join(["", *lines]), log)
+    return 0 if complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""python -m tests.bench.gpu_memory: where the memory of a GPT of half a billion parameters goes.
+
+Four ranks on one card, as threads: every ZeRO stage in FP32 with plain attention, then stage 3 with recompute, with
+flash attention, in FP16, with all of them, and with its states in the CPU's memory; last a GPT of 1.2 billion. The
+ledger itemises what a rank holds; beside it stands what the card's allocator has handed out to all ranks together.
+"""
+
+import dataclasses
+import functools
+import time
+from unittest import mock
+
+import torch
+from torch import nn
+
+from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
+from minizero.collectives import barrier
+from minizero.memory import CATEGORIES, Ledger
+from tests.bench.gpu_tools import CUDA, DEVICE, GIB, card, main, picture, synchronize
+
+STAGES = (DDP, Zero1, Zero2, Zero3)
+RANKS = 4
+POINTS = 300  # of a curve that is kept
+HALF_BILLION = GPTConfig(sequence_length=1024, width=1536, layers=20, heads=24)
+BILLION = GPTConfig(sequence_length=1024, width=2048, layers=24, heads=32, attention="flash", recompute="full")
+TINY = GPTConfig(sequence_length=16, width=32, layers=2, heads=2)
+
+
+def cases(config, largest):
+    """{name: (config, stage, its options)}."""
+    variant = functools.partial(dataclasses.replace, config)
+    half = {"dtype": torch.float16}
+    found = {stage.__name__: (config, stage, {}) for stage in STAGES}
+    found["Zero3, recompute"] = variant(recompute="full"), Zero3, {}
+    found["Zero3, flash"] = variant(attention="flash"), Zero3, {}
+    found["Zero3, FP16"] = config, Zero3, half
+    everything = variant(attention="flash", recompute="full")
+    found["Zero3, all three"] = everything, Zero3, half
+    found["Zero3, all three, offload"] = everything, Zero3, half | {"offload": True}
+    found[f"{millions(largest)}, Zero3, all three"] = largest, Zero3, half
+    return found
+
+
+def millions(config):
+    """How many parameters, in words."""
+    with torch.device("meta"), initial_values_by_the_device():
+        return f"{sum(p.numel() for p in GPT(config).parameters()) / 1e6:,.1f} M"
+
+
+def initial_values_by_the_device():
+    """Any will do here, and a billion of them from one generator on the CPU take half a minute."""
+    return mock.patch.object(nn.init, "normal_", lambda parameter, std=1.0, **_: parameter.data.normal_(std=std))
+
+
+def steps(comm, config, stage, options):
+    """One rank's bytes in the third of its steps, watched, and the seconds of the best of two that nobody watches."""
+    with torch.device(comm.device):
+        module = GPT(config)
+    model = stage(module, comm, **options)
+    del module
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(config.vocabulary, (1, config.sequence_length + 1), device=comm.device)
+
+    def step():
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds = []
+    for _ in range(2):
+        barrier(comm)
+        start = time.perf_counter()
+        step()
+        synchronize()
+        barrier(comm)
+        seconds.append(time.perf_counter() - start)
+    if CUDA and comm.rank == 0:
+        torch.cuda.reset_peak_memory_stats()
+    barrier(comm)
+    with Ledger(model, optimizer) as ledger:
+        step()
+    synchronize()
+    barrier(comm)
+    keys = (*CATEGORIES, "total")
+    curve = ledger.curve
+    every = max(1, len(curve) // POINTS)  # of so many samples the largest
+    kept = [max(curve[i : i + every], key=lambda sample: sample["total"]) for i in range(0, len(curve), every)]
+    return {
+        "peak": ledger.peak,
+        "seconds": min(seconds),
+        "curve": {key: [sample[key] for sample in kept] for key in keys} | {"phase": [s.phase for s in kept]},
+    }
+
+
+def measure(config, stage, options, ranks):
+    """Rank 0's bytes, the sum of all ranks' peaks, and what the card's allocator had handed out at most."""
+    before = torch.cuda.memory_allocated() if CUDA else 0
+    with initial_values_by_the_device():
+        results = World(ranks, DEVICE, timeout=300).run(steps, config, stage, options)
+    together = sum(result["peak"]["total"] for result in results)
+    allocated = torch.cuda.max_memory_allocated() - before if CUDA else None
+    if CUDA:
+        torch.cuda.empty_cache()
+    return results[0] | {"all ranks": together, "allocated": allocated}
+
+
+def draw(found, title):
+    """Bars of what rank 0 holds at its peak, and its curves over one step."""
+    from matplotlib.figure import Figure
+
+    from minizero.pictures import COLORS, OTHER
+
+    figure = Figure(figsize=(18, 8))
+    bars, curves = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    shown = [name for name in CATEGORIES if name != "host" and any(each["peak"][name] for each in found.values())]
+    for row, (name, each) in enumerate(found.items()):
+        curve, left = each["curve"], 0
+        moment = max(range(len(curve["total"])), key=curve["total"].__getitem__)
+        for category in shown:
+            width = curve[category][moment] / GIB
+            bars.barh(row, width, left=left, color=COLORS.get(category, OTHER), label=None if row else category)
+            left += width
+        places = [i / len(curve["total"]) for i in range(len(curve["total"]))]
+        style = ("-", "--", "-.", ":")[row % 4]
+        curves.plot(places, [total / GIB for total in curve["total"]], linestyle=style, label=name)
+    bars.set_yticks(range(len(found)), list(found))
+    bars.invert_yaxis()
+    bars.set(xlabel="GiB of rank 0 at its peak")
+    bars.legend()
+    curves.set(xlabel="one training step, allocation by allocation", ylabel="GiB of rank 0")
+    curves.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.tight_layout()
+    return figure
+
+
+def run(report, tiny):
+    """Measure, draw, and return the lines of the short table."""
+    config, largest, ranks = (TINY, TINY, 2) if tiny else (HALF_BILLION, BILLION, RANKS)
+    found, lines = {}, []
+    for name, (shapes, stage, options) in cases(config, largest).items():
+        each = report.measure(name, lambda: measure(shapes, stage, options, ranks))  # noqa: B023
+        if each:
+            found[name] = each
+            peak, card_says = each["peak"], each["allocated"]
+            beside = f", allocator {card_says / each['all ranks']:.3f} of all ranks' peaks" if card_says else ""
+            kept = f", {peak['host'] / GIB:.2f} on the host" if peak["host"] else ""
+            lines.append(f"{name:28} {peak['total'] / GIB:6.2f} GiB a rank{kept}, {each['seconds']:.3f} s{beside}")
+    title = (
+        f"{card()}, torch {torch.__version__}: GPT of {millions(config)} parameters, {ranks} ranks, FP32 unless named"
+    )
+    picture(report.path.parent / "memory.png", draw, found, title)
+    return lines
+
+
+if __name__ == "__main__":
+    main("memory", __doc__, run)

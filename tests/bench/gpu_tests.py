@@ -1,0 +1,49 @@
+"""python -m tests.bench.gpu_tests: the tests of tests/gpu, on several cores where pytest-xdist is there."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+from tests.bench.gpu_tools import CUDA, main
+
+
+def run_tests(folder):
+    """Run them, and count: {tests, failed, skipped, seconds, names of those that failed}."""
+    missing = [name for name in ("pytest", "pytest_timeout", "hypothesis") if not importlib.util.find_spec(name)]
+    if missing:
+        raise RuntimeError(f"{sys.executable} has no {', '.join(missing)}: install, or name another by GPU_PYTHON")
+    found = folder / "tests.xml"
+    found.unlink(missing_ok=True)
+    workers = ["-n", str(min(12, os.cpu_count()))] if CUDA and importlib.util.find_spec("xdist") else []
+    options = ["-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider", f"--junitxml={found}", *workers]
+    environment = os.environ | ({} if CUDA else {"GPU_TESTS_ON": "cpu"})
+    subprocess.run([sys.executable, "-m", "pytest", "tests/gpu", *options], env=environment)
+    suite = ElementTree.parse(found).getroot().find("testsuite")
+    failed = [f"{case.get('classname')}.{case.get('name')}" for case in suite.iter("testcase") if is_red(case)]
+    numbers = {
+        "tests": int(suite.get("tests")),
+        "skipped": int(suite.get("skipped")),
+        "seconds": float(suite.get("time")),
+    }
+    return numbers | {"failed": failed}
+
+
+def is_red(case):
+    return case.find("failure") is not None or case.find("error") is not None
+
+
+def run(report, tiny):
+    """Run, and return the lines of the short table. What is red is run again next time."""
+    found = report.measure("tests", lambda: run_tests(report.path.parent))
+    if found is None:
+        return ["not run"]
+    if found["failed"]:
+        report.missing += report.figures.pop("tests")["failed"]
+    passed = found["tests"] - found["skipped"] - len(found["failed"])
+    return [f"{passed} passed, {len(found['failed'])} failed, {found['skipped']} skipped in {found['seconds']:.0f} s"]
+
+
+if __name__ == "__main__":
+    main("tests", __doc__, run)

@@ -1,0 +1,152 @@
+"""python -m tests.bench.gpu_train: the card's own rates, and beside them what our code reaches.
+
+Copy bandwidth and matmul rate; a training step of a GPT in FP32, FP16 and BF16; encode and decode of `precision`
+against the copy bandwidth; softmax and batch norm with arithmetic in FP32 and in FP16; a step under offload, with
+and without the copies beside the computation; the main job on this device.
+"""
+
+import time
+
+import torch
+
+from minizero import GPT, GPTConfig, World, Zero3
+from precision import FP16, DynamicLossScaler
+from tests.bench.gpu_tools import (
+    CUDA,
+    DEVICE,
+    GIB,
+    best_times,
+    copy_bandwidth,
+    main,
+    matmul_rate,
+    most_bytes,
+    synchronize,
+)
+
+DTYPES = {"FP32": None, "FP16": torch.float16, "BF16": torch.bfloat16}
+
+
+def step_of(comm, config, batch_size, dtype, rounds, **options):
+    """Seconds of a training step on one rank, the best of some, and the most bytes that it takes on the device."""
+    model = Zero3(GPT(config), comm, dtype=dtype, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    # FP16's gradients would vanish, and its infinities stay, without one.
+    scaler = DynamicLossScaler() if dtype is torch.float16 else None
+    tokens = torch.randint(256, (batch_size, config.sequence_length + 1), device=comm.device)
+
+    def step():
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+    step()  # the optimizer's states are made, kernels are compiled
+    _, taken = most_bytes(step)
+    best = float("inf")
+    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        step()
+        synchronize()
+        best = min(best, time.perf_counter() - start)
+    return {"seconds": best, "bytes": taken}
+
+
+def steps(config, batch_size, rounds, options):
+    """{name: seconds and bytes} of a step under each of these options, on one rank."""
+    world = World(1, DEVICE, timeout=300)
+    run = lambda more: world.run(step_of, config, batch_size, more.pop("dtype", None), rounds, **more)[0]  # noqa: E731
+    return {name: run(dict(more)) for name, more in options.items()}
+
+
+def conversions(elements, rounds):
+    """Bytes a second, read and written, of FP16's encode and decode, as they are and compiled."""
+    x = torch.randn(elements, device=DEVICE)
+    bits = FP16.encode(x)
+    functions = {"encode": lambda: FP16.encode(x), "decode": lambda: FP16.decode(bits), "half()": lambda: x.half()}
+    if CUDA:
+        encode, decode = torch.compile(FP16.encode), torch.compile(FP16.decode)
+        functions |= {"encode, compiled": lambda: encode(x), "decode, compiled": lambda: decode(bits)}
+    return {name: 6 * elements / spent for name, spent in best_times(functions, rounds).items()}
+
+
+def arithmetic(rows, columns, rounds):
+    """For softmax and batch norm: seconds and largest error with arithmetic in FP32 and in FP16."""
+    from tests.bench import gpu_arithmetic
+
+    x = torch.randn(rows, columns, device=DEVICE).half()
+    y = torch.empty_like(x)
+    found = {}
+    for name in gpu_arithmetic.KERNELS:
+        functions = {t: lambda t=t: gpu_arithmetic.run_kernel(name, t, x, y) for t in ("FP32", "FP16")}  # noqa: B023
+        times = best_times(functions, rounds)
+        errors = {t: gpu_arithmetic.largest_error(name, t, x[:64]) for t in functions}
+        found[name] = {t: {"seconds": times[t], "error": errors[t]} for t in functions}
+    return found
+
+
+def job(folder, tiny):
+    """The main job: losses of every stage."""
+    from minizero import train as main_job
+
+    sizes = ["--steps", "2", "--width", "32", "--layers", "1", "--world-size", "2"] if tiny else ["--steps", "40"]
+    arguments = ["--device", DEVICE, "--attention", "flash", "--output", str(folder), *sizes]
+    if main_job.main(arguments):
+        raise RuntimeError("python -m minizero.train failed: see the lines above")
+    return "train/"
+
+
+def run(report, tiny):
+    """Measure, and return the lines of the short table."""
+    rounds = 1 if tiny else 5
+    large = GPTConfig(sequence_length=1024, width=1024, layers=12, heads=16, attention="flash")
+    config, batch_size = (GPTConfig(width=32, layers=1), 1) if tiny else (large, 8)
+
+    copy = report.measure("copy bandwidth", lambda: copy_bandwidth(2**12 if tiny else 2**30, rounds))
+    rates = report.measure(
+        "matmul rates",
+        lambda: {name: matmul_rate(t or torch.float32, 64 if tiny else 8192) for name, t in DTYPES.items()},
+    )
+    lines = [f"copy {copy / 1e9:,.0f} GB/s; matmul " + ", ".join(f"{t} {r / 1e12:.1f}" for t, r in rates.items())]
+    lines[0] += " TFLOP/s"
+
+    each = report.measure(
+        "step", lambda: steps(config, batch_size, rounds, {name: {"dtype": dtype} for name, dtype in DTYPES.items()})
+    )
+    if each:
+        lines.append("step: " + ", ".join(f"{t} {x['seconds'] * 1e3:.1f} ms" for t, x in each.items()))
+
+    ways = {
+        "resident": {},
+        "offload": {"offload": True, "prefetch": 0},
+        "offload, prefetch": {"offload": True, "prefetch": 1},
+    }
+    ways = {name: {"dtype": torch.bfloat16} | more for name, more in ways.items()}
+    offload = report.measure("offload", lambda: steps(config, batch_size, rounds, ways))
+    if offload:
+        each = (f"{t} {x['seconds'] * 1e3:.1f} ms, {x['bytes'] / GIB:.2f} GiB" for t, x in offload.items())
+        lines.append("a step takes: " + "; ".join(each))
+
+    converted = report.measure("conversions", lambda: conversions(2**12 if tiny else 2**28, rounds))
+    if converted:
+        each = ", ".join(f"{name} {rate / copy:.2f}" for name, rate in converted.items())
+        lines.append(f"FP16, share of the copy bandwidth: {each}")
+
+    sizes = (4, 64) if tiny else (2**16, 4096)
+    for name, x in (report.measure("arithmetic", lambda: arithmetic(*sizes, rounds)) or {}).items():
+        ratio = x["FP32"]["seconds"] / x["FP16"]["seconds"]
+        errors = x["FP32"]["error"], x["FP16"]["error"]
+        lines.append(
+            f"{name}: FP32 / FP16 arithmetic {ratio:.2f} of the time, errors {errors[0]:.1e} and {errors[1]:.1e}"
+        )
+
+    report.measure("main job", lambda: job(report.path.parent / "train", tiny))
+    return lines
+
+
+if __name__ == "__main__":
+    main("train", __doc__, run)

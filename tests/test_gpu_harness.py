@@ -1,0 +1,123 @@
+"""`make gpu` where there is no GPU: the harness, and every benchmark and test behind it, small, on the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bench import gpu, gpu_memory, gpu_notebooks, gpu_tests, gpu_tools, gpu_train
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU `make gpu` itself shows that it works")
+ROOT = Path(__file__).parents[1]
+
+
+def harness(*arguments):
+    command = [sys.executable, "-m", "tests.bench.gpu", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+# The report.
+
+
+def test_a_figure_is_measured_once_and_kept_at_once(tmp_path):
+    report, calls = gpu_tools.Report(tmp_path, "flash"), []
+    assert report.measure("a", lambda: calls.append(1) or {"rate": 2.0}) == {"rate": 2.0}
+    again = gpu_tools.Report(tmp_path, "flash")  # as after a process that was killed
+    assert again.measure("a", lambda: calls.append(2)) == {"rate": 2.0} and calls == [1]
+    assert not again.mine["done"] and gpu_tools.Report(tmp_path, "memory").figures == {}
+
+
+def test_what_cannot_be_measured_is_said_and_tried_again(tmp_path, capsys):
+    report = gpu_tools.Report(tmp_path, "flash")
+    assert report.measure("a", lambda: 1 / 0) is None
+    assert "a: division by zero" in capsys.readouterr().out
+    report.finish(headlines=["one line"])
+    lines, complete = gpu.table(tmp_path, ["flash"])
+    assert lines == ["flash: a", "    one line"] and not complete
+    again = gpu_tools.Report(tmp_path, "flash")
+    assert again.measure("a", lambda: 5) == 5
+    again.finish(headlines=["another"])
+    assert gpu.table(tmp_path, ["flash"]) == (["flash: done", "    another"], True)
+
+
+def test_the_figures_say_what_they_were_measured_on(tmp_path):
+    gpu_tools.Report(tmp_path, "flash").finish()
+    found = json.loads((tmp_path / "results.json").read_text())["machine"]
+    assert found["card"] == "CPU" and found["torch"] == torch.__version__ and found["cores"] > 0
+
+
+def test_the_short_times_fit_into_nine_minutes():
+    assert sum(seconds for _, seconds in gpu.PARTS.values()) <= 9 * 60
+
+
+# The command.
+
+
+@pytest.mark.slow
+def test_a_part_alone_and_once_more(tmp_path):
+    first = harness("--tiny", "--part", "flash", "--output", tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "\nflash: done\n    d 64, full, N 64: flash" in first.stdout[-700:]
+    assert (tmp_path / "flash.png").stat().st_size > 10_000
+    figures = json.loads((tmp_path / "results.json").read_text())["parts"]["flash"]["figures"]
+    for name in ("flash", "MATH"):
+        assert figures["d 64, causal, N 32"][name].keys() == {"forward", "backward", "memory"}
+    second = harness("--tiny", "--part", "flash", "--output", tmp_path)
+    assert second.returncode == 0 and "== flash: done before" in second.stdout
+    assert (tmp_path / "log.txt").read_text() == first.stdout + second.stdout
+
+
+@pytest.mark.slow
+def test_a_part_that_takes_too_long_is_stopped_and_missed(tmp_path):
+    answer = harness("--tiny", "--part", "memory", "--limit", "0.2", "--output", tmp_path)
+    assert answer.returncode == 1
+    assert "memory: stopped after its time" in answer.stdout and "not all of it was measured" in answer.stdout
+
+
+def test_without_a_gpu_it_says_so_in_a_line():
+    answer = harness("--part", "flash")
+    assert answer.returncode == 1 and answer.stdout == ""
+    assert answer.stderr.count("\n") == 1 and "--tiny" in answer.stderr
+
+
+# The parts.
+
+
+@pytest.mark.slow
+def test_memory(tmp_path):
+    report = gpu_tools.Report(tmp_path, "memory")
+    lines = gpu_memory.run(report, tiny=True)
+    assert not report.missing and len(lines) == len(report.figures) == 10
+    peaks = {name: figures["peak"] for name, figures in report.figures.items()}
+    assert peaks["DDP"]["optimizer"] > 1.9 * peaks["Zero1"]["optimizer"] > 0
+    assert peaks["Zero3, recompute"]["activations"] < peaks["Zero3"]["activations"]
+    assert peaks["Zero3, all three, offload"]["host"] > 0 == peaks["Zero3"]["host"]
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_train(tmp_path):
+    report = gpu_tools.Report(tmp_path, "train")
+    lines = gpu_train.run(report, tiny=True)
+    assert not report.missing and len(lines) == 6
+    for name, figures in report.figures["arithmetic"].items():
+        assert 0 < figures["FP32"]["error"] < figures["FP16"]["error"] < 0.02, name
+    assert set(report.figures["conversions"]) == {"encode", "decode", "half()"}
+    assert (tmp_path / "train" / "curves.png").exists()
+
+
+@pytest.mark.slow
+def test_notebooks(tmp_path):
+    report = gpu_tools.Report(tmp_path, "notebooks")
+    assert gpu_notebooks.run(report, tiny=True)[0].startswith("tiny ") and not report.missing
+    assert "tensor(2.)" in (tmp_path / "notebooks" / "tiny.ipynb").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_tests_for_a_gpu_pass_on_the_cpu_as_far_as_they_go(tmp_path):
+    found = gpu_tests.run_tests(tmp_path)
+    assert found["failed"] == [] and found["tests"] > 25 and found["skipped"] <= 3
