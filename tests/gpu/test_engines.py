@@ -1,0 +1,206 @@
+"""Several ranks on one GPU: all stages and options the same bits, in 32 and 16 bits; one rank of NCCL."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from device import CUDA, DEVICE, marks, needs_gpu, size
+from helpers import STAGES, batch
+
+from minizero import DDP, GPT, GPTConfig, World, Zero3
+from minizero.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from precision import DynamicLossScaler, StaticLossScaler
+
+pytestmark = marks
+CONFIG = GPTConfig(vocabulary=64, sequence_length=16, width=size(256, 32), layers=3, heads=2)
+RANKS, STEPS = 4, size(20, 3)
+
+
+@pytest.fixture(autouse=True)
+def same_bits_every_time():
+    """Some of a GPU's operators add up in whatever order their threads come by, unless they are told not to."""
+    torch.use_deterministic_algorithms(CUDA, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(fn, *args, ranks=RANKS, **kwargs):
+    return World(ranks, DEVICE, timeout=120).run(fn, *args, **kwargs)
+
+
+def train(comm, make, dtype=None, scaler=None, config=CONFIG, steps=STEPS):
+    """Losses, parameters at the end, and the scales, of a loop like everybody's."""
+    model = make(GPT(config), comm, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = scaler and scaler(combine=lambda flag: all_reduce(flag, comm, op="max"))
+    losses, scales = [], []
+    for step in range(steps):
+        x, y = (part.chunk(comm.size)[comm.rank].to(comm.device) for part in batch(step, config=config))
+        loss = model(x, y)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.gather_state_dict(), scales
+
+
+def same(one, other):
+    """Of two ranks or runs: losses, parameters and scales, to the bit."""
+    return one[0] == other[0] and one[2] == other[2] and all(torch.equal(one[1][n], other[1][n]) for n in other[1])
+
+
+def with_options(**options):
+    return lambda module, comm, **more: Zero3(module, comm, **options, **more)
+
+
+WAYS = {
+    **{stage.__name__: stage for stage in STAGES[1:]},
+    "kept": with_options(reshard_after_forward=False),
+    "nothing ahead": with_options(prefetch=0),
+    "two ahead": with_options(prefetch=2),
+    "offload": with_options(offload=True),
+    "offload, nothing ahead": with_options(offload=True, prefetch=0),
+}
+
+
+@pytest.mark.parametrize("dtype", size([None, torch.float16, torch.bfloat16], [torch.float16]))
+@pytest.mark.parametrize("attention", ["naive", "flash"])
+def test_every_way_to_shard_trains_the_same_bits(dtype, attention):
+    config = GPTConfig(**(vars(CONFIG) | {"attention": attention}))
+    expected = run(train, DDP, dtype, config=config)
+    assert all(state.device.type == DEVICE for state in expected[0][1].values())
+    assert was_trained(expected[0][1])
+    for name, make in WAYS.items():
+        for rank, other in zip(run(train, make, dtype, config=config), expected):
+            assert rank[0] == other[0], f"{name}: other losses"
+            assert all(torch.equal(rank[1][n].cpu(), other[1][n].cpu()) for n in other[1]), f"{name}: other bits"
+
+
+def was_trained(state):
+    """Steps of 1e-3 have moved the weights."""
+    before = GPT(CONFIG).state_dict()
+    return all((state[name].cpu() - before[name]).abs().max() > 1e-3 for name in before)
+
+
+def test_hybrid_sums_in_another_order_and_its_groups_hold_the_same_bits():
+    expected, found = run(train, DDP), run(train, with_options(sharding_factor=2))
+    for rank, other in zip(found, expected):
+        assert rank[0] == pytest.approx(other[0], rel=1e-5)
+        assert all(torch.equal(rank[1][n], found[0][1][n]) for n in rank[1])
+
+
+def test_fp16_with_a_scaler_skips_on_every_rank_or_on_none():
+    """The first scale overflows, for certain: it is halved until the gradients fit."""
+    scaler = lambda combine: DynamicLossScaler(init_scale=2.0**24, combine=combine)  # noqa: E731
+    results = [run(train, stage, torch.float16, scaler, steps=STEPS + 12) for stage in (DDP, Zero3)]
+    for rank in (*results[0], *results[1]):
+        assert rank[2] == results[0][0][2]
+    assert same(*(ranks[0] for ranks in results))
+    assert results[0][0][2][-1] < 2.0**24
+    fixed = run(train, Zero3, torch.float16, lambda combine: StaticLossScaler(256.0, combine=combine))
+    assert was_trained(fixed[0][1])
+
+
+def collectives(comm):
+    """Every collective on whole numbers, which any order of summation gets right."""
+    mine = torch.arange(comm.size * 5, device=comm.device, dtype=torch.float32) + 100 * comm.rank
+    gathered = all_gather(mine, comm)
+    return [gathered, reduce_scatter(mine, comm), all_reduce(mine, comm, "max"), broadcast(mine, comm, root=1)]
+
+
+def test_collectives_between_threads_that_share_the_card():
+    base = torch.arange(RANKS * 5, dtype=torch.float32)
+    total = RANKS * base + 100 * sum(range(RANKS))
+    for rank, (gathered, scattered, largest, copied) in enumerate(run(collectives)):
+        assert gathered.device.type == DEVICE
+        assert torch.equal(gathered.cpu(), torch.cat([base + 100 * r for r in range(RANKS)]))
+        assert torch.equal(scattered.cpu(), total.chunk(RANKS)[rank])
+        assert torch.equal(largest.cpu(), base + 100 * (RANKS - 1)) and torch.equal(copied.cpu(), base + 100)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recompute_gives_the_same_bits(recompute):
+    plain = run(train, Zero3, ranks=2)
+    again = run(train, Zero3, ranks=2, config=GPTConfig(**(vars(CONFIG) | {"recompute": recompute})))
+    assert same(again[0], plain[0])
+
+
+def offloaded(comm):
+    """Where an offloaded engine's memory is after two steps."""
+    model = Zero3(GPT(CONFIG), comm, offload=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        x, y = (part.chunk(comm.size)[comm.rank].to(comm.device) for part in batch(step, config=CONFIG))
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+    tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
+    return {t.device.type for t in tensors}, [p.is_pinned() and p.grad.is_pinned() for p in model.parameters()]
+
+
+def test_offload_keeps_shards_and_gradients_in_pinned_memory():
+    for devices, pinned in run(offloaded):
+        assert devices == {"cpu"} and set(pinned) == {DEVICE == "cuda"}
+
+
+@needs_gpu("memory that a card's allocator counts")
+def test_between_steps_offload_takes_the_states_off_the_card():
+    resident, offloaded = (run(held_between_steps, offload, ranks=1)[0] for offload in (False, True))
+    states = 12 * sum(p.numel() for p in GPT(CONFIG).parameters())  # shards, and Adam's two
+    assert resident - offloaded == pytest.approx(states, rel=0.05)
+
+
+def held_between_steps(comm, offload):
+    """Bytes of the card that one rank's model and optimizer keep."""
+    before = torch.cuda.memory_allocated()
+    model = Zero3(GPT(CONFIG), comm, offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = (part.to(comm.device) for part in batch(0, config=CONFIG))
+    model(x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before
+
+
+ONE_RANK = """
+import json, torch
+from minizero import GPT, Comm, GPTConfig, Zero3
+config = GPTConfig(vocabulary=64, sequence_length=16, width=32, layers=2, heads=2)
+with Comm.from_process_group() as comm:
+    model = Zero3(GPT(config), comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(3):
+        x = (torch.arange(32, device=comm.device).view(2, 16) + step) % 64
+        loss = model(x, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    backend = torch.distributed.get_backend_config()
+print(json.dumps([comm.device.type, str(backend), losses]))
+"""
+
+
+def test_one_rank_of_torchrun():
+    """Over NCCL, on a GPU."""
+    variables = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost")
+    environment = os.environ | variables | dict(MASTER_PORT="0", PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, "-c", ONE_RANK]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    device, backend, losses = json.loads(answer.stdout.splitlines()[-1])
+    assert device == DEVICE and ("nccl" in backend) == (DEVICE == "cuda")
+    assert losses[-1] < losses[0]
