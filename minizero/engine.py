@@ -15,6 +15,7 @@ unit at the same time even where only some of them took a branch.
 import abc
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -130,6 +131,7 @@ class Engine(Wrapped, abc.ABC):
                 )
         if self.in_backward and torch._C._current_graph_task_id() == -1:  # the last backward broke off
             self.in_backward = False
+            self._release_all()
             for unit in self.in_order:
                 unit.restore_gradient()
         self.before_forward()
@@ -143,11 +145,18 @@ class Engine(Wrapped, abc.ABC):
 
     def _watch(self, unit: Unit) -> None:
         """Let autograd and the unit's module tell when the unit is used and when its gradient is complete."""
+        # The garbage collector does not look into this hook: one that held engine or unit would keep them for ever.
+        weak_engine, weak_unit = weakref.ref(self), weakref.ref(unit)
+
+        def arrived(parameter: torch.Tensor) -> None:
+            if (engine := weak_engine()) is not None and (its := weak_unit()) is not None:
+                engine._arrived(its, parameter)  # type: ignore[arg-type]
+
         for parameter in unit.parameters:
             parameter.wrapped_in = type(self).__name__  # type: ignore[attr-defined]
             if unit.trains:
                 # The hook is given the parameter, not the gradient.
-                parameter.register_post_accumulate_grad_hook(lambda p: self._arrived(unit, p))
+                parameter.register_post_accumulate_grad_hook(arrived)
         for shard in unit.shards:
             shard.shard_of = type(self).__name__  # type: ignore[attr-defined]
         if unit.module is not None:

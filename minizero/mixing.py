@@ -15,7 +15,10 @@ from minizero.engine import Engine
 
 
 class Mixed(Engine):
-    """An engine that may be given `sharding_factor`, `prefetch` and `offload`."""
+    """An engine that may be given `sharding_factor`, `prefetch` and `offload`.
+
+    A class derived from `Zero3` that overrides what an option overrides too comes after it: give it prefetch=0.
+    """
 
     def __new__(
         cls,
@@ -49,4 +52,4 @@ class Mixed(Engine):
         offload: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(module, comm, **options)
+        super().__init__(module, comm, **options)  # what came as far as here is off: no option has taken it

@@ -5,9 +5,10 @@
     backward               the mean gradient   --->     its shard, which the optimizer reads
     step                                                12 bytes a parameter and more, and the arithmetic
 
-What stays on the GPU is the unit in use and the activations. Each step copies 4Ψ/N bytes down and 4Ψ/N up, twice as
-many down where backward gathers again; with `prefetch` they travel beside the computation. On a machine without a GPU
-the same code runs, and its copies are counted as `host`, which no total of the ledger contains.
+What stays on the GPU is the unit in use and the activations; what the optimizer's step makes and frees is temporary.
+Each step copies 4Ψ/N bytes down and 4Ψ/N up, twice as many down where backward gathers again; with `prefetch` they
+travel beside the computation. On a machine without a GPU the same code runs, and its copies are counted as `host`,
+which no total of the ledger contains.
 Ren et al., 2021, "ZeRO-Offload"; Rajbhandari et al., 2021, "ZeRO-Infinity".
 """
 
@@ -32,6 +33,6 @@ class Offload(Zero3):
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the CPU's memory, in FP32; pinned where it comes from a GPU, which can then copy by itself."""
-    copy = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
+    copy = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=tensor.is_cuda)
     tag(copy, "host")
     return copy.copy_(tensor)

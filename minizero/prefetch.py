@@ -81,6 +81,7 @@ class Prefetch(Zero3):
         self.prefetch = prefetch
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
+        # Say 0 1 2 was the last forward: at the gather of 0, in_turn is [0], and following (prefetch=1) [1].
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # as the last forward, and backward, used them
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
@@ -97,6 +98,7 @@ class Prefetch(Zero3):
         self.wait_for(unit)
         unit.point_parameters_at(unit.flat)
         self.following = self.what_follows(unit)
+        # In backward `deposit` begins them; but a frozen unit deposits nothing, and the root only in the end.
         if not (self.in_backward and unit.trains and unit.module):
             self.start_following()
 
@@ -140,7 +142,9 @@ class Prefetch(Zero3):
         self.expected, self.in_turn[is_backward] = self.in_turn[is_backward], []
 
     def before_forward(self) -> None:
-        self.finish()  # what a backward that broke off has left
+        if self.reducing is not None and not self.in_backward:  # a backward broke off: its gradient counts no more
+            (_, wait), self.reducing = self.reducing, None
+            wait()
         self.begin_pass(is_backward=False)
 
     def release(self, unit: Unit) -> None:

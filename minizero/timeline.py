@@ -71,6 +71,7 @@ def watch(model: Engine, before: Callable[[], None], after: Callable[[str, tuple
 
         return call
 
+    outer = {name: vars(model).get(name) for name in WATCHED}  # another's, where two watch
     for name in WATCHED:
         setattr(model, name, around(name, getattr(model, name)))
     try:
@@ -78,12 +79,15 @@ def watch(model: Engine, before: Callable[[], None], after: Callable[[str, tuple
     finally:
         for name in WATCHED:
             delattr(model, name)  # from now on it is the class's own again
+            if outer[name] is not None:
+                setattr(model, name, outer[name])
 
 
 class Timeline:
     """Records what this rank's engine and its optimizer do while the block runs. Times are the host's, in seconds.
 
-    Computation is what lies between two calls of the engine. A GPU computes later than the host asks it to.
+    Computation is what lies between two calls of the engine: its bar ends when the engine is called next. A GPU computes
+    later than the host asks it to.
     """
 
     def __init__(self, model: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -111,8 +115,8 @@ class Timeline:
         """The engine has done something, and computation goes on."""
         if method == "gather":
             self.in_use.append(args[0])
-        elif method in ("release", "forward_is_over") and args[0] in self.in_use:
-            self.in_use.remove(args[0])
+        elif method in ("release", "forward_is_over"):  # it may have been gathered for several uses
+            self.in_use = [unit for unit in self.in_use if unit is not args[0]]
         if self.in_use:
             self._begin(f"{'backward' if self.model.in_backward else 'forward'} {self.in_use[-1].name}")
 
