@@ -140,15 +140,19 @@ class Unit:
                 f"{self.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
                 "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
             )
-        for shard in self.shards:
-            shard.grad = None
+        # Where they stay in sight, zero_grad() still works on them should this backward break off.
+        if self.gradient is not None or self.shards is self.parameters:
+            for shard in self.shards:
+                shard.grad = None
 
     def restore_gradient(self) -> None:
-        """A backward broke off: the shards get back what they had before it."""
+        """A backward broke off: the shards have what they had before it, unless zero_grad() has taken it since."""
         self.gradient = None
-        for shard, earlier in zip(self.shards, self.earlier):
-            if shard.grad is None:
-                shard.grad = earlier
+        if self.shards is self.parameters:  # whose .grad had to make room for autograd's
+            for shard, earlier in zip(self.shards, self.earlier):
+                if shard.grad is None:
+                    shard.grad = earlier
+        self.earlier = []
 
     def deposit(self, parameter: nn.Parameter, gradient: torch.Tensor | None, dtype: torch.dtype) -> None:
         """Put a parameter's gradient into its place in the unit's full gradient, or add it to what is there."""

@@ -86,8 +86,8 @@ def watch(model: Engine, before: Callable[[], None], after: Callable[[str, tuple
 class Timeline:
     """Records what this rank's engine and its optimizer do while the block runs. Times are the host's, in seconds.
 
-    Computation is what lies between two calls of the engine: its bar ends when the engine is called next. A GPU computes
-    later than the host asks it to.
+    Computation is what lies between two calls of the engine: its bar ends when the engine is called next. A GPU
+    computes later than the host asks it to.
     """
 
     def __init__(self, model: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
