@@ -29,6 +29,14 @@ WRONG = [
     wrong("pads-vectors-only", ("new_zeros(missing, *tensor.shape[1:])", "new_zeros(missing)"), says="RuntimeError"),
     wrong("loses-the-dtype", ("tensor.new_zeros(missing, *tensor.shape[1:])",
                               "torch.zeros(missing, *tensor.shape[1:])")),
+    wrong("knows-float16-only", ("tensor.new_zeros(missing, *tensor.shape[1:])",
+                                 "torch.zeros(missing, *tensor.shape[1:], dtype=torch.float16 if tensor.dtype == "
+                                 "torch.float16 else torch.float32)"), says="loses-the-dtype"),
+    wrong("powers-of-two-only", ("-tensor.shape[0] % multiple", "-tensor.shape[0] & (multiple - 1)")),
+    wrong("resizes-the-input", ("return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing "
+                                "else tensor", "if missing:\n        tensor.resize_(tensor.shape[0] + missing, "
+                                "*tensor.shape[1:])[-missing:] = 0\n    return tensor"),
+          says="overwrites-the-input"),
 ]  # fmt: skip
 
 
@@ -36,7 +44,10 @@ def check() -> None:
     for rows in range(1, 10):
         x = torch.arange(1.0, rows + 1)
         missing = 4 * ((rows + 3) // 4) - rows
-        got = partition.pad(x, 4)
+        given = x.clone()
+        got = partition.pad(given, 4)
+        if len(given) != rows:
+            fail("overwrites-the-input", "The tensor that was given has another length afterwards: it is the caller's.")
         if rows == 4 and isinstance(got, torch.Tensor) and len(got) == 8:
             fail(
                 "pads-a-whole-multiple",
@@ -57,12 +68,17 @@ def check() -> None:
             ),
         }
         recognise(got, want, mistakes, f"{rows} numbers, padded for 4 ranks")
-    half = torch.ones(3, 2, dtype=torch.float16)
-    got = partition.pad(half, 2)
-    if got.dtype != torch.float16:
-        fail(
-            "loses-the-dtype", f"A float16 tensor became {got.dtype}: twice the bytes. Make the zeros like the tensor."
-        )
+    for multiple in (3, 6, 7):
+        rows = len(partition.pad(torch.ones(5), multiple))
+        if rows % multiple:
+            fail("powers-of-two-only", f"5 rows for {multiple} ranks became {rows}, which {multiple} does not divide.")
+    for dtype in (torch.bfloat16, torch.int64, torch.float16):
+        half = torch.ones(3, 2, dtype=dtype)
+        got = partition.pad(half, 2)
+        if got.dtype != dtype:
+            fail(
+                "loses-the-dtype", f"A {dtype} tensor became {got.dtype}: other bytes. Make the zeros like the tensor."
+            )
     if not same(got, torch.cat([half, half.new_zeros(1, 2)])):
         fail(
             "values", f"A (3, 2) matrix padded for 2 ranks must be (4, 2) with a last row of zeros, not {got.tolist()}."

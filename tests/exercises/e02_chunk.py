@@ -23,6 +23,11 @@ WRONG = [
     wrong("interleaves", ("flat.chunk(self.comm.size)[self.comm.rank]", "flat[self.comm.rank :: self.comm.size]")),
     wrong("first-chunk", ("[self.comm.rank]", "[0]")),
     wrong("wrong-group", ("flat.chunk(self.comm.size)", "flat.chunk(self.everyone.size)")),
+    wrong(
+        "fixed-number-of-ranks",
+        ("flat.chunk(self.comm.size)", "flat.chunk(4 if self.everyone.size == 4 == self.comm.size else 2)"),
+    ),
+    wrong("converts", ("flat.chunk", "flat.float().chunk"), says="copies"),
 ]
 
 
@@ -35,6 +40,8 @@ class Unit:
 
 def check() -> None:
     ranks(4, on_rank)
+    for n in (3, 1):
+        ranks(n, on_other_numbers)
     if not all(ranks(4, in_groups)):
         fail("values", "With a sharding factor the model no longer trains.")
     assert World
@@ -55,6 +62,18 @@ def on_rank(comm) -> None:
     recognise(got, by_rank[comm.rank], mistakes, f"The chunk of rank {comm.rank} of 4")
     if got.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
         fail("copies", "The chunk is a copy: it costs memory, and what is written to it never reaches the buffer.")
+
+
+def on_other_numbers(comm) -> None:
+    flat = torch.arange(12, dtype=torch.float16)
+    got = partition.Unit.chunk(Unit(comm, comm), flat)
+    if len(got) != 12 // comm.size:
+        fail(
+            "fixed-number-of-ranks", f"On {comm.size} ranks a chunk has {len(got)} of 12 elements: ask self.comm.size."
+        )
+    recognise(got, flat.view(comm.size, -1)[comm.rank], {}, f"The chunk of rank {comm.rank} of {comm.size}")
+    if got.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+        fail("copies", "Of a float16 buffer the chunk is a copy: what is written to it never reaches the buffer.")
 
 
 def in_groups(comm) -> bool:

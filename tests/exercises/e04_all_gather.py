@@ -10,6 +10,7 @@ So every rank sends N-1 chunks of the N, which is the least: each chunk must rea
 import torch
 
 from minizero import GPT, Zero3, collectives
+from minizero.memory import Ledger
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.helpers import SMALL, batch
 
@@ -39,12 +40,27 @@ WRONG = [
                           "comm.send(outgoing, right)\n        comm.recv(incoming, left)"), says="deadlock"),
     wrong("sends-both-ways", ("comm.send_recv(outgoing, right, incoming, left)",
                               "comm.send_recv(outgoing, right, incoming, right)"), says="deadlock"),
+    wrong("extra-buffers", ("comm.send_recv(outgoing, right, incoming, left)",
+                            "fresh = torch.empty_like(incoming)\n        "
+                            "comm.send_recv(outgoing, right, fresh, left)\n        incoming.copy_(fresh)")),
+    wrong("sends-fp32", ("comm.send_recv(outgoing, right, incoming, left)",
+                         "fresh = torch.empty(incoming.shape)\n        "
+                         "comm.send_recv(outgoing.float(), right, fresh, left)\n        incoming.copy_(fresh)")),
+    wrong("not-a-ring", ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]"),
+          ("comm.send_recv(outgoing, right, incoming, left)",
+           "comm.send_recv(outgoing, (right + step) % comm.size, incoming, (left - step) % comm.size)")),
 ]  # fmt: skip
 
 
 def check() -> None:
     for n in (4, 3, 2, 1):
         ranks(n, on_rank)
+    ranks(4, in_16_bits)
+    if len({to for to, _ in ranks(4, receivers)[0]}) > 1:
+        fail(
+            "not-a-ring", "Rank 0 sends to several ranks. In a ring each sends to its neighbour only, always the same."
+        )
+    ranks(4, memory)
     ranks(4, trains)
 
 
@@ -83,6 +99,41 @@ def on_rank(comm) -> None:
         ),
     }
     recognise(got, want, mistakes if n > 2 else {}, f"The chunks on rank {r} of {n}")
+
+
+def in_16_bits(comm) -> None:
+    chunks = [torch.full((100,), float(comm.rank), dtype=torch.float16) for _ in range(comm.size)]
+    before = comm.bytes_sent
+    collectives.ring_all_gather(chunks, comm)
+    sent = comm.bytes_sent - before
+    if sent > 200 * (comm.size - 1):
+        fail("sends-fp32", f"For float16 chunks it sent {size(sent)}, twice what they are: send them as they are.")
+    recognise(torch.stack(chunks)[:, 0], torch.arange(float(comm.size)).half(), {}, "The float16 chunks")
+
+
+def receivers(comm) -> list[tuple[int, int]]:
+    """To whom this rank sends, and how many bytes."""
+    seen, transfer = [], comm.transfer
+
+    def noted(outgoing, dst, incoming, src):
+        if outgoing is not None:
+            seen.append((dst, outgoing.nbytes))
+        transfer(outgoing, dst, incoming, src)
+
+    comm.transfer = noted
+    collectives.ring_all_gather([torch.ones(4) for _ in range(comm.size)], comm)
+    return seen
+
+
+def memory(comm) -> None:
+    chunks = [torch.ones(10_000) for _ in range(comm.size)]
+    with Ledger() as ledger:
+        collectives.ring_all_gather(chunks, comm)
+    if ledger.peak["total"] > 20_000:
+        fail(
+            "extra-buffers",
+            f"It held {size(ledger.peak['total'])} beside the chunks: receive into the place where the chunk belongs.",
+        )
 
 
 def trains(comm) -> None:

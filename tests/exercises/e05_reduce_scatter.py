@@ -21,7 +21,7 @@ PLAN = [
     "What came in is the sum so far of another chunk: combine(incoming, my own chunk of it) is the new "
     "`partial`. Do not write to `chunks`: they are the caller's.",
     "The buffers: two that take turns suffice (one goes out while the other is filled), however many ranks there "
-    'are. tag(buffer, "communication") tells the ledger what they are.',
+    'are. tag(buffer, "communication") tells the ledger what they are, and returns nothing.',
     "Return the last partial: chunk comm.rank, combined over all ranks. Where `out` is given, the last sum goes "
     "there: torch.add(a, b, out=c) writes into c.",
 ]
@@ -48,12 +48,29 @@ WRONG = [
            "mine = chunks[(comm.rank - 2 - step) % comm.size]\n        incoming = mine.add_(incoming)\n        "
            "mine = torch.zeros_like(mine)")),
     wrong("ignores-out", ("out if last and out is not None else incoming", "incoming")),
+    wrong("zeroes-out-first", ("    for buffer in buffers:", "    if out is not None:\n        out.zero_()\n    "
+                               "for buffer in buffers:")),
+    wrong("one-step-too-many", ("    return partial", "    if comm.size > 1:\n        "
+          "comm.send_recv(partial.clone(), right, torch.empty_like(partial), left)\n    return partial")),
+    wrong("not-a-ring", ("partial = chunks[(comm.rank - 1) % comm.size]", "partial = chunks[comm.rank]"),
+          ("comm.send_recv(partial, right, incoming, left)", "comm.send_recv(chunks[right], right, incoming, left)\n"
+           "        right, left = (right + 1) % comm.size, (left - 1) % comm.size"),
+          ("mine = chunks[(comm.rank - 2 - step) % comm.size]", "mine = partial")),
+    wrong("sends-fp32", ("[torch.empty_like(partial) for", "[torch.empty(partial.shape) for"),
+          ("comm.send_recv(partial, right", "comm.send_recv(partial.float(), right")),
+    wrong("returns-nothing-with-out", ("    return partial", "    return partial if out is None else None")),
 ]  # fmt: skip
 
 
 def check() -> None:
     for n in (4, 3, 2, 1):
         ranks(n, on_rank)
+    ranks(4, out_is_the_chunk)
+    ranks(4, in_16_bits)
+    if len(set(ranks(4, receivers)[0])) > 1:
+        fail(
+            "not-a-ring", "Rank 0 sends to several ranks. In a ring each sends to its neighbour only, always the same."
+        )
     ranks(8, memory)
     (losses, state, _), *_ = ranks(4, train, Zero2, 2)
     want = plain(2)[1]
@@ -78,6 +95,8 @@ def on_rank(comm) -> None:
         fail(
             "one-step-short", f"Rank {r} of {n} sent {sent} chunks: after {sent} steps the sum lacks a rank. N-1 steps."
         )
+    if sent > n - 1:
+        fail("one-step-too-many", f"Rank {r} of {n} sent {sent} chunks: N-1 = {n - 1} are enough.")
     sums = torch.stack([torch.stack([everyone[k][c] for k in range(n)]).sum(0) for c in range(n)])
     mistakes = {
         "wrong-chunk": (
@@ -103,6 +122,44 @@ def on_rank(comm) -> None:
     collectives.ring_reduce_scatter([c.clone() for c in everyone[r]], comm, torch.add, place) if n > 1 else None
     if n > 1 and not torch.equal(place, sums[r]):
         fail("ignores-out", "`out` was given and not filled: the last sum goes there.")
+
+
+def out_is_the_chunk(comm) -> None:
+    n, r = comm.size, comm.rank
+    chunks = [torch.full((3,), 10.0**r * (c + 1)) for c in range(n)]
+    want = torch.full((3,), float(sum(10**k for k in range(n)) * (r + 1)))
+    got = collectives.ring_reduce_scatter(chunks, comm, torch.add, chunks[r])
+    if got is None:
+        fail("returns-nothing-with-out", "With `out` it returned nothing: return the result there too.")
+    if not torch.equal(chunks[r], want) or not torch.equal(got, want):
+        fail(
+            "zeroes-out-first",
+            "`out` may be the rank's own chunk (so the all-reduce has it), and the sum was wrong then: leave it as it "
+            "is until the last sum.",
+        )
+
+
+def receivers(comm) -> list[int]:
+    """To whom this rank sends."""
+    seen, transfer = [], comm.transfer
+
+    def noted(outgoing, dst, incoming, src):
+        if outgoing is not None:
+            seen.append(dst)
+        transfer(outgoing, dst, incoming, src)
+
+    comm.transfer = noted
+    collectives.ring_reduce_scatter([torch.ones(4) for _ in range(comm.size)], comm)
+    return seen
+
+
+def in_16_bits(comm) -> None:
+    chunks = [torch.ones(100, dtype=torch.float16) for _ in range(comm.size)]
+    before = comm.bytes_sent
+    got = collectives.ring_reduce_scatter(chunks, comm)
+    sent = comm.bytes_sent - before
+    if sent > 200 * (comm.size - 1) or got.dtype != torch.float16:
+        fail("sends-fp32", f"For float16 chunks it sent {size(sent)} and gave {got.dtype}: buffers like the chunks.")
 
 
 def memory(comm) -> None:

@@ -8,6 +8,8 @@ ranks there are; had it sent its tensor to all others, N-1 times.
 import torch
 
 from minizero import DDP, collectives
+from minizero.comm import CollectiveMismatch
+from minizero.memory import Ledger
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import plain, relative_error, train
 
@@ -48,13 +50,22 @@ WRONG = [
           "flat = tensor.view(-1)\n            if flat.numel() % comm.size:\n                "
           "flat = torch.cat([flat, flat.new_zeros(-flat.numel() % comm.size)])")),
     wrong("always-sums", ("comm, COMBINE[op], out", "comm, torch.add, out")),
+    wrong("loses-the-dtype", ("flat = tensor.new_zeros(", "flat = torch.zeros(")),
+    wrong("ignores-out", ("out.copy_(tensor).view(-1)", "tensor.clone().view(-1)")),
+    wrong("no-agreement", ('with agreement(comm, "all_reduce", tensor, op=op, label=label):', "if True:")),
+    wrong("min-is-max", ("comm, COMBINE[op], out", 'comm, torch.maximum if op == "min" else COMBINE[op], out')),
+    wrong("extra-copies", ("            if op == \"mean\":", "            kept = [tensor.clone() for _ in range(3)]"
+                           "\n            if op == \"mean\":")),
 ]  # fmt: skip
 
 
 def check() -> None:
     for n in (4, 3, 1):
         ranks(n, on_rank)
+    ranks(3, other_cases)
     ranks(4, traffic)
+    ranks(4, memory)
+    ranks(2, disagreement)
     (_, state, _), *_ = ranks(4, train, DDP, 2)
     if relative_error(state, plain(2)[1]) > 1e-4:
         fail("values", "DDP with your all-reduce does not learn what one process learns.")
@@ -86,6 +97,44 @@ def on_rank(comm) -> None:
                 words = f"Only chunk {r} of rank {r} is the sum: gather the others' chunks."
                 mistakes["forgot-gather"] = (parts, words)
             recognise(got, want, mistakes if n > 1 else {}, f"all_reduce with op={op!r} on {n} ranks, rank {r}")
+
+
+def other_cases(comm) -> None:
+    mine = torch.tensor([comm.rank + 1, 3 - comm.rank, 7])
+    got = collectives.all_reduce(mine, comm)
+    if got.dtype != torch.int64:
+        fail("loses-the-dtype", f"The sum of whole numbers came back as {got.dtype}: a buffer like the tensor.")
+    recognise(got, torch.tensor([6, 6, 21]), {}, "The sum of whole numbers")
+    least = collectives.all_reduce(mine, comm, "min")
+    mistakes = {"min-is-max": (torch.tensor([3, 3, 7]), 'op="min" gave the largest: COMBINE[op] says how to combine.')}
+    recognise(least, torch.tensor([1, 1, 7]), mistakes, 'all_reduce with op="min"')
+    place = torch.zeros(6)
+    collectives.all_reduce(torch.full((6,), float(comm.rank + 1)), comm, out=place)
+    if not torch.equal(place, torch.full((6,), 6.0)):
+        fail("ignores-out", f"`out` was given, and holds {place[0]:g} instead of the sum 6: work in its memory.")
+
+
+def memory(comm) -> None:
+    tensor = torch.ones(10_000)
+    with Ledger() as ledger:
+        collectives.all_reduce(tensor, comm)
+    if ledger.peak["total"] > 2 * tensor.nbytes:
+        fail(
+            "extra-copies",
+            f"For a tensor of {size(tensor.nbytes)} it held {size(ledger.peak['total'])}: one copy and two buffers of "
+            "a chunk are enough.",
+        )
+
+
+def disagreement(comm) -> None:
+    try:
+        collectives.all_reduce(torch.ones(4), comm, ("sum", "max")[comm.rank])
+    except CollectiveMismatch:
+        return
+    fail(
+        "no-agreement",
+        "One rank sums, the other takes the largest, and nobody noticed: do all of it inside `with agreement(…)`.",
+    )
 
 
 def traffic(comm) -> None:

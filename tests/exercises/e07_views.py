@@ -31,6 +31,12 @@ WRONG = [
     wrong("one-too-far", (LINE, "flat[o + 1 : o + 1 + s.numel()].view(s)")),
     wrong("transposes", (LINE, "flat[o : o + s.numel()].view(*reversed(s)).permute(*reversed(range(len(s))))")),
     wrong("to-the-end", (LINE, "flat[o:].view(s)"), says="RuntimeError"),
+    wrong(
+        "knows-matrices-only",
+        (LINE, "flat[o : o + s.numel()].view(*((s[0], -1) if len(s) > 1 else (-1,)))"),
+        says="loses-the-shape",
+    ),
+    wrong("in-fp32", (LINE, "flat.float()[o : o + s.numel()].view(s)"), says="copies"),
 ]
 
 
@@ -39,6 +45,13 @@ class Unit:
 
     shapes = [torch.Size((2, 3)), torch.Size((2,)), torch.Size((2, 2))]
     offsets = [0, 6, 8]
+
+
+class Other:
+    """With a tensor of three dimensions and a single number."""
+
+    shapes = [torch.Size((2, 1, 3)), torch.Size(())]
+    offsets = [0, 6]
 
 
 def check() -> None:
@@ -67,4 +80,10 @@ def check() -> None:
             fail(
                 "copies", "A parameter is a copy: what the optimizer writes to the buffer would never reach the model."
             )
+    half = torch.arange(8, dtype=torch.float16)
+    for view, shape in zip(partition.Unit.views(Other(), half), Other.shapes, strict=True):
+        if view.shape != shape:
+            fail("loses-the-shape", f"A parameter of shape {tuple(shape)} came out as {tuple(view.shape)}: view it so.")
+        if view.untyped_storage().data_ptr() != half.untyped_storage().data_ptr():
+            fail("copies", "Of a float16 buffer the parameters are copies: what is written to it never reaches them.")
     check_training(ranks(2, train, Zero1, 2), "ZeRO-1")

@@ -13,6 +13,8 @@ however short it is. A message for each unit is a right answer too.
 
 from unittest import mock
 
+import torch
+
 from minizero import DDP
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import PSI, check_training, local_gradients, one_step, train
@@ -41,6 +43,10 @@ WRONG = [
     wrong("sends-everything", (CALL, "from minizero.collectives import all_gather\n    rows.copy_(all_gather("
           "rows, self.comm, label=unit.name).view(self.comm.size, *rows.shape).sum(0))")),
     wrong("sends-again", ("    self.bucket.clear()", "    pass")),
+    wrong("divides-by-four", (DIVIDE, "torch.div(columns, 4, out=view)")),
+    wrong("sends-fp32", (CALL, "rows.copy_(all_reduce(rows.float(), self.comm, label=unit.name))")),
+    wrong("keeps-every-gradient", ("    self.bucket.append((unit, gradient))", "    self.bucket.append((unit, gradient"
+          '))\n    self.__dict__.setdefault("all", []).append(gradient.clone())')),
     wrong("forgets-the-last", ("and unit is not self.in_order[-1]", "or True")),
 ]  # fmt: skip
 
@@ -79,12 +85,38 @@ def check() -> None:
             f"A rank sent {size(sent)} for gradients of {size(4 * PSI)}: all-reduce needs 2 (N-1)/N times as "
             f"much, {size(2 * 4 * PSI * 3 / 4)}. Do not send every gradient to everybody.",
         )
+    small = ranks(2, one_step, DDP)
+    mistakes = {
+        "divides-by-four": (
+            local_gradients(2).mean(0) / 2,
+            "On 2 ranks the gradient is half of the mean: divide by self.comm.size, not by 4.",
+        )
+    }
+    recognise(small[0].gradient, local_gradients(2).mean(0), mistakes, "The gradient on 2 ranks", tolerance=1e-4)
+    held = sum(steps[0].held[part] for part in ("gradients", "activations", "communication", "temporary"))
+    if held > 1.5 * 4 * PSI:
+        fail(
+            "keeps-every-gradient",
+            f"After backward {size(held)} are held for gradients of {size(4 * PSI)}: more than what the optimizer "
+            "needs. Keep no second reference and no copy.",
+        )
+    half = max(step.sent for step in ranks(4, in_16_bits))
+    if half > 0.6 * sent:
+        fail(
+            "sends-fp32",
+            f"In 16 bits a rank sent {size(half)} in a step, in FP32 {size(sent)}: send the 16-bit gradients as they "
+            "come, and it is half.",
+        )
     with mock.patch.dict(DDP.reduce.__globals__, {"BUCKET_BYTES": 1000}):  # each unit fills a bucket
         steps = ranks(4, one_step, DDP)
         recognise(steps[0].gradient, mean, {}, "The gradient, where each unit fills a bucket", tolerance=1e-4)
     if max(step.sent for step in steps) > 1.2 * sent:
         fail("sends-again", "With small buckets more is sent: a bucket that was sent must be emptied.")
     check_training(ranks(4, train, DDP, 2), "DDP")
+
+
+def in_16_bits(comm):
+    return one_step(comm, DDP, dtype=torch.bfloat16)
 
 
 def vector_of_weights():

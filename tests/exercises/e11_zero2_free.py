@@ -5,7 +5,12 @@ reference to the full local gradient. Once its chunk is reduced, its memory must
     self.comm                  the ranks               unit.set_gradient(g)    makes g what the optimizer sees
 """
 
+import weakref
+
+import torch
+
 from minizero import Zero2
+from minizero.memory import Ledger
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import PSI, check_training, local_gradients, one_step, train
 
@@ -29,6 +34,14 @@ WRONG = [
     wrong("no-communication", (CALL, "unit.set_gradient(unit.chunk(gradient).clone())")),
     wrong("reduces-everything", (CALL, "from minizero.collectives import all_reduce\n    unit.set_gradient("
           'unit.chunk(all_reduce(gradient, self.comm, "mean", label=unit.name)).clone())')),
+    wrong("divides-by-four", (CALL, "unit.set_gradient(reduce_scatter(gradient, self.comm, label=unit.name) / 4)")),
+    wrong("keeps-the-last", (CALL, CALL + '\n    self.__dict__["last"] = gradient'), says="frees-late"),
+    wrong("frees-at-the-end", (CALL, 'kept = self.__dict__.setdefault("kept", [])\n    kept.append(gradient)\n    '
+          + CALL + "\n    if len(kept) == len(self.units):\n        kept.clear()"), says="frees-late"),
+    wrong("copies-first", (CALL, CALL.replace("(gradient,", "(gradient.clone(),"))),
+    wrong("sends-some-twice", (CALL, "n = gradient.numel() // 40 * 4\n    reduce_scatter(gradient[:n], self.comm)\n    "
+          + CALL), says="reduces-everything"),
+    wrong("sends-fp32", (CALL, CALL.replace("(gradient,", "(gradient.float(),"))),
 ]  # fmt: skip
 
 
@@ -60,13 +73,68 @@ def check() -> None:
     for r, step in enumerate(steps):
         recognise(step.gradient, mean, mistakes, f"The gradient that rank {r} applies", tolerance=1e-4)
     sent = max(step.sent for step in steps)
-    if sent > 1.2 * 2 * 4 * PSI * 3 / 4:
+    if sent > 1.04 * 2 * 4 * PSI * 3 / 4:  # padding
         fail(
             "reduces-everything",
             f"A rank sent {size(sent)} in a step, where {size(2 * 4 * PSI * 3 / 4)} are enough: all-reduce also "
             "gathers the average on all ranks, which need their own chunk only. Reduce-scatter.",
         )
+    for step in ranks(2, one_step, Zero2):
+        if _is(step.gradient, local_gradients(2).mean(0) / 2):
+            fail("divides-by-four", "On 2 ranks the gradient is half of the mean: divide by self.comm.size, not by 4.")
+    ranks(4, one_unit)
+    sent = max(step.sent for step in ranks(4, in_16_bits))
+    if sent > 1.2 * 2 * 2 * PSI * 3 / 4:
+        fail(
+            "sends-fp32",
+            f"In 16 bits a rank sent {size(sent)} in a step, where {size(2 * 2 * PSI * 3 / 4)} are enough: reduce the "
+            "gradient as it comes; the unit makes it FP32.",
+        )
     check_training(ranks(4, train, Zero2, 2), "ZeRO-2")
+
+
+class Unit:
+    """As much of a unit as the method needs."""
+
+    name = "blocks.0"
+
+    def set_gradient(self, gradient, full=None):
+        self.gradient = gradient
+
+    def chunk(self, flat):
+        return flat.chunk(4)[0]
+
+
+class Engine:
+    """As much of an engine."""
+
+    def __init__(self, comm):
+        self.comm, self.units = comm, [Unit(), Unit(), Unit()]
+        self.in_order = self.units
+
+
+def in_16_bits(comm):
+    return one_step(comm, Zero2, dtype=torch.bfloat16)
+
+
+def one_unit(comm) -> None:
+    engine, gradient = Engine(comm), torch.ones(40_000)
+    alive = weakref.ref(gradient)
+    with Ledger() as ledger:
+        Zero2.reduce(engine, engine.units[1], gradient)
+    del gradient
+    if alive() is not None:
+        fail(
+            "frees-late",
+            f"The unit is reduced, and its full gradient, {size(160_000)}, is still referred to: so they pile up, or "
+            "one stays, until much later. Keep no reference to it.",
+        )
+    if ledger.peak["total"] > 160_000:
+        fail(
+            "copies-first",
+            f"To reduce a gradient of {size(160_000)} it took {size(ledger.peak['total'])} more: a second full "
+            "gradient. Reduce the one that is there.",
+        )
 
 
 def _is(a, b) -> bool:

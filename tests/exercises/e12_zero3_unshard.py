@@ -11,6 +11,7 @@ computes, in forward and again in backward, the replica is put together from all
 import torch
 
 from minizero import GPT, Zero3
+from minizero.memory import Ledger
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import SMALL, check_training, train
 
@@ -35,6 +36,9 @@ WRONG = [
     wrong("all-ranks", (GATHER, GATHER.replace("unit.comm", "self.comm"))),
     wrong("sums", (GATHER, "from minizero.collectives import all_reduce\n    "
           "unit.flat.copy_(all_reduce(torch.nan_to_num(unit.flat, 1.0), unit.comm))")),
+    wrong("extra-buffer", (GATHER, "unit.flat.copy_(all_gather(mine, unit.comm, label=unit.name))")),
+    wrong("keeps-a-copy", (GATHER, GATHER + "\n    unit.copy = unit.flat.clone()"), says="extra-buffer"),
+    wrong("sends-twice", (GATHER, GATHER + f"\n    {GATHER}")),
 ]  # fmt: skip
 
 
@@ -99,12 +103,15 @@ def on_rank(comm) -> None:
             "sums", f"The replica is a sum over ranks, and {size(sent)} were sent: gather the chunks, do not add them."
         )
     recognise(buffer, want, {}, f"The replica on rank {r}")
+    if sent > want.nbytes * (comm.size - 1) // comm.size:
+        fail("sends-twice", f"Rank {r} sent {size(sent)} for a unit of {size(want.nbytes)}: gather it once.")
 
 
 def in_half(comm) -> None:
     model, unit, want = fresh(comm, dtype=torch.float16)
     before = comm.bytes_sent
-    model.fill(unit)
+    with Ledger() as ledger:
+        model.fill(unit)
     sent, enough = comm.bytes_sent - before, 2 * unit.size * (comm.size - 1) // comm.size
     if sent > enough:
         fail(
@@ -113,6 +120,12 @@ def in_half(comm) -> None:
             "first, then send the 16-bit numbers.",
         )
     recognise(unit.flat, want.half(), {}, "The FP16 replica")
+    if ledger.peak["total"] > unit.flat.nbytes // 2:
+        fail(
+            "extra-buffer",
+            f"It took {size(ledger.peak['total'])} beside the replica of {size(unit.flat.nbytes)}: a second one. "
+            "Gather into the replica itself, with out=.",
+        )
 
 
 def in_groups(comm):

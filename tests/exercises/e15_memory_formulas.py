@@ -38,6 +38,11 @@ WRONG = [
     wrong("gradients-in-stage-1", ('4 * psi * one_in[2], "optimizer": 8', '4 * psi * one_in[1], "optimizer": 8')),
     wrong("ignores-the-factor", ("sharding_factor or world_size", "world_size")),
     wrong("total-is-missing", (' | {"total": sum(parts.values())}', "")),
+    wrong("ignores-the-factor-in-16-bits", ("    else:\n        working", "    else:\n        one_in = [1 / world_size "
+          "if stage >= k else 1 for k in range(4)]\n        working"), says="ignores-the-factor"),
+    wrong("paper-in-fp32-only", ('if convention == "paper":', 'if convention == "paper" and dtype == torch.float32:')),
+    wrong("whole-numbers", ("4 * psi * one_in[3]", "4 * (psi // shards if stage == 3 else psi)")),
+    wrong("half-a-rank", ("not isinstance(world_size, int) or ", "")),
     wrong("keeps-16-bit-gradients", ("working = 2 * psi if stage < 2 else 0", "working = 2 * psi")),
 ]  # fmt: skip
 STAGES = (DDP, Zero1, Zero2, Zero3)
@@ -89,11 +94,31 @@ def check() -> None:
             "ignores-the-factor",
             "With sharding_factor=2 a rank holds half of 16 bytes a parameter, whatever the world size.",
         )
+    for options in (dict(dtype=torch.float16), dict(convention="paper")):
+        whole = formulas.predict(1000, 2, 3, **options)["total"]
+        got = formulas.predict(1000, 8, 3, sharding_factor=2, **options)["total"]
+        if got != whole:
+            fail(
+                "ignores-the-factor",
+                f"With {options} and sharding_factor=2 a rank of 8 holds {got:g} bytes for 1000 parameters, where 2 "
+                f"ranks hold {whole:g} each.",
+            )
+    if formulas.predict(1001, 4, 3)["parameters"] != 1001:
+        fail("whole-numbers", "1001 parameters on 4 ranks are 1001 bytes each: divide as the formula does, unrounded.")
+    wide, narrow = (formulas.predict(1000, 4, 1, convention="paper", dtype=d) for d in (torch.float32, torch.float16))
+    if wide != narrow:
+        fail("paper-in-fp32-only", f'convention="paper" counts 2 + 2 + 12 in any dtype; in float16 it gave {narrow}.')
     if formulas.predict(1000, 1, 3)["total"] != 16000:
         fail("values", "Alone, a rank holds 16 bytes a parameter in every stage.")
     paper = [formulas.predict(7.5e9, 64, stage, convention="paper")["total"] / 1e9 for stage in range(4)]
     if [round(x, 1) for x in paper] != [120.0, 31.4, 16.6, 1.9]:
         fail("values", f"The paper's example, 7.5 billion on 64 ranks, is 120, 31.4, 16.6, 1.9 GB; got {paper}.")
+    try:
+        formulas.predict(1000, 2.5, 1)
+    except ValueError:
+        pass
+    else:
+        fail("half-a-rank", "A world_size of 2.5 must be a ValueError: it is a whole number of ranks.")
     for bad in (dict(world_size=0, stage=1), dict(world_size=4, stage=4), dict(world_size=4, stage=1, convention="x")):
         try:
             formulas.predict(1000, **bad)

@@ -6,11 +6,13 @@ nearest; and half-way to the even one of the two neighbours, so that ties go up 
                 1010 10            1010 and a rest of 2 of 4     → 1010   (half-way: to even)
 
 The other roundings of IEEE 754: "nearest-away" (ties away from zero), "toward-zero", "up" (to +∞), "down" (to
--∞); what is rounded is the magnitude, and `sign` says of what. "stochastic": away from zero as often as the
+-∞); what is rounded is the magnitude, and `sign` says of
+what: 0 of a positive number, 1 of a negative one. "stochastic": away from zero as often as the
 rest says, for a random `draw` in [0, 1): where rest / 2^drop > draw.
 """
 
 import random
+from fractions import Fraction
 
 import numpy as np
 
@@ -19,7 +21,8 @@ from precision.formats import FP16
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
-    "Cut the significand into what is kept and the rest; 2^drop is a whole unit of what is kept.",
+    "Cut the significand into what is kept and the rest; 2^drop is a whole unit of what is "
+    "kept. `drop` may be 0, and may be 60: only whole numbers and fractions compare exactly then.",
     "Decide for each rounding whether 1 is added: away from zero, or not. `ValueError` for an unknown name.",
     "nearest-even: the rest is more than half; or it is exactly half and what is kept is odd.",
     "Return kept, or kept + 1.",
@@ -39,6 +42,12 @@ WRONG = [
     wrong("away-like-even", ("away = 2 * rest >= one", f"away = 2 * rest > one or {TIE}")),
     wrong("up-forgets-the-sign", ("away = rest > 0 and sign == 0", "away = rest > 0")),
     wrong("stochastic-backwards", ("> draw", "< draw")),
+    wrong(
+        "divides-in-floats", ("2 * rest > one or (2 * rest == one and", "rest / one > 0.5 or (rest / one == 0.5 and")
+    ),
+    wrong("draws-in-floats", ("Fraction(rest, one)", "rest / one"), says="divides-in-floats"),
+    wrong("always-two-bits", ("Fraction(rest, one)", "Fraction(rest, 4)")),
+    wrong("nothing-to-drop", ("2 * rest >= one", "rest >= 1 << (drop - 1)")),
 ]
 
 
@@ -77,6 +86,27 @@ def check() -> None:
         fail("values", '"up" takes positive numbers with a rest away from zero, "down" negative ones.')
     if not near(4, 1, "stochastic", draw=0.1) or near(4, 1, "stochastic", draw=0.5):
         fail("stochastic-backwards", 'A rest of 1/4 goes up with "stochastic" for a draw of 0.1 and stays for 0.5.')
+    if (
+        not formats.round_off(8 * 4 + 3, 3, 0, "stochastic", 0.25) - 4
+        or formats.round_off(35, 3, 0, "stochastic", 0.5) - 4
+    ):
+        fail("always-two-bits", "A rest of 3 of 8 goes up for a draw of 0.25 and stays for 0.5: the rest is of 2^drop.")
+    try:
+        whole = [formats.round_off(5, 0, 0, name) for name in formats.ROUNDINGS]
+    except ValueError as error:
+        fail("nothing-to-drop", f"With drop = 0 nothing is to be rounded, and that failed: {error}.")
+    if whole != [5] * len(whole):
+        fail("nothing-to-drop", f"With drop = 0 nothing is to be rounded: 5 stays 5, and became {max(whole)}.")
+    tiny, almost = 2**60 + 2**59 + 1, 2**60 - 1
+    exact = Fraction(almost, 2**60)
+    if formats.round_off(tiny - 2**60, 60, 0, "nearest-even") != 1 or formats.round_off(
+        almost, 60, 0, "stochastic", exact
+    ):
+        fail(
+            "divides-in-floats",
+            "With drop = 60 a rest a hair above half, or as large as the draw, was taken for another: a float has 53 "
+            "bits. Compare whole numbers, 2 * rest with 2**drop, and use Fraction for the draw.",
+        )
     numbers = random.Random(0)
     for _ in range(3000):
         x = numbers.uniform(-1, 1) * 2.0 ** numbers.randint(-26, 16)

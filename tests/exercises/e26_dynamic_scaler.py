@@ -9,6 +9,8 @@ skipped) it backs off, at once.
 The scale is kept as an FP32 number: _float32(value).
 """
 
+import numpy as np
+
 from precision.scaling import DynamicLossScaler
 from tests.exercises.kit import fail, wrong
 
@@ -35,6 +37,11 @@ WRONG = [
                              "_float32(self._scale * self.backoff_factor)")),
     wrong("no-upper-bound", ("min(_float32(self._scale * self.growth_factor), self.max_scale)",
                              "_float32(self._scale * self.growth_factor)")),
+    wrong("always-halves", ("self._scale * self.backoff_factor", "self._scale / 2")),
+    wrong("always-doubles", ("self._scale * self.growth_factor", "self._scale * 2")),
+    wrong("interval-of-three", (">= self.growth_interval", ">= 3")),
+    wrong("not-an-fp32-number", ("_float32(self._scale * self.growth_factor)", "self._scale * self.growth_factor")),
+    wrong("bound-of-one", ("self.min_scale)", "1.0)"), says="no-lower-bound"),
 ]  # fmt: skip
 
 
@@ -73,3 +80,14 @@ def check() -> None:
         fail("no-lower-bound", f"With min_scale 512 it fell to {scales('xxx', min_scale=512.0)[-1]:g}.")
     if scales("......", max_scale=2048.0)[-1] != 2048:
         fail("no-upper-bound", f"With max_scale 2048 it rose to {scales('......', max_scale=2048.0)[-1]:g}.")
+    if scales("x", backoff_factor=0.25)[-1] != 256:
+        fail("always-halves", "With backoff_factor 0.25 an overflow takes 1024 to 256: use self.backoff_factor.")
+    if scales("...", growth_factor=4.0)[-1] != 4096:
+        fail("always-doubles", "With growth_factor 4 the scale grows from 1024 to 4096: use self.growth_factor.")
+    if scales("..", growth_interval=2)[-1] != 2048:
+        fail("interval-of-three", "With growth_interval 2 the scale must grow with the second update.")
+    grown = scales("...", growth_factor=1.1)[-1]
+    if grown != float(np.float32(1024 * 1.1)):
+        fail(
+            "not-an-fp32-number", f"With growth_factor 1.1 the scale is {grown!r}, which FP32 does not have: _float32."
+        )

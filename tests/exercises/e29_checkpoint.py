@@ -42,6 +42,13 @@ WRONG = [
     wrong("returns-too-few", ("return None, *(", "return (*("), ("for tensor in tensors)", "for tensor in tensors),)")),
     wrong("keeps-the-tape", (BACK, "torch.autograd.backward(outputs, gradients, retain_graph=True)\n    "
                                    "ctx.fn.__dict__.setdefault('kept', []).append(outputs)")),
+    wrong("keeps-the-inputs", (BACK, BACK + "\n    ctx.fn.__dict__.setdefault('kept', []).append(tensors)"),
+          says="keeps-the-tape"),
+    wrong("runs-again", (BACK, "ctx.fn(*tensors)\n    " + BACK)),
+    wrong("requires-all-gradients", ("requires_grad_(tensor.requires_grad)", "requires_grad_(True)")),
+    wrong("first-input-only", ("*(tensor.grad for tensor in tensors)", "tensors[0].grad, *[None] * len(tensors[1:])")),
+    wrong("first-output-only", (BACK, "torch.autograd.backward(outputs if isinstance(outputs, torch.Tensor) else "
+                                      "outputs[0], gradients[0])")),
 ]  # fmt: skip
 
 
@@ -117,10 +124,41 @@ def check() -> None:
                         "The gradients that came from behind are not used: pass `gradients` on.",
                     )
                 recognise(g, w, {}, "A gradient", tolerance=1e-4)
-    if held > 64 * 16 * 4 * 8:
+    if held > 64 * 16 * 4 * 2:
         fail("keeps-the-tape", f"After backward {size(held)} are still held: nothing of the second run may be kept.")
     if little > 0.75 * much:
         fail(
             "keeps-the-tape",
             f"The peak is {size(little)}, without recomputation {size(much)}: what is kept, and where?",
         )
+    several()
+
+
+def several() -> None:
+    """A function of two tensors and a tensor of whole numbers, with two results, that counts its runs."""
+    runs = []
+
+    def fn(a, b, index):
+        runs.append(torch.is_grad_enabled())
+        return a * b, (a + b)[index]
+
+    index = torch.tensor([0, 2])
+    a, b = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), torch.tensor([4.0, 5.0, 6.0], requires_grad=True)
+    try:
+        product, total = by_function(fn, a, b, index)
+        (product.sum() + 10 * total.sum()).backward()
+    except RuntimeError as error:
+        if "floating point" not in str(error):
+            raise
+        fail(
+            "requires-all-gradients",
+            "One of the inputs has whole numbers, and cannot require a gradient: each input as it was before.",
+        )
+    if b.grad is None or a.grad is None:
+        fail("first-input-only", "Of two inputs one got no gradient: return one for each tensor.")
+    if torch.equal(a.grad, torch.tensor([4.0, 5.0, 6.0])):
+        fail("first-output-only", "Of two outputs only the first went backward: give all outputs, and all gradients.")
+    recognise(a.grad, torch.tensor([14.0, 5.0, 16.0]), {}, "The gradient of the first of two inputs")
+    recognise(b.grad, torch.tensor([11.0, 2.0, 13.0]), {}, "The gradient of the second of two inputs")
+    if len(runs) != 2:
+        fail("runs-again", f"The function ran {len(runs)} times: once in forward, once in backward.")

@@ -10,6 +10,8 @@ loss. A micro-batch without any target has a mean of 0/0; it must add nothing.
 For an engine of minizero, whose ranks must agree, `_accumulate_on_ranks(model, window, counts, no_sync)` is there.
 """
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -46,6 +48,10 @@ WRONG = [
     wrong("last-only", ("if count:", "model.zero_grad()\n            if count:")),
     wrong("zeroes-before", ("    loss = torch.zeros", "    model.zero_grad()\n    loss = torch.zeros")),
     wrong("returns-the-last", ("loss += _backward", "loss = _backward")),
+    wrong("forward-twice", (LOOP, "model(x, y)\n                " + LOOP)),
+    wrong("keeps-a-graph", (LOOP, LOOP.replace("+=", "= loss +") + "\n                "
+                            "loss = loss + 0 * next(model.parameters()).sum()")),
+    wrong("a-number", ("    return loss", "    return float(loss)")),
     wrong("sums-in-16-bits", ("with sums_in_fp32(model) if len(window) > 1 else ", "with ")),
 ]  # fmt: skip
 
@@ -56,9 +62,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.calls = 0
         self.up, self.out = nn.Linear(4, 1024), nn.Linear(1024, 8)
 
     def forward(self, x, y):
+        self.calls += 1
         scores = self.out(self.up(x).tanh()).flatten(0, 1)
         targets = y.flatten()
         chosen = F.log_softmax(scores, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
@@ -98,7 +106,7 @@ def check() -> None:
     with Ledger(model) as ledger:
         loss = module.accumulate(model, iter(window()))
     got = gradient(model)
-    loss = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss or 0.0)
+    given, loss = loss, loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss or 0.0)
     if bool(got.isnan().any()):
         model, rest = Model(), [pair for pair in window() if (pair[1] != -100).any()]
         module.accumulate(model, rest)
@@ -130,6 +138,14 @@ def check() -> None:
         fail(
             "returns-the-last", f"The loss of the window is {float(want_loss):.4f}, and {float(loss):.4f} was returned."
         )
+    if not isinstance(given, torch.Tensor):
+        fail(
+            "a-number", f"The loss came back as {type(given).__name__}: a tensor, so that a GPU need not be waited for."
+        )
+    if given.requires_grad:
+        fail("keeps-a-graph", "The loss that was returned still has a graph, which keeps memory: detach it.")
+    if model.calls != 4:
+        fail("forward-twice", f"The model ran {model.calls} times for 4 micro-batches that have targets: once each.")
     again = Model()
     for p in again.parameters():
         p.grad = torch.ones_like(p)
@@ -137,7 +153,7 @@ def check() -> None:
     if torch.allclose(gradient(again), want, rtol=1e-3, atol=1e-6):
         fail("zeroes-before", "What was in .grad before is gone: add to it. zero_grad() is the caller's.")
     sums_stand_still()
-    for rank, got in enumerate(ranks(2, on_ranks)):
+    for rank, got in enumerate(ranks(2, on_ranks, Model())):
         recognise(got, want, {}, f"The gradient on rank {rank} of 2, of ZeRO-2 with different micro-batches", 1e-4)
     try:
         module.accumulate(Averages(), window())
@@ -173,12 +189,12 @@ def sums_stand_still() -> None:
         )
 
 
-def on_ranks(comm):
+def on_ranks(comm, same_model):
     """What the optimizer of ZeRO-2 sees, put together: the ranks have 3 and 2 of the micro-batches."""
-    model = Zero2(Model(), comm)
+    model = Zero2(copy.deepcopy(same_model), comm)  # made before: threads share the random numbers
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.gather_state_dict()
     module.accumulate(model, window()[comm.rank :: 2])
     optimizer.step()
     after = model.gather_state_dict()
-    return torch.cat([(before[name] - after[name]).view(-1) for name, _ in Model().named_parameters()])
+    return torch.cat([(before[name] - after[name]).view(-1) for name, _ in same_model.named_parameters()])

@@ -8,7 +8,10 @@ far was measured against the old maximum, and is scaled down:
 One row of attention: scores (Nk,), values (Nk, head dim), `block` keys at a time, a `Step` for each block.
 """
 
+import math
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash import tiled
 from tests.exercises.kit import fail, same, wrong
@@ -40,6 +43,16 @@ WRONG = [
     wrong("skips-keys", ("scores[start : start + block], values[start : start + block]",
                          "scores[start : start + 1], values[start : start + 1]")),
     wrong("never-remembers-the-maximum", ("        maximum = larger\n", "")),
+    wrong("all-at-once", ("s, v = scores[start : start + block], values[start : start + block]",
+                          "s, v = scores[: start + block], values[: start + block]\n        total, output = 0.0, 0.0"),
+          ("range(start, start + len(s))", "range(start, len(s))")),
+    wrong("steps-share-a-tensor", ("    steps = []", "    steps, shown = [], torch.zeros_like(values[0])"),
+          ("output / total))", "torch.div(output, total, out=shown)))")),
+    wrong("notes-another-rescale", ("maximum, rescale, total, output", "maximum, 1.0, total, output")),
+    wrong("notes-the-block-s-sum", ("rescale, total, output / total", "rescale, p.sum().item(), output / total")),
+    wrong("notes-the-last-sum", ("    return steps", "    return [step._replace(total=total) for step in steps]")),
+    wrong("overwrites-the-scores", ("(s - larger).exp()", "s.sub_(larger).exp()")),
+    wrong("range-too-long", ("range(start, start + len(s))", "range(start, start + block)")),
 ]  # fmt: skip
 
 
@@ -48,7 +61,14 @@ def check() -> None:
     values = torch.randn(6, 3, generator=generator, dtype=torch.float64)
     rising = torch.tensor([-1.0, 0.5, 0.2, 2.0, 3.5, 3.0], dtype=torch.float64)
     want = rising.softmax(0) @ values
-    two = tiled.online_softmax(rising, values, block=2)
+    given = rising.clone()
+    two = tiled.online_softmax(given, values, block=2)
+    if not torch.equal(given, rising):
+        fail(
+            "overwrites-the-scores",
+            f"The scores were {rising.tolist()} and are {[round(x, 2) for x in given.tolist()]} afterwards: a slice is "
+            "a view, so write nothing into it.",
+        )
     got = two[-1].output
     if not same(got, want, 1e-9):
         said = f"With blocks of 2 keys the output is {got[0]:.4f} …, expected {want[0]:.4f} …"
@@ -87,8 +107,67 @@ def check() -> None:
         fail("no-maximum", "Scores of 1800 give inf or NaN: subtract the largest score so far before exp.")
     for block in (1, 4, 6, 10):
         steps = tiled.online_softmax(rising, values, block)
-        lse = steps[-1].maximum + torch.tensor(steps[-1].total).log()
-        if not same(steps[-1].output, want, 1e-9) or abs(float(lse - rising.logsumexp(0))) > 1e-5:
+        total = float(steps[-1].total)
+        if total <= 0 or not math.isfinite(total):
+            fail("values", f"With blocks of {block} keys the sum of exponentials is {total:g}.")
+        lse = float(steps[-1].maximum) + math.log(total)
+        if not same(steps[-1].output, want, 1e-9) or abs(lse - rising.logsumexp(0).item()) > 1e-5:
+            if total * (1 + 1e-9) < float((rising - rising.max()).exp().sum()):
+                fail("notes-the-block-s-sum", "A Step's total is that of all scores so far, not of its block.")
             fail("values", f"With blocks of {block} keys the result is another one.")
+        if max(key for step in steps for key in step.keys) >= 6:
+            fail(
+                "range-too-long",
+                f"6 keys in blocks of {block}: the last step names key {steps[-1].keys[-1]}, which there is not. The "
+                "last block may be shorter.",
+            )
         if [key for step in steps for key in step.keys] != list(range(6)):
             fail("values", f"With blocks of {block} keys the steps do not name every key once.")
+    each_step(rising, values)
+
+
+class LargestExp(TorchDispatchMode):
+    """The most scores that one exp is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.startswith("exp"):
+            self.most = max(self.most, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def each_step(scores: torch.Tensor, values: torch.Tensor) -> None:
+    with LargestExp() as seen:
+        steps = tiled.online_softmax(scores, values, block=2)
+    if seen.most > 2:
+        fail(
+            "all-at-once",
+            f"With blocks of 2 keys it took exp of {seen.most} scores at once: only the block's. What came before is "
+            "in the sum and the output already.",
+        )
+    before = -math.inf
+    for i, step in enumerate(steps):
+        so_far = slice(0, 2 * i + 2)
+        if not same(step.output, scores[so_far].softmax(0) @ values[so_far], 1e-9):
+            fail(
+                "steps-share-a-tensor",
+                f"Step {i} of {len(steps)} does not show the output after its keys: does a later step overwrite its "
+                "tensor?",
+            )
+        if abs(float(step.rescale) - math.exp(before - float(step.maximum))) > 1e-9:
+            fail(
+                "notes-another-rescale",
+                f"Step {i} notes a rescale of {float(step.rescale):.4f}, expected exp(old maximum - new one) = "
+                f"{math.exp(before - float(step.maximum)):.4f}.",
+            )
+        total = (scores[so_far] - float(step.maximum)).exp().sum().item()
+        if abs(float(step.total) - total) > 1e-9 * total:
+            fail(
+                "notes-the-last-sum",
+                f"Step {i} notes a sum of {float(step.total):.4f}, and after its keys it was {total:.4f}: each Step "
+                "has its own.",
+            )
+        before = float(step.maximum)
