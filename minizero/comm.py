@@ -92,7 +92,9 @@ class Comm(abc.ABC):
     def _move(
         self, outgoing: torch.Tensor | None, dst: int | None, incoming: torch.Tensor | None, src: int | None
     ) -> None:
-        for peer in (dst, src):
+        for tensor, peer in ((outgoing, dst), (incoming, src)):
+            if peer is not None and not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"what is sent, or received into, must be a tensor, not {type(tensor).__name__}")
             if peer is not None and not 0 <= peer < self.size:
                 raise ValueError(f"rank {peer} does not exist: ranks are 0 to {self.size - 1}")
         if self.rank in (dst, src) and dst != src:

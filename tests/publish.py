@@ -44,8 +44,8 @@ SLIDE_STYLE = """
 .reveal h1, .reveal h2, .reveal h3 { text-transform: none; } .anchor-link { display: none; }
 .reveal section { text-align: left; }
 .reveal p, .reveal li { line-height: 1.35; } .reveal table { font-size: 0.75em; }
-.reveal pre { width: 100%; font-size: 0.55em; box-shadow: none; max-height: 560px; overflow: auto; }
-.reveal img, .reveal svg { max-height: 520px; max-width: 100%; }
+.reveal pre { width: 100%; font-size: 0.62em; box-shadow: none; max-height: 560px; overflow: auto; }
+.reveal img, .reveal svg { max-height: 490px; max-width: 100%; }
 """
 
 
@@ -65,14 +65,21 @@ def draw(cell, fold):
     if cell.cell_type == "markdown":
         return with_formulas(body(cell))
     hidden = cell.metadata.get("jupyter", {})
-    code, shown = body(cell, exclude_output=True), body(cell, exclude_input=True)
+    code, figures = body(cell, exclude_output=True), [o for o in cell.outputs if "data" in o]
+    if fold and figures:  # a slide has room for one: the animation, where there is one
+        figures.sort(key=lambda output: "text/html" not in output.data)
+        cell = nbformat.from_dict(dict(cell) | {"outputs": figures[:1]})
+    shown = body(cell, exclude_input=True)
     if fold or hidden.get("source_hidden"):
         code = f"<details><summary>code</summary>{code}</details>"
     if hidden.get("outputs_hidden"):
         shown = f"<details><summary>answers an exercise: open it after yours</summary>{shown}</details>"
     alt = html.escape(cell.metadata["alt"], quote=True)
     shown = re.sub(r'(<img)(?: alt="[^"]*")?', rf'\1 alt="{alt}"', shown)
-    return f"<h3>{html.escape(cell.metadata['heading'])}</h3>{shown}{code}" if fold else code + shown
+    if not fold:
+        return code + shown
+    said = html.escape(cell.metadata.get("notes", "").partition(". ")[0].rstrip("."))  # the first sentence stands there
+    return f"<h3>{html.escape(cell.metadata['heading'])}</h3><p>{said}</p>{shown}{code}"
 
 
 def body(cell, **without):

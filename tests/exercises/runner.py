@@ -86,7 +86,11 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
     place: list[str] = []
     try:
         with _time_limit(path, place, seconds):
-            function = getattr(load(path), exercise.function)
+            module = load(path)
+            function = getattr(module, exercise.function)
+            if _has_the_package_s(exercise, module):
+                words = "The file keeps the package's own function under another name: that is what you are to write."
+                return Outcome("failed", "borrowed", words)
             with patched(exercise.target, function):
                 lesson.check()
     except Diagnosis as diagnosis:
@@ -138,6 +142,16 @@ def run(exercise: Exercise, path: Path) -> Outcome:
             said = Outcome("failed", "ended", words)
     said.printed = text
     return said
+
+
+def _has_the_package_s(exercise: Exercise, module: Any) -> bool:
+    """Does the answer hold what it is to replace, which it would call before `patched` could put itself there?"""
+    from tests.exercises.patch import resolve
+
+    holder, name = resolve(exercise.target)
+    own = vars(holder)[name]
+    own = getattr(own, "__func__", own)
+    return any(getattr(value, "__func__", value) is own for value in vars(module).values())
 
 
 def _wait(process: subprocess.Popen, report: Path) -> bool:
