@@ -59,6 +59,7 @@ def test_states_are_on_the_host_and_no_total_contains_them(dtype):
 @pytest.mark.parametrize(
     "options", [{"sharding_factor": 2}, {"offload": True}, {"offload": True, "sharding_factor": 2}]
 )
+@pytest.mark.slow
 def test_accumulation_either_way(options):
     """Reduced once or with every micro-batch: one gradient to rounding; the full one is held, or it is not."""
     expected = run(4, step, micro_batches=3)[0][2]

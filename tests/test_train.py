@@ -240,6 +240,7 @@ def start(*command):
     )
 
 
+@pytest.mark.slow
 def test_from_a_shell_into_a_pipe(tmp_path):
     done = start(sys.executable, "-m", "minizero.train", *TINY, *CPU, "--stage", "2", "--output", str(tmp_path / "new"))
     assert done.returncode == 0 and done.stderr == ""
