@@ -8,11 +8,26 @@ import weakref
 import pytest
 import torch
 from helpers import STAGES, run
-from test_prefetch import Breaks
 from torch import nn
 
 from minizero import Zero1, Zero2, Zero3, barrier
 from minizero.timeline import Timeline
+
+
+class Breaks(torch.autograd.Function):
+    """Breaks off every backward in which `broken` is set."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Breaks.broken:
+            raise ArithmeticError("broken off")
+        return gradient
 
 
 def layers(breaks=None):

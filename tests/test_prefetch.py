@@ -8,7 +8,7 @@ from helpers import SMALL, batch, run, train
 from test_memory import BLOCK, CONFIG, ROOT, TOTAL, measure
 from torch import nn
 
-from minizero import GPT, RankFailed, World, Zero3, all_reduce, barrier
+from minizero import GPT, RankFailed, World, Zero3, all_reduce
 
 
 def ahead(prefetch, **options):
@@ -202,48 +202,6 @@ def test_a_wrong_guess_costs_no_more_than_was_gathered_ahead():
     assert run(2, extra_gathers, 0)[0] == right
     # The wrong one is found out when block 2 is used: then nothing more is guessed in that pass.
     assert run(2, extra_gathers, 1)[0] == run(2, extra_gathers, 2)[0] == right
-
-
-class Breaks(torch.autograd.Function):
-    """Breaks off every backward in which `broken` is set."""
-
-    broken = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if Breaks.broken:
-            raise ArithmeticError("broken off")
-        return gradient
-
-
-def test_training_goes_on_after_a_backward_that_broke_off():
-    def work(comm, prefetch):
-        generator = torch.Generator().manual_seed(0)
-        layers = [nn.Linear(6, 6) for _ in range(4)]
-        for parameter in nn.Sequential(*layers).parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator)
-        layers[1].register_forward_hook(lambda _, __, out: Breaks.apply(out))
-        model = Zero3(nn.Sequential(*layers), comm, prefetch=prefetch)
-        x = torch.ones(2, 6) + comm.rank
-        for broken in (True, False):
-            loss = model(x).square().mean()
-            barrier(comm)
-            Breaks.broken = broken
-            barrier(comm)
-            if broken:
-                with pytest.raises(ArithmeticError):
-                    loss.backward()
-                model.zero_grad()
-            else:
-                loss.backward()
-        return [shard.grad.clone() for shard in model.parameters()]
-
-    for mine, theirs in zip(run(2, work, 1), run(2, work, 0), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
 def test_memory_is_not_taken_from_a_gather_that_is_under_way():
