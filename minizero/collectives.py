@@ -8,7 +8,7 @@ rank sends (N-1)/N of the tensor for each half, the least that any algorithm can
     all-reduce       = reduce-scatter, then all-gather: 2 (N-1)/N of the tensor
 
 Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-Before data moves the ranks agree on what they are about to do (`comm.agreement`).
+Data of ranks that are about to do different things never meet (`comm.agreement`).
 """
 
 from collections.abc import Callable

@@ -28,7 +28,7 @@ class RankFailed(RuntimeError):
 
 
 class CollectiveMismatch(RuntimeError):
-    """The ranks were about to do different things; raised on every rank before data moves."""
+    """The ranks were about to do different things; raised on every rank before any data is used."""
 
 
 class CommTimeout(RuntimeError):
@@ -44,10 +44,17 @@ class Comm(abc.ABC):
     """
 
     def __init__(
-        self, rank: int, ranks: list[int], device: torch.device, timeout: float, parent: "Comm | None" = None
+        self,
+        rank: int,
+        ranks: list[int],
+        device: torch.device,
+        timeout: float,
+        name: str = "",
+        parent: "Comm | None" = None,
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, len(ranks), device, timeout
         self.ranks, self.world_rank = ranks, ranks[rank]
+        self.name = name  # which of the `split`s this is
         self.sent = self.received = 0  # by this communicator, in its one thread
         self.children: list[Comm] = []  # what `split` made: each may be another thread's
         # Called after each collective with its name, its label and when it began; shared with what `split` makes.
@@ -55,7 +62,8 @@ class Comm(abc.ABC):
         if parent is not None:
             parent.children.append(self)
         self.sequence = 0  # of the last collective; see `agreement`
-        self.words = ""  # what this rank has said and not yet compared
+        self.words = ""  # what this rank has said that it is about to do
+        self.agreed = True  # the others are known to have said the same
         self.operation = ""  # what this rank is in, for the messages of others
 
     @staticmethod
@@ -128,19 +136,9 @@ class Comm(abc.ABC):
 
     # What a transport has to offer.
 
+    @abc.abstractmethod
     def settle(self) -> None:
-        """Before any data is used: `CollectiveMismatch` on every rank unless all have said the same."""
-        if not self.words:
-            return
-        same = self.all_say_the_same()
-        words, self.words = self.words, ""
-        if not same:
-            everyone = self.exchange(words)
-            rank = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[self.rank])
-            raise CollectiveMismatch(
-                f"rank {self.world_rank} called {everyone[self.rank]}; rank {self.ranks[rank]} called "
-                f"{everyone[rank]}: did the ranks build different models, or take different branches?"
-            )
+        """Returns when all ranks have said the same; `CollectiveMismatch` on every rank if they do not."""
 
     @abc.abstractmethod
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
@@ -150,12 +148,15 @@ class Comm(abc.ABC):
         """These will be the next to be filled from `src`, in this order: a transport may begin at once."""
 
     def say(self, words: str) -> None:
-        """Tell all ranks what this one is about to do; `settle` hears the others. Not counted as payload."""
-        self.words = words
+        """What this rank is about to do."""
+        self.words, self.agreed = words, False
 
-    def all_say_the_same(self) -> bool:
-        """Do they, after `say`?"""
-        return len(set(self.exchange(self.words))) == 1
+    def mismatch(self, rank: int, words: str) -> CollectiveMismatch:
+        """The error where `rank` says other words than this one."""
+        return CollectiveMismatch(
+            f"rank {self.world_rank} called {self.words}; rank {self.ranks[rank]} called "
+            f"{words}: did the ranks build different models, or take different branches?"
+        )
 
     @abc.abstractmethod
     def exchange(self, words: str) -> list[str]:
@@ -170,7 +171,8 @@ class Comm(abc.ABC):
 def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None = None, **details: object) -> Iterator[None]:
     """All ranks say what they are about to do; `CollectiveMismatch` on each of them if they differ.
 
-    Without it, ranks that disagree hang, abort, or take each other's bytes for something else.
+    Without it, ranks that disagree hang, abort, or take each other's bytes for something else. Threads compare
+    what they say before data move; processes make a tag of it, so that messages that do not fit never meet.
     """
     comm.sequence += 1
     comm.operation, began = f"{operation} #{comm.sequence}", time.perf_counter()
@@ -179,9 +181,9 @@ def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None = None, **
     try:
         comm.say(f"{comm.operation}{what}{extras}")
         yield
-        comm.settle()  # unless a transfer has
+        comm.settle()  # unless a transfer has done so
     finally:
-        comm.operation = comm.words = ""
+        comm.operation, comm.words, comm.agreed = "", "", True
         for observe in comm.observers:
             observe(operation, str(details.get("label", "")), began)
 

@@ -1,14 +1,13 @@
 """The same `Comm` for the processes of torchrun, over `torch.distributed`'s point-to-point calls.
 
-Only `isend` and `irecv` are used; the collectives are ours. gloo moves CPU tensors, NCCL
-GPU tensors. gloo's silent failures are kept out by tags: a message's tag is computed from
-what its collective is about (or from its size and dtype), so that messages that do not fit
-never meet. The words of the agreement always travel through gloo, beside the first data.
+Only sends and receives are used; the collectives are ours. gloo moves CPU tensors, NCCL
+GPU tensors. The ranks agree by tags: a message's tag is computed from what its collective is
+about (or from its size and dtype), so that messages that do not fit never meet. What has come
+once round the ring has come through all ranks, and all of them were about to do the same; ranks
+that disagree wait, until `Watch` sees it.
 """
 
 import contextlib
-import functools
-import hashlib
 import os
 import zlib
 from collections.abc import Iterator
@@ -19,17 +18,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from minizero.comm import Comm, CommTimeout, RankFailed
+from minizero.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
+from minizero.watch import LOOK_SECONDS, Watch
 
 TIMEOUT_SECONDS = 60.0
 WORDS_BYTES = 256  # of one rank's words in the agreement
 TAGS = 0x7FFFFFFF  # gloo's tags have 31 bits
+AGREEMENT = "agreement with"
+Pending = tuple[str, int, Any]  # a message under way: what it does, with whom, and what to wait for
 
 
 @contextlib.contextmanager
 def process_comm(group: Any = None) -> Iterator[Comm]:
     """See `Comm.from_process_group`."""
-    ours, companion = not dist.is_initialized(), None
+    ours, comm = not dist.is_initialized(), None
     if ours:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -49,127 +51,152 @@ def process_comm(group: Any = None) -> Iterator[Comm]:
     try:
         if dist.get_rank(group) < 0:
             raise ValueError("from_process_group: this process is not in the group")
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        group = group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(group)
         backend = dist.get_backend_config(group)
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-        if "gloo" not in backend:  # the agreement is CPU tensors; a group that speaks only NCCL gets a companion
-            companion = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        yield ProcessComm(ranks.index(dist.get_rank()), ranks, device, group, companion or group)
+        # For CPU tensors, and the agreement about GPU tensors: connections of our own, since a mismatch closes them.
+        store = group.get_group_store()
+        number = store.add(f"communicators of rank {dist.get_rank()}", 1)  # an earlier one's addresses are old
+        store, rank = dist.PrefixStore(f"communicator {number}", store), ranks.index(dist.get_rank())
+        control = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=TIMEOUT_SECONDS))
+        comm = ProcessComm(rank, ranks, device, control, store, group if device.type == "cuda" else None)
+        yield comm
     finally:
-        if ours:
+        if comm is not None:
+            comm.watch.stop()
+        if ours and dist.is_initialized():
             dist.destroy_process_group()
-        elif companion is not None:
-            dist.destroy_process_group(companion)
 
 
 class ProcessComm(Comm):
-    """A rank that is a process; my rank i is the group's `ranks[i]`."""
+    """A rank that is a process. CPU tensors go through gloo, GPU tensors through `nccl`."""
 
     def __init__(
         self,
         rank: int,
         ranks: list[int],
         device: torch.device,
-        group: Any,
-        control: Any,
+        gloo: Any,
+        store: Any,
+        nccl: Any = None,
         name: str = "",
-        parent: Comm | None = None,
+        parent: "ProcessComm | None" = None,
     ) -> None:
-        super().__init__(rank, ranks, device, parent.timeout if parent else TIMEOUT_SECONDS, parent)
-        self.group, self.control, self.name = group, control, name
-        self.digest = 0
-        self.digests = torch.zeros(self.size, 1, dtype=torch.int64)
-        self.digest_rows = list(self.digests)
-        self.asked: list[Any] = []  # the agreement's messages under way
-        self.expected: dict[int, list[Any]] = {}  # receives under way, by address
+        super().__init__(rank, ranks, device, parent.timeout if parent else TIMEOUT_SECONDS, name, parent)
+        self.gloo, self.store, self.nccl = gloo, store, nccl
+        self.tag = 0  # of the collective under way
+        self.expected: dict[int, Pending] = {}  # receives under way, by address
+        self.watch: Watch = parent.watch if parent else Watch(self, gloo, store)
+        self.peers = [self.watch.root.ranks.index(rank) for rank in ranks]  # gloo's numbers for the ranks
 
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
-        if self.device.type == "cuda":  # NCCL has no tags: data that do not fit would meet
-            self.settle()
-        early = [] if incoming is None else self.expected.pop(incoming.data_ptr(), [])
+        if self.device.type == "cuda":
+            self._transfer_by_nccl(outgoing, dst, incoming, src)
+            return
+        tag = self._tag_of(incoming if outgoing is None else outgoing)
         # Send first: where the receiver is not ready yet, gloo's own thread does the writing, not this one.
-        calls: list[Any] = [] if outgoing is None else [(dist.isend, outgoing, dst)]
-        if incoming is not None and not early:
-            calls.append((dist.irecv, incoming, src))
-        pending = self._start(calls, self._payload_tag(calls), self.group)
-        self.settle()
-        self._finish(pending + early)
+        pending = [] if outgoing is None else [self._send(outgoing, dst, tag)]
+        if incoming is not None:
+            early = self.expected.pop(incoming.data_ptr(), None)
+            pending.append(early or self._recv(incoming, src, tag))
+        self._finish(pending)
+
+    def _transfer_by_nccl(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
+        self.settle()  # NCCL has no tags: data that do not fit would meet
+        calls = [("send to", dist.isend, outgoing, dst), ("recv from", dist.irecv, incoming, src)]
+        calls = [call for call in calls if call[2] is not None]
+        both = [dist.P2POp(call, tensor, self.ranks[peer], self.nccl) for _, call, tensor, peer in calls]
+        try:
+            works = dist.batch_isend_irecv(both)  # NCCL must see both directions as one
+        except RuntimeError as error:
+            raise self._lost(calls[0][0], calls[0][3], error) from error
+        self._finish([(verb, peer, work) for (verb, _, _, peer), work in zip(calls, works)])
 
     def expect(self, tensors: list[torch.Tensor], src: int) -> None:
         # A message that finds its receive posted is written at once: one trip of the two threads less.
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.size > 1:
+            self.agreed = True  # when all have come
             for tensor in tensors:
                 if tensor.is_contiguous():
-                    calls = [(dist.irecv, tensor, src)]
-                    self.expected[tensor.data_ptr()] = self._start(calls, self._payload_tag(calls), self.group)
+                    self.expected[tensor.data_ptr()] = self._recv(tensor, src, self._tag_of(tensor))
 
-    def _payload_tag(self, calls: list[Any]) -> int:
-        """Data of ranks that disagree never meet: nobody has to wait for the agreement before sending."""
-        if self.operation:
-            return self.digest & TAGS
-        return _tag(self.name, calls[0][1].numel(), calls[0][1].dtype) if calls else 0
+    def _tag_of(self, tensor: torch.Tensor) -> int:
+        return self.tag if self.operation else _hash(f"{self.name} {tensor.numel()} {tensor.dtype}")
 
     def say(self, words: str) -> None:
         super().say(words)
+        self.tag = _hash(f"{self.name} {words}")
         self.expected.clear()
-        # A digest is enough to see whether all say the same.
-        self.digest = int.from_bytes(hashlib.blake2b(f"{self.name} {words}".encode(), digest_size=7).digest(), "big")
-        self.digests[self.rank] = self.digest
-        self.asked = self._swap(self.digest_rows)
 
-    def all_say_the_same(self) -> bool:
-        self._finish(self.asked, "agreement with")
-        return len(set(self.digests.flatten().tolist())) == 1
+    def settle(self) -> None:
+        """Hear something from every rank, unless data have come from all of them."""
+        if not self.agreed:
+            self._swap(list(torch.empty(self.size, 1)))
+            self.agreed = True
 
     def exchange(self, words: str) -> list[str]:
         boards = torch.empty(self.size, WORDS_BYTES, dtype=torch.uint8)
         boards[self.rank] = _encode(words)
-        self._finish(self._swap(list(boards)), "agreement with")
+        self._swap(list(boards))
         return [bytes(board).rstrip(b"\0").decode() for board in boards.numpy()]
 
     def subgroup(self, ranks: list[int], name: str) -> Comm:
-        chosen = [self.ranks[rank] for rank in ranks]
-        return ProcessComm(
-            ranks.index(self.rank), chosen, self.device, self.group, self.control, f"{self.name}/{name}", self
-        )
+        chosen, name = [self.ranks[rank] for rank in ranks], f"{self.name}/{name}"
+        mine = ranks.index(self.rank)
+        return ProcessComm(mine, chosen, self.device, self.gloo, self.store, self.nccl, name, self)
 
-    def _swap(self, rows: list[torch.Tensor]) -> list[Any]:
-        """Start to fill in the other ranks' rows. All to all: one trip, and each rank sees who is missing."""
+    def _swap(self, rows: list[torch.Tensor]) -> None:
+        """Fill in the other ranks' rows. All to all: one trip, and each rank sees who is missing."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        calls: list[Any] = [(dist.isend, rows[self.rank], rank) for rank in others]
-        calls += [(dist.irecv, rows[rank], rank) for rank in others]
-        return self._start(calls, _tag(f"{self.name} agreement", rows[0].numel(), rows[0].dtype), self.control)
+        tag = _hash(f"{self.tag if self.operation else self.name} {rows[0].numel()} words")
+        pending = [self._send(rows[self.rank], rank, tag, AGREEMENT) for rank in others]
+        self._finish(pending + [self._recv(rows[rank], rank, tag, AGREEMENT) for rank in others])
 
-    def _start(self, calls: list[Any], tag: int, group: Any) -> list[Any]:
-        """Start all (isend or irecv, tensor, rank); returns each with what to wait for."""
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, verb: str = "send to") -> Pending:
+        # What `dist.isend` ends in: its checks cost as much as a small message.
         try:
-            if calls and calls[0][1].is_cuda:  # NCCL must see both directions as one
-                works = dist.batch_isend_irecv([dist.P2POp(c, t, self.ranks[r], group) for c, t, r in calls])
-            else:
-                works = [c(t, self.ranks[r], group, tag) for c, t, r in calls]
+            return verb, dst, self.gloo.send([_real(tensor)], self.peers[dst], tag)
         except RuntimeError as error:
-            raise self._lost(calls[0], "", error) from error
-        return list(zip(calls, works))
+            raise self._lost(verb, dst, error) from error
 
-    def _finish(self, pending: list[Any], verb: str = "") -> None:
-        for call, work in reversed(pending):  # a receive that times out tells more than a send
+    def _recv(self, tensor: torch.Tensor, src: int, tag: int, verb: str = "recv from") -> Pending:
+        try:
+            return verb, src, self.gloo.recv([_real(tensor)], self.peers[src], tag)
+        except RuntimeError as error:
+            raise self._lost(verb, src, error) from error
+
+    def _finish(self, pending: list[Pending]) -> None:
+        patience = timedelta(seconds=self.timeout)
+        for verb, peer, work in reversed(pending):  # a receive that times out tells more than a send
             try:
-                work.wait(timedelta(seconds=self.timeout))
+                work.wait(patience)
             except RuntimeError as error:
-                raise self._lost(call, verb, error) from error
+                raise self._lost(verb, peer, error) from error
 
-    def _lost(self, call: Any, verb: str, error: RuntimeError) -> RuntimeError:
-        verb = verb or ("recv from" if call[0] is dist.irecv else "send to")
-        peer = self.ranks[call[2]]
-        where = f"{self.operation or 'point-to-point'}: {verb} rank {peer}"
-        if "timed out" in str(error).lower():
-            return CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}")
-        return RankFailed(peer, f"rank {self.world_rank} lost rank {peer} in {where}: {error}")
+    def _lost(self, verb: str, peer: int, error: RuntimeError) -> RuntimeError:
+        """Why a message did not come: what the ranks are in tells more than the one connection."""
+        late, words = "timed out" in str(error).lower(), {}
+        if self.operation:
+            self.watch.close()  # nobody is to wait for what cannot come
+            words = self.watch.look(self, 0 if late else LOOK_SECONDS)
+        if self.watch.told:
+            return CollectiveMismatch(self.watch.told)
+        missing = [rank for rank in range(self.size) if words and rank not in words]
+        culprit = self.ranks[peer if peer in missing or not missing else missing[0]]
+        where = f"{self.operation or 'point-to-point'}: {verb} rank {self.ranks[peer]}"
+        if late:
+            absent = f"; rank {culprit} has not come" if missing else ""
+            return CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}{absent}")
+        return RankFailed(culprit, f"rank {self.world_rank} lost rank {culprit} in {where}: {error}")
 
 
-@functools.cache
-def _tag(name: str, elements: int, dtype: torch.dtype) -> int:
-    return zlib.crc32(f"{name} {elements} {dtype}".encode()) & TAGS
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _hash(words: str) -> int:
+    return zlib.crc32(words.encode()) & TAGS
 
 
 def _encode(words: str) -> torch.Tensor:

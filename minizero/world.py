@@ -164,8 +164,8 @@ class ThreadComm(Comm):
         name: str = "",
         parent: Comm | None = None,
     ) -> None:
-        super().__init__(rank, ranks, device, parent.timeout if parent else run.timeout, parent)
-        self.run, self.name = run, name
+        super().__init__(rank, ranks, device, parent.timeout if parent else run.timeout, name, parent)
+        self.run = run
         self.meeting_number = 0
         self.waiting: tuple[ThreadComm, str, Callable[[], list[int]]] | None = None
 
@@ -190,6 +190,15 @@ class ThreadComm(Comm):
         if outgoing is not None:
             (copied,) = self._wait(_taker(sending.copied), lambda: [dst], "send to")
             _await(copied, outgoing)
+
+    def settle(self) -> None:
+        if self.agreed:
+            return
+        everyone = self.exchange(self.words)
+        self.agreed = True
+        for rank, words in enumerate(everyone):
+            if words != self.words:
+                raise self.mismatch(rank, words)
 
     def exchange(self, words: str) -> list[str]:
         self._stop_if_failed()

@@ -16,7 +16,6 @@ from minizero import CollectiveMismatch, World
 from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.comm import Comm
 from minizero.partition import pad
-from minizero.processes import WORDS_BYTES
 
 
 def rank_main(fn, rank, size, folder, threads):
@@ -111,19 +110,6 @@ def everything(comm):
         assert (a.item(), b.item()) == (2.0, 1.0)
     found["bytes"] = [(c.bytes_sent, c.bytes_received) for c in (comm, half, single, again)]
 
-    mismatches = {
-        "shape": lambda odd: all_reduce(torch.ones(4 + odd), comm),
-        "dtype": lambda odd: all_gather(torch.ones(4, dtype=torch.float16 if odd else torch.float32), comm),
-        "op": lambda odd: all_reduce(torch.ones(4), comm, "max" if odd else "min"),
-        "root": lambda odd: broadcast(torch.ones(4), comm, root=int(odd)),
-        "operation": lambda odd: barrier(comm) if odd else broadcast(torch.ones(4), comm),
-        "label": lambda odd: all_gather(torch.ones(4), comm, label="odd" if odd else "even"),
-        "space": lambda odd: all_gather(torch.ones(4), comm, label="name " if odd else "name"),
-        "split": lambda odd: comm.split(0) if odd else barrier(comm),
-        "in a part": lambda odd: all_reduce(torch.ones(4 + odd), again),
-    }
-    for case, call in mismatches.items():
-        found[f"mismatch in {case}"] = error_of(lambda call=call: call(comm.rank == comm.size - 1))
     found["bad arguments"] = [
         error_of(lambda: comm.send(torch.ones(1), comm.size)),
         error_of(lambda: comm.recv(torch.ones(1), comm.rank)),
@@ -157,42 +143,6 @@ def test_processes_give_what_threads_give(size, tmp_path):
         assert list(expected) == list(found)
         for name in expected:
             assert_same(expected[name], found[name], f"rank {rank}: {name}")
-        for name in found:
-            if name.startswith("mismatch"):
-                kind, message, _ = found[name]
-                assert kind == "CollectiveMismatch", (name, found[name])
-                assert f"rank {rank} called" in message and f"rank {size - 1} called" in message
-
-
-def long_words(comm):
-    """What does not fit into the words of the agreement must still tell two labels apart."""
-    found = []
-    for common in ("a" * 500, "ü€😀" * 100, "b" * WORDS_BYTES):
-        odd = error_of(lambda common=common: all_gather(torch.ones(2), comm, label=f"{common}{comm.rank}"))
-        same = error_of(lambda common=common: all_gather(torch.ones(2), comm, label=common))
-        found.append((odd, same))
-    # Around the limit, where the cut may fall into a letter of several bytes.
-    for length in range(WORDS_BYTES - 12, WORDS_BYTES + 4):
-        words = "x" * (length - 3) + "€"
-        found.append((comm.exchange(words)[0][:200], len(set(comm.exchange(words + str(comm.rank))))))
-    color = "c" * 400 + str(comm.rank % 2)
-    found.append(comm.split(color).size)
-    # A message that looks like words must not be taken for them.
-    tensor = torch.full((WORDS_BYTES,), 65 + comm.rank, dtype=torch.uint8)
-    comm.timeout = 1.0
-    found.append(error_of(lambda: barrier(comm) if comm.rank else comm.send(tensor, 1)))
-    return found
-
-
-@pytest.mark.slow
-def test_long_words_and_stray_messages(tmp_path):
-    for found in run(long_words, 2, tmp_path):
-        for odd, same in found[:3]:
-            assert odd[0] == "CollectiveMismatch" and same is None
-        for words, different in found[3:-2]:
-            assert words.startswith("xxx") and different == 2
-        assert found[-2] == 1
-        assert found[-1][0] == "CommTimeout", found[-1]
 
 
 def fits_not(comm):
@@ -235,12 +185,18 @@ def one_is_late(comm):
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_rank_that_waits_too_long_says_for_whom_and_in_what(tmp_path):
+    kinds = set()
     for rank, found in enumerate(run(one_is_late, 4, tmp_path)):
         if rank != 2:
-            kind, message, _, seconds = found
-            assert kind == "CommTimeout"
-            assert message == f"rank {rank} waited 1 s in all_reduce #2: agreement with rank 2"
+            kind, message, blamed, seconds = found
+            kinds.add(kind)
             assert seconds < 2.5
+            if kind == "CommTimeout":
+                assert message.startswith(f"rank {rank} waited 1 s in all_reduce #2: "), message
+                assert message.endswith("rank 2 has not come"), message
+            else:
+                assert blamed == 2, message
+    assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}, "who times out first ends the others"
 
 
 def dies(rank, size, folder, how):
@@ -267,7 +223,7 @@ def test_the_others_name_a_rank_that_died(how, tmp_path):
     for rank in (0, 1, 3):
         kind, message, blamed, seconds = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
         assert (kind, blamed) == ("RankFailed", 2), message
-        assert message.startswith(f"rank {rank} lost rank 2 in all_reduce #2: agreement with rank 2")
+        assert message.startswith(f"rank {rank} lost rank 2 in all_reduce #2"), message
         assert seconds < 5
 
 
@@ -282,6 +238,8 @@ def sub_groups(rank, size, folder):
         if rank != 1:
             with pytest.raises(CollectiveMismatch, match="rank 0 called .*rank 2 called|rank 2 called .*rank 0 called"):
                 all_reduce(torch.ones(1 + rank), comm)
+            with pytest.raises(CollectiveMismatch, match="rank 0 called .*rank 2 called|rank 2 called .*rank 0 called"):
+                all_reduce(torch.ones(1), comm)  # told again, not waited for
     with pytest.raises(ValueError, match="not in the group"):
         with Comm.from_process_group(groups[1 - rank % 2]):
             pass
