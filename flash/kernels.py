@@ -108,9 +108,12 @@ def delta_kernel(
     do_ptr, out_ptr, dlse_ptr, delta_ptr,
     do_strides, out_strides, dlse_strides, delta_strides,
     heads, n_q, cu_seqlens_q,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO O) - dlse, which both backward kernels need."""
+    """delta = rowsum(dO O) - dlse, which both backward kernels need.
+
+    A row that sees one key has O = V, and delta must take away all of dP = dO V^T: so it is summed as dP is.
+    """
     start, head, batch = place(n_q, heads, BLOCK_Q, False)
     n_q = length(cu_seqlens_q, batch, n_q)
     rows = start + tl.arange(0, BLOCK_Q)
@@ -118,10 +121,11 @@ def delta_kernel(
     O = head_of(out_ptr, out_strides, batch, head, cu_seqlens_q)
     DLSE = head_of(dlse_ptr, dlse_strides, batch, head, cu_seqlens_q)
     DELTA = head_of(delta_ptr, delta_strides, batch, head, cu_seqlens_q)
-    do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
-    o = load_block(O, out_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
+    do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+    o = load_block(O, out_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+    own = tl.where(rows[:, None] == rows[None, :], over_columns(do, o, PRECISION), 0.0)
     dlse = load_numbers(DLSE, dlse_strides, rows, n_q)
-    store_numbers(DELTA, delta_strides, rows, n_q, tl.sum(do * o, 1) - dlse)
+    store_numbers(DELTA, delta_strides, rows, n_q, tl.sum(own, 1) - dlse)
 
 
 @triton.jit(do_not_specialize=GENERAL)

@@ -109,8 +109,9 @@ def delta_tiles(
     for part in parts(q, k, options, blocks):
         DO, O, DL, D = part.of_rows(dout, out, dlse, delta)
         for rows in part.row_blocks():
-            product = part.load(DO, rows).mul_(part.load(O, rows))
-            part.store(D, rows, product.sum(-1, keepdim=True) - part.load(DL, rows))
+            # Where a row sees one key, dO O = dO V, and delta must take it all away: so it is exact, too (`scores`).
+            product = part.load(DO, rows).double().mul_(part.load(O, rows))
+            part.store(D, rows, product.sum(-1, keepdim=True).to(D.dtype) - part.load(DL, rows))
 
 
 def backward_tiles(

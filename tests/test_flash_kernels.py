@@ -76,6 +76,18 @@ def test_large_scores_of_a_single_row_have_no_more_error_than_a_dot_product_has(
         check_accuracy(case, attention, attention_varlen, DEVICE)
 
 
+@pytest.mark.parametrize("d", [8, 40, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(d, dtype):
+    """Its weight is 1 whatever the score: dP - delta is 0, not a rounding that large keys would make large."""
+    q, k, v, dout = tensors(*[(1, 2, 70, d)] * 4, dtype=dtype)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    dq, dk, dv = torch.autograd.grad(attention(q, k, v, window=(0, 0)), (q, k, v), dout)
+    assert not dq.any() and not dk.any() and torch.equal(dv, dout)
+    (dq,) = torch.autograd.grad(attention(q, k, v, causal=True), q, dout)
+    assert not dq[:, :, 0].any() and dq[:, :, 1:].any()
+
+
 @pytest.mark.parametrize("n", [1, 97, pytest.param(1025, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_any_length_and_dtype(n, dtype):

@@ -1,5 +1,7 @@
 """How tiled attention cuts its work: the size of a tile, which blocks need a mask, when results are rounded."""
 
+import math
+
 import pytest
 import torch
 
@@ -15,8 +17,8 @@ def tensors(*shapes, dtype=torch.float32, seed=1):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def options_of(q, k, causal=False, window=None):
-    return make_options(check("test", q, k, k, causal, None, window, 0.0, None), q.shape[2], k.shape[2])
+def options_of(q, k, causal=False, window=None, p=0.0, seed=None):
+    return make_options(check("test", q, k, k, causal, None, window, p, seed), q.shape[2], k.shape[2])
 
 
 def test_a_bound_that_no_pair_reaches_is_none():
@@ -67,3 +69,30 @@ def test_sixteen_bit_gradients_are_summed_in_float32_and_rounded_once(dtype):
     for found, wanted in zip(gradients, exact):
         assert found.dtype == dtype
         assert (found - wanted).abs().max() < torch.finfo(dtype).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), (7, 64), (300, 5), (3, 4)])
+def test_blocks_change_nothing(blocks):
+    """Nor do heads that are cut off from each other: every part gets its own dropout mask."""
+    q, k, v, dout = tensors((2, 6, 40, 8), (2, 3, 50, 8), (2, 3, 50, 8), (2, 6, 40, 8), dtype=torch.float64)
+    options = options_of(q, k, causal="bottom-right", window=(20, 3), p=0.3, seed=11)
+    results = []
+    for size, tile in ((blocks, 1), ((256, 256), 2**18)):
+        before, flash.tiles.TILE = flash.tiles.TILE, tile
+        out, lse = tiled.forward(q, k, v, options, size)
+        flash.tiles.TILE = before
+        results.append((out, lse, *tiled.backward(dout, lse * 0 + 0.5, q, k, v, out, lse, options, size)))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_only_blocks_with_visible_keys_are_touched(monkeypatch):
+    """Keys outside the window may hold anything, also NaN: their blocks are never loaded."""
+    q, k, v = tensors((1, 1, 64, 4), (1, 1, 1024, 4), (1, 1, 1024, 4))
+    k[:, :, 128:], v[:, :, 128:] = math.nan, math.nan
+    options = options_of(q, k, window=(10, 10))
+    out, lse = tiled.forward(q, k, v, options, (16, 16))
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()
+    gradients = tiled.backward(out, lse, q, k, v, out, lse, options, (16, 16))
+    assert all(torch.isfinite(x).all() for x in gradients)
+    assert (gradients[1][:, :, 128:] == 0).all(), "keys that nobody sees have gradient 0"
