@@ -5,6 +5,7 @@ machine only ever slows a run down. Ratios are ours against theirs: above 1 we a
 """
 
 import argparse
+import contextlib
 import copy
 import os
 import tempfile
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from minizero import DDP, GPT, Comm, GPTConfig, Zero3
+from minizero import DDP, GPT, Comm, GPTConfig, World, Zero3, barrier
 from minizero.collectives import all_gather, reduce_scatter
 from minizero.memory import Ledger
 
@@ -101,6 +102,29 @@ def steps(comm, rounds):
     ]
 
 
+def taking_turns(comm, rounds):
+    """DDP's and Zero3's step on ranks that are threads: without a ledger, and with one rank watched, as in the demo."""
+    x, y = torch.randint(256, (2, 2, 64), generator=torch.Generator().manual_seed(comm.rank))
+    rows = []
+    for engine in (DDP, Zero3):
+        model = engine(GPT(GPTConfig()), comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        best = {False: float("inf"), True: float("inf")}
+        for turn in range(2 * rounds):
+            watched, rank = turn % 2 == 1, turn // 2 % comm.size
+            barrier(comm)
+            start = time.perf_counter()
+            with Ledger(model, optimizer) if watched and comm.rank == rank else contextlib.nullcontext():
+                model(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            barrier(comm)
+            best[watched] = min(best[watched], time.perf_counter() - start)
+        what = f"step: {engine.__name__} on threads, one of them watched / none"
+        rows.append((what, comm.size, best[True], best[False]))
+    return rows
+
+
 def sizes(comm, rounds):
     """Zero3 beside fully_shard at three sizes: the time of a step, and the most that rank 0 holds in one."""
     mesh = init_device_mesh("cpu", (comm.size,))
@@ -147,6 +171,7 @@ def main():
     parser.add_argument("--world-size", type=int, nargs="*", default=[2, 4], help="default: 2 4")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     context = torch.multiprocessing.get_context("spawn")
     table = Table(title=f"Best of {options.rounds}, torch {torch.__version__}, gloo, {os.cpu_count()} cores")
     for column in ("what", "ranks", "ours, ms", "theirs, ms", "theirs / ours"):
@@ -156,7 +181,8 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             arguments = (world_size, os.path.join(folder, "rendezvous"), options.rounds, queue)
             torch.multiprocessing.spawn(rank_main, arguments, nprocs=world_size)
-        for what, ranks, ours, theirs in queue.get():
+        threads = World(world_size, device="cpu").run(taking_turns, options.rounds)[0]
+        for what, ranks, ours, theirs in queue.get() + threads:
             unit = 1 / MIB if what.startswith("peak") else 1e3
             table.add_row(what, str(ranks), f"{ours * unit:.2f}", f"{theirs * unit:.2f}", f"{theirs / ours:.2f}")
     Console().print(table)
