@@ -20,7 +20,7 @@ import torch
 
 
 class RankFailed(RuntimeError):
-    """A rank failed; `.rank` is the first that did, `__cause__` its exception."""
+    """A rank failed; `.rank` is the first that did, as far as the others can see, `__cause__` its exception."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)

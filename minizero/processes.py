@@ -62,6 +62,10 @@ def process_comm(group: Any = None) -> Iterator[Comm]:
         control = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=TIMEOUT_SECONDS))
         comm = ProcessComm(rank, ranks, device, control, store, group if device.type == "cuda" else None)
         yield comm
+    except BaseException:
+        if comm is not None:
+            comm.watch.close()  # the others are not to wait until this process ends
+        raise
     finally:
         if comm is not None:
             comm.watch.stop()
@@ -178,7 +182,7 @@ class ProcessComm(Comm):
         """Why a message did not come: what the ranks are in tells more than the one connection."""
         late, words = "timed out" in str(error).lower(), {}
         if self.operation:
-            self.watch.close()  # nobody is to wait for what cannot come
+            self.watch.close()  # nobody is to wait for what cannot come, in whatever communicator
             words = self.watch.look(self, 0 if late else LOOK_SECONDS)
         if self.watch.told:
             return CollectiveMismatch(self.watch.told)

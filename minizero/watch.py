@@ -5,6 +5,7 @@ ranks that disagree wait for each other. A thread that looks at them now and the
 then, what each rank is in goes to the store that the processes met by, where two different words are the mismatch.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ class Watch:
         """Leave this rank's words; those of all ranks that are, or were, stuck in the same collective, by rank."""
         found: dict[int, str] = {}
         sequence, mine = comm.sequence, comm.words
-        if f"#{sequence}" not in mine:  # it has just moved on
+        if self.told or f"#{sequence}" not in mine:  # others still have to read what was said; or it has just moved on
             return found
         try:
             self.store.set(f"{comm.name} {comm.rank}", f"{sequence} {mine}")
@@ -79,12 +80,11 @@ class Watch:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End every rank's waits: gloo closes all connections of a group where one wait runs out of time."""
-        try:
-            peer = (self.root.rank + 1) % self.root.size
-            self.gloo.recv([torch.empty(1)], peer, NEVER).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
+        """End every rank's waits, in all communicators: gloo closes its connections where a wait runs out of time."""
+        for peer in range(self.root.size):
+            if peer != self.root.rank:  # one that is closed already refuses, and ends nothing else
+                with contextlib.suppress(RuntimeError):
+                    self.gloo.recv([torch.empty(1)], peer, NEVER).wait(timedelta(milliseconds=1))
 
 
 def family(comm: Comm) -> Iterator[Comm]:

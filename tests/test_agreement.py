@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import time
+import types
 
 import pytest
 import torch
@@ -13,6 +14,12 @@ from minizero import World
 from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.comm import Comm
 from minizero.processes import WORDS_BYTES
+from minizero.watch import Watch
+
+
+def broken(comm, odd):
+    """Once more, on a communicator that has told a mismatch."""
+    all_reduce(torch.ones(4 + odd), comm)
 
 
 def own_comm(comm):
@@ -28,6 +35,8 @@ def mismatches(comm):
         "op": lambda comm, odd: all_reduce(torch.ones(4), comm, "max" if odd else "min"),
         "root": lambda comm, odd: broadcast(torch.ones(4), comm, root=int(odd)),
         "operation": lambda comm, odd: barrier(comm) if odd else broadcast(torch.ones(4), comm),
+        "a leaf": lambda comm, odd: broadcast(torch.ones(4 + odd), comm),
+        "told twice": lambda comm, odd: [error_of(lambda: all_reduce(torch.ones(4 + odd), comm)), broken(comm, odd)],
         "nothing": lambda comm, odd: all_gather(torch.ones(0), comm) if odd else barrier(comm),
         "label": lambda comm, odd: all_gather(torch.ones(4), comm, label="odd" if odd else "even"),
         "space": lambda comm, odd: all_gather(torch.ones(4), comm, label="name " if odd else "name"),
@@ -89,6 +98,62 @@ def test_an_agreement_costs_no_message_and_a_late_rank_is_no_mismatch(tmp_path):
     for found, told in run(agreeing, 3, tmp_path):
         assert found == {"gather": [96] * 2, "scatter": [32] * 2, "reduce": [32] * 4}
         assert told == ""
+
+
+class Refusing:
+    """gloo, all of whose connections are closed already."""
+
+    def __init__(self):
+        self.asked = []
+
+    def recv(self, tensors, peer, tag):
+        self.asked.append(peer)
+        raise RuntimeError("closed")
+
+
+def watched(rank, ranks, operation=""):
+    """A communicator as a watch sees it, and its watch."""
+    comm = types.SimpleNamespace(rank=rank, size=ranks, children=[], operation=operation, name="", sequence=7)
+    comm.words, comm.mismatch = f"{operation} #7", lambda rank, words: f"mine and {rank}'s {words}"
+    watch = Watch(comm, Refusing(), dist.HashStore())
+    watch.stop()
+    return comm, watch
+
+
+def test_one_closed_connection_does_not_keep_the_others_open():
+    comm, watch = watched(1, 4)
+    watch.close()
+    assert watch.gloo.asked == [0, 2, 3]
+
+
+def test_what_a_mismatch_was_about_stays_for_those_who_come_later():
+    comm, watch = watched(0, 2, "gather")
+    watch.store.set(" 1", "7 scatter #7")
+    assert watch.words(comm) == {0: "gather #7", 1: "scatter #7"}
+    assert watch.told == "mine and 1's scatter #7"
+    comm.sequence, comm.words = 8, "gather #8"  # the program goes on
+    watch.words(comm)
+    assert watch.store.get(" 0") == b"7 gather #7"
+
+
+def raises_inside(comm):
+    """Rank 1 fails, and its process lives on: the others do not wait for its end."""
+    try:
+        with Comm.from_process_group() as own:
+            barrier(own)
+            if own.rank == 1:
+                raise ArithmeticError
+            return timed(lambda: all_gather(torch.ones(1), own))
+    except ArithmeticError:
+        time.sleep(6)
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_inside_ends_the_others(tmp_path):
+    found = run(raises_inside, 3, tmp_path)
+    for rank in (0, 2):
+        kind, message, blamed, seconds = found[rank]
+        assert (kind, blamed) == ("RankFailed", 1) and seconds < 3, message
 
 
 def long_words(comm):
