@@ -4,7 +4,7 @@ Only sends and receives are used; the collectives are ours. gloo moves CPU tenso
 GPU tensors. The ranks agree by tags: a message's tag is computed from what its collective is
 about (or from its size and dtype), so that messages that do not fit never meet. What has come
 once round the ring has come through all ranks, and all of them were about to do the same; ranks
-that disagree wait, until `Watch` sees it.
+of one communicator that disagree wait for each other, until `Watch` sees it.
 """
 
 import contextlib
