@@ -145,7 +145,10 @@ class Comm(abc.ABC):
         """Move contiguous tensors; either direction may be None."""
 
     def expect(self, tensors: list[torch.Tensor], src: int) -> None:  # noqa: B027
-        """These will be the next to be filled from `src`, in this order: a transport may begin at once."""
+        """A ring will fill these from `src` next, in this order: a transport may begin at once.
+
+        Only for a ring: a transport may take what comes round through all ranks for their agreement.
+        """
 
     def say(self, words: str) -> None:
         """What this rank is about to do."""
