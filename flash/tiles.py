@@ -15,7 +15,7 @@ import torch
 from flash.options import Options, all_visible, dropout_keep, hidden, keys_of_rows, rows_of_keys
 
 TILE = 2**19
-BLOCK = 256  # rows of a tile of one head
+BLOCK = 256  # keys of a tile of one head
 FEW = 32
 
 
@@ -119,14 +119,16 @@ def _numbers(span: range, like: torch.Tensor) -> torch.Tensor:
 
 
 def parts(q: torch.Tensor, k: torch.Tensor, options: Options, blocks: tuple[int, int] | None = None) -> Iterator[Part]:
-    """Cut the work. `blocks`: rows and keys of a tile, by default about BLOCK and twice as many."""
+    """Cut the work. `blocks`: rows and keys of a tile; by default 2 BLOCK rows, of the heads that share keys together,
+    and BLOCK keys."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads == 0:
         return
     group = heads // kv_heads
     # A band is cut finely: of a block that its edge runs through, half is in vain.
     band = options.left >= 0 or options.right >= 0
-    block_q, block_k = blocks or (max(16, BLOCK // group), BLOCK if band else 2 * BLOCK)
+    shared_rows = BLOCK if band else 2 * BLOCK
+    block_q, block_k = blocks or (max(16, shared_rows // group), BLOCK)
     for batches, rows, keys in _sequences(q, k, options):
         scores = group * max(1, min(len(rows), block_q)) * max(1, min(len(keys), block_k))
         fit = max(1, TILE // scores)  # so many key/value heads share a tile
