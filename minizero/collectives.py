@@ -44,12 +44,12 @@ def ring_reduce_scatter(
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
-    buffers = [torch.empty_like(partial) for _ in range(min(2, comm.size - 1))]
+    buffers = [torch.empty_like(partial) for _ in range(min(comm.ahead(partial), comm.size - 1))]
     for buffer in buffers:
         tag(buffer, "communication")
     comm.expect(buffers, left)
     for step in range(comm.size - 1):
-        incoming = buffers[step % 2]
+        incoming = buffers[step % len(buffers)]  # they take turns
         comm.send_recv(partial, right, incoming, left)
         mine = chunks[(comm.rank - 2 - step) % comm.size]
         last = step == comm.size - 2

@@ -150,6 +150,10 @@ class Comm(abc.ABC):
         Only for a ring: a transport may take what comes round through all ranks for their agreement.
         """
 
+    def ahead(self, tensor: torch.Tensor) -> int:
+        """How many buffers like `tensor` a ring takes turns with: one goes out while another is filled."""
+        return 2
+
     def say(self, words: str) -> None:
         """What this rank is about to do."""
         self.words, self.agreed = words, False

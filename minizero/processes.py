@@ -23,6 +23,7 @@ from minizero.watch import LOOK_SECONDS, Watch
 
 TIMEOUT_SECONDS = 60.0
 WORDS_BYTES = 256  # of one rank's words in the agreement
+AHEAD_BYTES = 2**20  # of small messages that a ring may expect at once
 TAGS = 0x7FFFFFFF  # gloo's tags have 31 bits
 AGREEMENT = "agreement with"
 Pending = tuple[str, int, Any]  # a message under way: what it does, with whom, and what to wait for
@@ -124,6 +125,9 @@ class ProcessComm(Comm):
             for tensor in tensors:
                 if tensor.is_contiguous():
                     self.expected[tensor.data_ptr()] = self._recv(tensor, src, self._tag_of(tensor))
+
+    def ahead(self, tensor: torch.Tensor) -> int:
+        return max(2, AHEAD_BYTES // tensor.nbytes)  # small messages take as long as the processes take to wake up
 
     def _tag_of(self, tensor: torch.Tensor) -> int:
         return self.tag if self.operation else _hash(f"{self.name} {tensor.numel()} {tensor.dtype}")

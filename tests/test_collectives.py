@@ -8,7 +8,9 @@ import torch
 from minizero import CollectiveMismatch, RankFailed, World
 from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
 from minizero.comm import agreement
+from minizero.memory import Ledger
 from minizero.partition import pad
+from minizero.processes import ProcessComm
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -264,6 +266,26 @@ def test_the_ring_leaves_its_chunks_alone():
         return all(torch.equal(a, b) for a, b in zip(chunks, before))
 
     assert all(run(4, fn))
+
+
+@pytest.mark.parametrize("ahead", [2, 3, 9])
+def test_the_buffers_of_a_ring_take_turns(ahead):
+    """Two, or as many as the transport likes, but no more than there are steps."""
+
+    def fn(comm):
+        comm.ahead = lambda tensor: ahead
+        tensor = torch.arange(50.0) + comm.rank
+        with Ledger() as ledger:
+            return reduce_scatter(tensor, comm).tolist(), ledger.peak["communication"]
+
+    for rank, (result, held) in enumerate(run(5, fn)):
+        assert result == [5 * (10 * rank + i) + 10 for i in range(10)]
+        assert held == min(ahead, 4) * 40
+
+
+def test_processes_receive_ahead_what_is_small():
+    assert ProcessComm.ahead(None, torch.empty(2**16)) == 4  # a chunk of 1 MiB, of four
+    assert ProcessComm.ahead(None, torch.empty(2**20)) == 2
 
 
 # What is refused.

@@ -40,13 +40,11 @@ WRONG = [
     wrong("always-adds", ("combine(incoming,", "torch.add(incoming,")),
     wrong("one-step-short", ("for step in range(comm.size - 1):\n        incoming",
                              "for step in range(comm.size - 2):\n        incoming")),
-    wrong("buffer-for-each-step", ("range(min(2, comm.size - 1))", "range(comm.size - 1)"),
-          ("buffers[step % 2]", "buffers[step]")),
-    wrong("overwrites-the-input", ("incoming = buffers[step % 2]", "incoming = buffers[step % 2]\n        "
-                                                                   "keep = partial"),
-          ("mine = chunks[(comm.rank - 2 - step) % comm.size]",
-           "mine = chunks[(comm.rank - 2 - step) % comm.size]\n        incoming = mine.add_(incoming)\n        "
-           "mine = torch.zeros_like(mine)")),
+    wrong("buffer-for-each-step", ("range(min(comm.ahead(partial), comm.size - 1))", "range(comm.size - 1)"),
+          ("buffers[step % len(buffers)]", "buffers[step]")),
+    wrong("overwrites-the-input", ("mine = chunks[(comm.rank - 2 - step) % comm.size]",
+          "mine = chunks[(comm.rank - 2 - step) % comm.size]\n        incoming = mine.add_(incoming)\n        "
+          "mine = torch.zeros_like(mine)")),
     wrong("ignores-out", ("out if last and out is not None else incoming", "incoming")),
     wrong("zeroes-out-first", ("    for buffer in buffers:", "    if out is not None:\n        out.zero_()\n    "
                                "for buffer in buffers:")),
