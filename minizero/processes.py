@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from minizero.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
-from minizero.watch import LOOK_SECONDS, Watch
+from minizero.watch import Watch
 
 TIMEOUT_SECONDS = 60.0
 WORDS_BYTES = 256  # of one rank's words in the agreement
@@ -65,6 +65,7 @@ def process_comm(group: Any = None) -> Iterator[Comm]:
         yield comm
     except BaseException:
         if comm is not None:
+            comm.watch.blame(comm.world_rank)
             comm.watch.close()  # the others are not to wait until this process ends
         raise
     finally:
@@ -184,14 +185,16 @@ class ProcessComm(Comm):
 
     def _lost(self, verb: str, peer: int, error: RuntimeError) -> RuntimeError:
         """Why a message did not come: what the ranks are in tells more than the one connection."""
-        late, words = "timed out" in str(error).lower(), {}
+        late, culprit, missing = "timed out" in str(error).lower(), self.ranks[peer], []
         if self.operation:
+            words = self.watch.look(self, 0) if late else {}
+            missing = [self.ranks[rank] for rank in range(self.size) if words and rank not in words]
+            culprit = self.watch.blame(culprit if culprit in missing or not missing else missing[0])
             self.watch.close()  # nobody is to wait for what cannot come, in whatever communicator
-            words = self.watch.look(self, 0 if late else LOOK_SECONDS)
+            if not late:
+                self.watch.look(self)
         if self.watch.told:
             return CollectiveMismatch(self.watch.told)
-        missing = [rank for rank in range(self.size) if words and rank not in words]
-        culprit = self.ranks[peer if peer in missing or not missing else missing[0]]
         where = f"{self.operation or 'point-to-point'}: {verb} rank {self.ranks[peer]}"
         if late:
             absent = f"; rank {culprit} has not come" if missing else ""

@@ -79,6 +79,12 @@ class Watch:
                 return found
             time.sleep(0.02)
 
+    def blame(self, rank: int) -> int:
+        """Whom all ranks blame for a lost connection: whom the first of them did, since its `close` loses others."""
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            return int(self.store.compare_set("blamed", "", str(rank)))
+        return rank
+
     def close(self) -> None:
         """End every rank's waits, in all communicators: gloo closes its connections where a wait runs out of time."""
         for peer in range(self.root.size):

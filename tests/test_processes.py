@@ -208,7 +208,11 @@ def dies(rank, size, folder, how):
             time.sleep(0.5)
             if how == "killed":
                 os._exit(1)
-            raise ValueError("on purpose")
+            if how == "raises":
+                raise ValueError("on purpose")
+            threading.Timer(1, os._exit, [1]).start()  # when all know that it has come
+        if rank == 0 and how == "killed as it waits for another":
+            time.sleep(2.5)
         found = timed(lambda: all_reduce(torch.ones(3), comm))
         (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
     os._exit(0)  # what a failed rank does next: it ends, too
@@ -216,7 +220,7 @@ def dies(rank, size, folder, how):
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["killed", "raises"])
+@pytest.mark.parametrize("how", ["killed", "raises", "killed as it waits for another"])
 def test_the_others_name_a_rank_that_died(how, tmp_path):
     codes = spawn(dies, 4, tmp_path, how)
     assert codes == [0, 0, 1, 0]
