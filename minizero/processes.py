@@ -9,6 +9,7 @@ of one communicator that disagree wait for each other, until `Watch` sees it.
 
 import contextlib
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from minizero.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
-from minizero.watch import Watch
+from minizero.watch import STUCK_SECONDS, Watch
 
 TIMEOUT_SECONDS = 60.0
 WORDS_BYTES = 256  # of one rank's words in the agreement
@@ -187,8 +188,11 @@ class ProcessComm(Comm):
         """Why a message did not come: what the ranks are in tells more than the one connection."""
         late, culprit, missing = "timed out" in str(error).lower(), self.ranks[peer], []
         if self.operation:
-            words = self.watch.look(self, 0) if late else {}
-            missing = [self.ranks[rank] for rank in range(self.size) if words and rank not in words]
+            if late:
+                words = self.watch.look(self, 0)
+                missing = [self.ranks[rank] for rank in range(self.size) if words and rank not in words]
+            else:
+                time.sleep(STUCK_SECONDS)  # a wait that runs out closes its connection before its rank can say why
             culprit = self.watch.blame(culprit if culprit in missing or not missing else missing[0])
             self.watch.close()  # nobody is to wait for what cannot come, in whatever communicator
             if not late:
