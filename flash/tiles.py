@@ -119,13 +119,14 @@ def _numbers(span: range, like: torch.Tensor) -> torch.Tensor:
 
 
 def parts(q: torch.Tensor, k: torch.Tensor, options: Options, blocks: tuple[int, int] | None = None) -> Iterator[Part]:
-    """Cut the work. `blocks`: rows and keys of a tile; by default 2 BLOCK rows, of the heads that share keys together,
-    and BLOCK keys."""
+    """Cut the work. `blocks`: rows and keys of a tile; by default BLOCK keys, and 2 BLOCK rows (BLOCK in a band) of the
+    heads that share them together."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads == 0:
         return
     group = heads // kv_heads
-    # A band is cut finely: of a block that its edge runs through, half is in vain.
+    # Flat products, of many rows with few keys, take a CPU the least time. But a band is cut finely: of a block that
+    # its edge runs through, half is in vain.
     band = options.left >= 0 or options.right >= 0
     shared_rows = BLOCK if band else 2 * BLOCK
     block_q, block_k = blocks or (max(16, shared_rows // group), BLOCK)

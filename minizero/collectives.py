@@ -27,7 +27,7 @@ COMBINE: dict[str, Callable] = {
 
 
 def ring_all_gather(chunks: list[torch.Tensor], comm: Comm) -> None:
-    """Fill all of `chunks` (N equal tensors) on every rank; chunk r comes from rank r."""
+    """Fill all of `chunks` (N equal tensors, not empty) on every rank; chunk r comes from rank r."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     comm.expect([chunks[(comm.rank - step - 1) % comm.size] for step in range(comm.size - 1)], left)
     for step in range(comm.size - 1):

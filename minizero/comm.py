@@ -151,7 +151,7 @@ class Comm(abc.ABC):
         """
 
     def ahead(self, tensor: torch.Tensor) -> int:
-        """How many buffers like `tensor` a ring takes turns with: one goes out while another is filled."""
+        """How many buffers like `tensor` a ring takes turns with, at least 2: one goes out while another is filled."""
         return 2
 
     def say(self, words: str) -> None:

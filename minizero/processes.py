@@ -64,9 +64,9 @@ def process_comm(group: Any = None) -> Iterator[Comm]:
         control = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=TIMEOUT_SECONDS))
         comm = ProcessComm(rank, ranks, device, control, store, group if device.type == "cuda" else None)
         yield comm
-    except BaseException:
+    except BaseException as error:
         if comm is not None:
-            comm.watch.blame(comm.world_rank)
+            comm.watch.blame(error.rank if isinstance(error, RankFailed) else comm.world_rank)
             comm.watch.close()  # the others are not to wait until this process ends
         raise
     finally:
@@ -129,7 +129,8 @@ class ProcessComm(Comm):
                     self.expected[tensor.data_ptr()] = self._recv(tensor, src, self._tag_of(tensor))
 
     def ahead(self, tensor: torch.Tensor) -> int:
-        return max(2, AHEAD_BYTES // tensor.nbytes)  # small messages take as long as the processes take to wake up
+        # Small messages take as long as the processes take to wake up: less often where receives are there before.
+        return max(2, AHEAD_BYTES // tensor.nbytes if self.device.type == "cpu" else 0)
 
     def _tag_of(self, tensor: torch.Tensor) -> int:
         return self.tag if self.operation else _hash(f"{self.name} {tensor.numel()} {tensor.dtype}")
@@ -186,23 +187,27 @@ class ProcessComm(Comm):
 
     def _lost(self, verb: str, peer: int, error: RuntimeError) -> RuntimeError:
         """Why a message did not come: what the ranks are in tells more than the one connection."""
-        late, culprit, missing = "timed out" in str(error).lower(), self.ranks[peer], []
-        if self.operation:
-            if late:
-                words = self.watch.look(self, 0)
-                missing = [self.ranks[rank] for rank in range(self.size) if words and rank not in words]
-            else:
-                time.sleep(STUCK_SECONDS)  # a wait that runs out closes its connection before its rank can say why
-            culprit = self.watch.blame(culprit if culprit in missing or not missing else missing[0])
+        late = "timed out" in str(error).lower()
+        culprit, absent = self.ranks[peer], ""
+        if self.operation and not self.watch.told:
+            words = self.watch.look(self, 0)
+            missing = [self.ranks[rank] for rank in range(self.size) if words and rank not in words]
+            if late and missing:
+                culprit = culprit if culprit in missing else missing[0]
+                absent = f"; rank {culprit} has not come"
+            if not late:
+                time.sleep(STUCK_SECONDS)  # the peer may have timed out: it then blames whom it has waited for
+            culprit = self.watch.blame(culprit)
             self.watch.close()  # nobody is to wait for what cannot come, in whatever communicator
             if not late:
-                self.watch.look(self)
+                self.watch.look(self)  # it may have been a mismatch
         if self.watch.told:
             return CollectiveMismatch(self.watch.told)
         where = f"{self.operation or 'point-to-point'}: {verb} rank {self.ranks[peer]}"
         if late:
-            absent = f"; rank {culprit} has not come" if missing else ""
             return CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}{absent}")
+        if culprit == self.world_rank:
+            return RankFailed(culprit, f"rank {culprit} came too late, or failed before: lost in {where}: {error}")
         return RankFailed(culprit, f"rank {self.world_rank} lost rank {culprit} in {where}: {error}")
 
 

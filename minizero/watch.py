@@ -80,7 +80,7 @@ class Watch:
             time.sleep(0.02)
 
     def blame(self, rank: int) -> int:
-        """Whom all ranks blame for a lost connection: whom the first of them did, since its `close` loses others."""
+        """Whom ranks in collectives blame for a lost connection: whom the first did, since its `close` loses others."""
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
             return int(self.store.compare_set("blamed", "", str(rank)))
         return rank

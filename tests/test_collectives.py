@@ -1,6 +1,7 @@
 """The hand-written collectives on threads: values, bytes, bits, and what happens when ranks disagree."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,8 +285,10 @@ def test_the_buffers_of_a_ring_take_turns(ahead):
 
 
 def test_processes_receive_ahead_what_is_small():
-    assert ProcessComm.ahead(None, torch.empty(2**16)) == 4  # a chunk of 1 MiB, of four
-    assert ProcessComm.ahead(None, torch.empty(2**20)) == 2
+    cpu, gpu = (SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda"))
+    quarter = torch.empty(2**16)  # of a MiB
+    assert ProcessComm.ahead(cpu, quarter) == 4
+    assert ProcessComm.ahead(cpu, torch.empty(2**20)) == ProcessComm.ahead(gpu, quarter) == 2
 
 
 # What is refused.

@@ -178,7 +178,6 @@ def one_is_late(comm):
     barrier(comm)
     if comm.rank == 2:
         time.sleep(3)
-        return None
     return timed(lambda: all_reduce(torch.ones(3), comm, label="late"))
 
 
@@ -196,6 +195,8 @@ def test_a_rank_that_waits_too_long_says_for_whom_and_in_what(tmp_path):
                 assert message.endswith("rank 2 has not come"), message
             else:
                 assert blamed == 2, message
+        else:
+            assert found[0] == "RankFailed" and found[1].startswith("rank 2 came too late"), found
     assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}, "who times out first ends the others"
 
 
@@ -210,7 +211,7 @@ def dies(rank, size, folder, how):
                 os._exit(1)
             if how == "raises":
                 raise ValueError("on purpose")
-            threading.Timer(1, os._exit, [1]).start()  # when all know that it has come
+            threading.Timer(1, os._exit, [1]).start()  # when its words are in the store
         if rank == 0 and how == "killed as it waits for another":
             time.sleep(2.5)
         found = timed(lambda: all_reduce(torch.ones(3), comm))

@@ -2,8 +2,7 @@
 
 1 × 4 heads × N × 64, float32, 2 threads. Interleaved and the best of many, since other work on the machine
 only ever slows a run down. Ratios: tiled / naive below 1 means that tiled is faster. The last column has the medians
-instead: plain attention mostly gets its matrices from the operating system page by page, and only at best from memory
-that it has just given back.
+instead: plain attention mostly has to get its matrices from the operating system, page by page, in its best round not.
 """
 
 import argparse
@@ -60,7 +59,7 @@ def main():
     )
     table = Table(title=title)
     ratios = [("tiled", "naive", min), ("tiled", "sdpa", min), ("tiled", "naive", median)]
-    titles = [f"{one} /\n{other}" + ",\nmedian" * (of is median) for one, other, of in ratios]
+    titles = [f"{one} /\n{other}" + (",\nmedian" if of is median else "") for one, other, of in ratios]
     for column in ("N", "causal", *(f"{name},\nms" for name in ATTENTIONS), *titles):
         table.add_column(column, justify="right")
     for causal in (False, True):

@@ -190,7 +190,10 @@ def main():
         table.add_column(column, justify="left" if column == "what" else "right")
     for world_size in options.world_size:
         launches = [launch(context, world_size, options.rounds) for _ in range(options.launches)]
-        rows = [(*same[0][:2], *map(min, zip(*(row[2:] for row in same)))) for same in zip(*launches)]
+        rows = []
+        for same in zip(*launches):  # one row, of each launch
+            what, ranks, ours, theirs = zip(*same)
+            rows.append((what[0], ranks[0], min(ours), min(theirs)))
         rows += World(world_size, device="cpu").run(taking_turns, options.rounds)[0]
         for what, ranks, ours, theirs in rows:
             unit = 1 / MIB if what.startswith("peak") else 1e3

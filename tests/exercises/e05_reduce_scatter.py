@@ -21,7 +21,8 @@ PLAN = [
     "What came in is the sum so far of another chunk: combine(incoming, my own chunk of it) is the new "
     "`partial`. Do not write to `chunks`: they are the caller's.",
     "The buffers: two that take turns suffice (one goes out while the other is filled), however many ranks there "
-    'are. tag(buffer, "communication") tells the ledger what they are, and returns nothing.',
+    'are. tag(buffer, "communication") tells the ledger what they are, and returns nothing. '
+    "(The package asks comm.ahead(partial) how many, since processes are faster with more small ones. You need not.)",
     "Return the last partial: chunk comm.rank, combined over all ranks. Where `out` is given, the last sum goes "
     "there: torch.add(a, b, out=c) writes into c.",
 ]
