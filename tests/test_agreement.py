@@ -179,10 +179,12 @@ def long_words(comm):
 
 @pytest.mark.slow
 def test_long_words_and_stray_messages(tmp_path):
-    for found in run(long_words, 2, tmp_path):
+    ranks = run(long_words, 2, tmp_path)
+    for found in ranks:
         for odd, same in found[:3]:
             assert odd[0] == "CollectiveMismatch" and same is None, (odd, same)
         for words, different in found[3:-2]:
             assert words.startswith("xxx") and different == 2
         assert found[-2] == 1
-        assert found[-1][0] == "CommTimeout", found[-1]
+    kinds = {found[-1][0] for found in ranks}  # who times out first closes the connection; the other may see that first
+    assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}, [found[-1] for found in ranks]
