@@ -81,7 +81,8 @@ class Unit:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' places in a flat buffer, in their own shapes."""
-        return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
+        pieces = flat[: self.numel].split([s.numel() for s in self.shapes])
+        return [piece.view(s) for piece, s in zip(pieces, self.shapes, strict=True)]
 
     def chunk(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's chunk of a flat buffer, as a view."""
