@@ -1,7 +1,7 @@
 """Our collectives, engines and ledger beside PyTorch's, in the same processes.
 
-Everything is timed interleaved, A B A B …, and the best of many counts, since other work on the
-machine only ever slows a run down; processes are launched several times, since some launches are
+Everything is timed interleaved, in an order that is shuffled each round, and the best of many counts, since
+other work on the machine only ever slows a run down; processes are launched several times, since some launches are
 luckier than others from their first message to their last. Ratios are ours against theirs: above 1 we are faster.
 """
 
@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import copy
 import os
+import random
 import tempfile
 import time
 import warnings
@@ -31,11 +32,13 @@ MIB = 2**20
 def interleaved(calls, rounds):
     """The best time of each call in seconds, over `rounds` rounds of all of them; the slowest rank counts."""
     best = {name: float("inf") for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle  # the same on all ranks
     for _ in range(rounds):
-        for name, call in calls.items():
+        shuffle(order)  # what ran before leaves its data in the caches: not always the same
+        for name in order:
             dist.barrier()
             start = time.perf_counter()
-            call()
+            calls[name]()
             seconds = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             best[name] = min(best[name], seconds.item())
