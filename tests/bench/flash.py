@@ -1,13 +1,15 @@
 """Tiled attention on a CPU beside plain attention and PyTorch's fused one: forward and backward, in ms.
 
-1 × 4 heads × N × 64, float32, 2 threads. Interleaved and the best of many, since other work on the machine
-only ever slows a run down. Ratios: tiled / naive below 1 means that tiled is faster. The last column has the medians
-instead: plain attention mostly has to get its matrices from the operating system, page by page, in its best round not.
+1 × 4 heads × N × 64, float32, 2 threads. Interleaved, in a shuffled order, and the best of many, since other
+work on the machine only ever slows a run down. Ratios: tiled / naive below 1 means that tiled is faster. The last
+column has the medians instead: plain attention mostly has to get its matrices from the operating system, page by
+page, in its best round not.
 """
 
 import argparse
 import math
 import os
+import random
 import time
 from statistics import median
 
@@ -41,10 +43,12 @@ def times(n, causal, rounds):
     q, k, v = (torch.randn(1, 4, n, 64, requires_grad=True) for _ in range(3))
     dout = torch.randn(1, 4, n, 64)
     seconds = {name: [] for name in ATTENTIONS}
+    order = list(ATTENTIONS)
     for _ in range(rounds):
-        for name, attention in ATTENTIONS.items():
+        random.shuffle(order)  # what ran before leaves its data in the caches: not always the same
+        for name in order:
             start = time.perf_counter()
-            torch.autograd.grad(attention(q, k, v, causal), (q, k, v), dout)
+            torch.autograd.grad(ATTENTIONS[name](q, k, v, causal), (q, k, v), dout)
             seconds[name].append(time.perf_counter() - start)
     return seconds
 
