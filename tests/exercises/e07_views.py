@@ -1,7 +1,7 @@
 """A unit (say, a transformer block) has many parameters, but one flat buffer, so that one message moves them all. The
 parameters are views into it, each in its own shape: writing to the buffer is writing to them.
 
-    flat      | 0 1 2 3 4 5 | 6 7 | 8 9 10 11 | pad |
+    flat      | 0 1 2 3 4 5 | 6 7 | 8 9 10 11 | pad |    self.numel = 12, without the padding
     offsets     0             6     8
     shapes      (2, 3)        (2,)  (2, 2)
 
@@ -15,28 +15,30 @@ from tests.exercises.kit import fail, ranks, recognise, wrong
 from tests.exercises.training import check_training, train
 
 PLAN = [
-    "For each parameter: the elements of `flat` from its offset on, as many as its shape has.",
-    "As a view in its shape. No copies. Return the list.",
+    "Cut `flat`, without its padding, into one piece for each parameter, as many elements as its shape has.",
+    "Each piece as a view in its shape. No copies. Return the list.",
 ]
 HINTS = [
-    "flat[a:b] is a view; so is .view(shape).",
-    "zip(self.offsets, self.shapes, strict=True) gives both together.",
-    "From o to o + s.numel(), for offset o and shape s.",
+    "flat[a:b] is a view; so are the pieces of .split(sizes); so is .view(shape).",
+    "The sizes that .split takes must add up to the whole: leave the padding out first.",
+    "zip(pieces, self.shapes, strict=True) gives both together.",
 ]
-LINE = "flat[o : o + s.numel()].view(s)"
+CUT = "flat[: self.numel].split([s.numel() for s in self.shapes])"
+VIEW = "piece.view(s)"
 WRONG = [
-    wrong("copies", (LINE, "flat[o : o + s.numel()].view(s).clone()")),
-    wrong("ignores-the-offset", (LINE, "flat[: s.numel()].view(s)")),
-    wrong("loses-the-shape", (LINE, "flat[o : o + s.numel()]")),
-    wrong("one-too-far", (LINE, "flat[o + 1 : o + 1 + s.numel()].view(s)")),
-    wrong("transposes", (LINE, "flat[o : o + s.numel()].view(*reversed(s)).permute(*reversed(range(len(s))))")),
-    wrong("to-the-end", (LINE, "flat[o:].view(s)"), says="RuntimeError"),
+    wrong("copies", (VIEW, "piece.view(s).clone()")),
+    wrong("ignores-the-offset", (CUT, "[flat[: s.numel()] for s in self.shapes]")),
+    wrong("loses-the-shape", (VIEW, "piece")),
+    wrong("one-too-far", (CUT, CUT.replace("[: self.numel]", "[1 : self.numel + 1]"))),
+    wrong("transposes", (VIEW, "piece.view(*reversed(s)).permute(*reversed(range(len(s))))")),
+    wrong("with-the-padding", (CUT, CUT.replace("[: self.numel]", "")), says="RuntimeError"),
+    wrong("to-the-end", (CUT, "[flat[o:] for o in self.offsets]"), says="RuntimeError"),
     wrong(
         "knows-matrices-only",
-        (LINE, "flat[o : o + s.numel()].view(*((s[0], -1) if len(s) > 1 else (-1,)))"),
+        (VIEW, "piece.view(*((s[0], -1) if len(s) > 1 else (-1,)))"),
         says="loses-the-shape",
     ),
-    wrong("in-fp32", (LINE, "flat.float()[o : o + s.numel()].view(s)"), says="copies"),
+    wrong("in-fp32", (CUT, CUT.replace("flat", "flat.float()")), says="copies"),
 ]
 
 
@@ -45,6 +47,7 @@ class Unit:
 
     shapes = [torch.Size((2, 3)), torch.Size((2,)), torch.Size((2, 2))]
     offsets = [0, 6, 8]
+    numel = 12
 
 
 class Other:
@@ -52,6 +55,7 @@ class Other:
 
     shapes = [torch.Size((2, 1, 3)), torch.Size(())]
     offsets = [0, 6]
+    numel = 7
 
 
 def check() -> None:
