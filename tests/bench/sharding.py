@@ -1,8 +1,9 @@
 """Our collectives, engines and ledger beside PyTorch's, in the same processes.
 
-Everything is timed interleaved, in an order that is shuffled each round, and the best of many counts, since
-other work on the machine only ever slows a run down; processes are launched several times, since some launches are
-luckier than others from their first message to their last. Ratios are ours against theirs: above 1 we are faster.
+Everything is timed interleaved, processes in an order that is shuffled each round, threads with and without a
+ledger in turn. The best of many counts, since other work on the machine only ever slows a run down; processes are
+launched several times, since some launches are luckier than others from their first message to their last. Ratios
+are ours against theirs: above 1 we are faster.
 """
 
 import argparse
