@@ -33,6 +33,7 @@ from flash.masks import (
     load_numbers,
     over_columns,
     place,
+    sees_one,
     spans,
     start_hash,
     store_block,
@@ -107,25 +108,23 @@ def forward_kernel(
 def delta_kernel(
     do_ptr, out_ptr, dlse_ptr, delta_ptr,
     do_strides, out_strides, dlse_strides, delta_strides,
-    heads, n_q, cu_seqlens_q,
-    PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
+    left, right,
+    BOTTOM_RIGHT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO O) - dlse, which both backward kernels need.
-
-    A row that sees one key has O = V, and delta must take away all of dP = dO V^T: so it is summed as dP is.
-    """
+    """delta = rowsum(dO O) - dlse, which both backward kernels need."""
     start, head, batch = place(n_q, heads, BLOCK_Q, False)
-    n_q = length(cu_seqlens_q, batch, n_q)
+    n_q, n_k = length(cu_seqlens_q, batch, n_q), length(cu_seqlens_k, batch, n_k)
     rows = start + tl.arange(0, BLOCK_Q)
     DO = head_of(do_ptr, do_strides, batch, head, cu_seqlens_q)
     O = head_of(out_ptr, out_strides, batch, head, cu_seqlens_q)
     DLSE = head_of(dlse_ptr, dlse_strides, batch, head, cu_seqlens_q)
     DELTA = head_of(delta_ptr, delta_strides, batch, head, cu_seqlens_q)
-    do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
-    o = load_block(O, out_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
-    own = tl.where(rows[:, None] == rows[None, :], over_columns(do, o, PRECISION), 0.0)
+    do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
+    o = load_block(O, out_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
+    do = tl.where(sees_one(rows, n_k, diagonal(n_q, n_k, BOTTOM_RIGHT), left, right)[:, None], 0.0, do)
     dlse = load_numbers(DLSE, dlse_strides, rows, n_q)
-    store_numbers(DELTA, delta_strides, rows, n_q, tl.sum(own, 1) - dlse)
+    store_numbers(DELTA, delta_strides, rows, n_q, tl.sum(do * o, 1) - dlse)
 
 
 @triton.jit(do_not_specialize=GENERAL)
@@ -147,6 +146,7 @@ def dkdv_kernel(
     V = head_of(v_ptr, v_strides, batch, kv_head, cu_seqlens_k)
     k = load_block(K, k_strides, keys, n_k, True, HEAD_DIM, BLOCK_D)
     v = load_block(V, v_strides, keys, n_k, True, HEAD_DIM, BLOCK_D)
+    v = tl.where(n_k == 1, 0.0, v)  # `sees_one`, for all rows; other rows that see one key lie at the edge of the band
     dk = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
 
@@ -172,6 +172,8 @@ def dkdv_kernel(
                 do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
                 dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)
                 dp = over_columns(v, do, PRECISION) * kept
+                if part != 1:
+                    dp = tl.where(sees_one(rows, n_k, offset, left, right)[None, :], 0.0, dp)
                 ds = p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 
@@ -210,6 +212,7 @@ def dq_kernel(
     dq = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)
 
     offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
+    do = tl.where(sees_one(rows, n_k, offset, left, right)[:, None], 0.0, do)
     bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, offset, left, right, BLOCK_K, True)
     for part in tl.static_range(0 if left is not None else 1, 3):
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):

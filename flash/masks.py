@@ -141,7 +141,7 @@ def spans(first, last, n, o, before, after, BLOCK: tl.constexpr, MASK_END: tl.co
         a = tl.maximum(first + o - before, 0)
         b = tl.maximum(last + o - before, 0)
     if after is not None:
-        c = tl.minimum(c, first + o + after + 1)
+        c = tl.minimum(c, first + o + after)  # not + 1: the last that sees `first` may see nothing else (`sees_one`)
         d = tl.minimum(d, last + o + after + 1)
     d = tl.where(a < d, d, 0)  # nothing is visible: four bounds that hold no block
     end = (d + BLOCK - 1) // BLOCK * BLOCK
@@ -159,6 +159,21 @@ def visible(rows, keys, n_k, o, left, right):
     if right is not None:
         seen = seen & (keys <= rows + o + right)
     return seen
+
+
+@helper
+def sees_one(rows, n_k, o, left, right):
+    """True where a row sees one key.
+
+    One key has the weight 1 whatever its score, so its dS is dlse. In dP - dO O two sums would have to cancel, each
+    rounded in an order of its own: from a dO of 0 both are 0.
+    """
+    first, last = rows * 0, rows * 0 + n_k - 1
+    if left is not None:
+        first = tl.maximum(first, rows + o - left)
+    if right is not None:
+        last = tl.minimum(last, rows + o + right)
+    return first == last
 
 
 # Dropout: MurmurHash3 of (seed, batch, head, i, j), in unsigned 32-bit arithmetic.

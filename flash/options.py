@@ -83,6 +83,14 @@ def hidden(options: Options, rows: torch.Tensor, keys: torch.Tensor, n_q: int, n
     return mask
 
 
+def sees_one(options: Options, rows: torch.Tensor, n_q: int, n_k: int) -> torch.Tensor:
+    """True where a query sees one key: (rows,), from their numbers."""
+    middle = rows + options.diagonal(n_q, n_k)
+    first = (middle - options.left).clamp(min=0) if options.left >= 0 else torch.zeros_like(rows)
+    last = (middle + options.right).clamp(max=n_k - 1) if options.right >= 0 else torch.full_like(rows, n_k - 1)
+    return first == last
+
+
 def rotate_left(word: torch.Tensor, bits: int) -> torch.Tensor:
     """The bits of a 32-bit word, turned round to the left."""
     return ((word << bits) & WORD) | (word >> (32 - bits))

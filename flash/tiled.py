@@ -109,8 +109,9 @@ def delta_tiles(
     for part in parts(q, k, options, blocks):
         DO, O, DL, D = part.of_rows(dout, out, dlse, delta)
         for rows in part.row_blocks():
-            # Where a row sees one key, dO O = dO V, and delta must take it all away: so it is exact, too (`scores`).
-            product = part.load(DO, rows).double().mul_(part.load(O, rows))
+            do_i = part.load(DO, rows)
+            part.zero_rows_with_one_key(do_i, rows)
+            product = do_i.double().mul_(part.load(O, rows))  # float64, as the products of few rows (`scores`)
             part.store(D, rows, product.sum(-1, keepdim=True).to(D.dtype) - part.load(DL, rows))
 
 
@@ -144,6 +145,7 @@ def backward_tiles(
                 p = exp_(s.sub_(l))
                 mask = part.dropout_mask(rows, keys, p)
                 dv_j.baddbmm_(times(p, mask).mT, do_i)
+                part.zero_rows_with_one_key(do_i, rows)
                 dp = times(scores(do_i, v_j, other_tile), mask)
                 ds = dp.sub_(d).mul_(p)
                 dk_j.baddbmm_(ds.mT, q_i)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash.options import Options, all_visible, dropout_keep, hidden, keys_of_rows, rows_of_keys
+from flash.options import Options, all_visible, dropout_keep, hidden, keys_of_rows, rows_of_keys, sees_one
 
 TILE = 2**19
 BLOCK = 256  # keys of a tile of one head
@@ -92,6 +92,16 @@ class Part(NamedTuple):
         if not all_visible(self.options, rows, keys, self.n_q, self.n_k):
             mask = hidden(self.options, _numbers(rows, scores), _numbers(keys, scores), self.n_q, self.n_k)
             scores.view(-1, len(rows), len(keys)).masked_fill_(mask, -math.inf)
+
+    def zero_rows_with_one_key(self, block: torch.Tensor, rows: range) -> None:
+        """Set those rows of a block to 0, in place.
+
+        Such a row has the weight 1 whatever its score, so its dS is dlse. In dP - dO O two sums would have to cancel,
+        each rounded in an order of its own: from a dO of 0 both are 0.
+        """
+        if self.n_k == 1 or self.options.left >= 0 or self.options.right >= 0:
+            one = sees_one(self.options, _numbers(rows, block), self.n_q, self.n_k)
+            block.view(-1, len(rows), block.shape[-1]).masked_fill_(one[:, None], 0)
 
     def dropout_mask(self, rows: range, keys: range, scores: torch.Tensor) -> torch.Tensor | None:
         """For a block like `scores`: 1 / (1 - p) where a weight is kept, else 0; None without dropout."""

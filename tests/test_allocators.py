@@ -121,8 +121,8 @@ def test_under_bf16_autocast_the_gap_is_at_most_5_percent_and_operators_are_name
     expected, seen, profiled = oracle(step), by_ledger(model, optimizer, step), profile_step(step)
     assert 0.95 * expected <= seen <= expected * 1.001
     assert profiled.peak == pytest.approx(expected, rel=1e-3) and profiled.visible == pytest.approx(seen, rel=1e-3)
-    assert all(name.startswith("aten.") for name in profiled.scratch)
-    assert "aten.mm.default" in profiled.scratch  # oneDNN reorders its matrices
+    # Of which operators is up to the processor: with AVX-512 oneDNN reorders the matrices of aten.mm, say.
+    assert profiled.scratch and all(name.startswith("aten.") for name in profiled.scratch)
 
 
 def test_what_an_lstm_takes_inside_one_operator_is_reported_by_name():

@@ -50,21 +50,22 @@ def test_as_accurate_as_plain_attention_for_long(case):
     check_accuracy(case, attention_tiled, packed)
 
 
+@pytest.mark.parametrize("n", [20, 70])  # the products of few rows are summed in float64
 @pytest.mark.parametrize("d", [8, 40, 256])
-def test_of_few_rows_those_that_see_one_key_give_no_gradient_of_its_score(d):
-    """Their weight is 1 whatever the score: dP - delta is 0, not a rounding that large keys would make large."""
-    q, k, v, dout = tensors(*[(1, 2, 20, d)] * 4)
+def test_rows_that_see_one_key_give_no_gradient_of_its_score(d, n):
+    """Their weight is 1 whatever the score: dS is 0, not a rounding that large keys would make large."""
+    q, k, v, dout = tensors(*[(1, 2, n, d)] * 4)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    dq, dk, dv = torch.autograd.grad(attention_tiled(q, k, v, window=(0, 0)), (q, k, v), dout)
-    assert not dq.any() and not dk.any() and torch.equal(dv, dout)
+    dq, dk, _ = torch.autograd.grad(attention_tiled(q, k, v, window=(0, 0)), (q, k, v), dout)
+    assert not dq.any() and not dk.any()
 
 
 @pytest.mark.parametrize(("seed", "n_q", "n_k", "kv_heads", "group"), [(158, 15, 1, 3, 4), (2, 1, 128, 3, 2)])
 def test_large_scores_of_few_rows_have_no_more_error_than_dot_products_have(seed, n_q, n_k, kv_heads, group):
-    """Where a matrix product would add up 256 columns one by one."""
+    """Where a matrix product would add up 256 columns one by one, in float32: here a score is rounded once."""
     options = (("causal", False), ("scale", 0.3))
     case = Case(seed, True, 1, ((n_q, n_k),), kv_heads, group, 256, torch.float32, "transposed", "1e4", options)
-    check_accuracy(case, attention_tiled, packed)
+    check_accuracy(case, attention_tiled, packed, terms=1)
 
 
 @pytest.mark.parametrize("n", [1, 97, 1025])
