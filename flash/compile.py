@@ -1,12 +1,14 @@
 """python -m flash.compile: compile every kernel for GPUs that need not be there, and show what each takes.
 
-Registers of a thread, bytes that did not fit into them and spill to HBM's cache, bytes of shared memory, and the
-instructions that multiply matrices: wgmma (Hopper), mma (Ampere), mfma (AMD). `ptxas`, which comes with Triton, tells
-registers and spills for NVIDIA; for AMD they are in the compiled code itself. TRITON_CACHE_DIR is respected.
+Registers of a thread, bytes that did not fit into them and spill to HBM's cache, bytes of shared memory, how many warps
+compute each number of a product (1, unless a block has too few rows for its warps), and the instructions that multiply
+matrices: wgmma (Hopper), mma (Ampere, Ada), mfma (AMD). `ptxas`, which comes with Triton, tells registers and spills
+for NVIDIA; for AMD they are in the compiled code itself. TRITON_CACHE_DIR is respected.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -26,10 +28,11 @@ from flash.options import Options
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 # Sets of options: the keys are names in the table.
@@ -51,6 +54,7 @@ class Compiled(NamedTuple):
     registers: int
     spilled: int  # bytes a thread
     shared: int  # bytes
+    copies: int  # warps that compute the same number of a product
     instructions: str  # of matrix multiplication: name × number, "-" where there are none
 
 
@@ -107,8 +111,8 @@ def compile_all(
                         yield Compiled(gpu, launch.name, head_dim, dtype, options, *inspect(gpu, compiled))
 
 
-def inspect(gpu: str, compiled: Any) -> tuple[int, int, int, str]:
-    """Registers, spilled bytes, shared memory, matrix instructions."""
+def inspect(gpu: str, compiled: Any) -> tuple[int, int, int, int, str]:
+    """Registers, spilled bytes, shared memory, copies, matrix instructions."""
     shared = compiled.metadata.shared
     if gpu.startswith("sm_"):
         assembly = compiled.asm["ptx"]
@@ -124,7 +128,30 @@ def inspect(gpu: str, compiled: Any) -> tuple[int, int, int, str]:
         shared = max(shared, number("group_segment_fixed_size"))
         names = {"mfma": r"\bv_mfma_"}
     counts = {name: len(re.findall(pattern, assembly)) for name, pattern in names.items()}
-    return registers, spilled, shared, " ".join(f"{name} × {n}" for name, n in counts.items() if n) or "-"
+    copies = count_copies(compiled.asm["ttgir"])
+    return registers, spilled, shared, copies, " ".join(f"{name} × {n}" for name, n in counts.items() if n) or "-"
+
+
+def count_copies(ttgir: str) -> int:
+    """How many warps compute each number, in the product where they are most; read from Triton's own layouts.
+
+    A layout such as `warpsPerCTA = [8, 1], instrShape = [16, 8]` covers 8 * 16 rows and 8 columns. If the product has
+    64 rows, two warps stand on each of them. Without a matrix unit the threads of a warp make the instruction.
+    """
+    covered = {}
+    for name, body in re.findall(r"^(#\w+) = #ttg\.(?:nvidia_mma|amd_mfma|blocked)<\{(.*)\}>", ttgir, re.MULTILINE):
+        numbers = {field: json.loads(value) for field, value in re.findall(r"(\w+) = (\[[\d, ]+\])", body)}
+        warps = numbers["warpsPerCTA"]
+        if "instrShape" in numbers:
+            tile = [1] * (len(warps) - 2) + numbers["instrShape"][:2]  # of three numbers the last is the inner size
+        else:
+            tile = [a * b for a, b in zip(numbers["sizePerThread"], numbers["threadsPerWarp"], strict=True)]
+        covered[name] = [a * b for a, b in zip(warps, tile, strict=True)]
+    products = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<([\dx]+)x\w+, (#\w+)>", ttgir)
+    return max(
+        math.prod(max(1, reach // size) for reach, size in zip(covered[name], map(int, shape.split("x")), strict=True))
+        for shape, name in products
+    )
 
 
 def ask_ptxas(gpu: str, ptx: str) -> tuple[int, int]:
@@ -153,8 +180,8 @@ def main() -> None:
         environment = os.environ | {"TRITON_INTERPRET": "0"}
         sys.exit(subprocess.call([sys.executable, "-m", "flash.compile", *sys.argv[1:]], env=environment))
     start, count = time.perf_counter(), 0
-    line = "{:8} {:8} {:>8} {:9} {:11} {:>9} {:>8} {:>8}  {}"
-    titles = "GPU", "kernel", "head dim", "dtype", "options", "registers", "spilled", "shared", "matrix instructions"
+    line = "{:8} {:8} {:>8} {:9} {:11} {:>9} {:>8} {:>8} {:>6}  {}"
+    titles = [name.replace("_", " ") for name in Compiled._fields]
     if not arguments.json:
         print(line.format(*titles))
     for row in compile_all(arguments.gpus, arguments.head_dims, arguments.dtypes, arguments.options):

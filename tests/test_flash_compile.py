@@ -10,9 +10,9 @@ import pytest
 from flash.traffic import GPUS
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from flash.compile import COMBINATIONS, HEAD_DIMS, SHARED_LIMIT, TARGETS  # noqa: E402
+from flash.compile import COMBINATIONS, HEAD_DIMS, SHARED_LIMIT, TARGETS, count_copies  # noqa: E402
 
-MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "gfx942": "mfma"}
+MATRIX = {"sm_80": "mma", "sm_89": "mma", "sm_90": "wgmma", "gfx942": "mfma"}
 
 
 def compile_rows(folder, *arguments, timeout=600):
@@ -71,5 +71,37 @@ def test_every_kernel_for_every_gpu(gpu, dtype, tmp_path):
 
 
 def test_the_limits_are_those_of_the_traffic_model():
-    limits = {"sm_80": GPUS["A100 SXM 80GB"], "sm_90": GPUS["H200 SXM"], "gfx942": GPUS["MI300X"]}
+    limits = {
+        "sm_80": GPUS["A100 SXM 80GB"],
+        "sm_89": GPUS["RTX 4090"],
+        "sm_90": GPUS["H200 SXM"],
+        "gfx942": GPUS["MI300X"],
+    }
     assert {name: gpu.sram for name, gpu in limits.items()} == SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("layout", "product", "copies"),
+    [
+        ("nvidia_mma<{warpsPerCTA = [4, 1], instrShape = [16, 8]}>", "tt.dot %k, %q : x -> tensor<64x64xf32, #l>", 1),
+        ("nvidia_mma<{warpsPerCTA = [8, 1], instrShape = [16, 8]}>", "tt.dot %k, %q : x -> tensor<64x64xf32, #l>", 2),
+        ("nvidia_mma<{warpsPerCTA = [1, 8], instrShape = [16, 8]}>", "tt.dot %k, %q : x -> tensor<64x32xf32, #l>", 2),
+        (
+            "nvidia_mma<{warpsPerCTA = [8, 1], instrShape = [16, 32, 16]}>",
+            "ttng.warp_group_dot %k, %q : x -> tensor<64x32xf32, #l>",
+            2,
+        ),
+        (
+            "amd_mfma<{warpsPerCTA = [8, 1, 1], instrShape = [32, 32, 2]}>",
+            "tt.dot %k, %q : x -> tensor<2x32x32xf32, #l>",
+            4,
+        ),
+        (
+            "blocked<{sizePerThread = [1, 4], threadsPerWarp = [4, 8], warpsPerCTA = [8, 1]}>",
+            "tt.dot %k, %q : x -> tensor<32x32xf32, #l>",
+            1,
+        ),
+    ],
+)
+def test_copies_are_read_from_the_layout(layout, product, copies):
+    assert count_copies(f"#l = #ttg.{layout}\n    %s = {product} loc(#loc)\n") == copies
