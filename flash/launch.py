@@ -6,7 +6,7 @@ into the registers and the shared memory of one processor, with `stages` blocks 
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy
@@ -50,10 +50,15 @@ TABLE: dict[str, dict[str, dict[int, Blocks]]] = {
         "dkdv": {64: Blocks(64, 64, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 64, 8, 2)},
         "dq": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(64, 32, 8, 2)},
     },
-    "small": {  # 64 KiB and more: gfx942, sm_86, sm_89, sm_120
+    "small": {  # 99 KiB and more: sm_86, sm_89, sm_120
         "forward": {64: Blocks(128, 64, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(64, 32, 4, 1)},
         "dkdv": {64: Blocks(64, 64, 4, 1), 128: Blocks(32, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
         "dq": {64: Blocks(64, 64, 4, 1), 128: Blocks(64, 32, 4, 1), 256: Blocks(32, 32, 4, 1)},
+    },
+    "amd": {  # 64 KiB: gfx942
+        "forward": {64: Blocks(128, 64, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(64, 32, 2, 1)},
+        "dkdv": {64: Blocks(64, 64, 2, 1), 128: Blocks(32, 64, 2, 1), 256: Blocks(16, 32, 2, 1)},
+        "dq": {64: Blocks(64, 64, 2, 1), 128: Blocks(64, 32, 2, 1), 256: Blocks(32, 16, 2, 1)},
     },
     "interpreter": {kernel: {256: Blocks(64, 64, 4, 1)} for kernel in ("forward", "dkdv", "dq")},
 }
@@ -80,9 +85,31 @@ def architecture() -> str:
     if INTERPRETED:
         return "interpreter"
     target = triton.runtime.driver.active.get_current_target()
-    if target.backend == "cuda" and target.arch // 10 in (9, 10):
+    if target.backend == "hip":
+        return "amd"
+    if target.arch // 10 in (9, 10):
         return "sm_90"
     return "sm_80" if target.arch in (80, 87) else "small"
+
+
+def limit_warps(blocks: Blocks, kernel: str, head_dim: int, itemsize: int) -> Blocks:
+    """`blocks` with no more warps than can share a product S = Q K^T: with more, several would compute each number.
+
+    Triton gives each warp its own rows of S. One instruction takes 16 of them (AMD: 32), so that 64 rows are work for
+    4 warps. In dK and dV, which compute S^T, these rows are the keys.
+    """
+    gpu = architecture()
+    rows, columns = (blocks.keys, blocks.rows) if kernel == "dkdv" else (blocks.rows, blocks.keys)
+    if gpu == "amd":
+        # FP32 goes to the warps in parts of 32 columns of Q and K: `flash.masks.over_columns`.
+        most = rows // min(32, rows, columns) if itemsize == 2 else max(1, triton.next_power_of_2(head_dim) // 32)
+    elif itemsize == 4:  # no matrix unit: Triton gives each thread numbers of its own
+        most = blocks.warps
+    elif head_dim > 128 and not (gpu == "sm_90" and rows >= 64):
+        most = columns // 8  # O is wider than high: Triton gives each warp its own columns, 8 to an instruction
+    else:
+        most = rows // 16
+    return blocks._replace(warps=min(blocks.warps, most))
 
 
 def choose(kernel: str, head_dim: int, itemsize: int, options: Options) -> Blocks:
@@ -93,8 +120,8 @@ def choose(kernel: str, head_dim: int, itemsize: int, options: Options) -> Block
     blocks = sizes[min(size for size in sizes if size >= head_dim)]
     if options.seed is not None or options.left >= 0:  # these take registers: more threads, and for dK, dV less to hold
         small = dict(rows=min(blocks.rows, 32), keys=min(blocks.keys, 64)) if kernel == "dkdv" else {}
-        return blocks._replace(warps=max(8, blocks.warps), **small)
-    return blocks
+        blocks = blocks._replace(warps=max(8, blocks.warps), **small)
+    return limit_warps(blocks, kernel, head_dim, itemsize)
 
 
 class Launch(NamedTuple):
@@ -124,11 +151,11 @@ class Launch(NamedTuple):
             ) from error
 
 
-def tune(key: Any, make: Callable[[Blocks], Launch]) -> Blocks:
+def tune(key: Any, make: Callable[[Blocks], Launch], candidates: Iterable[Blocks]) -> Blocks:
     """The fastest candidate for what `make` launches; remembered under `key`."""
     if key not in fastest:
         seconds = {}
-        for blocks in CANDIDATES:
+        for blocks in candidates:
             with contextlib.suppress(ValueError):  # too much shared memory
                 seconds[blocks] = triton.testing.do_bench(make(blocks).run)
         fastest[key] = min(seconds, key=seconds.__getitem__)
@@ -174,5 +201,6 @@ def prepare(
 
     with torch.cuda.device_of(q):
         if os.environ.get("FLASH_AUTOTUNE") == "1" and q.is_cuda:
-            return make(tune((name, head_dim, q.dtype, options.left < 0, options.right < 0), make))
+            candidates = dict.fromkeys(limit_warps(each, name, head_dim, q.element_size()) for each in CANDIDATES)
+            return make(tune((name, head_dim, q.dtype, options.left < 0, options.right < 0), make, candidates))
         return make(choose(name, head_dim, q.element_size(), options))

@@ -10,6 +10,7 @@ import pytest
 from flash.traffic import GPUS
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+from flash import launch  # noqa: E402
 from flash.compile import COMBINATIONS, HEAD_DIMS, SHARED_LIMIT, TARGETS, count_copies  # noqa: E402
 
 MATRIX = {"sm_80": "mma", "sm_89": "mma", "sm_90": "wgmma", "gfx942": "mfma"}
@@ -105,3 +106,23 @@ def test_the_limits_are_those_of_the_traffic_model():
 )
 def test_copies_are_read_from_the_layout(layout, product, copies):
     assert count_copies(f"#l = #ttg.{layout}\n    %s = {product} loc(#loc)\n") == copies
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernel", "head_dim", "itemsize", "rows", "keys", "most"),
+    [
+        ("sm_80", "forward", 64, 2, 64, 128, 4),  # 64 rows, 16 to a warp
+        ("sm_80", "dkdv", 64, 2, 64, 128, 8),  # 128 keys
+        ("sm_90", "dkdv", 128, 2, 128, 64, 4),
+        ("small", "dq", 256, 2, 64, 32, 4),  # 32 keys, 8 to a warp
+        ("sm_90", "dq", 256, 2, 64, 32, 4),
+        ("amd", "dq", 64, 2, 64, 64, 2),  # 64 rows, 32 to a warp
+        ("amd", "dkdv", 256, 2, 16, 32, 2),  # 32 keys, 16 to a warp
+        ("amd", "dq", 128, 4, 32, 32, 4),  # 4 parts of the head dim
+        ("sm_80", "dq", 128, 4, 16, 16, 16),  # no matrix unit: the threads share a block
+    ],
+)
+def test_warps_follow_rows(gpu, kernel, head_dim, itemsize, rows, keys, most, monkeypatch):
+    monkeypatch.setattr(launch, "architecture", lambda: gpu)
+    wanted = launch.Blocks(rows, keys, 16, 2)
+    assert launch.limit_warps(wanted, kernel, head_dim, itemsize) == wanted._replace(warps=most)

@@ -310,7 +310,6 @@ def test_too_little_shared_memory_is_an_error_that_says_so():
 def test_autotuning_takes_the_fastest_that_fits(monkeypatch):
     """Candidates by the stages they have: 1 takes long, 2 is best, 3 does not fit."""
     candidates = [launch.Blocks(16, 16, 4, stages) for stages in (1, 2, 3)]
-    monkeypatch.setattr(launch, "CANDIDATES", candidates)
     monkeypatch.setattr(launch, "fastest", {})
     monkeypatch.setattr(triton.testing, "do_bench", lambda run: run())
 
@@ -323,9 +322,8 @@ def test_autotuning_takes_the_fastest_that_fits(monkeypatch):
                 raise ValueError("shared memory")
             return 1 / self.stages
 
-    assert launch.tune("key", Stub) == candidates[1] == launch.fastest["key"]
-    monkeypatch.setattr(launch, "CANDIDATES", [])
-    assert launch.tune("key", Stub) == candidates[1], "remembered"
+    assert launch.tune("key", Stub, candidates) == candidates[1] == launch.fastest["key"]
+    assert launch.tune("key", Stub, []) == candidates[1], "remembered"
 
 
 def test_a_weight_of_1_is_1_in_backward_however_large_its_score():
