@@ -38,26 +38,31 @@ class Blocks(NamedTuple):
     stages: int  # blocks that the loop loads ahead
 
 
-# For 16-bit numbers: for each kernel {head dim, at most: its blocks}.
+# For 16-bit numbers: for each kernel {head dim, at most: its blocks}. A window or dropout takes registers: with these
+# options dK and dV have blocks of their own, which need fewer.
 TABLE: dict[str, dict[str, dict[int, Blocks]]] = {
     "sm_90": {  # 227 KiB of shared memory
-        "forward": {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 64, 8, 2)},
-        "dkdv": {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 2), 256: Blocks(32, 64, 8, 2)},
-        "dq": {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
+        "forward": {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(128, 64, 8, 2)},
+        "dkdv": {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 2), 256: Blocks(64, 32, 8, 2)},
+        "dkdv, options": {64: Blocks(32, 128, 8, 3), 128: Blocks(16, 128, 8, 2), 256: Blocks(64, 32, 8, 1)},
+        "dq": {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 32, 8, 2)},
     },
     "sm_80": {  # 163 KiB
         "forward": {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
-        "dkdv": {64: Blocks(64, 64, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 64, 8, 2)},
-        "dq": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(64, 32, 8, 2)},
+        "dkdv": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 4, 2), 256: Blocks(64, 32, 8, 2)},
+        "dkdv, options": {64: Blocks(32, 64, 4, 2), 128: Blocks(32, 64, 4, 1), 256: Blocks(64, 32, 8, 1)},
+        "dq": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 4, 2), 256: Blocks(64, 32, 4, 2)},
     },
     "small": {  # 99 KiB and more: sm_86, sm_89, sm_120
         "forward": {64: Blocks(128, 64, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(64, 32, 4, 1)},
         "dkdv": {64: Blocks(64, 64, 4, 1), 128: Blocks(32, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
+        "dkdv, options": {128: Blocks(32, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
         "dq": {64: Blocks(64, 64, 4, 1), 128: Blocks(64, 32, 4, 1), 256: Blocks(32, 32, 4, 1)},
     },
     "amd": {  # 64 KiB: gfx942
         "forward": {64: Blocks(128, 64, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(64, 32, 2, 1)},
         "dkdv": {64: Blocks(64, 64, 2, 1), 128: Blocks(32, 64, 2, 1), 256: Blocks(16, 32, 2, 1)},
+        "dkdv, options": {128: Blocks(32, 64, 2, 1), 256: Blocks(16, 32, 2, 1)},
         "dq": {64: Blocks(64, 64, 2, 1), 128: Blocks(64, 32, 2, 1), 256: Blocks(32, 16, 2, 1)},
     },
     "interpreter": {kernel: {256: Blocks(64, 64, 4, 1)} for kernel in ("forward", "dkdv", "dq")},
@@ -117,10 +122,12 @@ def choose(kernel: str, head_dim: int, itemsize: int, options: Options) -> Block
     gpu = architecture()
     table = FLOAT32 if itemsize == 4 and gpu != "interpreter" else TABLE[gpu]
     sizes = table["forward" if kernel == "delta" else kernel]
+    takes_registers = options.seed is not None or options.left >= 0
+    if takes_registers:
+        sizes = table.get(f"{kernel}, options", sizes)
     blocks = sizes[min(size for size in sizes if size >= head_dim)]
-    if options.seed is not None or options.left >= 0:  # these take registers: more threads, and for dK, dV less to hold
-        small = dict(rows=min(blocks.rows, 32), keys=min(blocks.keys, 64)) if kernel == "dkdv" else {}
-        blocks = blocks._replace(warps=max(8, blocks.warps), **small)
+    if takes_registers:  # more warps hold more
+        blocks = blocks._replace(warps=max(8, blocks.warps))
     return limit_warps(blocks, kernel, head_dim, itemsize)
 
 
