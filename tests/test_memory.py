@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from minizero import DDP, GPT, GPTConfig, Zero1, Zero2, Zero3
 from minizero.gpt import Attention, Block
-from minizero.memory import Ledger, predict, predict_activations, predict_sent
+from minizero.memory import CATEGORIES, Ledger, predict, predict_activations, predict_sent
 from minizero.memory.tables import by_module
 from minizero.memory.tape import holders, moments
 
@@ -116,6 +116,32 @@ def test_a_frozen_unit_is_released_in_backward_too():
 
     shards = 6 * 40_000 / 2
     assert run(2, gathered)[0] <= shards + 2 * 40_000
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(stage, {}) for stage in STAGES] + [(Zero3, {"sharding_factor": 1}), (Zero3, {"offload": True})],
+)
+def test_frozen_units_count_as_what_they_hold(stage, options, dtype):
+    """Half of the model is frozen. All that lives are the units' buffers, before a step and after it."""
+
+    def work(comm):
+        module = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
+        module[:2].requires_grad_(False)
+        model = stage(module, comm, dtype=dtype, **options)
+        tensors = [t for unit in model.units for t in (unit.flat, unit.master) if t is not None]
+        held = sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}.values())
+        with Ledger(model) as ledger:
+            before = dict(ledger.current)
+            model(torch.ones(1, 100)).sum().backward()
+            model.zero_grad()
+        return held, before, ledger.current, by_module(ledger.holders)
+
+    held, before, after, modules = run(2, work)[0]
+    for current in (before, after):
+        assert held == current["total"] + current["host"] == sum(current[c] for c in CATEGORIES)
+    assert {"0", "1", "2", "3"} <= modules.keys()
 
 
 def test_memory_returns_without_the_garbage_collector():

@@ -66,6 +66,10 @@ class Hooks:
             self.handles.append(module.register_forward_hook(leave, always_call=True))
         for name, parameter in model.named_parameters():  # an engine's shards, named after their units
             self._watch_parameter(parameter, name)
+        for unit in _frozen_units(model):
+            for tensor in (unit.flat, unit.master):  # which may be one and the same
+                if tensor is not None:
+                    self.ledger.claim(tensor, "parameters", unit.name.removesuffix(" (frozen)"))
         self.handles.append(model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True))
 
     def _module_hooks(self, path: str) -> tuple[Any, Any]:
@@ -100,6 +104,12 @@ class Hooks:
     def _after_step(self) -> None:
         self._find_states()
         self.ledger.leave_step()
+
+
+def _frozen_units(model: nn.Module) -> list[Any]:
+    """Of an engine: its `named_parameters()` are what the optimizer may see, and leave these out."""
+    units = vars(model).get("units")
+    return [unit for unit in units if not getattr(unit, "trains", True)] if isinstance(units, list) else []
 
 
 def common_path(one: str, other: str) -> str:
