@@ -48,9 +48,8 @@ class ByFunction(torch.autograd.Function):
     def forward(ctx: Any, fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         ctx.fn, ctx.replay = fn, Replay(fn, tensors)
         ctx.save_for_backward(*tensors)
-        outputs = fn(*tensors)  # autograd records nothing inside a Function
-        ctx.replay.first_run_is_over()
-        return outputs
+        with ctx.replay.first_run():
+            return fn(*tensors)  # autograd records nothing inside a Function
 
     @staticmethod
     @once_differentiable  # what happens inside is on no graph
@@ -98,10 +97,8 @@ def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         value, values[index] = values[index], None
         return value
 
-    with saved_tensors_hooks(drop, fetch):
-        outputs = fn(*tensors)
-    replay.first_run_is_over()
-    return outputs
+    with replay.first_run(), saved_tensors_hooks(drop, fetch):
+        return fn(*tensors)
 
 
 # The second way, in full.
@@ -115,8 +112,11 @@ def checkpoint(
     Tensors are found in nested tuples, lists and dicts of the arguments; anything else is passed as it is. The
     second run sees the same state of torch's generators, the global ones and those among the arguments (unless
     `preserve_rng_state` is False; ranks that are threads share the global ones, so that dropout is not repeated
-    there), the same autocast and default device, and batch norms count a batch once. `verify` compares the values of
-    all operators; without it only their shapes, dtypes and number can tell. Without grad mode it is fn.
+    there), the same autocast and default device, and the same buffers, which the first run may change: batch norms
+    count a batch once. (Buffers are found in fn if it is a module or a method of one, else in every module that fn
+    calls. Other state, such as a plain attribute or a parameter that forward assigns, is not put back.) `verify`
+    compares the values of all operators; without it only their shapes, dtypes and number can tell. Without grad mode
+    it is fn.
 
     `RecomputeMismatch` where the second run differs, or would: fn changes an input in place, draws from NumPy's
     generator, depends on something that changes. `ValueError` where a gradient is asked for and can go nowhere.
@@ -154,9 +154,9 @@ def _checkpoint(
 
     frame, nothing = Frame(fn, again), contextlib.nullcontext()
     mode = Comparison() if verify else Kept(keep, frame.saved) if keep else None
-    with frame.dropping(), mode or nothing, replay.remembering_statistics() if verify else nothing:
+    with replay.first_run(), frame.dropping(), mode or nothing:
         outputs = fn(*args, **kwargs)
-    for part in (mode, replay, inputs):
+    for part in (mode, inputs):
         if part is not None:
             part.first_run_is_over()
     if not may_bring_gradient(outputs):

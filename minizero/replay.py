@@ -1,8 +1,9 @@
 """Running a function a second time as if it were the first.
 
 What a function computes depends on more than its arguments: on the random generators, on autocast, on the
-default device. And it may leave something behind: batch norm adds each batch to its running statistics. A
-`Replay` notes the former before the first run and restores it for every later one, which leaves nothing behind.
+default device; and on the buffers of its modules, which it may change as well: batch norm adds each batch to its
+running statistics, spectral norm improves its vector. A `Replay` notes all that before the first run and restores it
+for every later one, which leaves nothing behind: the buffers have then what the first run gave them.
 """
 
 import contextlib
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from numpy.random import MT19937, mtrand
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
+
+Buffers = dict[str, torch.Tensor | None]
+Noted = tuple[list[int], Buffers, Buffers]  # their versions, they themselves, and copies
 
 _running = threading.local()  # .again: is a second run going on in this thread?
 
@@ -60,9 +63,9 @@ class set_enabled:  # noqa: N801
 
 
 class Replay:
-    """What `fn`, on `tensors`, depends on besides its arguments. Made before the first run.
+    """What `fn`, on `tensors`, depends on besides its arguments.
 
-    `first_run_is_over()` must follow it; then `with again():` as often as needed.
+    `with first_run():` goes around the first run, `with again():` around each later one.
     """
 
     def __init__(
@@ -78,10 +81,38 @@ class Replay:
         self.states = [generator.get_state() for generator in self.generators]
         self.numpy = _numpy_state() if preserve_rng_state else None
         self.knows_all = not preserve_rng_state or torch.cuda.is_initialized()
-        self.before: dict[nn.Module, dict[str, torch.Tensor]] = {}  # the statistics that norms had before the first run
-        self.own: dict[nn.Module, dict[str, torch.Tensor]] = {}  # and have, while a second run is going on
+        self.buffers: dict[nn.Module, Buffers] = {}  # of modules whose buffers the first run changed: as they were
 
-    def first_run_is_over(self) -> None:
+    @contextlib.contextmanager
+    def first_run(self) -> Iterator[None]:
+        """The first run: copies the buffers of its modules before they run, and keeps the copies of what it changed.
+
+        If fn is a module, or the method of one, these are all that it contains; else all that this thread calls.
+        """
+        before: dict[nn.Module, Noted] = {}
+
+        def note(module: nn.Module) -> None:
+            if module not in before:
+                for each in module.modules():  # one inside may be changed without being called
+                    if each not in before:
+                        buffers = dict(each._buffers)
+                        before[each] = (_versions(buffers), buffers, _copies(buffers)) if buffers else ([], {}, {})
+
+        owner = getattr(self.fn, "__self__", self.fn)
+        if isinstance(owner, nn.Module):
+            note(owner)
+            yield
+        else:
+            with _before_each_module(note):
+                yield
+        self.buffers = {
+            module: noted[2]
+            for module, noted in before.items()
+            if (module._buffers or noted[1]) and _has_changed(module, *noted)
+        }
+        self._first_run_is_over()
+
+    def _first_run_is_over(self) -> None:
         """Forgets the generators that nothing was drawn from. Refuses what could not be drawn again."""
         used = [
             (generator, before)
@@ -101,24 +132,16 @@ class Replay:
                 "call torch.cuda.init() before"
             )
 
-    def remembering_statistics(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the first run: let norms begin the second with what they had then, so that all is comparable."""
-
-        def remember(module: nn.Module) -> None:
-            if module not in self.before:
-                self.before[module] = _copies(module)
-
-        return _before_each_norm(remember)
-
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """A second run: everything is as it was before the first, and afterwards as it is now."""
         outer, _running.again = is_recomputing(), True
         before = [generator.get_state() for generator in self.generators]
+        own = {module: module._buffers for module in self.buffers}
         with contextlib.ExitStack() as stack:
             try:
-                if _may_run_norms(self.fn):
-                    stack.enter_context(_before_each_norm(self._replace_statistics))
+                for module, buffers in self.buffers.items():
+                    module._buffers = _copies(buffers)  # there may be a third run
                 for generator, state in zip(self.generators, self.states):
                     generator.set_state(state)
                 if self.autocast != _autocast():
@@ -131,36 +154,42 @@ class Replay:
                 _running.again = outer
                 for generator, state in zip(self.generators, before):
                     generator.set_state(state)
-                for module, own in self.own.items():
-                    module._buffers.update(own)
-                self.own = {}
-
-    def _replace_statistics(self, module: nn.Module) -> None:
-        """Let a norm add the batch to copies."""
-        if module not in self.own:
-            self.own[module] = dict(module._buffers)  # type: ignore[arg-type]
-            module._buffers.update(_copies(module, self.before.get(module)))
+                for module, buffers in own.items():
+                    module._buffers = buffers
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    """Is it a norm that adds each batch to running statistics?"""
-    return isinstance(module, _NormBase) and module.track_running_stats
+def _versions(buffers: Buffers) -> list[int]:
+    """How often each was written to. What inference mode made does not count that, and is not written to."""
+    return [0 if buffer is None or buffer.is_inference() else buffer._version for buffer in buffers.values()]
 
 
-def _may_run_norms(fn: Any) -> bool:
-    """Of a module it is known; any other function may call any."""
-    if not isinstance(fn, nn.Module):
+def _copies(buffers: Buffers) -> Buffers:
+    with _disable_current_modes():  # which watch the function's own operators
+        return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+
+
+def _has_changed(module: nn.Module, versions: list[int], before: Buffers, copies: Buffers) -> bool:
+    """Has this module other buffers, or other numbers in them?"""
+    now = module._buffers
+    if now.keys() != before.keys() or any(now[name] is not buffer for name, buffer in before.items()):
         return True
-    return any(_has_statistics(module) for module in fn.modules())
+    if versions != _versions(before):
+        return True
+    # A write through `.data` changes no version. Tensors that have no numbers (fake ones) are of types of their own.
+    for name, buffer in before.items():
+        if type(buffer) is torch.Tensor and not buffer.is_meta and buffer.layout == torch.strided:
+            if not torch.equal(buffer, copies[name]):  # type: ignore[arg-type]
+                return True
+    return False
 
 
 @contextlib.contextmanager
-def _before_each_norm(do: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Calls `do` on each norm with running statistics before this thread runs it."""
+def _before_each_module(do: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Calls `do` on each module before this thread runs it."""
     thread = threading.get_ident()
 
     def hook(module: nn.Module, args: Any) -> None:
-        if _has_statistics(module) and threading.get_ident() == thread:
+        if threading.get_ident() == thread:
             do(module)
 
     handle = register_module_forward_pre_hook(hook)
@@ -168,11 +197,6 @@ def _before_each_norm(do: Callable[[nn.Module], None]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _copies(module: nn.Module, buffers: Any = None) -> dict[str, torch.Tensor]:
-    with _disable_current_modes():  # which count the function's own operators
-        return {name: buffer.clone() for name, buffer in (buffers or module._buffers).items() if buffer is not None}
 
 
 def _autocast() -> list[tuple[str, bool, torch.dtype, bool]]:

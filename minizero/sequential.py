@@ -76,10 +76,8 @@ class Chain:
             )
         self.trains.append(x.requires_grad)
         self.replays.append(Replay(self.layers[i], [x]))
-        with Frame(f"layer {i}", lambda: self._second_forward(i)).dropping():
-            x = self._call(i, x)
-        self.replays[i].first_run_is_over()
-        return x
+        with self.replays[i].first_run(), Frame(f"layer {i}", lambda: self._second_forward(i)).dropping():
+            return self._call(i, x)
 
     def _second_forward(self, i: int) -> None:
         """What a stage's frame runs to get the stage's tape."""

@@ -150,6 +150,83 @@ def test_other_threads_go_on_training():
     assert (mine.num_batches_tracked, others.num_batches_tracked) == (1, 1)
 
 
+class Centred(nn.Module):
+    """Takes its own running mean off, after it has updated that in one of several ways."""
+
+    def __init__(self, update):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.update, self.inner = nn.Linear(8, 8), update, nn.Module()
+        for module in (self, self.inner):
+            module.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("late", None)
+
+    def forward(self, x):
+        self.update(self, x.detach().mean(0))
+        return (self.linear(x) - self.mean - self.inner.mean - (0 if self.late is None else self.late)).sin()
+
+
+def assigned(module, mean):
+    module.mean = 0.9 * module.mean + 0.1 * mean
+
+
+def made_late(module, mean):
+    module.late = mean if module.late is None else module.late + mean
+
+
+STATEFUL = {
+    "in place": lambda: Centred(lambda module, mean: module.mean.mul_(0.9).add_(mean, alpha=0.1)),
+    "assigned": lambda: Centred(assigned),
+    "through .data": lambda: Centred(lambda module, mean: module.mean.data.mul_(0.9).add_(mean, alpha=0.1)),
+    "data replaced": lambda: Centred(lambda module, mean: setattr(module.mean, "data", module.mean + mean)),
+    "of a module inside": lambda: Centred(lambda module, mean: module.inner.mean.add_(mean)),
+    "made late": lambda: Centred(made_late),
+    "in evaluation too": lambda: Centred(lambda module, mean: module.mean.add_(mean)).eval(),
+    "spectral norm": lambda: nn.utils.spectral_norm(Centred(lambda *_: None).linear),
+    "spectral norm as a parametrization": lambda: nn.utils.parametrizations.spectral_norm(Centred(assigned).linear),
+}
+CALLS = {
+    "a module": lambda module, way, x: way(module, x),
+    "a function": lambda module, way, x: way(lambda x: module(x).exp(), x),
+    "a partial": lambda module, way, x: way(partial(nn.Module.__call__, module), x),
+    "a method": lambda module, way, x: way(module.forward if isinstance(module, Centred) else module.__call__, x),
+}
+
+
+@pytest.mark.parametrize("way", ["by_function", "by_hooks", "checkpoint", "verified", "everything kept", "nested"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("make", STATEFUL)
+def test_a_module_that_changes_its_own_buffers(make, call, way):
+    """Two forwards before the backwards, one of which goes through its graph again."""
+
+    def results(way):
+        module, x = STATEFUL[make](), vectors().requires_grad_()
+        losses = [CALLS[call](module, way, x * factor).square().sum() for factor in (1, 2)]
+        for number, retain in ((1, False), (0, True), (0, False)):
+            losses[number].backward(retain_graph=retain)
+        return [x.grad, *(p.grad for p in module.parameters()), *module.buffers(), *losses]
+
+    assert equal(results(WAYS[way]), results(plain))
+
+
+def test_the_statistics_of_a_norm_whose_method_is_called():
+    norm = nn.BatchNorm1d(8)
+    checkpoint(norm.forward, vectors().requires_grad_()).sum().backward()
+    assert norm.num_batches_tracked == 1
+
+
+def test_of_buffers_only_those_that_change_are_kept():
+    """A mask is none of them. While the block runs for the first time there is a copy."""
+    module = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh())
+    module.register_buffer("mask", torch.ones(1000, 1000))
+    x = vectors().requires_grad_()
+    with Ledger(module) as ledger:
+        y = checkpoint(module, x * 1)
+        held = ledger.current["total"]
+        y.sum().backward()
+    assert 4_000_000 < held < 4_002_000
+
+
 def test_pytorchs_own_counts_twice():
     """If this fails, PyTorch has learned it: say so in the lesson."""
     module = nn.BatchNorm1d(8)
@@ -700,8 +777,8 @@ def test_the_generators_state_is_kept_only_where_something_was_drawn():
 
     for draw, kept in ((lambda: None, 0), (lambda: torch.rand(1), 1)):
         replay = Replay(None, [])
-        draw()
-        replay.first_run_is_over()
+        with replay.first_run():
+            draw()
         assert len(replay.states) == len(replay.generators) == kept
 
 
