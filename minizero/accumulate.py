@@ -11,7 +11,8 @@ Hugging Face, 2024, "Fixing Gradient Accumulation".
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,21 +23,36 @@ from minizero.engine import Engine
 from minizero.memory import tag
 
 IGNORED = -100  # PyTorch's mark of a position without a target
-Pair = tuple[Any, torch.Tensor]
+MicroBatch = Any  # a pair (x, y), or a dict of keyword arguments
+Count = Callable[[MicroBatch], Any]  # of one whole number
 
 
-def accumulate(model: nn.Module, micro_batches: Iterable[Pair], *, no_sync: bool = True) -> torch.Tensor:
+def targets_in(micro_batch: MicroBatch) -> torch.Tensor:
+    """How many targets a micro-batch has: all that are not -100."""
+    y = micro_batch["labels"] if isinstance(micro_batch, Mapping) else micro_batch[1]
+    return (y != IGNORED).sum()
+
+
+def accumulate(
+    model: nn.Module, micro_batches: Iterable[MicroBatch], *, count: Count = targets_in, no_sync: bool = True
+) -> torch.Tensor:
     """Add the gradient of the window's mean loss to `.grad`; returns that loss: FP32, detached, of all ranks.
 
-    model: a plain module or an engine; model(x, y) is the mean over the targets in y, which are all but -100.
-    The window's x and y are held until it ends, since every weight needs all counts; activations exist for one
+    model: a plain module or an engine. micro_batches: pairs (x, y), for which model(x, y) is the loss; or dicts of
+    keyword arguments, for which model(**micro_batch) has the loss as `.loss`, as in Hugging Face's models. The loss is
+    the mean over the targets, which are all of y, or of the dict's "labels", but -100.
+    count: a function of a micro-batch that says how many targets the model's mean is over, if it is another number. A
+    causal model that shifts its labels inside never sees the first of a row: `lambda batch: (batch["labels"][:, 1:]
+    != -100).sum()`.
+    The window's micro-batches are held until it ends, since every weight needs all counts; activations exist for one
     micro-batch at a time. A rank with fewer micro-batches than another repeats its last one with weight 0.
     no_sync: an engine sends its gradients once, with the last micro-batch, and holds full ones, in FP32, until then;
     with False it averages each micro-batch's, so that stages 2 and 3 hold shards between them, and sends k times as
-    much. `ValueError` where the window has no micro-batch on some rank, or no target on any.
+    much. `ValueError` if the window has no micro-batch on some rank, or no target on any, or if `count` gives no
+    whole number of at least 0.
     """
-    window = [_checked(pair) for pair in micro_batches]
-    counts = torch.stack([(y != IGNORED).sum() for _, y in window]).tolist() if window else []
+    window = list(micro_batches)
+    counts = [_checked_count(micro_batch, count) for micro_batch in window]
     if isinstance(model, Engine):
         return _accumulate_on_ranks(model, window, counts, no_sync)
     if hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync"):
@@ -45,15 +61,15 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Pair], *, no_sync: bool
             "wrap the module in an engine of minizero, or give the plain module"
         )
     total = _check_window([[len(window), sum(counts)]])
-    loss = torch.zeros((), device=window[0][1].device)
+    loss = torch.zeros((), device=[*model.parameters()][-1].device)  # where the model ends
     with sums_in_fp32(model) if len(window) > 1 else contextlib.nullcontext():
-        for (x, y), count in zip(window, counts):
-            if count:  # without a target the mean is 0/0, and the gradient is nothing
-                loss += _backward(model, x, y, count / total)
+        for micro_batch, targets in zip(window, counts):
+            if targets:  # without a target the mean is 0/0, and the gradient is nothing
+                loss += _backward(model, micro_batch, targets / total)
     return loss
 
 
-def _accumulate_on_ranks(model: Engine, window: list[Pair], counts: list[int], no_sync: bool) -> torch.Tensor:
+def _accumulate_on_ranks(model: Engine, window: list[MicroBatch], counts: list[int], no_sync: bool) -> torch.Tensor:
     comm = model.comm
     mine = torch.tensor([[len(window), sum(counts)]], device=comm.device)
     everyone = all_gather(mine, comm, label="accumulate").tolist()
@@ -62,21 +78,40 @@ def _accumulate_on_ranks(model: Engine, window: list[Pair], counts: list[int], n
     rounds = max(length for length, _ in everyone)
     for number in range(rounds):
         # Under stage 3 a forward is something that all ranks do. Who has no micro-batch left to bring, or one
-        # without a target, takes part with a weight of 0; any target will do, and keeps the loss from being 0/0.
-        x, y = window[min(number, len(window) - 1)]
-        count = counts[number] if number < len(window) else 0
+        # without a target, takes part with a weight of 0.
+        targets = counts[number] if number < len(window) else 0
+        micro_batch = window[number] if targets else _stand_in(window, counts)
         with model.no_sync() if no_sync and number < rounds - 1 else contextlib.nullcontext():
             # The engine takes the mean over ranks, where the formula has a sum.
-            loss += _backward(model, x, y if count else torch.zeros_like(y), comm.size * count / total)
+            loss += _backward(model, micro_batch, comm.size * targets / total)
     return all_reduce(loss, comm, "mean", label="accumulate")
 
 
-def _backward(model: nn.Module, x: Any, y: torch.Tensor, weight: float) -> torch.Tensor | float:
+def _stand_in(window: list[MicroBatch], counts: list[int]) -> MicroBatch:
+    """A micro-batch whose loss is a number, not 0/0: one that has targets, or else the last with targets made up."""
+    for micro_batch, targets in zip(window, counts):
+        if targets:
+            return micro_batch
+    last = window[-1]
+    if isinstance(last, Mapping):
+        return {**last, "labels": torch.zeros_like(last["labels"])} if "labels" in last else last
+    return last[0], torch.zeros_like(last[1])
+
+
+def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch.Tensor | float:
     """Add the gradient of weight · loss, and return that product."""
-    loss = model(x, y)
+    if isinstance(micro_batch, Mapping):
+        call, loss = "model(**micro_batch).loss", getattr(model(**micro_batch), "loss", None)
+    else:
+        call, loss = "model(x, y)", model(*micro_batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"accumulate: model(x, y) must be one number, the mean loss, not {what}")
+        raise ValueError(f"accumulate: {call} must be one number, the mean loss, not {what}")
+    if not weight and not loss.isfinite():
+        raise ValueError(
+            f"accumulate: the loss is {loss.item()} for what stands in for a micro-batch without targets, and 0 times "
+            "that is no number: give each rank a micro-batch that has targets"
+        )
     (loss * weight).backward()
     return loss.detach().float().view(()) * weight if weight else 0.0
 
@@ -119,14 +154,27 @@ def _gradient(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return converted
 
 
-def _checked(pair: Any) -> Pair:
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
-        kinds = [type(part).__name__ for part in pair] if isinstance(pair, tuple | list) else type(pair).__name__
+def _checked_count(micro_batch: Any, count: Count) -> int:
+    """How many targets a micro-batch has. Refuses what is no micro-batch, and what is no count."""
+    pair = isinstance(micro_batch, tuple | list) and len(micro_batch) == 2
+    labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) else micro_batch[1] if pair else None
+    if not pair and not isinstance(micro_batch, Mapping) or count is targets_in and not hasattr(labels, "shape"):
+        several = isinstance(micro_batch, tuple | list)
+        kinds = [type(part).__name__ for part in micro_batch] if several else type(micro_batch).__name__
         raise TypeError(
-            f"accumulate: micro_batches must give pairs (x, y) with y a tensor, not {kinds}: "
-            "a single pair goes into a list"
+            "accumulate: micro_batches must give pairs (x, y) with y a tensor, or dicts with a tensor at 'labels' (or "
+            f"else count=, a function that says how many targets each has), not {kinds}: a single one goes into a list"
         )
-    return pair[0], pair[1]
+    if not callable(count):
+        raise TypeError(f"accumulate: count must be a function of a micro-batch, not {type(count).__name__}")
+    number = count(micro_batch)
+    value = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
+    if not isinstance(value, numbers.Real) or not (float(value) >= 0 and float(value).is_integer()):
+        raise ValueError(
+            f"accumulate: count must give a whole number of at least 0, not {value!r}: the number of targets that the "
+            "model's mean is over"
+        )
+    return int(float(value))
 
 
 def _check_window(everyone: list[list[int]]) -> int:
@@ -134,8 +182,10 @@ def _check_window(everyone: list[list[int]]) -> int:
     lengths = [length for length, _ in everyone]
     if not min(lengths):
         where = f" on rank {lengths.index(0)}; others have up to {max(lengths)}" if len(lengths) > 1 else ""
-        raise ValueError(f"accumulate: no micro-batch{where}: give at least one (x, y)")
+        raise ValueError(f"accumulate: no micro-batch{where}: give at least one")
     total = sum(targets for _, targets in everyone)
     if not total:
-        raise ValueError(f"accumulate: no target in the window, every y is {IGNORED}: leave it out, on all ranks")
+        raise ValueError(
+            f"accumulate: no target in the window, every y is {IGNORED}, or every count 0: leave it out, on all ranks"
+        )
     return total

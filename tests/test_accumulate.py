@@ -154,6 +154,119 @@ def test_a_window_without_any_target_is_refused_on_every_rank():
         accumulate(OwnMean(), [])
 
 
+# Models that take keyword arguments, or count otherwise.
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class Causal(nn.Module):
+    """As Hugging Face's causal models: keyword arguments, labels that it shifts inside, an output with `.loss`."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+
+    def forward(self, inputs, labels):
+        h = inputs
+        for block in self.blocks:
+            h = block(h).tanh()
+        return Output(F.cross_entropy(h[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+
+
+def shifted(micro_batch):
+    return (micro_batch["labels"][:, 1:] != IGNORED).sum()
+
+
+def rows(lengths, seed=0):
+    """A window of dicts, each of two rows of 6 places, of which the first so many have a label."""
+    generator = torch.Generator().manual_seed(seed)
+    window = []
+    for length in lengths:
+        labels = torch.randint(8, (2, 6), generator=generator)
+        labels[:, length:] = IGNORED
+        window.append({"inputs": torch.randn(2, 6, 8, generator=generator), "labels": labels})
+    return window
+
+
+def whole_dict(window):
+    model = Causal()
+    loss = model(**{key: torch.cat([part[key] for part in window]) for key in window[0]}).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def test_a_model_that_shifts_its_labels_counts_by_a_function():
+    """A row with one label has none that is predicted."""
+    window = rows([6, 2, 1, 4])
+    loss, expected = whole_dict(window)
+    model = Causal()
+    assert accumulate(model, iter(window), count=shifted).item() == pytest.approx(loss, rel=1e-6)
+    assert relative_error(gradients(model), expected) < 1e-5
+    uncounted = Causal()
+    uncounted_loss = accumulate(uncounted, [part for part in window if shifted(part)])  # all labels, as of other models
+    assert abs(uncounted_loss.item() - loss) > 1e-3 and relative_error(gradients(uncounted), expected) > 1e-2
+
+    pairs = [(part["inputs"], part) for part in window]  # what y is, only the model and the function must know
+    model = Causal()
+    model.forward = lambda x, y: Causal.forward(model, **y).loss
+    assert accumulate(model, pairs, count=lambda pair: int(shifted(pair[1]))).item() == pytest.approx(loss, rel=1e-6)
+    assert relative_error(gradients(model), expected) < 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_dicts_on_ranks_with_other_numbers_of_micro_batches_and_none_with_a_target(stage):
+    mine = [rows([4, 2, 1], seed=1), rows([6], seed=2), rows([1, 0], seed=3)]
+    loss, expected = whole_dict([part for window in mine for part in window])
+
+    def work(comm):
+        model = stage(Causal(), comm)
+        measured = accumulate(model, mine[comm.rank], count=shifted).item()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        return measured, model.gather_state_dict()
+
+    start = Causal().state_dict()
+    for measured, state in run(3, work):
+        assert measured == pytest.approx(loss, rel=1e-6)
+        assert relative_error({name: start[name] - state[name] for name in start}, expected) < 1e-5
+
+
+def test_a_stand_in_without_a_finite_loss_is_refused():
+    """Its labels are made up where they can be found; here they are not."""
+
+    class Renamed(Causal):
+        def forward(self, inputs, targets):
+            return super().forward(inputs, targets)
+
+    def work(comm):
+        window = [{"inputs": part["inputs"], "targets": part["labels"]} for part in rows([comm.rank * 5])]
+        accumulate(DDP(Renamed(), comm), window, count=lambda part: (part["targets"][:, 1:] != IGNORED).sum())
+
+    with pytest.raises(RankFailed, match="loss is nan for what stands in.*give each rank a micro-batch that has"):
+        run(2, work)
+
+
+@pytest.mark.parametrize("number", [-1, 2.5, float("nan"), float("inf"), "3", None, torch.ones(2), torch.tensor(0.5)])
+def test_a_count_that_is_none_is_refused(number):
+    with pytest.raises(ValueError, match="count must give a whole number of at least 0, not "):
+        accumulate(Causal(), rows([4]), count=lambda micro_batch: number)
+
+
+def test_what_a_dict_needs():
+    with pytest.raises(TypeError, match="count must be a function of a micro-batch, not int"):
+        accumulate(Causal(), rows([4]), count=3)
+    with pytest.raises(TypeError, match=r"a tensor at 'labels' \(or else count=.*, not dict"):
+        accumulate(Causal(), [{"inputs": torch.ones(1, 2, 8)}])
+    with pytest.raises(TypeError, match="not str: a single one goes into a list"):
+        accumulate(Causal(), rows([4])[0])
+    with pytest.raises(ValueError, match=r"model\(\*\*micro_batch\).loss must be one number, .* not NoneType"):
+        accumulate(Logits(), [{"x": torch.ones(2, 8), "y": None}], count=lambda _: 1)
+
+
 # On ranks.
 
 

@@ -4,8 +4,8 @@ tokens, so each micro-batch counts by its tokens, not as one of k:
     L = Σ nᵢ Lᵢ / Σ nᵢ          Lᵢ: mean loss of micro-batch i; nᵢ: its targets, those that are not -100
 
 Activations exist for one micro-batch at a time: each goes backward before the next goes forward.
-`_backward(model, x, y, weight)` does that: it adds the gradient of weight · loss to .grad and returns weight ·
-loss. A micro-batch without any target has a mean of 0/0; it must add nothing.
+`_backward(model, micro_batch, weight)` does that: it adds the gradient of weight · loss to .grad and returns weight ·
+loss. A micro-batch is a pair (x, y). One without any target has a mean of 0/0; it must add nothing.
 
 For an engine of minizero, whose ranks must agree, `_accumulate_on_ranks(model, window, counts, no_sync)` is there.
 """
@@ -22,7 +22,8 @@ from minizero.memory import Ledger
 from tests.exercises.kit import fail, ranks, recognise, same, size, wrong
 
 PLAN = [
-    "window: the list of the micro-batches, each checked by _checked(pair). counts: how many targets each has.",
+    "window: the list of the micro-batches. counts: how many targets each has; _checked_count(micro_batch, count) asks "
+    "the function `count`, which by default is targets_in, and checks both.",
     "An Engine: return what _accumulate_on_ranks gives. (Other wrappers that average by themselves are a "
     "`TypeError`: what has `no_sync` or `set_requires_gradient_sync`.)",
     "total: how many targets the window has; _check_window([[len(window), sum(counts)]]) says so, and complains "
@@ -32,23 +33,23 @@ PLAN = [
     "Return the loss of the window: a tensor without a graph.",
 ]
 HINTS = [
-    "(y != IGNORED).sum() counts targets.",
-    "weight = count / total: the weights add up to 1.",
+    "targets_in(micro_batch) is (y != IGNORED).sum(): not all of y are targets.",
+    "weight = targets / total: the weights add up to 1.",
     "loss = torch.zeros(()) and loss += _backward(…) keeps no graph, since _backward returns a detached value.",
 ]
-LOOP = "loss += _backward(model, x, y, count / total)"
+LOOP = "loss += _backward(model, micro_batch, targets / total)"
 WRONG = [
-    wrong("mean-of-means", ("count / total)", "1 / len(window))")),
-    wrong("sums-the-means", ("count / total)", "1.0)")),
-    wrong("forgets-to-divide", ("count / total)", "float(count))")),
-    wrong("counts-ignored", ("(y != IGNORED).sum()", "torch.tensor(y.numel())")),
-    wrong("nan-without-targets", ("if count:", "if True:")),
-    wrong("all-at-once", (LOOP, "loss = loss + model(x, y) * (count / total)"),
+    wrong("mean-of-means", ("targets / total)", "1 / len(window))")),
+    wrong("sums-the-means", ("targets / total)", "1.0)")),
+    wrong("forgets-to-divide", ("targets / total)", "float(targets))")),
+    wrong("counts-ignored", ("(micro_batch, count)", "(micro_batch, lambda pair: pair[1].numel())")),
+    wrong("nan-without-targets", ("if targets:", "if True:")),
+    wrong("all-at-once", (LOOP, "loss = loss + model(*micro_batch) * (targets / total)"),
           ("    return loss", "    loss.backward()\n    return loss.detach()")),
-    wrong("last-only", ("if count:", "model.zero_grad()\n            if count:")),
+    wrong("last-only", ("if targets:", "model.zero_grad()\n            if targets:")),
     wrong("zeroes-before", ("    loss = torch.zeros", "    model.zero_grad()\n    loss = torch.zeros")),
     wrong("returns-the-last", ("loss += _backward", "loss = _backward")),
-    wrong("forward-twice", (LOOP, "model(x, y)\n                " + LOOP)),
+    wrong("forward-twice", (LOOP, "model(*micro_batch)\n                " + LOOP)),
     wrong("keeps-a-graph", (LOOP, LOOP.replace("+=", "= loss +") + "\n                "
                             "loss = loss + 0 * next(model.parameters()).sum()")),
     wrong("a-number", ("    return loss", "    return float(loss)")),
@@ -111,9 +112,7 @@ def check() -> None:
         model, rest = Model(), [pair for pair in window() if (pair[1] != -100).any()]
         module.accumulate(model, rest)
         if not same(gradient(model), want, 1e-4):
-            fail(
-                "counts-ignored", "Positions with target -100 were counted: count those that have one, (y != IGNORED)."
-            )
+            fail("counts-ignored", "Positions with target -100 were counted: count those that have one.")
         fail(
             "nan-without-targets",
             "The gradients are NaN: a micro-batch without targets has a mean of 0/0. Leave it out.",
