@@ -69,7 +69,7 @@ class Engine(Wrapped, abc.ABC):
             self.keep(unit, unit.flatten())
             unit.replica_is_fresh_now()
             self._watch(unit)
-        module.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
+        module.register_forward_pre_hook(lambda _, *call: self._before_model(*call), prepend=True, with_kwargs=True)
         module.register_state_dict_pre_hook(lambda *_: self.state_dict())  # which says what to call instead
 
     # The stage's part.
@@ -123,20 +123,21 @@ class Engine(Wrapped, abc.ABC):
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def _before_model(self) -> None:
+    def _before_model(self, args: Any, kwargs: Any) -> Any:
         for unit in self.units:
             if any(parameter.requires_grad != unit.trains for parameter in unit.parameters):
                 raise RuntimeError(
                     f"{type(self).__name__}: requires_grad changed in {unit.name}: freeze before wrapping"
                 )
         if self.in_backward and torch._C._current_graph_task_id() == -1:  # the last backward broke off
-            self.in_backward = False
+            self.in_backward, self.backwards = False, self.backwards + 1
             self._release_all()
             for unit in self.in_order:
                 unit.restore_gradient()
         self.before_forward()
         for unit in self.roots:
             self.gather(unit)
+        return without_leaves(args, kwargs)
 
     def _release_all(self) -> None:
         for unit in self.units:
@@ -160,29 +161,39 @@ class Engine(Wrapped, abc.ABC):
         for shard in unit.shards:
             shard.shard_of = type(self).__name__  # type: ignore[attr-defined]
         if unit.module is not None:
-            unit.module.register_forward_pre_hook(lambda *_: self.gather(unit), prepend=True)
+            unit.module.register_forward_pre_hook(
+                lambda _, *call: self._before_unit(unit, *call), prepend=True, with_kwargs=True
+            )
             unit.module.register_forward_hook(lambda _, *call: self._after_unit(unit, *call), with_kwargs=True)
 
+    def _before_unit(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        self.gather(unit)
+        changed = without_leaves(args, kwargs)
+        unit.inputs = {id(x): x._version for x in tensors_in(changed or [args, kwargs]) if x.grad_fn is not None}
+        return changed
+
     def _after_unit(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward is over. The gradient of the output opens this use's backward, those of its inputs close it."""
+        """Forward is over. The gradient of the output opens this use's backward, the first of an input's closes it.
+
+        Autograd goes back through the newest operation first. What made an input is older than all that the unit did,
+        so when it has its turn, the unit has had all of its own.
+        """
         self.forward_is_over(unit)
-        inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
         # The hooks must not hold the tensors that hold them, or nothing is freed: numbers only.
-        version, needed, owed = unit.version, len(inputs), 0  # owed: how many inputs still have no gradient
-        seen = -1  # in which backward that was: a graph can be gone through twice
+        version, opened, closed = unit.version, -1, -1  # in which backward: a graph can be gone through twice
 
         def open_backward(_: Any) -> None:
-            nonlocal owed, seen
-            if owed == 0 or seen != self.backwards:
-                seen = self.backwards
+            nonlocal opened
+            if opened != self.backwards:  # one of several outputs is the first
+                opened = self.backwards
                 self._check_backward(unit, version)
-                unit.users, owed = unit.users + 1, needed or -1  # without inputs it ends with the backward
+                unit.users += 1
                 self.gather(unit)
 
         def close_backward(_: torch.Tensor) -> None:
-            nonlocal owed
-            owed = max(owed - 1, 0)
-            if owed == 0:
+            nonlocal closed
+            if opened == self.backwards != closed:
+                closed = self.backwards
                 unit.users -= 1
                 if unit.users == 0:  # another use of the same unit may be open
                     self.release(unit)
@@ -193,8 +204,10 @@ class Engine(Wrapped, abc.ABC):
                 tensor.grad_fn.register_prehook(open_backward)
             elif tensor.requires_grad:
                 tensor.register_hook(open_backward)
-        for tensor in inputs:
-            tensor.register_hook(close_backward)
+        for tensor in tensors_in([args, kwargs]):  # without any, this use ends with the backward
+            # What the unit wrote in place, or put into a list that it was given, is its own work, no input.
+            if tensor.grad_fn is not None and unit.inputs.get(id(tensor)) == tensor._version:
+                tensor.register_hook(close_backward)
 
     def _check_backward(self, unit: Unit, version: int) -> None:
         if unit.master._version != version:
@@ -253,6 +266,20 @@ class Engine(Wrapped, abc.ABC):
             yield
         finally:
             self.sync = before
+
+
+def without_leaves(args: Any, kwargs: Any) -> Any:
+    """The arguments of a forward, with a view for each leaf among them that requires a gradient.
+
+    Autograd completes leaves before all else: when a leaf has its gradient, the unit's weights may still have none.
+    A view is an operation like any other. It is older than the unit's own, so its turn comes after theirs.
+    """
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    leaves = {id(tensor): tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
+    if not (leaves and torch.is_grad_enabled()):
+        return None  # leave them as they are
+    views = {key: leaf.view_as(leaf) for key, leaf in leaves.items()}  # one each: attention asks whether q is k
+    return tuple(views.get(id(a), a) for a in args), {name: views.get(id(a), a) for name, a in kwargs.items()}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
