@@ -98,7 +98,11 @@ class Unit:
             parameter.data = view
 
     def cut_shards(self) -> None:
-        """Cut `master` into the optimizer's parameters: where the value of `group_by` changes, and nowhere else."""
+        """Cut `master` into the optimizer's parameters: where the value of `group_by` changes, and nowhere else.
+
+        A value that this rank holds nothing of has an empty shard. So every rank has something of each, and what
+        writes it on all ranks (an optimizer's step, a loop under no_grad) is seen by all: see `replica_is_stale`.
+        """
         tag(self.master, "parameters" if self.dtype == torch.float32 else "optimizer")
         start = 0 if self.whole else self.comm.rank * self.master.numel()
         ends = [*self.offsets[1:], self.size]  # the padding goes with the last parameter
@@ -111,9 +115,16 @@ class Unit:
                 self.groups.pop()
             self.groups.append(group)
             self.shards.append(nn.Parameter(self.master[low:high], requires_grad=self.trains))
+        for group in dict.fromkeys(self.group_of):
+            if group not in self.groups:
+                self.groups.append(group)
+                self.shards.append(nn.Parameter(self.master[:0], requires_grad=self.trains))
 
     def replica_is_stale(self) -> bool:
-        """Has `master` been written since the replica was made from it?"""
+        """Has `master` been written since the replica was made from it?
+
+        If so, all ranks communicate. So all must give one answer: whatever writes some rank's chunk marks them all.
+        """
         return self.master._version != self.version
 
     def replica_is_fresh_now(self) -> None:

@@ -136,19 +136,23 @@ def fill(stored: Stored, model: Wrapped, optimizer: torch.optim.Optimizer, group
     """Read what this rank holds: parameters, buffers, and states, which the optimizer may not have yet."""
     ranges, numbers = stored
     order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    states = {p: state for p, state in optimizer.state.items() if p in order}  # a shard of padding keeps its own
-    begun = set()
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+
+    def begin(shard: nn.Parameter, name: str) -> None:
+        if shard in order and shard not in states:
+            states[shard] = {k: torch.zeros_like(shard) for k in ranges[name] if k != "parameter"} | numbers[name]
+
     for name, first, shard, where in (piece for unit in model.units for piece in pieces(unit)):
-        targets = {"parameter": shard.detach()}
-        if shard in order:
-            if shard not in begun:
-                begun.add(shard)
-                states[shard] = {k: torch.zeros_like(shard) for k in ranges[name] if k != "parameter"} | numbers[name]
-            targets |= states[shard]
+        begin(shard, name)
+        targets = {"parameter": shard.detach()} | states.get(shard, {})
         for kind, found in ranges[name].items():
             out = targets[kind].view(-1)[where]
             for part, slice_stored, file in overlaps(found, first, len(out)):
                 out[part].copy_(file[slice_stored])
+    for unit in model.units:  # what holds padding, or nothing, is stepped and refreshed with the rest, on all ranks
+        for shard, group in zip(unit.shards, unit.groups):
+            begin(shard, unit.names[unit.group_of.index(group)])
+        torch.autograd.graph.increment_version(unit.master)
     for name, buffer in buffers(model).items():
         buffer.copy_(numbers[name]["buffer"])
     by_number = {order[p]: state for p, state in states.items() if state}

@@ -37,14 +37,12 @@ class Wrapped(nn.Module):
                 yield from zip(unit.shard_names(prefix), unit.shards, strict=True)
 
     def parameter_groups(self) -> dict[Any, list[nn.Parameter]]:
-        """The shards by value of `group_by`."""
+        """The shards by value of `group_by`. Every rank has each; one that it holds nothing of is empty."""
         result: dict[Any, list[nn.Parameter]] = {}
         for unit in self.units:
             if unit.trains:
-                for group in unit.group_of:  # on every rank, also where it holds none of it
-                    result.setdefault(group, [])
                 for group, shard in zip(unit.groups, unit.shards, strict=True):
-                    result[group].append(shard)
+                    result.setdefault(group, []).append(shard)
         return result
 
     @torch.no_grad()

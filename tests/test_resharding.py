@@ -314,5 +314,5 @@ def test_states_of_one_shard_must_be_of_one_step(tmp_path):
     run(2, saves)
     for error, _ in run(2, loads, None):
         assert isinstance(error, CheckpointError) and "has not been stepped as often as" in str(error)
-    found = run(2, loads, lambda name, parameter: name)
-    assert found[0] == (None, {"root.weight": 1.0}) and found[1] == (None, {"root.weight": 1.0, "root.bias": 2.0})
+    for found in run(2, loads, lambda name, parameter: name):  # rank 0's shard of the bias is empty, and stepped, too
+        assert found == (None, {"root.weight": 1.0, "root.bias": 2.0})
