@@ -40,17 +40,19 @@ class DDP(Engine):
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         if unit is self.in_order[0]:  # the first of a backward
-            self.bucket: list[tuple[Unit, torch.Tensor]] = []
-        self.bucket.append((unit, gradient))
-        if sum(g.nbytes for _, g in self.bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
+            self.buckets: dict[torch.dtype, list[tuple[Unit, torch.Tensor]]] = {}
+        bucket = self.buckets.setdefault(unit.dtype, [])
+        bucket.append((unit, gradient))
+        if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
             return
-        # Row r is chunk r of every unit, so each number is summed in the same order as in the other stages.
-        by_rank = [g.view(self.comm.size, -1) for _, g in self.bucket]
-        rows = torch.cat(by_rank, dim=1)
-        tag(rows, "gradients")
-        all_reduce(rows, self.comm, out=rows, label=unit.name)
-        for view, columns in zip(by_rank, rows.split([view.shape[1] for view in by_rank], dim=1)):
-            torch.div(columns, self.comm.size, out=view)
-        for each, averaged in self.bucket:
-            each.set_gradient(averaged, full=averaged)
-        self.bucket.clear()
+        for dtype in list(self.buckets) if unit is self.in_order[-1] else [unit.dtype]:
+            bucket = self.buckets.pop(dtype)
+            # Row r is chunk r of every unit, so each number is summed in the same order as in the other stages.
+            by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
+            rows = torch.cat(by_rank, dim=1)
+            tag(rows, "gradients")
+            all_reduce(rows, self.comm, out=rows, label=unit.name)
+            for view, columns in zip(by_rank, rows.split([view.shape[1] for view in by_rank], dim=1)):
+                torch.div(columns, self.comm.size, out=view)
+            for each, averaged in bucket:
+                each.set_gradient(averaged, full=averaged)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from minizero.checks import check_module
 from minizero.collectives import broadcast
 from minizero.comm import Comm
-from minizero.partition import GroupBy, Unit, make_units
+from minizero.partition import GroupBy, Unit, keeps_statistics, make_units
 from minizero.wrapped import Wrapped
 
 
@@ -34,8 +34,10 @@ class Engine(Wrapped, abc.ABC):
     """A module whose parameters live in the flat buffers of units. Base of DDP, Zero1, Zero2, Zero3.
 
     module: FP32 parameters, all on one device. dtype: float16 or bfloat16 computes on 16-bit copies
-    and keeps FP32 masters. units: modules, by default the repeated blocks. group_by: a function of
-    (name, parameter), whose values no shard mixes. Buffers keep their dtype.
+    and keeps FP32 masters; of frozen parameters only the 16-bit numbers, which are also what is saved
+    and gathered, as FP32. Norms with running statistics compute in FP32. units: modules, by default the
+    repeated blocks. group_by: a function of (name, parameter), whose values no shard mixes. Buffers keep
+    their dtype.
     """
 
     inside: Comm | None = None  # the ranks that a unit is sharded over, where that is not all of `comm`
@@ -66,17 +68,24 @@ class Engine(Wrapped, abc.ABC):
         self.roots = [unit for unit in self.units if unit.module is None]
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]
         for unit in self.units:
-            self.keep(unit, unit.flatten())
+            full = unit.flatten()
+            self.keep(unit, full if unit.trains else full.to(unit.dtype))
             unit.replica_is_fresh_now()
             self._watch(unit)
         module.register_forward_pre_hook(lambda _, *call: self._before_model(*call), prepend=True, with_kwargs=True)
+        for part in module.modules():
+            if keeps_statistics(part) and dtype not in (None, torch.float32):
+                compute_in_fp32(part, dtype)
         module.register_state_dict_pre_hook(lambda *_: self.state_dict())  # which says what to call instead
 
     # The stage's part.
 
     @abc.abstractmethod
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
-        """Set the unit's `flat` and `master`, and cut its shards. full: rank 0's values, FP32, (size,)."""
+        """Set the unit's `flat` and `master`, and cut its shards. full: rank 0's values, (size,), FP32.
+
+        Those of a frozen unit have its dtype already.
+        """
 
     @abc.abstractmethod
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
@@ -266,6 +275,17 @@ class Engine(Wrapped, abc.ABC):
             yield
         finally:
             self.sync = before
+
+
+def compute_in_fp32(norm: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a norm is given to FP32, and what it returns back to `dtype`, as PyTorch's MixedPrecision does."""
+
+    def cast(value: Any, to: torch.dtype) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: x.to(to) if x.is_floating_point() else x, value)
+
+    # First and last of its hooks: a unit that is this norm itself has FP32 inputs and outputs.
+    norm.register_forward_pre_hook(lambda _, *call: cast(call, torch.float32), prepend=True, with_kwargs=True)
+    norm.register_forward_hook(lambda _, __, output: cast(output, dtype))
 
 
 def without_leaves(args: Any, kwargs: Any) -> Any:

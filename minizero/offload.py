@@ -24,15 +24,15 @@ class Offload(Zero3):
     """What `Zero3(module, comm, offload=True)` makes. The optimizer's parameters are on the CPU."""
 
     def own(self, chunk: torch.Tensor) -> torch.Tensor:
-        return to_host(chunk)
+        return to_host(chunk, chunk.dtype)
 
     def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
         # The copy is waited for, in the lane's thread where there is one: the CPU reads it next.
         return to_host(super().average(unit, gradient, comm))
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the CPU's memory, in FP32; pinned where it comes from a GPU, which can then copy by itself."""
-    copy = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=tensor.is_cuda)
+def to_host(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A copy in the CPU's memory; pinned where it comes from a GPU, which can then copy by itself."""
+    copy = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
     tag(copy, "host")
     return copy.copy_(tensor)

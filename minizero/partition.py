@@ -32,7 +32,8 @@ class Unit:
     """Parameters that are gathered, reduced and freed together. All flat buffers have `size` elements.
 
     flat: the replica in the computing dtype, which the module's parameters are views of.
-    master: FP32, what the optimizer's parameters are cut from: this rank's chunk, or all of it (DDP).
+    master: FP32, what the optimizer's parameters are cut from: this rank's chunk, or all of it (DDP). That of a frozen
+        unit, which no optimizer steps, has the computing dtype.
     shards: the optimizer's parameters, a piece of `master` for each value of `group_by` in it.
     """
 
@@ -103,7 +104,7 @@ class Unit:
         A value that this rank holds nothing of has an empty shard. So every rank has something of each, and what
         writes it on all ranks (an optimizer's step, a loop under no_grad) is seen by all: see `replica_is_stale`.
         """
-        tag(self.master, "parameters" if self.dtype == torch.float32 else "optimizer")
+        tag(self.master, "parameters" if self.dtype == self.master.dtype else "optimizer")
         start = 0 if self.whole else self.comm.rank * self.master.numel()
         ends = [*self.offsets[1:], self.size]  # the padding goes with the last parameter
         for group, low, high in zip(self.group_of, self.offsets, ends, strict=True):
@@ -254,7 +255,10 @@ def make_units(
     given: Sequence[nn.Module] | None,
     group_by: GroupBy | None,
 ) -> list[Unit]:
-    """The root unit first, then the others in the module's order; frozen parameters form units of their own.
+    """The root unit first, then the others in the module's order.
+
+    Parameters that are frozen, and those of norms that compute in FP32 while the rest does not, form units of their
+    own.
 
     given: modules, each to be a unit; by default the repeated blocks. A parameter belongs to the
     innermost unit around it; one that is tied across units belongs to the root.
@@ -264,28 +268,37 @@ def make_units(
     if given is not None and any(id(m) not in paths for m in given):
         raise ValueError("units: each must be a submodule of the wrapped module")
     chosen = dict(repeated_blocks(module)) if given is None else {paths[id(m)]: m for m in given}
+    norms = {path for path, part in module.named_modules(remove_duplicate=False) if keeps_statistics(part)}
     owners: dict[int, set[str]] = {}
+    in_norms: dict[int, bool] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         around = [path for path in chosen if path and name.startswith(path + ".")]
         owners.setdefault(id(parameter), set()).add(max(around, key=len, default=""))
-    contents: dict[tuple[str, bool], dict[str, nn.Parameter]] = {}
+        in_norms[id(parameter)] = name.rpartition(".")[0] in norms and in_norms.get(id(parameter), True)
+    contents: dict[tuple[str, bool, torch.dtype], dict[str, nn.Parameter]] = {}
     for path in ["", *chosen]:
         for name, parameter in module.named_parameters():
             owner = owners[id(parameter)]
             if (owner.copy().pop() if len(owner) == 1 else "") == path:
-                contents.setdefault((path, parameter.requires_grad), {})[name] = parameter
+                its = torch.float32 if in_norms[id(parameter)] else dtype
+                contents.setdefault((path, parameter.requires_grad, its), {})[name] = parameter
     return [
         Unit(
-            (path or "root") + ("" if trains else " (frozen)"),
+            (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)"),
             chosen.get(path) if path else None,
             named,
             comm,
             inside,
-            dtype,
+            its,
             group_by,
         )
-        for (path, trains), named in contents.items()
+        for (path, trains, its), named in contents.items()
     ]
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Does it keep running statistics, as batch norms do? They are FP32 buffers, and need FP32 inputs and weights."""
+    return any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
 
 
 def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -71,7 +71,7 @@ def tensors_to_write(
     for unit, part in zip(model.units, parts):
         for name, first, shard, where in pieces(unit, *part):
             elements = f"{first}:{first + where.stop - where.start}"
-            tensors[f"{name}/parameter/{elements}"] = shard.detach().view(-1)[where]
+            tensors[f"{name}/parameter/{elements}"] = shard.detach().view(-1)[where].float()
             for kind, value in state.get(shard, {}).items():
                 if kind not in numbers:
                     tensors[f"{name}/{kind}/{elements}"] = value.view(-1)[where]

@@ -72,7 +72,7 @@ class Wrapped(nn.Module):
             mine = unit.master.to(self.comm.device)
             whole = mine if unit.whole else all_gather(mine, unit.comm, label=unit.name)
             for parameter, view in zip(unit.parameters, unit.views(whole), strict=True):
-                found |= {name: view.clone() for name in self.names_of[id(parameter)]}
+                found |= {name: view.to(torch.float32, copy=True) for name in self.names_of[id(parameter)]}
         return {name: found[name] for name in self.state_names}
 
     @torch.no_grad()

@@ -31,22 +31,22 @@ HINTS = [
     'all_reduce(tensor, comm, "mean") returns the average of the ranks\' tensors.',
     "The simple answer has two lines: average; set_gradient.",
 ]
+KEEP = "bucket.append((unit, gradient))"
 CALL = "all_reduce(rows, self.comm, out=rows, label=unit.name)"
 DIVIDE = "torch.div(columns, self.comm.size, out=view)"
 WRONG = [
     wrong("forgot-divide", (DIVIDE, "view.copy_(columns)")),
     wrong("divides-twice", (DIVIDE, "torch.div(columns, self.comm.size**2, out=view)")),
     wrong("no-communication", (CALL, "pass"), (DIVIDE, "view.copy_(columns)")),
-    wrong("reduces-the-weights", ("append((unit, gradient))", "append((unit, unit.flat.clone()))")),
+    wrong("reduces-the-weights", (KEEP, "bucket.append((unit, unit.flat.clone()))")),
     wrong("takes-the-largest", (CALL, 'all_reduce(rows, self.comm, "max", out=rows, label=unit.name)'),
           (DIVIDE, "view.copy_(columns)")),
-    wrong("sends-everything", (CALL, "from minizero.collectives import all_gather\n    rows.copy_(all_gather("
+    wrong("sends-everything", (CALL, "from minizero.collectives import all_gather\n        rows.copy_(all_gather("
           "rows, self.comm, label=unit.name).view(self.comm.size, *rows.shape).sum(0))")),
-    wrong("sends-again", ("    self.bucket.clear()", "    pass")),
+    wrong("sends-again", ("self.buckets.pop(dtype)", "self.buckets[dtype]")),
     wrong("divides-by-four", (DIVIDE, "torch.div(columns, 4, out=view)")),
     wrong("sends-fp32", (CALL, "rows.copy_(all_reduce(rows.float(), self.comm, label=unit.name))")),
-    wrong("keeps-every-gradient", ("    self.bucket.append((unit, gradient))", "    self.bucket.append((unit, gradient"
-          '))\n    self.__dict__.setdefault("all", []).append(gradient.clone())')),
+    wrong("keeps-every-gradient", (KEEP, KEEP + '\n    self.__dict__.setdefault("all", []).append(gradient.clone())')),
     wrong("forgets-the-last", ("and unit is not self.in_order[-1]", "or True")),
 ]  # fmt: skip
 
