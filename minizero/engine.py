@@ -222,7 +222,10 @@ class Engine(Wrapped, abc.ABC):
         if unit.master._version != version:
             raise RuntimeError(f"{type(self).__name__}: {unit.name} was changed between its forward and its backward")
         if torch.is_grad_enabled() and type(self).release is not Engine.release:
-            raise RuntimeError(f"{type(self).__name__}: double backward (create_graph=True) is not supported: use DDP")
+            raise RuntimeError(
+                f"{type(self).__name__}: double backward (create_graph=True) is not supported: use DDP, Zero1 or Zero2, "
+                "and torch.autograd.grad(…, inputs, create_graph=True)"
+            )
 
     def _begin_backward(self, versions: dict[Unit, int]) -> None:
         if self.in_backward:
@@ -240,6 +243,11 @@ class Engine(Wrapped, abc.ABC):
 
     def _arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(self).__name__}: backward(create_graph=True): .grad is an average over ranks, which no graph "
+                "contains: use torch.autograd.grad(…, inputs, create_graph=True), then backward()"
+            )
         self._begin_backward({})
         if self.sync and unit in self.in_order[: self.reduced]:
             raise RuntimeError(

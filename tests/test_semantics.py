@@ -583,14 +583,28 @@ def test_uses_that_would_train_something_else_are_refused(stage):
 
 
 def test_double_backward_is_refused_where_parameters_come_and_go():
-    def penalty(model, comm):
+    def penalty(model):
         x = vectors(0).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         slope.square().sum().backward()
 
-    wrapped(DDP)(penalty)
-    with pytest.raises(RankFailed, match="double backward"):
-        wrapped(Zero3)(penalty)
+    def norm(model, comm):
+        penalty(model)
+        return model.clip_grad_norm_(1e9).item()
+
+    def backward(model, comm):
+        model(vectors(0)).square().sum().backward(create_graph=True)
+
+    module = seeded(Blocks)()
+    penalty(module)
+    expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
+    for stage in (DDP, Zero1, Zero2):
+        assert wrapped(stage)(norm) == pytest.approx(expected, rel=1e-5)
+        with pytest.raises(RankFailed, match="an average over ranks.* use torch.autograd.grad"):
+            wrapped(stage)(backward)
+    for use in (norm, backward):
+        with pytest.raises(RankFailed, match="double backward.* use DDP, Zero1 or Zero2"):
+            wrapped(Zero3)(use)
 
 
 class Gate(nn.Module):
