@@ -38,6 +38,9 @@ class Engine(Wrapped, abc.ABC):
     and gathered, as FP32. Norms with running statistics compute in FP32. units: modules, by default the
     repeated blocks. group_by: a function of (name, parameter), whose values no shard mixes. Buffers keep
     their dtype.
+
+    forward moves every tensor among its arguments to `comm.device`, as `fully_shard` does, and with a
+    16-bit `dtype` casts those of floating point. What the module returns is left as it is.
     """
 
     inside: Comm | None = None  # the ranks that a unit is sharded over, where that is not all of `comm`
@@ -114,8 +117,7 @@ class Engine(Wrapped, abc.ABC):
     # Forward and backward: when.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.dtype is not None:
-            args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
@@ -130,7 +132,7 @@ class Engine(Wrapped, abc.ABC):
         return output
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
     def _before_model(self, args: Any, kwargs: Any) -> Any:
         for unit in self.units:
