@@ -3,14 +3,17 @@
 The check before each optimizer step also marks the shards as written, so that replicas are refreshed.
 """
 
+import threading
+import warnings
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-# They need whole tensors, for a norm or a shape. An optimizer cannot be asked: these, and what derives from them.
-NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "LARS", "LAMB", "Lamb", "Shampoo", "SOAP"}
+from minizero.elementwise import CannotTry, attributes_of, needs_whole_tensors, settings_of
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -40,8 +43,9 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called before every optimizer step in this process: does the optimizer hold what it should?"""
+    shard = None
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         stage = getattr(parameter, "shard_of", None)
         if stage is None and hasattr(parameter, "wrapped_in"):
@@ -49,13 +53,52 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"this optimizer was built before the model was wrapped in {parameter.wrapped_in}: "
                 "build it afterwards, from the wrapped model's parameters()"
             )
-        if stage not in (None, "DDP") and NOT_ELEMENTWISE & {kind.__name__ for kind in type(optimizer).__mro__}:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} needs whole tensors, {stage} gives it flat shards: "
-                "use DDP, or an elementwise optimizer such as AdamW"
-            )
         if stage is not None:  # a fused kernel writes without telling; this tells that the replica is old
             torch.autograd.graph.increment_version(parameter)
+        if stage not in (None, "DDP"):
+            shard = parameter
+    if shard is not None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args begin with the optimizer
+        check_elementwise(optimizer, shard, closure=closure is not None)
+
+
+trials: dict[Hashable, bool] = {}  # the results, for each class of optimizers and its settings
+one_at_a_time = threading.Lock()  # ranks that are threads share a trial
+
+
+def check_elementwise(optimizer: Optimizer, shard: torch.Tensor, *, closure: bool) -> None:
+    """`RuntimeError` if the optimizer needs whole tensors, a warning if that cannot be found out."""
+    # Schedulers change the settings at every step. The optimizer is tried again if an option is switched on or off.
+    switched_on = [{name for name, value in group.items() if is_on(name, value)} for group in optimizer.param_groups]
+    if getattr(optimizer, "tried_with", None) == switched_on:
+        return
+    name, stage = type(optimizer).__name__, shard.shard_of  # type: ignore[attr-defined]
+    kinds = type(optimizer), *(type(inner) for inner in vars(optimizer).values() if isinstance(inner, Optimizer))
+    for group in optimizer.param_groups:  # also one of which this rank holds nothing: all ranks decide alike
+        settings = repr((settings_of(group), attributes_of(optimizer)))
+        key = kinds, settings, shard.device.type, closure
+        with one_at_a_time:
+            if key not in trials:
+                try:
+                    trials[key] = needs_whole_tensors(optimizer, group, shard.device, closure=closure)
+                except CannotTry as reason:
+                    trials[key] = False
+                    warnings.warn(
+                        f"{name} could not be tried on flat shards ({reason}), so nobody has verified that it works on "
+                        f"them: {stage} trains wrongly if it needs whole tensors; compare with DDP in FP32",
+                        stacklevel=2,
+                    )
+        if trials[key]:
+            raise RuntimeError(
+                f"{name} needs whole tensors, {stage} gives it flat shards: "
+                "use DDP in FP32, or an elementwise optimizer such as AdamW"
+            )
+    optimizer.tried_with = switched_on  # type: ignore[attr-defined]
+
+
+def is_on(name: str, value: Any) -> bool:
+    """Is it an option that is switched on? The rate does not count, since the trial has its own."""
+    return name not in ("params", "lr") and (bool(value) if isinstance(value, bool | int | float | None) else True)
 
 
 register_optimizer_step_pre_hook(check_optimizer)
