@@ -29,6 +29,8 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
                 f"{stage}: {name} is a SyncBatchNorm, whose collectives would meet the engine's: use BatchNorm, "
                 "or a norm that does not look at the batch, such as GroupNorm"
             )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ValueError(f"{stage}: {name or 'the module'} gives sparse gradients, shards are dense: sparse=False")
     if len(devices := sorted({str(p.device) for p in parameters.values()})) > 1:
         raise ValueError(f"{stage}: parameters on mixed devices ({', '.join(devices)}): move the module to one")
     for name, parameter in parameters.items():

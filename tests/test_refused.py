@@ -34,11 +34,30 @@ def test_modules(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_sparse_gradients(stage):
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients(stage, kind):
     def sparse():
-        return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+        return nn.Sequential(kind(10, 4, sparse=True), nn.Linear(4, 4))
 
-    message = refused(RuntimeError, stage, sparse, lambda model: model(torch.tensor([3])).sum().backward())
+    message = refused(ValueError, stage, sparse)
+    assert f"{stage.__name__}: 0 gives sparse gradients, shards are dense: sparse=False" in message
+
+    def backward(comm):
+        module = sparse()
+        module[0].requires_grad_(False)  # without a gradient it does no harm
+        stage(module, comm)(torch.tensor([[3]])).sum().backward()
+
+    run(2, backward)
+
+
+class LooksUp(nn.Linear):
+    def forward(self, x):
+        return nn.functional.embedding(x, self.weight, sparse=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sparse_gradients_that_no_module_announces(stage):
+    message = refused(RuntimeError, stage, lambda: LooksUp(4, 4), lambda m: m(torch.tensor([3])).sum().backward())
     assert "root: sparse gradients are not supported: use sparse=False" in message
 
 
