@@ -51,9 +51,11 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         stage = getattr(parameter, "shard_of", None)
         if stage is None and hasattr(parameter, "wrapped_in"):
+            wrapper = parameter.wrapped_in
             raise RuntimeError(
-                f"this optimizer was built before the model was wrapped in {parameter.wrapped_in}: "
-                "build it afterwards, from the wrapped model's parameters()"
+                f"this optimizer holds parameters that are not {wrapper}'s shards: it was built before the model was "
+                "wrapped, or from a module around the wrapped model, such as torch.compile gives: "
+                f"build it afterwards, from the parameters() of the {wrapper} itself"
             )
         if stage is not None:  # a fused kernel writes without telling; this tells that the replica is old
             torch.autograd.graph.increment_version(parameter)

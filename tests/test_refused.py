@@ -99,3 +99,20 @@ def test_what_derives_from_a_refused_optimizer_is_refused_too():
 
     message = refused(RuntimeError, Zero3, lambda: GPT(SMALL), lambda model: Mine(model.parameters()).step())
     assert "Mine needs whole tensors, Zero3 gives it flat shards: use DDP" in message
+
+
+class Around(nn.Module):
+    def __init__(self, engine):
+        super().__init__()
+        self.engine, self.head = engine, nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("around", [Around, lambda model: torch.compile(model, backend="eager")])
+@pytest.mark.parametrize("stage", [Zero1, Zero3])
+def test_an_optimizer_of_a_module_around_the_wrapped_model_is_told_so(stage, around):
+    def step(model):
+        torch.optim.SGD(around(model).parameters(), lr=0.1).step()
+
+    message = refused(RuntimeError, stage, lambda: nn.Linear(2, 2), step)
+    assert f"not {stage.__name__}'s shards" in message and "from a module around the wrapped model" in message
+    assert f"from the parameters() of the {stage.__name__} itself" in message
