@@ -79,16 +79,28 @@ class Wrapped(nn.Module):
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what `gather_state_dict`, or the plain module's `state_dict`, gave: rank 0's values. Collective.
 
-        `ValueError` that lists the names that are missing or too many, or a shape that differs.
+        One name of a tied parameter suffices. `ValueError` that lists the names that are missing or too many, the
+        shapes that differ, or the names of a tied parameter that have different values.
         """
         buffers = {name: b for name, b in self.module.named_buffers(remove_duplicate=False) if name in self.state_names}
         shapes = {name: b.shape for name, b in buffers.items()}
         for unit in self.units:
             shapes |= {n: s for p, s in zip(unit.parameters, unit.shapes, strict=True) for n in self.names_of[id(p)]}
+        tied = dict(self.names_of)  # the names of each parameter and buffer
+        for name, buffer in buffers.items():
+            tied[id(buffer)] = [*tied.get(id(buffer), []), name]
+        state = dict(state)
+        for names in tied.values():
+            for given in [name for name in names if name in state][:1]:
+                for name in names:
+                    state.setdefault(name, state[given])
         if wrong := sorted(shapes.keys() ^ state.keys()):
             raise ValueError(f"load_full_state_dict: names missing or unknown: {', '.join(wrong)}")
         if wrong := [f"{n} {tuple(state[n].shape)}, here {tuple(s)}" for n, s in shapes.items() if state[n].shape != s]:
             raise ValueError(f"load_full_state_dict: shapes differ: {'; '.join(wrong)}")
+        for first, *others in tied.values():
+            if any(state[n] is not state[first] and not same_values(state[first], state[n]) for n in others):
+                raise ValueError(f"load_full_state_dict: {first}, {', '.join(others)} are one tensor: give one value")
         for name, buffer in buffers.items():
             buffer.copy_(broadcast(state[name].to(buffer), self.comm, label=name))
         for unit in self.units:
@@ -116,3 +128,8 @@ class Wrapped(nn.Module):
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise RuntimeError(f"{type(self).__name__}: cannot be copied: copy the module before wrapping it")
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Are all elements equal, NaN to NaN?"""
+    return torch.allclose(one, other.to(one), rtol=0.0, atol=0.0, equal_nan=True)

@@ -696,3 +696,29 @@ def test_two_backwards_through_one_graph():
 
     check(seeded(Blocks), forward=forward)
     check(seeded(lambda: nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))), forward=forward)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_name_of_a_tied_parameter_or_shared_buffer_suffices(stage):
+    class Tied(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.blocks[2][2].weight = self.blocks[0][2].weight
+            table = torch.zeros(3)
+            for block in self.blocks:
+                block.register_buffer("table", table)
+
+    @wrapped(stage, seeded(Tied))
+    def _(model, comm):
+        full = model.gather_state_dict()
+        for value, gone in ((1.0, 0), (2.0, 2)):
+            removed = (f"blocks.{gone}.2.weight", f"blocks.{gone}.table", "blocks.1.table")
+            state = {name: torch.full_like(t, value) for name, t in full.items() if name not in removed}
+            names = list(state)
+            model.load_full_state_dict(state)
+            assert list(state) == names and all((t == value).all() for t in model.gather_state_dict().values())
+        got = model.gather_state_dict()
+        with pytest.raises(ValueError, match="blocks.0.2.weight, blocks.2.2.weight are one tensor: give one value"):
+            model.load_full_state_dict(got | {"blocks.2.2.weight": got["blocks.0.2.weight"] + 1})
+        diverged = {name: torch.full_like(value, torch.nan) for name, value in got.items()}
+        model.load_full_state_dict(diverged)
