@@ -3,8 +3,8 @@
 Nothing here is special to a stage: it works on the units' masters and shards, wherever they are.
 """
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -109,10 +109,21 @@ class Wrapped(nn.Module):
 
     # What a module can do and an engine cannot: refused, for it would be silently wrong.
 
-    def _apply(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__}: move or cast the module before wrapping it; afterwards it stays where it is"
-        )
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda` and `half` call. Where the device and the dtype are those already, nothing happens."""
+        kinds = {(len(shape), unit.dtype, self.comm.device) for unit in self.units for shape in unit.shapes}
+        kinds |= {(buffer.dim(), buffer.dtype, buffer.device) for buffer in self.module.buffers()}
+        for dim, dtype, device in kinds:
+            probe = torch.empty(dim * [2], dtype=dtype, device=device)
+            if fn(probe) is not probe:
+                raise RuntimeError(
+                    f"{type(self).__name__}: move or cast the module before wrapping it; "
+                    "afterwards it stays where and what it is"
+                )
+        return self
+
+    def share_memory(self) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: cannot be shared with other processes: each wraps its own module")
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"{type(self).__name__}: each rank holds a part: call gather_state_dict() on all ranks")
