@@ -122,6 +122,13 @@ class Wrapped(nn.Module):
                 )
         return self
 
+    def apply(self, *_: Any) -> NoReturn:
+        # Not of `module`, by whose apply tools set flags. What writes parameters there writes replicas of one rank.
+        raise RuntimeError(
+            f"{type(self).__name__}: initialise the module before wrapping it; afterwards load_full_state_dict(state) "
+            "sets the parameters on all ranks"
+        )
+
     def share_memory(self) -> NoReturn:
         raise RuntimeError(f"{type(self).__name__}: cannot be shared with other processes: each wraps its own module")
 

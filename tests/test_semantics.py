@@ -736,6 +736,15 @@ def test_a_tool_may_move_both_to_where_they_are(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_initialising_after_wrapping_is_refused(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        for outer in (model, nn.Sequential(model)):
+            with pytest.raises(RuntimeError, match=f"{stage.__name__}: initialise the module before wrapping"):
+                outer.apply(lambda module: None)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_one_name_of_a_tied_parameter_or_shared_buffer_suffices(stage):
     class Tied(Blocks):
         def __init__(self):
