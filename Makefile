@@ -2,8 +2,9 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
+STAMP_REAL := .venv/.installed-real
 
-.PHONY: help setup demo quick test notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
+.PHONY: help setup demo quick test real notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
 .PHONY: exercises check hint watch solution reset gradebook
 
 help:   ## show this list
@@ -17,8 +18,11 @@ demo: setup  ## train with every ZeRO stage, figures in results/: python -m mini
 quick: setup  ## the tests that end within a minute or two: python -m pytest -n 2
 	$(PY) -m pytest -n 2 $(ARGS)
 
-test: setup  ## every test that needs no GPU: python -m pytest -n 2 -m "not gpu and not soak and not exhaustive"
-	$(PY) -m pytest -n 2 -m "not gpu and not soak and not exhaustive" $(ARGS)
+test: setup  ## every test that needs no GPU: python -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real"
+	$(PY) -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real" $(ARGS)
+
+real: $(STAMP_REAL)  ## train real models under every stage, in minutes: python -m pytest tests/real -m real -n 2
+	$(PY) -m pytest tests/real -m real -n 2 $(ARGS)
 
 notebooks: setup  ## run every notebook and keep what it shows: python -m tests.run_notebooks
 	$(PY) -m tests.run_notebooks $(ARGS)
@@ -83,4 +87,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv: downloads about 0.5 GB with a CPU build of torch, about 3 GB on Linux from the default index (torch brings CUDA). PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are respected."
 	@$(PYTHON) -m venv .venv
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(STAMP_REAL): $(STAMP)
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,real]"
 	@touch $@
