@@ -21,7 +21,10 @@ def world(ranks, fn, *args):
 
 
 def loaded(comm, module, variant, state):
-    engine = VARIANTS[variant](copy.deepcopy(module), comm)
+    module = copy.deepcopy(module)
+    for parameter in module.parameters():
+        parameter.data.zero_()
+    engine = VARIANTS[variant](module, comm)
     engine.load_full_state_dict(state)
     return engine.gather_state_dict()
 
