@@ -225,8 +225,8 @@ class Engine(Wrapped, abc.ABC):
             raise RuntimeError(f"{type(self).__name__}: {unit.name} was changed between its forward and its backward")
         if torch.is_grad_enabled() and type(self).release is not Engine.release:
             raise RuntimeError(
-                f"{type(self).__name__}: double backward (create_graph=True) is not supported: use DDP, Zero1 or Zero2, "
-                "and torch.autograd.grad(…, inputs, create_graph=True)"
+                f"{type(self).__name__}: double backward (create_graph=True) is not supported: use DDP, Zero1 or "
+                "Zero2, and torch.autograd.grad(…, inputs, create_graph=True)"
             )
 
     def _begin_backward(self, versions: dict[Unit, int]) -> None:
