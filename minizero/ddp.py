@@ -8,7 +8,11 @@ and apply the same averaged gradient, they stay the same without ever being sent
 Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch import nn
 
 from minizero.collectives import all_reduce
 from minizero.engine import Engine
@@ -56,3 +60,37 @@ class DDP(Engine):
                 torch.div(columns, self.comm.size, out=view)
             for each, averaged in bucket:
                 each.set_gradient(averaged, full=averaged)
+
+    # Each rank holds everything, so these work as in PyTorch's DDP, also on `module` and its parts; each rank calls
+    # them by itself. In 16 bits the FP32 masters are saved and loaded: the next forward copies them to the replica.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.load_state_dict(self, *args, **kwargs)
+
+    def masters_of(self, part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """In 16 bits: the name of each parameter that the part itself holds, and its place in the masters."""
+        masters = {
+            id(parameter): master
+            for unit in self.units
+            if unit.dtype != torch.float32
+            for parameter, master in zip(unit.parameters, unit.views(unit.master), strict=True)
+        }
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in masters:
+                yield name, masters[id(parameter)]
+
+    def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name, master in self.masters_of(part):
+            state[prefix + name] = master.detach().float()
+
+    @torch.no_grad()
+    def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:
+        if about.get("assign_to_params_buffers"):
+            raise ValueError("DDP: assign=True would replace the parameters that the engine watches: leave it out")
+        for name, master in self.masters_of(part):
+            new = state.get(prefix + name)
+            if new is not None and new.shape == master.shape:  # else PyTorch says so
+                master.copy_(new)

@@ -79,7 +79,7 @@ class Engine(Wrapped, abc.ABC):
         for part in module.modules():
             if keeps_statistics(part) and dtype not in (None, torch.float32):
                 compute_in_fp32(part, dtype)
-        module.register_state_dict_pre_hook(lambda *_: self.state_dict())  # which says what to call instead
+        self.watch_state_dicts()
 
     # The stage's part.
 

@@ -107,6 +107,20 @@ class Wrapped(nn.Module):
             full = unit.flatten([state[name] for name in unit.names])
             unit.master.copy_(full if unit.whole else unit.chunk(full))
 
+    def watch_state_dicts(self) -> None:
+        """Let the module inside, and each of its parts, tell when its `state_dict` is made or loaded."""
+        for part in self.module.modules():
+            part.register_state_dict_post_hook(lambda *call: self.part_saved(*call[:3]))
+            part.register_load_state_dict_pre_hook(lambda *call: self.part_loads(*call[:4]))
+
+    def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """A part of the module has put its replica into `state`. DDP corrects it; elsewhere it is refused."""
+        self.state_dict()
+
+    def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:
+        """A part of the module is about to load its parameters from `state`."""
+        self.load_state_dict()
+
     # What a module can do and an engine cannot: refused, for it would be silently wrong.
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -132,10 +146,10 @@ class Wrapped(nn.Module):
     def share_memory(self) -> NoReturn:
         raise RuntimeError(f"{type(self).__name__}: cannot be shared with other processes: each wraps its own module")
 
-    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+    def state_dict(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{type(self).__name__}: each rank holds a part: call gather_state_dict() on all ranks")
 
-    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{type(self).__name__}: call load_full_state_dict(state) on all ranks")
 
     def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
