@@ -91,9 +91,9 @@ class Wrapped(nn.Module):
             tied[id(buffer)] = [*tied.get(id(buffer), []), name]
         state = dict(state)
         for names in tied.values():
-            for given in [name for name in names if name in state][:1]:
-                for name in names:
-                    state.setdefault(name, state[given])
+            given = next((name for name in names if name in state), None)
+            if given is not None:
+                state = dict.fromkeys(names, state[given]) | state
         if wrong := sorted(shapes.keys() ^ state.keys()):
             raise ValueError(f"load_full_state_dict: names missing or unknown: {', '.join(wrong)}")
         if wrong := [f"{n} {tuple(state[n].shape)}, here {tuple(s)}" for n, s in shapes.items() if state[n].shape != s]:
