@@ -16,7 +16,7 @@ import torch
 from numpy.random import MT19937, mtrand
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Buffers = dict[str, torch.Tensor | None]
 Noted = tuple[list[int], Buffers, Buffers]  # their versions, they themselves, and copies
@@ -25,6 +25,9 @@ _running = threading.local()  # .again: is a second run going on in this thread?
 
 
 ADVICE = "let it depend on its arguments and on torch's generators only"
+
+
+_times_set_back = 0  # the generators, by any thread
 
 
 class RecomputeMismatch(RuntimeError):
@@ -79,6 +82,8 @@ class Replay:
         self.autocast, self.device = _autocast(), _default_device()
         self.generators = [*_generators(tensors), *generators] if preserve_rng_state else []
         self.states = [generator.get_state() for generator in self.generators]
+        self.times_set_back = _times_set_back
+        self.after: list[bytes] | None = None  # in a thread: the generators' states after the first run
         self.numpy = _numpy_state() if preserve_rng_state else None
         self.knows_all = not preserve_rng_state or torch.cuda.is_initialized()
         self.buffers: dict[nn.Module, Buffers] = {}  # of modules whose buffers the first run changed: as they were
@@ -114,12 +119,12 @@ class Replay:
 
     def _first_run_is_over(self) -> None:
         """Forgets the generators that nothing was drawn from. Refuses what could not be drawn again."""
-        used = [
-            (generator, before)
-            for generator, before in zip(self.generators, self.states)
-            if not torch.equal(generator.get_state(), before)
-        ]
+        # A generator may be where it was although something was drawn, if another thread has set it back meanwhile.
+        set_back = self.times_set_back != _times_set_back
+        used = [(g, state) for g, state in zip(self.generators, self.states) if set_back or _bytes(g) != _raw(state)]
         self.generators, self.states = [g for g, _ in used], [state for _, state in used]
+        if used and threading.current_thread() is not threading.main_thread():
+            self.after = [*map(_bytes, self.generators)]
         if self.numpy is not None and self.numpy != _numpy_state():
             raise RecomputeMismatch(
                 "checkpoint: numbers were drawn from NumPy's global generator, which is not set back for the second "
@@ -136,26 +141,75 @@ class Replay:
     def again(self) -> Iterator[None]:
         """A second run: everything is as it was before the first, and afterwards as it is now."""
         outer, _running.again = is_recomputing(), True
+        watch = None if self.after is None else Draws()
         before = [generator.get_state() for generator in self.generators]
         own = {module: module._buffers for module in self.buffers}
         with contextlib.ExitStack() as stack:
             try:
                 for module, buffers in self.buffers.items():
                     module._buffers = _copies(buffers)  # there may be a third run
-                for generator, state in zip(self.generators, self.states):
-                    generator.set_state(state)
+                _set_back(self.generators, self.states)
                 if self.autocast != _autocast():
                     for kind, enabled, dtype, cache in self.autocast:
                         stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
                 if self.device != _default_device():
                     stack.enter_context(self.device)
+                if watch is not None:
+                    stack.enter_context(watch)
                 yield
+            except Exception:
+                watch = None  # its own failure is the one to tell
+                raise
             finally:
                 _running.again = outer
-                for generator, state in zip(self.generators, before):
-                    generator.set_state(state)
+                disturbed = watch is not None and watch.any and self.after != [*map(_bytes, self.generators)]
+                _set_back(self.generators, before)
                 for module, buffers in own.items():
                     module._buffers = buffers
+                if disturbed:
+                    raise RecomputeMismatch(
+                        "checkpoint: another thread drew from torch's generator, which all threads share, during the "
+                        "first or the second forward, so that the two drew different numbers: make the ranks "
+                        "processes, or leave dropout out, or draw from a generator that is an argument"
+                    )
+
+
+class Draws(TorchDispatchMode):
+    """Notes whether anything is drawn from torch's own generators."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.any = self.any or kwargs.get("generator") is None and draws(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Does this call of an operator draw random numbers? If it were not repeated, all later draws would be others."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
+    names = [argument.name for argument in func._schema.arguments]
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
+
+
+def _bytes(generator: torch.Generator) -> bytes:
+    return _raw(generator.get_state())
+
+
+def _raw(state: torch.Tensor) -> bytes:
+    """Read without an operator, which a mode around us would see: FakeTensorMode refuses real tensors."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _set_back(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    global _times_set_back
+    if generators:
+        with _disable_current_modes():  # for the same reason
+            for generator, state in zip(generators, states):
+                generator.set_state(state)
+        _times_set_back += 1
 
 
 def _versions(buffers: Buffers) -> list[int]:

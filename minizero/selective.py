@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minizero.frame import map_tensors
-from minizero.replay import ADVICE, RecomputeMismatch
+from minizero.replay import ADVICE, RecomputeMismatch, draws
 
 Policy = Callable[[Any], bool]
 
@@ -72,7 +72,7 @@ class Kept(Watched):
         elif _makes_tensors(func) and self.policy(func):
             # The result itself will lead to the graph, which leads here: an alias, or nothing would be freed.
             aliases = map_tensors(_alias, result)
-            drawn = _draws(func, args, kwargs or {})
+            drawn = draws(func, args, kwargs or {})
             self.results.append(None if drawn else (func._schema.name, aliases, _versions(aliases)))
             self.places.append(len(self.saved))
         return result
@@ -181,15 +181,6 @@ def _storages(value: Any) -> set[int]:
 @functools.cache
 def _is_view(func: Any) -> bool:
     return any(output.alias_info and not output.alias_info.is_write for output in func._schema.returns)
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Does this call draw random numbers? If it were not repeated, all later draws would be others."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
-    names = [argument.name for argument in func._schema.arguments]
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
 
 
 def _has_changed(kept: Any) -> bool:

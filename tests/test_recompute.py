@@ -14,12 +14,13 @@ import pytest
 import torch
 from helpers import SMALL, STAGES, batch, run
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as theirs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from minizero import GPT, GPTConfig, Zero3
+from minizero import GPT, GPTConfig, RankFailed, Zero3
 from minizero import train as main_job
 from minizero.memory import Ledger
 from minizero.options import estimate
@@ -590,6 +591,70 @@ def test_the_generator_is_set_back_also_when_the_second_run_fails():
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(module.running_mean, statistics) and module.num_batches_tracked == 1
     assert not is_recomputing()
+
+
+def in_a_rank(fn, x, meanwhile, during):
+    """The gradient of x, and the plain one, in a rank. Another thread runs `meanwhile` in its first or second run."""
+
+    def disturbed(x):
+        if is_recomputing() == (during == "second"):
+            thread = threading.Thread(target=meanwhile)
+            thread.start()
+            thread.join()
+        return fn(x)
+
+    def work(comm):
+        torch.manual_seed(0)
+        (gradient,) = torch.autograd.grad(checkpoint(disturbed, x * 1).sum(), x)
+        torch.manual_seed(0)
+        return gradient, torch.autograd.grad(fn(x * 1).sum(), x)[0]
+
+    return run(1, work)[0]
+
+
+@pytest.mark.parametrize("during", ["first", "second"])
+def test_another_threads_draws_are_no_other_mask_without_a_word(during):
+    x = vectors(50).requires_grad_()
+    assert equal(*[[g] for g in in_a_rank(F.dropout, x, lambda: None, during)])
+    with pytest.raises(RankFailed, match="RecomputeMismatch: checkpoint: another thread drew from torch's generator"):
+        in_a_rank(lambda x: F.dropout(x).exp(), x, lambda: torch.rand(1), during)
+    assert equal(*[[g] for g in in_a_rank(torch.exp, x, lambda: torch.rand(1), during)])  # what draws nothing goes on
+    attention = lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0].exp()  # noqa: E731
+    assert equal(*[[g] for g in in_a_rank(attention, x, lambda: torch.rand(1), during)])
+
+
+def test_draws_while_another_thread_has_set_the_generator_back():
+    """In the end the generator is where it was, as if nothing had been drawn."""
+    x, begun, drawn = vectors(50).requires_grad_(), threading.Event(), threading.Event()
+
+    def other(y):
+        if is_recomputing():
+            begun.set()
+            assert drawn.wait(20)
+        return F.dropout(y).exp()
+
+    def fn(x):
+        if is_recomputing():
+            return F.dropout(x).exp()
+        thread = threading.Thread(target=y.sum().backward)
+        thread.start()
+        assert begun.wait(20)
+        result = F.dropout(x).exp()
+        drawn.set()
+        thread.join()
+        return result
+
+    y = checkpoint(other, vectors().requires_grad_())
+    with pytest.raises(RankFailed, match="another thread drew"):
+        run(1, lambda comm: checkpoint(fn, x * 1).sum().backward())
+
+
+def test_under_fake_tensors():
+    with FakeTensorMode():
+        module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.GELU())
+        for way in (checkpoint, selective, by_function):
+            way(module, torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert module[0].weight.grad.shape == (8, 8)
 
 
 def test_without_preserve_rng_state_the_generator_goes_on():
