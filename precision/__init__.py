@@ -5,8 +5,8 @@ little room: FP16 has 5 bits of exponent and 10 of mantissa, so it ends at 65504
 round to zero, and a small step added to a large weight is lost. Three habits make training work all
 the same: sums in FP32, a loss scale that moves the gradients into range, and FP32 master weights.
 
-Reading order: formats, arrays, fast, conversions, operands, arithmetic, exact, accumulate, partial_sums, emulate,
-scaling, master, histogram. `emulate` is in the module of its name.
+Reading order: formats, arrays, fast, conversions, operands, arithmetic, exact, accumulate, partial_sums, islands,
+emulate, scaling, master, histogram. `emulate` is in the module of its name.
 
 IEEE 754-2019, "Standard for Floating-Point Arithmetic" (formats, rounding, exceptions);
 Micikevicius et al., 2018, "Mixed Precision Training" (the three habits).

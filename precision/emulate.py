@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from precision import partial_sums
 from precision.exact import exact, is_exact
 from precision.formats import BF16, FP16, FP32, FloatFormat
+from precision.islands import Islands
 
 _thread = threading.local()  # .innermost: the emulation entered last
 
@@ -43,7 +44,8 @@ def emulate(fmt: FloatFormat = FP16, accumulator: FloatFormat = FP32) -> Iterato
     accumulator: what the partial sums of sums, means, matrix products and 2-d convolutions are rounded to, one
     addition after the other: slow, for small tensors (see `partial_sums`). With FP32 PyTorch's own kernels add.
     Call `backward` inside of the block. Integers, views, and the running statistics of a batch norm are left
-    alone; tensors in 16 bits already are computed by PyTorch's own kernels. Parameters are kept for backward as
+    alone, and so is what a model computes in FP32 on its own, such as the square in Llama's norm (`precision.islands`);
+    tensors in 16 bits already are computed by PyTorch's own kernels. Parameters are kept for backward as
     they are, without a copy. `TypeError` where a format is none.
     The tensors that are alive in the block are FP32 ones: only what autograd keeps has mixed precision's bytes.
     A loss scale above 65504 is infinite in FP16: compute the loss outside, and give `output.backward` its gradient.
@@ -54,7 +56,7 @@ def emulate(fmt: FloatFormat = FP16, accumulator: FloatFormat = FP32) -> Iterato
     emulation, outer = _Emulation(fmt, accumulator), getattr(_thread, "innermost", None)
     _thread.innermost = emulation
     try:
-        with emulation, torch.autograd.graph.saved_tensors_hooks(emulation.pack, emulation.unpack):
+        with emulation, Islands(emulation), torch.autograd.graph.saved_tensors_hooks(emulation.pack, emulation.unpack):
             yield
     finally:
         _thread.innermost = outer
@@ -83,6 +85,8 @@ class _Emulation(TorchDispatchMode):
         self.fmt, self.accumulator = fmt, accumulator
         # Storages that were born in this block hold rounded values, all of them, at any time.
         self.born: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        # Storages of FP32 values, which the model asked for: `precision.islands`.
+        self.wide: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         # Of each storage the bits that autograd holds: what two operators save is stored once.
         self.packed: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
 
@@ -101,27 +105,48 @@ class _Emulation(TorchDispatchMode):
             untouched = written | _STATISTICS
             args = [value if name in untouched else self.read(value) for name, value in zip(names, args)]
             kwargs = {name: value if name in untouched else self.read(value) for name, value in kwargs.items()}
-            if self.accumulator == FP32:
+            wide = any(self.is_wide(tensor) for tensor in _tensors(list(given.values())))
+            if wide or self.accumulator == FP32:
                 result = func(*args, **kwargs)
             else:
                 result = partial_sums.run(self.fmt, self.accumulator, func, args, kwargs)
             for name in written - _STATISTICS:
-                for tensor in _tensors(given.get(name)):
+                for tensor in [each for each in _tensors(given.get(name)) if not self.is_wide(each)]:
                     tensor.copy_(_round(self.fmt, tensor))
             results = result if isinstance(result, tuple | list) else (result,)
             results = [value for value, born in zip(results, births * len(results)) if born]
             for tensor in [each for each in _tensors(results) if each.untyped_storage() not in self.born]:
-                tensor.copy_(_round(self.fmt, tensor))
-                self.born.add(tensor.untyped_storage())
+                if wide:
+                    self.wide.add(tensor.untyped_storage())
+                else:
+                    tensor.copy_(_round(self.fmt, tensor))
+                    self.born.add(tensor.untyped_storage())
         return result
 
     def read(self, value: Any) -> Any:
         """An argument as the operator sees it: its tensors rounded, where they come from outside."""
         if isinstance(value, list | tuple):
             return [self.read(each) for each in value]
-        if not _tensors(value) or value.untyped_storage() in self.born:
+        if not _tensors(value) or value.untyped_storage() in self.born or self.is_wide(value):
             return value
         return _round(self.fmt, value)
+
+    # Islands.
+
+    def rounds(self) -> bool:
+        """Whether this block counts, and a 16-bit model would have islands."""
+        return self.fmt.width <= 16 and _thread.innermost is self
+
+    def is_wide(self, tensor: torch.Tensor) -> bool:
+        """Whether its values are FP32's, since the model asked for them."""
+        return bool(self.wide) and tensor.layout == torch.strided and tensor.untyped_storage() in self.wide
+
+    def convert(self, tensor: torch.Tensor, wide: bool) -> torch.Tensor:
+        """A copy of `tensor`, marked as wide, or rounded."""
+        with exact():
+            copy = self.read(tensor).clone() if wide else _round(self.fmt, tensor).clone()
+            (self.wide if wide else self.born).add(copy.untyped_storage())
+            return copy
 
     # What autograd keeps from forward to backward.
 
@@ -129,7 +154,13 @@ class _Emulation(TorchDispatchMode):
         """What to keep of `tensor`: the format's bits, except for parameters, which are there anyhow."""
         base = tensor if tensor._base is None else tensor._base
         parameter = base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter))
-        if parameter or self.fmt.width > 16 or tensor.dtype == _DTYPES.get(self.fmt) or not _tensors(tensor):
+        if (
+            parameter
+            or self.is_wide(tensor)
+            or self.fmt.width > 16
+            or tensor.dtype == _DTYPES.get(self.fmt)
+            or not _tensors(tensor)
+        ):
             return _Kept(tensor.detach(), tensor._version)
         with exact():
             storage, view = tensor.untyped_storage(), None

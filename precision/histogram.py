@@ -97,7 +97,7 @@ def exponent_histogram(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Histog
 def bins(tensor: torch.Tensor) -> torch.Tensor:
     """The bin of each value, (n,): 0 for zeros, e - LOWEST + 1 for exponent e, the last for inf and NaN."""
     values = tensor.to_dense().resolve_neg().flatten()
-    if values.dtype != torch.float64:
+    if values.dtype not in LAYOUT:
         values = values.float()
     integers, mantissa_bits, bias = LAYOUT[values.dtype]
     magnitude = values.view(integers) & torch.iinfo(integers).max  # without the sign

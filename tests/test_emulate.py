@@ -759,3 +759,101 @@ def test_all_named_formats_work():
             y.backward()
         assert on_grid(fmt, y.detach()) and on_grid(fmt, x.grad), name
         assert x.grad[0] == pytest.approx(2.2, rel=0.13)
+
+
+# Islands: what a model computes in FP32 on its own.
+
+
+class LlamaNorm(nn.Module):
+    """As in transformers, line by line; T5's and Gemma's below."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class T5Norm(LlamaNorm):
+    def forward(self, hidden_states):
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            hidden_states = hidden_states.to(self.weight.dtype)
+        return self.weight * hidden_states
+
+
+class GemmaNorm(LlamaNorm):
+    def forward(self, x):
+        wide = x.float()
+        output = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (output * (1.0 + self.weight.float())).type_as(x)
+
+
+class Softmax(LlamaNorm):
+    """Of large scores, so that most weights are below 2^-25, which is 0 in FP16."""
+
+    def forward(self, x):
+        weights = F.softmax(x / x.detach().abs().max() * 20, dim=-1, dtype=torch.float32)
+        return self.weight * (weights + 1e-30).log().to(x.dtype)
+
+
+@pytest.mark.parametrize("island", [LlamaNorm, T5Norm, GemmaNorm, Softmax])
+def test_an_island_of_a_model_stays_fp32_as_in_a_half_model(island):
+    torch.manual_seed(0)
+    x = FP16.quantize(0.01 * torch.randn(4, 8))
+    model = nn.Sequential(nn.Linear(8, 8), island(8), nn.Linear(8, 8))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(FP16.quantize(parameter * (0.01 if parameter.dim() else 1)))
+    emulated = x.clone().requires_grad_()
+    with emulate(FP16):
+        out = model(emulated)
+        out.backward(torch.full_like(out, 64.0))
+    found = [out, emulated.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    own = x.half().requires_grad_()
+    model.half()
+    expected = model(own)
+    expected.backward(torch.full_like(expected, 64.0))
+    wanted = [expected, own.grad, *(p.grad for p in model.parameters())]
+    for one, other in zip(found, wanted, strict=True):
+        assert other.isfinite().all() and on_grid(FP16, one)
+        # The kernels sum in other orders, so that some numbers round the other way.
+        assert (one - other.float()).norm() <= 2**-9 * other.float().norm()
+
+
+def test_where_an_island_begins_and_ends():
+    x = torch.tensor([1 / 3, 300.0])
+    with emulate(FP16):
+        wide = x.float() / 7
+        assert not on_grid(FP16, wide) and (x.float() ** 2)[1] == 90_000
+        for still_wide in (wide.float(), wide * x, x - wide, wide.sum(), torch.cat([x, wide]), wide[:1].exp()):
+            assert not on_grid(FP16, still_wide)
+        for narrow in (wide.to(torch.float32), wide.type_as(x), wide.to(x), x * wide.sum(), wide @ x, x.mul(0.3)):
+            assert on_grid(FP16, narrow)
+        x_and_more = x.clone()
+        x_and_more += wide
+        assert on_grid(FP16, x_and_more), "what is changed in place keeps its width"
+        with emulate(FP32):
+            assert (x.float() / 7)[0] == x[0] / 7
+    assert x[0] == torch.tensor(1 / 3), "the input itself is left alone"
+
+
+def test_an_island_keeps_fp32_for_backward_and_no_more():
+    x = torch.randn(1000, requires_grad=True)
+    assert kept_bytes(lambda: x.exp().float().exp().to(x.dtype).exp().sum(), emulate(FP16)) == (2 + 4 + 2) * 1000
+
+
+def test_gradients_of_gradients_through_an_island():
+    x = torch.tensor([0.7, -1.3], requires_grad=True)
+    with emulate(FP16):
+        (first,) = torch.autograd.grad((x.float() ** 3).to(x.dtype).sum(), x, create_graph=True)
+        first.sum().backward()
+    assert torch.allclose(first, 3 * x.detach() ** 2, rtol=2e-3) and on_grid(FP16, first)
+    assert torch.allclose(x.grad, 6 * x.detach(), rtol=2e-3) and on_grid(FP16, x.grad)

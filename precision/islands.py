@@ -1,0 +1,118 @@
+"""Islands: the parts of a 16-bit model that compute in FP32, because the model says so.
+
+    def rms_norm(x):                                                    # Llama's
+        wide = x.to(torch.float32)                                      # the island begins
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return weight * wide.to(x.dtype)                                # and ends
+
+If x is 0.01, the derivative of the rsqrt is 500,000: FP16 has no such number. Under `emulate` x is an FP32 tensor whose
+values are those of FP16, and both conversions would do nothing. A function mode sees the calls before that. It marks
+what comes out of the first as wide. From there on PyTorch's own rules hold, those of 16-bit tensors beside FP32 ones:
+wide with narrow gives wide, and the gradient is wide inside the island and rounded where it leaves.
+
+`x.float()`, `softmax(dtype=torch.float32)`, `type_as` and `to(other)` say what they want. `x.to(torch.float32)` and
+`x.to(input_dtype)` are the same call here: it widens what is narrow, and rounds what is wide.
+"""
+
+import re
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from precision.exact import is_exact
+
+
+class Emulation(Protocol):
+    """What islands ask of the emulation around them."""
+
+    def rounds(self) -> bool: ...
+
+    def is_wide(self, tensor: torch.Tensor) -> bool: ...
+
+    def convert(self, tensor: torch.Tensor, wide: bool) -> torch.Tensor: ...
+
+
+CONVERSIONS = frozenset({"float", "to", "type", "type_as"})
+# PyTorch refuses these if the dtypes differ. A model that meets them here has left its island without a word.
+ONE_DTYPE = re.compile(
+    r"linear|bilinear|(__r?)?matmul(__)?|mm|bmm|mv|dot|add(mm|mv|bmm)|baddbmm|einsum|conv\w*|(layer|rms|group|batch|instance)"
+    r"_norm|prelu|scaled_dot_product_attention|multi_head_attention_forward"
+)
+
+
+class Islands(TorchFunctionMode):
+    """Sees every call of PyTorch's functions, and converts their tensors as a 16-bit model would."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        super().__init__()
+        self.emulation = emulation
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__" or is_exact() or not self.emulation.rounds():
+            return func(*args, **kwargs)
+        if name in CONVERSIONS:
+            args = [self.converted(name, *args, **kwargs), *args[1:]]
+        elif kwargs.get("dtype") == torch.float32 and args:  # softmax, sum, ... which convert first
+            args = [_each(args[0], lambda x: self.convert(x, True)), *args[1:]]
+        else:
+            args, kwargs = self.promoted(name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def convert(self, x: torch.Tensor, wide: bool) -> torch.Tensor:
+        return x if self.emulation.is_wide(x) == wide else _Convert.apply(x, self.emulation, wide)
+
+    def converted(self, name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """The tensor of x.float(), x.to(dtype), x.to(other), x.type_as(other), converted."""
+        if x.dtype != torch.float32:
+            return x
+        for target in (torch.float32, *args, *kwargs.values()) if name == "float" else (*args, *kwargs.values()):
+            if target == torch.float32 and isinstance(target, torch.dtype):
+                return self.convert(x, name == "float" or not self.emulation.is_wide(x))
+            if isinstance(target, torch.Tensor) and target.dtype == torch.float32:
+                return self.convert(x, self.emulation.is_wide(target))
+        return x
+
+    def promoted(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments of one width, if wide and narrow ones meet."""
+        found: list[torch.Tensor] = []
+
+        def collect(x: torch.Tensor) -> torch.Tensor:
+            found.append(x)
+            return x
+
+        _each((args, kwargs), collect)
+        wide = [x for x in found if self.emulation.is_wide(x)]
+        in_place = (
+            (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs
+        )
+        if not wide or len(wide) == len(found) or in_place:
+            return args, kwargs
+        # A number in a tensor without dimensions takes the dtype of a tensor that has some.
+        only_numbers = all(x.dim() == 0 for x in wide) and any(x.dim() for x in found)
+        to_wide = not ONE_DTYPE.fullmatch(name) and not only_numbers
+        return _each((args, kwargs), lambda x: self.convert(x, to_wide))
+
+
+class _Convert(torch.autograd.Function):
+    """From narrow to wide or back. Its gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, emulation: Emulation, wide: bool) -> torch.Tensor:
+        ctx.emulation, ctx.wide = emulation, wide
+        return emulation.convert(x, wide)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _Convert.apply(gradients[0], ctx.emulation, not ctx.wide), None, None
+
+
+def _each(value: Any, change: Any) -> Any:
+    """`value` with `change` applied to each FP32 tensor in it."""
+    if isinstance(value, dict):
+        return {key: _each(each, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_each(each, change) for each in value)
+    is_fp32 = isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.layout == torch.strided
+    return change(value) if is_fp32 else value
