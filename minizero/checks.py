@@ -59,7 +59,7 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
             )
         if stage is not None:  # a fused kernel writes without telling; this tells that the replica is old
             torch.autograd.graph.increment_version(parameter)
-        if stage not in (None, "DDP"):
+        if stage is not None and not hasattr(parameter, "wrapped_in"):  # FP32 DDP's are the original parameters
             shard = parameter
     if shard is not None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args begin with the optimizer

@@ -118,6 +118,8 @@ def test_what_needs_whole_tensors_is_refused_at_any_rate(kind, rate):
     for message in run(2, first_steps, Zero3, build):
         assert f"{kind.__name__} needs whole tensors, Zero3 gives it flat shards: use DDP" in message
     assert run(2, first_steps, DDP, build) == ["", ""]
+    for message in run(2, first_steps, functools.partial(DDP, dtype=torch.bfloat16), build):  # its masters are flat
+        assert f"{kind.__name__} needs whole tensors, DDP gives it flat shards: use DDP in FP32" in message
 
 
 class Nested(AdamW):
