@@ -99,7 +99,7 @@ class Prefetch(Zero3):
         unit.point_parameters_at(unit.flat)
         self.following = self.what_follows(unit)
         # In backward `deposit` begins them; but a frozen unit deposits nothing, and the root only in the end.
-        if not (self.in_backward and unit.trains and unit.module):
+        if not (self.in_backward and unit.trains and unit.module is not None):
             self.start_following()
 
     def deposit(self, unit: Unit, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
