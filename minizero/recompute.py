@@ -114,12 +114,13 @@ def checkpoint(
     `preserve_rng_state` is False), the same autocast and default device, and the same buffers, which the first run may
     change: batch norms count a batch once. (Buffers are found in fn if it is a module or a method of one, else in every
     module that fn calls. Other state, such as a plain attribute or a parameter that forward assigns, is not put back.)
+    Threads, as the ranks of a `World`, share the global generators; there fn draws from generators of its own, and so
+    other numbers than without checkpoint.
     `verify` compares the values of all operators; without it only their shapes, dtypes and number can tell. Without
     grad mode it is fn.
 
     `RecomputeMismatch` where the second run differs, or would: fn changes an input in place, draws from NumPy's
-    generator, depends on something that changes. Threads, as the ranks of a `World`, share torch's global generators:
-    if two draw at the same time, backward raises it too. `ValueError` where a gradient is asked for and can go nowhere.
+    generator, depends on something that changes. `ValueError` where a gradient is asked for and can go nowhere.
     """
     return _checkpoint(fn, args, kwargs, preserve_rng_state, verify=verify)
 

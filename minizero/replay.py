@@ -8,6 +8,7 @@ for every later one, which leaves nothing behind: the buffers have then what the
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,13 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 Buffers = dict[str, torch.Tensor | None]
 Noted = tuple[list[int], Buffers, Buffers]  # their versions, they themselves, and copies
 
-_running = threading.local()  # .again: is a second run going on in this thread?
+_running = threading.local()  # .again: is a second run going on in this thread? .own: its `OwnGenerators`, if any
 
 
 ADVICE = "let it depend on its arguments and on torch's generators only"
-
-
-_times_set_back = 0  # the generators, by any thread
 
 
 class RecomputeMismatch(RuntimeError):
@@ -80,10 +78,11 @@ class Replay:
     ) -> None:
         self.fn = fn
         self.autocast, self.device = _autocast(), _default_device()
-        self.generators = [*_generators(tensors), *generators] if preserve_rng_state else []
+        in_a_thread = threading.current_thread() is not threading.main_thread()
+        shared = [] if in_a_thread else _generators(tensors)
+        self.generators = [*shared, *generators] if preserve_rng_state else []
         self.states = [generator.get_state() for generator in self.generators]
-        self.times_set_back = _times_set_back
-        self.after: list[bytes] | None = None  # in a thread: the generators' states after the first run
+        self.own = OwnGenerators(fn) if preserve_rng_state and in_a_thread else None
         self.numpy = _numpy_state() if preserve_rng_state else None
         self.knows_all = not preserve_rng_state or torch.cuda.is_initialized()
         self.buffers: dict[nn.Module, Buffers] = {}  # of modules whose buffers the first run changed: as they were
@@ -104,12 +103,13 @@ class Replay:
                         before[each] = (_versions(buffers), buffers, _copies(buffers)) if buffers else ([], {}, {})
 
         owner = getattr(self.fn, "__self__", self.fn)
-        if isinstance(owner, nn.Module):
-            note(owner)
-            yield
-        else:
-            with _before_each_module(note):
+        with self.own or contextlib.nullcontext():
+            if isinstance(owner, nn.Module):
+                note(owner)
                 yield
+            else:
+                with _before_each_module(note):
+                    yield
         self.buffers = {
             module: noted[2]
             for module, noted in before.items()
@@ -119,12 +119,8 @@ class Replay:
 
     def _first_run_is_over(self) -> None:
         """Forgets the generators that nothing was drawn from. Refuses what could not be drawn again."""
-        # A generator may be where it was although something was drawn, if another thread has set it back meanwhile.
-        set_back = self.times_set_back != _times_set_back
-        used = [(g, state) for g, state in zip(self.generators, self.states) if set_back or _bytes(g) != _raw(state)]
+        used = [(g, state) for g, state in zip(self.generators, self.states) if _raw(g.get_state()) != _raw(state)]
         self.generators, self.states = [g for g, _ in used], [state for _, state in used]
-        if used and threading.current_thread() is not threading.main_thread():
-            self.after = [*map(_bytes, self.generators)]
         if self.numpy is not None and self.numpy != _numpy_state():
             raise RecomputeMismatch(
                 "checkpoint: numbers were drawn from NumPy's global generator, which is not set back for the second "
@@ -141,7 +137,6 @@ class Replay:
     def again(self) -> Iterator[None]:
         """A second run: everything is as it was before the first, and afterwards as it is now."""
         outer, _running.again = is_recomputing(), True
-        watch = None if self.after is None else Draws()
         before = [generator.get_state() for generator in self.generators]
         own = {module: module._buffers for module in self.buffers}
         with contextlib.ExitStack() as stack:
@@ -154,48 +149,99 @@ class Replay:
                         stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
                 if self.device != _default_device():
                     stack.enter_context(self.device)
-                if watch is not None:
-                    stack.enter_context(watch)
+                if self.own is not None:
+                    stack.enter_context(self.own)
                 yield
-            except Exception:
-                watch = None  # its own failure is the one to tell
-                raise
             finally:
                 _running.again = outer
-                disturbed = watch is not None and watch.any and self.after != [*map(_bytes, self.generators)]
                 _set_back(self.generators, before)
                 for module, buffers in own.items():
                     module._buffers = buffers
-                if disturbed:
-                    raise RecomputeMismatch(
-                        "checkpoint: another thread drew from torch's generator, which all threads share, during the "
-                        "first or the second forward, so that the two drew different numbers: make the ranks "
-                        "processes, or leave dropout out, or draw from a generator that is an argument"
-                    )
 
 
-class Draws(TorchDispatchMode):
-    """Notes whether anything is drawn from torch's own generators."""
+class OwnGenerators(TorchDispatchMode):
+    """Around a run in a thread: what is drawn in it comes from generators of its own, and is the same in every run.
 
-    any = False
+    Torch's own generators are one for the process: what ranks that are threads draw from them falls in any order.
+    """
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.of = of
+        self.seed: int | None = None  # drawn once, when the first run first needs it
+        self.asked = 0  # how many checkpoints inside this run have asked for a seed
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def __enter__(self) -> Any:
+        self.asked, self.generators = 0, {}
+        self.outer, _running.own = getattr(_running, "own", None), self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _running.own = self.outer
+        super().__exit__(*exception)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a layer that keeps PyTorch's compiler away, and would double what each operator costs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if id(func) in _drawing and not _drawing[id(func)][1]:  # what most operators are
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
         kwargs = kwargs or {}
-        self.any = self.any or kwargs.get("generator") is None and draws(func, args, kwargs)
-        return func(*args, **kwargs)
+        if not draws(func, args, kwargs) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        generator = self._generator([*args, kwargs.get("device")])
+        if func is torch.ops.aten.native_dropout.default:
+            x, p = args[:2]
+            mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+            return x * mask * (1 / (1 - p)), mask
+        variant = _with_generator(func)
+        if variant is None:
+            raise RecomputeMismatch(
+                f"checkpoint: {func._schema.name} in a thread draws from torch's generator, which all threads share, "
+                "and takes no other: make the ranks processes, or leave its dropout out"
+            )
+        return variant(*args, **kwargs, generator=generator)
+
+    def _generator(self, given: list[Any]) -> torch.Generator:
+        device = next((value.device for value in given if isinstance(value, torch.Tensor)), given[-1])
+        device = torch.device(device or "cpu")
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self._seed())
+        return self.generators[device]
+
+    def _seed(self) -> int:
+        if self.seed is None:
+            if self.outer is not None:  # a checkpoint in a checkpoint, whose second run must ask for the same
+                self.outer.asked += 1
+                self.seed = (self.outer._seed() + 0x9E3779B97F4A7C15 * self.outer.asked) % 2**63
+            else:
+                with _disable_current_modes():
+                    self.seed = int(torch.randint(2**63 - 1, ()))
+        return self.seed
+
+
+@functools.cache
+def _with_generator(func: Any) -> Any:
+    """The overload of an operator that takes a generator: perhaps itself. None if there is none."""
+    names = {argument.name for argument in func._schema.arguments} | {"generator"}
+    overloads = [func, *(getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())]
+    return next((o for o in overloads if {argument.name for argument in o._schema.arguments} == names), None)
+
+
+_drawing: dict[int, tuple[Any, bool]] = {}  # of each operator, which is kept alive: is it one that may draw?
 
 
 def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Does this call of an operator draw random numbers? If it were not repeated, all later draws would be others."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if id(func) not in _drawing:  # its hash would be computed in Python
+        _drawing[id(func)] = func, torch.Tag.nondeterministic_seeded in func.tags
+    if not _drawing[id(func)][1]:
         return False
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
     names = [argument.name for argument in func._schema.arguments]
     return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
-
-
-def _bytes(generator: torch.Generator) -> bytes:
-    return _raw(generator.get_state())
 
 
 def _raw(state: torch.Tensor) -> bytes:
@@ -204,12 +250,10 @@ def _raw(state: torch.Tensor) -> bytes:
 
 
 def _set_back(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
-    global _times_set_back
     if generators:
         with _disable_current_modes():  # for the same reason
             for generator, state in zip(generators, states):
                 generator.set_state(state)
-        _times_set_back += 1
 
 
 def _versions(buffers: Buffers) -> list[int]:

@@ -593,60 +593,59 @@ def test_the_generator_is_set_back_also_when_the_second_run_fails():
     assert not is_recomputing()
 
 
-def in_a_rank(fn, x, meanwhile, during):
-    """The gradient of x, and the plain one, in a rank. Another thread runs `meanwhile` in its first or second run."""
+def numbers(x):
+    """Draws in every way: in place, new tensors, a permutation, inside other operators."""
+    for p in (0.2, 0.5):
+        x = F.dropout(x, p).sin() + torch.native_dropout(x, p, True)[0] + torch.rand(8) + torch.randn_like(x)
+    x = x + F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0] + torch.randint(1, 9, (8,))
+    return x[torch.randperm(5)].exp() * torch.normal(0.0, 1.0, (8,)) + x[torch.multinomial(torch.ones(5), 5)].exp()
+
+
+@pytest.mark.parametrize("inside", [plain, checkpoint])
+def test_what_is_drawn_in_a_rank_is_drawn_again_whatever_other_threads_draw(inside):
+    """`verify` compares all that the two runs compute."""
 
     def disturbed(x):
-        if is_recomputing() == (during == "second"):
-            thread = threading.Thread(target=meanwhile)
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: torch.rand(1 + is_recomputing()))
             thread.start()
             thread.join()
-        return fn(x)
+            x = inside(numbers, x)
+        return x
 
     def work(comm):
-        torch.manual_seed(0)
-        (gradient,) = torch.autograd.grad(checkpoint(disturbed, x * 1).sum(), x)
-        torch.manual_seed(0)
-        return gradient, torch.autograd.grad(fn(x * 1).sum(), x)[0]
+        x = vectors().requires_grad_()
+        results = [checkpoint(disturbed, x * 1, verify=True) for _ in range(2)]
+        sum(results).sum().backward()
+        return not torch.equal(*results)  # each call draws anew
 
-    return run(1, work)[0]
-
-
-@pytest.mark.parametrize("during", ["first", "second"])
-def test_another_threads_draws_are_no_other_mask_without_a_word(during):
-    x = vectors(50).requires_grad_()
-    assert equal(*[[g] for g in in_a_rank(F.dropout, x, lambda: None, during)])
-    with pytest.raises(RankFailed, match="RecomputeMismatch: checkpoint: another thread drew from torch's generator"):
-        in_a_rank(lambda x: F.dropout(x).exp(), x, lambda: torch.rand(1), during)
-    assert equal(*[[g] for g in in_a_rank(torch.exp, x, lambda: torch.rand(1), during)])  # what draws nothing goes on
-    attention = lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0].exp()  # noqa: E731
-    assert equal(*[[g] for g in in_a_rank(attention, x, lambda: torch.rand(1), during)])
+    assert run(2, work) == [True, True]
 
 
-def test_draws_while_another_thread_has_set_the_generator_back():
-    """In the end the generator is where it was, as if nothing had been drawn."""
-    x, begun, drawn = vectors(50).requires_grad_(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("way", ["by_hooks", "checkpoint", "selective", "nested"])
+def test_the_mask_in_backward_is_the_one_of_forward_in_every_rank(way):
+    def work(comm):
+        wrong = 0
+        for _ in range(40):
+            x = torch.ones(20_000, requires_grad=True)
+            y = WAYS[way](lambda x: F.dropout(x).sin(), x * 1)
+            y.sum().backward()
+            wrong += not torch.equal(x.grad != 0, y != 0)
+        return wrong, (y != 0).tolist()
 
-    def other(y):
-        if is_recomputing():
-            begun.set()
-            assert drawn.wait(20)
-        return F.dropout(y).exp()
+    results = run(4, work)
+    assert [wrong for wrong, _ in results] == [0] * 4
+    assert results[0][1] != results[1][1]
 
-    def fn(x):
-        if is_recomputing():
-            return F.dropout(x).exp()
-        thread = threading.Thread(target=y.sum().backward)
-        thread.start()
-        assert begun.wait(20)
-        result = F.dropout(x).exp()
-        drawn.set()
-        thread.join()
-        return result
 
-    y = checkpoint(other, vectors().requires_grad_())
-    with pytest.raises(RankFailed, match="another thread drew"):
-        run(1, lambda comm: checkpoint(fn, x * 1).sum().backward())
+def test_an_operator_that_takes_no_generator_is_refused_in_a_rank():
+    x = vectors().requires_grad_()
+
+    with torch.library._scoped_library("minizero_test", "DEF") as library:
+        library.define("drawn(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+        library.impl("drawn", lambda x: x + torch.rand(1), "CompositeExplicitAutograd")
+        with pytest.raises(RankFailed, match="minizero_test::drawn in a thread draws .* make the ranks processes"):
+            run(1, lambda comm: checkpoint(torch.ops.minizero_test.drawn.default, x.detach()))
 
 
 def test_under_fake_tensors():
