@@ -39,7 +39,9 @@ def equal_layers(n: int, width: int = 32) -> list[nn.Module]:
 def resnet_layers(n: int, channels: int = 8) -> list[nn.Module]:
     """A ResNet of 6n + 2 layers (He et al., 2015, section 4.2) for grey images: 3n blocks of two convolutions, with a
     stem before and a classifier behind. From one third to the next the channels double and height and width halve.
-    In the memory format that a CPU's convolutions are fastest in."""
+    In the memory format that a CPU's convolutions are fastest in. With AVX2 alone it takes 8 channels: with fewer,
+    oneDNN 3.12 writes beyond its memory in the backward of a 1 × 1 convolution with a stride.
+    https://github.com/uxlfoundation/oneDNN/issues/6035"""
     layers: list[nn.Module] = [normalised(1, channels, 3)]
     for section in range(3):
         width = channels * 2**section

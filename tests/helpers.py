@@ -57,5 +57,5 @@ def relative_error(state, other):
 
 
 def run(world_size, fn, *args, **kwargs):
-    """On threads of this process, with a timeout that a test can wait for."""
-    return World(world_size, device="cpu", timeout=20).run(fn, *args, **kwargs)
+    """On threads of this process."""
+    return World(world_size, device="cpu").run(fn, *args, **kwargs)

@@ -12,13 +12,13 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
-SECONDS = 45  # that a notebook may take on 2 cores
+PATIENCE = 1800  # for a cell: what takes longer hangs
 
 
-def execute(path, seconds=4 * SECONDS):
+def execute(path):
     """The notebook, executed in its own folder; an error in a cell is raised with its traceback."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=seconds, resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(path.parent)}}).execute()
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

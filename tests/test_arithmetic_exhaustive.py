@@ -16,7 +16,7 @@ from test_arithmetic import OPERANDS, apply, assert_same, half_way
 from precision import arithmetic
 from precision.formats import FP16
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.exhaustive
 
 NAN = 0x7E00
 

@@ -43,7 +43,7 @@ def gradients(layers, run):
 
 
 def test_gradients_are_the_plain_runs():
-    layers = resnet_layers(2, 4)
+    layers = resnet_layers(2)
     expected = gradients(layers, lambda: step(layers, IMAGES))
     nn.Sequential(*layers).zero_grad()
     for run in (lambda: step_in_regions(layers, IMAGES, 3), lambda: step(layers, IMAGES, binomial(len(layers), 2))):
@@ -74,7 +74,7 @@ def test_memory_grows_with_n_and_with_its_root(depths):
 
 def test_a_resnet_has_6n_plus_2_layers():
     for n in (1, 3):
-        layers = nn.Sequential(*resnet_layers(n, 4))
+        layers = nn.Sequential(*resnet_layers(n))
         convolutions = [m for m in layers.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
         assert len(convolutions) == 6 * n + 1 and isinstance(layers[-1][-1], nn.Linear)
         assert layers(IMAGES).shape == (4, 10)
@@ -82,7 +82,7 @@ def test_a_resnet_has_6n_plus_2_layers():
 
 def test_resnet_at_the_deepest_plain_network():
     """n = 19 (116 layers): regions of √n blocks take a third of the bytes or less; of √(n/(w+1)) still less."""
-    layers = resnet_layers(19, 4)
+    layers = resnet_layers(19)
     plain = held_bytes(step, layers, IMAGES)
     root, best = round(math.sqrt(57)), best_region(57, w=3)
     assert (root, best) == (8, 4)  # a block's tape is three times its boundary: two convolutions' outputs, one ReLU's
@@ -93,7 +93,7 @@ def test_resnet_at_the_deepest_plain_network():
 
 @pytest.mark.slow
 def test_ten_times_the_depth_within_the_memory_of_the_plain_network():
-    plain, deep = resnet_layers(19, 4), resnet_layers(190, 4)
+    plain, deep = resnet_layers(19), resnet_layers(190)
     budget = held_bytes(step, plain, IMAGES)
     assert held_bytes(step_in_regions, deep, IMAGES, best_region(570, w=3)) <= budget
     plain, deep = small_gpt(4), small_gpt(40)
@@ -133,7 +133,7 @@ def test_for_transformer_blocks_root_n_is_not_the_answer(layers, best):
 
 def test_the_plan_holds_for_real_layers():
     """What a plan says, from sizes measured layer by layer, is what the run takes at most."""
-    for layers, x in ((resnet_layers(3, 4), IMAGES), (equal_layers(20, 8), torch.ones(4, 8))):
+    for layers, x in ((resnet_layers(3), IMAGES), (equal_layers(20, 8), torch.ones(4, 8))):
         stages = measure_chain(layers, x)
         for k in (1, 2, 4):
             planned = in_regions(stages, k).peak

@@ -492,7 +492,7 @@ def test_an_error_leaves_everything_as_it_was():
 
 
 def test_each_thread_has_its_own():
-    barrier, results = threading.Barrier(3, timeout=20), {}
+    barrier, results = threading.Barrier(3, timeout=60), {}
 
     def work(fmt):
         with emulate(fmt) if fmt else contextlib.nullcontext():

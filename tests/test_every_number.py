@@ -9,7 +9,7 @@ from table_oracle import ORACLES
 
 from precision.formats import BF16, FP16, ROUNDINGS
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.exhaustive
 
 
 def in_threads(check, arguments):

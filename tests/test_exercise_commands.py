@@ -29,7 +29,7 @@ def command(workbook, *words, expect=0):
     """What `python -m tests.exercises` prints, at 80 columns."""
     environment = os.environ | {"MINIZERO_WORKBOOK": str(workbook.folder), "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.exercises", *words], cwd=ROOT, env=environment, capture_output=True, timeout=100
+        [sys.executable, "-m", "tests.exercises", *words], cwd=ROOT, env=environment, capture_output=True, timeout=600
     )
     assert done.returncode == expect, done.stdout.decode() + done.stderr.decode()
     return done.stdout.decode()
@@ -69,7 +69,7 @@ def test_pytest_checks_a_file_of_the_workbook(workbook):
     def pytest_says(name):
         words = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
         words += ["-p", "no:cacheprovider", str(workbook.path(find(name)))]
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
     pad = workbook.path(find("pad"))
     pad.write_text(stubs.answer(find("pad")))

@@ -4,7 +4,6 @@ import ast
 import concurrent.futures
 import multiprocessing
 import subprocess
-import time
 
 import pytest
 
@@ -51,7 +50,6 @@ def test_a_wrong_answer_is_told_what_is_wrong(exercise, another_process):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 @each
 def test_every_wrong_answer_is_told_what_is_wrong(exercise, another_process):
     wrong = [
@@ -202,18 +200,16 @@ def test_it_is_said_in_words_what_stopped_a_check(name, tmp_path):
     body, words = HOPELESS[name]
     path = tmp_path / RING.file
     path.write_text(body.replace("BODY", "def ring_reduce_scatter(chunks, comm, combine=None, out=None):"))
-    start = time.monotonic()
     outcome = runner.run(RING, path)
     assert outcome.name == name and words in outcome.words, outcome
     assert "Traceback" not in outcome.words and "tensor(" not in outcome.words
-    assert time.monotonic() - start < 30  # 10 on a machine that does nothing else
     if name == "one-step-short":
         assert "seen" in outcome.printed
 
 
 @pytest.mark.slow
 def test_a_wait_ends_where_python_cannot_be_interrupted(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "HARD_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "WAIT_SECONDS", 0.5)
     path = tmp_path / RING.file
     path.write_text("import time\ntime.sleep(100)\ndef ring_reduce_scatter(chunks, comm):\n    return 1")
     outcome = runner.run(RING, path)

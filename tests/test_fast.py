@@ -416,7 +416,6 @@ def test_memory_beyond_input_and_output(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # the first compilation on a machine takes long
 def test_compiled():
     """One graph, the same bits; nothing that is rounded is optimised away."""
     encode = torch.compile(FP16.encode, fullgraph=True, dynamic=False)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 def harness(*arguments):
     command = [sys.executable, "-m", "tests.bench.gpu", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 # The report.
@@ -117,7 +117,6 @@ def test_notebooks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_tests_for_a_gpu_pass_on_the_cpu_as_far_as_they_go(tmp_path):
     found = gpu_tests.run_tests(tmp_path)
     assert found["failed"] == [] and found["tests"] > 25 and found["skipped"] <= 3

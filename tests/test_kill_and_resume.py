@@ -20,7 +20,7 @@ from torch import nn
 from minizero import Comm, RankFailed
 from minizero.checkpoint import NoCheckpoint, load, save
 
-STEPS, WORLD_SIZE, PATIENCE = 24, 2, 90.0
+STEPS, WORLD_SIZE, PATIENCE = 24, 2, 600.0
 
 
 def train(comm, folder, stage, tell):
@@ -152,7 +152,6 @@ def trials(count, tmp_path, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_three_jobs_killed_and_resumed(tmp_path):
     trials(3, tmp_path, seed=1)
 
@@ -184,7 +183,6 @@ def torchrun_main(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_torchrun_restarts_a_job_and_it_resumes(tmp_path):
     expected = uninterrupted(STAGES[3], tmp_path / "uninterrupted")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -194,7 +192,7 @@ def test_torchrun_restarts_a_job_and_it_resumes(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=1200,
     )
     assert job.returncode == 0, job.stderr
     assert (tmp_path / "journal-1-0").read_text().startswith("resumed 6\n")

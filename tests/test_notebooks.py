@@ -15,7 +15,6 @@ PLACES = re.compile(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path):
     execute(path)  # the assertions are in the notebook

@@ -189,7 +189,6 @@ def difference(ours, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_losses_and_parameters_are_those_of_pytorchs_engines(world_size):
     with tempfile.TemporaryDirectory() as folder:

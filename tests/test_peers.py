@@ -68,7 +68,6 @@ def process_main(rank, world_size, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_threads_and_processes_agree(world_size):
     with tempfile.TemporaryDirectory() as folder:

@@ -259,11 +259,9 @@ def test_a_rank_that_fails_ends_the_others_and_the_lanes(where):
             model(x).sum().backward()
             model.zero_grad()
 
-    before = time.monotonic()
-    with pytest.raises(RankFailed) as failed:
-        World(3, device="cpu", timeout=5).run(work)
+    with pytest.raises(RankFailed) as failed:  # and no CommTimeout: nobody waits in vain
+        World(3, device="cpu").run(work)
     assert failed.value.rank == 1 and isinstance(failed.value.__cause__, ArithmeticError)
-    assert time.monotonic() - before < 5
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, "2"])

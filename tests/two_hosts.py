@@ -40,7 +40,7 @@ class NoNamespaces(RuntimeError):
 def command(*words):
     """Run it; `NoNamespaces` where that is not permitted, or there is no such program."""
     try:
-        subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.SubprocessError) as error:
         raise NoNamespaces(f"{' '.join(words)}: {getattr(error, 'stderr', '') or error}") from error
 

@@ -51,7 +51,7 @@ def train(comm, stage, steps):
 def run(stage, steps):
     """What rank 0 saw, or in words why it did not end."""
     try:
-        ranks = World(4, "cpu", timeout=5).run(train, stage, steps)
+        ranks = World(4, "cpu", timeout=30).run(train, stage, steps)
     except RankFailed as error:
         return str(error).splitlines()[0]
     losses = torch.tensor([found[0] for found in ranks]).mean(0).tolist()
