@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 STAMP_REAL := .venv/.installed-real
 
-.PHONY: help setup demo quick test real notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
+.PHONY: help setup demo quick test real portable notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
 .PHONY: exercises check hint watch solution reset gradebook
 
 help:   ## show this list
@@ -23,6 +23,9 @@ test: setup  ## every test that needs no GPU: python -m pytest -n 2 -m "not gpu 
 
 real: $(STAMP_REAL)  ## train real models under every stage, in minutes: python -m pytest tests/real -m real -n 2
 	$(PY) -m pytest tests/real -m real -n 2 $(ARGS)
+
+portable: setup  ## on Linux, the quick tests as older and other processors sum, three runs: python -m tests.portable
+	$(PY) -m tests.portable $(ARGS)
 
 notebooks: setup  ## run every notebook and keep what it shows: python -m tests.run_notebooks
 	$(PY) -m tests.run_notebooks $(ARGS)

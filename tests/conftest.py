@@ -1,5 +1,6 @@
 """Every test runs with one thread per rank: the same bits everywhere, and no crowd on few cores."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -16,4 +17,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # `tests.portable` tries two
+
+
+def pytest_collection_modifyitems(items):
+    """What computes with a library, whose sums have another order on another processor, is for `tests.portable`."""
+    for item in items:
+        if {"torch", "numpy", "np"} & vars(item.module).keys():
+            item.add_marker("numbers")

@@ -4,10 +4,13 @@ import ast
 import concurrent.futures
 import multiprocessing
 import subprocess
+import time
 
 import pytest
+import torch
 
-from tests.exercises import runner, selfcheck, stubs
+from minizero import barrier
+from tests.exercises import kit, runner, selfcheck, stubs
 from tests.exercises.breaking import broken
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.workbook import Workbook
@@ -205,6 +208,20 @@ def test_it_is_said_in_words_what_stopped_a_check(name, tmp_path):
     assert "Traceback" not in outcome.words and "tensor(" not in outcome.words
     if name == "one-step-short":
         assert "seen" in outcome.printed
+
+
+def test_a_rank_that_computes_on_is_no_deadlock():
+    late = iter([True, False])  # the first time the machine is busy
+
+    def work(comm):
+        if comm.rank == 1 and next(late):
+            time.sleep(1)
+        barrier(comm)
+        return comm.rank
+
+    assert kit.ranks(2, work, patience=0.1) == [0, 1]
+    with pytest.raises(kit.Diagnosis, match="wait for each other"):
+        kit.ranks(2, lambda comm: comm.recv(torch.ones(1), 1 - comm.rank), patience=0.1)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ def packed(*args, **kwargs):
 
 
 @pytest.mark.slow
+@pytest.mark.accuracy
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases())
 def test_as_accurate_as_plain_attention(case):

@@ -8,7 +8,8 @@ import torch
 from minizero.comm import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.world import World
 
-PATIENCE = 3.0  # seconds that a rank waits for another
+PATIENCE = 3.0  # seconds that a rank waits for another, where all of them wait
+BUSY_PATIENCE = 60.0  # where one still computes, on a busy machine
 
 
 class Diagnosis(Exception):
@@ -39,13 +40,15 @@ def fail(name: str, words: str) -> NoReturn:
     raise Diagnosis(name, words)
 
 
-def ranks(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[Any]:
     """`fn(comm, *args)` on so many ranks; what goes wrong between them, in words."""
     try:
-        return World(size, device="cpu", timeout=PATIENCE).run(fn, *args)
+        return World(size, device="cpu", timeout=patience).run(fn, *args)
     except RankFailed as failure:
         cause = failure.__cause__ or failure
         text = str(cause)
+        if isinstance(cause, CommTimeout) and "was computing" in str(failure) and patience < BUSY_PATIENCE:
+            return ranks(size, fn, *args, patience=BUSY_PATIENCE)
         if isinstance(cause, CommTimeout) or "returned while" in text:
             raise Diagnosis(
                 "deadlock",
