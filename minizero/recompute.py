@@ -12,7 +12,7 @@ Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -126,12 +126,26 @@ def checkpoint(
 
 
 def checkpoint_selective(
-    keep: Policy, fn: Callable[..., Any], /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
+    keep: Policy | Collection[Any],
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
 ) -> Any:
     """`checkpoint` that keeps the results of the operators for which `keep(operator)` is true.
 
-    keep: a function of the operator (`torch.ops.aten.mm.default`, …); `keep_matmuls` keeps what takes long.
+    keep: a function of the operator (`torch.ops.aten.mm.default`, …), or a list of operators; `keep_matmuls` keeps what
+    takes long. `TypeError` if it is neither.
     """
+    if not callable(keep) or isinstance(keep, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+        operators = list(keep) if isinstance(keep, Collection) else [None]
+        if not all(isinstance(operator, torch._ops.OpOverload) for operator in operators):
+            raise TypeError(
+                "checkpoint_selective: keep must be a function of an operator or a list of operators, such as "
+                f"torch.ops.aten.mm.default, not {keep!r}"
+            )
+        keep = operators.__contains__
     return _checkpoint(fn, args, kwargs, preserve_rng_state, keep=keep)
 
 
@@ -180,7 +194,10 @@ def _check_that_nothing_asks(fn: Any, inputs: Inputs, frame: Frame) -> None:
 
 
 class Checkpointed(nn.Module):
-    """`module`, of which every forward is a `checkpoint`. Parameters keep their names behind `module.`"""
+    """`module`, of which every forward is a `checkpoint`. Parameters keep their names behind `module.`
+
+    Other attributes are the module's: whoever asks a block for one finds it here.
+    """
 
     def __init__(self, module: nn.Module, *, verify: bool = False, preserve_rng_state: bool = True) -> None:
         super().__init__()
@@ -188,3 +205,9 @@ class Checkpointed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _checkpoint(self.module, args, kwargs, self.preserve_rng_state, self.verify)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)

@@ -25,7 +25,10 @@ Noted = tuple[list[int], Buffers, Buffers]  # their versions, they themselves, a
 _running = threading.local()  # .again: is a second run going on in this thread? .own: its `OwnGenerators`, if any
 
 
-ADVICE = "let it depend on its arguments and on torch's generators only"
+ADVICE = (
+    "let it depend on its arguments and on torch's generators only (a cache that grows with each forward is a common "
+    "cause: switch it off, in Hugging Face's models by use_cache=False)"
+)
 
 
 class RecomputeMismatch(RuntimeError):

@@ -2,9 +2,11 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import gc
 import json
+import pickle
 import threading
 import weakref
 from functools import partial
@@ -347,6 +349,16 @@ def test_the_wrapper_verifies():
         module[0].weight.mul_(2)
     with pytest.raises(RecomputeMismatch, match="aten::addmm, gave other values"):
         y.backward()
+
+
+def test_the_wrapper_shows_the_blocks_attributes():
+    block = nn.Linear(8, 4)
+    block.kind = "full"
+    wrapped = pickle.loads(pickle.dumps(copy.deepcopy(Checkpointed(block))))
+    assert (wrapped.kind, wrapped.out_features, wrapped.verify) == ("full", 4, False)
+    assert wrapped.weight is wrapped.module.weight and list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'downsample'"):
+        wrapped.downsample  # noqa: B018
 
 
 def test_names_of_options_belong_to_the_function_too():
@@ -868,6 +880,26 @@ def test_what_is_kept_is_not_computed_again():
     assert "addmm" in again(lambda operator: operator == torch.ops.aten.convolution.default)
 
 
+def test_a_list_of_operators_is_a_policy():
+    def fn(x):
+        return (x @ x.t()).sin().exp()
+
+    def again(way):
+        x = vectors().requires_grad_()
+        y = way(fn, x).sum()
+        with Operators() as operators:
+            torch.autograd.grad(y, x)
+        return operators.names.count("mm"), operators.names.count("sin")
+
+    assert again(checkpoint) == (3, 1)  # two of them are backward's own
+    assert again(partial(checkpoint_selective, [torch.ops.aten.mm.default])) == (2, 1)
+    assert again(partial(checkpoint_selective, {torch.ops.aten.mm.default, torch.ops.aten.sin.default})) == (2, 0)
+    x = vectors().requires_grad_()
+    for wrong in ("mm", ["mm"], torch.ops.aten.mm, torch.ops.aten.mm.default, 3, [torch.mm]):
+        with pytest.raises(TypeError, match="keep must be a function of an operator or a list of operators"):
+            checkpoint_selective(wrong, fn, x)
+
+
 def test_what_is_kept_goes_when_it_has_been_used():
     def most(way):
         column, row = torch.ones(1000, 1, requires_grad=True), torch.ones(1, 1000)
@@ -1072,6 +1104,19 @@ def test_a_function_that_changes_between_the_runs(way, fn, words):
     turns = iter(range(2))
     y = way(lambda x: fn(x, next(turns)), vectors().requires_grad_())
     with pytest.raises(RecomputeMismatch, match=words if way is checkpoint else "the second"):
+        y.sum().backward()
+
+
+def test_a_cache_that_grows_is_named():
+    cache = []
+
+    def fn(x):
+        cache.append(x.detach())
+        keys = torch.cat(cache)
+        return (x @ keys.t()).softmax(-1) @ keys
+
+    y = checkpoint(fn, vectors().requires_grad_())
+    with pytest.raises(RecomputeMismatch, match="a cache that grows with each forward .* use_cache=False"):
         y.sum().backward()
 
 
