@@ -1,5 +1,6 @@
 """The ledger: what it counts, as what, when and for whom; and what it refuses."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -366,12 +367,37 @@ def test_states_in_lists_are_the_optimizers():
     assert ledger.current["temporary"] == 0
 
 
-def test_tensors_without_memory_do_not_count():
-    with Ledger(nn.Linear(100, 100, device="meta")) as ledger:
-        kept = [torch.empty(1000, device="meta"), nn.Linear(100, 100, device="meta").weight]
-        with FakeTensorMode():
-            kept += [torch.empty(1000) + 1]
-        assert kept[2].numel() == 1000 and ledger.current["total"] == 0
+@pytest.mark.parametrize("how", ["the ledger inside", "the ledger outside", "meta"])
+def test_a_step_that_only_pretends_counts_like_a_real_one(how):
+    """Every figure to the byte: a model that does not fit is measured so. On a CPU meta takes the GPU's ways."""
+
+    nothing = contextlib.nullcontext()
+
+    def peak(mode, device="cpu", outside=nothing):
+        with mode:
+            module = nn.Sequential(nn.Linear(100, 200), nn.GELU(), nn.Dropout(), nn.Linear(200, 50))
+            if device == "meta":
+                module.to(device)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=False)
+            x = torch.randn(30, 100, device=device)
+        with Ledger(module, optimizer) as ledger, outside:
+            for _ in range(2):
+                module(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return ledger.peak
+
+    real = peak(nothing)
+    if how == "meta":
+        pretended = peak(nothing, "meta")
+    else:
+        mode = FakeTensorMode()
+        pretended = peak(mode, outside=mode if how == "the ledger outside" else nothing)
+    assert real["activations"] > 48_000 and real["parameters"] == real["optimizer"] == 121_000
+    assert {key: pretended[key] for key in CATEGORIES if key != "temporary"} == {
+        key: real[key] for key in CATEGORIES if key != "temporary"
+    }
+    assert pretended["total"] == pytest.approx(real["total"], rel=0.01)
 
 
 def test_a_tensor_made_of_tensors_counts_as_those():

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from minizero.memory.hooks import Hooks, common_path
 from minizero.memory.operators import IN_PARTS, ONE_NEW, Watcher, dense_parts, learn, outputs_of
@@ -60,9 +59,10 @@ class Ledger(Watcher):
     model: its parameters, gradients and buffers are known by that; a plain module or an engine.
     optimizer: its states are. Counts every tensor born inside, and of older ones the model's and
     the optimizer's. An activation was born in forward and is alive when backward begins; the rest
-    is temporary. All figures are readable inside and afterwards. `RuntimeError` when another ledger
-    watches this thread, when this one was open before, and when the model moves to another device;
-    `TypeError` when `model` is no module, or `optimizer` no optimizer.
+    is temporary. Fake tensors, and those on `meta`, count as if they were real: what a model needs that does not fit
+    can be measured under PyTorch's FakeTensorMode. All figures are readable inside and afterwards.
+    `RuntimeError` when another ledger watches this thread, when this one was open before, and when the
+    model moves to another device; `TypeError` when `model` is no module, or `optimizer` no optimizer.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -106,17 +106,19 @@ class Ledger(Watcher):
             hooks.check_places()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and not PLAIN.issuperset(types):
+        plain = not types or PLAIN.issuperset(types)
+        if not plain:
             if any(hasattr(kind, "__tensor_flatten__") for kind in types):
                 return NotImplemented  # a tensor made of tensors (DTensor): what it does with those comes by in turn
-            if any(issubclass(kind, FakeTensor) for kind in types):
-                return func(*args, **kwargs or {})  # of no bytes
         outputs = outputs_of.get(id(func))
         if outputs is None:
             outputs = learn(func)
         if outputs is IN_PARTS:
             return self.run_in_parts(func, args, kwargs)
-        result = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        if plain:
+            result = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        else:
+            result = func(*args, **kwargs or {})  # the tensors' own class says what it does
         self.tape.append(func)
         if (current_backward() != -1) is not self.in_backward:
             self._leave_backward() if self.in_backward else self._enter_backward()
@@ -140,8 +142,7 @@ class Ledger(Watcher):
             return
         known = self.records.get(storage._cdata)
         if known is None or known() is None:  # else it is an input that came back
-            if not tensor.is_meta:
-                self._record(storage)
+            self._record(storage)
 
     def _record(self, storage: torch.UntypedStorage) -> Record:
         tape = self.tape

@@ -31,7 +31,7 @@ def dense_parts(tensor: Any) -> list[torch.Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, say
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [part for part in parts if isinstance(part, torch.Tensor)]
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+    if not isinstance(tensor, torch.Tensor):
         return []
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
@@ -66,7 +66,8 @@ def learn(func: Any) -> tuple[str, ...]:
     # torch.tensor's, declared as a view, of a tensor that nobody has seen; deepcopy's and torch.load's, of a storage.
     if schema.name == "aten::lift_fresh" or schema.overload_name == "source_Storage_storage_offset":
         kinds = ("new",)
-    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    # What asks for a fake tensor's device (prim::device) is no operator of the dispatcher, and makes nothing.
+    if func.namespace != "prim" and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         kinds = IN_PARTS
     elif not any(kinds):
         kinds = ()
