@@ -11,6 +11,8 @@ from device import CUDA, DEVICE, marks, needs_gpu, size
 from helpers import STAGES, batch
 
 from minizero import DDP, GPT, GPTConfig, World, Zero3
+from minizero.accumulate import accumulate
+from minizero.checkpoint import load, save
 from minizero.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from precision import DynamicLossScaler, StaticLossScaler
 
@@ -97,7 +99,7 @@ def test_hybrid_sums_in_another_order_and_its_groups_hold_the_same_bits():
     expected, found = run(train, DDP), run(train, with_options(sharding_factor=2))
     for rank, other in zip(found, expected):
         assert rank[0] == pytest.approx(other[0], rel=1e-5)
-        assert all(torch.equal(rank[1][n], found[0][1][n]) for n in rank[1])
+        assert all(torch.equal(rank[1][n].cpu(), found[0][1][n].cpu()) for n in rank[1])  # ranks may share no card
 
 
 def test_fp16_with_a_scaler_skips_on_every_rank_or_on_none():
@@ -134,6 +136,54 @@ def test_recompute_gives_the_same_bits(recompute):
     plain = run(train, Zero3, ranks=2)
     again = run(train, Zero3, ranks=2, config=GPTConfig(**(vars(CONFIG) | {"recompute": recompute})))
     assert same(again[0], plain[0])
+
+
+def half_saved(comm, folder):
+    """Two steps; what there is between them is saved."""
+    model = Zero3(GPT(CONFIG), comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(2):
+        if step == 1:
+            save(folder, model, optimizer, step)
+        finish(model, optimizer, step)
+    return model.gather_state_dict()
+
+
+def resumed(comm, folder, stage):
+    """The second step again, from what was saved."""
+    model = stage(GPT(CONFIG), comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    finish(model, optimizer, load(folder, model, optimizer))
+    return model.gather_state_dict()
+
+
+def finish(model, optimizer, step):
+    """A step in two micro-batches, whose inputs lie on the CPU."""
+    x, y = (part.chunk(model.comm.size)[model.comm.rank] for part in batch(step, config=CONFIG))
+    accumulate(model, zip(x.chunk(2), y.chunk(2)))
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_goes_on_at_another_stage(stage, tmp_path):
+    expected, found = run(half_saved, tmp_path), run(resumed, tmp_path, stage)
+    for rank, other in zip(found, expected):
+        assert all(torch.equal(rank[name], other[name]) for name in other)
+
+
+def buffers_after_a_step(comm, stage):
+    """Of a model that lies on the CPU, with its inputs, until it is wrapped."""
+    model = stage(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)), comm)
+    model(torch.randn(4, 8)).sum().backward()
+    return [buffer.device for buffer in model.module.buffers()], comm.device
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_lie_on_the_device_of_their_rank(stage):
+    for devices, device in run(buffers_after_a_step, stage, ranks=2):
+        assert len(devices) == 3 and set(devices) == {device}
 
 
 def offloaded(comm):
