@@ -1,0 +1,90 @@
+"""What the rehearsal does not run, or runs shorter: each by name, with its reason.
+
+Devices alone are judged, and what has no tensor of an engine on them need not run.
+"""
+
+NOTEBOOKS = {"03_fp16_bits": "its numbers are on the CPU only"}
+
+# Of each notebook: words that only the cell has, and why it is left out.
+INSTALL = {"ADDRESS = ": "installs the packages"}
+CELLS = {
+    "00_where_memory_goes": INSTALL,
+    "01_collectives": {
+        **INSTALL,
+        "fit(found[what])": "draws what torchrun has measured of NCCL too, which threads do not have",
+        "threads and processes": "compares with NCCL, which threads do not have",
+    },
+    "02_zero": {**INSTALL, "init_device_mesh": "PyTorch's own engines need processes"},
+    "04_mixed_precision": {
+        **INSTALL,
+        "experiments.gradient_histograms": "trains on the CPU only",
+        "experiments.train_classifier": "trains on the CPU only",
+        "experiments.train_autoencoder(None": "trains on the CPU only",
+        "def train(scaler)": "trains on the CPU only",
+        "FP16, pairwise": "adds up on the CPU only",
+        "mixed_memory.peaks": "trains on the CPU only",
+        "mixed_memory.watch": "trains on the CPU only",
+        "table1.measure": "trains on the CPU only",
+    },
+    "05_recompute": {
+        **INSTALL,
+        "sizes = (1, 10, 19)": "measures the time of deep networks",
+        "def small_gpt(n)": "measures the memory of deep networks",
+        "fit(chain, few, 1)": "measures the memory of deep networks",
+        "def larger_gpt(n)": "measures the memory and time of deep networks",
+    },
+    "06_gradient_accumulation": {
+        **INSTALL,
+        "at_equal_steps": "draws the curves of long training",
+        "class Mean(nn.Module)": "trains on the CPU only, for long",
+    },
+    "07_flash_attention": {**INSTALL, "curvature": "draws the memory of long sequences"},
+    "08_scale": {**INSTALL, "machine.compare(": "measures the seconds of ranks on the CPU"},
+    "09_all_together": {**INSTALL, "def peak_with(": "measures deep networks"},
+}
+
+# Of each notebook: what makes a cell long, or needs a cell that is left out, and what stands in for it.
+SHORTER = {
+    "02_zero": {"for ranks in (4, 64)}": "for ranks in (4,)}"},
+    "04_mixed_precision": {
+        "def real(steps=40)": "def real(steps=4)",
+        "losses = real()": 'images, labels = experiments.images.load("train")\nlosses = real()',
+    },
+    "05_recompute": {"(16, 64, 144, 256, 576, 1024)": "(16, 64)"},
+    "06_gradient_accumulation": {
+        "curves = {size: train(size) for size in (8, 32, 128)}": "train(8, 16)",
+        "width=128, layers=4, heads=4)": "width=64, layers=1, heads=4)",
+        "sizes = (8, 16, 32, 64, 128)": "sizes = (8, 16)",
+        "peak_of_step(128, pieces) for": "peak_of_step(32, pieces) for",
+        "peak_of_step(128, pieces, recompute": "peak_of_step(16, pieces, recompute",
+        "for _ in range(6):": "for _ in range(1):",
+    },
+    "07_flash_attention": {"lengths = [512, 1024, 1536, 2048]": "lengths = [64, 128]"},
+}
+
+# Of tests/gpu: what is not run, and the tests whose assertions on values may fail, since only a card has those.
+INTERPRETED_FOR_MINUTES = (
+    "test_as_accurate_as_plain_attention",
+    "test_every_head_dim_fits_this_gpu",
+    "test_any_length_and_dtype",
+    "test_bands_of_nan_around_every_buffer_stay_outside",
+    "test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others",
+    "test_offsets_past_two_to_the_31",
+    "test_results_have_the_strides_that_the_operator_promises",
+    "test_rows_that_see_nothing",
+    "test_scores_of_minus_infinity_are_no_scores",
+    "test_the_dropout_mask_is_everybodys",
+)
+GPU_TESTS = {
+    "test_engines.py::test_one_rank_of_torchrun": "starts a process that talks over NCCL",
+    "test_bytes.py::test_the_ledger_and_the_profiler_agree": "PyTorch's profiler looks at the real device",
+    "test_flash.py::test_under_compile": "torch.compile looks at the real device",
+    "test_flash.py::test_the_kernels_are_compiled": "they are interpreted",
+    **dict.fromkeys((f"test_flash.py::{name}" for name in INTERPRETED_FOR_MINUTES), "interpreted, it takes minutes"),
+}
+GPU_VALUES = {
+    "test_the_ledger_counts_what_the_allocator_hands_out": "there is no allocator of a card",
+    "test_between_steps_offload_takes_the_states_off_the_card": "there is no allocator of a card",
+    "test_tensors_of_more_than_two_to_the_31_elements": "its tensors are small here",
+    "test_memory_grows_linearly": "there is no allocator of a card",
+}

@@ -1,0 +1,23 @@
+"""What is meant for GPUs mixes no devices: it runs on pretend ones. See tests/rehearsal."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rehearsal import left_out
+
+ROOT = Path(__file__).parent.parent
+# Together, since each process takes seconds to start.
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in left_out.NOTEBOOKS)
+GROUPS = [["readme", "docstrings", "demo", "gpu"], NOTEBOOKS[:3], NOTEBOOKS[3:6], NOTEBOOKS[6:]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("parts", GROUPS, ids=" ".join)
+def test_nothing_mixes_devices(parts):
+    command = [sys.executable, "-m", "tests.rehearsal", *parts]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-4000:]
