@@ -148,10 +148,11 @@ def count_copies(ttgir: str) -> int:
             tile = [a * b for a, b in zip(numbers["sizePerThread"], numbers["threadsPerWarp"], strict=True)]
         covered[name] = [a * b for a, b in zip(warps, tile, strict=True)]
     products = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<([\dx]+)x\w+, (#\w+)>", ttgir)
-    return max(
+    counts = (
         math.prod(max(1, reach // size) for reach, size in zip(covered[name], map(int, shape.split("x")), strict=True))
         for shape, name in products
     )
+    return max(counts, default=1)
 
 
 def ask_ptxas(gpu: str, ptx: str) -> tuple[int, int]:

@@ -145,8 +145,8 @@ def dkdv_kernel(
     K = head_of(k_ptr, k_strides, batch, kv_head, cu_seqlens_k)
     V = head_of(v_ptr, v_strides, batch, kv_head, cu_seqlens_k)
     k = load_block(K, k_strides, keys, n_k, True, HEAD_DIM, BLOCK_D)
-    v = load_block(V, v_strides, keys, n_k, True, HEAD_DIM, BLOCK_D)
-    v = tl.where(n_k == 1, 0.0, v)  # `sees_one`, for all rows; other rows that see one key lie at the edge of the band
+    # Zeros if there is one key, which no row's dS needs (`sees_one`). Others that see one are at the edge of the band.
+    v = load_block(V, v_strides, keys, tl.where(n_k == 1, 0, n_k), True, HEAD_DIM, BLOCK_D)
     dk = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
 
