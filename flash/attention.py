@@ -14,7 +14,8 @@ The dropout mask is a hash of (seed, batch, head, i, j): see `options`. With m_i
     dS_ij = P_ij (dP_ij - delta_i),   delta_i = dO_i . O_i - dlse_i
 
 since sum_j P_ij dP_ij = dO_i . O_i, with dropout too, and the derivative of lse_i by S_ij is P_ij. So a
-loss that uses the logsumexp costs nothing extra, and nothing but q, k, v, out, lse is saved.
+loss that uses the logsumexp costs nothing extra, and nothing but q, k, v, out, lse is saved. Where a row sees one
+key, dP_ij = dO_i . O_i. Both are left out there, so that dS_ij = dlse_i to the bit in any order of the sums.
 """
 
 import contextlib

@@ -112,7 +112,7 @@ def delta_kernel(
     left, right,
     BOTTOM_RIGHT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO O) - dlse, which both backward kernels need."""
+    """delta = rowsum(dO O) - dlse, which both backward kernels need; -dlse where a row sees one key (`sees_one`)."""
     start, head, batch = place(n_q, heads, BLOCK_Q, False)
     n_q, n_k = length(cu_seqlens_q, batch, n_q), length(cu_seqlens_k, batch, n_k)
     rows = start + tl.arange(0, BLOCK_Q)

@@ -105,7 +105,7 @@ def backward(
 def delta_tiles(
     dout: Any, out: Any, dlse: Any, delta: Any, q: Any, k: Any, options: Options, blocks: Blocks = None
 ) -> None:
-    """Fills delta, (batch, heads, Nq): rowsum(dO O) - dlse."""
+    """Fills delta, (batch, heads, Nq): rowsum(dO O) - dlse, and -dlse where a row sees one key."""
     for part in parts(q, k, options, blocks):
         DO, O, DL, D = part.of_rows(dout, out, dlse, delta)
         for rows in part.row_blocks():

@@ -111,7 +111,7 @@ def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(d, dtype):
     [
         (33, 1, dict()),
         (33, 1, dict(window=(3, 16))),
-        (33, 17, dict(window=(2, None))),  # row 18 sees key 16, alone in its block of 16
+        (33, 17, dict(window=(15, None))),  # row 31 sees key 16, as all in its block of 16, but nothing else
         (33, 17, dict(causal="bottom-right")),  # row 16 sees key 0, those before it nothing
         (17, 33, dict(window=(0, 0), causal="bottom-right")),
         (40, 33, dict(window=(0, 5), dropout_p=0.1, dropout_seed=3)),  # row 32 sees key 32

@@ -24,14 +24,15 @@ PLAN = [
     "For each block of keys: load k_j (times options.scale) and v_j; dk_j and dv_j begin as zeros.",
     "For each block of rows that see them: load q_i, do_i, and the columns l (lse) and d (delta); S, hidden; p = "
     "exp(S - l).",
-    "dv_j gets pᵀ do_i (with dropout on p); dP = do_i v_jᵀ (with dropout, too); dS = p (dP - d); dk_j gets dSᵀ "
-    "q_i; add dS k_j to dQ.",
+    "dv_j gets pᵀ do_i (with dropout on p); part.zero_rows_with_one_key(do_i, rows); dP = do_i v_jᵀ (with dropout, "
+    "too); dS = p (dP - d); dk_j gets dSᵀ q_i; add dS k_j to dQ.",
     "Store dk_j times options.scale, and dv_j.",
 ]
 HINTS = [
     "scores(do_i, v_j, other_tile) is do_i v_jᵀ: it takes the same form as q_i k_jᵀ.",
     "k_j was multiplied by the scale when it was loaded: so dS k_j brings it for dQ, and dK needs it once, at the end.",
     "dv_j.baddbmm_(p.mT, do_i) adds the product of each head.",
+    "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dO V must go as well.",
 ]
 WRONG = [
     wrong("forgets-delta", ("dp.sub_(d).mul_(p)", "dp.mul_(p)")),
@@ -55,9 +56,10 @@ def gradients(causal: bool):
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = attention_reference(*inputs, causal=causal, return_lse=True)
     wants = torch.autograd.grad(out, inputs, dout.double())
-    delta = (dout.double() * out).sum(-1).float().detach()
+    lse, delta = lse.float().detach(), torch.empty(1, 2, 40)
+    tiled.delta_tiles(dout, out.float().detach(), torch.zeros(1, 2, 40), delta, q, k, options, (16, 16))
     dq, dk, dv = (torch.full_like(x, 7.0) for x in (q, k, v))
-    tiled.backward_tiles(dout, q, k, v, lse.float().detach(), delta, dq, dk, dv, options, (16, 16))
+    tiled.backward_tiles(dout, q, k, v, lse, delta, dq, dk, dv, options, (16, 16))
     return (dq, dk, dv), wants, (q.double(), k.double(), v.double(), dout.double())
 
 

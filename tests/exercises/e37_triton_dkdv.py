@@ -20,13 +20,15 @@ PLAN = [
     "For part in tl.static_range(0 if right is not None else 1, 3 if left is not None else 2), for start_q from "
     "bounds[part] to bounds[part + 1] by BLOCK_Q: load q and lse; s; p = exp2((s · scale - lse) · LOG2_E); 0 "
     "where not visible, unless part == 1.",
-    "kept = dropout(…); do; dv += (p · kept) do; dp = v doᵀ · kept; ds = p (dp - delta); dk += ds q.",
+    "kept = dropout(…); do; dv += (p · kept) do; dp = v doᵀ · kept, 0 where sees_one(…) unless part == 1; ds = "
+    "p (dp - delta); dk += ds q.",
     "Store dk · scale, and dv.",
 ]
 HINTS = [
     "In a (keys, rows) tile a number for each row stands along the second axis: lse[None, :].",
     "tl.dot(a, b, c, input_precision=PRECISION) is a b + c: dv = tl.dot((p * kept).to(do.dtype), do, dv, …).",
     "visible(rows[None, :], keys[:, None], n_k, offset, left, right) is the mask in this orientation.",
+    "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dp must go as well.",
 ]
 WRONG = [
     wrong("forgets-delta", ("p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])", "p * dp")),

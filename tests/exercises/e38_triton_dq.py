@@ -9,7 +9,7 @@ from tests.exercises.triton_kit import backward, expect, formulas, with_options
 
 PLAN = [
     "Where am I? As in the forward kernel. Pointers to this head's Q, DO, LSE, DELTA, and to K, V of head // GROUP.",
-    "Load q, do, lse, delta once. dq begins as FP32 zeros.",
+    "Load q, do, lse, delta once; do is 0 where sees_one(rows, …). dq begins as FP32 zeros.",
     "offset, bounds, and the two loops over blocks of keys as in the forward kernel.",
     "Load k and v; s; p = exp2((s · scale - lse) · LOG2_E), 0 where not visible unless part == 1; dp = do vᵀ "
     "times dropout(…); ds = p (dp - delta); dq += ds k.",
@@ -18,6 +18,7 @@ PLAN = [
 HINTS = [
     "lse[:, None] and delta[:, None] stand along the rows.",
     "dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION) adds to what is there.",
+    "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dO V must go as well.",
 ]
 WRONG = [
     wrong("forgets-delta", ("ds = p * (dp - delta[:, None])", "ds = p * dp")),
