@@ -12,6 +12,7 @@ hidden buffer; two ranks that both send first wait for each other: `send_recv` d
 
 import abc
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,15 @@ class CollectiveMismatch(RuntimeError):
 
 class CommTimeout(RuntimeError):
     """A rank waited for another longer than the timeout."""
+
+
+ALONE = "tries an optimizer"  # the name of a thread that one rank has, and the others need not have
+
+
+def not_alone(what: str) -> None:
+    """`RuntimeError` if this thread tries an optimizer: the other ranks would never answer it."""
+    if threading.current_thread().name.startswith(ALONE):
+        raise RuntimeError(f"its step calls {what}")
 
 
 class Comm(abc.ABC):
@@ -100,6 +110,7 @@ class Comm(abc.ABC):
     def _move(
         self, outgoing: torch.Tensor | None, dst: int | None, incoming: torch.Tensor | None, src: int | None
     ) -> None:
+        not_alone("send or recv")
         for tensor, peer in ((outgoing, dst), (incoming, src)):
             if peer is not None and not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"what is sent, or received into, must be a tensor, not {type(tensor).__name__}")
@@ -181,6 +192,7 @@ def agreement(comm: Comm, operation: str, tensor: torch.Tensor | None = None, **
     Without it, ranks that disagree hang, abort, or take each other's bytes for something else. Threads compare
     what they say before data move; processes make a tag of it, so that messages that do not fit never meet.
     """
+    not_alone(operation)
     comm.sequence += 1
     comm.operation, began = f"{operation} #{comm.sequence}", time.perf_counter()
     what = "" if tensor is None else f" of {tensor.numel():,} elements {tuple(tensor.shape)} of {tensor.dtype}"

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from minizero.comm import ALONE
+
 # Factored optimizers leave matrices alone that have fewer than 128 rows or columns.
 # A vector unit computes up to 16 numbers at once, two such vectors in a row, and what is left one by one, which can
 # round differently. Here nothing is left: each tensor and each half is a multiple of 32. The cut lies inside a row.
@@ -55,7 +57,8 @@ def needs_whole_tensors(optimizer: Optimizer, group: Settings, device: torch.dev
             torch.set_num_threads(processors)
 
     # A thread of its own: what counts, casts or fakes tensors in the user's thread does not see the trial's.
-    with untouched_generators(device), concurrent.futures.ThreadPoolExecutor(1) as thread:
+    # Its name tells collectives and engines to raise: the other ranks wait for the trial, and would not answer.
+    with untouched_generators(device), concurrent.futures.ThreadPoolExecutor(1, ALONE) as thread:
         try:
             return thread.submit(on_one_processor).result()
         except CannotTry:

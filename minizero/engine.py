@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from minizero.checks import check_module
 from minizero.collectives import broadcast
-from minizero.comm import Comm
+from minizero.comm import Comm, not_alone
 from minizero.partition import GroupBy, Unit, keeps_statistics, make_units
 from minizero.wrapped import Wrapped
 
@@ -135,6 +135,7 @@ class Engine(Wrapped, abc.ABC):
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
     def _before_model(self, args: Any, kwargs: Any) -> Any:
+        not_alone("the model")
         for unit in self.units:
             if any(parameter.requires_grad != unit.trains for parameter in unit.parameters):
                 raise RuntimeError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from minizero.collectives import all_gather, broadcast
-from minizero.comm import Comm
+from minizero.comm import Comm, not_alone
 from minizero.partition import Unit
 
 
@@ -48,6 +48,7 @@ class Wrapped(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""
+        not_alone("clip_grad_norm_")
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
         norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)

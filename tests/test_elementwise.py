@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minizero import DDP, Zero1, Zero2, Zero3
+from minizero import DDP, World, Zero1, Zero2, Zero3, all_reduce
 from minizero.memory import Ledger
 
 # The essential lines of optimizers that trained shards wrongly without a word: timm's Lars, NvNovoGrad,
@@ -245,6 +245,40 @@ def test_what_cannot_be_tried_is_said_once_and_goes_on(build, reason):
     with pytest.warns(UserWarning, match="nobody has verified") as said:
         assert run(3, first_steps, Zero3, build, steps=3) == ["", "", ""]
     assert [reason in str(warning.message) for warning in said] == [True]
+
+
+@pytest.mark.parametrize(
+    "stage, talk",
+    [
+        (Zero3, lambda model, comm: model.clip_grad_norm_(1.0)),
+        (functools.partial(DDP, dtype=torch.bfloat16), lambda model, comm: model.clip_grad_norm_(1.0)),
+        (Zero1, lambda model, comm: all_reduce(torch.ones(1), comm)),
+        (Zero1, lambda model, comm: comm.send_recv(torch.ones(1), 1 - comm.rank, torch.ones(1), 1 - comm.rank)),
+        (Zero2, lambda model, comm: model(torch.ones(1, 8))),
+    ],
+)
+def test_a_step_that_talks_to_other_ranks_is_not_tried(stage, talk):
+    """One rank tries it for all: no other would answer. The trial has not touched the gradients before the step."""
+
+    def work(comm):
+        model = stage(nn.Linear(8, 8), comm)
+
+        class Talking(AdamW):
+            def step(self, closure=None):
+                if self is optimizer:
+                    untouched.append(all(bool((p.grad == 3.0).all()) for p in model.parameters()))
+                talk(model, comm)
+                return super().step(closure)
+
+        optimizer, untouched = Talking(model.parameters()), []
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 3.0)
+        optimizer.step()
+        talk(model, comm)  # the communicator still works
+        return untouched
+
+    with pytest.warns(UserWarning, match="could not be tried on flat shards .*its step calls"):
+        assert World(2, device="cpu", timeout=30).run(work) == [[True], [True]]
 
 
 @pytest.mark.parametrize("schedule", [lambda step: step / 5, lambda step: 0.5**step])  # the first rate is 0, or not
