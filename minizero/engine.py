@@ -15,8 +15,9 @@ unit at the same time even where only some of them took a branch.
 import abc
 import contextlib
 import dataclasses
+import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,6 +182,7 @@ class Engine(Wrapped, abc.ABC):
     def _before_unit(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         self.gather(unit)
         changed = without_leaves(args, kwargs)
+        unit.began = torch._C._autograd._get_sequence_nr()
         unit.inputs = {id(x): x._version for x in tensors_in(changed or [args, kwargs]) if x.grad_fn is not None}
         return changed
 
@@ -214,8 +216,14 @@ class Engine(Wrapped, abc.ABC):
             if tensor.grad_fn is not None:
                 # It runs after the hooks of the tensor, which close the unit that used it: that one is released first.
                 tensor.grad_fn.register_prehook(open_backward)
+                # Who writes into a view gives it another grad_fn, before which comes the one of what it is a view of.
+                if made_by(unit, tensor._base):
+                    tensor._base.grad_fn.register_prehook(open_backward)  # type: ignore[union-attr]
             elif tensor.requires_grad:
                 tensor.register_hook(open_backward)
+        for tensor in kept_in(unit.module):  # say, an auxiliary loss that the model adds to its own
+            if made_by(unit, tensor):
+                tensor.grad_fn.register_prehook(open_backward)  # type: ignore[union-attr]
         for tensor in tensors_in([args, kwargs]):  # without any, this use ends with the backward
             # What the unit wrote in place, or put into a list that it was given, is its own work, no input.
             if tensor.grad_fn is not None and unit.inputs.get(id(tensor)) == tensor._version:
@@ -313,12 +321,26 @@ def without_leaves(args: Any, kwargs: Any) -> Any:
     return tuple(views.get(id(a), a) for a in args), {name: views.get(id(a), a) for name, a in kwargs.items()}
 
 
+def made_by(unit: Unit, tensor: torch.Tensor | None) -> bool:
+    """Did an operation of the unit's last forward make it? Each thread numbers its operations."""
+    return tensor is not None and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= unit.began
+
+
+def kept_in(module: nn.Module | None) -> list[torch.Tensor]:
+    """The tensors that are attributes of the module or its parts, or in lists and tuples that are."""
+    parts = [] if module is None else module.modules()
+    kept = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor | list | tuple)]
+    return list(tensors_in(kept))
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses."""
+    """The tensors in nested tuples, lists, mappings, dataclasses and simple namespaces."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         yield from tensors_in(list(value.values()))
+    elif isinstance(value, types.SimpleNamespace):
+        yield from tensors_in(list(vars(value).values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
     elif isinstance(value, list | tuple):

@@ -66,6 +66,7 @@ class Unit:
         self.unwritten: list[torch.Tensor | None] = []  # places in `gradient` that hold nothing yet
         self.earlier: list[torch.Tensor | None] = []  # the shards' gradients from before this backward
         self.inputs: dict[int, int] = {}  # of the last forward, with a gradient: id and version
+        self.began = 0  # the last forward: autograd's number for the next operation of this thread
         self.users = 0  # of the replica in backward: a unit can be used several times
         self.shown = -1  # version of `gradient` when .grad became a view of it
         self.version = -1  # of `master` when the replica was last made from it

@@ -100,6 +100,14 @@ class Zero3(Mixed):
         if self.reshard_after_forward or not torch.is_grad_enabled():
             self.release(unit)
 
+    def deposit(self, unit: Unit, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        if self.reshard_after_forward and unit.module is not None and not unit.users:
+            raise RuntimeError(
+                f"{type(self).__name__}: backward reached {unit.name} while it was not gathered: a tensor that it made "
+                "was used, but was neither in its output nor an attribute: return it from the unit's forward"
+            )
+        super().deposit(unit, parameter, gradient)
+
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after this: its memory is free for the next unit's.
         unit.set_gradient(self.average(unit, gradient, unit.comm))

@@ -1,7 +1,10 @@
 """What a PyTorch user may do with a wrapped model, and what is refused."""
 
+import collections
 import copy
 import dataclasses
+import functools
+import types
 
 import pytest
 import torch
@@ -843,3 +846,67 @@ def test_ddps_state_dict_is_pytorchs(dtype):
         for module, prefix in ((model, "module."), (model.module, "")):
             with pytest.raises(ValueError, match="assign=True would replace"):
                 module.load_state_dict({prefix + name: value for name, value in target.items()}, assign=True)
+
+
+class Gain(nn.Module):
+    """A unit that hands out what it makes in one of several ways; `fixed` is a frozen unit of its own."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.lin = way, nn.Linear(8, 8)
+        self.fixed = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+    def forward(self, x):
+        y = self.lin(x).tanh()
+        side = ((y @ self.fixed).sin() * self.lin.bias).square().mean()
+        if self.way == "view":
+            return (y * self.lin.bias.view(1, 8)).view(-1, 8)
+        if self.way == "attribute":
+            self.side = side
+        if self.way == "list":
+            self.side = [(side,)]
+        if self.way == "namespace":
+            return types.SimpleNamespace(y=y, side=side)
+        return collections.UserDict(y=y, side=side) if self.way == "mapping" else y
+
+
+class Handed(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.first, self.blocks = way, nn.Linear(7, 8), nn.ModuleList(Gain(way) for _ in range(3))
+
+    def forward(self, x):
+        x, loss = self.first(x), 0.0
+        for block in self.blocks:
+            before, x = x, block(x)
+            if self.way == "view":
+                x += before
+            elif self.way in ("attribute", "list"):
+                loss = loss + (block.side if self.way == "attribute" else block.side[0][0])
+            else:
+                x, loss = (x.y, loss + x.side) if self.way == "namespace" else (x["y"], loss + x["side"])
+        return x.square().mean() + loss
+
+
+@pytest.mark.parametrize("way", ["view", "attribute", "list", "namespace", "mapping"])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_whatever_leaves_a_unit_gathers_it_in_backward(way, prefetch):
+    stages = [DDP, functools.partial(Zero3, prefetch=prefetch)]
+    expected, found = (run(2, fit, stage, seeded(functools.partial(Handed, way)))[0] for stage in stages)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_leaves_a_unit_unseen_is_an_error_with_its_name():
+    class Secretive(nn.Linear):
+        def forward(self, x):
+            side = (x + self.bias).sum()
+            self.get = lambda: side
+            return super().forward(x)
+
+    def work(comm):
+        model = Zero3(nn.Sequential(Secretive(8, 8), Secretive(8, 8)), comm)
+        model(torch.ones(2, 8))
+        with pytest.raises(RuntimeError, match="Zero3: backward reached 1 while it was not gathered: .*: return it"):
+            model.module[1].get().backward()
+
+    run(2, work)
