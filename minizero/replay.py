@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Buffers = dict[str, torch.Tensor | None]
-Noted = tuple[list[int], Buffers, Buffers]  # their versions, they themselves, and copies
+Noted = dict[int, tuple[torch.Tensor, int, torch.Tensor]]  # by its id: a buffer, its version then, and a copy
 
 _running = threading.local()  # .again: is a second run going on in this thread? .own: its `OwnGenerators`, if any
 
@@ -96,14 +96,17 @@ class Replay:
 
         If fn is a module, or the method of one, these are all that it contains; else all that this thread calls.
         """
-        before: dict[nn.Module, Noted] = {}
+        before: dict[nn.Module, Buffers] = {}
+        noted: Noted = {}  # a buffer that several modules share is one here too
 
         def note(module: nn.Module) -> None:
             if module not in before:
                 for each in module.modules():  # one inside may be changed without being called
                     if each not in before:
-                        buffers = dict(each._buffers)
-                        before[each] = (_versions(buffers), buffers, _copies(buffers)) if buffers else ([], {}, {})
+                        before[each] = dict(each._buffers)
+                        for buffer in before[each].values():
+                            if buffer is not None and id(buffer) not in noted:
+                                noted[id(buffer)] = buffer, _version(buffer), _copy(buffer)
 
         owner = getattr(self.fn, "__self__", self.fn)
         with self.own or contextlib.nullcontext():
@@ -114,9 +117,9 @@ class Replay:
                 with _before_each_module(note):
                     yield
         self.buffers = {
-            module: noted[2]
-            for module, noted in before.items()
-            if (module._buffers or noted[1]) and _has_changed(module, *noted)
+            module: {name: None if buffer is None else noted[id(buffer)][2] for name, buffer in buffers.items()}
+            for module, buffers in before.items()
+            if (module._buffers or buffers) and _has_changed(module, buffers, noted)
         }
         self._first_run_is_over()
 
@@ -144,8 +147,12 @@ class Replay:
         own = {module: module._buffers for module in self.buffers}
         with contextlib.ExitStack() as stack:
             try:
+                copies: dict[int, torch.Tensor] = {}  # there may be a third run
                 for module, buffers in self.buffers.items():
-                    module._buffers = _copies(buffers)  # there may be a third run
+                    module._buffers = {
+                        name: None if buffer is None else copies.setdefault(id(buffer), _copy(buffer))
+                        for name, buffer in buffers.items()
+                    }
                 _set_back(self.generators, self.states)
                 if self.autocast != _autocast():
                     for kind, enabled, dtype, cache in self.autocast:
@@ -259,27 +266,28 @@ def _set_back(generators: list[torch.Generator], states: list[torch.Tensor]) -> 
                 generator.set_state(state)
 
 
-def _versions(buffers: Buffers) -> list[int]:
-    """How often each was written to. What inference mode made does not count that, and is not written to."""
-    return [0 if buffer is None or buffer.is_inference() else buffer._version for buffer in buffers.values()]
+def _version(buffer: torch.Tensor) -> int:
+    """How often it was written to. What inference mode made does not count that, and is not written to."""
+    return 0 if buffer.is_inference() else buffer._version
 
 
-def _copies(buffers: Buffers) -> Buffers:
+def _copy(buffer: torch.Tensor) -> torch.Tensor:
     with _disable_current_modes():  # which watch the function's own operators
-        return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+        return buffer.detach().clone()
 
 
-def _has_changed(module: nn.Module, versions: list[int], before: Buffers, copies: Buffers) -> bool:
+def _has_changed(module: nn.Module, before: Buffers, noted: Noted) -> bool:
     """Has this module other buffers, or other numbers in them?"""
     now = module._buffers
     if now.keys() != before.keys() or any(now[name] is not buffer for name, buffer in before.items()):
         return True
-    if versions != _versions(before):
+    known = [noted[id(buffer)] for buffer in before.values() if buffer is not None]
+    if any(version != _version(buffer) for buffer, version, _ in known):
         return True
     # A write through `.data` changes no version. Tensors that have no numbers (fake ones) are of types of their own.
-    for name, buffer in before.items():
+    for buffer, _, copy in known:
         if type(buffer) is torch.Tensor and not buffer.is_meta and buffer.layout == torch.strided:
-            if not torch.equal(buffer, copies[name]):  # type: ignore[arg-type]
+            if not torch.equal(buffer, copy):
                 return True
     return False
 

@@ -218,6 +218,35 @@ def test_the_statistics_of_a_norm_whose_method_is_called():
     assert norm.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("way", ["by_function", "by_hooks", "checkpoint", "nested"])
+@pytest.mark.parametrize("call", ["a module", "a method", "a function"])
+def test_a_buffer_that_two_modules_share_is_one_buffer(call, way):
+    """One module writes to it, the other reads it, which is seen for the first time after that write."""
+
+    class Writer(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.register_buffer("shared", shared)
+
+        def forward(self, x):
+            self.shared.add_(1.0)
+            return x * 1
+
+    class Reader(Writer):
+        def forward(self, x):
+            return (x - self.shared).sin()
+
+    def results(way):
+        shared, x = torch.zeros(8), vectors().requires_grad_()
+        network = nn.Sequential(Writer(shared), Reader(shared))
+        fn = {"a module": network, "a method": network.forward}.get(call, lambda x: network[1](network[0](x)))
+        for _ in range(2):
+            way(fn, x).sum().backward()
+        return [x.grad, shared]
+
+    assert equal(results(WAYS[way]), results(plain))
+
+
 def test_of_buffers_only_those_that_change_are_kept():
     """A mask is none of them. While the block runs for the first time there is a copy."""
     module = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh())
