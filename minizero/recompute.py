@@ -115,7 +115,8 @@ def checkpoint(
     change: batch norms count a batch once. (Buffers are found in fn if it is a module or a method of one, else in every
     module that fn calls. Other state, such as a plain attribute or a parameter that forward assigns, is not put back.)
     Threads, as the ranks of a `World`, share the global generators; there fn draws from generators of its own, and so
-    other numbers than without checkpoint.
+    other numbers than without checkpoint. `torch.manual_seed`, `torch.set_rng_state` and PyTorch's own checkpoint
+    reach only the global ones: inside such an fn they give other numbers than in the main thread.
     `verify` compares the values of all operators; without it only their shapes, dtypes and number can tell. Without
     grad mode it is fn.
 

@@ -205,14 +205,14 @@ class OwnGenerators(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default:
             x, p = args[:2]
             mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-            return x * mask * (1 / (1 - p)), mask
+            return x * mask * (1 / (1 - p) if p < 1 else 0), mask
         variant = _with_generator(func)
         if variant is None:
             raise RecomputeMismatch(
                 f"checkpoint: {func._schema.name} in a thread draws from torch's generator, which all threads share, "
                 "and takes no other: make the ranks processes, or leave its dropout out"
             )
-        return variant(*args, **kwargs, generator=generator)
+        return variant(*args, **kwargs | {"generator": generator})  # which may be there, and None
 
     def _generator(self, given: list[Any]) -> torch.Generator:
         device = next((value.device for value in given if isinstance(value, torch.Tensor)), given[-1])
@@ -251,6 +251,8 @@ def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return False
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
     names = [argument.name for argument in func._schema.arguments]
+    if func is torch.ops.aten.native_dropout.default and given["train"] is False:
+        return False
     return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
 
 
