@@ -112,8 +112,10 @@ def checkpoint(
     Tensors are found in nested tuples, lists and dicts of the arguments; anything else is passed as it is. The
     second run sees the same state of torch's generators, the global ones and those among the arguments (unless
     `preserve_rng_state` is False), the same autocast and default device, and the same buffers, which the first run may
-    change: batch norms count a batch once. (Buffers are found in fn if it is a module or a method of one, else in every
-    module that fn calls. Other state, such as a plain attribute or a parameter that forward assigns, is not put back.)
+    change: batch norms count a batch once. (Buffers are found in fn if it is a module, in the modules that fn has in
+    its closure, arguments, defaults or globals, and in every module that fn calls. Those of a module that fn finds in a
+    list or an attribute, and runs by `module.forward(x)`, change twice. Other state, such as a plain attribute or a
+    parameter that forward assigns, is not put back.)
     Threads, as the ranks of a `World`, share the global generators; there fn draws from generators of its own, and so
     other numbers than without checkpoint. `torch.manual_seed`, `torch.set_rng_state` and PyTorch's own checkpoint
     reach only the global ones: inside such an fn they give other numbers than in the main thread.

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ class Replay:
     def first_run(self) -> Iterator[None]:
         """The first run: copies the buffers of its modules before they run, and keeps the copies of what it changed.
 
-        If fn is a module, or the method of one, these are all that it contains; else all that this thread calls.
+        These are the modules that `_modules_of` finds in fn, with all that they contain, and those that this thread
+        calls while fn runs.
         """
         before: dict[nn.Module, Buffers] = {}
         noted: Noted = {}  # a buffer that several modules share is one here too
@@ -108,14 +110,10 @@ class Replay:
                             if buffer is not None and id(buffer) not in noted:
                                 noted[id(buffer)] = buffer, _version(buffer), _copy(buffer)
 
-        owner = getattr(self.fn, "__self__", self.fn)
-        with self.own or contextlib.nullcontext():
-            if isinstance(owner, nn.Module):
-                note(owner)
-                yield
-            else:
-                with _before_each_module(note):
-                    yield
+        for module in _modules_of(self.fn):
+            note(module)
+        with self.own or contextlib.nullcontext(), _before_each_module(note):
+            yield
         self.buffers = {
             module: {name: None if buffer is None else noted[id(buffer)][2] for name, buffer in buffers.items()}
             for module, buffers in before.items()
@@ -292,6 +290,24 @@ def _has_changed(module: nn.Module, before: Buffers, noted: Noted) -> bool:
             if not torch.equal(buffer, copy):
                 return True
     return False
+
+
+def _modules_of(fn: Any, depth: int = 3) -> list[nn.Module]:
+    """fn itself, if it is a module; else those that it is bound to, or has in its arguments, closure or globals."""
+    if isinstance(fn, nn.Module):
+        return [fn]
+    parts: list[Any] = []
+    if depth == 0:  # a function may be in its own closure
+        pass
+    elif isinstance(fn, functools.partial):
+        parts = [fn.func, *fn.args, *fn.keywords.values()]
+    elif isinstance(fn, MethodType):
+        parts = [fn.__self__, fn.__func__]
+    elif isinstance(fn, FunctionType):
+        closure = [cell.cell_contents for cell in fn.__closure__ or () if cell != CellType()]  # which is an empty one
+        used = [fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__]
+        parts = [*closure, *used, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    return [module for part in parts for module in _modules_of(part, depth - 1)]
 
 
 @contextlib.contextmanager

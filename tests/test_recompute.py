@@ -212,9 +212,33 @@ def test_a_module_that_changes_its_own_buffers(make, call, way):
     assert equal(results(WAYS[way]), results(plain))
 
 
-def test_the_statistics_of_a_norm_whose_method_is_called():
+class Reaches(nn.Module):
+    """Runs a module that it does not contain."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.outside = [norm]
+
+    def forward(self, x):
+        return self.outside[0](x).exp()
+
+
+REACHED = {
+    "a method": lambda norm: norm.forward,
+    "a partial of a method": lambda norm: partial(norm.forward),
+    "a method in a closure": lambda norm: lambda x: norm.forward(x).exp(),
+    "a bound method in a closure": lambda norm: (lambda forward: lambda x: forward(x).exp())(norm.forward),
+    "a function in a closure": lambda norm: (lambda inner: lambda x: inner(x).exp())(lambda x: norm.forward(x)),
+    "a default": lambda norm: lambda x, norm=norm: norm.forward(x).exp(),
+    "a global": lambda norm: eval("lambda x: norm.forward(x).exp()", {"norm": norm}),
+    "a module outside of a module": Reaches,
+}
+
+
+@pytest.mark.parametrize("how", REACHED)
+def test_the_statistics_of_a_norm_however_it_is_reached(how):
     norm = nn.BatchNorm1d(8)
-    checkpoint(norm.forward, vectors().requires_grad_()).sum().backward()
+    checkpoint(REACHED[how](norm), vectors().requires_grad_()).sum().backward()
     assert norm.num_batches_tracked == 1
 
 
