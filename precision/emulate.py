@@ -138,8 +138,14 @@ class _Emulation(TorchDispatchMode):
         return self.fmt.width <= 16 and _thread.innermost is self
 
     def is_wide(self, tensor: torch.Tensor) -> bool:
-        """Whether its values are FP32's, since the model asked for them."""
-        return bool(self.wide) and tensor.layout == torch.strided and tensor.untyped_storage() in self.wide
+        """Whether its values are FP32's, since the model asked for them. Those of a real 16-bit tensor never are."""
+        if not self.wide or tensor.layout != torch.strided or tensor.element_size() <= 2:
+            return False
+        return tensor.untyped_storage() in self.wide
+
+    def mark_wide(self, tensor: torch.Tensor) -> None:
+        """From now on its values are FP32's."""
+        self.wide.add(tensor.untyped_storage())
 
     def convert(self, tensor: torch.Tensor, wide: bool) -> torch.Tensor:
         """A copy of `tensor`, marked as wide, or rounded."""

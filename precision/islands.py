@@ -12,6 +12,10 @@ wide with narrow gives wide, and the gradient is wide inside the island and roun
 
 `x.float()`, `softmax(dtype=torch.float32)`, `type_as` and `to(other)` say what they want. `x.to(torch.float32)` and
 `x.to(input_dtype)` are the same call here: it widens what is narrow, and rounds what is wide.
+
+Integers have no width. `positions.float()` and `torch.arange(n, dtype=torch.float32)` are wide: 2049 is no number of
+FP16. `mask.to(torch.float32)` and `torch.zeros(n, dtype=torch.float32)` are narrow, since most models write
+`mask.to(x.dtype)` and `dtype=x.dtype`. Parameters and buffers are narrow, as `.half()` would make them.
 """
 
 import re
@@ -20,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from precision.exact import is_exact
+from precision.exact import exact, is_exact
 
 
 class Emulation(Protocol):
@@ -31,6 +35,8 @@ class Emulation(Protocol):
     def is_wide(self, tensor: torch.Tensor) -> bool: ...
 
     def convert(self, tensor: torch.Tensor, wide: bool) -> torch.Tensor: ...
+
+    def mark_wide(self, tensor: torch.Tensor) -> None: ...
 
 
 CONVERSIONS = frozenset({"float", "to", "type", "type_as"})
@@ -52,6 +58,11 @@ class Islands(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__" or is_exact() or not self.emulation.rounds():
             return func(*args, **kwargs)
+        if self.begins_wide(name, args, kwargs):
+            with exact():
+                result = func(*args, **kwargs)
+            self.emulation.mark_wide(result)
+            return result
         if name in CONVERSIONS:
             args = [self.converted(name, *args, **kwargs), *args[1:]]
         elif kwargs.get("dtype") == torch.float32 and args:  # softmax, sum, ... which convert first
@@ -62,6 +73,13 @@ class Islands(TorchFunctionMode):
 
     def convert(self, x: torch.Tensor, wide: bool) -> torch.Tensor:
         return x if self.emulation.is_wide(x) == wide else _Convert.apply(x, self.emulation, wide)
+
+    def begins_wide(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether FP32 values are asked for that were never narrow: torch.arange(n, dtype=torch.float32), or x.float()
+        of integers, or of a tensor that has 16 bits indeed."""
+        if name == "float":
+            return args[0].dtype != torch.float32 and args[0].layout == torch.strided
+        return name == "arange" and kwargs.get("dtype") == torch.float32 and "out" not in kwargs
 
     def converted(self, name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The tensor of x.float(), x.to(dtype), x.to(other), x.type_as(other), converted."""

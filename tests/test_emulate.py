@@ -845,6 +845,34 @@ def test_where_an_island_begins_and_ends():
     assert x[0] == torch.tensor(1 / 3), "the input itself is left alone"
 
 
+def test_integers_converted_to_float_are_wide():
+    """The angles of a rotary embedding: position 2049 is no number of FP16, and neither are most angles."""
+    frequencies, positions, mask = torch.tensor([1.0, 0.3]), torch.tensor([[2049], [3001]]), torch.tensor([True, False])
+
+    def angles(frequencies):
+        return [
+            positions.float() * frequencies.float(),
+            positions.float() @ frequencies[None, :].float(),
+            torch.arange(3000, 3003, dtype=torch.float32),
+            positions.half().float(),
+        ]
+
+    with emulate(FP16):
+        found, narrow = angles(frequencies), mask.to(frequencies.dtype) * frequencies
+        cosines = [angle.cos().to(torch.float32) for angle in found]
+    for one, cosine, other in zip(found, cosines, angles(frequencies.half()), strict=True):
+        assert other.dtype == torch.float32 and torch.equal(one, other)
+        assert torch.equal(cosine, other.cos().half().float())
+    assert on_grid(FP16, narrow)
+
+
+def test_a_real_half_tensor_in_an_island_gets_a_narrow_gradient():
+    x = torch.tensor([0.3, 300.0], requires_grad=True)
+    with emulate(FP16):
+        ((x * 0.3).half().float() ** 2 / 7).sum().backward()
+    assert on_grid(FP16, x.grad)
+
+
 def test_an_island_keeps_fp32_for_backward_and_no_more():
     x = torch.randn(1000, requires_grad=True)
     assert kept_bytes(lambda: x.exp().float().exp().to(x.dtype).exp().sum(), emulate(FP16)) == (2 + 4 + 2) * 1000
