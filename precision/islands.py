@@ -65,7 +65,8 @@ class Islands(TorchFunctionMode):
             return result
         if name in CONVERSIONS:
             args = [self.converted(name, *args, **kwargs), *args[1:]]
-        elif kwargs.get("dtype") == torch.float32 and args:  # softmax, sum, ... which convert first
+        elif name != "view" and args and any(each is torch.float32 for each in (*args, *kwargs.values())):
+            # softmax, sum, ... which convert first
             args = [_each(args[0], lambda x: self.convert(x, True)), *args[1:]]
         else:
             args, kwargs = self.promoted(name, args, kwargs)
@@ -86,7 +87,9 @@ class Islands(TorchFunctionMode):
         if x.dtype != torch.float32:
             return x
         for target in (torch.float32, *args, *kwargs.values()) if name == "float" else (*args, *kwargs.values()):
-            if target == torch.float32 and isinstance(target, torch.dtype):
+            if target is torch.FloatTensor or (isinstance(target, str) and target == "torch.FloatTensor"):
+                return self.convert(x, True)
+            if target is torch.float32:
                 return self.convert(x, name == "float" or not self.emulation.is_wide(x))
             if isinstance(target, torch.Tensor) and target.dtype == torch.float32:
                 return self.convert(x, self.emulation.is_wide(target))

@@ -873,6 +873,16 @@ def test_a_real_half_tensor_in_an_island_gets_a_narrow_gradient():
     assert on_grid(FP16, x.grad)
 
 
+def test_other_ways_to_write_where_an_island_begins():
+    x = torch.tensor([1 / 3, 300.0])
+    with emulate(FP16):
+        for wide in (x.type(torch.FloatTensor), x.type("torch.FloatTensor"), x.type(torch.float32)):
+            assert not on_grid(FP16, wide / 7)
+        for wide in (torch.softmax(x, -1, torch.float32), x.softmax(0, torch.float32), x.log_softmax(0, torch.float32)):
+            assert not on_grid(FP16, wide / 7)
+        assert on_grid(FP16, (x * 1).view(torch.float32) / 7), "a view converts nothing"
+
+
 def test_an_island_keeps_fp32_for_backward_and_no_more():
     x = torch.randn(1000, requires_grad=True)
     assert kept_bytes(lambda: x.exp().float().exp().to(x.dtype).exp().sum(), emulate(FP16)) == (2 + 4 + 2) * 1000
