@@ -42,7 +42,7 @@ class Emulation(Protocol):
 CONVERSIONS = frozenset({"float", "to", "type", "type_as"})
 # PyTorch refuses these if the dtypes differ. A model that meets them here has left its island without a word.
 ONE_DTYPE = re.compile(
-    r"linear|bilinear|(__r?)?matmul(__)?|mm|bmm|mv|dot|add(mm|mv|bmm)|baddbmm|einsum|conv\w*|(layer|rms|group|batch|instance)"
+    r"linear|bilinear|(__r?)?matmul(__)?|mm|bmm|mv|dot|add(mm|mv|bmm)|baddbmm|einsum|conv\w*|(layer|group|batch|instance)"
     r"_norm|prelu|scaled_dot_product_attention|multi_head_attention_forward"
 )
 
@@ -63,6 +63,8 @@ class Islands(TorchFunctionMode):
                 result = func(*args, **kwargs)
             self.emulation.mark_wide(result)
             return result
+        if name == "rms_norm":
+            return self.rms_norm(func, args, kwargs)
         if name in CONVERSIONS:
             args = [self.converted(name, *args, **kwargs), *args[1:]]
         elif name != "view" and args and any(each is torch.float32 for each in (*args, *kwargs.values())):
@@ -81,6 +83,13 @@ class Islands(TorchFunctionMode):
         if name == "float":
             return args[0].dtype != torch.float32 and args[0].layout == torch.strided
         return name == "arange" and kwargs.get("dtype") == torch.float32 and "out" not in kwargs
+
+    def rms_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """PyTorch's operator: FP32 inside, since the square of 256 is infinite in FP16, and outside its input's width."""
+        x = args[0] if args else kwargs["input"]
+        wide = self.emulation.is_wide(x)
+        args, kwargs = _each((args, kwargs), lambda each: self.convert(each, True))
+        return _each(func(*args, **kwargs), lambda result: self.convert(result, wide))
 
     def converted(self, name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The tensor of x.float(), x.to(dtype), x.to(other), x.type_as(other), converted."""

@@ -803,7 +803,14 @@ class Softmax(LlamaNorm):
         return self.weight * (weights + 1e-30).log().to(x.dtype)
 
 
-@pytest.mark.parametrize("island", [LlamaNorm, T5Norm, GemmaNorm, Softmax])
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's own, which is an island inside: the squares are above 65504."""
+
+    def forward(self, x):
+        return super().forward(x * 2.0**20)
+
+
+@pytest.mark.parametrize("island", [LlamaNorm, T5Norm, GemmaNorm, Softmax, RMSNorm])
 def test_an_island_of_a_model_stays_fp32_as_in_a_half_model(island):
     torch.manual_seed(0)
     x = FP16.quantize(0.01 * torch.randn(4, 8))
