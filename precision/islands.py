@@ -18,6 +18,7 @@ FP16. `mask.to(torch.float32)` and `torch.zeros(n, dtype=torch.float32)` are nar
 `mask.to(x.dtype)` and `dtype=x.dtype`. Parameters and buffers are narrow, as `.half()` would make them.
 """
 
+import math
 import re
 from typing import Any, Protocol
 
@@ -25,10 +26,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from precision.exact import exact, is_exact
+from precision.formats import FloatFormat
 
 
 class Emulation(Protocol):
     """What islands ask of the emulation around them."""
+
+    @property
+    def fmt(self) -> FloatFormat: ...
 
     def rounds(self) -> bool: ...
 
@@ -67,7 +72,12 @@ class Islands(TorchFunctionMode):
             return self.rms_norm(func, args, kwargs)
         if name in CONVERSIONS:
             args = [self.converted(name, *args, **kwargs), *args[1:]]
-        elif name != "view" and args and any(each is torch.float32 for each in (*args, *kwargs.values())):
+        elif (
+            name != "view"
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and any(each is torch.float32 for each in (*args, *kwargs.values()))
+        ):
             # softmax, sum, ... which convert first
             args = [_each(args[0], lambda x: self.convert(x, True)), *args[1:]]
         else:
@@ -85,7 +95,7 @@ class Islands(TorchFunctionMode):
         return name == "arange" and kwargs.get("dtype") == torch.float32 and "out" not in kwargs
 
     def rms_norm(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """PyTorch's operator: FP32 inside, since the square of 256 is infinite in FP16, and outside its input's width."""
+        """PyTorch's operator, in FP32: in FP16 the square of 256 is infinite. The result has the input's width."""
         x = args[0] if args else kwargs["input"]
         wide = self.emulation.is_wide(x)
         args, kwargs = _each((args, kwargs), lambda each: self.convert(each, True))
@@ -117,12 +127,22 @@ class Islands(TorchFunctionMode):
         in_place = (
             (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs
         )
+        if not wide:
+            args, kwargs = [self.limit(x) for x in args], {key: self.limit(x) for key, x in kwargs.items()}
         if not wide or len(wide) == len(found) or in_place:
             return args, kwargs
         # A number in a tensor without dimensions takes the dtype of a tensor that has some.
         only_numbers = all(x.dim() == 0 for x in wide) and any(x.dim() for x in found)
         to_wide = not ONE_DTYPE.fullmatch(name) and not only_numbers
         return _each((args, kwargs), lambda x: self.convert(x, to_wide))
+
+    def limit(self, x: Any) -> Any:
+        """The format's own limit, if x is FP32's: a 16-bit model reads -65504 from torch.finfo(x.dtype).min.
+
+        Its mask holds that number. FP32's is infinite in FP16, and a softmax of nothing but -inf is NaN.
+        """
+        is_limit = isinstance(x, float) and abs(x) == torch.finfo(torch.float32).max
+        return math.copysign(self.emulation.fmt.max, x) if is_limit else x
 
 
 class _Convert(torch.autograd.Function):

@@ -890,6 +890,33 @@ def test_other_ways_to_write_where_an_island_begins():
         assert on_grid(FP16, (x * 1).view(torch.float32) / 7), "a view converts nothing"
 
 
+@pytest.mark.parametrize("fmt, dtype", [(FP16, torch.float16), (BF16, torch.bfloat16)])
+def test_the_smallest_number_of_a_dtype_is_the_formats_own(fmt, dtype):
+    """As a mask's value it must be finite: the softmax of a row without any key would be NaN."""
+    mask, island = torch.tensor([[True, True], [False, True]]), torch.ones(2, dtype=torch.int32)
+
+    def masked(x):
+        least = torch.finfo(x.dtype).min
+        by_item = x * 1
+        by_item[mask] = least
+        return [
+            x.masked_fill(mask, least).softmax(-1),
+            torch.where(mask, torch.zeros((), dtype=x.dtype), least),
+            torch.full((2,), fill_value=least, dtype=x.dtype),
+            torch.tensor(least, dtype=x.dtype),
+            x + mask.to(x.dtype) * least,
+            x.clamp(max=-torch.inf).clamp(min=least),
+            by_item,
+            island.float().masked_fill(mask, torch.finfo(torch.float32).min),
+        ]
+
+    x = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
+    with emulate(fmt):
+        found = masked(x)
+    for one, other in zip(found, masked(x.to(dtype)), strict=True):
+        assert torch.equal(one, other.float()) and one.isfinite().all()
+
+
 def test_an_island_keeps_fp32_for_backward_and_no_more():
     x = torch.randn(1000, requires_grad=True)
     assert kept_bytes(lambda: x.exp().float().exp().to(x.dtype).exp().sum(), emulate(FP16)) == (2 + 4 + 2) * 1000
