@@ -11,7 +11,9 @@ what comes out of the first as wide. From there on PyTorch's own rules hold, tho
 wide with narrow gives wide, and the gradient is wide inside the island and rounded where it leaves.
 
 `x.float()`, `softmax(dtype=torch.float32)`, `type_as` and `to(other)` say what they want. `x.to(torch.float32)` and
-`x.to(input_dtype)` are the same call here: it widens what is narrow, and rounds what is wide.
+`x.to(input_dtype)` are the same call here: it widens what is narrow, and rounds what is wide. So
+`x.to(self.weight.dtype)` of a narrow x, which does nothing in a 16-bit model, begins an island here. Write
+`x.type_as(self.weight)`, or `x.to(self.weight)`, which keep x narrow.
 
 Integers have no width. `positions.float()` and `torch.arange(n, dtype=torch.float32)` are wide: 2049 is no number of
 FP16. `mask.to(torch.float32)` and `torch.zeros(n, dtype=torch.float32)` are narrow, since most models write
