@@ -33,6 +33,7 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             raise ValueError(f"{stage}: {name or 'the module'} gives sparse gradients, shards are dense: sparse=False")
     if len(devices := sorted({str(p.device) for p in parameters.values()})) > 1:
         raise ValueError(f"{stage}: parameters on mixed devices ({', '.join(devices)}): move the module to one")
+    owners: dict[tuple[int, int], str] = {}
     for name, parameter in parameters.items():
         if parameter.dtype != torch.float32:
             raise ValueError(
@@ -43,6 +44,12 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in} already: wrap a fresh module")
         if parameter.numel() == 0:
             raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
+        other = owners.setdefault((parameter.untyped_storage()._cdata, parameter.storage_offset()), name)
+        if other != name:
+            raise ValueError(
+                f"{stage}: {name} and {other} are two parameters in one memory, and would be trained apart: "
+                "tie them by assigning the same nn.Parameter to both"
+            )
 
 
 def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

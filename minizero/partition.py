@@ -73,7 +73,7 @@ class Unit:
 
     def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Rank 0's values (by default the parameters') in one flat FP32 buffer on this rank's device."""
-        full = torch.zeros(self.size, device=self.comm.device)
+        full = torch.zeros(self.size, dtype=torch.float32, device=self.comm.device)
         for view, value in zip(self.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
         # Units of one size can still be cut differently; the ranks agree on how.
@@ -299,7 +299,9 @@ def make_units(
 
 def keeps_statistics(module: nn.Module) -> bool:
     """Does it keep running statistics, as batch norms do? They are FP32 buffers, and need FP32 inputs and weights."""
-    return any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
+    names = [name for name, _ in module.named_buffers(recurse=False)]
+    its_own = isinstance(module, nn.modules.batchnorm._NormBase) or not any(module.children())  # not its parts'
+    return its_own and any(name.startswith("running_") for name in names)
 
 
 def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -29,6 +29,13 @@ def test_modules(stage):
         return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
     assert f"{stage.__name__}: 1 is a SyncBatchNorm" in refused(ValueError, stage, synchronised)
+
+    def tied_by_data():
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        module[1].weight = nn.Parameter(module[0].weight.data)
+        return module
+
+    assert "1.weight and 0.weight are two parameters in one memory" in refused(ValueError, stage, tied_by_data)
     complex_numbers = refused(ValueError, stage, lambda: nn.Linear(2, 2, dtype=torch.complex64))
     assert f"{stage.__name__}: parameters must be float32, weight is torch.complex64" in complex_numbers
 

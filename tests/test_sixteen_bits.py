@@ -111,6 +111,37 @@ def test_a_norm_that_is_a_unit_itself():
     assert len({found for stage in STAGES for found in run(2, work, stage)}) == 1
 
 
+class Running(nn.Module):
+    """A running average of its own, and parts that are no norms: those compute in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_loss", torch.zeros(()))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_running_average_beside_children_makes_no_norm(stage):
+    def work(comm):
+        return stage(Running(), comm, dtype=torch.bfloat16)(torch.ones(2, 4)).dtype
+
+    assert run(2, work) == [torch.bfloat16] * 2
+
+
+def test_shards_are_fp32_whatever_the_default_dtype():
+    def work(comm):
+        return {shard.dtype for shard in Zero3(Running().float(), comm).parameters()}
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run(2, work) == [{torch.float32}] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Frozen(nn.Module):
     def __init__(self):
         super().__init__()
