@@ -49,12 +49,22 @@ def accumulate(
     no_sync: an engine sends its gradients once, with the last micro-batch, and holds full ones, in FP32, until then;
     with False it averages each micro-batch's, so that stages 2 and 3 hold shards between them, and sends k times as
     much. `ValueError` if the window has no micro-batch on some rank, or no target on any, or if `count` gives no
-    whole number of at least 0.
+    whole number of at least 0, or if a dict has Hugging Face's `num_items_in_batch`, with which the loss is no mean.
+    `TypeError` if the model has no parameters, or if what the window gives is no micro-batch.
     """
+    if not hasattr(micro_batches, "__iter__") and not hasattr(micro_batches, "__getitem__"):
+        raise TypeError(
+            f"accumulate: micro_batches must be a list, or another iterable, not {type(micro_batches).__name__}"
+        )
     window = list(micro_batches)
     counts = [_checked_count(micro_batch, count) for micro_batch in window]
     if isinstance(model, Engine):
         return _accumulate_on_ranks(model, window, counts, no_sync)
+    if not isinstance(model, nn.Module) or not [*model.parameters()]:
+        raise TypeError(
+            "accumulate: model must be an engine or a module with parameters, whose gradients add up, not "
+            f"{getattr(model, '__name__', type(model).__name__)}"
+        )
     if hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync"):
         raise TypeError(
             f"accumulate: {type(model).__name__} averages over ranks by itself, whatever they count: "
@@ -167,6 +177,11 @@ def _checked_count(micro_batch: Any, count: Count) -> int:
         )
     if not callable(count):
         raise TypeError(f"accumulate: count must be a function of a micro-batch, not {type(count).__name__}")
+    if isinstance(micro_batch, Mapping) and micro_batch.get("num_items_in_batch") is not None:
+        raise ValueError(
+            "accumulate: with num_items_in_batch Hugging Face's models return a sum divided by that number, not the "
+            "mean that is weighted here: leave it out of the dict"
+        )
     number = count(micro_batch)
     value = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
     if not isinstance(value, numbers.Real) or not (float(value) >= 0 and float(value).is_integer()):

@@ -263,6 +263,8 @@ def test_what_a_dict_needs():
         accumulate(Causal(), [{"inputs": torch.ones(1, 2, 8)}])
     with pytest.raises(TypeError, match="not str: a single one goes into a list"):
         accumulate(Causal(), rows([4])[0])
+    with pytest.raises(ValueError, match="num_items_in_batch .* leave it out"):
+        accumulate(Causal(), [rows([4])[0] | {"num_items_in_batch": 4}])
     with pytest.raises(ValueError, match=r"model\(\*\*micro_batch\).loss must be one number, .* not NoneType"):
         accumulate(Logits(), [{"x": torch.ones(2, 8), "y": None}], count=lambda _: 1)
 
@@ -433,6 +435,20 @@ def test_the_fp32_sums_are_gradients():
 def test_what_is_no_pair_is_refused(wrong):
     with pytest.raises(TypeError, match=r"pairs \(x, y\)"):
         accumulate(OwnMean(), wrong)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_is_no_window_is_refused(window):
+    with pytest.raises(TypeError, match="micro_batches must be a list, .* not (NoneType|int)"):
+        accumulate(OwnMean(), window)
+
+
+@pytest.mark.parametrize(
+    "model, name", [(nn.MSELoss(), "MSELoss"), (nn.functional.mse_loss, "mse_loss"), (None, "None")]
+)
+def test_what_has_no_parameters_is_refused(model, name):
+    with pytest.raises(TypeError, match=f"an engine or a module with parameters, .* not {name}"):
+        accumulate(model, numbers([3]))
 
 
 def test_a_loss_must_be_one_number_and_averaging_somebody_elses():
