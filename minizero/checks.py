@@ -33,7 +33,7 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             raise ValueError(f"{stage}: {name or 'the module'} gives sparse gradients, shards are dense: sparse=False")
     if len(devices := sorted({str(p.device) for p in parameters.values()})) > 1:
         raise ValueError(f"{stage}: parameters on mixed devices ({', '.join(devices)}): move the module to one")
-    owners: dict[tuple[int, int], str] = {}
+    owners: dict[Any, str] = {}  # by memory and place in it
     for name, parameter in parameters.items():
         if parameter.dtype != torch.float32:
             raise ValueError(
