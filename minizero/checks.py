@@ -4,7 +4,9 @@ The check before each optimizer step also marks the shards as written, so that r
 """
 
 import threading
+import types
 import warnings
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minizero.elementwise import CannotTry, attributes_of, needs_whole_tensors, settings_of
+from minizero.elementwise import CannotTry, attributes_of, is_plain, needs_whole_tensors, settings_of
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -79,15 +81,19 @@ one_at_a_time = threading.Lock()  # ranks that are threads share a trial
 
 def check_elementwise(optimizer: Optimizer, shard: torch.Tensor, *, closure: bool) -> None:
     """`RuntimeError` if the optimizer needs whole tensors, a warning if that cannot be found out."""
-    # Schedulers change the settings at every step. The optimizer is tried again if an option is switched on or off.
-    switched_on = [{name for name, value in group.items() if is_on(name, value)} for group in optimizer.param_groups]
-    if getattr(optimizer, "tried_with", None) == switched_on:
+    # Schedulers change the settings at every step. The optimizer is tried again if an option is switched.
+    attributes = attributes_of(optimizer)
+    switches = [switch(attributes), *(switch(settings_of(group)) for group in optimizer.param_groups)]
+    if getattr(optimizer, "tried_with", None) == switches:
         return
     name, stage = type(optimizer).__name__, shard.shard_of  # type: ignore[attr-defined]
     kinds = type(optimizer), *(type(inner) for inner in vars(optimizer).values() if isinstance(inner, Optimizer))
     for group in optimizer.param_groups:  # also one of which this rank holds nothing: all ranks decide alike
-        settings = repr((settings_of(group), attributes_of(optimizer)))
-        key = kinds, settings, shard.device.type, closure
+        plain = {name: value for name, value in attributes.items() if is_plain(value)}
+        # Nobody can compare what else it keeps: then the result counts for this optimizer alone.
+        alone = any(not is_plain(value) for value in attributes.values() if not isinstance(value, Optimizer))
+        settings = repr((settings_of(group), plain))
+        key = kinds, settings, shard.device.type, closure, weakref.ref(optimizer) if alone else None
         with one_at_a_time:
             if key not in trials:
                 try:
@@ -104,12 +110,18 @@ def check_elementwise(optimizer: Optimizer, shard: torch.Tensor, *, closure: boo
                 f"{name} needs whole tensors, {stage} gives it flat shards: "
                 "use DDP in FP32, or an elementwise optimizer such as AdamW"
             )
-    optimizer.tried_with = switched_on  # type: ignore[attr-defined]
+    optimizer.tried_with = switches  # type: ignore[attr-defined]
 
 
-def is_on(name: str, value: Any) -> bool:
-    """Is it an option that is switched on? The rate does not count, since the trial has its own."""
-    return name not in ("params", "lr") and (bool(value) if isinstance(value, bool | int | float | None) else True)
+def switch(value: Any) -> Any:
+    """Of nested options: strings and truth values as they are; of a number, which a schedule may change, if it is 0."""
+    if isinstance(value, types.SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {name: switch(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):  # some grow
+        return {repr(switch(inner)) for inner in value}
+    return value if isinstance(value, bool | str | None) else bool(value) if isinstance(value, int | float) else True
 
 
 register_optimizer_step_pre_hook(check_optimizer)

@@ -1,7 +1,7 @@
 """Can an optimizer train flat shards? A trial decides: the same numbers, trained whole and as halves of a flat buffer.
 
-    whole     one optimizer for a matrix and a convolution's weight, in their own shapes
-    halves    two optimizers, one for each half of the flat buffer with both, as two ranks of ZeRO hold it
+    whole     one optimizer for a matrix and two convolutions' weights, in their own shapes
+    halves    two optimizers, one for each half of the flat buffer with all, as two ranks of ZeRO hold it
 
 An elementwise optimizer, such as AdamW, computes a number's new value from that number, its gradient and its states.
 It never notices the cut, and both ways end with the same bits. LARS divides by the norm of a tensor, Adafactor looks
@@ -15,6 +15,7 @@ import copy
 import functools
 import inspect
 import random
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,12 +29,13 @@ from minizero.comm import ALONE
 # Factored optimizers leave matrices alone that have fewer than 128 rows or columns.
 # A vector unit computes up to 16 numbers at once, two such vectors in a row, and what is left one by one, which can
 # round differently. Here nothing is left: each tensor and each half is a multiple of 32. The cut lies inside a row.
-SHAPES = ((128, 128), (16, 8, 3, 3))
+SHAPES = ((128, 128), (16, 8, 3, 3), (16, 8, 4))
 STEPS = 50  # some change only their states in the first ones
 RATE = 1.0  # in place of the user's, which is 0 where a warm-up begins, and would hide everything
 
 Settings = dict[str, Any]
 Tensors = Sequence[torch.Tensor]
+Plain = bool | int | float | str | None
 
 
 class CannotTry(Exception):
@@ -126,9 +128,18 @@ def settings_of(group: Settings) -> Settings:
 
 
 def attributes_of(optimizer: Optimizer) -> Settings:
-    """What the optimizer keeps beside groups and states, as far as it is plain data."""
-    plain = bool | int | float | str | tuple | None
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, plain)}
+    """What the optimizer keeps beside groups, states and hooks."""
+    others = ("defaults", "state", "param_groups", "step", "tried_with")
+    return {n: v for n, v in vars(optimizer).items() if n not in others and not n.startswith("_optimizer_")}
+
+
+def is_plain(value: Any) -> bool:
+    """Is it plain data, also inside? What `repr` tells of it is then all that there is."""
+    if isinstance(value, types.SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, Plain)
 
 
 def build_like(optimizer: Optimizer, group: Settings, parameters: Tensors) -> Optimizer:
@@ -145,7 +156,7 @@ def build_like(optimizer: Optimizer, group: Settings, parameters: Tensors) -> Op
     if isinstance(inner, Optimizer):  # a wrapper, such as Lookahead
         base = build_like(inner, group, parameters)
     new = type(optimizer)(base, **{name: copy.deepcopy(known[name]) for name in others if name in known})
-    vars(new).update(attributes_of(optimizer))
+    vars(new).update({n: copy.deepcopy(v) for n, v in attributes_of(optimizer).items() if is_plain(v)})
     # PyTorch wraps `step`, to call hooks and to write into profiles. Those are the user's: take what is inside.
     step = type(new).step
     new.step = functools.partial(step.__wrapped__ if hasattr(step, "hooked") else step, new)  # type: ignore

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import types
 import warnings
 
 import numpy as np
@@ -84,7 +85,13 @@ class DistanceToTheSolution(Small):
         return group["d"] * g.sign()
 
 
+class CoupledConvolutions(Small):
+    def move(self, p, g, state, group):
+        return g / g.norm() if p.dim() == 3 else g
+
+
 COUPLED = {
+    CoupledConvolutions: {},
     TrustRatio: {"weight_decay": 0.02},
     NormOfTheWhole: {},
     Factored: {},
@@ -214,6 +221,69 @@ def test_an_option_that_is_switched_on_later_is_tried_then():
                     optimizer.step()
             else:
                 optimizer.step()
+
+    run(2, work)
+
+
+class Configured(Small):
+    """An option of the optimizer's own, in one of several places."""
+
+    def __init__(self, params, place, coupled=False):
+        super().__init__(params, mode="lars" if place == "mode" and coupled else "sgd")
+        self.place, self.config, self.options = place, {"coupled": [coupled]}, types.SimpleNamespace(coupled=coupled)
+
+    def move(self, p, g, state, group):
+        places = {
+            "dict": lambda: self.config["coupled"][0],
+            "namespace": lambda: self.options.coupled,
+            "mode": lambda: group["mode"] == "lars",
+            "attribute": lambda: getattr(self, "coupled", False),
+        }
+        return g / g.norm() if places[self.place]() else g
+
+
+def test_options_that_differ_only_inside_an_attribute_are_tried_again():
+    for place in ("dict", "namespace", "mode"):
+        found = [run(2, first_steps, Zero1, functools.partial(Configured, place=place, coupled=c)) for c in (0, 1)]
+        assert found[0] == ["", ""] and all("whole tensors" in message for message in found[1]), place
+
+
+class Coupled(nn.Module):
+    """An object that nobody can compare with another."""
+
+    def __init__(self, coupled):
+        super().__init__()
+        self.coupled = coupled
+
+
+class Holding(Small):
+    def __init__(self, params, given):
+        super().__init__(params)
+        self.given = given
+
+    def move(self, p, g, state, group):
+        return g / g.norm() if self.given.coupled else g
+
+
+def test_what_cannot_be_compared_is_tried_for_each_optimizer():
+    found = [run(2, first_steps, Zero1, functools.partial(Holding, given=Coupled(c))) for c in (False, True)]
+    assert found[0] == ["", ""] and all("whole tensors" in message for message in found[1])
+
+
+@pytest.mark.parametrize("place", ["dict", "namespace", "mode", "attribute"])
+def test_what_is_switched_later_is_tried_then(place):
+    def work(comm):
+        model = Zero3(nn.Linear(8, 8), comm)
+        optimizer = Configured(model.parameters(), place)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.config["coupled"][0] = optimizer.options.coupled = True
+        optimizer.param_groups[0]["mode"] = "lars"
+        if place == "attribute":
+            optimizer.coupled = True
+        with pytest.raises(RuntimeError, match="whole tensors"):
+            optimizer.step()
 
     run(2, work)
 
