@@ -122,8 +122,9 @@ def checkpoint(
     `verify` compares the values of all operators; without it only their shapes, dtypes and number can tell. Without
     grad mode it is fn.
 
-    `RecomputeMismatch` where the second run differs, or would: fn changes an input in place, draws from NumPy's
-    generator, depends on something that changes. `ValueError` where a gradient is asked for and can go nowhere.
+    `RecomputeMismatch` where the second run differs, or would: fn changes an input in place, draws from NumPy's or
+    Python's global generator, depends on something that changes. `ValueError` where a gradient is asked for and can go
+    nowhere.
     """
     return _checkpoint(fn, args, kwargs, preserve_rng_state, verify=verify)
 

@@ -9,6 +9,7 @@ for every later one, which leaves nothing behind: the buffers have then what the
 import contextlib
 import ctypes
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
@@ -88,6 +89,7 @@ class Replay:
         self.states = [generator.get_state() for generator in self.generators]
         self.own = OwnGenerators(fn) if preserve_rng_state and in_a_thread else None
         self.numpy = _numpy_state() if preserve_rng_state else None
+        self.python = _python_state() if preserve_rng_state else None
         self.knows_all = not preserve_rng_state or torch.cuda.is_initialized()
         self.buffers: dict[nn.Module, Buffers] = {}  # of modules whose buffers the first run changed: as they were
 
@@ -125,12 +127,13 @@ class Replay:
         """Forgets the generators that nothing was drawn from. Refuses what could not be drawn again."""
         used = [(g, state) for g, state in zip(self.generators, self.states) if _raw(g.get_state()) != _raw(state)]
         self.generators, self.states = [g for g, _ in used], [state for _, state in used]
-        if self.numpy is not None and self.numpy != _numpy_state():
-            raise RecomputeMismatch(
-                "checkpoint: numbers were drawn from NumPy's global generator, which is not set back for the second "
-                "forward: draw them with torch, or outside, and pass them as an argument"
-            )
-        self.numpy = None
+        for name, state, now in (("NumPy", self.numpy, _numpy_state), ("Python", self.python, _python_state)):
+            if state is not None and state != now():
+                raise RecomputeMismatch(
+                    f"checkpoint: numbers were drawn from {name}'s global generator, which is not set back for the "
+                    "second forward: draw them with torch, or outside, and pass them as an argument"
+                )
+        self.numpy = self.python = None
         if not self.knows_all and torch.cuda.is_initialized():
             raise RecomputeMismatch(
                 "checkpoint: the first use of the GPU was inside, so the state of its generator is not known: "
@@ -363,3 +366,11 @@ def _numpy_state() -> tuple[Any, Any]:
     if spare is None:
         _without_spare = words
     return words or repr(state["state"]), spare
+
+
+def _python_state() -> tuple[bytes, Any]:
+    """Of Python's global generator: its 624 words, which is next, and the second of a pair of normal numbers."""
+    # They lie in the object, behind what every object has. `random.getstate()` takes ten times as long.
+    generator: Any = random._inst  # type: ignore[attr-defined]
+    head, end = object.__basicsize__, random.Random.__base__.__basicsize__  # type: ignore[union-attr]
+    return ctypes.string_at(id(generator) + head, end - head), generator.gauss_next

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import pickle
+import random
 import threading
 import weakref
 from functools import partial
@@ -1156,6 +1157,17 @@ def test_numpys_generator_is_watched_to_the_last_number():
             checkpoint(lambda x: x * float(np.random.randn()), x)
     checkpoint(lambda x: x * float(np.random.default_rng(0).random()), x)  # made inside: the same each time
     checkpoint(draws_from_numpy, x, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: random.gauss(0, 1), lambda: random.sample(range(9), 2)[0]])
+def test_pythons_generator_is_watched_to_the_last_number(draw):
+    """Here too the second normal number of a pair leaves the words as they are."""
+    x = vectors().requires_grad_()
+    for _ in range(3):
+        with pytest.raises(RecomputeMismatch, match="Python's global generator"):
+            checkpoint(lambda x: x * draw(), x)
+    checkpoint(lambda x: x * random.Random(0).random(), x)
+    checkpoint(lambda x: x * draw(), x, preserve_rng_state=False)
 
 
 @pytest.mark.parametrize("way", [checkpoint, verified, selective])
