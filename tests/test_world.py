@@ -179,7 +179,8 @@ def test_meetings_are_forgotten_once_all_have_read():
 def test_the_first_rank_that_raises_ends_all():
     def fn(comm):
         if comm.rank == 2:
-            time.sleep(0.2)  # the others wait by then
+            while not all(other.waiting for other in comm.run.comms if other is not comm):
+                time.sleep(0.01)
             raise ArithmeticError("on purpose")
         if comm.rank == 3:
             comm.recv(torch.empty(2), 0)
@@ -288,7 +289,9 @@ def test_a_rank_that_waits_too_long_says_for_whom_and_in_what():
     failed, seconds = failure_of(World(3, timeout=0.3), fn)
     assert seconds < SOON
     assert isinstance(failed.__cause__, CommTimeout)
-    assert re.fullmatch(r"rank [01] waited 0.3 s in all_gather #1: agreement with rank 2", str(failed.__cause__))
+    assert re.fullmatch(
+        r"rank [01] waited 0.3 s in all_gather #1: agreement with rank ([01], )?2", str(failed.__cause__)
+    )
     assert failed.rank in (0, 1)
     assert "all_gather(torch.ones(2), comm)" in str(failed)
     assert "rank 2 was computing" in str(failed)
@@ -299,7 +302,7 @@ def test_sends_that_wait_for_each_other_time_out():
         comm.send(torch.ones(1), (comm.rank + 1) % comm.size)
         comm.recv(torch.ones(1), (comm.rank - 1) % comm.size)
 
-    failed, seconds = failure_of(World(3, timeout=0.3), fn)
+    failed, seconds = failure_of(World(3, timeout=2), fn)
     assert seconds < SOON
     assert isinstance(failed.__cause__, CommTimeout)
     assert str(failed).count("point-to-point: send to rank") >= 3
@@ -358,9 +361,10 @@ def test_messages_count_ranks_as_the_whole_world_does():
         if comm.rank == 3:
             compute()
         if comm.rank == 1:
+            part.timeout = 0.3
             barrier(part)
 
-    failed, _ = failure_of(World(4, timeout=0.3), fn)
+    failed, _ = failure_of(World(4), fn)
     assert str(failed.__cause__) == "rank 1 waited 0.3 s in barrier #1: agreement with rank 3"
 
     def returns(comm):
