@@ -66,6 +66,11 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
                 "wrapped, or from a module around the wrapped model, such as torch.compile gives: "
                 f"build it afterwards, from the parameters() of the {wrapper} itself"
             )
+        if stage is not None and parameter.data_ptr() != parameter.cut_at:
+            raise RuntimeError(
+                f"{stage}: a shard no longer lies in its unit's memory: something gave it other memory through .data, "
+                "as vector_to_parameters does, so the model would not see the step: copy_() into it under no_grad"
+            )
         if stage is not None:  # a fused kernel writes without telling; this tells that the replica is old
             torch.autograd.graph.increment_version(parameter)
         if stage is not None and not hasattr(parameter, "wrapped_in"):  # FP32 DDP's are the original parameters

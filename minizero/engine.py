@@ -40,8 +40,9 @@ class Engine(Wrapped, abc.ABC):
     repeated blocks. group_by: a function of (name, parameter), whose values no shard mixes. Buffers keep
     their dtype.
 
-    forward moves every tensor among its arguments to `comm.device`, as `fully_shard` does, and with a
-    16-bit `dtype` casts those of floating point. What the module returns is left as it is.
+    forward moves every tensor in its arguments, and in tuples, lists and dicts among them, to `comm.device`, as
+    `fully_shard` does, and with a 16-bit `dtype` casts those of floating point. It leaves other objects, such as
+    dataclasses, as they are, and what the module returns.
     """
 
     inside: Comm | None = None  # the ranks that a unit is sharded over, where that is not all of `comm`
@@ -173,6 +174,7 @@ class Engine(Wrapped, abc.ABC):
                 parameter.register_post_accumulate_grad_hook(arrived)
         for shard in unit.shards:
             shard.shard_of = type(self).__name__  # type: ignore[attr-defined]
+            shard.cut_at = shard.data_ptr()  # type: ignore[attr-defined]
         if unit.module is not None:
             unit.module.register_forward_pre_hook(
                 lambda _, *call: self._before_unit(unit, *call), prepend=True, with_kwargs=True

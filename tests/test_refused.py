@@ -123,3 +123,14 @@ def test_an_optimizer_of_a_module_around_the_wrapped_model_is_told_so(stage, aro
     message = refused(RuntimeError, stage, lambda: nn.Linear(2, 2), step)
     assert f"not {stage.__name__}'s shards" in message and "from a module around the wrapped model" in message
     assert f"from the parameters() of the {stage.__name__} itself" in message
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_shard_that_was_given_other_memory(stage):
+    def step(model):
+        shards = list(model.parameters())
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(shards).detach().clone(), shards)
+        torch.optim.SGD(shards, lr=0.1).step()
+
+    message = refused(RuntimeError, stage, lambda: nn.Linear(4, 4), step)
+    assert f"{stage.__name__}: a shard no longer lies in its unit's memory" in message
