@@ -196,7 +196,8 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
         items = {key: map_tensors(change, item, kind) for key, item in value.items()}
         if type(value) is not dict:  # OrderedDict, defaultdict and others keep what they are
             items, changed = copy.copy(value), items
-            items.update(changed)
+            for key, item in changed.items():  # Hugging Face's outputs refuse update()
+                items[key] = item
         return items
     if isinstance(value, tuple | list):
         parts = [map_tensors(change, item, kind) for item in value]

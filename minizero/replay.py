@@ -19,6 +19,7 @@ import torch
 from numpy.random import MT19937, mtrand
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Buffers = dict[str, torch.Tensor | None]
@@ -108,9 +109,16 @@ class Replay:
                 for each in module.modules():  # one inside may be changed without being called
                     if each not in before:
                         before[each] = dict(each._buffers)
-                        for buffer in before[each].values():
-                            if buffer is not None and id(buffer) not in noted:
-                                noted[id(buffer)] = buffer, _version(buffer), _copy(buffer)
+                        for name, buffer in before[each].items():
+                            if buffer is None or id(buffer) in noted:
+                                continue
+                            if is_lazy(buffer):
+                                raise RecomputeMismatch(
+                                    f"checkpoint: buffer {name} of {type(each).__name__} has no size before the first "
+                                    "forward, and could not be put back for the second: run the module once without "
+                                    "checkpoint"
+                                )
+                            noted[id(buffer)] = buffer, _version(buffer), _copy(buffer)
 
         for module in _modules_of(self.fn):
             note(module)

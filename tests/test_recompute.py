@@ -272,6 +272,15 @@ def test_a_buffer_that_two_modules_share_is_one_buffer(call, way):
     assert equal(results(WAYS[way]), results(plain))
 
 
+def test_a_buffer_without_a_size_is_refused():
+    norm = nn.LazyBatchNorm1d()
+    with pytest.raises(RecomputeMismatch, match="running_mean of LazyBatchNorm1d has no size before the first"):
+        checkpoint(norm, vectors().requires_grad_())
+    norm(vectors())
+    checkpoint(norm, vectors().requires_grad_()).sum().backward()
+    assert norm.num_batches_tracked == 2
+
+
 def test_of_buffers_only_those_that_change_are_kept():
     """A mask is none of them. While the block runs for the first time there is a copy."""
     module = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh())
@@ -338,6 +347,26 @@ def test_tensors_are_found_wherever_they_are():
         assert equal(go(way), expected)
         assert len(calls) == 2 and calls[0] == calls[1]
         assert calls[0] == (Pair, collections.OrderedDict, None, 0.5, "fn", list, True)
+
+
+def test_a_dict_that_keeps_its_items_as_attributes_too():
+    """As Hugging Face's outputs, which refuse `update`."""
+
+    class Output(dict):
+        def update(self, *_):
+            raise NotImplementedError
+
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            setattr(self, key, value)
+
+    def go(way):
+        output, x = Output(), vectors().requires_grad_()
+        output["hidden"] = x * 2
+        way(lambda output: (output.hidden * output["hidden"]).sin(), output).sum().backward()
+        return [x.grad, output.hidden]
+
+    assert equal(go(checkpoint), go(plain))
 
 
 def test_an_object_with_tensors_passes_as_it_is():
