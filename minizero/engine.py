@@ -223,7 +223,8 @@ class Engine(Wrapped, abc.ABC):
                     tensor._base.grad_fn.register_prehook(open_backward)  # type: ignore[union-attr]
             elif tensor.requires_grad:
                 tensor.register_hook(open_backward)
-        for tensor in kept_in(unit.module):  # say, an auxiliary loss that the model adds to its own
+        # Say, an auxiliary loss that the model adds to its own. A stage that keeps replicas need not look.
+        for tensor in kept_in(unit.module) if type(self).release is not Engine.release else ():
             if made_by(unit, tensor):
                 tensor.grad_fn.register_prehook(open_backward)  # type: ignore[union-attr]
         for tensor in tensors_in([args, kwargs]):  # without any, this use ends with the backward
