@@ -6,8 +6,10 @@
 So `zero3.py` reads as if there were no options, and each of them says only what it does otherwise.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from minizero.comm import Comm
@@ -53,3 +55,23 @@ class Mixed(Engine):
         **options: Any,
     ) -> None:
         super().__init__(module, comm, **options)  # what came as far as here is off: no option has taken it
+
+    @torch._disable_dynamo  # what `torch.compile` around the engine would trace comes and goes
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_compiled(self.module if unit.module is None else unit.module for unit in self.units)
+        return super().forward(*args, **kwargs)
+
+    def check_compiled(self, modules: Iterable[nn.Module]) -> None:
+        """`ValueError` if a unit would be gathered and released inside what one of `modules` compiled."""
+        units = {unit.module for unit in self.units}
+        for module in modules:
+            inside: set[Any] = set()
+            if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile(): its hooks are in it, too
+                inside = set(module.modules()) | ({None} if module is self.module else set())
+            elif hasattr(module, "_orig_mod"):  # torch.compile(module): its hooks are around it
+                inside = set(module.modules()) - {module}
+            if inside & units:
+                raise ValueError(
+                    f"{type(self).__name__}: a compiled {type(module).__name__} contains units, whose parameters come "
+                    "and go: wrap the plain module, with blocks[i] = torch.compile(blocks[i]) for each block"
+                )

@@ -300,7 +300,7 @@ def make_units(
 def keeps_statistics(module: nn.Module) -> bool:
     """Does it keep running statistics, as batch norms do? They are FP32 buffers, and need FP32 inputs and weights."""
     names = [name for name, _ in module.named_buffers(recurse=False)]
-    its_own = isinstance(module, nn.modules.batchnorm._NormBase) or not any(module.children())  # not its parts'
+    its_own = isinstance(module, nn.modules.batchnorm._NormBase) or not [*module.children()]  # not its parts'
     return its_own and any(name.startswith("running_") for name in names)
 
 
