@@ -1,0 +1,108 @@
+"""Who may import whom: an import goes down a floor or more, or stays in its room. Those inside functions count too."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("minizero", "flash", "precision")
+# From the ground up. A room is a folder of `minizero`, a file beside them, or one of the other two packages.
+FLOORS = [
+    {"pictures", "recompute", "flash", "precision"},
+    {"memory", "models", "report"},
+    {"ranks", "schedules"},
+    {"engines", "cli"},
+    {"checkpoint", "accumulate", "simulate", "mixed_precision", "train", "grid", "one_step"},
+]
+# Files that still lie flat, and the rooms that they belong to.
+PLAN = {
+    "comm world collectives processes watch": "ranks",
+    "partition wrapped engine checks elementwise ddp zero1 zero2 zero3": "engines",
+    "mixing hybrid offload prefetch timeline": "engines",
+    "recompute frame replay selective sequential": "recompute",
+    "chain schedules optimal profile_chain depth": "schedules",
+    "gpt networks images": "models",
+    "pictures schedule_plots": "pictures",
+    "checkpoint resharding": "checkpoint",
+    "table1 table1_report experiments mixed_memory": "mixed_precision",
+    "options": "cli",
+    "memory.__main__": "one_step",
+}
+# From which file to which, each with its reason.
+EXCEPTIONS = {
+    ("minizero.grid", "minizero.train"): "the list of stages",
+    ("minizero.table1", "minizero.train"): "what the machine is called",
+    ("minizero.schedule_plots", "minizero.chain"): "the type of what it draws",
+}
+# Files that need each other.
+CIRCLES = {
+    frozenset({"minizero.comm", "minizero.processes", "minizero.watch"}),
+    frozenset({"minizero.zero3", "minizero.mixing", "minizero.hybrid", "minizero.offload", "minizero.prefetch"}),
+    frozenset({"minizero.chain", "minizero.schedule_plots"}),
+    frozenset({"minizero.memory.ledger", "minizero.memory.hooks"}),
+    frozenset({"precision.formats", "precision.conversions", "precision.fast"}),
+}
+
+
+def imports() -> dict[str, set[str]]:
+    """For each file, by its dotted name, the files of ours that it imports."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for p in PACKAGES
+        for path in (ROOT / p).rglob("*.py")
+    }
+    modules = {name.removesuffix(".__init__") for name in files}
+    found: dict[str, set[str]] = {}
+    for file, path in files.items():
+        seen = found[file.removesuffix(".__init__")] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}: name the module in full"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in names:  # a module of ours, or a name in one
+                seen.add(name if name in modules else name.rpartition(".")[0])
+        seen &= modules
+    return found
+
+
+def room(file: str) -> str:
+    package, _, rest = file.partition(".")
+    if package != "minizero":
+        return package
+    for files, planned in PLAN.items():
+        if rest in files.split():
+            return planned
+    return rest.split(".")[0]
+
+
+def circles() -> set[frozenset[str]]:
+    """Files that need each other, by whatever way around."""
+    needed = imports()
+    while True:  # what it needs, and what those need, until nothing is added
+        further = {file: targets.union(*(needed[target] for target in targets)) for file, targets in needed.items()}
+        if further == needed:
+            return {
+                frozenset(t for t in targets if file in needed[t])
+                for file, targets in needed.items()
+                if file in targets
+            }
+        needed = further
+
+
+def test_imports_go_down():
+    floor = {name: number for number, rooms in enumerate(FLOORS) for name in rooms}
+    up = {
+        (file, target)
+        for file, targets in imports().items()
+        if file != "minizero"  # the face of the house
+        for target in targets
+        if room(file) != room(target) and not floor[room(file)] > floor[room(target)]
+    }
+    assert up == set(EXCEPTIONS), "an import goes up, or from room to room of one floor: see CONTRIBUTING.md"
+
+
+def test_no_two_files_need_each_other():
+    assert circles() == CIRCLES
