@@ -5,11 +5,11 @@ hybrid, resharding, checkpoint, memory, recompute, replay, frame, selective, cha
 profile_chain, depth, accumulate, gpt, options, train, report. `networks` and `table1` belong to `precision`.
 """
 
-from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
-from minizero.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
 from minizero.ddp import DDP
 from minizero.gpt import GPT, GPTConfig
-from minizero.world import World
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from minizero.ranks.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
+from minizero.ranks.world import World
 from minizero.zero1 import Zero1
 from minizero.zero2 import Zero2
 from minizero.zero3 import Zero3

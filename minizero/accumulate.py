@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.collectives import all_gather, all_reduce
 from minizero.engine import Engine
 from minizero.memory import tag
+from minizero.ranks.collectives import all_gather, all_reduce
 
 IGNORED = -100  # PyTorch's mark of a position without a target
 MicroBatch = Any  # a pair (x, y), or a dict of keyword arguments

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minizero.comm import Comm, agreement
+from minizero.ranks.comm import Comm, agreement
 from minizero.resharding import (
     Stored,
     check_names,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.collectives import all_reduce
 from minizero.engine import Engine
 from minizero.memory import tag
 from minizero.partition import Unit
+from minizero.ranks.collectives import all_reduce
 from precision.master import master_to_weight
 
 # A message costs its latency however short it is, so the gradients of several units travel together.

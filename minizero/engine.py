@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from minizero.checks import check_module
-from minizero.collectives import broadcast
-from minizero.comm import Comm, not_alone
 from minizero.partition import GroupBy, Unit, keeps_statistics, make_units
+from minizero.ranks.collectives import broadcast
+from minizero.ranks.comm import Comm, not_alone
 from minizero.wrapped import Wrapped
 
 

@@ -20,15 +20,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from minizero.comm import Comm
 from minizero.engine import Engine
 from minizero.gpt import GPT, GPTConfig
 from minizero.options import Parser, attempt, positive
 from minizero.partition import Unit
 from minizero.pictures import COLORS
+from minizero.ranks.comm import Comm
+from minizero.ranks.world import World
 from minizero.timeline import watch
 from minizero.train import STAGES
-from minizero.world import World
 from minizero.zero3 import Zero3
 
 STATES = ("parameters", "gradients", "optimizer")

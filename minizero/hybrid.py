@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.collectives import all_reduce
-from minizero.comm import Comm
 from minizero.partition import Unit
+from minizero.ranks.collectives import all_reduce
+from minizero.ranks.comm import Comm
 from minizero.zero3 import Zero3
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.comm import Comm
 from minizero.engine import Engine
+from minizero.ranks.comm import Comm
 
 
 class Mixed(Engine):

@@ -14,9 +14,9 @@ Ren et al., 2021, "ZeRO-Offload"; Rajbhandari et al., 2021, "ZeRO-Infinity".
 
 import torch
 
-from minizero.comm import Comm
 from minizero.memory import tag
 from minizero.partition import Unit
+from minizero.ranks.comm import Comm
 from minizero.zero3 import Zero3
 
 

@@ -15,9 +15,9 @@ from typing import NoReturn
 
 import torch
 
-from minizero.comm import RankFailed
 from minizero.gpt import ATTENTIONS, RECOMPUTE, GPTConfig
 from minizero.memory import predict
+from minizero.ranks.comm import RankFailed
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TEXT = Path(__file__).parent / "data" / "text.txt"

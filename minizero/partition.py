@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.collectives import broadcast
-from minizero.comm import Comm
 from minizero.memory import tag
+from minizero.ranks.collectives import broadcast
+from minizero.ranks.comm import Comm
 from precision.master import gradient_to_master
 
 GroupBy = Callable[[str, nn.Parameter], Any]

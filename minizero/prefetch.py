@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.comm import Comm
 from minizero.memory.ledger import current_ledger, watched_by
 from minizero.partition import Unit
+from minizero.ranks.comm import Comm
 from minizero.zero3 import Zero3
 
 

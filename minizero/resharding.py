@@ -22,8 +22,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from minizero.collectives import all_gather, all_reduce
 from minizero.partition import Unit
+from minizero.ranks.collectives import all_gather, all_reduce
 from minizero.wrapped import Wrapped
 
 Ranges = list[tuple[int, int, Any]]  # of a flat tensor: first element, one past the last, what reads slices of it

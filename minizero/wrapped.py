@@ -9,9 +9,9 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from minizero.collectives import all_gather, broadcast
-from minizero.comm import Comm, not_alone
 from minizero.partition import Unit
+from minizero.ranks.collectives import all_gather, broadcast
+from minizero.ranks.comm import Comm, not_alone
 
 
 class Wrapped(nn.Module):

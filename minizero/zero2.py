@@ -10,9 +10,9 @@ Rajbhandari et al., 2019, "ZeRO", section 5.2 (P_os+g).
 
 import torch
 
-from minizero.collectives import all_gather, reduce_scatter
 from minizero.engine import Engine
 from minizero.partition import Unit
+from minizero.ranks.collectives import all_gather, reduce_scatter
 from precision.master import master_to_weight
 
 

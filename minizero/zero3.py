@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.collectives import all_gather, reduce_scatter
-from minizero.comm import Comm
 from minizero.memory import tag
 from minizero.mixing import Mixed
 from minizero.partition import Unit
+from minizero.ranks.collectives import all_gather, reduce_scatter
+from minizero.ranks.comm import Comm
 from precision.master import master_to_weight
 
 

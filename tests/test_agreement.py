@@ -12,10 +12,10 @@ import torch.distributed as dist
 from test_processes import SOON, error_of, run, timed, wait_for
 
 from minizero import World
-from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
-from minizero.comm import Comm
-from minizero.processes import WORDS_BYTES
-from minizero.watch import Watch
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from minizero.ranks.comm import Comm
+from minizero.ranks.processes import WORDS_BYTES
+from minizero.ranks.watch import Watch
 
 
 def broken(comm, odd):

@@ -12,7 +12,7 @@ from helpers import SMALL, batch, run
 from torch import nn
 
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
-from minizero.collectives import agreement
+from minizero.ranks.collectives import agreement
 
 WORLD_SIZE, STEPS = 4, 3
 UNITS = ["root", "blocks.0", "blocks.1", "blocks.2"]  # of the GPT
@@ -33,7 +33,7 @@ def counted(monkeypatch):
         with agreement(comm, operation, tensor, **details):
             yield
 
-    monkeypatch.setattr("minizero.collectives.agreement", recorded)
+    monkeypatch.setattr("minizero.ranks.collectives.agreement", recorded)
 
     def step_of(comm, stage, make, data, options):
         model = stage(make(), comm, **options)

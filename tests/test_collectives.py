@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from minizero import CollectiveMismatch, RankFailed, World
-from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
-from minizero.comm import agreement
 from minizero.memory import Ledger
 from minizero.partition import pad
-from minizero.processes import ProcessComm
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
+from minizero.ranks.comm import agreement
+from minizero.ranks.processes import ProcessComm
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

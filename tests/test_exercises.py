@@ -191,7 +191,7 @@ HOPELESS = {
     "deadlock": ("BODY\n    comm.recv(chunks[0], (comm.rank + 1) % comm.size)", "wait for each other"),
     "ended": ("import os\nBODY\n    os._exit(3)", "exit status 3"),
     "crash": ("import ctypes\nBODY\n    ctypes.string_at(0)", "crashed"),
-    "borrowed": ("from minizero.collectives import ring_reduce_scatter\nBODY\n    return 1", "to write"),
+    "borrowed": ("from minizero.ranks.collectives import ring_reduce_scatter\nBODY\n    return 1", "to write"),
     "todo": ("BODY\n    comm.size\n    raise NotImplementedError", "left"),
     "one-step-short": ("BODY\n    print('seen')\n    return chunks[comm.rank].clone()", "N-1 steps"),
 }
@@ -234,7 +234,7 @@ def test_a_wait_ends_where_python_cannot_be_interrupted(tmp_path, monkeypatch):
 
 
 def test_the_package_is_itself_again_afterwards(tmp_path):
-    from minizero import collectives
+    from minizero.ranks import collectives
 
     before = collectives.ring_reduce_scatter
     path = tmp_path / RING.file
@@ -242,7 +242,7 @@ def test_the_package_is_itself_again_afterwards(tmp_path):
     assert runner.examine(RING, path).status == "failed"
     assert collectives.ring_reduce_scatter is before
     with broken("reduce_scatter/wrong-chunk") as functions:
-        assert functions == ["minizero.collectives.ring_reduce_scatter"]
+        assert functions == ["minizero.ranks.collectives.ring_reduce_scatter"]
         assert collectives.ring_reduce_scatter is not before
     assert collectives.ring_reduce_scatter is before
     with broken("forgot-divide") as functions:

@@ -15,7 +15,6 @@ FLOORS = [
 ]
 # Files that still lie flat, and the rooms that they belong to.
 PLAN = {
-    "comm world collectives processes watch": "ranks",
     "partition wrapped engine checks elementwise ddp zero1 zero2 zero3": "engines",
     "mixing hybrid offload prefetch timeline": "engines",
     "recompute frame replay selective sequential": "recompute",
@@ -35,7 +34,7 @@ EXCEPTIONS = {
 }
 # Files that need each other.
 CIRCLES = {
-    frozenset({"minizero.comm", "minizero.processes", "minizero.watch"}),
+    frozenset({"minizero.ranks.comm", "minizero.ranks.processes", "minizero.ranks.watch"}),
     frozenset({"minizero.zero3", "minizero.mixing", "minizero.hybrid", "minizero.offload", "minizero.prefetch"}),
     frozenset({"minizero.chain", "minizero.schedule_plots"}),
     frozenset({"minizero.memory.ledger", "minizero.memory.hooks"}),

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from minizero import CollectiveMismatch, World
-from minizero.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
-from minizero.comm import Comm
 from minizero.partition import pad
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from minizero.ranks.comm import Comm
 
 
 def rank_main(fn, rank, size, folder, threads):

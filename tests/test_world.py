@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from minizero import CollectiveMismatch, CommTimeout, RankFailed, World
-from minizero.collectives import all_gather, all_reduce, barrier, broadcast
-from minizero.comm import Comm
-from minizero.world import ThreadComm, _Meeting, _Run
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast
+from minizero.ranks.comm import Comm
+from minizero.ranks.world import ThreadComm, _Meeting, _Run
 
 ROOT = Path(__file__).parent.parent
 
@@ -404,7 +404,7 @@ def test_ranks_that_are_busy_with_each_other_stop_too(how, monkeypatch):
             else:
                 pair.send_recv(torch.ones(1), 1 - pair.rank, torch.empty(1), 1 - pair.rank)
 
-    monkeypatch.setattr("minizero.world.GRACE_SECONDS", 2 * SOON)  # after which they would be stopped in any case
+    monkeypatch.setattr("minizero.ranks.world.GRACE_SECONDS", 2 * SOON)  # after which they would be stopped in any case
     for _ in range(20):
         failed, seconds = failure_of(World(3), fn)
         assert isinstance(failed.__cause__, Flickering)
@@ -417,7 +417,7 @@ def test_ctrl_c_ends_promptly(busy):
     program = f"""
 import time, torch
 from minizero import World
-from minizero.collectives import barrier
+from minizero.ranks.collectives import barrier
 
 def fn(comm):
     x = torch.ones(300, 300)
@@ -721,7 +721,7 @@ def test_the_last_two_to_leave_a_meeting(monkeypatch):
             super().__init__(size)
             self.left = Slow()
 
-    monkeypatch.setattr("minizero.world._Meeting", SlowMeeting)
+    monkeypatch.setattr("minizero.ranks.world._Meeting", SlowMeeting)
     assert World(4).run(barrier) == [None] * 4
 
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from minizero.collectives import all_gather, all_reduce, barrier, reduce_scatter
-from minizero.comm import Comm
 from minizero.ddp import DDP
 from minizero.gpt import GPT, GPTConfig
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, reduce_scatter
+from minizero.ranks.comm import Comm
+from minizero.ranks.world import World
 from minizero.simulate.clusters import GPU, Cluster, Link
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.shapes import Model, gpt
 from minizero.simulate.step import ADAM_BYTES, simulate
-from minizero.world import World
 from minizero.zero1 import Zero1
 from minizero.zero2 import Zero2
 from minizero.zero3 import Zero3

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
-from minizero.collectives import barrier
 from minizero.memory import CATEGORIES, Ledger
+from minizero.ranks.collectives import barrier
 from tests.bench.gpu_tools import CUDA, DEVICE, GIB, card, main, picture, synchronize
 
 STAGES = (DDP, Zero1, Zero2, Zero3)

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from minizero import DDP, GPT, Comm, GPTConfig, World, Zero3, barrier
-from minizero.collectives import all_gather, reduce_scatter
 from minizero.memory import Ledger
+from minizero.ranks.collectives import all_gather, reduce_scatter
 
 MIB = 2**20
 

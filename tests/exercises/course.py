@@ -74,10 +74,10 @@ _rows = [
     # Ranks that talk.
     ("pad", "Pad a tensor until N divides it", "minizero.partition.pad", 10, False),
     ("chunk", "This rank's chunk of a flat buffer", "minizero.partition.Unit.chunk", 10, False),
-    ("broadcast", "Broadcast along a binomial tree", "minizero.collectives.broadcast", 25, False),
-    ("all_gather", "Ring all-gather", "minizero.collectives.ring_all_gather", 20, False),
-    ("reduce_scatter", "Ring reduce-scatter", "minizero.collectives.ring_reduce_scatter", 30, True),
-    ("all_reduce", "All-reduce from the two rings", "minizero.collectives.all_reduce", 25, False),
+    ("broadcast", "Broadcast along a binomial tree", "minizero.ranks.collectives.broadcast", 25, False),
+    ("all_gather", "Ring all-gather", "minizero.ranks.collectives.ring_all_gather", 20, False),
+    ("reduce_scatter", "Ring reduce-scatter", "minizero.ranks.collectives.ring_reduce_scatter", 30, True),
+    ("all_reduce", "All-reduce from the two rings", "minizero.ranks.collectives.all_reduce", 25, False),
     # Data parallelism, and what ZeRO shards.
     ("views", "Parameters as views of a flat buffer", "minizero.partition.Unit.views", 10, False),
     ("ddp_hook", "DDP: average in backward", "minizero.ddp.DDP.reduce", 20, True),

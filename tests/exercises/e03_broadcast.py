@@ -10,7 +10,7 @@ With another root count from there: position = (rank - root) modulo N, so that t
 
 import torch
 
-from minizero import collectives
+from minizero.ranks import collectives
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 
 PLAN = [

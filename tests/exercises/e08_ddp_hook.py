@@ -41,7 +41,7 @@ WRONG = [
     wrong("reduces-the-weights", (KEEP, "bucket.append((unit, unit.flat.clone()))")),
     wrong("takes-the-largest", (CALL, 'all_reduce(rows, self.comm, "max", out=rows, label=unit.name)'),
           (DIVIDE, "view.copy_(columns)")),
-    wrong("sends-everything", (CALL, "from minizero.collectives import all_gather\n        rows.copy_(all_gather("
+    wrong("sends-everything", (CALL, "from minizero.ranks.collectives import all_gather\n        rows.copy_(all_gather("
           "rows, self.comm, label=unit.name).view(self.comm.size, *rows.shape).sum(0))")),
     wrong("sends-again", ("self.buckets.pop(dtype)", "self.buckets[dtype]")),
     wrong("divides-by-four", (DIVIDE, "torch.div(columns, 4, out=view)")),

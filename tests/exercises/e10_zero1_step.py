@@ -33,7 +33,7 @@ WRONG = [
     wrong("never-fresh", ("unit.replica_is_fresh_now()", "pass"), says="gathers-always"),
     wrong("stale-is-fresh", ("if unit.replica", "if not unit.replica"), says="forgets-the-gather"),
     wrong("forgets-to-round", ("master_to_weight(unit.master, mine)", "pass")),
-    wrong("sums-instead", (GATHER, "from minizero.collectives import all_reduce\n            "
+    wrong("sums-instead", (GATHER, "from minizero.ranks.collectives import all_reduce\n            "
           "unit.flat.copy_(all_reduce(unit.flat, self.comm, label=unit.name))")),
 ]  # fmt: skip
 

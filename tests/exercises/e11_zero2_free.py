@@ -32,7 +32,7 @@ WRONG = [
     wrong("divides-twice", (CALL, CALL.replace("label=unit.name)", "label=unit.name) / self.comm.size"))),
     wrong("takes-the-largest", ('"mean"', '"max"')),
     wrong("no-communication", (CALL, "unit.set_gradient(unit.chunk(gradient).clone())")),
-    wrong("reduces-everything", (CALL, "from minizero.collectives import all_reduce\n    unit.set_gradient("
+    wrong("reduces-everything", (CALL, "from minizero.ranks.collectives import all_reduce\n    unit.set_gradient("
           'unit.chunk(all_reduce(gradient, self.comm, "mean", label=unit.name)).clone())')),
     wrong("divides-by-four", (CALL, "unit.set_gradient(reduce_scatter(gradient, self.comm, label=unit.name) / 4)")),
     wrong("keeps-the-last", (CALL, CALL + '\n    self.__dict__["last"] = gradient'), says="frees-late"),

@@ -34,7 +34,7 @@ WRONG = [
     wrong("sends-fp32", (GATHER, "unit.flat.copy_(all_gather(unit.master, unit.comm, label=unit.name))")),
     wrong("another-buffer", (GATHER, "unit.flat = all_gather(mine, unit.comm, label=unit.name)")),
     wrong("all-ranks", (GATHER, GATHER.replace("unit.comm", "self.comm"))),
-    wrong("sums", (GATHER, "from minizero.collectives import all_reduce\n    "
+    wrong("sums", (GATHER, "from minizero.ranks.collectives import all_reduce\n    "
           "unit.flat.copy_(all_reduce(torch.nan_to_num(unit.flat, 1.0), unit.comm))")),
     wrong("extra-buffer", (GATHER, "unit.flat.copy_(all_gather(mine, unit.comm, label=unit.name))")),
     wrong("keeps-a-copy", (GATHER, GATHER + "\n    unit.copy = unit.flat.clone()"), says="extra-buffer"),

@@ -30,7 +30,7 @@ WRONG = [
           + FIRST), (f"return {SECOND}", "return shard")),
     wrong("divides-by-all", (SECOND, SECOND + " / self.comm.size * len(self.across.ranks)")),
     wrong("across-instead", (FIRST, FIRST + ".zero_().add_(unit.chunk(gradient))")),
-    wrong("over-all-ranks", (f"return {SECOND}", "from minizero.collectives import all_gather\n    "
+    wrong("over-all-ranks", (f"return {SECOND}", "from minizero.ranks.collectives import all_gather\n    "
           'return all_reduce(shard, self.comm, "mean", label=unit.name)')),
 ]  # fmt: skip
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from minizero.comm import CollectiveMismatch, CommTimeout, RankFailed
-from minizero.world import World
+from minizero.ranks.comm import CollectiveMismatch, CommTimeout, RankFailed
+from minizero.ranks.world import World
 
 PATIENCE = 3.0  # seconds that a rank waits for another, where all of them wait
 BUSY_PATIENCE = 60.0  # where one still computes, on a busy machine

@@ -13,7 +13,7 @@ from helpers import STAGES, batch
 from minizero import DDP, GPT, GPTConfig, World, Zero3
 from minizero.accumulate import accumulate
 from minizero.checkpoint import load, save
-from minizero.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from minizero.ranks.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from precision import DynamicLossScaler, StaticLossScaler
 
 pytestmark = marks

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minizero import replay
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
-from minizero.world import ThreadComm
+from minizero.ranks.world import ThreadComm
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))

@@ -83,7 +83,7 @@ class Comm(abc.ABC):
         A context manager: sets up a process group from torchrun's variables if there is
         none, and destroys only what it made. `ValueError` outside torchrun.
         """
-        from minizero.processes import process_comm
+        from minizero.ranks.processes import process_comm
 
         return process_comm(group)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from minizero.comm import Comm, agreement
 from minizero.memory import tag
+from minizero.ranks.comm import Comm, agreement
 
 COMBINE: dict[str, Callable] = {
     "sum": torch.add,

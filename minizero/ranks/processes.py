@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from minizero.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
-from minizero.watch import STUCK_SECONDS, Watch
+from minizero.ranks.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
+from minizero.ranks.watch import STUCK_SECONDS, Watch
 
 TIMEOUT_SECONDS = 60.0
 WORDS_BYTES = 256  # of one rank's words in the agreement

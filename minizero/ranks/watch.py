@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from minizero.comm import Comm
+from minizero.ranks.comm import Comm
 
 STUCK_SECONDS = 0.25  # in one collective: longer than most, short for a person
 LOOK_SECONDS = 1.0  # for the others' words, once a connection is lost

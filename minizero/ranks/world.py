@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from minizero.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
+from minizero.ranks.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
 
 POLL_SECONDS = 0.05  # between two looks at the failure flag
 GRACE_SECONDS = 1.0  # that the other ranks have to stop after a failure
