@@ -5,14 +5,14 @@ hybrid, resharding, checkpoint, memory, recompute, replay, frame, selective, cha
 profile_chain, depth, accumulate, gpt, options, train, report. `networks` and `table1` belong to `precision`.
 """
 
-from minizero.ddp import DDP
+from minizero.engines.ddp import DDP
+from minizero.engines.zero1 import Zero1
+from minizero.engines.zero2 import Zero2
+from minizero.engines.zero3 import Zero3
 from minizero.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
 from minizero.ranks.world import World
-from minizero.zero1 import Zero1
-from minizero.zero2 import Zero2
-from minizero.zero3 import Zero3
 
 __all__ = [
     "DDP",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.engine import Engine
+from minizero.engines.engine import Engine
 from minizero.memory import tag
 from minizero.ranks.collectives import all_gather, all_reduce
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from minizero.engines.wrapped import Wrapped
 from minizero.ranks.comm import Comm, agreement
 from minizero.resharding import (
     Stored,
@@ -33,7 +34,6 @@ from minizero.resharding import (
     parts_to_write,
     tensors_to_write,
 )
-from minizero.wrapped import Wrapped
 
 FAILED, NOTHING = "failed: ", "no checkpoint"  # what a rank may say, beside results
 

@@ -20,16 +20,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from minizero.engine import Engine
+from minizero.engines import STAGES
+from minizero.engines.engine import Engine
+from minizero.engines.partition import Unit
+from minizero.engines.timeline import watch
+from minizero.engines.zero3 import Zero3
 from minizero.gpt import GPT, GPTConfig
 from minizero.options import Parser, attempt, positive
-from minizero.partition import Unit
 from minizero.pictures import COLORS
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World
-from minizero.timeline import watch
-from minizero.train import STAGES
-from minizero.zero3 import Zero3
 
 STATES = ("parameters", "gradients", "optimizer")
 LEVELS = "·▁▂▃▄▅▆▇█"

@@ -22,9 +22,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from minizero.partition import Unit
+from minizero.engines.partition import Unit
+from minizero.engines.wrapped import Wrapped
 from minizero.ranks.collectives import all_gather, all_reduce
-from minizero.wrapped import Wrapped
 
 Ranges = list[tuple[int, int, Any]]  # of a flat tensor: first element, one past the last, what reads slices of it
 Stored = tuple[dict[str, dict[str, Ranges]], dict[str, dict[str, Any]]]  # by name and kind: ranges; numbers

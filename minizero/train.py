@@ -24,18 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from minizero import report
-from minizero.ddp import DDP
+from minizero.engines import STAGES
 from minizero.gpt import GPT, GPTConfig
 from minizero.memory import CATEGORIES, Ledger, predict, predict_sent
 from minizero.options import DTYPES, attempt, check_memory, check_output, count_parameters, estimate, parse, read_text
 from minizero.ranks.collectives import all_gather, all_reduce
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World
-from minizero.zero1 import Zero1
-from minizero.zero2 import Zero2
-from minizero.zero3 import Zero3
-
-STAGES = (DDP, Zero1, Zero2, Zero3)
 
 
 @dataclasses.dataclass(frozen=True)

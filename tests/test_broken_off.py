@@ -11,7 +11,7 @@ from helpers import STAGES, run
 from torch import nn
 
 from minizero import Zero1, Zero2, Zero3, barrier
-from minizero.timeline import Timeline
+from minizero.engines.timeline import Timeline
 
 
 class Breaks(torch.autograd.Function):

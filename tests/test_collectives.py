@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minizero import CollectiveMismatch, RankFailed, World
+from minizero.engines.partition import pad
 from minizero.memory import Ledger
-from minizero.partition import pad
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
 from minizero.ranks.comm import agreement
 from minizero.ranks.processes import ProcessComm

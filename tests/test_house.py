@@ -15,8 +15,6 @@ FLOORS = [
 ]
 # Files that still lie flat, and the rooms that they belong to.
 PLAN = {
-    "partition wrapped engine checks elementwise ddp zero1 zero2 zero3": "engines",
-    "mixing hybrid offload prefetch timeline": "engines",
     "recompute frame replay selective sequential": "recompute",
     "chain schedules optimal profile_chain depth": "schedules",
     "gpt networks images": "models",
@@ -28,14 +26,21 @@ PLAN = {
 }
 # From which file to which, each with its reason.
 EXCEPTIONS = {
-    ("minizero.grid", "minizero.train"): "the list of stages",
     ("minizero.table1", "minizero.train"): "what the machine is called",
     ("minizero.schedule_plots", "minizero.chain"): "the type of what it draws",
 }
 # Files that need each other.
 CIRCLES = {
     frozenset({"minizero.ranks.comm", "minizero.ranks.processes", "minizero.ranks.watch"}),
-    frozenset({"minizero.zero3", "minizero.mixing", "minizero.hybrid", "minizero.offload", "minizero.prefetch"}),
+    frozenset(
+        {
+            "minizero.engines.zero3",
+            "minizero.engines.mixing",
+            "minizero.engines.hybrid",
+            "minizero.engines.offload",
+            "minizero.engines.prefetch",
+        }
+    ),
     frozenset({"minizero.chain", "minizero.schedule_plots"}),
     frozenset({"minizero.memory.ledger", "minizero.memory.hooks"}),
     frozenset({"precision.formats", "precision.conversions", "precision.fast"}),

@@ -8,7 +8,7 @@ from helpers import SMALL, batch, plain, relative_error, run, train
 from torch import nn
 
 from minizero import DDP, GPT, GPTConfig, Zero1, Zero3
-from minizero.hybrid import Hybrid
+from minizero.engines.hybrid import Hybrid
 from minizero.memory import Ledger, predict, predict_sent
 
 WIDE = GPTConfig(vocabulary=64, sequence_length=16, width=96, layers=4, heads=2)

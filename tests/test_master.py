@@ -215,7 +215,7 @@ def test_the_engines_convert_the_same_way(stage, monkeypatch):
         back.append((master.dtype, weight.dtype))
         master_to_weight(master, weight)
 
-    monkeypatch.setattr("minizero.partition.gradient_to_master", seen_up)
+    monkeypatch.setattr("minizero.engines.partition.gradient_to_master", seen_up)
     monkeypatch.setattr(f"{stage.__module__}.master_to_weight", seen_back)
     run(2, train, stage, 3, dtype=torch.float16)
     units = SMALL.layers + 1  # the blocks and the root

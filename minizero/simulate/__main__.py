@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from minizero.engines.timeline import save_chrome_trace
 from minizero.options import Parser, attempt, check_output, positive
 from minizero.report import write_files
 from minizero.simulate import report
@@ -24,7 +25,6 @@ from minizero.simulate.plan import DTYPES, Constants, Plan
 from minizero.simulate.search import frontier, search
 from minizero.simulate.shapes import MODELS, RECOMPUTE, Model, gpt, model
 from minizero.simulate.step import Step, simulate
-from minizero.timeline import save_chrome_trace
 
 
 def share(text: str) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from minizero.ddp import DDP
+from minizero.engines import STAGES, Zero3
 from minizero.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from minizero.ranks.comm import Comm
@@ -22,12 +22,8 @@ from minizero.simulate.clusters import GPU, Cluster, Link
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.shapes import Model, gpt
 from minizero.simulate.step import ADAM_BYTES, simulate
-from minizero.zero1 import Zero1
-from minizero.zero2 import Zero2
-from minizero.zero3 import Zero3
 
 CONFIG, BATCH = GPTConfig(), 4
-STAGES = (DDP, Zero1, Zero2, Zero3)
 SIZES = (2**12, 2**21, 2**23)  # bytes: one for α, the others for β
 CORES = os.cpu_count() or 1
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -84,8 +80,7 @@ def measure_rings(comm: Comm, clock: str) -> dict[int, float]:
 
 def measure_steps(comm: Comm, clock: str) -> dict[int, list[float]]:
     """Of each stage a whole step, and Adam's part of it: the best of 3."""
-    engines = DDP(GPT(CONFIG), comm), Zero1(GPT(CONFIG), comm), Zero2(GPT(CONFIG), comm)
-    models = (*engines, Zero3(GPT(CONFIG), comm, prefetch=0))
+    models = [stage(GPT(CONFIG), comm, **({"prefetch": 0} if stage is Zero3 else {})) for stage in STAGES]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
     x = torch.zeros(BATCH, CONFIG.sequence_length, dtype=torch.long)
     best = {stage: [float("inf")] * 2 for stage in range(4)}

@@ -10,12 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from minizero.engines.timeline import Event, plot_timeline
 from minizero.pictures import COLORS, FONT, OTHER, PREDICTED
 from minizero.simulate.fits import Fit, fit, two_points
 from minizero.simulate.published import PUBLICATIONS, RATIO
 from minizero.simulate.search import describe
 from minizero.simulate.step import Step
-from minizero.timeline import Event, plot_timeline
 
 FITTED: dict[str, Any] = {"color": "#56B4E9", "linestyle": "dotted", "linewidth": 2.5}
 PUBLISHED: dict[str, Any] = {"color": "white", "edgecolor": "black", "marker": "D", "s": 70, "zorder": 5}

@@ -21,12 +21,12 @@ import functools
 import math
 from collections.abc import Sequence
 
-from minizero.ddp import BUCKET_BYTES
+from minizero.engines.ddp import BUCKET_BYTES
+from minizero.engines.timeline import Event
 from minizero.simulate.clusters import Cluster
 from minizero.simulate.peak import peak_memory
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.shapes import Model, Unit
-from minizero.timeline import Event
 
 ADAM_BYTES = 28  # for each parameter, in FP32: reads it, its gradient and two moments; writes all but the gradient
 Span = tuple[str, str, float, float]  # lane, name, start, end
@@ -72,7 +72,7 @@ class Step:
         return flops / self.seconds / 1e12
 
     def events(self, rank: int = 0) -> list[Event]:
-        """For `minizero.timeline`, which draws measured steps too."""
+        """For `minizero.engines.timeline`, which draws measured steps too."""
         return [Event(rank, *span) for span in self.spans if span[3] > span[2]]
 
 

@@ -6,7 +6,7 @@ zeros, since they are summed and stepped with the rest and must change nothing.
 
 import torch
 
-from minizero import partition
+from minizero.engines import partition
 from tests.exercises.kit import fail, recognise, same, wrong
 
 PLAN = [

@@ -8,7 +8,8 @@ has the ranks that the unit is sharded over, which with a sharding factor are no
 
 import torch
 
-from minizero import World, Zero3, partition
+from minizero import World, Zero3
+from minizero.engines import partition
 from tests.exercises.kit import fail, ranks, recognise, wrong
 from tests.helpers import SMALL, batch
 

@@ -10,8 +10,8 @@ So every rank sends N-1 chunks of the N, which is the least: each chunk must rea
 import torch
 
 from minizero import GPT, Zero3
-from minizero.ranks import collectives
 from minizero.memory import Ledger
+from minizero.ranks import collectives
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.helpers import SMALL, batch
 

@@ -10,8 +10,8 @@ Each rank sends N-1 chunks, and holds one partial sum at a time beside its own t
 import torch
 
 from minizero import Zero2
-from minizero.ranks import collectives
 from minizero.memory import Ledger
+from minizero.ranks import collectives
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import plain, relative_error, train
 

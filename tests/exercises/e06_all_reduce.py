@@ -8,8 +8,8 @@ ranks there are; had it sent its tensor to all others, N-1 times.
 import torch
 
 from minizero import DDP
-from minizero.ranks import collectives
 from minizero.memory import Ledger
+from minizero.ranks import collectives
 from minizero.ranks.comm import CollectiveMismatch
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import plain, relative_error, train

@@ -10,7 +10,8 @@ parameters are views into it, each in its own shape: writing to the buffer is wr
 
 import torch
 
-from minizero import Zero1, partition
+from minizero import Zero1
+from minizero.engines import partition
 from tests.exercises.kit import fail, ranks, recognise, wrong
 from tests.exercises.training import check_training, train
 

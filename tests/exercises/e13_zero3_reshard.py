@@ -10,7 +10,8 @@ and filled.
 
 import torch
 
-from minizero import GPT, Zero3, zero3
+from minizero import GPT, Zero3
+from minizero.engines import zero3
 from minizero.memory import Ledger
 from tests.exercises.kit import fail, ranks, size, wrong
 from tests.exercises.training import PSI, SMALL, check_training, part, train

@@ -102,7 +102,12 @@ def notebook(path):
 
 
 PACKAGE = ("precision", "precision.emulate", "precision.histogram")
-EXAMPLES = ("minizero.timeline", "precision.emulate", "precision.histogram:collect", "precision.master:MasterWeights")
+EXAMPLES = (
+    "minizero.engines.timeline",
+    "precision.emulate",
+    "precision.histogram:collect",
+    "precision.master:MasterWeights",
+)
 
 
 def docstrings():
@@ -130,7 +135,7 @@ def example(comm, source, name):
         model(x, y).backward()
         optimizer.step()
 
-    names = [importlib.import_module(name) for name in ("minizero.timeline", *PACKAGE)]
+    names = [importlib.import_module(name) for name in ("minizero.engines.timeline", *PACKAGE)]
     execute(source, name, {key: value for module in names for key, value in vars(module).items()} | locals())
 
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero.engines.partition import Unit
+from minizero.engines.zero3 import Zero3
 from minizero.memory.ledger import current_ledger, watched_by
-from minizero.partition import Unit
 from minizero.ranks.comm import Comm
-from minizero.zero3 import Zero3
 
 
 class Lane:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.engine import Engine
+from minizero.engines.engine import Engine
 from minizero.ranks.comm import Comm
 
 
@@ -32,9 +32,9 @@ class Mixed(Engine):
         offload: bool = False,
         **_: Any,
     ) -> "Mixed":
-        from minizero.hybrid import Hybrid  # these build on Zero3, which builds on this class
-        from minizero.offload import Offload
-        from minizero.prefetch import Prefetch
+        from minizero.engines.hybrid import Hybrid  # these build on Zero3, which builds on this class
+        from minizero.engines.offload import Offload
+        from minizero.engines.prefetch import Prefetch
 
         wanted: dict[type, bool] = {
             Prefetch: prefetch != 0,

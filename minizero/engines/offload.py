@@ -14,10 +14,10 @@ Ren et al., 2021, "ZeRO-Offload"; Rajbhandari et al., 2021, "ZeRO-Infinity".
 
 import torch
 
+from minizero.engines.partition import Unit
+from minizero.engines.zero3 import Zero3
 from minizero.memory import tag
-from minizero.partition import Unit
 from minizero.ranks.comm import Comm
-from minizero.zero3 import Zero3
 
 
 class Offload(Zero3):

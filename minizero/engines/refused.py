@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minizero.elementwise import CannotTry, attributes_of, is_plain, needs_whole_tensors, settings_of
+from minizero.engines.elementwise import CannotTry, attributes_of, is_plain, needs_whole_tensors, settings_of
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from minizero.checks import check_module
-from minizero.partition import GroupBy, Unit, keeps_statistics, make_units
+from minizero.engines.partition import GroupBy, Unit, keeps_statistics, make_units
+from minizero.engines.refused import check_module
+from minizero.engines.wrapped import Wrapped
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm, not_alone
-from minizero.wrapped import Wrapped
 
 
 class Engine(Wrapped, abc.ABC):

@@ -10,8 +10,8 @@ Rajbhandari et al., 2019, "ZeRO", section 5.2 (P_os+g).
 
 import torch
 
-from minizero.engine import Engine
-from minizero.partition import Unit
+from minizero.engines.engine import Engine
+from minizero.engines.partition import Unit
 from minizero.ranks.collectives import all_gather, reduce_scatter
 from precision.master import master_to_weight
 

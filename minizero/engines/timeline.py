@@ -21,8 +21,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from minizero.engine import Engine
-from minizero.partition import Unit
+from minizero.engines.engine import Engine
+from minizero.engines.partition import Unit
 from minizero.pictures import COLORS, FONT
 
 # A lane's colour is that of what moves, or is written, in it.

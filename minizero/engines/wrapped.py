@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from minizero.partition import Unit
+from minizero.engines.partition import Unit
 from minizero.ranks.collectives import all_gather, broadcast
 from minizero.ranks.comm import Comm, not_alone
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero.engines.mixing import Mixed
+from minizero.engines.partition import Unit
 from minizero.memory import tag
-from minizero.mixing import Mixed
-from minizero.partition import Unit
 from minizero.ranks.collectives import all_gather, reduce_scatter
 from minizero.ranks.comm import Comm
 from precision.master import master_to_weight

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.partition import Unit
+from minizero.engines.partition import Unit
+from minizero.engines.zero3 import Zero3
 from minizero.ranks.collectives import all_reduce
 from minizero.ranks.comm import Comm
-from minizero.zero3 import Zero3
 
 
 class Hybrid(Zero3):

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.engine import Engine
+from minizero.engines.engine import Engine
+from minizero.engines.partition import Unit
 from minizero.memory import tag
-from minizero.partition import Unit
 from minizero.ranks.collectives import all_reduce
 from precision.master import master_to_weight
 

@@ -1,0 +1,26 @@
+"""Engines: a module is wrapped, and every rank trains it on its own part of the data.
+
+partition.py    flat buffers: pad, cut into shards, and view as parameters again
+wrapped.py      what a training loop calls: parameters, clipping, full state; what is refused
+engine.py       what the stages share: when parameters are gathered and gradients reduced
+ddp.py          stage 0: replicate everything, average the gradients
+zero1.py        stage 1: shard the optimizer states
+zero2.py        stage 2: shard the gradients as well
+zero3.py        stage 3: shard the parameters as well
+mixing.py       how the options of stage 3 come in: each a class beside it
+hybrid.py       the sharding factor: stage 3 inside groups of ranks, replicas across them
+prefetch.py     gather the next unit, and reduce the last one's gradient, while this one computes
+offload.py      shards, gradients and optimizer states in the CPU's memory
+refused.py      the models and optimizers that are refused, and why
+elementwise.py  a trial: can an optimizer train flat shards?
+timeline.py     what each rank does when, drawn or for Perfetto
+"""
+
+from minizero.engines.ddp import DDP
+from minizero.engines.zero1 import Zero1
+from minizero.engines.zero2 import Zero2
+from minizero.engines.zero3 import Zero3
+
+STAGES = (DDP, Zero1, Zero2, Zero3)
+
+__all__ = ["DDP", "STAGES", "Zero1", "Zero2", "Zero3"]
