@@ -25,8 +25,8 @@ from torch import nn
 from minizero.gpt import GPT, Block, GPTConfig
 from minizero.memory import Ledger
 from minizero.networks import Residual, classifier, normalised
+from minizero.recompute.sequential import checkpoint_sequential
 from minizero.schedules import Schedule, Stage, every_k, group
-from minizero.sequential import checkpoint_sequential
 
 # Chains of equal parts.
 

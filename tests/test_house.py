@@ -15,7 +15,6 @@ FLOORS = [
 ]
 # Files that still lie flat, and the rooms that they belong to.
 PLAN = {
-    "recompute frame replay selective sequential": "recompute",
     "chain schedules optimal profile_chain depth": "schedules",
     "gpt networks images": "models",
     "pictures schedule_plots": "pictures",

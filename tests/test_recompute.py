@@ -946,7 +946,7 @@ def test_the_peak_is_at_most_pytorchs(network, monkeypatch):
 
 def test_the_generators_state_is_kept_only_where_something_was_drawn():
     """5,056 bytes for each call would add up, and setting it back takes time."""
-    from minizero.replay import Replay
+    from minizero.recompute.replay import Replay
 
     for draw, kept in ((lambda: None, 0), (lambda: torch.rand(1), 1)):
         replay = Replay(None, [])

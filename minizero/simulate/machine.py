@@ -80,7 +80,7 @@ def measure_rings(comm: Comm, clock: str) -> dict[int, float]:
 
 def measure_steps(comm: Comm, clock: str) -> dict[int, list[float]]:
     """Of each stage a whole step, and Adam's part of it: the best of 3."""
-    models = [stage(GPT(CONFIG), comm, **({"prefetch": 0} if stage is Zero3 else {})) for stage in STAGES]
+    models = [*(stage(GPT(CONFIG), comm) for stage in STAGES[:3]), Zero3(GPT(CONFIG), comm, prefetch=0)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
     x = torch.zeros(BATCH, CONFIG.sequence_length, dtype=torch.long)
     best = {stage: [float("inf")] * 2 for stage in range(4)}

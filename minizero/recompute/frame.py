@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from minizero.replay import ADVICE, RecomputeMismatch
+from minizero.recompute.replay import ADVICE, RecomputeMismatch
 
 
 class Stop(BaseException):

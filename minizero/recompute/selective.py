@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minizero.frame import map_tensors
-from minizero.replay import ADVICE, RecomputeMismatch, draws
+from minizero.recompute.frame import map_tensors
+from minizero.recompute.replay import ADVICE, RecomputeMismatch, draws
 
 Policy = Callable[[Any], bool]
 

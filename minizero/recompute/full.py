@@ -20,23 +20,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from minizero.frame import Frame, Inputs, Stop, may_bring_gradient, name_of
-from minizero.replay import RecomputeMismatch, Replay, is_enabled, is_recomputing, set_enabled
-from minizero.selective import Comparison, Kept, Policy, keep_matmuls
-from minizero.sequential import checkpoint_sequential
-
-__all__ = [
-    "Checkpointed",
-    "RecomputeMismatch",
-    "by_function",
-    "by_hooks",
-    "checkpoint",
-    "checkpoint_selective",
-    "checkpoint_sequential",
-    "is_recomputing",
-    "keep_matmuls",
-    "set_enabled",
-]
+from minizero.recompute.frame import Frame, Inputs, Stop, may_bring_gradient, name_of
+from minizero.recompute.replay import Replay, is_enabled, is_recomputing
+from minizero.recompute.selective import Comparison, Kept, Policy
 
 # The two ways, for tensors in and out.
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from minizero.frame import Frame, Inputs, name_of
-from minizero.replay import RecomputeMismatch, Replay, is_enabled
+from minizero.recompute.frame import Frame, Inputs, name_of
+from minizero.recompute.replay import RecomputeMismatch, Replay, is_enabled
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
