@@ -7,10 +7,11 @@ selective.py   results that are kept, since they would take long to make again
 sequential.py  a schedule of recomputation on real layers
 """
 
-from minizero.recompute.full import Checkpointed, by_function, by_hooks, checkpoint, checkpoint_selective
+from minizero.recompute.full import Checkpointed, checkpoint, checkpoint_selective
 from minizero.recompute.replay import RecomputeMismatch, is_recomputing, set_enabled
 from minizero.recompute.selective import keep_matmuls
 from minizero.recompute.sequential import checkpoint_sequential
+from minizero.recompute.two_ways import by_function, by_hooks
 
 __all__ = [
     "Checkpointed",

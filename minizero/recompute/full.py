@@ -1,12 +1,8 @@
-"""Recomputation (gradient checkpointing): keep a function's inputs instead of all it computes on the way.
+"""Recomputation with what a user expects: any arguments, calls in calls, autocast, dropout, batch norm.
 
-    plain        forward: x → h₁ → h₂ → … → y, all kept      backward: y … h₂ ← h₁ ← x
-    checkpoint   forward: x → … → y, only x kept             backward: x → h₁ → h₂ → … again, then as above
-
-A block's activations then live only while its own backward runs, for one more forward of the block.
-There are two ways to do it, `by_function` and `by_hooks` below. `checkpoint` is the second with what a user
-expects; it gives the plain run's gradients bit for bit. Its parts: `Inputs` keeps the arguments, `Frame` drops what
-the first run saves and fetches it by a second, `Replay` makes that second run like the first, `Stop` ends it early.
+It is the second of the two ways, `by_hooks`, and gives the plain run's gradients bit for bit. Its parts: `Inputs` keeps
+the arguments. `Frame` drops what the first run saves, and fetches it by a second run. `Replay` makes that second run
+like the first. `Stop` ends it early.
 
 Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -17,77 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
-from minizero.recompute.frame import Frame, Inputs, Stop, may_bring_gradient, name_of
+from minizero.recompute.frame import Frame, name_of
+from minizero.recompute.inputs import Inputs, may_bring_gradient
 from minizero.recompute.replay import Replay, is_enabled, is_recomputing
 from minizero.recompute.selective import Comparison, Kept, Policy
-
-# The two ways, for tensors in and out.
-
-
-class ByFunction(torch.autograd.Function):
-    """One node in the graph, whose backward runs the function again and a backward inside the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        ctx.fn, ctx.replay = fn, Replay(fn, tensors)
-        ctx.save_for_backward(*tensors)
-        with ctx.replay.first_run():
-            return fn(*tensors)  # autograd records nothing inside a Function
-
-    @staticmethod
-    @once_differentiable  # what happens inside is on no graph
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
-        with ctx.replay.again(), torch.enable_grad():
-            outputs = ctx.fn(*tensors)
-        torch.autograd.backward(outputs, gradients)
-        return None, *(tensor.grad for tensor in tensors)
-
-
-def by_function(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Simple, with limits. All of fn runs twice; one of `tensors` must require a gradient, or there is none for the
-    parameters either; `autograd.grad` and `backward(inputs=...)` see the node, not what is inside; and there is no
-    second derivative.
-    """
-    return ByFunction.apply(fn, *tensors)
-
-
-def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """The graph is the plain one; only what it saves is dropped, and computed again when its backward asks for it.
-
-    Everything that works on a graph works, and the second forward stops before the last products.
-    """
-    replay = Replay(fn, tensors)
-    values: list[Any] = []  # what the second forward saved
-    saved = 0  # how many tensors the first forward would have saved
-
-    def drop(tensor: torch.Tensor) -> int:
-        nonlocal saved
-        saved += 1
-        return saved - 1
-
-    def keep(tensor: torch.Tensor) -> None:
-        values.append(tensor.detach())
-        if len(values) == saved:
-            raise Stop
-
-    def fetch(index: int) -> torch.Tensor:
-        if not values or values[index] is None:  # for the first time, or for another backward
-            values.clear()
-            with replay.again(), saved_tensors_hooks(keep, lambda _: _), torch.enable_grad():
-                with contextlib.suppress(Stop):
-                    fn(*tensors)
-        value, values[index] = values[index], None
-        return value
-
-    with replay.first_run(), saved_tensors_hooks(drop, fetch):
-        return fn(*tensors)
-
-
-# The second way, in full.
 
 
 def checkpoint(

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minizero.recompute.frame import map_tensors
+from minizero.recompute.inputs import map_tensors
 from minizero.recompute.replay import ADVICE, RecomputeMismatch, draws
 
 Policy = Callable[[Any], bool]

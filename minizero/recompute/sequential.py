@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from minizero.recompute.frame import Frame, Inputs, name_of
+from minizero.recompute.frame import Frame, name_of
+from minizero.recompute.inputs import Inputs
 from minizero.recompute.replay import RecomputeMismatch, Replay, is_enabled
 
 Layer = Callable[[torch.Tensor], torch.Tensor]

@@ -104,7 +104,7 @@ _rows = [
     ("master_weights", "FP32 master weights", "precision.master.MasterWeights.step", 25, False),
     ("fp32_accumulation", "Dot product: which accumulator", "precision.accumulate.dot", 20, False),
     # Activations.
-    ("checkpoint", "Checkpoint: forward again", "minizero.recompute.full.ByFunction.backward", 30, True),
+    ("checkpoint", "Checkpoint: forward again", "minizero.recompute.two_ways.ByFunction.backward", 30, True),
     ("sqrt_schedule", "Every k-th input, and √n", "minizero.schedules.every_k", 20, False),
     ("optimal_schedule", "The least memory of a chain", "minizero.optimal.least_budget", 40, False),
     ("accumulation", "Gradient accumulation by tokens", "minizero.accumulate.accumulate", 25, True),
