@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from minizero.chain import Schedule
+from minizero.schedules.chain import Schedule
 
 KEPT, FORWARD, BACKWARD = "#B5B5B5", "#000000", "#CC79A7"
 FONT = 16

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from minizero.depth import (
+from minizero.gpt import GPTConfig
+from minizero.networks import NETWORKS
+from minizero.schedules import Stage, binomial, fit, group, recursive_halving, sqrt_n
+from minizero.schedules.depth import (
     against_depth,
     best_region,
     equal_layers,
@@ -20,10 +23,7 @@ from minizero.depth import (
     step,
     step_in_regions,
 )
-from minizero.gpt import GPTConfig
-from minizero.networks import NETWORKS
-from minizero.profile_chain import measure_chain
-from minizero.schedules import Stage, binomial, fit, group, recursive_halving, sqrt_n
+from minizero.schedules.measured import measure_chain
 
 PICTURES = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(4, 1, 12, 12, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,6 @@ FLOORS = [
 ]
 # Files that still lie flat, and the rooms that they belong to.
 PLAN = {
-    "chain schedules optimal profile_chain depth": "schedules",
     "gpt networks images": "models",
     "pictures schedule_plots": "pictures",
     "checkpoint resharding": "checkpoint",
@@ -26,7 +25,7 @@ PLAN = {
 # From which file to which, each with its reason.
 EXCEPTIONS = {
     ("minizero.table1", "minizero.train"): "what the machine is called",
-    ("minizero.schedule_plots", "minizero.chain"): "the type of what it draws",
+    ("minizero.schedule_plots", "minizero.schedules.chain"): "the type of what it draws",
 }
 # Files that need each other.
 CIRCLES = {
@@ -40,7 +39,7 @@ CIRCLES = {
             "minizero.engines.prefetch",
         }
     ),
-    frozenset({"minizero.chain", "minizero.schedule_plots"}),
+    frozenset({"minizero.schedules.chain", "minizero.schedule_plots"}),
     frozenset({"minizero.memory.ledger", "minizero.memory.hooks"}),
     frozenset({"precision.formats", "precision.conversions", "precision.fast"}),
 }

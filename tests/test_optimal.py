@@ -9,8 +9,8 @@ import time
 import pytest
 from interpreter import UNIFORM, check, closed_form, output_sizes
 
-from minizero.optimal import fastest_within, least_budget
 from minizero.schedules import Stage, binomial, every_k, optimal_schedule, recursive_halving, sqrt_n
+from minizero.schedules.optimal import fastest_within, least_budget
 
 
 def brute_force(stages, budget):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from minizero.profile_chain import measure_chain
 from minizero.schedules import fit, optimal_schedule
+from minizero.schedules.measured import measure_chain
 
 
 def mlp(width):

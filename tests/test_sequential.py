@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from minizero.memory import Ledger
-from minizero.profile_chain import measure_chain
 from minizero.recompute import RecomputeMismatch, checkpoint, checkpoint_sequential, is_recomputing, set_enabled
 from minizero.schedules import (
     Schedule,
@@ -25,6 +24,7 @@ from minizero.schedules import (
     recursive_halving,
     sqrt_n,
 )
+from minizero.schedules.measured import measure_chain
 
 SCHEDULES = {
     "everything": lambda n: every_k(n, n),

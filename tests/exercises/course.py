@@ -105,8 +105,8 @@ _rows = [
     ("fp32_accumulation", "Dot product: which accumulator", "precision.accumulate.dot", 20, False),
     # Activations.
     ("checkpoint", "Checkpoint: forward again", "minizero.recompute.two_ways.ByFunction.backward", 30, True),
-    ("sqrt_schedule", "Every k-th input, and √n", "minizero.schedules.every_k", 20, False),
-    ("optimal_schedule", "The least memory of a chain", "minizero.optimal.least_budget", 40, False),
+    ("sqrt_schedule", "Every k-th input, and √n", "minizero.schedules.rules.every_k", 20, False),
+    ("optimal_schedule", "The least memory of a chain", "minizero.schedules.optimal.least_budget", 40, False),
     ("accumulation", "Gradient accumulation by tokens", "minizero.accumulate.accumulate", 25, True),
     # Attention without the scores, and models of time.
     ("online_softmax", "Online softmax", "flash.tiled.online_softmax", 25, True),

@@ -12,8 +12,8 @@ kept next?
 
 import math
 
-from minizero import schedules
-from minizero.chain import Schedule, Step
+from minizero.schedules import rules
+from minizero.schedules.chain import Schedule, Step
 from tests.exercises.kit import fail, guard_unfold, wrong
 
 PLAN = [
@@ -64,8 +64,8 @@ def want(n: int, k: int) -> list[Step]:
 
 
 def check() -> None:
-    guard_unfold(schedules.every_k)
-    got = schedules.every_k(18, 3)
+    guard_unfold(rules.every_k)
+    got = rules.every_k(18, 3)
     if not isinstance(got, Schedule):
         fail("not-a-schedule", f"Expected what unfold returns, a Schedule, not {type(got).__name__}.")
     kept = [step.stage for step in got.steps if step.action == "keep"]
@@ -83,13 +83,13 @@ def check() -> None:
     if first[1] == 6:
         fail("k-segments", f"{said}. These are k segments, not segments of k stages.")
     for n, k in ((9, 3), (16, 4), (7, 3), (5, 1), (6, 6), (1, 1), (10, 4)):
-        if schedules.every_k(n, k).steps != want(n, k):
-            fail("values", f"The steps for n = {n}, k = {k} are not those: {_show(schedules.every_k(n, k).steps)}.")
-    many = schedules.sqrt_n(64)
+        if rules.every_k(n, k).steps != want(n, k):
+            fail("values", f"The steps for n = {n}, k = {k} are not those: {_show(rules.every_k(n, k).steps)}.")
+    many = rules.sqrt_n(64)
     if many.slots > 2 * math.sqrt(64) or many.advances > 2 * 64:
         fail("values", f"√n for 64 stages keeps {many.slots} inputs and runs {many.advances} stages again.")
     try:
-        schedules.every_k(4, 0)
+        rules.every_k(4, 0)
     except ValueError:
         return
     fail("no-error", "k = 0 must be a ValueError.")

@@ -12,8 +12,8 @@ backward_sizes(stages) gives what each stage's backward needs. unfold(stages, sp
 split(i, end, kept) says which k was best.
 """
 
-from minizero import optimal, schedules
-from minizero.chain import Stage
+from minizero.schedules import optimal, rules
+from minizero.schedules.chain import Stage
 from tests.exercises.kit import fail, guard_unfold, wrong
 
 PLAN = [
@@ -103,5 +103,5 @@ def check() -> None:
             f"With sizes that are no whole numbers the total is {total!r}, expected {best(tenths)!r} or a hair more.",
         )
     budget = optimal.least_budget(CHAINS[0])[0]
-    if schedules.optimal_schedule(CHAINS[0], budget).peak > budget:
+    if rules.optimal_schedule(CHAINS[0], budget).peak > budget:
         fail("values", "optimal_schedule no longer keeps within its budget.")

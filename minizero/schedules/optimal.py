@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minizero.chain import Schedule, Stage, outputs, unfold
+from minizero.schedules.chain import Schedule, Stage, outputs, unfold
 
 ENTRIES = 10**7  # so many does a table of n² · levels have, about 0.2 GB in all, as long as …
 LEAST, MOST = 500, 5000  # … that is so many levels

@@ -23,22 +23,9 @@ from typing import Any
 
 import torch
 
-from minizero.chain import Schedule, Stage, Step, group, outputs, unfold
-from minizero.optimal import fastest_within, least_budget
-from minizero.profile_chain import measure_chain
-
-__all__ = [
-    "Schedule",
-    "Stage",
-    "Step",
-    "binomial",
-    "every_k",
-    "fit",
-    "group",
-    "optimal_schedule",
-    "recursive_halving",
-    "sqrt_n",
-]
+from minizero.schedules.chain import Schedule, Stage, outputs, unfold
+from minizero.schedules.measured import measure_chain
+from minizero.schedules.optimal import fastest_within, least_budget
 
 
 def every_k(n: int, k: int) -> Schedule:

@@ -26,7 +26,8 @@ from minizero.gpt import GPT, Block, GPTConfig
 from minizero.memory import Ledger
 from minizero.networks import Residual, classifier, normalised
 from minizero.recompute.sequential import checkpoint_sequential
-from minizero.schedules import Schedule, Stage, every_k, group
+from minizero.schedules.chain import Schedule, Stage, group
+from minizero.schedules.rules import every_k
 
 # Chains of equal parts.
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.chain import Stage
 from minizero.memory import Ledger, tag
+from minizero.schedules.chain import Stage
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
