@@ -9,7 +9,7 @@ from minizero.engines.ddp import DDP
 from minizero.engines.zero1 import Zero1
 from minizero.engines.zero2 import Zero2
 from minizero.engines.zero3 import Zero3
-from minizero.gpt import GPT, GPTConfig
+from minizero.models.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
 from minizero.ranks.world import World

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import images
+from minizero.models import images
 from minizero.table1 import batches, loss_of, make
 from precision.emulate import emulate
 from precision.formats import FP16, FP32

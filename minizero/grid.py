@@ -25,7 +25,7 @@ from minizero.engines.engine import Engine
 from minizero.engines.partition import Unit
 from minizero.engines.timeline import watch
 from minizero.engines.zero3 import Zero3
-from minizero.gpt import GPT, GPTConfig
+from minizero.models.gpt import GPT, GPTConfig
 from minizero.options import Parser, attempt, positive
 from minizero.pictures import COLORS
 from minizero.ranks.comm import Comm

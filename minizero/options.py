@@ -15,8 +15,8 @@ from typing import NoReturn
 
 import torch
 
-from minizero.gpt import ATTENTIONS, RECOMPUTE, GPTConfig
 from minizero.memory import predict
+from minizero.models.gpt import ATTENTIONS, RECOMPUTE, GPTConfig
 from minizero.ranks.comm import RankFailed
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

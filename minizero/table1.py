@@ -29,11 +29,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import images, table1_report
-from minizero.gpt import GPT, GPTConfig
+from minizero import table1_report
 from minizero.memory import Ledger
 from minizero.mixed_memory import crossover, peaks
-from minizero.networks import NETWORKS
+from minizero.models import images
+from minizero.models.gpt import GPT, GPTConfig
+from minizero.models.networks import NETWORKS
 from minizero.options import TEXT, Parser, attempt, check_output, positive, read_text
 from minizero.train import machine
 from precision.emulate import emulate

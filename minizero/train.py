@@ -25,8 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from minizero import report
 from minizero.engines import STAGES
-from minizero.gpt import GPT, GPTConfig
 from minizero.memory import CATEGORIES, Ledger, predict, predict_sent
+from minizero.models.gpt import GPT, GPTConfig
 from minizero.options import DTYPES, attempt, check_memory, check_output, count_parameters, estimate, parse, read_text
 from minizero.ranks.collectives import all_gather, all_reduce
 from minizero.ranks.comm import Comm

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from minizero.gpt import GPTConfig
-from minizero.networks import NETWORKS
+from minizero.models.gpt import GPTConfig
+from minizero.models.networks import NETWORKS
 from minizero.schedules import Stage, binomial, fit, group, recursive_halving, sqrt_n
 from minizero.schedules.depth import (
     against_depth,

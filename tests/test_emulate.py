@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from minizero import DDP, GPT, GPTConfig, images
+from minizero import DDP, GPT, GPTConfig
 from minizero.memory import Ledger
-from minizero.networks import NETWORKS
+from minizero.models import images
+from minizero.models.networks import NETWORKS
 from precision import accumulate
 from precision.emulate import emulate
 from precision.exact import exact, is_exact

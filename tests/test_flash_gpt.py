@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minizero import GPT, GPTConfig, train
-from minizero.gpt import ATTENTIONS
 from minizero.memory import Ledger
+from minizero.models.gpt import ATTENTIONS
 from minizero.options import estimate
 
 TINY = GPTConfig(vocabulary=50, sequence_length=40, width=24, layers=2, heads=4)

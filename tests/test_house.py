@@ -15,7 +15,6 @@ FLOORS = [
 ]
 # Files that still lie flat, and the rooms that they belong to.
 PLAN = {
-    "gpt networks images": "models",
     "pictures schedule_plots": "pictures",
     "checkpoint resharding": "checkpoint",
     "table1 table1_report experiments mixed_memory": "mixed_precision",

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from minizero import DDP, GPT, GPTConfig, Zero1, Zero2, Zero3
-from minizero.gpt import Attention, Block
 from minizero.memory import CATEGORIES, Ledger, predict, predict_activations, predict_sent
 from minizero.memory.tables import by_module
 from minizero.memory.tape import holders, moments
+from minizero.models.gpt import Attention, Block
 
 CONFIG = GPTConfig(vocabulary=64, sequence_length=8, width=160, layers=4, heads=2)  # 1.2 million parameters
 TOTAL = sum(p.numel() for p in GPT(CONFIG).parameters())

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import images
 from minizero.memory import Ledger
-from minizero.networks import NETWORKS, Branches, MaxPool, Residual
+from minizero.models import images
+from minizero.models.networks import NETWORKS, Branches, MaxPool, Residual
 
 NAMES = list(NETWORKS)
 

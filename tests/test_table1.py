@@ -13,9 +13,10 @@ from rich.console import Console
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minizero import experiments, images, mixed_memory, table1, table1_report
-from minizero.gpt import GPT
-from minizero.networks import NETWORKS
+from minizero import experiments, mixed_memory, table1, table1_report
+from minizero.models import images
+from minizero.models.gpt import GPT
+from minizero.models.networks import NETWORKS
 from precision.formats import FP16
 from precision.histogram import Collected
 from precision.scaling import DynamicLossScaler, StaticLossScaler

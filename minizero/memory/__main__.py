@@ -18,10 +18,10 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from minizero.gpt import GPT, GPTConfig
 from minizero.memory.allocators import compare, describe_gap, return_memory_at_once
 from minizero.memory.ledger import Ledger
 from minizero.memory.tables import print_comparison, print_peak
+from minizero.models.gpt import GPT, GPTConfig
 from minizero.options import MIB, Parser, attempt, check_output, estimate, free_memory, positive
 from minizero.report import write_files
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from minizero.gpt import GPT, Block, GPTConfig
 from minizero.memory import Ledger
-from minizero.networks import Residual, classifier, normalised
+from minizero.models.gpt import GPT, Block, GPTConfig
+from minizero.models.networks import Residual, classifier, normalised
 from minizero.recompute.sequential import checkpoint_sequential
 from minizero.schedules.chain import Schedule, Stage, group
 from minizero.schedules.rules import every_k

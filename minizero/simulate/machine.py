@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from minizero.engines import STAGES, Zero3
-from minizero.gpt import GPT, GPTConfig
+from minizero.models.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as theirs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from minizero.gpt import GPT, RECOMPUTE, GPTConfig
 from minizero.memory import Ledger
+from minizero.models.gpt import GPT, RECOMPUTE, GPTConfig
 from minizero.recompute import by_function, by_hooks, checkpoint, checkpoint_selective, keep_matmuls
 
 OPERATORS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")]

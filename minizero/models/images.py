@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-FILE = Path(__file__).parent / "data" / "images" / "fashion-mnist.npz"
+FILE = Path(__file__).parent.parent / "data" / "images" / "fashion-mnist.npz"
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 # Of the training pixels, after division by 255.
