@@ -39,8 +39,8 @@ book: setup  ## the notebooks as pages to be read from disk, in results/book: py
 exhaustive: setup  ## every 16-bit number there is, in minutes on 2 cores: python -m pytest -m exhaustive -n 2
 	$(PY) -m pytest -m exhaustive -n 2 $(ARGS)
 
-table1: setup  ## mixed precision against FP32, seven networks, up to half an hour: python -m minizero.table1 --output results/table1
-	$(PY) -m minizero.table1 --output results/table1 $(ARGS)
+table1: setup  ## mixed precision against FP32, seven networks, up to half an hour: python -m minizero.mixed_precision --output results/table1
+	$(PY) -m minizero.mixed_precision --output results/table1 $(ARGS)
 
 soak: setup  ## the tests that run long to catch what is rare: python -m pytest -m soak
 	$(PY) -m pytest -m soak $(ARGS)

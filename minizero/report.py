@@ -1,4 +1,4 @@
-"""The tables of the main job, and its files: pictures (see `pictures`) and the numbers behind them.
+"""The tables of the main job, the machine that it ran on, and its files: pictures, and the numbers behind them.
 
 Everything here reads one dictionary, `results`, which is also what results.json holds, so that
 `python -m minizero.report results.json` shows a run again without running it:
@@ -14,15 +14,18 @@ Everything here reads one dictionary, `results`, which is also what results.json
 Measured and predicted never share a column. One MiB is 2^20 bytes.
 """
 
+import contextlib
 import io
 import json
 import os
+import platform
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -43,12 +46,23 @@ from minizero.pictures import (
 __all__ = ["COLORS", "draw_boxes", "draw_curves", "draw_losses", "main", "plot_curve", "print_table", "save"]
 
 
+def machine(device: torch.device) -> dict[str, Any]:
+    """What figures are measured on: cpu, cores, python, torch, and the device's name."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"cpu": cpu, "cores": os.cpu_count(), **versions, "device": name}
+
+
 def print_table(results: Results, console: Console) -> None:
     """Prints the run's machine and sizes, then three tables that fit 80 columns."""
-    runs, machine = results["runs"], results["machine"]
-    versions = f"Python {machine['python']}, torch {machine['torch']}, device {machine['device']}"
+    runs, seen = results["runs"], results["machine"]
+    versions = f"Python {seen['python']}, torch {seen['torch']}, device {seen['device']}"
     options = ", ".join(f"{name} {value}" for name, value in results["config"].items())
-    console.print(f"{machine['cpu']} ({machine['cores']} cores), {versions}", markup=False, highlight=False)
+    console.print(f"{seen['cpu']} ({seen['cores']} cores), {versions}", markup=False, highlight=False)
     console.print(f"{describe_size(results)}: {options}\n", markup=False, highlight=False)
 
     console.print("Persistent MiB per rank, between steps (largest rank)", style="italic")

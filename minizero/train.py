@@ -11,11 +11,9 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -107,17 +105,6 @@ def gather_bytes(comm: Comm, persistent: dict[str, int], peak: dict[str, int]) -
     return [dict(zip(("persistent", "peak"), (dict(zip(keys, row)) for row in rank))) for rank in rows]
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"cpu": cpu, "cores": os.cpu_count(), **versions, "device": name}
-
-
 def run(options: argparse.Namespace, console: Console) -> None:
     """Run the stages that the options ask for, on threads or as one rank of torchrun; report on rank 0."""
     shapes = (256, options.sequence_length, options.width, options.layers, options.heads)
@@ -164,7 +151,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         return
     given = {"batch_size": job.batch_size, "steps": job.steps, "learning_rate": job.learning_rate}
     results = {
-        "machine": machine(device),
+        "machine": report.machine(device),
         "config": dataclasses.asdict(config) | given | {"dtype": options.dtype},
         "world_size": world_size,
         "n_parameters": count_parameters(config)[0],

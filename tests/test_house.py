@@ -17,13 +17,11 @@ FLOORS = [
 PLAN = {
     "pictures schedule_plots": "pictures",
     "checkpoint resharding": "checkpoint",
-    "table1 table1_report experiments mixed_memory": "mixed_precision",
     "options": "cli",
     "memory.__main__": "one_step",
 }
 # From which file to which, each with its reason.
 EXCEPTIONS = {
-    ("minizero.table1", "minizero.train"): "what the machine is called",
     ("minizero.schedule_plots", "minizero.schedules.chain"): "the type of what it draws",
 }
 # Files that need each other.

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minizero import experiments, mixed_memory, table1, table1_report
+from minizero.mixed_precision import experiments, report, step_memory, table1
 from minizero.models import images
 from minizero.models.gpt import GPT
 from minizero.models.networks import NETWORKS
@@ -49,10 +49,10 @@ def row(baseline, mixed, published=None):
 
 def test_difference_and_noise():
     one = row([80.0, 82.0, 84.0], [81.0, 82.0, 86.0])
-    assert table1_report.difference(one) == pytest.approx(1)
-    assert table1_report.seed_noise(one) == pytest.approx(math.sqrt((4 + 7) / 2))
-    assert table1_report.seed_noise(row([80.0], [81.0])) is None
-    assert table1_report.saved(one) == 0.5
+    assert report.difference(one) == pytest.approx(1)
+    assert report.seed_noise(one) == pytest.approx(math.sqrt((4 + 7) / 2))
+    assert report.seed_noise(row([80.0], [81.0])) is None
+    assert report.saved(one) == 0.5
 
 
 def test_published_figures_are_the_papers():
@@ -106,7 +106,7 @@ def test_every_network_is_measured_in_both_precisions_with_every_seed(tiny):
         assert len(one["baseline"]) == len(one["mixed"]) == 2
         assert one["unit"] == ("%" if one["network"] == "alexnet" else "bits per byte")
         assert all(5 < value <= 100 for value in runs) if one["unit"] == "%" else all(4 < value < 9 for value in runs)
-        assert 0.5 <= table1_report.saved(one) < 0.55
+        assert 0.5 <= report.saved(one) < 0.55
     alexnet, gpt = tiny["rows"]
     assert alexnet["published"] == (56.77, 56.93) and gpt["published"] is None
     assert gpt["baseline"] != gpt["mixed"], "the two are not the same run"
@@ -122,19 +122,19 @@ def test_a_job_is_repeatable_and_its_seed_matters():
 @pytest.mark.slow
 def test_the_table_fits_80_columns_and_keeps_published_apart(tiny, capsys):
     widest = row([80.0, 82.0], [71.0, 92.0], (65.40, 65.43)) | {"network": "inception_v3"}
-    table1_report.print_table(tiny | {"rows": [widest, *tiny["rows"]]}, Console(width=80))
+    report.print_table(tiny | {"rows": [widest, *tiny["rows"]]}, Console(width=80))
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines()) and "…" not in out
     assert "published" in out and "56.77" in out and "±" in out and "Shortened" not in out
     line = next(line for line in out.splitlines() if "alexnet" in line)
     assert line.index("56.77") < line.index("56.93") < line.index("±")
-    table1_report.print_table(tiny | {"short": True}, Console(width=80))
+    report.print_table(tiny | {"short": True}, Console(width=80))
     assert "Shortened" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_the_picture_shows_differences_activations_and_peaks(tiny):
-    figure = table1_report.draw(tiny | {"rows": [row([80.0, 82.0], [81.0, 82.0], (65.4, 65.43)), tiny["rows"][1]]})
+    figure = report.draw(tiny | {"rows": [row([80.0, 82.0], [81.0, 82.0], (65.4, 65.43)), tiny["rows"][1]]})
     differences, activations, peak = figure.axes
     dots = [tuple(offset) for each in differences.collections for offset in each.get_offsets()]
     assert {round(float(y), 2) for _, y in dots} >= {1.0, 0.0, 0.03}
@@ -188,10 +188,10 @@ def test_mixed_precision_trains_as_fp32_does():
 
 
 def test_where_two_lines_cross():
-    assert mixed_memory.crossover([1, 2, 4], [10, 20, 40], [25, 25, 25]) == 2.5
-    assert mixed_memory.crossover([1, 2, 4], [10, 20, 40], [9, 10, 11]) is None
-    assert mixed_memory.crossover([1, 2, 4], [10, 20, 40], [11, 21, 41]) is None
-    assert mixed_memory.crossover([1, 2, 4], [10, 20, 40], [12, 20, 30]) == 2
+    assert step_memory.crossover([1, 2, 4], [10, 20, 40], [25, 25, 25]) == 2.5
+    assert step_memory.crossover([1, 2, 4], [10, 20, 40], [9, 10, 11]) is None
+    assert step_memory.crossover([1, 2, 4], [10, 20, 40], [11, 21, 41]) is None
+    assert step_memory.crossover([1, 2, 4], [10, 20, 40], [12, 20, 30]) == 2
 
 
 @pytest.mark.slow
@@ -199,14 +199,14 @@ def test_masters_cost_and_activations_save():
     x, y = images.load("train")
     make = NETWORKS["vgg"]
     psi = sum(p.numel() for p in make().parameters())
-    small, large = ([mixed_memory.watch(make, x[:n], y[:n], mixed).peak for mixed in (False, True)] for n in (1, 32))
+    small, large = ([step_memory.watch(make, x[:n], y[:n], mixed).peak for mixed in (False, True)] for n in (1, 32))
     for fp32, mixed in (small, large):
         assert mixed["parameters"] == fp32["parameters"] / 2 == 2 * psi
         assert mixed["gradients"] == fp32["gradients"] / 2
         assert fp32["optimizer"] == pytest.approx(8 * psi, rel=0.001)
         assert mixed["optimizer"] == pytest.approx(12 * psi, rel=0.001), "the moments and the masters"
         assert 0.49 < mixed["activations"] / fp32["activations"] < 0.53
-    from_the_start = mixed_memory.watch(make, x[:1], y[:1], False).curve[0]["optimizer"]
+    from_the_start = step_memory.watch(make, x[:1], y[:1], False).curve[0]["optimizer"]
     assert from_the_start == pytest.approx(8 * psi, rel=0.001), "the first step, which makes the moments, is no example"
     assert small[1]["total"] > small[0]["total"] and large[1]["total"] < 0.8 * large[0]["total"]
 
@@ -216,7 +216,7 @@ def test_the_crossover_of_a_measurement(tiny):
     memory = tiny["memory"]
     assert memory["baseline"][0] < memory["mixed"][0] and memory["baseline"][1] > memory["mixed"][1]
     assert 1 < memory["crossover"] < 16
-    assert isinstance(table1_report.draw_peaks(memory), matplotlib.axes.Axes)
+    assert isinstance(report.draw_peaks(memory), matplotlib.axes.Axes)
 
 
 # The claims.

@@ -98,7 +98,7 @@ _rows = [
     ("add", "FP16 addition on bits", "precision.arithmetic.add", 30, False),
     ("multiply", "FP16 multiplication on bits", "precision.arithmetic.multiply", 25, False),
     # Training with them.
-    ("lost_update", "The update that underflows", "minizero.experiments.round_weights", 10, False),
+    ("lost_update", "The update that underflows", "minizero.mixed_precision.experiments.round_weights", 10, False),
     ("unscale", "Loss scaling: unscale, once", "precision.scaling.LossScaler.unscale_", 25, False),
     ("dynamic_scaler", "The dynamic loss scale", "precision.scaling.DynamicLossScaler._adapt", 20, True),
     ("master_weights", "FP32 master weights", "precision.master.MasterWeights.step", 25, False),

@@ -9,7 +9,7 @@ counts the updates that are lost.
 import torch
 from torch import nn
 
-from minizero import experiments
+from minizero.mixed_precision import experiments
 from tests.exercises.kit import fail, recognise, wrong
 
 PLAN = [

@@ -22,8 +22,8 @@ CELLS = {
         "experiments.train_autoencoder(None": "trains on the CPU only",
         "def train(scaler)": "trains on the CPU only",
         "FP16, pairwise": "adds up on the CPU only",
-        "mixed_memory.peaks": "trains on the CPU only",
-        "mixed_memory.watch": "trains on the CPU only",
+        "step_memory.peaks": "trains on the CPU only",
+        "step_memory.watch": "trains on the CPU only",
         "table1.measure": "trains on the CPU only",
     },
     "05_recompute": {

@@ -1,7 +1,7 @@
 """Mixed precision against FP32, as in the paper's Table 1: six image networks, and a language model beside them.
 
-    python -m minizero.table1 --output results         every network, 3 seeds: minutes on 2 cores
-    python -m minizero.table1 --short                  a glance: 2 networks, 1 seed, few steps
+    python -m minizero.mixed_precision --output results         every network, 3 seeds: minutes on 2 cores
+    python -m minizero.mixed_precision --short                  a glance: 2 networks, 1 seed, few steps
 
 The mixed runs differ from the baseline by one line: forward and backward happen inside of `emulate(FP16)`, with
 FP32 accumulation and, as in the paper's Table 1, without a loss scale. The FP32 parameters are the master weights.
@@ -29,14 +29,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import table1_report
 from minizero.memory import Ledger
-from minizero.mixed_memory import crossover, peaks
+from minizero.mixed_precision import report
+from minizero.mixed_precision.step_memory import crossover, peaks
 from minizero.models import images
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.models.networks import NETWORKS
 from minizero.options import TEXT, Parser, attempt, check_output, positive, read_text
-from minizero.train import machine
+from minizero.report import machine
 from precision.emulate import emulate
 from precision.formats import FP16
 
@@ -172,7 +172,7 @@ def work(job: Job, plan: Plan) -> float:
 
 
 def measure(plan: Plan, processes: int, done: Callable[[Job, float], None] = lambda job, value: None) -> dict[str, Any]:
-    """Everything in the plan, as `table1_report` describes it. done: called with each job and its result."""
+    """Everything in the plan, as `report` describes it. done: called with each job and its result."""
     seeds = (*range(plan.seeds), None)
     jobs = [Job(network, mixed, seed) for network in plan.networks[::-1] for seed in seeds for mixed in (True, False)]
     found = {}
@@ -214,7 +214,9 @@ def _let_the_parent_end_us() -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options. `ValueError` where one is unknown or cannot be read."""
-    parser = Parser(prog="python -m minizero.table1", description="Mixed precision against FP32: the paper's Table 1.")
+    parser = Parser(
+        prog="python -m minizero.mixed_precision", description="Mixed precision against FP32: the paper's Table 1."
+    )
     add = parser.add_argument
     add("--short", action="store_true", help=f"only {', '.join(SHORT.networks)}, one seed, few steps")
     add("--seeds", type=positive, metavar="N", help=f"for each network (default: {Plan().seeds}; --short: 1)")
@@ -237,9 +239,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
         results = measure(plan, options.processes, lambda job, value: progress.advance(task))
     results |= {"short": options.short, "processes": options.processes, "seconds": time.perf_counter() - start}
     results["machine"] = machine(torch.device("cpu"))
-    table1_report.print_table(results, console)
+    report.print_table(results, console)
     if options.output is not None:
-        for path in table1_report.save(results, options.output):
+        for path in report.save(results, options.output):
             console.print(f"wrote {path}")
 
 
@@ -247,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
     status, message = attempt(lambda: run(parse(argv), Console()), "--processes")
     if status:
-        print(f"python -m minizero.table1: {message}", file=sys.stderr)
+        print(f"python -m minizero.mixed_precision: {message}", file=sys.stderr)
     return status
 
 

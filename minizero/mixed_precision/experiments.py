@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from minizero.mixed_precision.table1 import batches, loss_of, make
 from minizero.models import images
-from minizero.table1 import batches, loss_of, make
 from precision.emulate import emulate
 from precision.formats import FP16, FP32
 from precision.histogram import Collected, collect
