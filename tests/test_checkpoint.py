@@ -12,8 +12,8 @@ from checkpoints import error_of, full_states, wrap
 from helpers import run
 from torch import nn
 
-from minizero import DDP, CollectiveMismatch, RankFailed, Zero1, Zero3, checkpoint
-from minizero.checkpoint import CheckpointError, NoCheckpoint, load, save
+from minizero import DDP, CollectiveMismatch, RankFailed, Zero1, Zero3
+from minizero.checkpoint import CheckpointError, NoCheckpoint, load, save, saved
 
 
 class Tiny(nn.Linear):
@@ -112,7 +112,7 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_one_stands(world_size, a
 
     run(world_size, tiny_save, tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", here(half_a_file, checkpoint.save_file))
+        patch.setattr(saved, "save_file", here(half_a_file, saved.save_file))
         errors = run(world_size, lambda comm: error_of(tiny_save, comm, tmp_path, 2))
     for rank, error in enumerate(errors):
         assert isinstance(error, CheckpointError) and f"rank {at} failed: [Errno 28] No space left" in str(error)
@@ -120,8 +120,8 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_one_stands(world_size, a
     assert run(world_size, tiny_load, tmp_path) == world_size * [1]
     there = []
     with monkeypatch.context() as patch:
-        write = checkpoint.save_file
-        patch.setattr(checkpoint, "save_file", lambda *a: (there.append(len([*tmp_path.glob("shards*")])), write(*a)))
+        write = saved.save_file
+        patch.setattr(saved, "save_file", lambda *a: (there.append(len([*tmp_path.glob("shards*")])), write(*a)))
         run(world_size, tiny_save, tmp_path, 3)
     assert there == world_size * [2]  # what had failed is gone before anything new is written: the disk may be full
     assert run(world_size, tiny_load, tmp_path) == world_size * [3]

@@ -16,7 +16,6 @@ FLOORS = [
 # Files that still lie flat, and the rooms that they belong to.
 PLAN = {
     "pictures schedule_plots": "pictures",
-    "checkpoint resharding": "checkpoint",
     "options": "cli",
     "memory.__main__": "one_step",
 }

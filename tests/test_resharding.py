@@ -284,7 +284,7 @@ def test_every_element_is_written_once_and_read_only_where_it_is_held(stage, wor
 
             return Slice()
 
-    monkeypatch.setattr("minizero.resharding.safe_open", Counted)
+    monkeypatch.setattr("minizero.checkpoint.resharding.safe_open", Counted)
     run(3, lambda comm: load(tmp_path, *wrap(comm, Zero3)))
     assert sum(read) == 3 * total and max(read) - min(read) <= 3 * 3 * 4
 

@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minizero.engines.wrapped import Wrapped
-from minizero.ranks.comm import Comm, agreement
-from minizero.resharding import (
+from minizero.checkpoint.resharding import (
     Stored,
     check_names,
     check_shards,
@@ -34,6 +32,8 @@ from minizero.resharding import (
     parts_to_write,
     tensors_to_write,
 )
+from minizero.engines.wrapped import Wrapped
+from minizero.ranks.comm import Comm, agreement
 
 FAILED, NOTHING = "failed: ", "no checkpoint"  # what a rank may say, beside results
 
