@@ -27,7 +27,7 @@ from minizero.engines.timeline import watch
 from minizero.engines.zero3 import Zero3
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.options import Parser, attempt, positive
-from minizero.pictures import COLORS
+from minizero.pictures.style import COLORS
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World
 

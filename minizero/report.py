@@ -30,20 +30,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minizero.pictures import (
-    COLORS,
-    PREDICTED,
-    Results,
-    describe_size,
-    draw_boxes,
-    draw_curves,
-    draw_losses,
-    mib,
-    plot_curve,
-    shown_categories,
-)
-
-__all__ = ["COLORS", "draw_boxes", "draw_curves", "draw_losses", "main", "plot_curve", "print_table", "save"]
+from minizero.pictures.memory import Results, describe_size, draw_boxes, draw_curves, draw_losses, shown_categories
+from minizero.pictures.style import PREDICTED, mib
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -15,14 +15,11 @@ FLOORS = [
 ]
 # Files that still lie flat, and the rooms that they belong to.
 PLAN = {
-    "pictures schedule_plots": "pictures",
     "options": "cli",
     "memory.__main__": "one_step",
 }
 # From which file to which, each with its reason.
-EXCEPTIONS = {
-    ("minizero.schedule_plots", "minizero.schedules.chain"): "the type of what it draws",
-}
+EXCEPTIONS = {}
 # Files that need each other.
 CIRCLES = {
     frozenset({"minizero.ranks.comm", "minizero.ranks.processes", "minizero.ranks.watch"}),
@@ -35,7 +32,6 @@ CIRCLES = {
             "minizero.engines.prefetch",
         }
     ),
-    frozenset({"minizero.schedules.chain", "minizero.schedule_plots"}),
     frozenset({"minizero.memory.ledger", "minizero.memory.hooks"}),
     frozenset({"precision.formats", "precision.conversions", "precision.fast"}),
 }

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from minizero import report
+from minizero import pictures, report
 
 NAMES = ["DDP", "Zero1", "Zero2", "Zero3"]
 STATES = ["parameters", "gradients", "optimizer"]
@@ -51,7 +51,7 @@ def printed_lines(results, width=80):
 
 
 def figures(results):
-    return [report.draw_curves(results), report.draw_boxes(results), report.draw_losses(results)]
+    return [pictures.draw_curves(results), pictures.draw_boxes(results), pictures.draw_losses(results)]
 
 
 def test_table_puts_each_number_in_its_column():
@@ -94,7 +94,7 @@ def test_what_was_not_measured_is_a_dash_and_says_why():
 @pytest.mark.parametrize(("stages", "world_size"), [((0, 1, 2, 3), 4), ((3,), 1), ((0, 2), 8)])
 def test_boxes_are_as_high_as_their_bytes(stages, world_size):
     results = make_results(stages, world_size)
-    (axes,) = report.draw_boxes(results).axes
+    (axes,) = pictures.draw_boxes(results).axes
     drawn = []
     for bars in axes.containers:
         drawn += [(bars.get_label(), bar.get_y() * MIB, bar.get_height() * MIB) for bar in bars]
@@ -110,7 +110,7 @@ def test_boxes_are_as_high_as_their_bytes(stages, world_size):
 
 def test_curves_mark_the_measured_peak_and_the_predicted_total():
     results = make_results()
-    panels = report.draw_curves(results).axes
+    panels = pictures.draw_curves(results).axes
     assert len({panel.get_ylim() for panel in panels}) == 1
     for panel, run in zip(panels, results["runs"], strict=True):
         peak, predicted = panel.lines
@@ -119,7 +119,7 @@ def test_curves_mark_the_measured_peak_and_the_predicted_total():
         assert words == {"forward", "backward", "optimizer step", f"peak {highest:.2f} MiB"}
         assert np.unique(predicted.get_ydata()) == [run["predicted"]["total"] / MIB]
         assert np.unique(peak.get_ydata()) == [highest]
-        assert predicted.get_color() not in [peak.get_color(), *report.COLORS.values()]
+        assert predicted.get_color() not in [peak.get_color(), *pictures.COLORS.values()]
 
 
 def test_a_ledgers_curve_goes_on_the_axes_that_it_is_given():
@@ -128,16 +128,16 @@ def test_a_ledgers_curve_goes_on_the_axes_that_it_is_given():
 
     samples = [Sample(parameters=2 * MIB, activations=step * MIB, total=(2 + step) * MIB) for step in range(5)]
     axes = Figure().subplots()
-    assert report.plot_curve(samples, axes) is axes
+    assert pictures.plot_curve(samples, axes) is axes
     assert {"forward", "peak 6.00 MiB"} == {text.get_text() for text in axes.texts}
     legend = axes.get_legend()
     assert legend and [text.get_text() for text in legend.get_texts()] == ["parameters", "activations"]
 
 
 def test_losses_name_the_largest_difference():
-    title = report.draw_losses(make_results()).get_suptitle()
+    title = pictures.draw_losses(make_results()).get_suptitle()
     assert title.endswith("largest difference between stages: 0.375")
-    assert "difference" not in report.draw_losses(make_results(stages=(3,))).get_suptitle()
+    assert "difference" not in pictures.draw_losses(make_results(stages=(3,))).get_suptitle()
 
 
 @pytest.mark.parametrize(("stages", "world_size"), [((0, 1, 2, 3), 4), ((3,), 1), ((0, 2), 8)])
@@ -198,7 +198,7 @@ def test_a_phase_that_comes_again_is_named_once_and_names_keep_clear_of_each_oth
     for sample, phase in zip(samples, phases, strict=True):
         sample.phase = phase
     figure = Figure(figsize=(8, 4))
-    axes = report.plot_curve(samples, figure.subplots())
+    axes = pictures.plot_curve(samples, figure.subplots())
     names = [text for text in axes.texts if not text.get_text().startswith("peak")]
     assert sorted(text.get_text() for text in names) == ["backward", "forward", "optimizer step"]
     figure.canvas.draw()

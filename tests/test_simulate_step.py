@@ -126,7 +126,7 @@ def test_offload_moves_the_states_to_the_host_and_takes_longer():
 
 
 def test_events_are_those_of_the_measured_timeline():
-    from minizero.engines.timeline import LANES
+    from minizero.pictures.timeline import LANES
 
     step = simulate(SMALL, A100, Plan(16, sharding_factor=8))
     events = step.events(rank=3)

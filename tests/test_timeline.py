@@ -8,9 +8,10 @@ import torch
 from helpers import SMALL, STAGES, batch, run
 
 from minizero import GPT, Zero3, all_reduce
-from minizero.engines.timeline import LANES, Event, Timeline, plot_timeline, save_chrome_trace
+from minizero.engines.timeline import Timeline
 from minizero.grid import STATES, draw_board, draw_text, step_by_step
 from minizero.grid import main as grid
+from minizero.pictures.timeline import LANES, Event, plot_timeline, save_chrome_trace
 
 matplotlib.use("Agg")
 BLOCKS = [f"blocks.{i}" for i in range(3)]

@@ -275,7 +275,7 @@ class Ledger(Watcher):
 
         `allocators.describe_gap` gives a note with the size of what is not seen.
         """
-        from minizero.pictures import plot_curve
+        from minizero.pictures.memory import plot_curve  # matplotlib takes long to load: not in every rank
 
         return plot_curve(self.curve, ax, note)
 

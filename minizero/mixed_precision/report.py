@@ -24,13 +24,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from minizero.pictures.style import FONT, MIB, label_axes, new_axes
+
 Row = Mapping[str, Any]
 
 BASELINE: dict[str, Any] = {"color": "#4D4D4D", "label": "FP32"}
 MIXED: dict[str, Any] = {"color": "#CC79A7", "label": "mixed precision"}
 PUBLISHED: dict[str, Any] = {"color": "white", "edgecolor": "black", "marker": "D", "label": "published (ImageNet)"}
-MIB = 2**20
-FONT = 16
 
 
 def difference(row: Row) -> float:
@@ -106,9 +106,7 @@ def draw(results: Mapping[str, Any]) -> Figure:
 def draw_peaks(memory: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     """Draws `memory`: the peak of FP32 and of mixed precision over the batch size, and where they cross."""
     if ax is None:
-        from matplotlib import pyplot  # notebooks show the figures that pyplot knows
-
-        ax = pyplot.figure(figsize=(14, 6), layout="constrained").add_subplot()
+        ax = new_axes(14, 6)
     sizes = memory["batch_sizes"]
     for kind, look, marker in (("baseline", BASELINE, "o"), ("mixed", MIXED, "s")):
         style = "solid" if kind == "baseline" else "dashed"
@@ -119,7 +117,7 @@ def draw_peaks(memory: Mapping[str, Any], ax: Axes | None = None) -> Axes:
         ax.text(memory["crossover"], 0.97, words, va="top", fontsize=FONT, transform=ax.get_xaxis_transform())
     ax.set_ylim(bottom=0)
     ax.set_title(f"Peak of all memory in a training step with Adam: {memory['network']}", fontsize=FONT + 1)
-    _label(ax, "images in the batch", "memory (MiB)")
+    label_axes(ax, "images in the batch", "memory (MiB)", ticks=FONT - 3)
     ax.legend(fontsize=FONT, frameon=False, loc="lower right")
     return ax
 
@@ -137,7 +135,7 @@ def _draw_differences(ax: Axes, rows: Sequence[Row]) -> None:
             ax.scatter(place + 0.15, published, s=70, zorder=3, **PUBLISHED)
     ax.axhline(0, color="black", linewidth=1)
     ax.set_xticks(range(len(rows)), [row["network"].replace("_", "\n") for row in rows])
-    _label(ax, "", "percentage points")
+    label_axes(ax, "", "percentage points", ticks=FONT - 3)
     ax.set_title("Accuracy: mixed precision less FP32", fontsize=FONT + 1)
     handles, labels = ax.get_legend_handles_labels()
     low, high = ax.dataLim.intervaly
@@ -152,7 +150,7 @@ def _draw_activations(ax: Axes, rows: Sequence[Row]) -> None:
         height = row["activations"]["mixed"] / MIB
         ax.text(place + 0.2, height, f"{saved(row):.2f}", ha="center", va="bottom", fontsize=FONT - 3)
     ax.set_xticks(range(len(rows)), [row["network"].replace("_", "\n") for row in rows])
-    _label(ax, "", "memory (MiB)")
+    label_axes(ax, "", "memory (MiB)", ticks=FONT - 3)
     ax.set_title("Activations kept for backward", fontsize=FONT + 1)
     ax.legend(fontsize=FONT - 2, frameon=False, loc="upper left")
 
@@ -169,10 +167,3 @@ def save(results: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[Pat
 def _mean_and_deviation(values: Sequence[float], digits: int) -> str:
     words = f"{mean(values):.{digits}f}"
     return f"{words} ± {stdev(values):.{digits}f}" if len(values) > 1 else words
-
-
-def _label(ax: Axes, x: str, y: str) -> None:
-    ax.set_xlabel(x, fontsize=FONT)
-    ax.set_ylabel(y, fontsize=FONT)
-    ax.tick_params(labelsize=FONT - 3)
-    ax.spines[["top", "right"]].set_visible(False)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from minizero.pictures.schedule import plot_schedule
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -182,9 +184,8 @@ class Schedule:
 
     def plot(self, ax: Any = None) -> Any:
         """Draws the steps, stage against step; returns the matplotlib Axes."""
-        from minizero.schedule_plots import plot_schedule
-
-        return plot_schedule(self, ax)
+        costs = f"{self.slots} kept at most, {self.advances} forwards without a tape"
+        return plot_schedule(self.steps, f"{len(self.stages)} stages: {costs}", ax)
 
 
 def unfold(stages: Sequence[Stage], split: Callable[[int, int, list[int]], int]) -> Schedule:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from minizero.engines.timeline import save_chrome_trace
 from minizero.options import Parser, attempt, check_output, positive
+from minizero.pictures.timeline import save_chrome_trace
 from minizero.report import write_files
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose

@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minizero.engines.timeline import Event, plot_timeline
-from minizero.pictures import COLORS, FONT, OTHER, PREDICTED
+from minizero.pictures.style import COLORS, FONT, OTHER, PREDICTED
+from minizero.pictures.timeline import Event, plot_timeline
 from minizero.simulate.fits import Fit, fit, two_points
 from minizero.simulate.published import PUBLICATIONS, RATIO
 from minizero.simulate.search import describe

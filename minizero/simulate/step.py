@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 
 from minizero.engines.ddp import BUCKET_BYTES
-from minizero.engines.timeline import Event
+from minizero.pictures.timeline import Event
 from minizero.simulate.clusters import Cluster
 from minizero.simulate.peak import peak_memory
 from minizero.simulate.plan import Constants, Plan
@@ -72,7 +72,7 @@ class Step:
         return flops / self.seconds / 1e12
 
     def events(self, rank: int = 0) -> list[Event]:
-        """For `minizero.engines.timeline`, which draws measured steps too."""
+        """For `minizero.pictures.timeline`, which draws measured steps too."""
         return [Event(rank, *span) for span in self.spans if span[3] > span[2]]
 
 

@@ -4,25 +4,24 @@ A bar lasts from the moment a stage's input is kept to the moment it is dropped:
 as many bars as slots are taken. Cells climb where the chain runs forward, and come down one backward at a time.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from minizero.schedules.chain import Schedule
+from minizero.pictures.style import FONT, label_axes, new_axes
 
+Step = tuple[str, int]  # what is done, and to which stage
 KEPT, FORWARD, BACKWARD = "#B5B5B5", "#000000", "#CC79A7"
-FONT = 16
 
 
-def plot_schedule(schedule: Schedule, axes: Axes | None = None) -> Axes:
-    """Draws the schedule on `axes`, by default on a new figure, which a notebook shows."""
+def plot_schedule(steps: Iterable[Step], title: str, axes: Axes | None = None) -> Axes:
+    """Draws the steps of a schedule on `axes`, by default on a new figure, which a notebook shows."""
     if axes is None:
-        from matplotlib import pyplot  # notebooks show the figures that pyplot knows
-
-        axes = pyplot.figure(figsize=(14, 7), layout="constrained").add_subplot()
-    stages, columns = len(schedule.stages), len(schedule.curve)
-    bars, cells = _where(schedule)
+        axes = new_axes(14, 7)
+    bars, cells = _where(steps)
+    stages, columns = 1 + max(stage for _, stage in cells["backward"]), sum(map(len, cells.values()))
 
     # Drawn from back to front. In another height as well as another colour, so that no one has to tell the colours.
     look: dict[str, Any] = {"linewidth": 0}
@@ -37,25 +36,21 @@ def plot_schedule(schedule: Schedule, axes: Axes | None = None) -> Axes:
             axes.barh(stage, 1, height, column, color=color, label=label, **look)
 
     axes.set(xlim=(0, columns), ylim=(-0.7, stages - 0.3))
-    axes.set_xlabel("step", fontsize=FONT)
-    axes.set_ylabel("stage", fontsize=FONT)
-    axes.tick_params(labelsize=FONT)
+    label_axes(axes, "step", "stage")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.spines[["top", "right"]].set_visible(False)
-    costs = f"{schedule.slots} kept at most, {schedule.advances} forwards without a tape"
-    axes.set_title(f"{stages} stages: {costs}", fontsize=FONT + 3, pad=44)
+    axes.set_title(title, fontsize=FONT + 3, pad=44)
     place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 3}
     axes.legend(fontsize=FONT, handlelength=1.2, columnspacing=1.5, frameon=False, **place)
     return axes
 
 
-def _where(schedule: Schedule) -> tuple[list[tuple[int, int, int]], dict[str, list[tuple[int, int]]]]:
+def _where(steps: Iterable[Step]) -> tuple[list[tuple[int, int, int]], dict[str, list[tuple[int, int]]]]:
     """Bars (stage, first column, column after the last), and by action the cells (column, stage)."""
     bars, since = [], dict[int, int]()
     cells: dict[str, list[tuple[int, int]]] = {"forward": [], "backward": []}
     column = 0
-    for action, stage in schedule.steps:
+    for action, stage in steps:
         if action == "keep":
             since[stage] = column
         elif action == "drop":

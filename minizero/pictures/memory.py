@@ -1,7 +1,4 @@
-"""The pictures of the main job and of a ledger, drawn from plain data: see `report` for what `results` holds.
-
-Measured and predicted never share a colour. One MiB is 2^20 bytes.
-"""
+"""The pictures of the main job and of a ledger, drawn from plain data: see `report` for what `results` holds."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,31 +12,22 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-Results = dict[str, Any]
-Look = dict[str, Any]  # matplotlib's keywords
+from minizero.pictures.style import (
+    COLORS,
+    FONT,
+    HOST,
+    LINE_STYLES,
+    MIB,
+    OTHER,
+    PREDICTED,
+    Look,
+    label_axes,
+    mib,
+    new_axes,
+)
 
-# Okabe and Ito's tones for the three states that ZeRO shards, neutral shades for all else.
-COLORS = {
-    "parameters": "#0072B2",
-    "gradients": "#F0E442",
-    "optimizer": "#009E73",
-    "activations": "#8A8A8A",
-    "temporary": "#C4C4C4",
-    "communication": "#4D4D4D",
-}
-OTHER = "#A08C72"
-HOST: Look = {"color": "#5E2750", "linestyle": "dashed", "linewidth": 2.5}  # under offload: memory of the CPU
-PREDICTED: Look = {"color": "#D55E00", "linestyle": "dashed", "linewidth": 2.5}
-# By stage. The widths fall, so that curves that coincide show beside each other.
-LINE_STYLES: dict[int, Look] = {
-    0: {"color": "#C4C4C4", "linestyle": "solid", "linewidth": 18, "solid_capstyle": "butt"},
-    1: {"color": "#CC79A7", "linestyle": (0, (2, 0.4)), "linewidth": 10},
-    2: {"color": "#5E2750", "linestyle": "dashdot", "linewidth": 5},
-    3: {"color": "#000000", "linestyle": "dotted", "linewidth": 2, "marker": "o"},
-}
+Results = dict[str, Any]
 PHASES = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
-MIB = 2**20
-FONT = 16
 
 
 def draw_curves(results: Results) -> Figure:
@@ -66,9 +54,7 @@ def plot_curve(samples: Sequence[Any], axes: Axes | None = None, note: str = "")
     note: written below, such as what the ledger could not see.
     """
     if axes is None:
-        from matplotlib import pyplot  # notebooks show the figures that pyplot knows
-
-        axes = pyplot.figure(figsize=(14, 6), layout="constrained").add_subplot()
+        axes = new_axes(14, 6)
     curve: Results = {name: [sample[name] for sample in samples] for name in samples[0]}
     names = shown_categories([_peaks(curve)])
     curve["phase"] = [sample.phase for sample in samples]
@@ -99,7 +85,7 @@ def draw_boxes(results: Results) -> Figure:
         text = " to ".join(dict.fromkeys(mib(end) for end in (min(totals), max(totals))))
         _write_above(axes, f"{text} MiB\nper rank", (group, max(totals) / MIB))
     axes.set_xticks(range(len(runs)), [run["name"] for run in runs], fontweight="bold")
-    _label(axes, "stage (one column per rank)", "persistent memory (MiB)")
+    label_axes(axes, "stage (one column per rank)", "persistent memory (MiB)")
     axes.set(xlim=(-0.5, len(runs) - 0.5), ymargin=0.15)
     return _finish(figure, f"Persistent memory of each rank: {describe_size(results)}", _keys(names))
 
@@ -115,7 +101,7 @@ def draw_losses(results: Results) -> Figure:
             range(1, len(run["losses"]) + 1), run["losses"], label=run["name"], **LINE_STYLES[run["stage"]], **marks
         )
     axes.locator_params(axis="x", integer=True)
-    _label(axes, "training step", "loss (nats per token)")
+    label_axes(axes, "training step", "loss (nats per token)")
     title = f"Training loss, mean over ranks: {describe_size(results)}"
     if len(losses) > 1:
         difference = np.ptp(list(zip(*losses)), axis=1).max()
@@ -128,11 +114,6 @@ def shown_categories(found: Iterable[Mapping[str, int]]) -> list[str]:
     # Less than a thousandth of the total (a loss, a batch) could be neither read nor seen.
     names = {name for one in found for name, held in one.items() if held > one["total"] / 1000} - {"total"}
     return [*(name for name in COLORS if name in names), *sorted(names - COLORS.keys())]
-
-
-def mib(count: float) -> str:
-    """Bytes in MiB, with two decimals."""
-    return f"{count / MIB:,.2f}"
 
 
 def describe_size(results: Results) -> str:
@@ -170,7 +151,7 @@ def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str]) ->
     axes.plot(when, peak / MIB, "o", color="black", markersize=8, zorder=4)
     side = "left" if when < length / 3 else "right" if when > length * 0.6 else "center"
     _write_above(axes, f"peak {mib(peak)} MiB", (when, peak / MIB), side)
-    _label(axes, "operators, in order" if "number" in curve else "allocations and frees, in order", "memory (MiB)")
+    label_axes(axes, "operators, in order" if "number" in curve else "allocations and frees, in order", "memory (MiB)")
     axes.set(xlim=(0, length), ylim=(0, 1.2 * highest / MIB))
 
 
@@ -207,13 +188,6 @@ def _mark_phases(axes: Axes, phases: list[str], places: Sequence[float]) -> None
 def _write_above(axes: Axes, text: str, place: tuple[float, float], side: str = "center") -> None:
     words = axes.annotate(text, place, (0, 9), textcoords="offset points", ha=side, fontsize=FONT + 1)
     words.set(fontweight="bold", path_effects=[withStroke(linewidth=5, foreground="white")])
-
-
-def _label(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=FONT)
-    axes.set_ylabel(y, fontsize=FONT)
-    axes.tick_params(labelsize=FONT)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _finish(figure: Figure, title: str, keys: Sequence[Any], key_length: float = 1.5) -> Figure:

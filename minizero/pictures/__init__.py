@@ -1,0 +1,28 @@
+"""Pictures, drawn from plain data: nothing here knows where the data come from.
+
+style.py      colours, letters, units
+memory.py     what a step holds, by category and by rank
+timeline.py   what each rank does when
+schedule.py   which inputs a schedule keeps, and when
+"""
+
+from minizero.pictures.memory import draw_boxes, draw_curves, draw_losses, plot_curve
+from minizero.pictures.schedule import plot_schedule
+from minizero.pictures.style import COLORS, FONT, MIB, OTHER, PREDICTED
+from minizero.pictures.timeline import Event, plot_timeline, save_chrome_trace
+
+__all__ = [
+    "COLORS",
+    "FONT",
+    "MIB",
+    "OTHER",
+    "PREDICTED",
+    "Event",
+    "draw_boxes",
+    "draw_curves",
+    "draw_losses",
+    "plot_curve",
+    "plot_schedule",
+    "plot_timeline",
+    "save_chrome_trace",
+]
