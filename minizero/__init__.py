@@ -1,14 +1,27 @@
 """minizero: how large models are trained in little memory, from scratch and to be read.
 
-Reading order: comm, world, processes, collectives, partition, wrapped, engine, checks, ddp, zero1, zero2, zero3,
-hybrid, resharding, checkpoint, memory, recompute, replay, frame, selective, chain, schedules, optimal, sequential,
-profile_chain, depth, accumulate, gpt, options, train, report. `networks` and `table1` belong to `precision`.
+A folder for each lesson; its `__init__` gives the order of its files.
+
+    ranks/            N ranks, and what they send each other
+    engines/          DDP and ZeRO 1 to 3: a module is wrapped, and sharded
+    memory/           bytes measured, and bytes predicted
+    recompute/        keep a block's input, run the block again in backward
+    schedules/        which inputs to keep
+    models/           what the lessons train
+    pictures/         draws plain data
+    checkpoint/       state on disk, read again at another world size
+    simulate/         clusters that nobody here owns
+    mixed_precision/  the claims of the mixed-precision paper as runs
+    accumulate.py     micro-batches, weighted by their tokens
+    train.py          the main job: train under each stage, and measure
+    grid.py           who holds what, live
+    one_step.py       one step of a plain model, its memory measured
+    report.py  cli.py the main job's tables; what command lines share
+
+An import goes down this list's floors, never up: CONTRIBUTING.md draws them, and a test holds them.
 """
 
-from minizero.engines.ddp import DDP
-from minizero.engines.zero1 import Zero1
-from minizero.engines.zero2 import Zero2
-from minizero.engines.zero3 import Zero3
+from minizero.engines import DDP, Zero1, Zero2, Zero3
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed

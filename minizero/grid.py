@@ -20,13 +20,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from minizero.cli import Parser, positive, run_command
 from minizero.engines import STAGES
 from minizero.engines.engine import Engine
 from minizero.engines.partition import Unit
 from minizero.engines.timeline import watch
 from minizero.engines.zero3 import Zero3
 from minizero.models.gpt import GPT, GPTConfig
-from minizero.options import Parser, attempt, positive
 from minizero.pictures.style import COLORS
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World
@@ -147,10 +147,7 @@ def run(argv: list[str] | None, console: Console) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
-    status, message = attempt(lambda: run(argv, Console()), "--layers or --world-size")
-    if status:
-        print(f"python -m minizero.grid: {message}", file=sys.stderr)
-    return status
+    return run_command("python -m minizero.grid", lambda: run(argv, Console()), "--layers or --world-size")
 
 
 if __name__ == "__main__":

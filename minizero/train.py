@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-from minizero import report
+from minizero import cli, report
 from minizero.engines import STAGES
 from minizero.memory import CATEGORIES, Ledger, predict, predict_sent
-from minizero.models.gpt import GPT, GPTConfig
-from minizero.options import DTYPES, attempt, check_memory, check_output, count_parameters, estimate, parse, read_text
+from minizero.memory.estimate import check_memory, estimate
+from minizero.models.gpt import ATTENTIONS, GPT, RECOMPUTE, GPTConfig
+from minizero.models.text import TEXT, read_text, windows
 from minizero.ranks.collectives import all_gather, all_reduce
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World
@@ -48,8 +50,7 @@ def batches(text: torch.Tensor, job: Job, rank: int, world_size: int) -> Iterato
     generator = torch.Generator().manual_seed(job.config.seed)  # every rank draws the same, and takes its part
     while True:
         starts = torch.randint(len(text) - length, (world_size, job.batch_size), generator=generator)[rank]
-        windows = torch.stack([text[start : start + length + 1] for start in starts]).long()
-        yield windows[:, :-1], windows[:, 1:]
+        yield windows(text, starts.tolist(), length)
 
 
 def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[..., None]) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[.
         if comm.rank == 0:
             tokens = comm.size * job.batch_size * job.config.sequence_length
             show(step + 1, losses[-1], tokens / spent, peak["total"])
-    total, root = count_parameters(job.config)
+    total, root = job.config.count_parameters()
     return {
         "stage": stage,
         "name": STAGES[stage].__name__,
@@ -105,26 +106,66 @@ def gather_bytes(comm: Comm, persistent: dict[str, int], peak: dict[str, int]) -
     return [dict(zip(("persistent", "peak"), (dict(zip(keys, row)) for row in rank))) for rank in rows]
 
 
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options. `ValueError` where one is unknown or cannot be read."""
+    parser = cli.Parser(
+        prog="python -m minizero.train",
+        description="Train a small GPT under DDP and ZeRO 1 to 3, and measure memory and traffic.",
+        epilog="torchrun --standalone --nproc-per-node N -m minizero.train [options] makes each rank a process.",
+    )
+    shapes = GPTConfig()
+    add = parser.add_argument
+    add("--stage", choices=["0", "1", "2", "3", "all"], default="all", help="0 is DDP (default: all, one by one)")
+    add("--world-size", type=cli.positive, metavar="N", help="ranks (default: 4; under torchrun, its own)")
+    add("--steps", type=cli.positive, default=40, metavar="N", help="training steps (default: %(default)s)")
+    add("--batch-size", type=cli.positive, default=2, metavar="N", help="sequences per rank (default: %(default)s)")
+    add(
+        "--sequence-length",
+        type=cli.positive,
+        default=shapes.sequence_length,
+        metavar="N",
+        help="bytes in a sequence (default: %(default)s)",
+    )
+    add("--width", type=cli.positive, default=shapes.width, metavar="N", help="of a token (default: %(default)s)")
+    add("--layers", type=cli.positive, default=shapes.layers, metavar="N", help="blocks (default: %(default)s)")
+    add("--heads", type=cli.positive, default=shapes.heads, metavar="N", help="divide the width (default: %(default)s)")
+    add("--attention", choices=ATTENTIONS, default="naive", help="flash and tiled hold no scores (default: naive)")
+    add(
+        "--recompute",
+        nargs="?",
+        choices=list(RECOMPUTE),
+        const="full",
+        default="none",
+        help="run blocks again in backward; selective: all but their matrix products (default: none)",
+    )
+    add("--dtype", choices=list(cli.DTYPES), default="float32", help="to compute in; the masters stay float32")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
+    # At 1e-3 this model, which has no warm-up, diverges for a step or two at any seed.
+    add("--learning-rate", type=cli.rate, default=3e-4, metavar="X", help="AdamW's (default: %(default)s)")
+    add("--seed", type=cli.seed, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
+    add("--text", type=Path, default=TEXT, metavar="FILE", help="any UTF-8 file (default: the text that ships)")
+    add("--output", type=Path, metavar="FOLDER", help="where PNG and JSON files go (default: nowhere)")
+    return parser.parse_args(argv)
+
+
 def run(options: argparse.Namespace, console: Console) -> None:
     """Run the stages that the options ask for, on threads or as one rank of torchrun; report on rank 0."""
     shapes = (256, options.sequence_length, options.width, options.layers, options.heads)
     config = GPTConfig(*shapes, options.seed, options.attention, options.recompute)
-    job = Job(config, options.steps, options.batch_size, options.learning_rate, DTYPES[options.dtype])
+    job = Job(config, options.steps, options.batch_size, options.learning_rate, cli.DTYPES[options.dtype])
     stages = range(4) if options.stage == "all" else [int(options.stage)]
     processes = "TORCHELASTIC_RUN_ID" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if processes else options.world_size or 4
     on_this_machine = int(os.environ["LOCAL_WORLD_SIZE"]) if processes else world_size
     if processes and options.world_size not in (None, world_size):
         raise ValueError(f"--world-size {options.world_size}: torchrun started {world_size} ranks: leave it out")
-    if config.width % config.heads:
-        raise ValueError(f"--width {config.width} must be divisible by --heads {config.heads}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no CUDA GPU here: use --device cpu")
+    cli.check_shapes(config)
+    cli.check_device(options.device)
     text = read_text(options.text, config.sequence_length)
     if options.device == "cpu" or not torch.cuda.is_available():  # a GPU refuses what is too large by itself
         check_memory(estimate(config, world_size, stages, job.batch_size, job.dtype), on_this_machine)
     if options.output is not None and own_rank() == 0:
-        check_output(options.output)
+        cli.check_output(options.output)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // on_this_machine))
 
     columns = "{task.fields[name]}", BarColumn(20), MofNCompleteColumn(), "{task.fields[status]}"
@@ -154,7 +195,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         "machine": report.machine(device),
         "config": dataclasses.asdict(config) | given | {"dtype": options.dtype},
         "world_size": world_size,
-        "n_parameters": count_parameters(config)[0],
+        "n_parameters": config.count_parameters()[0],
         "runs": runs,
     }
     report.print_table(results, console)
@@ -171,7 +212,7 @@ def own_rank() -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
     smaller = "--batch-size, --sequence-length, --width, --layers or --world-size"
-    status, message = attempt(lambda: run(parse(argv), Console()), smaller)
+    status, message = cli.attempt(lambda: run(parse(argv), Console()), smaller)
     if not status:
         return 0
     if own_rank() > 0:  # torchrun ends this process as soon as rank 0 has said the same

@@ -8,8 +8,8 @@ import torch
 
 from minizero import GPT, GPTConfig, train
 from minizero.memory import Ledger
+from minizero.memory.estimate import estimate
 from minizero.models.gpt import ATTENTIONS
-from minizero.options import estimate
 
 TINY = GPTConfig(vocabulary=50, sequence_length=40, width=24, layers=2, heads=4)
 

@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 from minizero import GPT, GPTConfig
-from minizero.options import count_parameters
 
 TINY = GPTConfig(vocabulary=50, sequence_length=12, width=24, layers=2, heads=4)
 
@@ -19,7 +18,7 @@ def tokens(config=TINY, batch=3):
 
 @pytest.mark.parametrize("config", [TINY, GPTConfig(), GPTConfig(10, 7, 6, 1, 6)])
 def test_the_count_of_parameters(config):
-    model, (total, root) = GPT(config), count_parameters(config)
+    model, (total, root) = GPT(config), config.count_parameters()
     assert total == sum(p.numel() for p in model.parameters())
     assert root == total - sum(p.numel() for p in model.blocks.parameters())
     if config == GPTConfig():

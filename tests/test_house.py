@@ -13,13 +13,10 @@ FLOORS = [
     {"engines", "cli"},
     {"checkpoint", "accumulate", "simulate", "mixed_precision", "train", "grid", "one_step"},
 ]
-# Files that still lie flat, and the rooms that they belong to.
-PLAN = {
-    "options": "cli",
-    "memory.__main__": "one_step",
-}
 # From which file to which, each with its reason.
-EXCEPTIONS = {}
+EXCEPTIONS = {
+    ("minizero.memory.__main__", "minizero.one_step"): "only the command python -m minizero.memory, which runs it",
+}
 # Files that need each other.
 CIRCLES = {
     frozenset({"minizero.ranks.comm", "minizero.ranks.processes", "minizero.ranks.watch"}),
@@ -66,9 +63,6 @@ def room(file: str) -> str:
     package, _, rest = file.partition(".")
     if package != "minizero":
         return package
-    for files, planned in PLAN.items():
-        if rest in files.split():
-            return planned
     return rest.split(".")[0]
 
 

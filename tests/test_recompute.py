@@ -26,7 +26,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from minizero import GPT, GPTConfig, RankFailed, Zero3
 from minizero import train as main_job
 from minizero.memory import Ledger
-from minizero.options import estimate
+from minizero.memory.estimate import estimate
 from minizero.recompute import (
     Checkpointed,
     RecomputeMismatch,

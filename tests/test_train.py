@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minizero import GPT, GPTConfig, World, options, train
+from minizero import GPT, GPTConfig, World, train
+from minizero import cli as options
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--width", "16", "--layers", "2", "--heads", "2", "--sequence-length", "8", "--steps", "6"]

@@ -29,13 +29,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from torch import nn
 from torch.nn import functional as F
 
+from minizero.cli import Parser, check_output, positive, run_command
 from minizero.memory import Ledger
 from minizero.mixed_precision import report
 from minizero.mixed_precision.step_memory import crossover, peaks
 from minizero.models import images
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.models.networks import NETWORKS
-from minizero.options import TEXT, Parser, attempt, check_output, positive, read_text
+from minizero.models.text import TEXT, read_text, windows
 from minizero.report import machine
 from precision.emulate import emulate
 from precision.formats import FP16
@@ -93,15 +94,13 @@ def batches(network: str, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tenso
     generator = torch.Generator().manual_seed(seed)
     text = read_text(TEXT, CONFIG.sequence_length)
     while True:
-        yield windows(text[: len(text) * 19 // 20], SEQUENCES, generator)
+        yield draw_windows(text[: len(text) * 19 // 20], SEQUENCES, generator)
 
 
-def windows(text: torch.Tensor, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_windows(text: torch.Tensor, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """`count` random places in the text: x and y, (count, sequence_length), y one byte ahead."""
-    length = CONFIG.sequence_length
-    starts = torch.randint(len(text) - length, (count,), generator=generator)
-    rows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
-    return rows[:, :-1], rows[:, 1:]
+    starts = torch.randint(len(text) - CONFIG.sequence_length, (count,), generator=generator)
+    return windows(text, starts.tolist(), CONFIG.sequence_length)
 
 
 def train(network: str, seed: int, mixed: bool, steps: int) -> nn.Module:
@@ -137,7 +136,7 @@ def bits_per_byte(seed: int, mixed: bool, steps: int) -> float:
     generator = torch.Generator().manual_seed(0)  # every model is asked about the same places
     losses = []
     for _ in range(8):
-        x, y = windows(text[len(text) * 19 // 20 :], 64, generator)
+        x, y = draw_windows(text[len(text) * 19 // 20 :], 64, generator)
         with torch.no_grad(), precision(mixed):
             logits = model(x)
         losses.append(F.cross_entropy(logits.flatten(0, 1), y.flatten()).item())
@@ -220,7 +219,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--short", action="store_true", help=f"only {', '.join(SHORT.networks)}, one seed, few steps")
     add("--seeds", type=positive, metavar="N", help=f"for each network (default: {Plan().seeds}; --short: 1)")
-    add("--processes", type=positive, default=os.cpu_count() or 1, metavar="N", help="at a time (default: one a core)")
+    add(
+        "--processes",
+        type=positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="at a time (default: one a core)",
+    )
     add("--output", type=Path, metavar="FOLDER", help="where table1.json and table1.png go (default: nowhere)")
     return parser.parse_args(argv)
 
@@ -247,10 +252,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
-    status, message = attempt(lambda: run(parse(argv), Console()), "--processes")
-    if status:
-        print(f"python -m minizero.mixed_precision: {message}", file=sys.stderr)
-    return status
+    return run_command("python -m minizero.mixed_precision", lambda: run(parse(argv), Console()), "--processes")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,11 @@ class GPTConfig:
     attention: str = "naive"
     recompute: str = "none"
 
+    def count_parameters(self) -> tuple[int, int]:
+        """How many parameters the GPT has, and how many of them outside its blocks, without building it."""
+        root = (self.vocabulary + self.sequence_length + 1) * self.width
+        return root + self.layers * (12 * self.width**2 + 2 * self.width), root
+
 
 def flash_function(name: str) -> Callable[..., torch.Tensor]:
     """One of `flash`'s attentions. `ValueError` for an unknown name."""

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from minizero.options import Parser, attempt, check_output, positive
+from minizero.cli import DTYPES, Parser, check_output, positive, run_command
 from minizero.pictures.timeline import save_chrome_trace
 from minizero.report import write_files
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose
-from minizero.simulate.plan import DTYPES, Constants, Plan
+from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.search import frontier, search
 from minizero.simulate.shapes import MODELS, RECOMPUTE, Model, gpt, model
 from minizero.simulate.step import Step, simulate
@@ -145,10 +145,7 @@ def save(step: Step, folder: Path) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
-    status, message = attempt(lambda: run(parse(argv), Console()), "--layers")
-    if status:
-        print(f"python -m minizero.simulate: {message}", file=sys.stderr)
-    return status
+    return run_command("python -m minizero.simulate", lambda: run(parse(argv), Console()), "--layers")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ finds in this code's own engines is 0.8 to 1.1 of it. Not counted: workspaces, f
 18 % more beyond the states (Rajbhandari et al., 2019, table 2).
 """
 
+from minizero.cli import DTYPES
 from minizero.engines.ddp import BUCKET_BYTES
 from minizero.memory import predict
-from minizero.simulate.plan import DTYPES, Plan
+from minizero.simulate.plan import Plan
 from minizero.simulate.shapes import Model, Unit
 
 

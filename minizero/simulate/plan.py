@@ -2,11 +2,8 @@
 
 import dataclasses
 
-import torch
-
+from minizero.cli import DTYPES
 from minizero.simulate.shapes import RECOMPUTE
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)

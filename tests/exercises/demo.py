@@ -16,8 +16,8 @@ from rich.console import Console
 
 from minizero import DDP, GPT, GPTConfig, RankFailed, World, Zero1, Zero2, Zero3
 from minizero.accumulate import accumulate
+from minizero.cli import attempt
 from minizero.memory import Ledger
-from minizero.options import attempt
 from minizero.pictures import FONT, MIB
 from tests.exercises.breaking import broken
 

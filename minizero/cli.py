@@ -1,0 +1,107 @@
+"""What command lines share: the parser, what an option may be, and how a command ends.
+
+Each check raises `ValueError` with one line that says what was wrong and what to do.
+"""
+
+import argparse
+import contextlib
+import math
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from minizero.models.gpt import GPTConfig
+from minizero.ranks.comm import RankFailed
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Parser(argparse.ArgumentParser):
+    """An error is one line, and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def positive(text: str) -> int:
+    """An option that is a count: a whole number from 1."""
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 999999999, not {text!r}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """What torch takes as a seed."""
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at most 18 digits, not {text!r}")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A positive finite number."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a positive number, not {text!r}")
+
+
+def attempt(run: Callable[[], None], smaller: str) -> tuple[int, str]:
+    """Run a command: its exit status and the line that says why. 2: wrong input, 130: Ctrl-C; no traceback for either.
+
+    smaller: the options to suggest when memory runs out.
+    """
+    try:
+        run()
+        return 0, ""
+    except KeyboardInterrupt:
+        return 130, "interrupted"
+    except (ValueError, OSError) as error:
+        return 2, f"error: {error}"
+    except RuntimeError as error:
+        if not too_large(error.__cause__ if isinstance(error, RankFailed) else error):
+            raise
+        return 2, f"error: this does not fit in memory: use a smaller {smaller}"
+
+
+def run_command(command: str, run: Callable[[], None], smaller: str) -> int:
+    """`attempt`, with the line on standard error. command: what the line begins with."""
+    status, message = attempt(run, smaller)
+    if status:
+        print(f"{command}: {message}", file=sys.stderr)
+    return status
+
+
+def too_large(error: BaseException | None) -> bool:
+    """Whether memory or threads ran out. PyTorch has no type of its own for a CPU's memory."""
+    words = ("allocate memory", "out of memory", "start new thread")
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+
+
+def check_output(folder: Path) -> None:
+    """`ValueError` unless files can be written into `folder`; leaves nothing behind."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--output: cannot write to {folder}: {error.strerror}: give another folder") from error
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def check_shapes(config: GPTConfig) -> None:
+    """`ValueError` unless the heads divide the width."""
+    if config.width % config.heads:
+        raise ValueError(f"--width {config.width} must be divisible by --heads {config.heads}")
+
+
+def check_device(name: str) -> None:
+    """`ValueError` where the option asks for a GPU that PyTorch does not find."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no CUDA GPU here: use --device cpu")
