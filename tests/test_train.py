@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minizero import GPT, GPTConfig, World, train
-from minizero import cli as options
+from minizero import GPT, GPTConfig, World, cli, train
+from minizero.memory.estimate import estimate
+from minizero.models.text import read_text
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--width", "16", "--layers", "2", "--heads", "2", "--sequence-length", "8", "--steps", "6"]
@@ -116,7 +117,7 @@ def test_the_text_is_the_one_given(tmp_path, four_stages):
     chinese.write_text("人人生而自由。\n" * 30, encoding="utf-8")
     losses = run(tmp_path, "--world-size", "3", "--stage", "0", "--text", str(chinese))["runs"][0]["losses"]
     assert losses[0] != four_stages["runs"][0]["losses"][0]
-    assert options.read_text(chinese, 8).tolist() == list(chinese.read_bytes())
+    assert read_text(chinese, 8).tolist() == list(chinese.read_bytes())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -190,7 +191,7 @@ def test_the_estimate_is_near_what_a_run_holds(default_shapes):
     """Too low, and the kernel kills a run; too high, and it refuses one that fits."""
     job_config = GPTConfig()
     for one in default_shapes["runs"]:
-        estimated = options.estimate(job_config, 4, [one["stage"]], 2, torch.float32)
+        estimated = estimate(job_config, 4, [one["stage"]], 2, torch.float32)
         assert 0.8 < estimated / one["ranks"][0]["peak"]["total"] < 2
 
 
@@ -213,9 +214,9 @@ def test_memory_that_runs_out_is_one_line_and_a_bug_is_not(monkeypatch, capsys):
 
 
 def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
-    options.check_output(tmp_path / "new" / "folder")
+    cli.check_output(tmp_path / "new" / "folder")
     assert list(tmp_path.iterdir()) == []
-    options.check_output(tmp_path)
+    cli.check_output(tmp_path)
     assert tmp_path.is_dir()
 
 
@@ -223,7 +224,7 @@ def test_help_says_every_default(capsys):
     with contextlib.suppress(SystemExit):
         train.main(["--help"])
     words = capsys.readouterr().out
-    for name, value in vars(options.parse([])).items():
+    for name, value in vars(train.parse([])).items():
         assert "--" + name.replace("_", "-") in words
         assert name in ("text", "output", "world_size", "dtype") or f"default: {value}" in words or value == "auto"
 
