@@ -23,8 +23,7 @@ from rich.text import Text
 from minizero.cli import Parser, positive, run_command
 from minizero.engines import STAGES
 from minizero.engines.engine import Engine
-from minizero.engines.partition import Unit
-from minizero.engines.timeline import watch
+from minizero.engines.unit import Unit
 from minizero.engines.zero3 import Zero3
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.pictures.style import COLORS
@@ -43,11 +42,11 @@ def holding(model: Engine, optimizer: torch.optim.Optimizer) -> Holding:
 
 def held(unit: Unit, optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     """Of one unit: parameters, gradients, optimizer states."""
-    gradients = [unit.gradient, *(shard.grad for shard in unit.shards)]
-    gradients += [getattr(gradient, "full", None) for gradient in gradients]
+    gradients = [shard.grad for shard in unit.shards]
+    gradients += [getattr(gradient, "full", None) for gradient in (unit.gradient, *gradients)]
     states = [value for shard in unit.shards for value in optimizer.state.get(shard, {}).values()]
     whole = 4 * unit.size
-    sizes = storage_bytes([unit.flat, unit.master]), storage_bytes(gradients), storage_bytes(states) / 2
+    sizes = storage_bytes([unit.replica, unit.master]), storage_bytes(gradients), storage_bytes(states) / 2
     return tuple(min(size / whole, 1.0) for size in sizes)
 
 
@@ -70,17 +69,17 @@ def step_by_step(
     def tell(what: str) -> None:
         show(comm.rank, what, holding(model, optimizer))
 
-    def after(method: str, args: tuple[Any, ...]) -> None:
-        if method in ("gather", "release", "forward_is_over", "reduce"):
-            tell(f"{'backward' if model.in_backward else 'forward'}: {args[0].name}")
+    def after(method: str, unit: Unit | None = None, *_: Any) -> None:
+        if method in ("gather", "release", "forward_is_over", "reduce") and unit is not None:
+            tell(f"{'backward' if model.in_backward else 'forward'}: {unit.name}")
 
-    with watch(model, lambda: None, after):
-        for _ in range(steps):
-            model(x, y).backward()
-            optimizer.step()
-            tell("optimizer step")
-            optimizer.zero_grad()
-            tell("zero_grad")
+    model.observers.append((lambda: None, after))
+    for _ in range(steps):
+        model(x, y).backward()
+        optimizer.step()
+        tell("optimizer step")
+        optimizer.zero_grad()
+        tell("zero_grad")
 
 
 def draw_text(board: list[tuple[str, Holding]]) -> Table:

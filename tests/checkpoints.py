@@ -35,7 +35,7 @@ def full_states(model, optimizer):
     for unit in model.units:
         start, kinds = 0 if unit.whole else unit.comm.rank * unit.master.numel(), {}
         for shard in unit.shards:
-            state = optimizer.state.get(shard, {}) if start < unit.numel else {}  # beyond it is padding
+            state = optimizer.state.get(shard, {}) if start < unit.layout.numel else {}  # beyond it is padding
             for kind, value in state.items():
                 long = torch.is_tensor(value) and value.dim() and value.shape == shard.shape
                 kinds[kind] = "long" if long or kinds.get(kind) == "long" else float(value)
@@ -47,9 +47,9 @@ def full_states(model, optimizer):
                 states = [optimizer.state.get(shard, {}).get(kind, torch.zeros_like(shard)) for shard in unit.shards]
                 mine = torch.cat([state.reshape(-1) for state in states])
                 whole = mine if unit.whole else all_gather(mine, unit.comm)
-                found |= {f"{name}/{kind}": v.clone() for name, v in zip(unit.names, unit.views(whole))}
+                found |= {f"{name}/{kind}": v.clone() for name, v in zip(unit.layout.names, unit.layout.views(whole))}
             else:
-                found |= {f"{name}/{kind}": torch.tensor(value, dtype=torch.float64) for name in unit.names}
+                found |= {f"{name}/{kind}": torch.tensor(value, dtype=torch.float64) for name in unit.layout.names}
     return found
 
 

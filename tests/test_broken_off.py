@@ -61,7 +61,7 @@ def test_an_engine_that_nobody_holds_goes_with_its_memory_and_its_threads(stage)
 
 
 def after_a_break(comm, prefetch):
-    """The gradient of the backward after one that broke off, and the units left whole and in use by the first."""
+    """The gradient of the backward after one that broke off, and what the first has left for it."""
     model = Zero3(layers(breaks=1), comm, prefetch=prefetch)
     x = torch.ones(2, 6) + comm.rank
     for broken in (True, False):
@@ -74,9 +74,9 @@ def after_a_break(comm, prefetch):
                 loss.backward()
             model.zero_grad()
         else:
-            users = [unit.users for unit in model.units]
+            backward = model.backward  # of the forward above, which has thrown away the one that raised
             loss.backward()
-    return [shard.grad.clone() for shard in model.parameters()], users
+    return [shard.grad.clone() for shard in model.parameters()], backward
 
 
 def without_a_break(comm):
@@ -87,9 +87,9 @@ def without_a_break(comm):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_zero_grad_clears_what_a_backward_that_broke_off_has_left(prefetch):
-    for (mine, users), expected in zip(run(2, after_a_break, prefetch), run(2, without_a_break), strict=True):
+    for (mine, backward), expected in zip(run(2, after_a_break, prefetch), run(2, without_a_break), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
-        assert not any(users)
+        assert backward is None
 
 
 def after_zero_grad(comm, stage):

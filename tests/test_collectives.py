@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minizero import CollectiveMismatch, RankFailed, World
-from minizero.engines.partition import pad
+from minizero.engines.layout import pad
 from minizero.memory import Ledger
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
 from minizero.ranks.comm import agreement
@@ -313,7 +313,7 @@ def test_bad_arguments():
     refused(lambda comm: reduce_scatter(torch.ones(3), comm, "avg"), "unknown op 'avg'")
     refused(lambda comm: broadcast(torch.ones(3), comm, root=3), "root 3 does not exist: ranks are 0 to 2")
     refused(lambda comm: broadcast(torch.ones(3), comm, root=-1), "root -1 does not exist")
-    refused(lambda comm: reduce_scatter(torch.ones(4, 3), comm), r"minizero\.engines\.partition\.pad\(tensor, 3\)")
+    refused(lambda comm: reduce_scatter(torch.ones(4, 3), comm), r"minizero\.engines\.layout\.pad\(tensor, 3\)")
     refused(lambda comm: all_gather(torch.tensor(1.0), comm), "dimension 0")
     refused(lambda comm: reduce_scatter(torch.tensor(1.0), comm), "dimension 0")
     refused(lambda comm: all_gather(torch.ones(2), comm, out=torch.ones(5)), r"out must be \(6,\)")

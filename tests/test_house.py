@@ -20,15 +20,6 @@ EXCEPTIONS = {
 # Files that need each other.
 CIRCLES = {
     frozenset({"minizero.ranks.comm", "minizero.ranks.processes", "minizero.ranks.watch"}),
-    frozenset(
-        {
-            "minizero.engines.zero3",
-            "minizero.engines.mixing",
-            "minizero.engines.hybrid",
-            "minizero.engines.offload",
-            "minizero.engines.prefetch",
-        }
-    ),
     frozenset({"minizero.memory.ledger", "minizero.memory.hooks"}),
     frozenset({"precision.formats", "precision.conversions", "precision.fast"}),
 }

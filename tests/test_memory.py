@@ -130,7 +130,7 @@ def test_frozen_units_count_as_what_they_hold(stage, options, dtype):
         module = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
         module[:2].requires_grad_(False)
         model = stage(module, comm, dtype=dtype, **options)
-        tensors = [t for unit in model.units for t in (unit.flat, unit.master) if t is not None]
+        tensors = [t for unit in model.units for t in (unit.replica, unit.master) if t is not None]
         held = sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}.values())
         with Ledger(model) as ledger:
             before = dict(ledger.current)

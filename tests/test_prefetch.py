@@ -28,7 +28,8 @@ def test_the_bits_and_the_traffic_are_those_without(prefetch, options):
 def gathers(comm, prefetch, steps=3):
     """What the last step gathered, in order, how many of them overlapped computation, and the most under way."""
     model = Zero3(GPT(SMALL), comm, prefetch=prefetch)
-    fill, start, gather = model.fill, model.start, model.gather
+    ahead = model.ahead
+    fill, start, gather = model.fill, ahead.start, ahead.gather
     log, early, most = [], set(), 0
 
     def slow(unit):
@@ -39,14 +40,14 @@ def gathers(comm, prefetch, steps=3):
     def counted(unit):
         nonlocal most
         start(unit)
-        most = max(most, len(model.gathering))
+        most = max(most, len(ahead.gathering))
 
     def watched(unit):
-        if unit in model.gathering:
+        if unit in ahead.gathering:
             early.add(unit.name)
         gather(unit)
 
-    model.fill, model.start, model.gather = slow, counted, watched
+    model.fill, ahead.start, ahead.gather = slow, counted, watched
     for _ in range(steps):
         log.clear()
         early.clear()
@@ -69,15 +70,16 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
 
     def work(comm):
         model = Zero3(GPT(SMALL), comm)
-        start, missing = model.start, []
+        start, missing = model.ahead.start, []
 
         def watched(unit):
-            begun = [u for u in model.units if u.module is not None and u.gradient is not None]
+            begun = [u for u in model.units if u.module and u.gradient is not None and u.gradient.full is not None]
             if begun and not model.has_replica(unit):
-                missing.append(begun[0].missing() / begun[0].size)
+                owed = model.backward.owed[begun[0]]
+                missing.append(sum(begun[0].parameters[number].numel() for number in owed) / begun[0].size)
             start(unit)
 
-        model.start = watched
+        model.ahead.start = watched
         for _ in range(2):
             missing.clear()
             model(*batch(comm.rank, size=2)).backward()
@@ -111,8 +113,8 @@ def test_nothing_is_left_under_way():
             optimizer.zero_grad()
         with torch.no_grad():
             model(*batch(comm.rank, size=2))
-        left = sum(unit.flat.untyped_storage().nbytes() for unit in model.units)
-        return model.gathering, model.reducing, left, CONFIG.layers
+        left = sum(unit.replica.untyped_storage().nbytes() for unit in model.units)
+        return model.ahead.gathering, model.ahead.reducing, left, CONFIG.layers
 
     assert all(result[:3] == ({}, None, 0) for result in run(2, work))
 
@@ -208,7 +210,7 @@ def test_memory_is_not_taken_from_a_gather_that_is_under_way():
     def work(comm):
         model = Zero3(GPT(SMALL), comm)
         model(*batch(comm.rank, size=2)).backward()
-        fill, release, log = model.fill, model.release, []
+        fill, release, log = model.fill, model.ahead.release, []
 
         def slow(unit):
             time.sleep(0.05)
@@ -216,18 +218,18 @@ def test_memory_is_not_taken_from_a_gather_that_is_under_way():
             log.append(unit.name)
 
         def watched(unit):
-            under_way = unit in model.gathering
+            under_way = unit in model.ahead.gathering
             release(unit)
             assert not under_way or unit.name in log
 
         def fails(*_):
             raise ArithmeticError("here")
 
-        model.fill, model.release = slow, watched
+        model.fill, model.ahead.release = slow, watched
         model.module.blocks[0].attention.register_forward_hook(fails)
         with pytest.raises(ArithmeticError):
             model(*batch(comm.rank, size=2))
-        return "blocks.1" in log, sum(unit.flat.untyped_storage().nbytes() for unit in model.units)
+        return "blocks.1" in log, sum(unit.replica.untyped_storage().nbytes() for unit in model.units)
 
     assert run(2, work) == [(True, 0)] * 2
 

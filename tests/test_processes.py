@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from minizero import CollectiveMismatch, World
-from minizero.engines.partition import pad
+from minizero.engines.layout import pad
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
 

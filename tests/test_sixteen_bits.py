@@ -164,7 +164,7 @@ def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype)
         model = stage(Frozen(), comm, dtype=dtype, **options)
         storages = {}
         for unit in (unit for unit in model.units if not unit.trains):
-            for tensor in (unit.flat, unit.master, *unit.shards):
+            for tensor in (unit.replica, unit.master, *unit.shards):
                 storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before, output = model.gather_state_dict(), model(torch.ones(1, 64))

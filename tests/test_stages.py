@@ -248,7 +248,7 @@ def test_no_sync_shows_zero_for_what_was_not_used(stage, monkeypatch):
     def poisoned(*size, **options):
         return torch.full(size[0] if isinstance(size[0], tuple) else size, float("nan"), **options)
 
-    monkeypatch.setattr("minizero.engines.partition.torch.empty", poisoned)
+    monkeypatch.setattr("minizero.engines.gradient.torch.empty", poisoned)
     for gradients in run(2, shown):
         assert all(g.isfinite().all() for g in gradients)
 
@@ -262,4 +262,4 @@ def test_the_files_that_are_the_lesson_stay_short():
     assert max(map(len, texts)) <= 150
     for one, other in zip(texts, texts[1:]):
         changed = [line for line in difflib.ndiff(one, other) if line[0] in "+-"]
-        assert 0 < len(changed) < 100
+        assert 0 < len(changed) < 110  # of stage 3 about twenty are its options

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from minizero.engines.partition import Unit
+from minizero.engines.unit import Unit
 from minizero.engines.wrapped import Wrapped
 from minizero.ranks.collectives import all_gather, all_reduce
 
@@ -35,13 +35,13 @@ def pieces(unit: Unit, low: int = 0, high: int | None = None) -> Iterator[tuple[
 
     low, high: only of these elements of the unit.
     """
-    high = unit.numel if high is None else high  # the padding is nobody's
+    high = unit.layout.numel if high is None else high  # the padding is nobody's
     start = 0 if unit.whole else unit.comm.rank * unit.master.numel()
     for shard in unit.shards:
         end = start + shard.numel()
         # Those from the one in which the shard begins to the one in which it ends: DDP may have thousands of each.
-        some = slice(bisect_right(unit.offsets, start) - 1, bisect_left(unit.offsets, end))
-        for name, shape, offset in zip(unit.names[some], unit.shapes[some], unit.offsets[some]):
+        some = slice(bisect_right(unit.layout.offsets, start) - 1, bisect_left(unit.layout.offsets, end))
+        for name, shape, offset in zip(unit.layout.names[some], unit.layout.shapes[some], unit.layout.offsets[some]):
             first, last = max(start, offset, low), min(end, offset + shape.numel(), high)
             if first < last:
                 yield name, first - offset, shard, slice(first - start, last - start)
@@ -151,7 +151,7 @@ def fill(stored: Stored, model: Wrapped, optimizer: torch.optim.Optimizer, group
                 out[part].copy_(file[slice_stored])
     for unit in model.units:  # what holds padding, or nothing, is stepped and refreshed with the rest, on all ranks
         for shard, group in zip(unit.shards, unit.groups):
-            begin(shard, unit.names[unit.group_of.index(group)])
+            begin(shard, unit.layout.names[unit.group_of.index(group)])
         torch.autograd.graph.increment_version(unit.master)
     for name, buffer in buffers(model).items():
         buffer.copy_(numbers[name]["buffer"])
@@ -172,7 +172,9 @@ def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     group_of_shard = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     if group_of_shard.keys() - {shard for unit in model.units for shard in unit.shards}:
         raise ValueError("checkpoint: the optimizer must be built from this wrapped model's parameters()")
-    shapes = {name: str(tuple(shape)) for unit in model.units for name, shape in zip(unit.names, unit.shapes)}
+    shapes = {
+        name: str(tuple(shape)) for unit in model.units for name, shape in zip(unit.layout.names, unit.layout.shapes)
+    }
     here = dict.fromkeys(shapes, -1)
     for name, _, shard, _ in (piece for unit in model.units for piece in pieces(unit)):
         here[name] = group_of_shard.get(shard, -1)

@@ -1,19 +1,27 @@
 """Engines: a module is wrapped, and every rank trains it on its own part of the data.
 
-partition.py    flat buffers: pad, cut into shards, and view as parameters again
-wrapped.py      what a training loop calls: parameters, clipping, full state; what is refused
-engine.py       what the stages share: when parameters are gathered and gradients reduced
-ddp.py          stage 0: replicate everything, average the gradients
-zero1.py        stage 1: shard the optimizer states
-zero2.py        stage 2: shard the gradients as well
-zero3.py        stage 3: shard the parameters as well
-mixing.py       how the options of stage 3 come in: each a class beside it
-hybrid.py       the sharding factor: stage 3 inside groups of ranks, replicas across them
-prefetch.py     gather the next unit, and reduce the last one's gradient, while this one computes
-offload.py      shards, gradients and optimizer states in the CPU's memory
-refused.py      the models and optimizers that are refused, and why
-elementwise.py  a trial: can an optimizer train flat shards?
-timeline.py     what each rank does when, drawn or for Perfetto
+    layout.py       where each parameter lies in a flat buffer
+    unit.py         parameters that are gathered, reduced and freed together
+    gradient.py     a unit's gradient on this rank, while backward fills it
+    engine.py       what the stages share: when parameters are gathered and gradients reduced
+    ddp.py          stage 0: replicate everything, average the gradients
+    zero1.py        stage 1: shard the optimizer states
+    zero2.py        stage 2: shard the gradients as well
+    zero3.py        stage 3: shard the parameters as well
+    hybrid.py       the sharding factor: stage 3 inside groups of ranks, replicas across them
+    prefetch.py     gather the next unit, and reduce the last one's gradient, while this one computes
+    offload.py      shards, gradients and optimizer states in the CPU's memory
+
+and what an engine needs besides:
+
+    uses.py         how autograd tells when: one use of a unit, one backward
+    units.py        which parameters form a unit
+    shards.py       what the optimizer sees of a unit
+    wrapped.py      what a training loop calls: parameters, clipping, full state; what is refused
+    norms.py        norms that keep running statistics compute in FP32
+    refused.py      the models and optimizers that are refused, and why
+    elementwise.py  a trial: can an optimizer train flat shards?
+    timeline.py     records what each rank does when
 """
 
 from minizero.engines.ddp import DDP

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from minizero.engines.engine import Engine
-from minizero.engines.partition import Unit
+from minizero.engines.unit import Unit
 from minizero.memory import tag
 from minizero.ranks.collectives import all_reduce
-from precision.master import master_to_weight
 
 # A message costs its latency however short it is, so the gradients of several units travel together.
 BUCKET_BYTES = 25 * 2**20  # PyTorch's choice too
@@ -28,10 +27,10 @@ class DDP(Engine):
     """Replicated data parallelism. Arguments, and the training loop: see `Engine`."""
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
-        unit.flat = full.to(unit.dtype)
-        unit.point_parameters_at(unit.flat)
+        unit.replica = full.to(unit.dtype)
+        unit.point_parameters_at(unit.replica)
         unit.master = full  # in FP32 the replica itself
-        if unit.flat is full:
+        if unit.replica is full:
             unit.shards, unit.groups = unit.parameters, unit.group_of  # the optimizer sees the original parameters
         else:
             unit.cut_shards()
@@ -39,7 +38,7 @@ class DDP(Engine):
     def before_forward(self) -> None:
         for unit in self.units:
             if unit.replica_is_stale():
-                master_to_weight(unit.master, unit.flat)
+                unit.replica.copy_(unit.master)  # rounded to the computing dtype
                 unit.replica_is_fresh_now()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
@@ -76,7 +75,7 @@ class DDP(Engine):
             id(parameter): master
             for unit in self.units
             if unit.dtype != torch.float32
-            for parameter, master in zip(unit.parameters, unit.views(unit.master), strict=True)
+            for parameter, master in zip(unit.parameters, unit.layout.views(unit.master), strict=True)
         }
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in masters:

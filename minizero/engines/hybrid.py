@@ -8,34 +8,30 @@
 
 A group is usually one machine: what goes between machines, where links are slow, is 1/F of the gradients and no
 parameters. F = N is stage 3; F = 1 is DDP's memory and traffic. In between, memory is paid with bytes.
+Gradients are summed in another order than in the other stages: equal up to rounding, not bit for bit.
 Zhao et al., 2023, "PyTorch FSDP", section 3.2.2 (sharding factor).
 """
 
-from typing import Any
-
 import torch
-from torch import nn
 
-from minizero.engines.partition import Unit
-from minizero.engines.zero3 import Zero3
-from minizero.ranks.collectives import all_reduce
+from minizero.ranks.collectives import all_reduce, reduce_scatter
 from minizero.ranks.comm import Comm
 
 
-class Hybrid(Zero3):
-    """What `Zero3(module, comm, sharding_factor=F)` makes where F is not the number of ranks.
+def groups(comm: Comm, sharding_factor: int | None) -> tuple[Comm, Comm | None]:
+    """The ranks inside this one's group, and those across the groups that hold the same chunk; one group has none.
 
-    Gradients are summed in another order than in the other stages: equal up to rounding, not bit for bit.
+    None: one group of all. `ValueError` if the factor does not divide the number of ranks.
     """
+    if sharding_factor is None or (sharding_factor, type(sharding_factor)) == (comm.size, int):
+        return comm, None
+    if not isinstance(sharding_factor, int) or sharding_factor < 1 or comm.size % sharding_factor:
+        factors = ", ".join(str(factor) for factor in range(1, comm.size + 1) if comm.size % factor == 0)
+        raise ValueError(f"sharding_factor: {sharding_factor!r} does not divide {comm.size} ranks: use {factors}")
+    return comm.split(comm.rank // sharding_factor), comm.split(comm.rank % sharding_factor)
 
-    def __init__(self, module: nn.Module, comm: Comm, *, sharding_factor: int, **options: Any) -> None:
-        if not isinstance(sharding_factor, int) or sharding_factor < 1 or comm.size % sharding_factor:
-            factors = ", ".join(str(factor) for factor in range(1, comm.size + 1) if comm.size % factor == 0)
-            raise ValueError(f"sharding_factor: {sharding_factor!r} does not divide {comm.size} ranks: use {factors}")
-        self.inside = comm.split(comm.rank // sharding_factor)
-        self.across = comm.split(comm.rank % sharding_factor)
-        super().__init__(module, comm, **options)
 
-    def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
-        shard = super().average(unit, gradient, comm)
-        return all_reduce(shard, self.across, "mean", out=shard, label=unit.name)
+def average_in_two_steps(gradient: torch.Tensor, inside: Comm, across: Comm, label: str) -> torch.Tensor:
+    """This rank's chunk of the mean gradient over all ranks. gradient: full and local, (size,)."""
+    shard = reduce_scatter(gradient, inside, "mean", label=label)
+    return all_reduce(shard, across, "mean", out=shard, label=label)

@@ -14,25 +14,14 @@ Ren et al., 2021, "ZeRO-Offload"; Rajbhandari et al., 2021, "ZeRO-Infinity".
 
 import torch
 
-from minizero.engines.partition import Unit
-from minizero.engines.zero3 import Zero3
 from minizero.memory import tag
-from minizero.ranks.comm import Comm
-
-
-class Offload(Zero3):
-    """What `Zero3(module, comm, offload=True)` makes. The optimizer's parameters are on the CPU."""
-
-    def own(self, chunk: torch.Tensor) -> torch.Tensor:
-        return to_host(chunk, chunk.dtype)
-
-    def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
-        # The copy is waited for, in the lane's thread where there is one: the CPU reads it next.
-        return to_host(super().average(unit, gradient, comm))
 
 
 def to_host(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A copy in the CPU's memory; pinned where it comes from a GPU, which can then copy by itself."""
+    """A copy in the CPU's memory; pinned if it comes from a GPU, which can then copy by itself.
+
+    It returns when the copy is done: the CPU reads it next.
+    """
     copy = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
     tag(copy, "host")
     return copy.copy_(tensor)

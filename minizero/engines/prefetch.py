@@ -20,12 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import nn
 
-from minizero.engines.partition import Unit
-from minizero.engines.zero3 import Zero3
+from minizero.engines.unit import Unit
 from minizero.memory.ledger import current_ledger, watched_by
-from minizero.ranks.comm import Comm
 
 
 class Lane:
@@ -72,42 +69,66 @@ class Lane:
         return wait
 
 
-class Prefetch(Zero3):
-    """What `Zero3(module, comm, prefetch=n)` makes where n is not 0: at most n gathers are under way."""
+class Ahead:
+    """Gathers and reduces in the name of a stage 3, beside the computation. At most `units` gathers are under way.
 
-    def __init__(self, module: nn.Module, comm: Comm, *, prefetch: int = 1, **options: Any) -> None:
-        if not isinstance(prefetch, int) or prefetch < 0:
-            raise ValueError(f"prefetch: {prefetch!r} must be a whole number of units to gather ahead, or 0")
-        self.prefetch = prefetch
+    Say 0 1 2 was the last forward, and units=1: at the gather of 0, in_turn[False] is [0], expected [0, 1, 2], and
+    following [1].
+    """
+
+    def __init__(self, stage: Any, units: int) -> None:
+        self.stage, self.units = stage, units  # stage: a Zero3, whose file imports this one
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
-        # Say 0 1 2 was the last forward: at the gather of 0, in_turn is [0], and following (prefetch=1) [1].
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # as the last forward, and backward, used them
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
         self.following: list[Unit] = []  # what comes next, until its gather has begun
-        super().__init__(module, comm, **options)
-        self.gathers, self.reductions = Lane(comm.device), Lane(comm.device)
-        gather_comm = self.units[0].comm.split(0)
+        self.gathers, self.reductions = Lane(stage.comm.device), Lane(stage.comm.device)
+        gather_comm = stage.units[0].comm.split(0)
         self.reduce_comm = gather_comm.split(0)
-        for unit in self.units:
+        for unit in stage.units:
             unit.comm = gather_comm
+
+    # What the engine calls, as it would call the stage.
+
+    def before_forward(self) -> None:
+        if self.reducing is not None and not self.stage.in_backward:  # a backward raised: its gradient counts no more
+            (_, wait), self.reducing = self.reducing, None
+            wait()
+        self.begin_pass(is_backward=False)
 
     def gather(self, unit: Unit) -> None:
         self.start(unit)
         self.wait_for(unit)
-        unit.point_parameters_at(unit.flat)
+        unit.point_parameters_at(unit.replica)
         self.following = self.what_follows(unit)
         # In backward `deposit` begins them; but a frozen unit deposits nothing, and the root only in the end.
-        if not (self.in_backward and unit.trains and unit.module is not None):
+        if not (self.stage.in_backward and unit.trains and unit.module is not None):
             self.start_following()
 
-    def deposit(self, unit: Unit, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        if unit.gradient is None:
+    def release(self, unit: Unit) -> None:
+        self.wait_for(unit)  # which writes to the memory that is given back here
+        self.stage.release(unit)
+
+    def deposit(self, unit: Unit, number: int, gradient: torch.Tensor) -> None:
+        if unit.gradient is None or unit.gradient.full is None:
             self.finish()  # one full gradient at a time
-        super().deposit(unit, parameter, gradient)
-        if 3 * unit.missing() <= unit.size:
+        self.stage.deposit(unit, number, gradient)
+        owed = sum(unit.layout.shapes[i].numel() for i in self.stage.backward.owed[unit])
+        if 3 * owed <= unit.size:
             self.start_following()
+
+    def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
+        self.finish()
+        self.reducing = unit, self.reductions.start(self.stage.average, unit, gradient, self.reduce_comm)
+
+    def finish(self) -> None:
+        if self.reducing is not None:
+            (unit, wait), self.reducing = self.reducing, None
+            unit.set_gradient(wait())
+
+    # Its own part: what comes next, and when it begins.
 
     def start_following(self) -> None:
         """Let the gathers of the units begin that come next."""
@@ -117,9 +138,9 @@ class Prefetch(Zero3):
 
     def start(self, unit: Unit) -> None:
         """Let the gather of a unit begin, unless it has."""
-        if not self.has_replica(unit):
-            self.make_room(unit)  # by this thread, whose ledger counts it
-            self.gathering[unit] = self.gathers.start(self.fill, unit)
+        if not self.stage.has_replica(unit):
+            self.stage.make_room(unit)  # by this thread, whose ledger counts it
+            self.gathering[unit] = self.gathers.start(self.stage.fill, unit)
 
     def wait_for(self, unit: Unit) -> None:
         """Let the gather of a unit end, if it is under way."""
@@ -128,34 +149,21 @@ class Prefetch(Zero3):
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """The units that came after this one in the last pass."""
-        if self.in_backward and not self.is_backward:
+        if self.stage.in_backward and not self.is_backward:
             self.begin_pass(is_backward=True)
         turns = self.in_turn[self.is_backward]
         turns.append(unit)
         if self.expected[len(turns) - 1 : len(turns)] != [unit]:
             self.expected = []  # another way than last time: learn it first
-        return self.expected[len(turns) : len(turns) + self.prefetch]
+        return self.expected[len(turns) : len(turns) + self.units]
 
     def begin_pass(self, is_backward: bool) -> None:
         """A forward or a backward begins."""
         self.is_backward = is_backward
         self.expected, self.in_turn[is_backward] = self.in_turn[is_backward], []
 
-    def before_forward(self) -> None:
-        if self.reducing is not None and not self.in_backward:  # a backward broke off: its gradient counts no more
-            (_, wait), self.reducing = self.reducing, None
-            wait()
-        self.begin_pass(is_backward=False)
 
-    def release(self, unit: Unit) -> None:
-        self.wait_for(unit)  # which writes to the memory that is given back here
-        super().release(unit)
-
-    def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        self.finish()
-        self.reducing = unit, self.reductions.start(self.average, unit, gradient, self.reduce_comm)
-
-    def finish(self) -> None:
-        if self.reducing is not None:
-            (unit, wait), self.reducing = self.reducing, None
-            unit.set_gradient(wait())
+def check_prefetch(prefetch: int) -> None:
+    """`ValueError` if it is no number of units."""
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch: {prefetch!r} must be a whole number of units to gather ahead, or 0")

@@ -7,7 +7,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minizero.engines.elementwise import CannotTry, attributes_of, is_plain, needs_whole_tensors, settings_of
+from minizero.engines.unit import Unit
+
+
+def mark(unit: Unit, stage: str) -> None:
+    """Write on parameters and shards whose they are, for the checks in refused.py."""
+    for parameter in unit.parameters:
+        parameter.wrapped_in = stage  # type: ignore[attr-defined]
+    for shard in unit.shards:
+        shard.shard_of, shard.cut_at = stage, shard.data_ptr()  # type: ignore[attr-defined]
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -51,6 +60,40 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             raise ValueError(
                 f"{stage}: {name} and {other} are two parameters in one memory, and would be trained apart: "
                 "tie them by assigning the same nn.Parameter to both"
+            )
+
+
+def check_frozen(stage: str, units: Sequence[Unit]) -> None:
+    """`RuntimeError` if a parameter was frozen, or unfrozen, after wrapping."""
+    for unit in units:
+        if any(parameter.requires_grad != unit.trains for parameter in unit.parameters):
+            raise RuntimeError(f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping")
+
+
+def check_unchanged(engine: Any, unit: Unit, version: int) -> None:
+    """`RuntimeError` if backward cannot use the unit's parameters as forward did."""
+    if unit.master._version != version:
+        raise RuntimeError(f"{type(engine).__name__}: {unit.name} was changed between its forward and its backward")
+    if torch.is_grad_enabled() and engine.frees_replicas:
+        raise RuntimeError(
+            f"{type(engine).__name__}: double backward (create_graph=True) is not supported: use DDP, Zero1 or "
+            "Zero2, and torch.autograd.grad(…, inputs, create_graph=True)"
+        )
+
+
+def check_compiled(engine: Any, modules: Iterable[nn.Module]) -> None:
+    """`ValueError` if a unit of the engine would be gathered and released inside what one of `modules` compiled."""
+    used_by = {unit.module for unit in engine.units}
+    for module in modules if engine.frees_replicas else ():
+        inside: set[Any] = set()
+        if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile(): its hooks are in it, too
+            inside = set(module.modules()) | ({None} if module is engine.module else set())
+        elif hasattr(module, "_orig_mod"):  # torch.compile(module): its hooks are around it
+            inside = set(module.modules()) - {module}
+        if inside & used_by:
+            raise ValueError(
+                f"{type(engine).__name__}: a compiled {type(module).__name__} contains units, whose parameters come "
+                "and go: wrap the plain module, with blocks[i] = torch.compile(blocks[i]) for each block"
             )
 
 

@@ -3,56 +3,23 @@
     with Timeline(model, optimizer) as timeline:      # on every rank
         model(x, y).backward()
         optimizer.step()
+    from minizero.pictures import plot_timeline, save_chrome_trace
+
     plot_timeline(timeline.events)                    # of one rank, or of several, one list after the other
     save_chrome_trace(timeline.events, "step.json")   # opens in Perfetto, ui.perfetto.dev
 
-Where a bar of communication lies under one of computation they overlap: that is what prefetch buys.
+If a bar of communication lies under one of computation, they overlap: that is what prefetch buys.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from minizero.engines.engine import Engine
-from minizero.engines.partition import Unit
+from minizero.engines.unit import Unit
 from minizero.pictures.timeline import LANES, Event
-
-WATCHED = ("before_forward", "gather", "release", "forward_is_over", "reduce", "finish")
-
-
-@contextlib.contextmanager
-def watch(model: Engine, before: Callable[[], None], after: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Around what the engine does in the block: `before()`, and `after(method, arguments)`. It may call itself."""
-    depth = 0
-
-    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nonlocal depth
-            if depth == 0:
-                before()
-            depth += 1
-            try:
-                return method(*args)
-            finally:
-                depth -= 1
-                if depth == 0:
-                    after(name, args)
-
-        return call
-
-    outer = {name: vars(model).get(name) for name in WATCHED}  # another's, where two watch
-    for name in WATCHED:
-        setattr(model, name, around(name, getattr(model, name)))
-    try:
-        yield
-    finally:
-        for name in WATCHED:
-            delattr(model, name)  # from now on it is the class's own again
-            if outer[name] is not None:
-                setattr(model, name, outer[name])
 
 
 class Timeline:
@@ -70,10 +37,8 @@ class Timeline:
 
     def __enter__(self) -> "Timeline":
         self.open = contextlib.ExitStack()
-        self.open.enter_context(watch(self.model, lambda: self._end("compute"), self._after))
-        observers = self.model.comm.observers
-        observers.append(self._observe)
-        self.open.callback(observers.remove, self._observe)
+        self._watch(self.model.observers, (self._before, self._after))
+        self._watch(self.model.comm.observers, self._observe)
         if self.optimizer is not None:
             begin, end = lambda *_: self._begin("optimizer step"), lambda *_: self._end("optimizer")
             self.open.callback(self.optimizer.register_step_pre_hook(begin).remove)
@@ -83,12 +48,21 @@ class Timeline:
     def __exit__(self, *_: Any) -> None:
         self.open.close()
 
-    def _after(self, method: str, args: tuple[Any, ...]) -> None:
+    def _watch(self, observers: list[Any], observer: Any) -> None:
+        """Add the observer until the block ends."""
+        observers.append(observer)
+        self.open.callback(observers.remove, observer)
+
+    def _before(self) -> None:
+        """The engine is called, so what was computed until now is over."""
+        self._end("compute")
+
+    def _after(self, method: str, unit: Unit | None = None, *_: Any) -> None:
         """The engine has done something, and computation goes on."""
-        if method == "gather":
-            self.in_use.append(args[0])
+        if method == "gather" and unit is not None:
+            self.in_use.append(unit)
         elif method in ("release", "forward_is_over"):  # it may have been gathered for several uses
-            self.in_use = [unit for unit in self.in_use if unit is not args[0]]
+            self.in_use = [other for other in self.in_use if other is not unit]
         if self.in_use:
             self._begin(f"{'backward' if self.model.in_backward else 'forward'} {self.in_use[-1].name}")
 

@@ -9,7 +9,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from minizero.engines.partition import Unit
+from minizero.engines.shards import gradient_norms, names_of
+from minizero.engines.unit import Unit
 from minizero.ranks.collectives import all_gather, broadcast
 from minizero.ranks.comm import Comm, not_alone
 
@@ -24,6 +25,13 @@ class Wrapped(nn.Module):
     state_names: list[str]
     names_of: dict[int, list[str]]
 
+    def note_names(self) -> None:
+        """What the module's parameters and buffers are called before they are moved into flat buffers."""
+        self.state_names = list(self.module.state_dict())
+        self.names_of = {}  # tied parameters have several
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            self.names_of.setdefault(id(parameter), []).append(name)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -34,7 +42,7 @@ class Wrapped(nn.Module):
         """
         for unit in self.units:
             if unit.trains:
-                yield from zip(unit.shard_names(prefix), unit.shards, strict=True)
+                yield from zip(names_of(unit, prefix), unit.shards, strict=True)
 
     def parameter_groups(self) -> dict[Any, list[nn.Parameter]]:
         """The shards by value of `group_by`. Every rank has each; one that it holds nothing of is empty."""
@@ -51,7 +59,7 @@ class Wrapped(nn.Module):
         not_alone("clip_grad_norm_")
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
-        norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
+        norms = torch.stack([gradient_norms(unit, norm_type) for unit in self.in_order])  # (units, chunks held)
         norms = norms.to(self.comm.device)  # under offload they are not there
         if not self.in_order[0].whole:
             norms = all_gather(norms.t().contiguous(), self.units[0].comm, label="clip_grad_norm_").t().contiguous()
@@ -72,7 +80,7 @@ class Wrapped(nn.Module):
         for unit in self.units:
             mine = unit.master.to(self.comm.device)
             whole = mine if unit.whole else all_gather(mine, unit.comm, label=unit.name)
-            for parameter, view in zip(unit.parameters, unit.views(whole), strict=True):
+            for parameter, view in zip(unit.parameters, unit.layout.views(whole), strict=True):
                 found |= {name: view.to(torch.float32, copy=True) for name in self.names_of[id(parameter)]}
         return {name: found[name] for name in self.state_names}
 
@@ -86,7 +94,9 @@ class Wrapped(nn.Module):
         buffers = {name: b for name, b in self.module.named_buffers(remove_duplicate=False) if name in self.state_names}
         shapes = {name: b.shape for name, b in buffers.items()}
         for unit in self.units:
-            shapes |= {n: s for p, s in zip(unit.parameters, unit.shapes, strict=True) for n in self.names_of[id(p)]}
+            shapes |= {
+                n: s for p, s in zip(unit.parameters, unit.layout.shapes, strict=True) for n in self.names_of[id(p)]
+            }
         tied = dict(self.names_of)  # the names of each parameter and buffer
         for name, buffer in buffers.items():
             tied[id(buffer)] = [*tied.get(id(buffer), []), name]
@@ -105,7 +115,7 @@ class Wrapped(nn.Module):
         for name, buffer in buffers.items():
             buffer.copy_(broadcast(state[name].to(buffer), self.comm, label=name))
         for unit in self.units:
-            full = unit.flatten([state[name] for name in unit.names])
+            full = unit.flatten([state[name] for name in unit.layout.names])
             unit.master.copy_(full if unit.whole else unit.chunk(full))
 
     def watch_state_dicts(self) -> None:
@@ -126,7 +136,7 @@ class Wrapped(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda` and `half` call. Where the device and the dtype are those already, nothing happens."""
-        kinds = {(len(shape), unit.dtype, self.comm.device) for unit in self.units for shape in unit.shapes}
+        kinds = {(len(shape), unit.dtype, self.comm.device) for unit in self.units for shape in unit.layout.shapes}
         kinds |= {(buffer.dim(), buffer.dtype, buffer.device) for buffer in self.module.buffers()}
         for dim, dtype, device in kinds:
             probe = torch.empty(dim * [2], dtype=dtype, device=device)

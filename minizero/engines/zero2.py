@@ -11,27 +11,26 @@ Rajbhandari et al., 2019, "ZeRO", section 5.2 (P_os+g).
 import torch
 
 from minizero.engines.engine import Engine
-from minizero.engines.partition import Unit
+from minizero.engines.unit import Unit
 from minizero.ranks.collectives import all_gather, reduce_scatter
-from precision.master import master_to_weight
 
 
 class Zero2(Engine):
     """Sharded optimizer states and gradients. Arguments, and the training loop: see `Engine`."""
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
-        unit.flat = full.to(unit.dtype)
-        unit.point_parameters_at(unit.flat)
+        unit.replica = full.to(unit.dtype)
+        unit.point_parameters_at(unit.replica)
         # In FP32 the shard is a view of the replica; a 16-bit replica needs an FP32 master beside it.
-        unit.master = unit.chunk(full) if unit.flat is full else unit.chunk(full).clone()
+        unit.master = unit.chunk(full) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 
     def before_forward(self) -> None:
         for unit in self.units:
             if unit.replica_is_stale():
-                mine = unit.chunk(unit.flat)
-                master_to_weight(unit.master, mine)
-                all_gather(mine, self.comm, out=unit.flat, label=unit.name)
+                mine = unit.chunk(unit.replica)
+                mine.copy_(unit.master)  # rounded to the computing dtype
+                all_gather(mine, self.comm, out=unit.replica, label=unit.name)
                 unit.replica_is_fresh_now()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ class Hooks:
         for name, parameter in model.named_parameters():  # an engine's shards, named after their units
             self._watch_parameter(parameter, name)
         for unit in _frozen_units(model):
-            for tensor in (unit.flat, unit.master):  # which may be one and the same
+            for tensor in (unit.replica, unit.master):  # which may be one and the same
                 if tensor is not None:
                     self.ledger.claim(tensor, "parameters", unit.name.removesuffix(" (frozen)"))
         self.handles.append(model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True))

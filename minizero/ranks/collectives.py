@@ -93,7 +93,7 @@ def reduce_scatter(
     if tensor.shape[0] % comm.size:
         raise ValueError(
             f"reduce_scatter: {comm.size} ranks do not divide dimension 0 of shape {tuple(tensor.shape)}: "
-            f"pad it with minizero.engines.partition.pad(tensor, {comm.size})"
+            f"pad it with minizero.engines.layout.pad(tensor, {comm.size})"
         )
     shape = (tensor.shape[0] // comm.size, *tensor.shape[1:])
     if out is not None and (out.shape != shape or out.dtype != tensor.dtype):

@@ -82,7 +82,7 @@ def show_list(_: argparse.Namespace, workbook: Workbook) -> int:
     if current is None:
         console.print("\nThat was all of them.")
         return 0
-    console.print(f"\nOpen [bold]{_short(workbook.path(current))}[/] and follow its plan.")
+    console.print(f"\nOpen [bold]{_short(workbook.path(current))}[/] and follow its plan.", soft_wrap=True)
     console.print("Then: make check.   Stuck: make hint.   On every save: make watch.")
     return 0
 

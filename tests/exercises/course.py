@@ -72,21 +72,21 @@ class Exercise(NamedTuple):
 
 _rows = [
     # Ranks that talk.
-    ("pad", "Pad a tensor until N divides it", "minizero.engines.partition.pad", 10, False),
-    ("chunk", "This rank's chunk of a flat buffer", "minizero.engines.partition.Unit.chunk", 10, False),
+    ("pad", "Pad a tensor until N divides it", "minizero.engines.layout.pad", 10, False),
+    ("chunk", "This rank's chunk of a flat buffer", "minizero.engines.unit.Unit.chunk", 10, False),
     ("broadcast", "Broadcast along a binomial tree", "minizero.ranks.collectives.broadcast", 25, False),
     ("all_gather", "Ring all-gather", "minizero.ranks.collectives.ring_all_gather", 20, False),
     ("reduce_scatter", "Ring reduce-scatter", "minizero.ranks.collectives.ring_reduce_scatter", 30, True),
     ("all_reduce", "All-reduce from the two rings", "minizero.ranks.collectives.all_reduce", 25, False),
     # Data parallelism, and what ZeRO shards.
-    ("views", "Parameters as views of a flat buffer", "minizero.engines.partition.Unit.views", 10, False),
+    ("views", "Parameters as views of a flat buffer", "minizero.engines.layout.Layout.views", 10, False),
     ("ddp_hook", "DDP: average in backward", "minizero.engines.ddp.DDP.reduce", 20, True),
     ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.engines.zero1.Zero1.keep", 20, False),
     ("zero1_step", "ZeRO-1: after the step", "minizero.engines.zero1.Zero1.before_forward", 20, False),
     ("zero2_free", "ZeRO-2: reduce, and free", "minizero.engines.zero2.Zero2.reduce", 15, True),
     ("zero3_unshard", "ZeRO-3: unshard a unit", "minizero.engines.zero3.Zero3.fill", 20, True),
     ("zero3_reshard", "ZeRO-3: reshard it", "minizero.engines.zero3.Zero3.release", 15, False),
-    ("hybrid", "Sharding factor: groups of ranks", "minizero.engines.hybrid.Hybrid.average", 20, False),
+    ("hybrid", "Sharding factor: groups of ranks", "minizero.engines.hybrid.average_in_two_steps", 20, False),
     ("memory_formulas", "The bytes of each stage", "minizero.memory.formulas.predict", 25, True),
     # Numbers in 16 bits.
     ("decode", "What 16 bits stand for", "precision.formats.decode_one", 25, False),

@@ -6,7 +6,7 @@ zeros, since they are summed and stepped with the rest and must change nothing.
 
 import torch
 
-from minizero.engines import partition
+from minizero.engines import layout
 from tests.exercises.kit import fail, recognise, same, wrong
 
 PLAN = [
@@ -45,7 +45,7 @@ def check() -> None:
         x = torch.arange(1.0, rows + 1)
         missing = 4 * ((rows + 3) // 4) - rows
         given = x.clone()
-        got = partition.pad(given, 4)
+        got = layout.pad(given, 4)
         if len(given) != rows:
             fail("overwrites-the-input", "The tensor that was given has another length afterwards: it is the caller's.")
         if rows == 4 and isinstance(got, torch.Tensor) and len(got) == 8:
@@ -69,12 +69,12 @@ def check() -> None:
         }
         recognise(got, want, mistakes, f"{rows} numbers, padded for 4 ranks")
     for multiple in (3, 6, 7):
-        rows = len(partition.pad(torch.ones(5), multiple))
+        rows = len(layout.pad(torch.ones(5), multiple))
         if rows % multiple:
             fail("powers-of-two-only", f"5 rows for {multiple} ranks became {rows}, which {multiple} does not divide.")
     for dtype in (torch.bfloat16, torch.int64, torch.float16):
         half = torch.ones(3, 2, dtype=dtype)
-        got = partition.pad(half, 2)
+        got = layout.pad(half, 2)
         if got.dtype != dtype:
             fail(
                 "loses-the-dtype", f"A {dtype} tensor became {got.dtype}: other bytes. Make the zeros like the tensor."

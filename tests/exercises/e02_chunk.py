@@ -9,7 +9,7 @@ has the ranks that the unit is sharded over, which with a sharding factor are no
 import torch
 
 from minizero import World, Zero3
-from minizero.engines import partition
+from minizero.engines import unit
 from tests.exercises.kit import fail, ranks, recognise, wrong
 from tests.helpers import SMALL, batch
 
@@ -50,7 +50,7 @@ def check() -> None:
 
 def on_rank(comm) -> None:
     flat = torch.arange(12.0)
-    got = partition.Unit.chunk(Unit(comm, comm), flat)
+    got = unit.Unit.chunk(Unit(comm, comm), flat)
     by_rank = flat.view(4, 3)
     mistakes = {
         "wrong-neighbour": (by_rank[(comm.rank + 1) % 4], f"Rank {comm.rank} took its neighbour's chunk."),
@@ -67,7 +67,7 @@ def on_rank(comm) -> None:
 
 def on_other_numbers(comm) -> None:
     flat = torch.arange(12, dtype=torch.float16)
-    got = partition.Unit.chunk(Unit(comm, comm), flat)
+    got = unit.Unit.chunk(Unit(comm, comm), flat)
     if len(got) != 12 // comm.size:
         fail(
             "fixed-number-of-ranks", f"On {comm.size} ranks a chunk has {len(got)} of 12 elements: ask self.comm.size."
@@ -79,7 +79,7 @@ def on_other_numbers(comm) -> None:
 
 def in_groups(comm) -> bool:
     inside = comm.split(comm.rank // 2)
-    got = partition.Unit.chunk(Unit(inside, comm), torch.arange(12.0))
+    got = unit.Unit.chunk(Unit(inside, comm), torch.arange(12.0))
     if len(got) == 3:
         fail(
             "wrong-group",

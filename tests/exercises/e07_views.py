@@ -11,7 +11,7 @@ parameters are views into it, each in its own shape: writing to the buffer is wr
 import torch
 
 from minizero import Zero1
-from minizero.engines import partition
+from minizero.engines.layout import Layout
 from tests.exercises.kit import fail, ranks, recognise, wrong
 from tests.exercises.training import check_training, train
 
@@ -61,7 +61,7 @@ class Other:
 
 def check() -> None:
     flat = torch.arange(13.0)
-    got = partition.Unit.views(Unit(), flat)
+    got = Layout.views(Unit(), flat)
     if not isinstance(got, list) or len(got) != 3:
         fail("not-a-list", "Expected a list of three views, one for each parameter.")
     for view, shape, offset in zip(got, Unit.shapes, Unit.offsets):
@@ -86,7 +86,7 @@ def check() -> None:
                 "copies", "A parameter is a copy: what the optimizer writes to the buffer would never reach the model."
             )
     half = torch.arange(8, dtype=torch.float16)
-    for view, shape in zip(partition.Unit.views(Other(), half), Other.shapes, strict=True):
+    for view, shape in zip(Layout.views(Other(), half), Other.shapes, strict=True):
         if view.shape != shape:
             fail("loses-the-shape", f"A parameter of shape {tuple(shape)} came out as {tuple(view.shape)}: view it so.")
         if view.untyped_storage().data_ptr() != half.untyped_storage().data_ptr():

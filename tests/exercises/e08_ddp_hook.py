@@ -38,7 +38,7 @@ WRONG = [
     wrong("forgot-divide", (DIVIDE, "view.copy_(columns)")),
     wrong("divides-twice", (DIVIDE, "torch.div(columns, self.comm.size**2, out=view)")),
     wrong("no-communication", (CALL, "pass"), (DIVIDE, "view.copy_(columns)")),
-    wrong("reduces-the-weights", (KEEP, "bucket.append((unit, unit.flat.clone()))")),
+    wrong("reduces-the-weights", (KEEP, "bucket.append((unit, unit.replica.clone()))")),
     wrong("takes-the-largest", (CALL, 'all_reduce(rows, self.comm, "max", out=rows, label=unit.name)'),
           (DIVIDE, "view.copy_(columns)")),
     wrong("sends-everything", (CALL, "from minizero.ranks.collectives import all_gather\n        rows.copy_(all_gather("
@@ -75,7 +75,8 @@ def check() -> None:
         if 0.9 < step.gradient.norm() / vector_of_weights().norm() < 1.1 and not near(step.gradient, mean):
             fail(
                 "reduces-the-weights",
-                "What was averaged are the weights, not the gradients: `unit.flat` holds parameters. Use `gradient`.",
+                "What was averaged are the weights, not the gradients: `unit.replica` holds parameters. "
+                "Use `gradient`.",
             )
         recognise(step.gradient, mean, mistakes, f"The averaged gradient on rank {r}", tolerance=1e-4)
     sent = max(step.sent for step in steps)

@@ -2,7 +2,7 @@
 chunk of them, so that Adam's states are 8Ψ/N bytes, not 8Ψ. `keep` is called for each unit with all its values.
 
     full            rank 0's values, flat, FP32, as long as unit.size; the same on all ranks
-    unit.flat       what the module's parameters are views of, in the computing dtype unit.dtype
+    unit.replica       what the module's parameters are views of, in the computing dtype unit.dtype
     unit.master     FP32, what the optimizer's parameters are cut from: this rank's chunk
 
 In FP32 the master is a view into the replica, and costs nothing. In 16 bits it is a chunk of its own: a view of
@@ -16,7 +16,7 @@ from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import PSI, SMALL, check_training, one_step, train
 
 PLAN = [
-    "unit.flat: `full` in unit.dtype (in FP32 `full` itself). unit.point_parameters_at(unit.flat) makes the "
+    "unit.replica: `full` in unit.dtype (in FP32 `full` itself). unit.point_parameters_at(unit.replica) makes the "
     "parameters views of it.",
     "unit.master: this rank's chunk of `full`. In FP32 a view; in 16 bits a copy of the chunk.",
     "unit.cut_shards() makes the optimizer's parameters from it.",
@@ -24,13 +24,13 @@ PLAN = [
 HINTS = [
     "full.to(unit.dtype) is `full` itself where the dtype is FP32 already.",
     "unit.chunk(full) is this rank's chunk, as a view.",
-    "unit.flat is full tells whether the two are one: then no copy is needed.",
+    "unit.replica is full tells whether the two are one: then no copy is needed.",
 ]
-MASTER = "unit.chunk(full) if unit.flat is full else unit.chunk(full).clone()"
+MASTER = "unit.chunk(full) if unit.replica is full else unit.chunk(full).clone()"
 WRONG = [
     wrong("shards-nothing", (MASTER, "full")),
     wrong("everyone-takes-chunk-0", (MASTER, "full.chunk(unit.comm.size)[0]")),
-    wrong("parameters-are-elsewhere", ("    unit.point_parameters_at(unit.flat)\n", "")),
+    wrong("parameters-are-elsewhere", ("    unit.point_parameters_at(unit.replica)\n", "")),
     wrong("copies-in-fp32", (MASTER, "unit.chunk(full).clone()")),
     wrong("keeps-the-whole", (MASTER, "unit.chunk(full)")),
     wrong("computes-in-fp32", ("full.to(unit.dtype)", "full"), (MASTER, "unit.chunk(full).clone()"),
@@ -71,12 +71,12 @@ def wraps(comm) -> None:
             "for all of them, 8Ψ bytes: unit.master must be this rank's chunk, a quarter on 4 ranks.",
         )
     for unit in model.units:
-        if any(p.untyped_storage().data_ptr() != unit.flat.untyped_storage().data_ptr() for p in unit.parameters):
+        if any(p.untyped_storage().data_ptr() != unit.replica.untyped_storage().data_ptr() for p in unit.parameters):
             fail(
                 "parameters-are-elsewhere",
-                "The module's parameters are not views of unit.flat: what is gathered there would never be used.",
+                "The module's parameters are not views of unit.replica: what is gathered there would never be used.",
             )
-        wants = [unit.flat.chunk(comm.size)[r] for r in range(comm.size)]
+        wants = [unit.replica.chunk(comm.size)[r] for r in range(comm.size)]
         mistakes = {
             "everyone-takes-chunk-0": (wants[0], f"Rank {comm.rank} took chunk 0, as all ranks do: take your own.")
         }

@@ -2,11 +2,10 @@
 are old. So before the next forward all ranks gather all chunks: an all-gather of parameters, where DDP had one
 of gradients.
 
-    unit.master     this rank's chunk, FP32, updated      unit.flat    the replica, in the computing dtype
+    unit.master     this rank's chunk, FP32, updated      unit.replica    the replica, in the computing dtype
     unit.replica_is_stale()      has the master been written since?       unit.replica_is_fresh_now()    remembers it
 
-In FP32 the master is a view into the replica; in 16 bits it must be rounded into it first:
-master_to_weight(master, mine).
+In FP32 the master is a view into the replica. In 16 bits it must be rounded into the replica first: copy_ rounds.
 """
 
 import torch
@@ -17,24 +16,24 @@ from tests.exercises.training import check_training, local_gradients, one_step, 
 
 PLAN = [
     "For each unit in self.units whose replica is stale, and only for those:",
-    "`mine` is this rank's chunk of unit.flat. Round the master into it.",
-    "Gather all ranks' chunks into unit.flat: all_gather(mine, self.comm, out=…, label=unit.name).",
+    "`mine` is this rank's chunk of unit.replica. Round the master into it: copy_ does.",
+    "Gather all ranks' chunks into unit.replica: all_gather(mine, self.comm, out=…, label=unit.name).",
     "Say that the replica is fresh now, or it will be gathered again.",
 ]
 HINTS = [
-    "unit.chunk(unit.flat) is a view: what is written to it is in unit.flat.",
-    "With out=unit.flat the gathered chunks land in the replica; what all_gather returns is not needed.",
+    "unit.chunk(unit.replica) is a view: what is written to it is in unit.replica.",
+    "With out=unit.replica the gathered chunks land in the replica; what all_gather returns is not needed.",
 ]
-GATHER = "all_gather(mine, self.comm, out=unit.flat, label=unit.name)"
+GATHER = "all_gather(mine, self.comm, out=unit.replica, label=unit.name)"
 WRONG = [
     wrong("forgets-the-gather", (GATHER, "pass")),
     wrong("gathers-into-nothing", (GATHER, "all_gather(mine, self.comm, label=unit.name)"), says="forgets-the-gather"),
     wrong("gathers-always", ("if unit.replica_is_stale():", "if True:")),
     wrong("never-fresh", ("unit.replica_is_fresh_now()", "pass"), says="gathers-always"),
     wrong("stale-is-fresh", ("if unit.replica", "if not unit.replica"), says="forgets-the-gather"),
-    wrong("forgets-to-round", ("master_to_weight(unit.master, mine)", "pass")),
+    wrong("forgets-to-round", ("mine.copy_(unit.master)", "pass")),
     wrong("sums-instead", (GATHER, "from minizero.ranks.collectives import all_reduce\n            "
-          "unit.flat.copy_(all_reduce(unit.flat, self.comm, label=unit.name))")),
+          "unit.replica.copy_(all_reduce(unit.replica, self.comm, label=unit.name))")),
 ]  # fmt: skip
 
 
@@ -61,13 +60,15 @@ def check() -> None:
         fail(
             "forgets-to-round",
             "In FP16 a step was taken, and the model's weights are as before: the masters moved, but were not "
-            "rounded into the replica. master_to_weight(unit.master, mine).",
+            "rounded into the replica. mine.copy_(unit.master).",
         )
     check_training(ranks(4, train, Zero1, 2), "ZeRO-1")
 
 
 def stale(r: int) -> str:
-    return f"After a step rank {r} computes with old parameters of the other ranks: gather their chunks into unit.flat."
+    return (
+        f"After a step rank {r} computes with old parameters of the other ranks: gather their chunks into unit.replica."
+    )
 
 
 def own(mean, moved):

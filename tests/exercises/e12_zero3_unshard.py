@@ -2,7 +2,7 @@
 computes, in forward and again in backward, the replica is put together from all ranks' chunks: it is unsharded.
 
     unit.master     this rank's chunk, FP32: what the optimizer updates
-    unit.flat       the replica, in the computing dtype; its memory has just been given back, with anything in it
+    unit.replica    the replica, in the computing dtype; its memory has just been given back, with anything in it
     unit.comm       the ranks that share the unit: with a sharding factor fewer than self.comm has
 
     sent in a step: (N-1)/N of Ψ in forward, as much in backward
@@ -16,28 +16,28 @@ from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import SMALL, check_training, train
 
 PLAN = [
-    "This rank's chunk of unit.flat, as a view.",
-    "Round the master into it: master_to_weight(master, weight) fills `weight`, in its dtype.",
-    "Gather all chunks, of the ranks in unit.comm, into unit.flat (out=…, label=unit.name).",
+    "This rank's chunk of unit.replica, as a view.",
+    "Round the master into it: copy_ rounds to the dtype of what it fills.",
+    "Gather all chunks, of the ranks in unit.comm, into unit.replica (out=…, label=unit.name).",
 ]
 HINTS = [
-    "unit.chunk(unit.flat) is the view.",
+    "unit.chunk(unit.replica) is the view.",
     "What travels is `mine`, in the computing dtype: in 16 bits half as much as the masters would be.",
-    "all_gather(mine, unit.comm, out=unit.flat, label=unit.name): `mine` is this rank's part of `out` already.",
+    "all_gather(mine, unit.comm, out=unit.replica, label=unit.name): `mine` is this rank's part of `out` already.",
 ]
-GATHER = "all_gather(mine, unit.comm, out=unit.flat, label=unit.name)"
-ROUND = "master_to_weight(unit.master, mine)"
+GATHER = "all_gather(mine, unit.comm, out=unit.replica, label=unit.name)"
+ROUND = "mine.copy_(unit.master)"
 WRONG = [
     wrong("forgets-the-master", (ROUND, "pass")),
     wrong("only-its-own", (GATHER, "pass")),
     wrong("gathers-into-nothing", (GATHER, "all_gather(mine, unit.comm, label=unit.name)")),
-    wrong("sends-fp32", (GATHER, "unit.flat.copy_(all_gather(unit.master, unit.comm, label=unit.name))")),
-    wrong("another-buffer", (GATHER, "unit.flat = all_gather(mine, unit.comm, label=unit.name)")),
+    wrong("sends-fp32", (GATHER, "unit.replica.copy_(all_gather(unit.master, unit.comm, label=unit.name))")),
+    wrong("another-buffer", (GATHER, "unit.replica = all_gather(mine, unit.comm, label=unit.name)")),
     wrong("all-ranks", (GATHER, GATHER.replace("unit.comm", "self.comm"))),
     wrong("sums", (GATHER, "from minizero.ranks.collectives import all_reduce\n    "
-          "unit.flat.copy_(all_reduce(torch.nan_to_num(unit.flat, 1.0), unit.comm))")),
-    wrong("extra-buffer", (GATHER, "unit.flat.copy_(all_gather(mine, unit.comm, label=unit.name))")),
-    wrong("keeps-a-copy", (GATHER, GATHER + "\n    unit.copy = unit.flat.clone()"), says="extra-buffer"),
+          "unit.replica.copy_(all_reduce(torch.nan_to_num(unit.replica, 1.0), unit.comm))")),
+    wrong("extra-buffer", (GATHER, "unit.replica.copy_(all_gather(mine, unit.comm, label=unit.name))")),
+    wrong("keeps-a-copy", (GATHER, GATHER + "\n    unit.copy = unit.replica.clone()"), says="extra-buffer"),
     wrong("sends-twice", (GATHER, GATHER + f"\n    {GATHER}")),
 ]  # fmt: skip
 
@@ -65,23 +65,23 @@ def fresh(comm, **options):
     unit = model.units[1]
     plain = dict(GPT(SMALL).named_parameters())
     want = torch.zeros(unit.size)
-    for view, name in zip(unit.views(want), unit.names):
+    for view, name in zip(unit.layout.views(want), unit.layout.names):
         view.copy_(plain[name].detach())
     model.make_room(unit)
-    unit.flat.fill_(torch.nan)
+    unit.replica.fill_(torch.nan)
     return model, unit, want
 
 
 def on_rank(comm) -> None:
     model, unit, want = fresh(comm)
-    buffer, before = unit.flat, comm.bytes_sent
+    buffer, before = unit.replica, comm.bytes_sent
     model.fill(unit)
     sent, r = comm.bytes_sent - before, comm.rank
-    if unit.flat is not buffer:
+    if unit.replica is not buffer:
         fail(
             "another-buffer",
-            "unit.flat is another tensor now: the parameters, and what autograd has saved, are views of the old "
-            "one. Fill the buffer that is there: out=unit.flat.",
+            "unit.replica is another tensor now: the parameters, and what autograd has saved, are views of the old "
+            "one. Fill the buffer that is there: out=unit.replica.",
         )
     missing = buffer.isnan().view(comm.size, -1).any(1)
     if bool(missing.all()):
@@ -119,11 +119,11 @@ def in_half(comm) -> None:
             f"In FP16 rank {comm.rank} sent {size(sent)} for a unit, where {size(enough)} are enough: round "
             "first, then send the 16-bit numbers.",
         )
-    recognise(unit.flat, want.half(), {}, "The FP16 replica")
-    if ledger.peak["total"] > unit.flat.nbytes // 2:
+    recognise(unit.replica, want.half(), {}, "The FP16 replica")
+    if ledger.peak["total"] > unit.replica.nbytes // 2:
         fail(
             "extra-buffer",
-            f"It took {size(ledger.peak['total'])} beside the replica of {size(unit.flat.nbytes)}: a second one. "
+            f"It took {size(ledger.peak['total'])} beside the replica of {size(unit.replica.nbytes)}: a second one. "
             "Gather into the replica itself, with out=.",
         )
 

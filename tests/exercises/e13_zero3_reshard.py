@@ -3,7 +3,7 @@ autograd has saved views of it for backward: setting the parameters to something
 those views keep the storage alive. So the storage itself is emptied; before backward it is given memory again
 and filled.
 
-    unit.flat       the replica; `unit.flat.untyped_storage()` is its memory, `.resize_(bytes)` changes how much that is
+    unit.replica    the replica; `unit.replica.untyped_storage()` is its memory, `.resize_(bytes)` changes how much
     unit.master     this rank's chunk, which stays
     unit.point_parameters_at(None)   makes the parameters empty, so that using one is an error and not nonsense
 """
@@ -20,16 +20,16 @@ PLAN = ["Empty the storage of the replica: 0 bytes.", "Make the module's paramet
 HINTS = [
     "`del`, or assigning a new tensor, only drops one reference of several. The storage has a method to change "
     "its size.",
-    "unit.flat.untyped_storage().resize_(0)",
+    "unit.replica.untyped_storage().resize_(0)",
 ]
-EMPTY = "unit.flat.untyped_storage().resize_(0)"
+EMPTY = "unit.replica.untyped_storage().resize_(0)"
 WRONG = [
     wrong("frees-nothing", (EMPTY, "pass")),
-    wrong("zeros", (EMPTY, "unit.flat.zero_()")),
-    wrong("another-buffer", (EMPTY, "unit.flat = torch.empty(0, dtype=unit.dtype)")),
+    wrong("zeros", (EMPTY, "unit.replica.zero_()")),
+    wrong("another-buffer", (EMPTY, "unit.replica = torch.empty(0, dtype=unit.dtype)")),
     wrong("parameters-dangle", ("unit.point_parameters_at(None)", "pass")),
     wrong("frees-the-shard", (EMPTY, EMPTY + "\n    unit.master.untyped_storage().resize_(0)")),
-    wrong("half-of-it", ("resize_(0)", "resize_(unit.flat.nbytes // 2)")),
+    wrong("half-of-it", ("resize_(0)", "resize_(unit.replica.nbytes // 2)")),
 ]
 
 
@@ -39,10 +39,10 @@ class Unit:
     name, dtype, size = "blocks.0", torch.float32, 12_000
 
     def __init__(self) -> None:
-        self.flat = torch.ones(self.size)
-        self.master = self.flat[:3000].clone()
+        self.replica = torch.ones(self.size)
+        self.master = self.replica[:3000].clone()
         self.parameters = [torch.nn.Parameter(torch.empty(0))]
-        self.point_parameters_at(self.flat)
+        self.point_parameters_at(self.replica)
 
     def point_parameters_at(self, flat):
         self.parameters[0].data = torch.empty(0, 0) if flat is None else flat.view(3, 4000)
@@ -58,13 +58,13 @@ def check() -> None:
 
 def releases() -> None:
     unit = Unit()
-    buffer, view = unit.flat, unit.flat[:10]  # as autograd has one
+    buffer, view = unit.replica, unit.replica[:10]  # as autograd has one
     zero3.Zero3.release(None, unit)
     held = buffer.untyped_storage().nbytes()
-    if unit.flat is not buffer:
+    if unit.replica is not buffer:
         fail(
             "another-buffer",
-            f"unit.flat is a new tensor, and the old one's {size(held)} live on in the views that autograd has "
+            f"unit.replica is a new tensor, and the old one's {size(held)} live on in the views that autograd has "
             "saved: empty the storage that is there.",
         )
     if not unit.master.untyped_storage().nbytes():

@@ -4,9 +4,8 @@ group, and then, of the chunk only, all-reduce across the groups.
 
     ranks 0 … 7, F = 4      inside:  0 1 2 3 | 4 5 6 7       across:  0 4 | 1 5 | 2 6 | 3 7
 
-`comm` are the ranks inside this one's group, self.across those across. What goes across, where links are slow,
-is 1/F of the gradient. super(Hybrid, self).average(unit, gradient, comm) is ZeRO-3's: this rank's chunk of the
-mean over `comm`.
+`inside` are the ranks of this one's group, `across` those across. What goes across, where links are slow, is 1/F of
+the gradient.
 """
 
 from minizero import Zero3
@@ -14,24 +13,24 @@ from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import PSI, check_training, local_gradients, one_step, train
 
 PLAN = [
-    "This rank's chunk of the mean over its group: what ZeRO-3 does.",
-    "The mean of that chunk over self.across (label=unit.name); out=shard makes no second buffer. Return it.",
+    "This rank's chunk of the mean over its group: a reduce-scatter, as ZeRO-3 does (label=label).",
+    "The mean of that chunk over `across`; out=shard makes no second buffer. Return it.",
 ]
 HINTS = [
     "A mean of means over groups of one size is the mean over all: both steps take the mean.",
-    'super(Hybrid, self).average(unit, gradient, comm), or reduce_scatter with op "mean" over `comm`.',
+    'reduce_scatter(gradient, inside, "mean", label=label) gives the chunk.',
 ]
-FIRST = "shard = super(Hybrid, self).average(unit, gradient, comm)"
-SECOND = 'all_reduce(shard, self.across, "mean", out=shard, label=unit.name)'
+FIRST = 'reduce_scatter(gradient, inside, "mean", label=label)'
+SECOND = 'all_reduce(shard, across, "mean", out=shard, label=label)'
 WRONG = [
     wrong("inside-only", (f"return {SECOND}", "return shard")),
-    wrong("sums-across", ('"mean"', '"sum"')),
-    wrong("across-everything", (FIRST, 'gradient = all_reduce(gradient, self.across, "mean", label=unit.name)\n    '
-          + FIRST), (f"return {SECOND}", "return shard")),
-    wrong("divides-by-all", (SECOND, SECOND + " / self.comm.size * len(self.across.ranks)")),
-    wrong("across-instead", (FIRST, FIRST + ".zero_().add_(unit.chunk(gradient))")),
-    wrong("over-all-ranks", (f"return {SECOND}", "from minizero.ranks.collectives import all_gather\n    "
-          'return all_reduce(shard, self.comm, "mean", label=unit.name)')),
+    wrong("sums-across", ('across, "mean"', 'across, "sum"')),
+    wrong("across-everything", (FIRST, FIRST.replace("gradient", 'all_reduce(gradient, across, "mean", label=label)')),
+          (f"return {SECOND}", "return shard")),
+    wrong("divides-by-all", (SECOND, SECOND + " / inside.size")),
+    wrong("across-instead", (FIRST, FIRST + ".zero_().add_(gradient.chunk(inside.size)[inside.rank])")),
+    wrong("over-all-ranks", (f"return {SECOND}", "shard = all_reduce(shard, inside, \"mean\", label=label)\n    "
+          f"return {SECOND}")),
 ]  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def check() -> None:
         if blended and not any(near(step.gradient, x) for x in (mean, *(value for value, _ in mistakes.values()))):
             fail(
                 "over-all-ranks",
-                "Different chunks were averaged with each other: across the groups only the ranks in self.across "
+                "Different chunks were averaged with each other: across the groups only the ranks in `across` "
                 "have the same chunk.",
             )
         recognise(step.gradient, mean, mistakes, f"The gradient that rank {r} applies", tolerance=1e-4)

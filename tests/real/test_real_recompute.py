@@ -7,7 +7,7 @@ from real_models import MODELS, STEPS
 from real_training import by_engine, nothing, same_bits
 from torch import nn
 
-from minizero.engines.partition import repeated_blocks
+from minizero.engines.units import repeated_blocks
 from minizero.recompute import Checkpointed, checkpoint
 
 pytestmark = pytest.mark.real

@@ -1,0 +1,78 @@
+"""One unit's gradient on this rank, from the first parameter that has one to what the optimizer reads.
+
+    begin ──► put, put, … ──► take ──► give        averaged over the ranks between `take` and `give`
+                  │                                give: the shards' .grad = average + what they had before
+                  └──► show ──► the next begin     under no_sync: .grad is this rank's sum so far
+
+Backward brings the parameters' gradients one by one. Each is added to its place in one flat buffer, so that one
+collective reduces the whole unit. A parameter that was not used leaves zeros in its place.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from minizero.engines.layout import Layout
+from minizero.memory import tag
+
+Shards = Sequence[nn.Parameter]
+
+
+class LocalGradient:
+    """It lives from the beginning of a backward until the shards have their average.
+
+    full: (size,), this rank's sum, unless no parameter has brought anything yet. before: the shards' .grad when the
+    backward began. shown: the version of `full` when .grad became a view of it.
+    """
+
+    def __init__(self, layout: Layout, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.dtype, self.device = layout, dtype, device
+        self.full: torch.Tensor | None = None
+        self.places: list[torch.Tensor] = []
+        self.before = [shard.grad for shard in shards]
+        self.shown = -1
+
+    def put(self, number: int, gradient: torch.Tensor, dtype: torch.dtype) -> None:
+        """Add the gradient of parameter `number` to its place, in a buffer of `dtype`."""
+        if self.full is None:
+            self.full = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
+            tag(self.full, "gradients")
+            self.places = self.layout.views(self.full)
+        self.places[number].add_(gradient)
+
+    def take(self) -> torch.Tensor:
+        """The full gradient in the unit's dtype, to be averaged. From now on only the caller holds it."""
+        if self.full is None:  # unused on this rank, but perhaps not on others
+            self.full = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
+        full, self.full, self.places = self.full.to(self.dtype), None, []
+        tag(full, "gradients")
+        return full
+
+    def give(self, shards: Shards, average: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Let the shards' .grad be the average, (at least the shards' elements,), plus what they had before.
+
+        `full` is kept as long as .grad lives, which is until zero_grad().
+        """
+        average = average.float()
+        tag(average, "gradients")
+        for shard, piece, before in zip(shards, pieces(average, shards), self.before, strict=True):
+            shard.grad = piece if before is None else piece.add_(before)
+            shard.grad.full = full  # type: ignore[attr-defined]
+
+    def show(self, shards: Shards, mine: torch.Tensor) -> None:
+        """Under no_sync: let the shards' .grad be views of the sum so far. mine: the part of `full` that is theirs."""
+        assert self.full is not None
+        for shard, piece in zip(shards, pieces(mine, shards), strict=True):
+            shard.grad = piece.to(shard.device)
+        self.shown = self.full._version
+
+    def was_written(self) -> bool:
+        """Has someone written to the .grad that was shown?"""
+        return self.full is not None and self.full._version != self.shown
+
+
+def pieces(flat: torch.Tensor, shards: Shards) -> list[torch.Tensor]:
+    """A flat buffer cut into pieces of the shards' shapes. What is left over is padding."""
+    sizes = [shard.numel() for shard in shards]
+    return [piece.view(shard.shape) for piece, shard in zip(flat[: sum(sizes)].split(sizes), shards, strict=True)]

@@ -1,0 +1,39 @@
+"""Flat buffers: parameters end to end, padded, so that N ranks can each own one of N equal chunks.
+
+    |  weight  | bias |    weight    | bias |pad|      one unit (say, a transformer block)
+    |   rank 0   |   rank 1   |  rank 2  |  rank 3  |  its N chunks; rank r owns chunk r
+
+One collective then moves a whole unit. A cut may fall inside a parameter.
+Rajbhandari et al., 2019, "ZeRO", section 5; Zhao et al., 2023, "PyTorch FSDP", section 3.2.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+
+def pad(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """`tensor` with zeros appended along dimension 0 until `multiple` divides it."""
+    missing = -tensor.shape[0] % multiple
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+class Layout:
+    """Where each parameter lies in a flat buffer of `size` elements, which `ranks` divides.
+
+    numel: elements without the padding. offsets: where each parameter begins.
+    """
+
+    def __init__(self, names: Sequence[str], shapes: Sequence[torch.Size], ranks: int) -> None:
+        self.names, self.shapes = list(names), list(shapes)
+        *self.offsets, self.numel = accumulate((shape.numel() for shape in shapes), initial=0)
+        self.size = -(-self.numel // ranks) * ranks  # the next multiple of `ranks`
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in a flat buffer, each in its own shape."""
+        pieces = flat[: self.numel].split([s.numel() for s in self.shapes])
+        return [piece.view(s) for piece, s in zip(pieces, self.shapes, strict=True)]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(self.names, self.shapes, strict=True))

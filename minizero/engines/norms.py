@@ -1,0 +1,28 @@
+"""Norms that keep running statistics, as batch norms do, compute in FP32 while the rest computes in 16 bits.
+
+PyTorch's MixedPrecision does so too. A running mean takes up a tenth of a new value, which 16 bits would round off.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Does it keep running statistics, as batch norms do? They are FP32 buffers, and need FP32 inputs and weights."""
+    names = [name for name, _ in module.named_buffers(recurse=False)]
+    its_own = isinstance(module, nn.modules.batchnorm._NormBase) or not [*module.children()]  # not its parts'
+    return its_own and any(name.startswith("running_") for name in names)
+
+
+def compute_in_fp32(norm: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a norm is given to FP32, and what it returns back to `dtype`, as PyTorch's MixedPrecision does."""
+
+    def cast(value: Any, to: torch.dtype) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: x.to(to) if x.is_floating_point() else x, value)
+
+    # First and last of its hooks: a unit that is this norm itself has FP32 inputs and outputs.
+    norm.register_forward_pre_hook(lambda _, *call: cast(call, torch.float32), prepend=True, with_kwargs=True)
+    norm.register_forward_hook(lambda _, __, output: cast(output, dtype))

@@ -1,0 +1,158 @@
+"""A unit: parameters that are gathered, reduced and freed together.
+
+    replica   what the module computes with: all of it, in the computing dtype; its parameters are views of it
+    master    what the optimizer steps: FP32, this rank's chunk, or all of it (DDP)
+    shards    the optimizer's parameters: views of `master`, cut where `group_by` asks for it
+    gradient  what backward has brought on this rank so far
+
+In FP32 the master may be a view of the replica. A frozen unit, which no optimizer steps, has its master in the
+computing dtype.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from minizero.engines.gradient import LocalGradient
+from minizero.engines.layout import Layout
+from minizero.engines.shards import GroupBy, cut
+from minizero.memory import tag
+from minizero.ranks.collectives import broadcast
+from minizero.ranks.comm import Comm
+
+
+class Unit:
+    """module: whose forward uses the unit; None for the root unit. parameters: by name, all trained or all frozen.
+
+    everyone: all ranks. comm: those that the unit is sharded over.
+    """
+
+    replica: torch.Tensor
+    master: torch.Tensor
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        parameters: dict[str, nn.Parameter],
+        everyone: Comm,
+        comm: Comm,
+        dtype: torch.dtype,
+        group_by: GroupBy | None,
+    ) -> None:
+        self.name, self.module, self.dtype = name, module, dtype
+        self.everyone, self.comm = everyone, comm
+        self.layout = Layout(list(parameters), [p.shape for p in parameters.values()], everyone.size)
+        self.parameters = list(parameters.values())
+        self.trains = self.parameters[0].requires_grad
+        self.group_of = [group_by(n, p) if group_by else None for n, p in parameters.items()]  # of each parameter
+        self.shards: list[nn.Parameter] = []
+        self.groups: list[Any] = []  # of each shard
+        self.gradient: LocalGradient | None = None
+        self.version = -1  # of `master` when the replica was last made from it
+
+    @property
+    def size(self) -> int:
+        """Elements of a flat buffer."""
+        return self.layout.size
+
+    @property
+    def whole(self) -> bool:
+        """Does this rank's optimizer hold the whole unit (DDP), or a chunk of it?"""
+        return self.master.numel() == self.size
+
+    @property
+    def original(self) -> bool:
+        """Are the shards the module's own parameters (FP32 DDP), whose .grad autograd itself writes?"""
+        return self.shards is self.parameters
+
+    # Parameters.
+
+    def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Rank 0's values (by default the parameters') in one flat FP32 buffer on this rank's device."""
+        full = torch.zeros(self.size, dtype=torch.float32, device=self.comm.device)
+        for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
+            view.copy_(value.detach())
+        # Units of one size can still be cut differently; the ranks agree on how.
+        full = broadcast(full, self.everyone, label=f"{self.name} of {self.layout}")
+        tag(full, "parameters")
+        return full
+
+    def chunk(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's chunk of a flat buffer, as a view."""
+        return flat.chunk(self.comm.size)[self.comm.rank]
+
+    def point_parameters_at(self, flat: torch.Tensor | None) -> None:
+        """Make the module's parameters views of `flat`; with None, empty, so that using one is an error."""
+        empty = torch.empty(0, 0, dtype=self.dtype, device=self.comm.device)
+        views = [empty] * len(self.parameters) if flat is None else self.layout.views(flat)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+
+    def cut_shards(self) -> None:
+        """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`."""
+        tag(self.master, "parameters" if self.dtype == self.master.dtype else "optimizer")
+        self.shards, self.groups = cut(self)
+
+    def replica_is_stale(self) -> bool:
+        """Has `master` been written since the replica was made from it?
+
+        If so, all ranks communicate. So all must give one answer: whatever writes some rank's chunk marks them all.
+        """
+        return self.master._version != self.version
+
+    def replica_is_fresh_now(self) -> None:
+        """Remember what `master` the replica was made from."""
+        self.version = self.master._version
+
+    # The gradient.
+
+    def begin_gradient(self) -> None:
+        """A backward begins. What the shards' .grad holds then is one of three:
+
+        an average from before this backward    it is added to the new one in the end
+        a view of the local sum, under no_sync  backward goes on adding to that
+        None, after zero_grad()                 a local sum is dropped, too
+        """
+        if all(shard.grad is None for shard in self.shards):
+            self.gradient = None
+        if self.gradient is None:
+            self.gradient = LocalGradient(self.layout, self.shards, self.dtype, self.comm.device)
+            # Otherwise leave .grad in place: if this backward raises, zero_grad() can still clear it.
+            make_room = self.original
+        else:
+            make_room = True
+            if self.gradient.was_written() and not self.whole:
+                raise RuntimeError(
+                    f"{self.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
+                    "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
+                )
+        for shard in self.shards if make_room else ():
+            shard.grad = None
+
+    def restore_gradient(self) -> None:
+        """The backward brought nothing, or raised: give the shards the .grad of before, unless zero_grad() took it."""
+        before = self.gradient.before if self.gradient is not None else []
+        self.gradient = None
+        for shard, gradient in zip(self.shards, before) if self.original else ():
+            if shard.grad is None:
+                shard.grad = gradient
+
+    def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
+        """Give the shards their gradient, as long as `master`, plus what they had before this backward.
+
+        `full` is kept as long as the shards' gradients live, which is until zero_grad().
+        """
+        assert self.gradient is not None
+        self.gradient.give(self.shards, average, full)
+        self.gradient = None
+
+    def show_gradient(self) -> None:
+        """Under no_sync: let the shards' gradients be views of the full local one."""
+        assert self.gradient is not None
+        if self.gradient.full is None:  # unused on this rank
+            self.restore_gradient()
+        else:
+            self.gradient.show(self.shards, self.gradient.full if self.whole else self.chunk(self.gradient.full))

@@ -1,0 +1,72 @@
+"""Which parameters form a unit: by default the repeated blocks of a model, and the root unit for all that is left."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from minizero.engines.norms import keeps_statistics
+from minizero.engines.shards import GroupBy
+from minizero.engines.unit import Unit
+from minizero.ranks.comm import Comm
+
+
+def make_units(
+    module: nn.Module,
+    comm: Comm,
+    inside: Comm,
+    dtype: torch.dtype,
+    given: Sequence[nn.Module] | None,
+    group_by: GroupBy | None,
+) -> list[Unit]:
+    """The root unit first, then the others in the module's order.
+
+    Parameters that are frozen, and those of norms that compute in FP32 while the rest does not, form units of their
+    own.
+
+    given: modules, each to be a unit; by default the repeated blocks. A parameter belongs to the
+    innermost unit around it; one that is tied across units belongs to the root.
+    """
+    given = None if given is None else list(given)
+    paths = {id(m): path for path, m in module.named_modules()}
+    if given is not None and any(id(m) not in paths for m in given):
+        raise ValueError("units: each must be a submodule of the wrapped module")
+    chosen = dict(repeated_blocks(module)) if given is None else {paths[id(m)]: m for m in given}
+    norms = {path for path, part in module.named_modules(remove_duplicate=False) if keeps_statistics(part)}
+    owners: dict[int, set[str]] = {}
+    in_norms: dict[int, bool] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        around = [path for path in chosen if path and name.startswith(path + ".")]
+        owners.setdefault(id(parameter), set()).add(max(around, key=len, default=""))
+        in_norms[id(parameter)] = name.rpartition(".")[0] in norms and in_norms.get(id(parameter), True)
+    contents: dict[tuple[str, bool, torch.dtype], dict[str, nn.Parameter]] = {}
+    for path in ["", *chosen]:
+        for name, parameter in module.named_parameters():
+            owner = owners[id(parameter)]
+            if (owner.copy().pop() if len(owner) == 1 else "") == path:
+                its = torch.float32 if in_norms[id(parameter)] else dtype
+                contents.setdefault((path, parameter.requires_grad, its), {})[name] = parameter
+    return [
+        Unit(
+            (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)"),
+            chosen.get(path) if path else None,
+            named,
+            comm,
+            inside,
+            its,
+            group_by,
+        )
+        for (path, trains, its), named in contents.items()
+    ]
+
+
+def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children of each ModuleList or Sequential whose children are of one type: (path, child)."""
+    children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+    kinds = {type(child) for _, child in children}
+    repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) == 1
+    if repeated and not kinds & {nn.ModuleList, nn.ModuleDict}:  # which are never called themselves
+        yield from children
+    else:
+        for child_path, child in children:
+            yield from repeated_blocks(child, child_path)
