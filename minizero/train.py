@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,11 +23,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from minizero import cli, report
 from minizero.engines import STAGES
-from minizero.memory import CATEGORIES, Ledger, predict, predict_sent
+from minizero.measure import Measured
+from minizero.memory import predict, predict_sent
 from minizero.memory.estimate import check_memory, estimate
 from minizero.models.gpt import ATTENTIONS, GPT, RECOMPUTE, GPTConfig
 from minizero.models.text import TEXT, read_text, windows
-from minizero.ranks.collectives import all_gather, all_reduce
+from minizero.ranks.collectives import all_reduce
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World
 
@@ -54,56 +54,32 @@ def batches(text: torch.Tensor, job: Job, rank: int, world_size: int) -> Iterato
 
 
 def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[..., None]) -> dict[str, Any]:
-    """Train under one stage, and measure: returns a run as `report` describes it.
-
-    A ledger watches every other step, on one rank at a time; the steps between give the time.
-    """
+    """Train under one stage, and measure: returns a run as `report` describes it."""
     model = STAGES[stage](GPT(job.config), comm, dtype=None if job.dtype == torch.float32 else job.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
-    always = job.steps < 2 * comm.size  # too few steps for the ranks to take turns
-    losses, seconds = [], []
+    measured, losses = Measured(model, optimizer, comm, job.steps), []
     for step, (x, y) in zip(range(job.steps), batches(text, job, comm.rank, comm.size)):
-        sent, start = comm.bytes_sent, time.perf_counter()
-        watched = always or step % (2 * comm.size) == 2 * comm.rank
-        with Ledger(model, optimizer) if watched else contextlib.nullcontext() as ledger:
-            loss = model(x.to(comm.device), y.to(comm.device))
+        with measured.step(step):
+            loss = model(x, y)
             loss.backward()
             optimizer.step()
-            if ledger is not None:
-                persistent = ledger.current
+            measured.between_steps(step)
             optimizer.zero_grad()
+            loss.item()  # waits until a GPU has done the step
 
-        loss.item()  # waits until a GPU has done the step
-        sent, spent = comm.bytes_sent - sent, time.perf_counter() - start
         losses.append(all_reduce(loss.detach(), comm, "mean").item())
-        if ledger is not None:
-            measured, peak = ledger, ledger.peak
-        elif step % 2 == 1:  # nobody watches
-            seconds.append(spent)
         if comm.rank == 0:
             tokens = comm.size * job.batch_size * job.config.sequence_length
-            show(step + 1, losses[-1], tokens / spent, peak["total"])
+            show(step + 1, losses[-1], tokens / measured.seconds, measured.peak["total"])
     total, root = job.config.count_parameters()
+    sent = predict_sent(total, comm.size, stage, n_root=root, bytes_each=job.dtype.itemsize)
     return {
         "stage": stage,
         "name": STAGES[stage].__name__,
         "losses": losses,
-        "step_seconds": median(seconds) if seconds else None,
-        "bytes_sent": sent,
-        "bytes_sent_formula": predict_sent(total, comm.size, stage, n_root=root, bytes_each=job.dtype.itemsize),
-        "ranks": gather_bytes(comm, persistent, peak),
+        "bytes_sent_formula": sent,
         "predicted": predict(total, comm.size, stage, dtype=job.dtype),
-        "curve": {"phase": [sample.phase for sample in measured.curve]}
-        | {key: [sample[key] for sample in measured.curve] for key in (*CATEGORIES, "total")},
-    }
-
-
-def gather_bytes(comm: Comm, persistent: dict[str, int], peak: dict[str, int]) -> list[dict[str, dict[str, int]]]:
-    """Every rank's bytes by category."""
-    keys = (*CATEGORIES, "total")
-    mine = torch.tensor([[held[key] for key in keys] for held in (persistent, peak)], device=comm.device)
-    rows = all_gather(mine, comm).view(comm.size, 2, len(keys)).tolist()
-    return [dict(zip(("persistent", "peak"), (dict(zip(keys, row)) for row in rank))) for rank in rows]
+    } | measured.results()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ FLOORS = [
     {"pictures", "recompute", "flash", "precision"},
     {"memory", "models", "report"},
     {"ranks", "schedules"},
-    {"engines", "cli"},
+    {"engines", "cli", "measure"},
     {"checkpoint", "accumulate", "simulate", "mixed_precision", "train", "grid", "one_step"},
 ]
 # From which file to which, each with its reason.

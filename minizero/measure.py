@@ -1,0 +1,72 @@
+"""What the main job measures while it trains: bytes held, bytes sent, seconds.
+
+A ledger slows the steps that it watches. So it watches every other step, on one rank at a time, and the steps between
+give the time.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import torch
+
+from minizero.memory import CATEGORIES, Ledger
+from minizero.ranks.collectives import all_gather
+from minizero.ranks.comm import Comm
+
+KEYS = (*CATEGORIES, "total")
+
+
+class Measured:
+    """Around the steps of a run. After a step: `seconds` and `sent` of it, `peak` of the last one watched."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, steps: int) -> None:
+        self.model, self.optimizer, self.comm = model, optimizer, comm
+        self.always = steps < 2 * comm.size  # too few steps for the ranks to take turns
+        self.seconds, self.sent = 0.0, 0
+        self.unwatched: list[float] = []  # seconds of the steps that no ledger watched
+        self.ledger: Ledger | None = None  # of the step that runs, or of the last one watched
+        self.persistent: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around one step. The step must wait for a GPU itself."""
+        sent, start = self.comm.bytes_sent, time.perf_counter()
+        if self.watches(number):
+            with Ledger(self.model, self.optimizer) as self.ledger:
+                yield
+        else:
+            yield
+        self.seconds, self.sent = time.perf_counter() - start, self.comm.bytes_sent - sent
+        if number % 2 == 1 and not self.watches(number):
+            self.unwatched.append(self.seconds)
+
+    def watches(self, number: int) -> bool:
+        """Is it this rank's turn?"""
+        return self.always or number % (2 * self.comm.size) == 2 * self.comm.rank
+
+    def between_steps(self, number: int) -> None:
+        """To be called between optimizer.step() and zero_grad(), when only what lasts is held, and gradients."""
+        if self.watches(number) and self.ledger is not None:
+            self.persistent = self.ledger.current
+
+    @property
+    def peak(self) -> dict[str, int]:
+        assert self.ledger is not None
+        return self.ledger.peak
+
+    def results(self) -> dict[str, Any]:
+        """As `report` describes them. Collective."""
+        assert self.ledger is not None
+        mine = torch.tensor([[held[key] for key in KEYS] for held in (self.persistent, self.peak)])
+        rows = all_gather(mine.to(self.comm.device), self.comm).view(self.comm.size, 2, len(KEYS)).tolist()
+        curve = self.ledger.curve
+        return {
+            "step_seconds": median(self.unwatched) if self.unwatched else None,
+            "bytes_sent": self.sent,
+            "ranks": [dict(zip(("persistent", "peak"), (dict(zip(KEYS, row)) for row in rank))) for rank in rows],
+            "curve": {"phase": [sample.phase for sample in curve]}
+            | {key: [sample[key] for sample in curve] for key in KEYS},
+        }
