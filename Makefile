@@ -8,24 +8,15 @@ STAMP_REAL := .venv/.installed-real
 .PHONY: exercises check hint watch solution reset gradebook
 
 help:   ## show this list
-	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n -e 's/^#: //p' -e 's/^\([a-z0-9]*\):[^#]*## /  \1	/p' $(MAKEFILE_LIST) | expand -t 14
 
-setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constraints.txt -e ".[dev]"
+#: Learn
 
 demo: setup  ## train with every ZeRO stage, figures in results/: python -m minizero.train --output results ; BREAK=forgot-divide shows a mistake
 	$(PY) -m $(if $(BREAK),tests.exercises.demo $(BREAK),minizero.train) --output results $(ARGS)
 
-quick: setup  ## the tests that end within a minute or two: python -m pytest -n 2
-	$(PY) -m pytest -n 2 $(ARGS)
-
-test: setup  ## every test that needs no GPU: python -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real"
-	$(PY) -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real" $(ARGS)
-
-real: $(STAMP_REAL)  ## train real models under every stage, in minutes: python -m pytest tests/real -m real -n 2
-	$(PY) -m pytest tests/real -m real -n 2 $(ARGS)
-
-portable: setup  ## on Linux, the quick tests as older and other processors sum, three runs: python -m tests.portable
-	$(PY) -m tests.portable $(ARGS)
+table1: setup  ## mixed precision against FP32, seven networks, up to half an hour: python -m minizero.mixed_precision --output results/table1
+	$(PY) -m minizero.mixed_precision --output results/table1 $(ARGS)
 
 notebooks: setup  ## run every notebook and keep what it shows: python -m tests.run_notebooks
 	$(PY) -m tests.run_notebooks $(ARGS)
@@ -36,23 +27,7 @@ slides: setup  ## slides from the notebooks, and a deck of 50 minutes, in result
 book: setup  ## the notebooks as pages to be read from disk, in results/book: python -m tests.publish book
 	$(PY) -m tests.publish book $(ARGS)
 
-exhaustive: setup  ## every 16-bit number there is, in minutes on 2 cores: python -m pytest -m exhaustive -n 2
-	$(PY) -m pytest -m exhaustive -n 2 $(ARGS)
-
-table1: setup  ## mixed precision against FP32, seven networks, up to half an hour: python -m minizero.mixed_precision --output results/table1
-	$(PY) -m minizero.mixed_precision --output results/table1 $(ARGS)
-
-soak: setup  ## the tests that run long to catch what is rare: python -m pytest -m soak
-	$(PY) -m pytest -m soak $(ARGS)
-
-bench: setup  ## the benchmarks: python -m tests.bench
-	$(PY) -m tests.bench $(ARGS)
-
-kernels: setup  ## compile the attention kernels for GPUs that are not here, and show what they take: python -m flash.compile
-	$(PY) -m flash.compile $(ARGS)
-
-gpu: $(if $(GPU_PYTHON),,setup)  ## on a machine with a GPU, tests and benchmarks into OUT=folder, PART=tests|flash|memory|train|notebooks: python -m tests.bench.gpu
-	$(or $(GPU_PYTHON),$(PY)) -m tests.bench.gpu $(if $(OUT),--output $(OUT)) $(if $(PART),--part $(PART)) $(ARGS)
+#: The course
 
 exercises: setup  ## the course: all exercises, and where you are: python -m tests.exercises list
 	@$(PY) -m tests.exercises list
@@ -75,6 +50,28 @@ reset: setup  ## begin an exercise anew, make reset E=05: python -m tests.exerci
 gradebook: setup  ## for lecturers: check submissions, DIR=folder: python -m tests.exercises gradebook folder
 	@$(PY) -m tests.exercises gradebook $(DIR)
 
+#: Develop
+
+setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constraints.txt -e ".[dev]"
+
+quick: setup  ## the tests that end within a minute or two: python -m pytest -n 2
+	$(PY) -m pytest -n 2 $(ARGS)
+
+test: setup  ## every test that needs no GPU: python -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real"
+	$(PY) -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real" $(ARGS)
+
+real: $(STAMP_REAL)  ## train real models under every stage, in minutes: python -m pytest tests/real -m real -n 2
+	$(PY) -m pytest tests/real -m real -n 2 $(ARGS)
+
+portable: setup  ## on Linux, the quick tests as older and other processors sum, three runs: python -m tests.portable
+	$(PY) -m tests.portable $(ARGS)
+
+exhaustive: setup  ## every 16-bit number there is, in minutes on 2 cores: python -m pytest -m exhaustive -n 2
+	$(PY) -m pytest -m exhaustive -n 2 $(ARGS)
+
+soak: setup  ## the tests that run long to catch what is rare: python -m pytest -m soak
+	$(PY) -m pytest -m soak $(ARGS)
+
 lint: setup  ## python -m ruff check . ; python -m ruff format --check . ; python -m mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -84,7 +81,19 @@ clean:  ## remove caches and builds; .venv and results/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
+#: Measure
+
+bench: setup  ## the benchmarks: python -m tests.bench
+	$(PY) -m tests.bench $(ARGS)
+
+kernels: setup  ## compile the attention kernels for GPUs that are not here, and show what they take: python -m flash.compile
+	$(PY) -m flash.compile $(ARGS)
+
+gpu: $(if $(GPU_PYTHON),,setup)  ## on a machine with a GPU, tests and benchmarks into OUT=folder, PART=tests|flash|memory|train|notebooks: python -m tests.bench.gpu
+	$(or $(GPU_PYTHON),$(PY)) -m tests.bench.gpu $(if $(OUT),--output $(OUT)) $(if $(PART),--part $(PART)) $(ARGS)
+
 # The stamp is newer than both files once an installation has succeeded.
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minizero needs Python 3.11 or newer; " + sys.executable + " is " + sys.version.split()[0] + ". Try: make setup PYTHON=python3.12")'
 	@echo "Installing into .venv: downloads about 0.5 GB with a CPU build of torch, about 3 GB on Linux from the default index (torch brings CUDA). PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are respected."
