@@ -7,6 +7,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("minizero", "flash", "precision")
 # From the ground up. A room is a folder of `minizero`, a file beside them, or one of the other two packages.
 FLOORS = [
+    {"torch_private"},
     {"pictures", "recompute", "flash", "precision"},
     {"memory", "models", "report"},
     {"ranks", "schedules"},

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from minizero import torch_private
 from minizero.engines.norms import compute_in_fp32, keeps_statistics
 from minizero.engines.refused import check_compiled, check_frozen, check_module, check_unchanged, mark
 from minizero.engines.shards import GroupBy
@@ -164,7 +165,7 @@ class Engine(Wrapped, abc.ABC):
         not_alone("the model")
         check_frozen(type(self).__name__, self.units)
         check_compiled(self, [unit.module or self.module for unit in self.units])
-        if self.backward is not None and torch._C._current_graph_task_id() == -1:  # the last backward raised
+        if self.backward is not None and torch_private.current_backward() == -1:  # the last backward raised
             self.backward = None
             self.release_all()
             for unit in self.in_order:

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from minizero import torch_private
+
 
 def keeps_statistics(module: nn.Module) -> bool:
     """Does it keep running statistics, as batch norms do? They are FP32 buffers, and need FP32 inputs and weights."""
     names = [name for name, _ in module.named_buffers(recurse=False)]
-    its_own = isinstance(module, nn.modules.batchnorm._NormBase) or not [*module.children()]  # not its parts'
+    its_own = isinstance(module, torch_private.BatchNorm) or not [*module.children()]  # not its parts'
     return its_own and any(name.startswith("running_") for name in names)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from minizero import torch_private
 from minizero.engines.elementwise import CannotTry, attributes_of, is_plain, needs_whole_tensors, settings_of
 from minizero.engines.unit import Unit
 
@@ -55,7 +56,7 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in} already: wrap a fresh module")
         if parameter.numel() == 0:
             raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
-        other = owners.setdefault((parameter.untyped_storage()._cdata, parameter.storage_offset()), name)
+        other = owners.setdefault((torch_private.storage_id(parameter), parameter.storage_offset()), name)
         if other != name:
             raise ValueError(
                 f"{stage}: {name} and {other} are two parameters in one memory, and would be trained apart: "
@@ -86,9 +87,9 @@ def check_compiled(engine: Any, modules: Iterable[nn.Module]) -> None:
     used_by = {unit.module for unit in engine.units}
     for module in modules if engine.frees_replicas else ():
         inside: set[Any] = set()
-        if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile(): its hooks are in it, too
+        if torch_private.is_compiled(module):  # module.compile(): its hooks are in it, too
             inside = set(module.modules()) | ({None} if module is engine.module else set())
-        elif hasattr(module, "_orig_mod"):  # torch.compile(module): its hooks are around it
+        elif torch_private.is_compiled_inside(module):  # torch.compile(module): its hooks are around it
             inside = set(module.modules()) - {module}
         if inside & used_by:
             raise ValueError(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero import torch_private
 from minizero.engines.refused import check_unchanged
 from minizero.engines.unit import Unit
 
@@ -39,7 +40,7 @@ class Use:
     def __init__(self, engine: Any, unit: Unit, given: Any) -> None:
         self.engine, self.unit = engine, unit
         self.version = unit.version  # of the master that the replica was made from
-        self.began = torch._C._autograd._get_sequence_nr()  # each thread numbers its operations
+        self.began = torch_private.next_operation()  # each thread numbers its operations
         self.inputs = {id(x): x._version for x in tensors_in(given) if x.grad_fn is not None}
         self.opened = self.closed = -1
 
@@ -65,7 +66,7 @@ class Use:
 
     def made(self, tensor: torch.Tensor | None) -> bool:
         """Did an operation of this use, or a later one, make the tensor?"""
-        return tensor is not None and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.began
+        return tensor is not None and torch_private.operation_of(tensor) >= self.began
 
     def open(self, _: Any) -> None:
         backward = self.engine.begin_backward()
@@ -104,7 +105,7 @@ class Backward:
         for unit in self.engine.roots:  # an earlier backward of the same forward may have released them
             self.engine.do(self.engine.when.gather, unit)
         # Autograd calls this when the whole backward is over; only its own engine knows when.
-        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+        torch_private.call_at_end_of_backward(self.end)
 
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
         """The gradient of the unit's parameter `number` has come."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero import torch_private
 from minizero.engines.engine import Engine
 from minizero.engines.hybrid import average_in_two_steps, groups
 from minizero.engines.offload import to_host
@@ -53,7 +54,7 @@ class Zero3(Engine):
         super().__init__(module, comm, **options)
         self.ahead = Ahead(self, prefetch) if prefetch else None  # gathers and reduces beside the computation
 
-    @torch._disable_dynamo  # what `torch.compile` around the engine would trace comes and goes
+    @torch_private.not_compiled  # what `torch.compile` around the engine would trace comes and goes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
