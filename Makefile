@@ -18,14 +18,14 @@ demo: setup  ## train with every ZeRO stage, figures in results/: python -m mini
 table1: setup  ## mixed precision against FP32, seven networks, up to half an hour: python -m minizero.mixed_precision --output results/table1
 	$(PY) -m minizero.mixed_precision --output results/table1 $(ARGS)
 
-notebooks: setup  ## run every notebook and keep what it shows: python -m tests.run_notebooks
-	$(PY) -m tests.run_notebooks $(ARGS)
+notebooks: setup  ## run every notebook and keep what it shows: python -m notebooks.tools.run
+	$(PY) -m notebooks.tools.run $(ARGS)
 
-slides: setup  ## slides from the notebooks, and a deck of 50 minutes, in results/slides: python -m tests.publish slides
-	$(PY) -m tests.publish slides $(ARGS)
+slides: setup  ## slides from the notebooks, and a deck of 50 minutes, in results/slides: python -m notebooks.tools.publish slides
+	$(PY) -m notebooks.tools.publish slides $(ARGS)
 
-book: setup  ## the notebooks as pages to be read from disk, in results/book: python -m tests.publish book
-	$(PY) -m tests.publish book $(ARGS)
+book: setup  ## the notebooks as pages to be read from disk, in results/book: python -m notebooks.tools.publish book
+	$(PY) -m notebooks.tools.publish book $(ARGS)
 
 #: The course
 

@@ -2,13 +2,9 @@
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # A shell lets the jobs in its background ignore Ctrl-C, and their children too, which are to hear it here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

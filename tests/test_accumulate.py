@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import SMALL, STAGES, batch, relative_error, run
 from torch import nn
 from torch.nn import functional as F
 
 from minizero import DDP, GPT, GPTConfig, RankFailed, Zero3
 from minizero.accumulate import accumulate
 from minizero.memory import Ledger, predict_sent
+from tests.support.helpers import SMALL, STAGES, batch, relative_error, run
 
 IGNORED = -100
 

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from run_notebooks import FOLDER, execute
+
+from notebooks.tools.run import FOLDER, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # A home, a checkout, a temporary folder, an installed package: places that exist on one machine only.

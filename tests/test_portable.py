@@ -21,5 +21,5 @@ def test_a_setting_without_effect_is_named():
 
 def test_no_test_to_run_is_an_error():
     """Its selection cannot become empty unseen: of a file without numbers nothing is left."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", portable.MARKS, "tests/test_simulate_cli.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", portable.MARKS, "tests/simulate/test_cli.py"]
     assert subprocess.run(command, capture_output=True, timeout=600).returncode == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -6,8 +6,8 @@ import shutil
 import subprocess
 
 import pytest
-from publish import DECK_SLIDES, FOLDER, book, slides
 
+from notebooks.tools.publish import DECK_SLIDES, FOLDER, book, slides
 from tests.exercises.course import COURSE
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -8,8 +8,8 @@ import time
 
 import nbformat
 
+from notebooks.tools.run import FOLDER, execute
 from tests.bench.gpu_tools import card, machine, main
-from tests.run_notebooks import FOLDER, execute
 
 
 def run_one(path, folder):

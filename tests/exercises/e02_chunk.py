@@ -11,7 +11,7 @@ import torch
 from minizero import World, Zero3
 from minizero.engines import unit
 from tests.exercises.kit import fail, ranks, recognise, wrong
-from tests.helpers import SMALL, batch
+from tests.support.helpers import SMALL, batch
 
 PLAN = ["Cut `flat` into as many equal pieces as there are ranks in self.comm.", "Return this rank's, as a view."]
 HINTS = [

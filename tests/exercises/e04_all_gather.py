@@ -13,7 +13,7 @@ from minizero import GPT, Zero3
 from minizero.memory import Ledger
 from minizero.ranks import collectives
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
-from tests.helpers import SMALL, batch
+from tests.support.helpers import SMALL, batch
 
 PLAN = [
     "Who is on the left, who on the right? Modulo comm.size.",

@@ -10,7 +10,7 @@ import torch
 from minizero import GPT
 from minizero.memory import Ledger
 from tests.exercises.kit import fail
-from tests.helpers import SMALL, batch, plain, relative_error, train
+from tests.support.helpers import SMALL, batch, plain, relative_error, train
 
 __all__ = ["SMALL", "Step", "batch", "check_training", "local_gradients", "one_step", "plain", "train", "vector"]
 

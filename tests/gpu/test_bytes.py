@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from device import CUDA, DEVICE, marks, size
 
 from minizero import DDP, GPT, GPTConfig, World, Zero3
 from minizero.memory import Ledger
 from minizero.memory.allocators import compare
 from precision import FP16
+from tests.gpu.device import CUDA, DEVICE, marks, size
 
 pytestmark = marks
 # Wide enough for what the allocator rounds up, and what operators take in passing, to be little beside it.

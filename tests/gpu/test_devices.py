@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from device import DEVICE, marks, needs_gpu
+
+from tests.gpu.device import DEVICE, marks, needs_gpu
 
 pytestmark = [*marks, needs_gpu("a second device")]
 

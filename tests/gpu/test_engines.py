@@ -7,14 +7,14 @@ import sys
 
 import pytest
 import torch
-from device import CUDA, DEVICE, marks, needs_gpu, size
-from helpers import STAGES, batch
 
 from minizero import DDP, GPT, GPTConfig, World, Zero3
 from minizero.accumulate import accumulate
 from minizero.checkpoint import load, save
 from minizero.ranks.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from precision import DynamicLossScaler, StaticLossScaler
+from tests.gpu.device import CUDA, DEVICE, marks, needs_gpu, size
+from tests.support.helpers import STAGES, batch
 
 pytestmark = marks
 CONFIG = GPTConfig(vocabulary=64, sequence_length=16, width=size(256, 32), layers=3, heads=2)

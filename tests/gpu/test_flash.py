@@ -4,18 +4,18 @@ import functools
 
 import pytest
 import torch
-from device import CUDA, DEVICE, marks, needs_gpu, size
-from flash_cases import HEAD_DIMS, LENGTHS, cases, check_accuracy
 from hypothesis import given, seed, settings
 
 from flash import attention_reference, flash_attention, flash_attention_varlen
+from tests.gpu.device import CUDA, DEVICE, marks, needs_gpu, size
+from tests.support.flash_cases import HEAD_DIMS, LENGTHS, cases, check_accuracy
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from flash import kernels  # noqa: E402
 from tests.bench.gpu_tools import most_bytes  # noqa: E402
 
 if CUDA:  # what holds under the interpreter holds here as well
-    from test_flash_kernels import (  # noqa: F401
+    from tests.flash.test_kernels import (  # noqa: F401
         test_any_length_and_dtype,
         test_bands_of_nan_around_every_buffer_stay_outside,
         test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others,

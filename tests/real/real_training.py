@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from real_models import MODELS, Batch, batches, model
 from torch import nn
 
 from minizero import DDP, Comm, World, Zero1, Zero2, Zero3
+from tests.real.real_models import MODELS, Batch, batches, model
 
 VARIANTS: dict[str, Callable[..., Any]] = {
     "DDP": DDP,

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from real_models import STEPS, batches, model
-from real_training import by_engine, by_hand, close
 from torch.nn.functional import pad
 
 from flash import flash_attention, flash_attention_varlen
+from tests.real.real_models import STEPS, batches, model
+from tests.real.real_training import by_engine, by_hand, close
 
 pytestmark = pytest.mark.real
 CAUSAL = ("GPT-2", "Llama", "Llama with LoRA", "Mixtral")

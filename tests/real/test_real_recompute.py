@@ -3,12 +3,12 @@
 import functools
 
 import pytest
-from real_models import MODELS, STEPS
-from real_training import by_engine, nothing, same_bits
 from torch import nn
 
 from minizero.engines.units import repeated_blocks
 from minizero.recompute import Checkpointed, checkpoint
+from tests.real.real_models import MODELS, STEPS
+from tests.real.real_training import by_engine, nothing, same_bits
 
 pytestmark = pytest.mark.real
 VARIANTS = ("DDP", "Zero3", "Zero3, prefetch=0")

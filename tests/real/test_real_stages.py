@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from real_models import MODELS
-from real_training import MARGIN, VARIANTS, by_engine, by_hand, close, ddp, same_bits
+
+from tests.real.real_models import MODELS
+from tests.real.real_training import MARGIN, VARIANTS, by_engine, by_hand, close, ddp, same_bits
 
 pytestmark = pytest.mark.real
 STAGES = ("Zero1", "Zero2", "Zero3")

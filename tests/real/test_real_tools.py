@@ -5,12 +5,12 @@ import functools
 
 import pytest
 import torch
-from real_models import MODELS, batches, model
-from real_training import VARIANTS, by_engine, close
 from safetensors.torch import load_file
 
 from minizero import World
 from minizero.accumulate import accumulate
+from tests.real.real_models import MODELS, batches, model
+from tests.real.real_training import VARIANTS, by_engine, close
 
 pytestmark = pytest.mark.real
 PRETRAINED = [name for name in MODELS if name not in ("LSTM", "Llama with LoRA")]

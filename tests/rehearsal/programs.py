@@ -6,7 +6,6 @@ import json
 import linecache
 import re
 import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -147,8 +146,7 @@ def demo():
 
 def gpu():
     """tests/gpu, at the sizes at which they are tried on a CPU."""
-    sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "tests")]
-    importlib.import_module("device").size = lambda on_gpu, on_cpu: on_cpu
+    importlib.import_module("tests.gpu.device").size = lambda on_gpu, on_cpu: on_cpu
     left_out = [f"--deselect=tests/gpu/{name}" for name in GPU_TESTS]
     options = ["tests/gpu", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
     assert pytest.main([*options, *left_out], [ByValue()]) == 0, "a test of tests/gpu failed on the pretend GPUs"

@@ -1,0 +1,39 @@
+"""Execute notebooks: `python -m notebooks.tools.run` runs all of them in place, and what they show is committed.
+
+What differs between two machines and says nothing (times of cells, the kernel's version) is left out.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1]
+PATIENCE = 1800  # for a cell: what takes longer hangs
+
+
+def execute(path):
+    """The notebook, executed in its own folder; an error in a cell is raised with its traceback."""
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(path.parent)}}).execute()
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    return notebook
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m notebooks.tools.run", description=__doc__)
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all")
+    paths = parser.parse_args().notebooks or sorted(FOLDER.glob("*.ipynb"))
+    for path in paths:
+        start = time.monotonic()
+        nbformat.write(execute(path), path)
+        print(f"{path.name}: {time.monotonic() - start:.0f} s, {path.stat().st_size / 2**20:.2f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

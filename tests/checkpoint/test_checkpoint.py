@@ -1,0 +1,234 @@
+"""No crash, full disk or damaged file leaves anything but a whole checkpoint, or an error on every rank."""
+
+import itertools
+import json
+import os
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import DDP, CollectiveMismatch, RankFailed, Zero1, Zero3
+from minizero.checkpoint import CheckpointError, NoCheckpoint, load, save, saved
+from tests.support.checkpoints import error_of, full_states, wrap
+from tests.support.helpers import run
+
+
+class Tiny(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        with torch.no_grad():
+            self.weight.fill_(0.0)
+            self.bias.fill_(0.0)
+
+
+def tiny_save(comm, folder, value):
+    """A checkpoint in which all is `value`."""
+    model, optimizer = wrap(comm, Zero3, Tiny)
+    with torch.no_grad():
+        for shard in model.parameters():
+            shard.fill_(value)
+            optimizer.state[shard] = {"step": torch.tensor(float(value)), "exp_avg": shard.clone()}
+    save(folder, model, optimizer, value)
+
+
+def tiny_load(comm, folder):
+    """The value of that checkpoint, which must be whole."""
+    model, optimizer = wrap(comm, Zero3, Tiny)
+    value = load(folder, model, optimizer)
+    states = full_states(model, optimizer)
+    assert len(states) == 6 and all((tensor == value).all() for tensor in states.values())
+    return value
+
+
+class Crash(BaseException):
+    pass
+
+
+class Crashing:
+    """The machine stops before the n-th operation on the file system; the hook cannot be taken out again."""
+
+    def __init__(self):
+        self.left, self.log = None, []
+        sys.addaudithook(self.hook)
+
+    def hook(self, event, args):
+        if self.left is not None and event.split(".")[0] in ("os", "open", "shutil"):
+            if threading.current_thread().name.startswith("rank ") and not str(args[0]).endswith(".py"):
+                self.left -= 1
+                self.log.append((event, str(args[:2])))
+                if self.left < 0:
+                    raise Crash(event)
+
+
+def test_a_crash_before_any_operation_leaves_a_whole_checkpoint(tmp_path):
+    run(2, tiny_save, tmp_path, 1)
+    crashing, found = Crashing(), []
+    for operation in itertools.count():
+        run(2, tiny_save, tmp_path, 1)
+        (tmp_path / "shards-of-step-0-left").mkdir()
+        (tmp_path / "shards-of-step-0-left" / "rank-0.safetensors").write_text("over")
+        crashing.left, crashing.log = operation, []
+        try:
+            run(2, tiny_save, tmp_path, 2)
+            break
+        except RankFailed as error:
+            assert isinstance(error.__cause__, Crash)
+        finally:
+            crashing.left = None
+        found += run(2, tiny_load, tmp_path)[:1]
+    assert sum(event == "os.rename" for event, _ in crashing.log) == 1
+    assert found == [1] * found.count(1) + [2] * found.count(2)
+    assert found.count(1) > 10 and found.count(2) > 5
+    assert len(list(tmp_path.iterdir())) == 2  # the index, and one folder
+
+
+def test_all_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    log = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), log.append(os.fstat(file).st_ino)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (log.append("rename"), replace(*paths)))
+    run(2, tiny_save, tmp_path, 1)
+    (data,) = tmp_path.glob("shards*")
+    before, after = log[: log.index("rename")], log[log.index("rename") + 1 :]
+    assert {path.stat().st_ino for path in [*data.iterdir(), data, tmp_path, tmp_path / "index.json"]} == {*before}
+    assert after == [tmp_path.stat().st_ino]
+
+
+def half_a_file(tensors, path):
+    path.write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("world_size, at", [(2, 0), (3, 1)])
+def test_a_rank_that_cannot_write_fails_all_and_the_old_one_stands(world_size, at, tmp_path, monkeypatch):
+    def here(fails, works):
+        def call(*args):
+            return (fails if threading.current_thread().name == f"rank {at}" else works)(*args)
+
+        return call
+
+    run(world_size, tiny_save, tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(saved, "save_file", here(half_a_file, saved.save_file))
+        errors = run(world_size, lambda comm: error_of(tiny_save, comm, tmp_path, 2))
+    for rank, error in enumerate(errors):
+        assert isinstance(error, CheckpointError) and f"rank {at} failed: [Errno 28] No space left" in str(error)
+        assert isinstance(error.__cause__, OSError) == (rank == at)
+    assert run(world_size, tiny_load, tmp_path) == world_size * [1]
+    there = []
+    with monkeypatch.context() as patch:
+        write = saved.save_file
+        patch.setattr(saved, "save_file", lambda *a: (there.append(len([*tmp_path.glob("shards*")])), write(*a)))
+        run(world_size, tiny_save, tmp_path, 3)
+    assert there == world_size * [2]  # what had failed is gone before anything new is written: the disk may be full
+    assert run(world_size, tiny_load, tmp_path) == world_size * [3]
+    assert len(list(tmp_path.iterdir())) == 2
+
+    (tmp_path / "file").write_text("")
+    errors = run(world_size, lambda comm: error_of(tiny_save, comm, tmp_path / "file", 2))
+    assert all(isinstance(e, CheckpointError) and "rank 0 failed: [Errno 17] File exists" in str(e) for e in errors)
+
+
+def damage(folder, how):
+    index = folder / "index.json"
+    file = folder / json.loads(index.read_text())["data"] / "rank-1.safetensors"
+    whole = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    elif how == "truncated":
+        file.write_bytes(whole[:-1])
+    elif how == "incomplete":
+        saved = json.loads(index.read_text())
+        del saved["files"][file.name]
+        index.write_text(json.dumps(saved))
+    elif how == "flipped":
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    else:
+        index.write_text(index.read_text()[:-20])
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "incomplete", "index"])
+def test_a_damaged_checkpoint_is_an_error_on_every_rank(how, tmp_path):
+    run(2, tiny_save, tmp_path, 1)
+    damage(tmp_path, how)
+
+    def job(comm):
+        model, optimizer = wrap(comm, Zero3, Tiny)
+        return error_of(load, tmp_path, model, optimizer), model.gather_state_dict()
+
+    for error, state in run(3, job):
+        assert type(error) is CheckpointError
+        words = {"index": "index.json is damaged", "incomplete": "elements of its parameter are in no file"}
+        assert words.get(how, "rank-1.safetensors") in str(error)
+        assert all((tensor == 0).all() for tensor in state.values())  # nothing was loaded
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    run(2, tiny_save, tmp_path / "tiny", 1)
+
+    def attempt(comm, make=Tiny, optimizer=torch.optim.AdamW, folder="tiny", stage=Zero1):
+        model, optimizer = wrap(comm, stage, make, optimizer)
+        error = error_of(load, tmp_path / folder, model, optimizer)
+        assert not optimizer.state
+        return error
+
+    def renamed():
+        return nn.Sequential(nn.Linear(3, 3))
+
+    def larger():
+        return nn.Linear(3, 4)
+
+    def with_buffer():
+        module = Tiny()
+        module.register_buffer("mean", torch.zeros(1))
+        return module
+
+    def frozen():
+        module = Tiny()
+        module.bias.requires_grad_(False)
+        return module
+
+    def elsewhere(comm):
+        return attempt(comm, folder="nowhere" if comm.rank == 1 else "tiny")
+
+    for call, kind, words in [
+        (
+            lambda comm: attempt(comm, renamed),
+            CheckpointError,
+            "parameters .* has not: 0.bias, 0.weight",
+        ),
+        (lambda comm: attempt(comm, larger), CheckpointError, r"weight has shape \(3, 3\) in"),
+        (lambda comm: attempt(comm, with_buffer), CheckpointError, "buffers that the checkpoint has not: mean"),
+        (lambda comm: attempt(comm, frozen), CheckpointError, "optimizer's parameters of the checkpoint .*: bias"),
+        (lambda comm: attempt(comm, optimizer=torch.optim.Adam), CheckpointError, "is of AdamW, not Adam"),
+        (lambda comm: attempt(comm, folder="nowhere"), NoCheckpoint, "nothing has been saved in .*nowhere"),
+        (elsewhere, CheckpointError, "rank 0 sees step 1 .*, rank 1 no checkpoint: give all ranks one folder"),
+    ]:
+        for error in run(2, call):
+            assert type(error) is kind
+            with pytest.raises(kind, match=words):
+                raise error
+
+    def bad_saves(comm):
+        model, optimizer = wrap(comm, Zero3, Tiny)
+        foreign = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+        whole, adafactor = wrap(comm, DDP, lambda: nn.Linear(8, 8), torch.optim.Adafactor)
+        whole(torch.ones(1, 8)).sum().backward()
+        adafactor.step()
+        return [
+            error_of(save, tmp_path, model.module, optimizer, 1),
+            error_of(save, tmp_path, model, foreign, 1),
+            error_of(save, tmp_path, whole, adafactor, 1),
+            error_of(save, tmp_path / f"{min(comm.rank, 1)}", model, optimizer, 1),
+            error_of(save, tmp_path, model, optimizer, comm.rank),
+        ]
+
+    for plain_module, foreign, adafactor, folders, steps_differ in run(3, bad_saves):
+        assert isinstance(plain_module, TypeError) and "must be wrapped" in str(plain_module)
+        assert isinstance(foreign, ValueError) and "from this wrapped model's parameters()" in str(foreign)
+        assert isinstance(adafactor, CheckpointError) and "Adafactor keeps for weight a row_var" in str(adafactor)
+        assert isinstance(folders, CheckpointError) and "rank 1 failed" in str(folders)
+        assert isinstance(steps_differ, CollectiveMismatch) and "step 0" in str(steps_differ)

@@ -1,0 +1,318 @@
+"""What was saved is read by others: other stages, world sizes, factors, units, groups; and training goes on."""
+
+import json
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from minizero import DDP, GPT, Zero1, Zero2, Zero3
+from minizero.checkpoint import CheckpointError, load, save
+from tests.support.checkpoints import error_of, full_states, same, scrambled, steps, wrap
+from tests.support.helpers import SMALL, STAGES, plain, relative_error, run
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_training_goes_on_bit_for_bit(stage, dtype, tmp_path):
+    def job(comm):
+        model, optimizer = wrap(comm, stage, dtype=dtype)
+        steps(model, optimizer, range(3))
+        save(tmp_path / "new" / "folder", model, optimizer, 3)
+        expected = steps(model, optimizer, range(3, 6)), full_states(model, optimizer)
+        again, optimizer = wrap(comm, stage, scrambled, dtype=dtype, lr=123.0)
+        assert load(str(tmp_path / "new" / "folder"), again, optimizer) == 3
+        return expected, (steps(again, optimizer, range(3, 6)), full_states(again, optimizer))
+
+    for (losses, states), (losses_again, states_again) in run(3, job):
+        assert losses == losses_again
+        assert same(states, states_again)
+        assert len(states) > 3 * len(GPT(SMALL).state_dict())
+
+
+PLACES = [
+    (Zero3, 4, None),
+    (Zero1, 3, None),
+    (DDP, 2, None),
+    (Zero3, 4, 2),
+    (Zero3, 3, None),
+    (Zero3, 2, 1),
+    (Zero2, 1, None),
+    (Zero3, 4, 2),
+    (DDP, 3, None),
+    (Zero2, 4, None),
+]
+
+
+def test_a_journey_through_stages_world_sizes_and_factors(tmp_path):
+    """Two steps in each place: what is loaded is bit for bit what was saved, and the losses are one process's."""
+
+    def visit(comm, at, stage, factor):
+        model, optimizer = wrap(comm, stage, scrambled if at else lambda: GPT(SMALL), factor=factor, eps=1e-4)
+        if at:
+            assert load(tmp_path, model, optimizer) == at
+        arrived = full_states(model, optimizer)
+        losses = steps(model, optimizer, (at, at + 1))
+        save(tmp_path, model, optimizer, at + 2)
+        return arrived, losses, full_states(model, optimizer)
+
+    losses, left = [], None
+    for i, (stage, world_size, factor) in enumerate(PLACES):
+        results = run(world_size, visit, 2 * i, stage, factor)
+        for arrived, _, now in results:
+            assert left is None or same(arrived, left), (stage, world_size, factor)
+            assert same(now, results[0][2])
+        left = results[0][2]
+        losses += [sum(step) / world_size for step in zip(*(rank[1] for rank in results))]
+    expected, state = plain(2 * len(PLACES), eps=1e-4)
+    assert max(abs(a - b) / b for a, b in zip(losses, expected)) < 1e-6
+    assert relative_error(left, state) < 1e-6
+    assert relative_error(left, GPT(SMALL).state_dict()) > 1e-2  # something was trained
+
+
+class Odd(nn.Module):
+    """What makes cuts hard: parameters smaller than the world, without dimensions, tied, frozen, unused; buffers."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.inside, self.outside = nn.Linear(3, 5, bias=False), nn.Linear(5, 5)
+        self.tied, self.frozen, self.unused = nn.Linear(5, 5), nn.Linear(5, 3), nn.Linear(2, 1)
+        self.norm = nn.BatchNorm1d(5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+        self.tied.weight = self.outside.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.inside(x)))
+        return (self.frozen(self.tied(self.outside(x))) * self.scale - 1).square().mean()
+
+
+class OnlyThis(torch.optim.Optimizer):
+    """An optimizer as a student writes it: numbers among its states, which it has from the beginning."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        for p in self.param_groups[0]["params"]:
+            self.state[p].update(steps=0, decay=1.0, mean=torch.zeros_like(p))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] += 1
+                state["decay"] *= 0.9
+                state["mean"].mul_(0.9).add_(p.grad)
+                p.sub_(state["mean"] / (1 - state["decay"]), alpha=group["lr"])
+
+
+def odd_batch(step):
+    return (torch.randn(12, 3, generator=torch.Generator().manual_seed(step)),)
+
+
+@pytest.mark.parametrize(
+    "optimizer, options",
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adam, {"amsgrad": True, "fused": True}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.Rprop, {}),
+        (OnlyThis, {}),
+    ],
+)
+def test_odd_models_and_any_elementwise_optimizer(optimizer, options, tmp_path):
+    def job(comm, stage, at):
+        model, optimizer_here = wrap(comm, stage, Odd, optimizer, **options)
+        if at:
+            with torch.no_grad():
+                for tensor in model.module.buffers():
+                    tensor.fill_(99)
+            assert load(tmp_path, model, optimizer_here) == at
+        arrived = full_states(model, optimizer_here)
+        kinds = [{k: type(v) for k, v in optimizer_here.state.get(p, {}).items()} for p in model.parameters()]
+        steps(model, optimizer_here, range(at, at + 2), odd_batch)
+        save(tmp_path, model, optimizer_here, at + 2)
+        return arrived, full_states(model, optimizer_here), kinds, model.module.passing.tolist()
+
+    left = None
+    for at, (stage, world_size) in enumerate([(DDP, 2), (Zero3, 4), (Zero1, 3), (DDP, 1)]):
+        results = run(world_size, job, stage, 2 * at)
+        for arrived, _, kinds, passing in results:
+            assert left is None or same(arrived, left), (stage, world_size)
+            assert passing == ([99, 99] if at else [0, 0])
+            if at and optimizer is OnlyThis:
+                assert {"steps": int, "decay": float, "mean": torch.Tensor} in kinds
+        left = results[0][1]
+    if optimizer is OnlyThis:
+        assert left["scale/steps"] == 8
+    uninterrupted = {}
+
+    def whole(comm):
+        model, here = wrap(comm, DDP, Odd, optimizer, **options)
+        for at, world_size in enumerate([2, 4, 3, 1]):  # batch norm sees a rank's part only
+            steps_as_of(model, here, range(2 * at, 2 * at + 2), world_size)
+        uninterrupted.update(full_states(model, here))
+
+    run(1, whole)
+    for name, _ in Odd().named_parameters():
+        assert torch.allclose(left[name], uninterrupted[name], rtol=1e-4, atol=1e-5), name
+
+
+def steps_as_of(model, optimizer, which, world_size):
+    """The steps of `world_size` ranks, one part after the other on this one."""
+    for step in which:
+        for part in odd_batch(step)[0].chunk(world_size):
+            (model(part) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_units_groups_and_dtype_may_change(tmp_path):
+    def by_size(name, parameter):
+        return parameter.dim() > 1
+
+    def saves(comm):
+        model = Zero2(GPT(SMALL), comm, units=[], group_by=by_size)
+        groups = model.parameter_groups()
+        optimizer = torch.optim.AdamW(
+            [{"params": groups[True], "weight_decay": 0.5}, {"params": groups[False], "weight_decay": 0.0}], lr=1e-3
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        steps(model, optimizer, range(2))
+        scheduler.step()
+        save(tmp_path, model, optimizer, 2)
+        return full_states(model, optimizer), steps(model, optimizer, range(2, 4))
+
+    def loads(comm):
+        def group(name, parameter):
+            return "embeddings" if "positions" in name else by_size(name, parameter)
+
+        model = Zero3(scrambled(), comm, group_by=group)
+        groups = model.parameter_groups()  # three, in another order, one of them empty on some ranks
+        parts = [{"params": groups[group]} for group in (False, "embeddings", True)]
+        optimizer = torch.optim.AdamW(parts, lr=torch.tensor(1.0))
+        assert load(tmp_path, model, optimizer) == 2
+        decay = [g["weight_decay"] for g in optimizer.param_groups]
+        rates = [g["lr"] for g in optimizer.param_groups]
+        arrived = full_states(model, optimizer)
+        half = Zero1(scrambled(), comm, dtype=torch.bfloat16, group_by=by_size)
+        groups = half.parameter_groups()
+        other = torch.optim.AdamW([{"params": groups[True]}, {"params": groups[False]}])
+        load(tmp_path, half, other)
+        one, one_optimizer = wrap(comm, Zero3)
+        return (
+            (arrived, decay, rates, optimizer.param_groups[0]["betas"]),
+            full_states(half, other),
+            error_of(load, tmp_path, one, one_optimizer),
+            steps(model, optimizer, range(2, 4)),
+        )
+
+    left = run(2, saves)
+    results = run(3, loads)
+    for (arrived, decay, rates, betas), half, error, _ in results:
+        assert same(arrived, left[0][0]) and same(half, left[0][0])
+        assert decay == [0.0, 0.5, 0.5] and betas == (0.9, 0.999)
+        assert all(isinstance(rate, torch.Tensor) and rate == torch.tensor(5e-4) for rate in rates)
+        assert isinstance(error, CheckpointError) and "groups [0, 1] of the checkpoint" in str(error)
+    here, there = ([sum(step) / len(r) for step in zip(*r)] for r in ([r[1] for r in left], [r[3] for r in results]))
+    assert all(abs(a - b) / b < 1e-6 for a, b in zip(here, there))
+
+
+def test_before_the_first_step_there_are_no_states(tmp_path):
+    def job(comm):
+        model, optimizer = wrap(comm, Zero3)
+        save(tmp_path, model, optimizer, 0)
+        used, its_optimizer = wrap(comm, Zero2, scrambled)
+        steps(used, its_optimizer, range(2))
+        assert load(tmp_path, used, its_optimizer) == 0
+        return steps(model, optimizer, range(2)), steps(used, its_optimizer, range(2))
+
+    for fresh, again in run(2, job):
+        assert fresh == again
+
+
+@pytest.mark.parametrize(
+    "stage, world_size, factor", [(DDP, 4, None), (Zero1, 3, None), (Zero3, 4, None), (Zero3, 4, 2)]
+)
+def test_every_element_is_written_once_and_read_only_where_it_is_held(stage, world_size, factor, tmp_path, monkeypatch):
+    def job(comm):
+        model, optimizer = wrap(comm, stage, factor=factor)
+        steps(model, optimizer, range(1))
+        save(tmp_path, model, optimizer, 1)
+
+    run(world_size, job)
+    total = sum(p.numel() for p in GPT(SMALL).parameters())
+    files = sorted((tmp_path / json.loads((tmp_path / "index.json").read_text())["data"]).iterdir())
+    assert [file.name for file in files] == [f"rank-{rank}.safetensors" for rank in range(world_size)]
+    seen = {}
+    for path in files:
+        file, written = safe_open(path, framework="pt"), 0
+        for key in file.keys():  # noqa: SIM118
+            name, kind, elements = key.rsplit("/", 2)
+            if ":" in elements:
+                low, high = map(int, elements.split(":"))
+                for element in range(low, high):
+                    assert seen.setdefault((name, kind, element), path) is path
+                written += high - low
+        assert abs(written - 3 * total / world_size) <= 4 * 3 * world_size  # padding
+    assert len(seen) == 3 * total
+
+    read = [0, 0, 0]
+
+    class Counted:
+        def __init__(self, path, framework):
+            self.file = safe_open(path, framework=framework)
+            self.keys, self.get_tensor = self.file.keys, self.file.get_tensor
+
+        def get_slice(self, key):
+            stored = self.file.get_slice(key)
+
+            class Slice:
+                def __getitem__(self, where):
+                    read[int(threading.current_thread().name.split()[1])] += where.stop - where.start
+                    return stored[where]
+
+            return Slice()
+
+    monkeypatch.setattr("minizero.checkpoint.resharding.safe_open", Counted)
+    run(3, lambda comm: load(tmp_path, *wrap(comm, Zero3)))
+    assert sum(read) == 3 * total and max(read) - min(read) <= 3 * 3 * 4
+
+
+def test_states_of_one_shard_must_be_of_one_step(tmp_path):
+    """Parameters that have been stepped differently often need a `group_by` that keeps them apart."""
+
+    def saves(comm):
+        model = DDP(nn.Linear(3, 3), comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for shards in ([0, 1], [1]):
+            model(torch.ones(1, 3)).sum().backward()
+            for i, shard in enumerate(model.parameters()):
+                shard.grad = shard.grad if i in shards else None
+            optimizer.step()
+            optimizer.zero_grad()
+        save(tmp_path, model, optimizer, 2)
+
+    def loads(comm, group_by):
+        model = Zero3(nn.Linear(3, 3), comm, group_by=group_by)
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = model.gather_state_dict()
+        error = error_of(load, tmp_path, model, optimizer)
+        assert (error is None) != same(before, model.gather_state_dict())
+        return error, {name: float(optimizer.state[p]["step"]) for name, p in model.named_parameters() if error is None}
+
+    run(2, saves)
+    for error, _ in run(2, loads, None):
+        assert isinstance(error, CheckpointError) and "has not been stepped as often as" in str(error)
+    for found in run(2, loads, lambda name, parameter: name):  # rank 0's shard of the bias is empty, and stepped, too
+        assert found == (None, {"root.weight": 1.0, "root.bias": 2.0})

@@ -1,0 +1,93 @@
+"""torch.compile before, in and around each stage: the bits without it, or a refusal that says what to do."""
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
+from tests.support.helpers import SMALL, batch, run
+
+
+def compile_blocks(model, backend):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend=backend)
+    return model
+
+
+def compile_blocks_in_place(model, backend):
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def compile_in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+def compile_around(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+def nothing(model, backend):
+    return model
+
+
+REFUSED = {"blocks in place": compile_blocks_in_place, "in place": compile_in_place, "around": compile_around}
+
+
+def losses(comm, stage, before=nothing, between=nothing, after=nothing, backend="aot_eager"):
+    """before, after: of the module, wrapped and not. between: of its parts, once it is wrapped."""
+    torch._dynamo.reset()
+    module = GPT(SMALL)
+    engine = stage(before(module, backend), comm)
+    between(module, backend)
+    call = after(engine, backend)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+    found = []
+    for step in range(2):
+        loss = call(*batch(step, size=2))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def run_one(*args, **kwargs):
+    return World(1, device="cpu", timeout=120).run(losses, *args, **kwargs)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("stage", [DDP, Zero1, Zero2, Zero3])
+def test_compiled_blocks_and_a_compiled_engine(stage, backend):
+    plain = run_one(stage)
+    assert run_one(stage, before=compile_blocks, backend=backend) == plain
+    for after in (compile_around, compile_in_place):
+        assert run_one(stage, after=after, backend=backend) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", REFUSED.values(), ids=REFUSED)
+def test_what_was_compiled_before_wrapping(how):
+    assert run_one(Zero2, before=how) == run_one(Zero2)
+    with pytest.raises(RankFailed, match="Zero3: a compiled .* contains units.* for each block"):
+        run(1, lambda comm: Zero3(how(GPT(SMALL), "aot_eager"), comm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [compile_blocks_in_place, compile_in_place])
+def test_what_is_compiled_after_wrapping_is_refused_in_the_next_forward(how):
+    with pytest.raises(RankFailed, match="Zero3: a compiled .* contains units.* for each block"):
+        run_one(Zero3, between=how)
+
+
+def test_a_compiled_part_of_a_unit_and_a_module_that_is_one_unit_are_let_through():
+    def wrap(comm):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        module[0].compile(backend="eager")
+        Zero3(nn.Sequential(module, nn.Tanh()), comm, units=[module])
+        Zero3(torch.compile(nn.Linear(2, 2), backend="eager"), comm, units=[])
+
+    run(1, wrap)

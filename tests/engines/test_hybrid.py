@@ -1,0 +1,156 @@
+"""Sharding factor and resharding: the same training, other bytes and another traffic, each as the formula says."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import DDP, GPT, GPTConfig, Zero1, Zero3
+from minizero.memory import Ledger, predict, predict_sent
+from tests.support.helpers import SMALL, batch, plain, relative_error, run, train
+
+WIDE = GPTConfig(vocabulary=64, sequence_length=16, width=96, layers=4, heads=2)
+TOTAL = sum(p.numel() for p in GPT(WIDE).parameters())
+BLOCK = sum(p.numel() for p in GPT(WIDE).blocks[0].parameters())
+ROOT = TOTAL - 4 * BLOCK
+
+
+def factored(factor, **options):
+    """Zero3 with a sharding factor, as a stage for `helpers.train`."""
+    return lambda module, comm, **more: Zero3(module, comm, sharding_factor=factor, **options, **more)
+
+
+@pytest.mark.parametrize(("world_size", "factor"), [(4, 1), (4, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_training_is_the_same(world_size, factor, clip):
+    results = run(world_size, train, factored(factor), 10, eps=1e-4, clip=clip)
+    losses, expected = plain(10, eps=1e-4, clip=clip)
+    assert torch.tensor([r[0] for r in results]).mean(0).tolist() == pytest.approx(losses, rel=1e-5)
+    for _, state, _ in results:
+        assert all(torch.equal(state[name], value) for name, value in results[0][1].items())
+        assert relative_error(state, expected) < 1e-5
+
+
+def test_a_factor_of_all_ranks_is_stage_3_to_the_bit():
+    expected = run(4, train, Zero3, 5)[0]
+    for stage in (factored(4), factored(None), factored(None, reshard_after_forward=False)):
+        losses, state, _ = run(4, train, stage, 5)[0]
+        assert losses == expected[0] and all(torch.equal(state[name], value) for name, value in expected[1].items())
+
+
+def test_the_shards_of_replicas_are_the_same_bits_and_the_norm_counts_them_once():
+    def work(comm, stage):
+        model = stage(GPT(SMALL), comm)
+        model(*batch(comm.rank)).backward()
+        norms = [model.clip_grad_norm_(1e9, norm_type).item() for norm_type in (1.0, 2.0, float("inf"))]
+        return norms, torch.cat([shard.grad for shard in model.parameters()])
+
+    expected = run(4, work, Zero1)[0][0]
+    results = run(4, work, factored(2))
+    for norms, _ in results:
+        assert norms == pytest.approx(expected, rel=1e-6)
+    gradients = [gradient for _, gradient in results]
+    assert torch.equal(gradients[0], gradients[2]) and torch.equal(gradients[1], gradients[3])
+    assert not torch.equal(gradients[0][:100], gradients[1][:100])
+
+
+def measure(comm, stage, steps=2):
+    """Of the last step: bytes at its end, the most of parameters in forward, bytes sent in all and across groups."""
+    model = stage(GPT(WIDE), comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    across = getattr(model, "across", None) or comm
+    x, y = batch(comm.rank, size=2, config=WIDE)
+    for _ in range(steps):
+        before = comm.bytes_sent, across.bytes_sent
+        with Ledger(model, optimizer) as ledger:
+            model(x, y).backward()
+            optimizer.step()
+            held = ledger.current
+            optimizer.zero_grad()
+        sent = comm.bytes_sent - before[0], across.bytes_sent - before[1]
+    return held, ledger.peak_by_phase["forward"]["parameters"], sent
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4, 8])
+def test_bytes_and_traffic_are_the_formulas(factor):
+    held, _, (sent, across) = run(8, measure, factored(factor))[3]
+    for category, expected in predict(TOTAL, 8, 3, sharding_factor=factor).items():
+        if category != "total":
+            assert held[category] == pytest.approx(expected, rel=5e-3), category  # padding, and Adam's step counts
+    assert sent == pytest.approx(predict_sent(TOTAL, 8, 3, n_root=ROOT, sharding_factor=factor), rel=1e-3)
+    if factor < 8:  # 2 M (W - G) / (G W), Zhao et al., 2023
+        assert across == pytest.approx(4 * 2 * TOTAL * (8 - factor) / (factor * 8), rel=1e-3)
+
+
+def test_a_factor_of_1_sends_and_holds_what_ddp_does():
+    held, _, (sent, _) = run(4, measure, factored(1))[0]
+    of_ddp, _, (sent_by_ddp, _) = run(4, measure, DDP)[0]
+    assert sent == pytest.approx(sent_by_ddp, rel=1e-3)
+    for category in ("parameters", "gradients", "optimizer"):
+        assert held[category] == pytest.approx(of_ddp[category], rel=1e-3)
+
+
+def test_without_resharding_parameters_are_gathered_once_and_kept_until_backward():
+    (held, peak, (sent, _)), (held3, peak3, (sent3, _)) = (
+        run(4, measure, stage)[0]
+        for stage in (factored(None, reshard_after_forward=False, prefetch=0), factored(None, prefetch=0))
+    )
+    assert (
+        sent
+        == predict_sent(TOTAL, 4, 3, n_root=ROOT, reshard_after_forward=False)
+        == pytest.approx(sent3 * 2 / 3, rel=0.03)
+    )
+    assert held == held3
+    assert peak - peak3 == pytest.approx(4 * 3 * BLOCK, rel=0.01)  # all four blocks at once, not one
+
+    def evaluate(comm):
+        model = Zero3(GPT(WIDE), comm, reshard_after_forward=False)
+        with Ledger(model) as ledger, torch.no_grad():
+            model(*batch(0, size=2, config=WIDE))
+        return ledger.peak["parameters"]
+
+    assert run(4, evaluate)[0] < peak3 + 1000  # no backward will come: nothing is kept
+
+
+def test_a_kept_replica_is_renewed_after_a_step():
+    def work(comm):
+        model = Zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), comm, reshard_after_forward=False)
+        x = torch.ones(1, 4)
+        first = model(x)  # whose backward never comes
+        with torch.no_grad():
+            for shard in model.parameters():
+                shard.mul_(2)
+        return torch.equal(first, model(x))
+
+    assert run(2, work) == [False, False]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_no_sync_and_states_as_in_other_stages(factor):
+    def work(comm, stage):
+        model = stage(GPT(dataclasses.replace(SMALL, seed=comm.rank)), comm)  # rank 0's counts
+        sent = comm.bytes_sent
+        with model.no_sync():
+            model(*batch(comm.rank)).backward()
+        model.load_full_state_dict(state := model.gather_state_dict())
+        model(*batch(10 + comm.rank)).backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.step()
+        return state, model.gather_state_dict(), comm.bytes_sent - sent
+
+    expected, (start, state, _) = run(4, work, Zero1)[0], run(4, work, factored(factor))[1]
+    assert relative_error(start, expected[0]) == 0 and relative_error(state, expected[1]) < 1e-5
+
+
+@pytest.mark.parametrize("factor", [0, -1, 3, 5, 2.0, "2"])
+def test_a_factor_that_does_not_divide_the_ranks_is_refused(factor):
+    def work(comm):
+        with pytest.raises(ValueError, match="does not divide 4 ranks: use 1, 2, 4"):
+            Zero3(GPT(SMALL), comm, sharding_factor=factor)
+        with pytest.raises(ValueError, match="does not divide 4 ranks"):
+            Zero3(GPT(SMALL), comm, sharding_factor=4.0)
+        model = Zero3(GPT(SMALL), comm, sharding_factor=2)
+        return type(model) is Zero3 and (model.inside.size, model.across.size) == (2, 2)
+
+    assert all(run(4, work))

@@ -1,0 +1,171 @@
+"""Gradients for inputs, as leaves and otherwise: the plain run's bits, and no unit is kept longer than it computes."""
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import Zero3, recompute
+from tests.support.helpers import STAGES, run
+
+OPTIONS = (
+    {"prefetch": 0},
+    {"prefetch": 3},
+    {"reshard_after_forward": False},
+    {"offload": True},
+    {"sharding_factor": 2},
+)
+ENGINES = [(stage, {}) for stage in STAGES] + [(Zero3, options) for options in OPTIONS]
+
+
+class Block(nn.Module):
+    """Weights are multiples of 64 bytes, so that a view of a flat buffer is aligned as a tensor of its own is."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.late = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.own = nn.Parameter(torch.empty(4, 16))
+
+
+class Chain(Block):
+    def forward(self, x):
+        return self.late(self.early(x).tanh()) + x
+
+
+class Last(Block):
+    """The gradient of x is complete before the early layer has begun."""
+
+    def forward(self, x, scale=2.0):
+        return self.late(self.early(self.own).tanh() + x) * scale
+
+
+class Either(Block):
+    def forward(self, x):
+        return self.late(x).tanh() + self.early(self.own)
+
+
+class InPlace(Block):
+    """What it returns as x has the first gradient of all."""
+
+    def forward(self, x, h):
+        x += self.early(h).tanh()
+        return x, self.late(h)
+
+
+class Caches(Block):
+    """Its keys, which later blocks use, get into an argument."""
+
+    def forward(self, x, keys):
+        keys.append(self.early(x).tanh())
+        return sum(keys) + self.late(x)
+
+
+class Attends(nn.Module):
+    """It computes otherwise where query, key and value are one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2)
+
+    def forward(self, x):
+        assert x.requires_grad
+        return self.attention(x, x, x)[0]
+
+
+def chain(model, x):
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def several(model, x):
+    return sum(block(x) for block in model.blocks)
+
+
+def with_others(model, x):
+    h = model.into(x)
+    for block in model.blocks:
+        h = block(x=h) + block(x=x)
+    return h
+
+
+def own_leaf(model, x):
+    return x + sum(block(model.query) for block in model.blocks)
+
+
+def two_inputs(model, x):
+    h, x = x, 1 * x
+    for block in model.blocks:
+        x, h = block(x, h)
+    return x + h
+
+
+def in_a_list(model, x):
+    keys = [x]
+    for block in model.blocks:
+        x = block(x, keys)
+    return x
+
+
+def recomputed(model, x):
+    for block in model.blocks:
+        x = recompute.by_function(block, x)  # whose backward makes a leaf of it
+    return x
+
+
+CASES = [(block, use) for block in (Chain, Last, Either) for use in (chain, several, with_others, own_leaf)]
+CASES += [(Chain, recomputed), (Attends, several), (InPlace, two_inputs), (Caches, in_a_list)]
+
+
+class Model(nn.Module):
+    def __init__(self, block, use):
+        super().__init__()
+        self.blocks, self.use = nn.ModuleList(block() for _ in range(3)), use
+        self.into, self.out, self.query = nn.Linear(16, 16), nn.Linear(16, 16), nn.Parameter(torch.empty(4, 16))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.normal_(0, 0.3, generator=generator)
+
+    def forward(self, x):
+        return self.out(self.use(self, x))
+
+
+def gradients(model):
+    """The input's: of two backwards, added up, and what `autograd.grad` says."""
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    for _ in range(2):
+        model(x).square().mean().backward()
+    return [x.grad, *torch.autograd.grad(model(x).square().mean(), x)]
+
+
+@pytest.mark.parametrize("block, use", CASES, ids=lambda part: part.__name__)
+def test_an_input_that_is_a_leaf_has_the_plain_runs_gradient(block, use):
+    def work(comm, stage, options):
+        model = stage(Model(block, use), comm, **options)
+        return gradients(model), model.clip_grad_norm_(1e9).item()
+
+    plain = Model(block, use)
+    expected = gradients(plain)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+    for stage, options in ENGINES:
+        for found, found_norm in run(2, work, stage, options):
+            assert all(map(torch.equal, found, expected)), f"{stage.__name__} {options}"
+            assert found_norm == pytest.approx(norm, rel=1e-5), "the parameters'"
+
+
+@pytest.mark.parametrize("use", [chain, recomputed, in_a_list])
+def test_no_unit_stays_gathered_longer_than_it_computes(use):
+    """Neither for a leaf nor for a second input, whose gradient comes in the end."""
+
+    def work(comm):
+        model = Zero3(Model(Caches if use is in_a_list else Chain, use), comm, prefetch=0)
+        gather, whole = model.gather, []
+
+        def watched(unit):
+            gather(unit)
+            whole.append(sum(model.has_replica(unit) for unit in model.units if unit.module))
+
+        model.gather = watched
+        gradients(model)
+        return max(whole)
+
+    assert run(2, work) == [1, 1]

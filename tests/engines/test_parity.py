@@ -1,0 +1,221 @@
+"""The same training under PyTorch's DistributedDataParallel and `fully_shard`: the same losses and parameters.
+
+20 steps of AdamW, losses relative and each parameter by ‖Δ‖/‖p‖, to 1e-6: FP32, where only the order of sums
+differs. Adam's eps is 1e-4, or it would blow up gradients that are nothing but rounding.
+"""
+
+import itertools
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from minizero import DDP, GPT, Comm, Zero3
+from tests.support.helpers import SMALL, batch
+
+STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
+
+
+class Loss(nn.Module):
+    """A model that is called as the GPT is: model(x, y) is the loss."""
+
+    def forward(self, x, y):
+        return F.mse_loss(self.predict(x), y)
+
+
+class TiedMLP(Loss):
+    """Odd shapes, and one weight in two blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.into = nn.Linear(7, 13)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 13)) for _ in range(3))
+        self.out = nn.Linear(13, 3)
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+
+    def predict(self, x):
+        x = self.into(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+class ConvNet(Loss):
+    """Batch norm after every convolution, which therefore has no bias: its gradient would be zero but for rounding.
+
+    Two more things would measure luck: a ReLU, at whose kink a last bit decides about a whole gradient, and norms
+    whose biases start at zero, where a difference relative to the parameter says little.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.GELU())
+            for a, b in ((3, 9), (9, 10), (10, 11))
+        )
+        self.out = nn.Linear(11, 3)
+        for block in self.blocks:
+            nn.init.normal_(block[1].bias, std=0.5)
+
+    def predict(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x.mean((-1, -2)))
+
+
+class Partial(TiedMLP):
+    """A frozen block, one frozen in part, a block and a parameter that are never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[2] = nn.Sequential(nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 13))
+        self.blocks[2][0].weight.requires_grad_(False)
+        self.blocks[2].spare = nn.Parameter(torch.ones(17))
+        self.blocks.append(nn.Sequential(nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 13)))
+
+    def predict(self, x):
+        x = self.into(x)
+        for block in self.blocks[:3]:
+            x = x + block(x)
+        return self.out(x)
+
+
+UNUSED = ("blocks.2.spare", "blocks.3.")
+
+
+def vectors(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(12, 7, generator=generator), torch.randn(12, 3, generator=generator)
+
+
+def images(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(12, 3, 8, 8, generator=generator), torch.randn(12, 3, generator=generator)
+
+
+# name: model, batches, which blocks are PyTorch's units (none that are tied to another), weight decay
+CASES = {
+    "GPT": (lambda: GPT(SMALL), batch, slice(None), WEIGHT_DECAY),
+    "tied MLP": (TiedMLP, vectors, slice(1, 2), WEIGHT_DECAY),
+    "conv net": (ConvNet, images, slice(None), WEIGHT_DECAY),
+    "frozen and unused": (Partial, vectors, slice(None), 0.0),
+    "frozen and unused, decayed": (Partial, vectors, slice(None), WEIGHT_DECAY),
+}
+OURS = {
+    "DDP": lambda module, comm: DDP(module, comm),
+    "Zero3": lambda module, comm: Zero3(module, comm),
+    "hybrid": lambda module, comm: Zero3(module, comm, sharding_factor=2),
+}
+THEIRS = ("DistributedDataParallel", "fully_shard", "hybrid fully_shard")
+
+
+def to_train(case, world_size):
+    """The names of the engines, ours and theirs: hybrid ones need four ranks, and theirs take the GPT's time."""
+    hybrid = world_size == 4
+    ours = [name for name in OURS if name != "hybrid" or hybrid]
+    return ours, [name for name in THEIRS if name != "hybrid fully_shard" or hybrid and case == "GPT"]
+
+
+def cases(world_size):
+    return [case for case in CASES if world_size == 2 or "decayed" not in case]
+
+
+def their_engine(name, module, comm, blocks):
+    if name == "DistributedDataParallel":
+        return DistributedDataParallel(module, find_unused_parameters=isinstance(module, Partial))
+    if name == "fully_shard":
+        mesh = init_device_mesh("cpu", (comm.size,))
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for block in module.blocks[blocks]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def train(model, comm, batches, weight_decay):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4, weight_decay=weight_decay)
+    losses = []
+    for step in range(STEPS):
+        loss = model(*(part.chunk(comm.size)[comm.rank] for part in batches(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def rank_main(rank, world_size, folder):
+    """Every model under every engine: starting processes is what takes the time."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    found = {}
+    with Comm.from_process_group() as comm:
+        for case in cases(world_size):
+            make, batches, blocks, weight_decay = CASES[case]
+            torch.manual_seed(0)
+            start = {name: value.clone() for name, value in make().state_dict().items()}
+            found[case, "start"] = [], start
+            ours, theirs = to_train(case, world_size)
+            for name in (*ours, *theirs):
+                module = make()
+                module.load_state_dict(start)
+                if name in OURS:
+                    model = OURS[name](module, comm)
+                    losses = train(model, comm, batches, weight_decay)
+                    found[case, name] = losses, model.gather_state_dict()
+                else:
+                    losses = train(their_engine(name, module, comm, blocks), comm, batches, weight_decay)
+                    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.state_dict().items()}
+                    found[case, name] = losses, {n: p.detach().clone() for n, p in full.items()}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def difference(ours, theirs):
+    """The largest relative difference of a loss, and of a tensor by name."""
+    (losses, state), (their_losses, their_state) = ours, theirs
+    assert state.keys() == their_state.keys() and len(losses) == len(their_losses) == STEPS
+    tensors = {n: float((state[n] - p).float().norm() / p.float().norm()) for n, p in their_state.items()}
+    return max(abs(a - b) / b for a, b in zip(losses, their_losses)), tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_losses_and_parameters_are_those_of_pytorchs_engines(world_size):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_main, (world_size, folder), nprocs=world_size)
+        ranks = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world_size)]
+    for case in cases(world_size):
+        ours, theirs = to_train(case, world_size)
+        worst_loss = worst_tensor = 0.0
+        for mine, peer, (rank, found) in itertools.product(ours, theirs, enumerate(ranks)):
+            loss, tensors = difference(found[case, mine], found[case, peer])
+            if "decayed" in case:
+                decays = {name: tensors.pop(name) for name in list(tensors) if name.startswith(UNUSED)}
+                check_decay(found[case, "start"][1], found[case, mine][1], found[case, peer][1], decays)
+            if rank:  # a batch norm's running averages are each rank's own; ours are given back as rank 0's
+                tensors = {n: d for n, d in tensors.items() if "running" not in n}
+            worst_loss, worst_tensor = max(worst_loss, loss), max(worst_tensor, *tensors.values())
+            assert loss < 1e-6 and max(tensors.values()) < 1e-6, f"{case}, {mine} beside {peer}, rank {rank}: {tensors}"
+        _, moved = difference(([0.0] * STEPS, ranks[0][case, "start"][1]), ranks[0][case, "Zero3"])
+        assert max(moved.values()) > 1e-2, f"{case}: nothing was trained"
+        print(f"N = {world_size}, {case}: losses within {worst_loss:.1e}, parameters within {worst_tensor:.1e}")
+
+
+def check_decay(start, ours, theirs, names):
+    """An unused parameter has a gradient of zero here, so weight decay shrinks it; PyTorch's has none, and stays."""
+    assert len(names) == 5
+    for name in names:
+        assert torch.equal(theirs[name], start[name])
+        shrunk = start[name] * (1 - LEARNING_RATE * WEIGHT_DECAY) ** STEPS
+        torch.testing.assert_close(ours[name], shrunk, rtol=1e-5, atol=0)
+        assert not torch.equal(ours[name], start[name])

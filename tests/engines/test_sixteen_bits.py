@@ -1,0 +1,183 @@
+"""Sixteen bits: norms with running statistics compute in FP32, and what is frozen has no master."""
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import Zero3, checkpoint
+from tests.support.helpers import STAGES, relative_error, run
+
+OPTIONS = ({"prefetch": 0}, {"offload": True}, {"reshard_after_forward": False})
+ENGINES = [(stage, {}) for stage in STAGES] + [(Zero3, options) for options in OPTIONS]
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.BatchNorm2d(8),  # whose input and output the block may write in place
+            nn.ReLU(inplace=True),
+            nn.Conv2d(8, 4, 1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 8, 3, padding=1, bias=False),
+        )
+        self.norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+
+    def forward(self, x):
+        x = x + self.convolutions(x)
+        assert x.dtype == self.convolutions[2].weight.dtype
+        return self.norm(x).relu()
+
+
+class ResNet(nn.Module):
+    def __init__(self, freeze=False):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False), nn.ReLU(inplace=True))
+        self.layers = nn.Sequential(*(Bottleneck() for _ in range(3)))
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.normal_(0, 0.4, generator=generator)
+        if freeze:
+            self.stem.requires_grad_(False)
+            self.layers[1].requires_grad_(False)
+            self.layers[2].convolutions.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.norm(self.layers(self.stem(x)).mean((2, 3))))
+
+
+def images(step, part=slice(None)):
+    return torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(step))[part]
+
+
+def fit(comm, stage, options, dtype, freeze):
+    model = stage(ResNet(freeze), comm, dtype=dtype, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(3):
+        loss = (model(images(step).chunk(comm.size)[comm.rank]).float() - 1).square().mean()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.gather_state_dict()
+
+
+def by_hand(dtype, freeze):
+    """The first loss of one process: the modules in 16 bits, but for the norms, which are given FP32."""
+    model = ResNet(freeze)
+    for part in model.modules():
+        if getattr(part, "running_mean", None) is None:
+            for parameter in part.parameters(recurse=False):
+                parameter.data = parameter.to(dtype)
+        else:
+            part.register_forward_pre_hook(lambda _, args: args[0].float())
+            part.register_forward_hook(lambda _, __, out: out.to(dtype))
+    return (model(images(0, slice(4)).to(dtype)).float() - 1).square().mean().item()
+
+
+@dtypes
+@pytest.mark.parametrize("freeze", [False, True])
+def test_batch_norms_train_in_all_stages_with_the_same_bits(dtype, freeze):
+    first, start = by_hand(dtype, freeze), ResNet().state_dict()
+    expected = None
+    for stage, options in ENGINES:
+        losses, state = run(2, fit, stage, options, dtype, freeze)[0]
+        expected = expected or (losses, state)
+        assert losses == expected[0] and all(torch.equal(state[name], value) for name, value in expected[1].items())
+    assert losses[0] == first
+    for name, parameter in ResNet(freeze).named_parameters():
+        assert expected[1][name].dtype == torch.float32
+        if parameter.requires_grad:
+            assert relative_error({name: expected[1][name]}, {name: start[name]}) > 1e-3
+        else:
+            in_norm = any(part in name for part in (".norm.", "convolutions.0.", "convolutions.3."))
+            kept = start[name] if in_norm else start[name].to(dtype).float()
+            assert torch.equal(expected[1][name], kept), name
+
+
+def test_a_norm_that_is_a_unit_itself():
+    def work(comm, stage):
+        module = ResNet()
+        norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d) and part.affine]
+        model = stage(module, comm, dtype=torch.bfloat16, units=norms)
+        model(images(0)).float().square().mean().backward()
+        return model.clip_grad_norm_(1.0).item()
+
+    assert len({found for stage in STAGES for found in run(2, work, stage)}) == 1
+
+
+class Running(nn.Module):
+    """A running average of its own, and parts that are no norms: those compute in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_loss", torch.zeros(()))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_running_average_beside_children_makes_no_norm(stage):
+    def work(comm):
+        return stage(Running(), comm, dtype=torch.bfloat16)(torch.ones(2, 4)).dtype
+
+    assert run(2, work) == [torch.bfloat16] * 2
+
+
+def test_shards_are_fp32_whatever_the_default_dtype():
+    def work(comm):
+        return {shard.dtype for shard in Zero3(Running().float(), comm).parameters()}
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run(2, work) == [{torch.float32}] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.blocks.requires_grad_(False)
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+FROZEN = sum(p.numel() for p in Frozen().blocks.parameters())
+
+
+@dtypes
+def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype):
+    def work(comm, stage, options):
+        model = stage(Frozen(), comm, dtype=dtype, **options)
+        storages = {}
+        for unit in (unit for unit in model.units if not unit.trains):
+            for tensor in (unit.replica, unit.master, *unit.shards):
+                storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before, output = model.gather_state_dict(), model(torch.ones(1, 64))
+        checkpoint.save(tmp_path / "state", model, optimizer, 1)
+        model.load_full_state_dict({name: 0 * value for name, value in before.items()})
+        zero = model(torch.ones(1, 64))
+        checkpoint.load(tmp_path / "state", model, optimizer)
+        assert not torch.equal(zero, output) and torch.equal(model(torch.ones(1, 64)), output)
+        after = model.gather_state_dict()
+        assert all(torch.equal(after[name], value) and value.dtype == torch.float32 for name, value in before.items())
+        assert torch.equal(before["blocks.0.weight"], before["blocks.0.weight"].to(dtype).float())
+        return sum(storages.values())
+
+    for stage, options in ENGINES:
+        held = run(2, work, stage, options)
+        assert held == [2 * FROZEN // (2 if stage is Zero3 else 1)] * 2, stage

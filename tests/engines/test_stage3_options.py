@@ -1,0 +1,154 @@
+"""The options of stage 3, and what a model and a loop may do, in every combination: the training of one process."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from minizero import DDP, GPT, Zero3, all_reduce, recompute
+from precision.scaling import DynamicLossScaler
+from tests.engines.test_semantics import Blocks, fit, fit_plain, seeded
+from tests.support.helpers import SMALL, batch, relative_error, run
+
+OPTIONS = {
+    "one thing at a time": {"prefetch": 0},
+    "two ahead": {"prefetch": 2},
+    "kept until backward": {"reshard_after_forward": False},
+    "offload": {"offload": True},
+    "offload, one thing at a time": {"offload": True, "prefetch": 0},
+    "groups of 2": {"sharding_factor": 2},
+    "groups of 2, offload, kept": {"sharding_factor": 2, "offload": True, "reshard_after_forward": False},
+    "groups of 1": {"sharding_factor": 1},
+}
+WORLD_SIZE = 4
+options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def tied_frozen_and_unused(model):
+    model.blocks[2][2].weight = model.blocks[0][2].weight
+    model.blocks[1][0].weight.requires_grad_(False)
+    model.blocks[0][0].requires_grad_(False)
+    model.spare = nn.Linear(3, 5)
+
+
+def twice(model, x, rank):
+    return model(x, order=(0, 1, 0, 2, 1)).square().mean()
+
+
+def several_forwards(model, x, rank):
+    with torch.no_grad():
+        model(x)
+    return model(x).square().mean() + model(x.flip(0), order=(2, 1)).mean() + model(-x).mean()
+
+
+def one_by_one(model, x, rank):
+    """Two forwards, then two backwards, through one graph twice."""
+    first, second = model(x).square().mean(), model(2 * x).mean()
+    first.backward(retain_graph=True)
+    first.backward()
+    return second
+
+
+def held_back(model, x, rank):
+    """A backward that sends nothing, and one that does."""
+    with model.no_sync() if isinstance(model, Zero3) else contextlib.nullcontext():
+        model(3 * x).mean().backward()
+    return model(x, order=(0, 2)).square().mean()
+
+
+USES = {use.__name__: use for use in (twice, several_forwards, one_by_one, held_back)}
+
+
+@pytest.mark.slow
+@options
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_what_a_loop_may_do(options, use):
+    make = seeded(lambda: Blocks(tied_frozen_and_unused))
+    expected, start = fit_plain(make, forward=use), make().state_dict()
+    assert relative_error(expected, start) > 1e-2
+    states = run(WORLD_SIZE, fit, Zero3, make, forward=use, **options)
+    for state in states:
+        assert state.keys() == expected.keys() and relative_error(state, expected) < 1e-5
+        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+    if "sharding_factor" not in options:  # whose sums have another order
+        bits = run(WORLD_SIZE, fit, Zero3, make, forward=use, prefetch=0)[0]
+        assert all(torch.equal(states[0][name], value) for name, value in bits.items())
+    for name in ("blocks.1.0.weight", "blocks.0.0.weight", "blocks.0.0.bias", "spare.weight", "spare.bias"):
+        assert torch.equal(states[0][name], start[name]), f"{name} is frozen or unused"
+
+
+class Recomputed(Blocks):
+    """Both packages' checkpoint; backward comes through the units' forward again."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            x = x + recompute.checkpoint(block, x)
+        return self.out(x)
+
+
+class Plain(Blocks):
+    def forward(self, x):
+        return super().forward(x, order=(0, 0, 1, 1, 2, 2))
+
+
+@options
+def test_recompute_inside_units(options):
+    expected = fit_plain(seeded(Plain))
+    state = run(WORLD_SIZE, fit, Zero3, seeded(Recomputed), **options)[0]
+    plain = run(WORLD_SIZE, fit, Zero3, seeded(Plain), **options)[0]
+    assert relative_error(state, expected) < 1e-5
+    assert all(torch.equal(state[name], value) for name, value in plain.items())
+
+
+@options
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_counts_every_number_once(options, norm_type):
+    def clip(comm, max_norm):
+        model = Zero3(GPT(SMALL), comm, **options)
+        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
+        model(x, y).backward()
+        return model.clip_grad_norm_(max_norm, norm_type).item(), model.clip_grad_norm_(1e9, norm_type).item()
+
+    module = GPT(SMALL)
+    module(*batch(0)).backward()
+    expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9, norm_type).item()
+    norms = run(WORLD_SIZE, clip, expected / 3)
+    assert len(set(norms)) == 1, "ranks differ"
+    assert norms[0][0] == pytest.approx(expected, rel=1e-5) and norms[0][1] == pytest.approx(expected / 3, rel=1e-4)
+
+
+def overflow(comm, stage, at, **options):
+    """Four steps in FP16, of which the second overflows in one number: has each stepped, under which scale, to what?"""
+    model = stage(seeded(lambda: nn.Linear(64, 1, bias=False))(), comm, dtype=torch.float16, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = DynamicLossScaler(16.0, growth_interval=100, combine=lambda flag: all_reduce(flag, comm, op="max"))
+    trace, states = [], [model.gather_state_dict()["weight"]]
+    for step in range(4):
+        x = torch.ones(1, 64) / 8
+        if step == 1 and comm.rank == 0:
+            x[0, at] = 6e4  # times 16 it is no number of FP16, and the gradient of weight `at` is infinite
+        scaler.scale(model(x).float().sum()).backward()
+        infinite = any(not shard.grad.isfinite().all() for shard in model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        trace.append((infinite, scaler.get_scale()))
+        states.append(model.gather_state_dict()["weight"])
+    return trace, states
+
+
+@options
+@pytest.mark.parametrize("at", [0, 40])
+def test_an_overflow_in_one_shard_makes_all_ranks_skip(options, at):
+    ranks = run(WORLD_SIZE, overflow, Zero3, at, **options)
+    inside = options.get("sharding_factor", WORLD_SIZE)
+    for rank, (trace, states) in enumerate(ranks):
+        assert [infinite for infinite, _ in trace] == [False, rank % inside == at * inside // 64, False, False]
+        assert [scale for _, scale in trace] == [16.0, 8.0, 8.0, 8.0]
+        assert [torch.equal(a, b) for a, b in zip(states, states[1:])] == [False, True, False, False]
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(states, ranks[0][1]))
+    _, expected = run(WORLD_SIZE, overflow, DDP, at)[0]
+    assert relative_error({"weight": ranks[0][1][-1]}, {"weight": expected[-1]}) < 1e-6

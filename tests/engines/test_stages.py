@@ -1,0 +1,265 @@
+"""The four stages compute the same numbers as each other, as one process, and as PyTorch's own engines."""
+
+import difflib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import minizero
+from minizero import DDP, GPT, Zero1, Zero2, Zero3
+from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, train
+
+SHARDED = (Zero1, Zero2, Zero3)
+
+
+def same_state(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fifty_steps_are_bit_identical_and_agree_with_one_process(world_size):
+    results = {stage: run(world_size, train, stage, 50, eps=1e-4) for stage in STAGES}
+    losses, state, _ = results[DDP][0]
+    for stage, ranks in results.items():
+        assert [rank[0] for rank in ranks] == [rank[0] for rank in results[DDP]], f"{stage.__name__}: other losses"
+        for rank in ranks:
+            assert same_state(rank[1], state), f"{stage.__name__}: other parameters"
+    one_losses, one_state = plain(50, eps=1e-4)
+    mean = [sum(step) / world_size for step in zip(*(rank[0] for rank in results[DDP]))]
+    assert max(abs(a - b) / b for a, b in zip(mean, one_losses)) < 1e-6
+    assert relative_error(state, one_state) < 1e-6
+    assert relative_error(state, GPT(SMALL).state_dict()) > 1e-2  # something was trained
+
+
+@pytest.mark.parametrize(
+    "optimizer, options",
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {}),
+    ],
+)
+def test_any_elementwise_optimizer(optimizer, options):
+    expected = run(2, train, DDP, 6, optimizer=optimizer, **options)[0]
+    for stage in SHARDED:
+        got = run(2, train, stage, 6, optimizer=optimizer, **options)[0]
+        assert got[0] == expected[0] and same_state(got[1], expected[1]), stage.__name__
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_are_bit_identical_too_and_keep_fp32_masters(dtype):
+    results = {stage: run(3, train, stage, 12, dtype=dtype, clip=1.0)[0] for stage in STAGES}
+    losses, state, _ = results[DDP]
+    for stage in SHARDED:
+        assert results[stage][0] == losses and same_state(results[stage][1], state), stage.__name__
+    assert all(p.dtype == torch.float32 for p in state.values())
+    assert not all(torch.equal(p, p.to(dtype).float()) for p in state.values())  # the masters have more bits
+    assert losses != run(3, train, DDP, 12, clip=1.0)[0][0]  # and the computation fewer
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_takes_the_norm_over_all_ranks(norm_type):
+    def clip(comm, stage, max_norm):
+        model = stage(GPT(SMALL), comm)
+        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
+        model(x, y).backward()
+        before = model.clip_grad_norm_(max_norm, norm_type)
+        return before.item(), model.clip_grad_norm_(1e9, norm_type).item()
+
+    module = GPT(SMALL)
+    module(*batch(0)).backward()
+    expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9, norm_type).item()
+    everywhere = [clipped for stage in STAGES for clipped in run(4, clip, stage, expected / 3)]
+    assert len(set(everywhere)) == 1  # all stages, all ranks, bit for bit
+    before, after = everywhere[0]
+    assert before == pytest.approx(expected, rel=1e-5) and after == pytest.approx(expected / 3, rel=1e-4)
+    untouched = run(2, clip, Zero3, 10 * expected)[0]
+    assert untouched[0] == untouched[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_traffic_is_counted_and_least(stage, world_size):
+    sizes = GPT(SMALL)
+    total = sum(p.numel() for p in sizes.parameters())
+    root = total - sum(p.numel() for p in sizes.blocks.parameters())
+    elements = 3 * total - root if stage is Zero3 else 2 * total
+    for dtype, bytes_each in ((None, 4), (torch.bfloat16, 2)):
+        sent = run(world_size, train, stage, 3, dtype=dtype)[0][2]
+        exact = elements * bytes_each * (world_size - 1) / world_size
+        padding = 3 * 4 * bytes_each * world_size  # three collectives of four units
+        assert exact <= sent <= exact + padding
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_adds_up_and_sends_nothing(stage):
+    def accumulate(comm, stage):
+        model = stage(GPT(SMALL), comm)
+        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
+        sent = comm.bytes_sent
+        with model.no_sync():
+            for part in range(2):
+                model(x[part::3], y[part::3]).backward()
+        unsynced = comm.bytes_sent - sent
+        model(x[2::3], y[2::3]).backward()
+        return unsynced, model.clip_grad_norm_(1e9).item(), gradients(model)
+
+    def gradients(model):
+        return [p.grad.clone() for p in model.parameters()]
+
+    unsynced, norm, _ = run(2, accumulate, stage)[0]
+    module = GPT(SMALL)
+    assert (unsynced > 0) == (stage is Zero3)  # which has to gather parameters
+    for part in range(3):
+        x, y = batch(0)
+        for half in range(2):
+            rows = slice(6 * half + part, 6 * half + 6, 3)
+            (module(x[rows], y[rows]) / 2).backward()
+    assert norm == pytest.approx(nn.utils.clip_grad_norm_(module.parameters(), 1e9).item(), rel=1e-5)
+    assert norm == run(2, accumulate, DDP)[0][1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_adds_up_in_fp32(stage):
+    """256 + 1 is 256 in bfloat16, however often one adds 1."""
+
+    def accumulate(comm):
+        model = stage(nn.Linear(1, 1, bias=False), comm, dtype=torch.bfloat16)
+        with model.no_sync():
+            for x in [256.0] + 8 * [1.0]:
+                model(torch.tensor([[x]])).sum().backward()
+        local = [p.grad.clone() for p in model.parameters()]
+        model(torch.zeros(1, 1)).sum().backward()
+        return [p.grad.item() for p in model.parameters()], local[0].dtype
+
+    assert run(1, accumulate)[0] == ([264.0], torch.float32)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_also_drops_what_no_sync_gathered(stage):
+    def norm(comm, stage, discard):
+        model = stage(GPT(SMALL), comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if discard:
+            with model.no_sync():
+                model(*batch(1, size=2)).backward()
+            assert all(p.grad is not None for p in model.parameters())
+            optimizer.zero_grad()
+        model(*batch(0, size=2)).backward()
+        return model.clip_grad_norm_(1e9).item()
+
+    assert run(2, norm, stage, True) == run(2, norm, stage, False)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_backward_twice_adds_averages(stage, set_to_none):
+    def norms(comm, stage):
+        model = stage(GPT(SMALL), comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
+        model(x, y).backward()
+        once = model.clip_grad_norm_(1e9).item()
+        model(x, y).backward()
+        twice = model.clip_grad_norm_(1e9).item()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(x, y).backward()
+        return once, twice, model.clip_grad_norm_(1e9).item()
+
+    once, twice, again = run(3, norms, stage)[0]
+    assert twice == pytest.approx(2 * once, rel=1e-6) and again == once
+
+
+def test_the_initial_parameters_and_buffers_are_rank_zeros():
+    def start(comm, stage):
+        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        with torch.no_grad():
+            for tensor in module.state_dict().values():
+                tensor.fill_(comm.rank + 5)
+        model = stage(module, comm)
+        return model.gather_state_dict(), dict(model.module.named_buffers())
+
+    for stage in STAGES:
+        for state, buffers in run(3, start, stage):
+            assert all((tensor == 5).all() for tensor in [*state.values(), *buffers.values()])
+
+
+def test_a_state_goes_from_any_stage_to_any_other():
+    _, trained, _ = run(4, train, Zero3, 5)[0]
+
+    def load(comm, stage, dtype):
+        model = stage(GPT(SMALL), comm, dtype=dtype)
+        model.load_full_state_dict(trained)
+        loss = model(*batch(9)).item()
+        return loss, model.gather_state_dict()
+
+    module = GPT(SMALL)
+    module.load_state_dict(trained)
+    for stage in STAGES:
+        for dtype in (None, torch.bfloat16):
+            loss, state = run(3, load, stage, dtype)[1]
+            assert same_state(state, trained)
+            assert loss == pytest.approx(module(*batch(9)).item(), rel=1e-5 if dtype is None else 2e-2)
+
+
+@pytest.mark.parametrize("stage", [Zero1, Zero2])
+def test_replicas_are_gathered_once_a_step(stage):
+    def sent_by_each(comm):
+        model = stage(GPT(SMALL), comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        counts = []
+        for _ in range(2):
+            before = comm.bytes_sent
+            model(*batch(0, size=2)).backward()
+            optimizer.step()
+            counts.append(comm.bytes_sent - before)
+        for _ in range(2):
+            before = comm.bytes_sent
+            model(*batch(0, size=2))
+            counts.append(comm.bytes_sent - before)
+        return counts
+
+    first, second, after, again = run(2, sent_by_each)[0]
+    assert first * 2 == second and after == first and again == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_shows_zero_for_what_was_not_used(stage, monkeypatch):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    def shown(comm):
+        model = stage(Half(), comm)
+        with model.no_sync():
+            model(torch.ones(1, 3)).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def poisoned(*size, **options):
+        return torch.full(size[0] if isinstance(size[0], tuple) else size, float("nan"), **options)
+
+    monkeypatch.setattr("minizero.engines.gradient.torch.empty", poisoned)
+    for gradients in run(2, shown):
+        assert all(g.isfinite().all() for g in gradients)
+
+
+def test_the_files_that_are_the_lesson_stay_short():
+    """Each is read in one sitting, and what changes from one to the next is less than it."""
+    folder = Path(minizero.__file__).parent / "engines"
+    texts = [
+        (folder / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in ("ddp", "zero1", "zero2", "zero3")
+    ]
+    assert max(map(len, texts)) <= 150
+    for one, other in zip(texts, texts[1:]):
+        changed = [line for line in difflib.ndiff(one, other) if line[0] in "+-"]
+        assert 0 < len(changed) < 110  # of stage 3 about twenty are its options

@@ -1,0 +1,141 @@
+"""What a rank does when, and what it holds meanwhile: recorded truly, drawn, and written as a trace."""
+
+import json
+
+import matplotlib
+import pytest
+import torch
+
+from minizero import GPT, Zero3, all_reduce
+from minizero.engines.timeline import Timeline
+from minizero.grid import STATES, draw_board, draw_text, step_by_step
+from minizero.grid import main as grid
+from minizero.pictures.timeline import LANES, Event, plot_timeline, save_chrome_trace
+from tests.support.helpers import SMALL, STAGES, batch, run
+
+matplotlib.use("Agg")
+BLOCKS = [f"blocks.{i}" for i in range(3)]
+
+
+def record(comm, stage, **options):
+    """The events of the third step, and whether the engine is afterwards as it was."""
+    model = stage(GPT(SMALL), comm, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        with Timeline(model, optimizer) as timeline:
+            model(*batch(comm.rank, size=2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    seen = len(timeline.events)
+    model(*batch(comm.rank, size=2)).backward()
+    all_reduce(torch.ones(1), comm)
+    return timeline.events, len(timeline.events) == seen and not set(vars(model)) & {"gather", "reduce", "release"}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_every_collective_and_every_computation_is_there_once(prefetch):
+    for rank, (events, clean) in enumerate(run(2, record, Zero3, prefetch=prefetch)):
+        assert clean
+        names = {lane: [e.name for e in sorted(events, key=lambda e: e.start) if e.lane == lane] for lane in LANES}
+        assert names["all-gather"] == ["root", *BLOCKS, *reversed(BLOCKS)]
+        assert names["reduce-scatter"] == [*reversed(BLOCKS), "root"]
+        assert names["optimizer"] == ["optimizer step"]
+        computed = list(dict.fromkeys(names["compute"]))
+        assert [n for n in computed if "blocks" in n] == [
+            *(f"forward {name}" for name in BLOCKS),
+            *(f"backward {name}" for name in reversed(BLOCKS)),
+        ]
+        assert {event.rank for event in events} == {rank} and all(event.start <= event.end for event in events)
+        compute = sorted((e.start, e.end) for e in events if e.lane in ("compute", "optimizer"))
+        assert all(one[1] <= other[0] for one, other in zip(compute, compute[1:])), (
+            "a rank computes one thing at a time"
+        )
+
+
+def overlap(events):
+    """Seconds that collectives and computation of a rank ran beside each other."""
+    compute = [e for e in events if e.lane == "compute"]
+    moving = [e for e in events if e.lane in ("all-gather", "reduce-scatter")]
+    return sum(max(0.0, min(c.end, m.end) - max(c.start, m.start)) for c in compute for m in moving)
+
+
+def test_only_prefetch_overlaps():
+    assert overlap(run(2, record, Zero3, prefetch=0)[0][0]) == 0
+    assert overlap(run(2, record, Zero3, prefetch=1)[0][0]) > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_can_be_recorded(stage):
+    events, clean = run(2, record, stage)[1]
+    lanes = {event.lane for event in events}
+    assert clean and {"compute", "optimizer"} < lanes and lanes & {"all-reduce", "reduce-scatter"}
+
+
+def test_the_trace_and_the_drawing_hold_the_same_bars(tmp_path):
+    events = sum((found[0] for found in run(2, record, Zero3)), [])
+    save_chrome_trace(events, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    bars = [entry for entry in trace if entry["ph"] == "X"]
+    assert len(bars) == len(events)
+    first = min(event.start for event in events)
+    for bar, event in zip(bars, events, strict=True):
+        assert (bar["pid"], bar["cat"]) == (event.rank, event.lane)
+        assert bar["ts"] == pytest.approx(1e6 * (event.start - first))
+        assert bar["dur"] == pytest.approx(1e6 * (event.end - event.start))
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e.get("name") == "thread_name"}
+    assert all(named[bar["pid"], bar["tid"]] == bar["cat"] for bar in bars)
+
+    ax = plot_timeline(events)
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    lanes = [lane for lane in LANES if any(event.lane == lane for event in events)]
+    assert rows == [f"rank {rank}  {lane}" for rank in (0, 1) for lane in lanes]
+    assert len(ax.collections) == len(events)
+
+
+def test_a_predicted_timeline_is_drawn_alike():
+    ax = plot_timeline([Event(0, "compute", "forward a", 1.0, 1.5), Event(0, "copy", "a", 1.25, 2.0)])
+    (first, second) = (box.get_extents().bounds for collection in ax.collections for box in collection.get_paths())
+    assert first[0] == 0 and first[2] == 500 and second[0] == 250 and second[2] == 750
+
+
+def boards(stage):
+    """All that rank 1 of 4 showed."""
+    shown = []
+
+    def show(rank, what, units):
+        if rank == 1:
+            shown.append((what, units))
+
+    run(4, step_by_step, stage, SMALL, 2, show)
+    return shown
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_grid_shows_what_the_stage_shards(stage):
+    shown = boards(stage)
+    last = dict(shown)["optimizer step"]
+    share = {"parameters": 1 if stage < 3 else 1 / 4, "gradients": 1 if stage < 2 else 1 / 4}
+    for units in last.values():
+        expected = share | {"optimizer": 1 if stage < 1 else 1 / 4}
+        assert units == pytest.approx(expected, abs=0.01)
+    assert all(unit["gradients"] == 0 for unit in dict(shown)["zero_grad"].values())
+    whole = [sum(unit["parameters"] == 1 for unit in units.values()) for _, units in shown]
+    if stage == 3:  # a block at a time, and the root
+        assert max(whole) == 2 and min(whole) == 0
+    else:
+        assert min(whole) == 4
+
+
+def test_the_grid_is_drawn(capsys):
+    assert grid(["--delay", "0", "--steps", "1", "--layers", "2", "--world-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1" in out and all(len(line) <= 80 for line in out.splitlines())
+    assert grid(["--delay", "-1"]) == 2
+    assert "--delay -1" in capsys.readouterr().err
+
+    units = {"a": dict(zip(STATES, (1.0, 0.5, 0.0)))}
+    cell = draw_text([("now", units)]).columns[1]._cells[0]
+    assert cell.plain == "██ ▄▄ ·· "
+    ax = draw_board([units], matplotlib.figure.Figure().subplots())
+    heights = [abs(patch.get_height()) for patch in ax.patches]
+    assert heights == pytest.approx([0.8, 0.4, 0.0, 0.9])

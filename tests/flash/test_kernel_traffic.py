@@ -1,0 +1,107 @@
+"""Which bytes the Triton kernels load and store, and which blocks they mask: counted in Triton's interpreter."""
+
+import contextlib
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from flash import hbm_bytes  # before Triton: it asks for the interpreter
+from flash.options import all_visible, keys_of_rows, rows_of_keys
+from flash.traffic import Traffic
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+from flash import kernels  # noqa: E402
+from tests.flash.test_kernels import blocks_of, options_of, tensors  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="looks into Triton's interpreter")
+
+
+@contextlib.contextmanager
+def counted():
+    """Bytes that kernels load and store under the interpreter, lanes that a mask turns off left out."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    loads, stores = [], []
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def counting_load(self, pointers, mask, *rest):
+        loads.append(int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8)
+        return load(self, pointers, mask, *rest)
+
+    def counting_store(self, pointers, value, mask, *rest):
+        stores.append(int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8)
+        return store(self, pointers, value, mask, *rest)
+
+    with (
+        mock.patch.object(InterpreterBuilder, "create_masked_load", counting_load),
+        mock.patch.object(InterpreterBuilder, "create_masked_store", counting_store),
+    ):
+        yield loads, stores
+
+
+def drawn(number):
+    """Shapes and options of one case; the first has rows whose window begins exactly where the keys end."""
+    if number == 0:
+        return torch.float32, dict(n_q=60, n_k=27, head_dim=8, block_q=16, block_k=16, itemsize=4, window=(5, None))
+    pick = random.Random(number)
+    group, kv_heads = pick.choice([1, 1, 2]), pick.choice([1, 2])
+    dtype = pick.choice([torch.float16, torch.float32])
+    return dtype, dict(
+        n_q=pick.randint(1, 150),
+        head_dim=pick.choice([8, 16, 40]),
+        block_q=pick.choice([16, 32, 64, 128]),
+        block_k=pick.choice([16, 32, 64, 128]),
+        n_k=pick.randint(1, 150),
+        batch=pick.choice([1, 2]),
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        itemsize=dtype.itemsize,
+        causal=pick.choice([False, True, "bottom-right"]),
+        window=pick.choice([None, None, (5, None), (None, 7), (40, 13), (0, 0)]),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_the_kernels_move_exactly_what_the_model_says(number):
+    dtype, case = drawn(number)
+    case = dict(batch=1, heads=1, kv_heads=1, causal=False) | case
+    q, dout = tensors(*[(case["batch"], case["heads"], case["n_q"], case["head_dim"])] * 2, dtype=dtype)
+    k, v = tensors(*[(case["batch"], case["kv_heads"], case["n_k"], case["head_dim"])] * 2, dtype=dtype)
+    options = options_of(q, k, v, case["causal"], case["window"])
+    with blocks_of(case["block_q"], case["block_k"]):
+        with counted() as (loads, stores):
+            out, lse = kernels.forward(q, k, v, options)
+        assert Traffic(sum(loads), sum(stores)) == hbm_bytes(algorithm="kernels", **case)
+        with counted() as (loads, stores):
+            kernels.backward(dout, lse, q, k, v, out, lse, options)
+        assert Traffic(sum(loads), sum(stores)) == hbm_bytes(algorithm="kernels", backward=True, **case)
+
+
+@pytest.mark.parametrize("causal", [False, True, "bottom-right"])
+@pytest.mark.parametrize("window", [None, (40, 13), (70, None)])
+def test_only_blocks_that_need_it_are_masked(causal, window):
+    """Blocks of 16: those whose pairs are all visible go without a mask, in all three kernels."""
+    n_q, n_k, block = 90, 110, 16
+    q, k = tensors((1, 1, n_q, 16), (1, 1, n_k, 16))
+    options = options_of(q, k, k, causal, window)
+
+    def blocks(n):
+        return [range(start, min(start + block, n)) for start in range(0, n, block)]
+
+    need_rows, need_keys = 0, 0
+    for rows in blocks(n_q):
+        for keys in blocks(n_k):
+            seen = all_visible(options, rows, keys, n_q, n_k)
+            span, span_back = keys_of_rows(options, rows, n_q, n_k), rows_of_keys(options, keys, n_q, n_k)
+            need_rows += keys.start < span.stop and keys.stop > span.start and not (seen and len(keys) == block)
+            need_keys += rows.start < span_back.stop and rows.stop > span_back.start and not seen
+    calls = []
+    visible = kernels.visible
+    with blocks_of(block, block), mock.patch.object(kernels, "visible", lambda *a: calls.append(1) or visible(*a)):
+        out, lse = kernels.forward(q, k, k, options)
+        assert len(calls) == need_rows
+        kernels.backward(q, lse, q, k, k, out, lse, options)
+    assert len(calls) - 2 * need_rows == need_keys

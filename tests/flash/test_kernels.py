@@ -1,0 +1,338 @@
+"""The Triton kernels, under Triton's interpreter where there is no GPU: accuracy, edges, bits."""
+
+import concurrent.futures
+import contextlib
+import functools
+import importlib.util
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash import attention_reference, flash_attention, flash_attention_varlen
+from flash.checks import check
+from flash.options import dropout_keep, make_options
+from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, gamma
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+import triton  # noqa: E402
+
+from flash import kernels, launch  # noqa: E402
+
+DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+INF, NAN = math.inf, math.nan
+attention = functools.partial(flash_attention, backend="triton")
+attention_varlen = functools.partial(flash_attention_varlen, backend="triton")
+
+
+def tensors(*shapes, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def options_of(q, k, v, causal=False, window=None, p=0.0, seed=None, scale=None):
+    return make_options(check("test", q, k, v, causal, scale, window, p, seed), q.shape[2], k.shape[2])
+
+
+def blocks_of(rows, keys):
+    """All kernels with these blocks; on a GPU the table's."""
+    if not kernels.INTERPRETED:
+        return contextlib.nullcontext()
+    return mock.patch.object(launch, "choose", lambda *_: launch.Blocks(rows, keys, 4, 1))
+
+
+# Accuracy.
+
+shapes = st.sampled_from([(16, 16), (32, 64), (64, 32), (64, 64), (128, 128), (128, 64)])
+
+
+def check_case(case, *blocks):
+    """The rule, with `over_columns`' sums: in float32 of 32 columns, and then of the parts."""
+    terms = min(case.head_dim, 32 + -(-case.head_dim // 32)) if case.dtype == torch.float32 else case.head_dim
+    with blocks_of(*blocks):
+        check_accuracy(case, attention, attention_varlen, DEVICE, terms)
+
+
+@pytest.mark.slow
+@pytest.mark.accuracy
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases(lengths=(1, 2, 15, 16, 17, 64, 97, 130)), shapes)
+def test_as_accurate_as_plain_attention(case, blocks):
+    check_case(case, *blocks)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@settings(max_examples=500, deadline=None)
+@given(cases(lengths=(*LENGTHS, 511)), shapes)
+def test_as_accurate_as_plain_attention_for_long(case, blocks):
+    check_case(case, *blocks)
+
+
+@pytest.mark.parametrize("n_k", [2, 128])
+def test_large_scores_of_a_single_row(n_k):
+    """A weight is as far off as its score, and backward sums that once more, in an order of its own."""
+    options = (("causal", False), ("scale", 0.3))
+    check_case(Case(0, True, 1, ((1, n_k),), 3, 2, 256, torch.float32, "transposed", "1e4", options), 128, 64)
+
+
+def test_a_long_head_dim_is_summed_in_parts():
+    """1 and 255 numbers of which each is lost beside it: of one sum 255 u would be missing, of parts of 32 only 31 u.
+
+    Whatever the order within a part and of the 8 parts, a score is off by gamma(32 + 8) of its size.
+    """
+    q, k = torch.full((1, 1, 16, 256), 2**-24 * 0.99), torch.ones(1, 1, 1, 256)
+    q[..., 0] = 1
+    _, lse = attention(
+        q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), scale=1.0, return_lse=True
+    )  # one key: lse is its score
+    exact = q[0, 0, 0].double().sum()
+    assert ((lse - exact).abs() <= gamma(32 + 8) * exact).all()
+
+
+@pytest.mark.parametrize("d", [8, 40, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(d, dtype):
+    """Its weight is 1 whatever the score: dS is 0, not a rounding that large keys would make large."""
+    q, k, v, dout = tensors(*[(1, 2, 70, d)] * 4, dtype=dtype)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    dq, dk, _ = torch.autograd.grad(attention(q, k, v, window=(0, 0)), (q, k, v), dout)
+    assert not dq.any() and not dk.any()
+    (dq,) = torch.autograd.grad(attention(q, k, v, causal=True), q, dout)
+    assert not dq[:, :, 0].any() and dq[:, :, 1:].any()
+
+
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+@pytest.mark.parametrize(
+    ("n_q", "n_k", "keywords"),
+    [
+        (33, 1, dict()),
+        (33, 1, dict(window=(3, 16))),
+        (33, 17, dict(window=(15, None))),  # row 31 sees key 16, as all in its block of 16, but nothing else
+        (33, 17, dict(causal="bottom-right")),  # row 16 sees key 0, those before it nothing
+        (17, 33, dict(window=(0, 0), causal="bottom-right")),
+        (40, 33, dict(window=(0, 5), dropout_p=0.1, dropout_seed=3)),  # row 32 sees key 32
+    ],
+)
+def test_every_row_that_sees_one_key(n_q, n_k, keywords, backend):
+    """Wherever it lies: what arrives at its out changes neither dQ nor dK, what arrives at its lse does."""
+    q, k, v = (x.requires_grad_() for x in tensors((1, 2, n_q, 40), (1, 1, n_k, 40), (1, 1, n_k, 40)))
+    band = {name: keywords[name] for name in ("causal", "window") if name in keywords}
+    weights = attention_reference(torch.zeros_like(q), k, torch.eye(n_k, 40, device=DEVICE)[None, None], **band)
+    lonely = (weights == 1).any(-1)
+    dout, dlse = (x * lonely[..., None] for x in tensors((1, 2, n_q, 40), (1, 2, n_q, 1), seed=2))
+    with blocks_of(16, 16):
+        out, lse = flash_attention(q, k, v, **keywords, return_lse=True, backend=backend)
+        *both, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse[..., 0]), retain_graph=True)
+        alone = torch.autograd.grad(lse, (q, k), dlse[..., 0])
+    assert lonely.any() and dv.any() and all(x.any() for x in both)
+    assert all(torch.equal(one, other) for one, other in zip(both, alone))
+
+
+@pytest.mark.parametrize("n", [1, 97, pytest.param(1025, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_any_length_and_dtype(n, dtype):
+    options = (("causal", dtype != torch.float16), ("scale", None))
+    case = Case(1, False, 1, ((n, n),), 1, 2, 40, dtype, "transposed", "normal", options)
+    check_case(case, 128, 128)
+
+
+def test_results_have_the_strides_that_the_operator_promises():
+    q, k, v = (x.transpose(1, 2) for x in tensors(*[(1, 5, 2, 8)] * 3, dtype=torch.bfloat16))
+    options = options_of(q, k, v)
+    out, lse = kernels.forward(q, k, v, options)
+    gradients = kernels.backward(out, lse, q, k, v, out, lse, options)
+    for result, like in zip((out, *gradients), (q, q, k, v)):
+        assert result.stride() == torch.empty_like(like).stride() and result.dtype == like.dtype
+    assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("p", [0.1, 0.75])
+def test_the_dropout_mask_is_everybodys(p):
+    """Equal weights, and values that are the identity: the output shows the mask."""
+    q, k, v = torch.zeros(2, 2, 20, 16), torch.zeros(2, 2, 16, 16), torch.eye(16).expand(2, 2, 16, 16)
+    with blocks_of(16, 16):
+        q, k, v = (x.to(DEVICE) for x in (q, k, v))
+        out = attention(q, k, v, dropout_p=p, dropout_seed=-(2**40) - 3)
+    numbers = [torch.arange(n) for n in (2, 2, 20, 16)]
+    keep = dropout_keep(torch.tensor(-(2**40) - 3), p, *numbers)
+    assert 0 < keep.sum() < keep.numel()
+    torch.testing.assert_close(out.cpu(), keep / 16 / (1 - p))
+
+
+# Rows without keys, NaN, infinity.
+
+
+def test_rows_that_see_nothing():
+    """Bottom-right causal with more queries than keys, and a window that looks past the end."""
+    q, k, v = (x.requires_grad_() for x in tensors((1, 1, 40, 16), (1, 1, 8, 16), (1, 1, 8, 16)))
+    with blocks_of(16, 16):
+        out, lse = attention(q, k, v, causal="bottom-right", return_lse=True)
+        gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert (out[:, :, :32] == 0).all() and (lse[:, :, :32] == -INF).all() and (gradients[0][:, :, :32] == 0).all()
+    assert torch.isfinite(lse[:, :, 32:]).all() and all(torch.isfinite(x).all() for x in gradients)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("which", "qkv")
+def test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others(which, bad):
+    """Key 140 is visible from row 140 on; rows of an earlier block, of 128 at most, never load it."""
+    inputs = dict(zip("qkv", (x.abs() + 0.1 for x in tensors(*[(1, 1, 150, 16)] * 3))))
+    inputs[which][0, 0, 140] = bad
+    with blocks_of(128, 64):
+        out, lse = attention(**inputs, causal=True, return_lse=True)
+    rows = slice(140, 141) if which == "q" else slice(140, None)
+    assert not torch.isfinite(out[0, 0, rows]).any()
+    assert torch.isfinite(out[0, 0, :128]).all() and torch.isfinite(lse[0, 0, :128]).all()
+    if which != "v":
+        assert torch.isnan(out[0, 0, rows]).all() and torch.isnan(lse[0, 0, rows]).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_scores_of_minus_infinity_are_no_scores():
+    q, k, v = tensors(*[(1, 1, 64, 16)] * 3)
+    q, k, v = q.abs(), torch.full_like(k, -INF), v.requires_grad_()
+    out, lse = attention(q, k, v, return_lse=True)
+    assert (out == 0).all() and (lse == -INF).all()
+    assert (torch.autograd.grad(out.sum(), v)[0] == 0).all()
+
+
+# Memory that is not theirs.
+
+
+def guarded(shape, dtype, value=None):
+    """A tensor inside a band of NaN; its neighbours in memory; with numbers in it or NaN."""
+    elements = math.prod(shape)
+    memory = torch.full((elements + 512,), NAN, dtype=dtype, device=DEVICE)
+    inside = memory[256 : 256 + elements].view(shape)
+    if value is not None:
+        inside.copy_(value)
+    return inside, torch.cat([memory[:256], memory[256 + elements :]]), memory
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize("causal", [False, "bottom-right"])
+def test_bands_of_nan_around_every_buffer_stay_outside(head_dim, causal):
+    """What is read beyond a tensor turns the answer into NaN, what is written there turns NaN into a number."""
+    shapes = dict(q=(2, 2, 37, head_dim), k=(2, 1, 23, head_dim), v=(2, 1, 23, head_dim), do=(2, 2, 37, head_dim))
+    values = dict(zip(shapes, tensors(*shapes.values())))
+    options = options_of(values["q"], values["k"], values["v"], causal, p=0.2, seed=3)
+    expected = kernels.forward(values["q"], values["k"], values["v"], options)
+    dlse = tensors((2, 2, 37))[0]
+    arguments = values["do"], dlse, values["q"], values["k"], values["v"], *expected
+    expected += kernels.backward(*arguments, options)
+
+    held = {name: guarded(shape, torch.float32, values[name]) for name, shape in shapes.items()}
+    held["dlse"] = guarded(dlse.shape, torch.float32, dlse)
+    for name, like in (("out", "q"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+        held[name] = guarded(shapes[like], torch.float32)
+    held |= {name: guarded(dlse.shape, torch.float32) for name in ("lse", "delta")}
+    q, k, v, do, dlse, out, dq, dk, dv, lse, delta = (x[0] for x in held.values())
+    with blocks_of(16, 16):
+        kernels.forward_launch(q, k, v, out, lse, options).run()
+        for one in kernels.backward_launches(do, dlse, q, k, v, out, lse, delta, dq, dk, dv, options):
+            one.run()
+    for found, wanted in zip((out, lse, dq, dk, dv), expected):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    for name, (inside, _, memory) in held.items():
+        assert memory[:256].isnan().all() and memory[256 + inside.numel() :].isnan().all(), name
+
+
+@pytest.mark.slow
+def test_offsets_past_two_to_the_31():
+    """Rows far apart: row 2 begins at element 2^31. The pages between are never touched."""
+    far = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)
+    x = far.as_strided((1, 1, 3, 16), (0, 0, 2**30, 1))
+    near = tensors((1, 1, 3, 16), dtype=torch.float16)[0]
+    x.copy_(near)
+    options = options_of(x, x, x)
+    out, lse = kernels.forward(x, x, x, options)
+    torch.testing.assert_close(out, kernels.forward(near, near, near, options)[0])
+    gradients = kernels.backward(x, lse, x, x, x, x, lse, options)
+    for one, other in zip(gradients, kernels.backward(near, lse, near, near, near, near, lse, options)):
+        torch.testing.assert_close(one, other)
+
+
+# Bits, and launches.
+
+
+def test_four_threads_at_once_give_the_same_bits():
+    """Ranks may be threads. The interpreter keeps the number of the running program where all of them see it."""
+    q, k, v = tensors(*[(1, 2, 40, 16)] * 3)
+    expected = attention(q, k, v, causal=True)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(attention, q, k, v, causal=True) for _ in range(4)]
+        assert all(torch.equal(result.result(), expected) for result in results)
+
+
+@pytest.mark.slow
+def test_fifty_backward_runs_give_the_same_bits():
+    q, k, v, dout = tensors((1, 2, 40, 16), (1, 1, 50, 16), (1, 1, 50, 16), (1, 2, 40, 16), dtype=torch.float16)
+    options = options_of(q, k, v, causal=True, p=0.1, seed=5)
+    out, lse = kernels.forward(q, k, v, options)
+    with blocks_of(32, 32):
+        first = kernels.backward(dout, lse, q, k, v, out, lse, options)
+        for _ in range(49):
+            again = kernels.backward(dout, lse, q, k, v, out, lse, options)
+            assert all(torch.equal(one, other) for one, other in zip(first, again))
+
+
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="looks into Triton's interpreter")
+@pytest.mark.parametrize(("version", "patched"), [("3.6.0", True), ("3.7.1", False), ("3.10.0", False)])
+def test_the_interpreter_is_mended_where_it_is_old(version, patched, monkeypatch):
+    from triton.runtime import interpreter
+
+    before = interpreter._patch_lang_tensor
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", before)  # undone after the test
+    monkeypatch.setattr(triton, "__version__", version)
+    spec = importlib.util.find_spec("flash.launch")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # a second one, that nobody else sees
+    assert (interpreter._patch_lang_tensor is not before) == patched
+
+
+def test_too_little_shared_memory_is_an_error_that_says_so():
+    class Kernel:
+        def __getitem__(self, grid):
+            raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    one = launch.Launch("forward", Kernel(), (torch.empty(1),), {}, 1)
+    with (
+        mock.patch.object(torch.cuda, "get_device_name", lambda _: "a small GPU"),
+        pytest.raises(ValueError, match="shared memory of a small GPU: .*300,000, it has 232,448: use"),
+    ):
+        one.run()
+
+
+def test_autotuning_takes_the_fastest_that_fits(monkeypatch):
+    """Candidates by the stages they have: 1 takes long, 2 is best, 3 does not fit."""
+    candidates = [launch.Blocks(16, 16, 4, stages) for stages in (1, 2, 3)]
+    monkeypatch.setattr(launch, "fastest", {})
+    monkeypatch.setattr(triton.testing, "do_bench", lambda run: run())
+
+    class Stub:
+        def __init__(self, blocks):
+            self.stages = blocks.stages
+
+        def run(self):
+            if self.stages == 3:
+                raise ValueError("shared memory")
+            return 1 / self.stages
+
+    assert launch.tune("key", Stub, candidates) == candidates[1] == launch.fastest["key"]
+    assert launch.tune("key", Stub, []) == candidates[1], "remembered"
+
+
+def test_a_weight_of_1_is_1_in_backward_however_large_its_score():
+    """One key: dV is the sum of dO. The difference of two large scores must not be taken in another base.
+
+    Of whole numbers, so that products and sums are exact in any order.
+    """
+    q, k, v, dout = tensors((1, 2, 5, 16), (1, 2, 1, 16), (1, 2, 1, 16), (1, 2, 5, 16))
+    q, k, v, dout = (100 * q).round().requires_grad_(), (100 * k).round(), v.requires_grad_(), (100 * dout).round()
+    for scale in (0.3, 1.0, -2.0):
+        dv = torch.autograd.grad(attention(q, k, v, scale=scale), v, dout)[0]
+        assert torch.equal(dv, dout.sum(2, keepdim=True))

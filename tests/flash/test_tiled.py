@@ -1,0 +1,282 @@
+"""Tiled attention: as accurate as plain attention, and linear in memory."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.autograd.graph import saved_tensors_hooks
+
+import flash.tiles
+from flash import attention_reference, attention_tiled, flash_attention_varlen, tiled
+from flash.attention import flash_attention
+from flash.checks import check
+from flash.options import make_options
+from flash.tiled import online_softmax
+from minizero.memory import Ledger
+from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy
+
+INF, NAN = math.inf, math.nan
+
+
+def tensors(*shapes, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def options_of(q, k, v, causal=False, window=None, p=0.0, seed=None):
+    return make_options(check("test", q, k, v, causal, None, window, p, seed), q.shape[2], k.shape[2])
+
+
+def packed(*args, **kwargs):
+    return flash_attention_varlen(*args, backend="tiled", **kwargs)
+
+
+# Accuracy.
+
+
+@pytest.mark.slow
+@pytest.mark.accuracy
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases())
+def test_as_accurate_as_plain_attention(case):
+    check_accuracy(case, attention_tiled, packed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@settings(max_examples=500, deadline=None)
+@given(cases(lengths=(*LENGTHS, 511, 1025)))
+def test_as_accurate_as_plain_attention_for_long(case):
+    check_accuracy(case, attention_tiled, packed)
+
+
+@pytest.mark.parametrize("n", [20, 70])  # the products of few rows are summed in float64
+@pytest.mark.parametrize("d", [8, 40, 256])
+def test_rows_that_see_one_key_give_no_gradient_of_its_score(d, n):
+    """Their weight is 1 whatever the score: dS is 0, not a rounding that large keys would make large."""
+    q, k, v, dout = tensors(*[(1, 2, n, d)] * 4)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    dq, dk, _ = torch.autograd.grad(attention_tiled(q, k, v, window=(0, 0)), (q, k, v), dout)
+    assert not dq.any() and not dk.any()
+
+
+@pytest.mark.parametrize(("seed", "n_q", "n_k", "kv_heads", "group"), [(158, 15, 1, 3, 4), (2, 1, 128, 3, 2)])
+def test_large_scores_of_few_rows_have_no_more_error_than_dot_products_have(seed, n_q, n_k, kv_heads, group):
+    """Where a matrix product would add up 256 columns one by one, in float32: here a score is rounded once."""
+    options = (("causal", False), ("scale", 0.3))
+    case = Case(seed, True, 1, ((n_q, n_k),), kv_heads, group, 256, torch.float32, "transposed", "1e4", options)
+    check_accuracy(case, attention_tiled, packed, terms=1)
+
+
+@pytest.mark.parametrize("n", [1, 97, 1025])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_any_length(n, dtype):
+    q, k, v = tensors((1, 2, n, 40), (1, 1, n, 40), (1, 1, n, 40), dtype=dtype)
+    out, lse = attention_tiled(q, k, v, causal=True, return_lse=True)
+    exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), causal=True, return_lse=True)
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-6)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        dict(causal=True),
+        dict(causal="bottom-right", window=(6, None), scale=-0.4),
+        dict(window=(3, 4), dropout_p=0.4, dropout_seed=9),
+    ],
+)
+def test_gradients_by_differences(keywords, monkeypatch):
+    monkeypatch.setattr(flash.tiles, "BLOCK", 16)  # several blocks of rows and of keys
+    q, k, v = (x.requires_grad_() for x in tensors((1, 2, 18, 2), (1, 1, 33, 2), (1, 1, 33, 2), dtype=torch.float64))
+
+    def function(q, k, v):
+        out, lse = attention_tiled(q, k, v, return_lse=True, **keywords)
+        return out, lse.masked_fill(lse == -INF, 0)
+
+    assert torch.autograd.gradcheck(function, (q, k, v))
+
+
+# Numbers that are not usual.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_large_logits(dtype):
+    """±1e4: exp of the plain scores would overflow, and of their difference to the maximum does not."""
+    q, k, v = tensors((1, 2, 70, 16), (1, 2, 300, 16), (1, 2, 300, 16), dtype=torch.float64)
+    factor = math.sqrt(1e4 / (q @ k.mT).abs().max().item())
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q * factor, k * factor, v))
+    out, lse = attention_tiled(q, k, v, scale=1.0, return_lse=True)
+    exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), scale=1.0, return_lse=True)
+    assert 9e3 < exact_lse.abs().max() < 1.1e4
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.double(), exact, rtol=max(2e-3, torch.finfo(dtype).eps), atol=2e-3)
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_nan_and_infinity_stay_in_the_rows_that_see_them(bad):
+    q, k, v = tensors((1, 1, 40, 4), (1, 1, 40, 4), (1, 1, 40, 4))
+    q[0, 0, 5, 0] = bad
+    out, lse = attention_tiled(q, k, v, return_lse=True)
+    wrong = ~torch.isfinite(out).all(-1)[0, 0]
+    assert wrong.nonzero().flatten().tolist() == [5] and not torch.isfinite(lse[0, 0, 5])
+    q[0, 0, 5, 0], k[0, 0, 30, 0] = 0.0, NAN
+    out, lse = attention_tiled(q, k, v, causal=True, return_lse=True)
+    assert torch.isnan(out[0, 0, 30:]).all() and torch.isnan(lse[0, 0, 30:]).all()
+    assert not torch.isfinite(attention_reference(q, k, v, causal=True)[0, 0, 30:]).any()
+
+
+def test_scores_of_minus_infinity_are_keys_that_are_not_there():
+    """A row that has only such scores attends to nothing."""
+    q, k, v, dout = tensors(*[(1, 1, 20, 4)] * 4)
+    k[:, :, 10:, 0], q[..., 0] = -INF, 1.0
+    expected, expected_lse = attention_reference(q, k[:, :, :10], v[:, :, :10], return_lse=True)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    for attention in (attention_tiled, attention_reference):
+        out, lse = attention(q, k, v, return_lse=True)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)
+        nothing, nothing_lse = attention(q, k[:, :, 10:], v[:, :, 10:], return_lse=True)
+        assert (nothing == 0).all() and (nothing_lse == -INF).all()
+    assert (torch.autograd.grad(attention_tiled(q, k, v), v, dout)[0][:, :, 10:] == 0).all()
+
+
+@pytest.mark.parametrize("keywords", [{}, dict(causal=True, window=(9, None)), dict(dropout_p=0.5, dropout_seed=1)])
+def test_guard_bands_of_nan_stay_outside(keywords):
+    """Every tensor lies in a larger one full of NaN; results are written into such ones too, and only inside."""
+    inside = (slice(1, 3), slice(2, 6), slice(3, 43), slice(1, 9))
+
+    def guarded(values):
+        around = torch.full((4, 7, 50, 11), NAN)
+        around[inside][:, : values.shape[1]] = values
+        return around, around[inside][:, : values.shape[1]]
+
+    q, k, v, dout = tensors((2, 4, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8), (2, 4, 40, 8))
+    options = options_of(
+        q, k, v, keywords.get("causal", False), keywords.get("window"), keywords.get("dropout_p", 0.0), 1
+    )
+    expected_out, expected_lse = tiled.forward(q, k, v, options, (16, 16))
+    dlse = torch.ones_like(expected_lse)
+    expected = tiled.backward(dout, dlse, q, k, v, expected_out, expected_lse, options, (16, 16))
+
+    q, k, v, dout = (guarded(x)[1] for x in (q, k, v, dout))
+    around_out, out = guarded(torch.zeros(2, 4, 40, 8))
+    around_lse, lse = guarded(torch.zeros(2, 4, 40, 8))
+    lse, delta = lse[..., 0], guarded(torch.zeros(2, 4, 40, 8))[1][..., 0]
+    tiled.forward_tiles(q, k, v, out, lse, options, (16, 16))
+    tiled.delta_tiles(dout, out, dlse, delta, q, k, options, (16, 16))
+    around, gradients = zip(*(guarded(torch.zeros_like(x)) for x in (q, k, v)))
+    tiled.backward_tiles(dout, q, k, v, lse, delta, *gradients, options, (16, 16))
+    for name, one, other in zip("olqkv", (out, lse, *gradients), (expected_out, expected_lse, *expected)):
+        torch.testing.assert_close(one, other, msg=name)
+    for outer, count in zip((around_out, around_lse, *around), (4, 4, 4, 2, 2)):
+        assert (~torch.isnan(outer)).sum() == 2 * count * 40 * 8, "written inside, and nowhere else"
+
+
+def test_more_than_2_to_the_31_elements():
+    """Keys of which every row is the same memory, so that the tensor is only long."""
+    rows = 2**23 + 3
+    q, k, v = tensors((1, 1, 2, 256), (1, 1, 1, 256), (1, 1, 1, 256), dtype=torch.float16)
+    k, v = k.expand(1, 1, rows, 256), v.expand(1, 1, rows, 256)
+    assert k.numel() > 2**31
+    options = options_of(q, k, v, window=(5, 5), causal="bottom-right")  # so that only the last keys are seen
+    out, lse = tiled.forward(q, k, v, options, (16, 2**16))
+    torch.testing.assert_close(out, v[:, :, :2], rtol=1e-3, atol=1e-3)
+    scores = (q.float() * k[:, :, :2].float()).sum(-1) / 16
+    torch.testing.assert_close(lse, scores + math.log(6))
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("attention", [attention_tiled, flash_attention])
+def test_saves_q_k_v_out_lse_and_a_seed(attention):
+    q, k, v = (x.requires_grad_() for x in tensors((1, 4, 50, 8), (1, 2, 60, 8), (1, 2, 60, 8)))
+    for keywords, expected in (({}, []), (dict(dropout_p=0.5, dropout_seed=1), [()])):
+        saved = []
+        with saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            out, lse = attention(q, k, v, causal=True, return_lse=True, **keywords)
+        held = {x.data_ptr(): tuple(x.shape) for x in saved}
+        for x in (q, k, v, out, lse):
+            held.pop(x.data_ptr())
+        assert list(held.values()) in (expected, []), f"besides q, k, v, out, lse: {held}"
+
+
+def bytes_saved(attention, n):
+    """What is alive after the forward pass and was not before, by the ledger."""
+    q, k, v = (x.requires_grad_() for x in tensors(*[(1, 2, n, 16)] * 3))
+    with Ledger() as ledger:
+        out = attention(q, k, v)
+        return ledger.current["total"], out
+
+
+@pytest.mark.parametrize("attention", [attention_tiled, flash_attention])
+def test_bytes_saved_for_backward_are_out_and_a_number_for_each_row(attention):
+    for n in (1, 300, 1000, 2000):
+        assert bytes_saved(attention, n)[0] == 2 * n * (16 + 1) * 4
+    scores = [bytes_saved(attention_reference, n)[0] for n in (1000, 2000)]
+    assert scores[1] > 3.9 * scores[0] > 3.9 * 2 * 1000**2 * 4, "plain attention keeps N × N"
+
+
+def peak(attention, n):
+    q, k, v = (x.requires_grad_() for x in tensors(*[(1, 1, n, 16)] * 3))
+    with Ledger() as ledger:
+        attention(q, k, v, causal=True).sum().backward()
+    return ledger.peak["total"]
+
+
+@pytest.mark.slow
+def test_the_peak_grows_along_a_line():
+    """Forward and backward; tiled from 1k to 16k. What a line leaves unexplained is less than a tile."""
+    lengths = torch.tensor([1024, 2048, 4096, 8192, 16384], dtype=torch.float64)
+    peaks = torch.tensor([peak(attention_tiled, int(n)) for n in lengths], dtype=torch.float64)
+    slope = (peaks[-1] - peaks[0]) / (lengths[-1] - lengths[0])
+    assert 16 * 4 * 4 <= slope <= 16 * 4 * 8, f"{slope} bytes per row: out, dq, dk, dv and little else"
+    assert (peaks - peaks[0] - slope * (lengths - lengths[0])).abs().max() < 2**18, peaks
+    short = torch.tensor([256, 512, 1024, 2048], dtype=torch.float64)
+    plain = torch.tensor([peak(attention_reference, int(n)) for n in short], dtype=torch.float64)
+    powers = torch.stack([short**0, short, short**2], 1)
+    fit = torch.linalg.lstsq(powers, plain[:, None]).solution.flatten()
+    assert fit[2] > 3 * 4 and (powers @ fit - plain).abs().max() < 0.01 * plain.max(), "plain attention: a parabola"
+
+
+def test_tiles_do_not_grow_with_heads_and_batch():
+    """What forward and backward take beyond their results is a few tiles, of 2 MiB, for 64 heads and for 128."""
+
+    def beyond_results(batch):
+        q, k, v = (x.requires_grad_() for x in tensors(*[(batch, 16, 256, 8)] * 3))
+        with Ledger() as ledger:
+            attention_tiled(q, k, v).sum().backward()
+        # out, dout, dq, dk, dv; lse, dlse, delta and a spare
+        return ledger.peak["total"] - batch * 16 * 256 * (5 * 8 + 4) * 4
+
+    some, more = beyond_results(4), beyond_results(8)
+    assert some < 5 * 4 * flash.tiles.TILE, "64 tiles of 256 × 256 would be 16 MiB each"
+    assert more < 1.01 * some
+
+
+# A row, step by step.
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+def test_online_softmax_step_by_step(block):
+    scores, values = tensors((10,), (10, 4), dtype=torch.float64)
+    steps = online_softmax(scores, values, block)
+    assert len(steps) == math.ceil(10 / block) and [step.keys.start for step in steps] == [*range(0, 10, block)]
+    for before, step in zip([None, *steps], steps):
+        seen = scores[: step.keys.stop]
+        assert step.maximum == seen.max().item()
+        assert step.total == pytest.approx((seen - seen.max()).exp().sum().item())
+        assert step.rescale == (math.exp(before.maximum - step.maximum) if before else 0)
+        torch.testing.assert_close(step.output, seen.softmax(0) @ values[: step.keys.stop])
+
+
+def test_online_softmax_of_scores_too_large_to_exponentiate():
+    scores, values = torch.tensor([0.0, 1e4, -1e4, 1e4]), torch.eye(4)
+    assert online_softmax(scores, values)[-1].output.tolist() == [0, 0.5, 0, 0.5]

@@ -1,0 +1,263 @@
+"""Bytes: what each stage holds, measured by the ledger, against the formulas."""
+
+import contextlib
+import dataclasses
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import DDP, GPT, GPTConfig, Zero1, Zero2, Zero3
+from minizero.memory import CATEGORIES, Ledger, predict, predict_activations, predict_sent
+from minizero.memory.tables import by_module
+from minizero.memory.tape import holders, moments
+from minizero.models.gpt import Attention, Block
+from tests.support.helpers import STAGES, run
+
+CONFIG = GPTConfig(vocabulary=64, sequence_length=8, width=160, layers=4, heads=2)  # 1.2 million parameters
+TOTAL = sum(p.numel() for p in GPT(CONFIG).parameters())
+BLOCK = sum(p.numel() for p in GPT(CONFIG).blocks[0].parameters())
+ROOT = TOTAL - CONFIG.layers * BLOCK
+
+
+def measure(comm, stage, dtype=None, steps=2, config=CONFIG):
+    """Bytes after the step and before zero_grad, the peaks and the curve of the last step."""
+    model = stage(GPT(config), comm, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.zeros(1, config.sequence_length, dtype=torch.long)
+    # Two ranks are enough to look at: a ledger in every thread makes them queue up for the interpreter.
+    watched = comm.rank in (0, comm.size - 1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with Ledger(model, optimizer) if watched else contextlib.nullcontext() as ledger:
+            model(tokens, tokens).backward()
+            optimizer.step()
+            current = ledger and ledger.current
+    return (current, ledger.peak, ledger.curve) if watched else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_persistent_bytes_are_the_formulas(world_size, dtype):
+    for number, stage in enumerate(STAGES):
+        expected = predict(TOTAL, world_size, number, dtype=dtype)
+        padding = 16 * world_size * (CONFIG.layers + 1)
+        for current, _, _ in filter(None, run(world_size, measure, stage, None if dtype == torch.float32 else dtype)):
+            for category in ("parameters", "gradients", "optimizer"):
+                over = current[category] - expected[category]
+                slack = 0.001 * expected[category] + padding
+                assert -slack <= over <= slack, f"{stage.__name__} {category} {over:+} bytes"
+            left = current["total"] - sum(current[c] for c in ("parameters", "gradients", "optimizer"))
+            assert left < 2000, f"{stage.__name__} keeps {left} bytes of something else"
+
+
+@pytest.mark.slow
+def test_the_factors_at_64_ranks():
+    """16 / (8 + 8/64), 16 / (4 + 12/64), 64: in FP32, where the ZeRO paper's counting has 4x, 8x, Nx as limits."""
+    totals = []
+    wide = dataclasses.replace(CONFIG, width=320, layers=1)  # few units: a ring of 64 has 63 steps
+    for stage in STAGES:
+        current = run(64, measure, stage, steps=1, config=wide)[63][0]
+        totals.append(sum(current[c] for c in ("parameters", "gradients", "optimizer")))
+    factors = [totals[0] / total for total in totals[1:]]
+    assert factors == pytest.approx([1.97, 3.82, 64], rel=0.005)
+
+
+def one_at_a_time(module, comm, **options):
+    """Stage 3 without prefetch, whose peaks are the same in every run."""
+    return Zero3(module, comm, prefetch=0, **options)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stage_3_peaks_at_three_units(world_size):
+    _, peak, curve = run(world_size, measure, one_at_a_time)[0]
+    shards = 4 * TOTAL / world_size
+    for sample in curve:
+        beyond = sample["parameters"] + sample["gradients"] + sample["communication"] - shards - 4 * ROOT * 2
+        assert beyond <= 3 * 4 * BLOCK + shards  # the gradients' shards come one by one
+    for phase in ("forward", "backward"):
+        most = max(s["parameters"] for s in curve if s.phase == phase)
+        assert 4 * BLOCK <= most - shards <= 4 * (BLOCK + ROOT) + 64  # one block at a time, and the root
+    assert peak["total"] < 0.75 * run(world_size, measure, DDP)[0][1]["total"]
+
+
+def test_each_stage_frees_what_it_should():
+    curves = {stage: run(4, measure, one_at_a_time if stage is Zero3 else stage)[0][2] for stage in STAGES}
+
+    def most(stage, category, phase):
+        return max(sample[category] for sample in curves[stage] if sample.phase == phase)
+
+    for stage in (DDP, Zero1):
+        assert most(stage, "gradients", "optimizer") == pytest.approx(4 * TOTAL, rel=1e-3)
+    for stage in (Zero2, Zero3):  # never more than the shards and one unit's full gradient
+        assert most(stage, "gradients", "backward") <= TOTAL + 4 * BLOCK + 4 * ROOT
+        assert most(stage, "gradients", "optimizer") == pytest.approx(TOTAL, rel=1e-3)
+    assert most(Zero3, "parameters", "optimizer") == pytest.approx(TOTAL, rel=1e-3)
+    for stage in (Zero1, Zero2, Zero3):  # a ring receives into two chunks of one unit at most
+        assert 0 < most(stage, "communication", "backward") <= 2 * BLOCK + 64
+    # DDP averages in buckets: for a moment it holds the gradients twice, and two chunks of the bucket.
+    assert 2 * BLOCK < most(DDP, "communication", "backward") <= 2 * TOTAL
+    assert most(DDP, "gradients", "backward") == pytest.approx(2 * 4 * TOTAL, rel=1e-3)
+
+
+def test_a_frozen_unit_is_released_in_backward_too():
+    """Nothing of its own says that its backward is over; its input's gradient does."""
+
+    def gathered(comm):
+        module = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(6)))
+        for layer in module[1:]:
+            layer.requires_grad_(False)
+        model = Zero3(module, comm)
+        with Ledger(model) as ledger:
+            model(torch.zeros(1, 100)).sum().backward()
+        return max(sample["parameters"] for sample in ledger.curve)
+
+    shards = 6 * 40_000 / 2
+    assert run(2, gathered)[0] <= shards + 2 * 40_000
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(stage, {}) for stage in STAGES] + [(Zero3, {"sharding_factor": 1}), (Zero3, {"offload": True})],
+)
+def test_frozen_units_count_as_what_they_hold(stage, options, dtype):
+    """Half of the model is frozen. All that lives are the units' buffers, before a step and after it."""
+
+    def work(comm):
+        module = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
+        module[:2].requires_grad_(False)
+        model = stage(module, comm, dtype=dtype, **options)
+        tensors = [t for unit in model.units for t in (unit.replica, unit.master) if t is not None]
+        held = sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}.values())
+        with Ledger(model) as ledger:
+            before = dict(ledger.current)
+            model(torch.ones(1, 100)).sum().backward()
+            model.zero_grad()
+        return held, before, ledger.current, by_module(ledger.holders)
+
+    held, before, after, modules = run(2, work)[0]
+    for current in (before, after):
+        assert held == current["total"] + current["host"] == sum(current[c] for c in CATEGORIES)
+    assert {"0", "1", "2", "3"} <= modules.keys()
+
+
+def test_memory_returns_without_the_garbage_collector():
+    def leftover(comm, stage):
+        gc.collect()
+        gc.disable()
+        try:
+            model = stage(GPT(CONFIG), comm)
+            with Ledger(model) as ledger:
+                before = ledger.current["total"]
+                tokens = torch.zeros(1, 8, dtype=torch.long)
+                for _ in range(3):
+                    model(tokens, tokens).backward()
+                    model.zero_grad()
+                return ledger.current["total"] - before
+        finally:
+            gc.enable()
+
+    for stage in STAGES:
+        assert run(1, leftover, stage)[0] < 1000
+
+
+# The formulas.
+
+
+def test_predictions_in_these_bytes_and_in_the_papers():
+    psi, n = 1_000_000, 4
+
+    def total(stage, **options):
+        return predict(psi, n, stage, **options)["total"] / psi
+
+    assert [total(stage) for stage in range(4)] == [16, 8 + 8 / n, 4 + 12 / n, 16 / n]
+    half = {"dtype": torch.bfloat16}
+    assert [total(stage, **half) for stage in range(4)] == [20, 4 + 16 / n, 2 + 16 / n, 16 / n]
+    paper = {"convention": "paper"}
+    assert [total(stage, **paper) for stage in range(4)] == [16, 4 + 12 / n, 2 + 14 / n, 16 / n]
+    assert predict(psi, 64, 3, sharding_factor=8) == predict(psi, 8, 3)
+    # Table 1 of the ZeRO paper, 7.5B parameters on 64 GPUs, decimal GB: 31.4, 16.6, 1.88.
+    table = [predict(7_500_000_000, 64, stage, convention="paper")["total"] / 1e9 for stage in (1, 2, 3)]
+    assert table == pytest.approx([31.4, 16.6, 1.88], abs=0.05)
+    assert predict_sent(psi, n, 3, n_root=1000) == (3 * psi - 1000) * 4 * 3 / 4
+
+
+@pytest.mark.parametrize("wrong", [{"world_size": 0}, {"world_size": 2.5}, {"stage": 4}, {"convention": "other"}])
+def test_predictions_refuse_what_makes_no_sense(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        predict(**({"n_parameters": 10, "world_size": 2, "stage": 1} | wrong))
+
+
+# Activations, a layer at a time.
+
+
+class DropoutAttention(Attention):
+    """With dropout where the paper has it: over the softmax and over the output."""
+
+    def forward(self, x, mask):
+        (tokens, width), sequence = x.shape, mask.shape[0]
+        qkv = self.qkv(x).view(-1, sequence, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.reshape(3, -1, sequence, width // self.heads)
+        weights = F.dropout(torch.baddbmm(mask, q, k.transpose(1, 2)).softmax(-1), 0.1)
+        heads = torch.bmm(weights, v).view(-1, self.heads, sequence, width // self.heads)
+        return F.dropout(self.out(heads.transpose(1, 2).reshape(tokens, width)), 0.1)
+
+
+class DropoutBlock(Block):
+    def forward(self, x, mask):
+        x = x + self.attention(self.norm1(x), mask)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "sequence", "width", "heads"), [(4, 32, 64, 4), (3, 20, 48, 2)])
+def test_a_layers_activations_are_the_formula_to_the_byte(dropout, dtype, batch, sequence, width, heads):
+    def kept(layers):
+        model = GPT(GPTConfig(64, sequence, width, layers, heads)).to(dtype)
+        if dropout:
+            for block in model.blocks:
+                block.__class__, block.attention.__class__ = DropoutBlock, DropoutAttention
+        x, y = torch.zeros(2, batch, sequence, dtype=torch.long)
+        with Ledger(model) as ledger:
+            model(x, y).backward()
+        return ledger
+
+    formula = predict_activations(batch, sequence, width, heads, dtype=dtype, dropout=dropout)
+    three, two = kept(3), kept(2)
+    assert three.peak["activations"] - two.peak["activations"] == formula["total"]
+
+    # Each term stands in the table under the module that made it.
+    start = [sample["activations"] for sample in three.curve]
+    rows = holders(next(m for m, held in zip(moments(three.tape, three.start), start) if held == max(start)))
+    held = {name: module.get("activations", 0) for name, module in by_module(rows).items()}
+    statistics = formula["norms: a mean and a deviation for each token"] / 2
+    assert held["blocks.1.up"] == formula["perceptron: input of GELU"]
+    assert held["blocks.1.norm2"] == formula["perceptron: input of the first layer"] + statistics
+    assert held["blocks.1.norm1"] == formula["attention: input of the projection to q, k, v"] + statistics
+    attention = ("q, k", "v", "output of the softmax", "dropout's mask over that", "dropout's output")
+    attention += ("input of the last projection", "dropout's mask over its output")
+    assert held["blocks.1.attention"] == sum(formula[f"attention: {name}"] for name in attention)
+
+
+def test_activations_in_the_papers_convention():
+    """34 s b h + 5 a s² b. Of that, FP32 without dropout keeps 2 · (34 − 2) and 2 · (5 − 3), beside the norms'."""
+    b, s, h, a = 4, 32, 64, 8
+    paper = predict_activations(b, s, h, a, convention="paper")
+    assert paper["total"] == s * b * h * (34 + 5 * a * s / h)
+    # The paper's 11 s b h + 5 a s² b for attention and 19 s b h for the perceptron, and 2 for the input of each norm.
+    halves = {"attention": 13 * s * b * h + 5 * a * s * s * b, "perceptron": 21 * s * b * h, "norms": 0}
+    found = dict.fromkeys(halves, 0)
+    for name, held in paper.items():
+        if name != "total":
+            found[name.split(":")[0]] += held
+    assert found == halves
+    ours = predict_activations(b, s, h, a)
+    assert ours["total"] == s * b * h * (64 + 4 * a * s / h) + 16 * s * b
+    with pytest.raises(ValueError, match="convention"):
+        predict_activations(b, s, h, a, convention="other")
+    with pytest.raises(ValueError, match="divisible"):
+        predict_activations(b, s, h, 7)

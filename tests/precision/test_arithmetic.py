@@ -1,0 +1,405 @@
+"""Arithmetic on bit patterns: its steps, the results against two other implementations, and what it accepts."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from precision import arithmetic
+from precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat
+from tests.support.oracles import FLAGS, ROUNDINGS, boundaries, by_float64, softfloat
+
+OPERANDS = {"add": 2, "subtract": 2, "multiply": 2, "divide": 2, "fma": 3, "sqrt": 1}
+EIGHT_BITS = {
+    "E4M3": FP8_E4M3,
+    "E5M2": FP8_E5M2,
+    "E4M3 saturating": FloatFormat(4, 3, infinities=False, saturate=True),
+    "E5M2 saturating": FloatFormat(5, 2, saturate=True),
+    "without NaN": FloatFormat(4, 3, nans=False),
+    "numbers only": FloatFormat(4, 3, infinities=False, nans=False),
+    "without subnormals": FloatFormat(4, 3, subnormals=False),
+    "another bias": FloatFormat(4, 3, bias=11, infinities=False),
+    "all below 1": FloatFormat(3, 4, bias=9),
+    "all above 1": FloatFormat(3, 4, bias=-3),
+    "one bit of mantissa": FloatFormat(6, 1),
+    "no mantissa": FloatFormat(7, 0, infinities=False),
+    "one bit of exponent": FloatFormat(1, 6, infinities=False),
+    "three bits": FloatFormat(1, 1, infinities=False, nans=False),
+}
+SIXTEEN_BITS = {
+    "BF16": BF16,
+    "BF16 flushing": FloatFormat(8, 7, subnormals=False),
+    "E3M12": FloatFormat(3, 12),
+    "E2M13": FloatFormat(2, 13),
+    "E1M14": FloatFormat(1, 14, infinities=False),
+    "E4M11": FloatFormat(4, 11),
+    "E9M6": FloatFormat(9, 6, bias=200),
+}
+
+
+def apply(operation, fmt, rounding, *operands):
+    bits, flags = getattr(arithmetic, operation)(*operands, fmt, rounding, return_flags=True)
+    return bits, {name: getattr(flags, name) for name in FLAGS}
+
+
+def is_nan(bits, fmt):
+    return (bits & (2 ** (fmt.width - 1) - 1)) > (fmt.infinity_bits or fmt.max_bits)
+
+
+def assert_same(ours, theirs, fmt, operands):
+    """Equal bits and flags; any quiet NaN is as good as another."""
+    (bits, flags), (expected, expected_flags) = ours, theirs
+    nan = is_nan(expected, fmt)
+    same = np.where(nan, is_nan(bits, fmt) & (bits & (fmt.nan_bits or 0) == (fmt.nan_bits or 0)), bits == expected)
+    different = {"bits": ~same} | {name: flags[name] != expected_flags[name] for name in FLAGS}
+    for what, wrong in different.items():
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            raise AssertionError(
+                f"{what} differ for {int(wrong.sum())} of {wrong.size}, first for {[hex(x[i]) for x in operands]}: "
+                f"{bits[i]:#x} {[n for n in FLAGS if flags[n][i]]}, expected {expected[i]:#x} "
+                f"{[n for n in FLAGS if expected_flags[n][i]]}"
+            )
+
+
+def assert_as_float64(operation, fmt, rounding, *operands):
+    theirs = by_float64(operation, fmt, rounding, *operands)
+    invalid = theirs[1]["invalid"]
+    if not fmt.nans and invalid.any():
+        with pytest.raises(ValueError, match="no NaN"):
+            apply(operation, fmt, rounding, *operands)
+        operands = [x[~invalid] for x in operands]
+        theirs = by_float64(operation, fmt, rounding, *operands)
+    assert_same(apply(operation, fmt, rounding, *operands), theirs, fmt, operands)
+
+
+def draw(operation, fmt, count, seed=0):
+    """Patterns in contiguous arrays of the format's own dtype, half of them anything, half boundaries."""
+    generator = np.random.default_rng(seed)
+    dtype = np.uint8 if fmt.width <= 8 else np.uint16
+    special = boundaries(fmt)
+    mixed = (
+        np.where(
+            generator.random(count) < 0.5,
+            generator.integers(2**fmt.width, size=count),
+            generator.choice(special, count),
+        )
+        for _ in range(OPERANDS[operation])
+    )
+    return [x.astype(dtype) for x in mixed]
+
+
+def every_pair(fmt):
+    patterns = np.arange(2**fmt.width, dtype=np.uint8)
+    return [x.ravel() for x in np.meshgrid(patterns, patterns, indexing="ij")]
+
+
+# The steps, on the example of the module's first page.
+
+
+def test_the_steps_of_an_addition():
+    """12 + 2.5 with three bits of mantissa: 14.5 lies half-way between 14 and 15, and 14 is the even one."""
+    fmt, point = FloatFormat(4, 3), 6
+    a, b = (torch.tensor([int(fmt.encode(x))], dtype=torch.int32) for x in (12.0, 2.5))
+    x, y = arithmetic.unpack(a, fmt, 3), arithmetic.unpack(b, fmt, 3)
+    assert [(int(n.exponent) - fmt.bias, int(n.significand)) for n in (x, y)] == [(3, 0b1_100_000), (1, 0b1_010_000)]
+    x, y = arithmetic.align(x, y)
+    assert [(int(n.exponent) - fmt.bias, int(n.significand)) for n in (x, y)] == [(3, 0b1_100_000), (3, 0b0_010_100)]
+    total = arithmetic.normalise(arithmetic.operate_add(x, y, "nearest-even"), point)
+    assert (int(total.exponent) - fmt.bias, int(total.significand)) == (3, 0b1_110_100)
+    rounded, inexact, tiny = arithmetic.round(total, point, fmt, "nearest-even")
+    assert (int(rounded.significand), bool(inexact), bool(tiny)) == (0b1_110, True, False)
+    bits, _ = arithmetic.pack(rounded, inexact, tiny, fmt, "nearest-even")
+    assert fmt.decode(int(bits)) == 14.0
+    assert fmt.decode(arithmetic.add(int(a), int(b), fmt, "nearest-away")) == 15.0
+
+
+def test_what_moves_out_sticks():
+    """One 1 far below decides whether half-way is half-way."""
+    significand = torch.tensor([0b1000, 0b1001, 0b1000], dtype=torch.int32)
+    assert arithmetic.shift_right(significand, torch.tensor([2, 2, 1000])).tolist() == [0b10, 0b11, 1]
+    assert arithmetic.shift_right(significand, torch.tensor([-5, 0, 3])).tolist() == [0b1000, 0b1001, 1]
+    one, half_an_ulp, tiny = 0x3C00, int(FP16.encode(2.0**-11)), 0x0001
+    assert arithmetic.add(one, half_an_ulp) == one  # half-way: to even
+    assert arithmetic.add(one, half_an_ulp + 1) == one + 1
+    assert arithmetic.add(one, tiny, FP16, "up") == one + 1
+
+
+def test_2048_plus_1():
+    two_thousand, one = (int(FP16.encode(x)) for x in (2048.0, 1.0))
+    assert arithmetic.add(two_thousand, one) == two_thousand
+    assert FP16.decode(arithmetic.add(two_thousand, one, FP16, "up")) == 2050.0
+    assert FP16.decode(arithmetic.add(two_thousand, int(FP16.encode(3.0)))) == 2052.0  # from 2051, to even
+
+
+# Against two other implementations.
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("operation", OPERANDS)
+def test_fp16_is_softfloats(operation, rounding):
+    pytest.importorskip("softfloatpy")
+    operands = draw(operation, FP16, 5000, seed=1)
+    assert_same(apply(operation, FP16, rounding, *operands), softfloat(operation, rounding, *operands), FP16, operands)
+
+
+@pytest.mark.parametrize("operation", OPERANDS)
+def test_fp16_on_boundaries(operation):
+    if operation == "sqrt":
+        operands = [np.arange(2**16, dtype=np.uint16)]  # all there are
+    else:
+        operands = draw(operation, FP16, 60_000)
+    for rounding in ROUNDINGS:
+        assert_as_float64(operation, FP16, rounding, *operands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [name for name, count in OPERANDS.items() if count == 2])
+def test_fp16_on_all_pairs_of_boundaries(operation):
+    special = boundaries(FP16).astype(np.uint16)
+    operands = [x.ravel() for x in np.meshgrid(special, special, indexing="ij")]
+    assert operands[0].size > 500_000
+    for rounding in ROUNDINGS:
+        assert_as_float64(operation, FP16, rounding, *operands)
+
+
+def half_way(fmt):
+    """For every number a: half of its last place, the last place and a quarter of it, and the neighbours of each."""
+    a = np.arange(2**fmt.width)
+    exponent = ((a >> fmt.mantissa_bits) % 2**fmt.exponent_bits).clip(1) - fmt.bias
+    pairs = []
+    for octaves in (fmt.mantissa_bits, fmt.mantissa_bits + 1, fmt.mantissa_bits + 2):
+        half = fmt.encode(np.ldexp(1.0, exponent - octaves)).astype(int)
+        for step in (-1, 0, 1):
+            for sign in (0, 1):
+                pairs.append((a, np.clip(half + step, 0, None) | sign << (fmt.width - 1)))
+    return [np.concatenate(side).astype(np.uint16) for side in zip(*pairs)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["add", "subtract"])
+def test_fp16_sums_at_every_midpoint(operation):
+    """Each number, each midpoint to its neighbour, and both neighbours of each, as an exact sum."""
+    operands = half_way(FP16)
+    for rounding in ROUNDINGS:
+        assert_as_float64(operation, FP16, rounding, *operands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["multiply", "divide"])
+def test_fp16_products_and_quotients_of_all_significands(operation):
+    """2^20 pairs of significands: with the exponents, which only add up, that is every normal result there is."""
+    mantissas = np.arange(2**10, dtype=np.uint16)
+    a, b = (x.ravel() for x in np.meshgrid(mantissas, mantissas, indexing="ij"))
+    operands = [a | 0x3C00, b | 0xBC00]
+    for rounding in ROUNDINGS:
+        assert_as_float64(operation, FP16, rounding, *operands)
+
+
+def test_fma_gives_the_rounding_error_of_a_product():
+    """a · b - round(a · b), of which nothing but the low bits is left: they move up by as many as 22 places."""
+    a, b = (FP16.encode(np.exp2(np.random.default_rng(i).uniform(-2, 7, 20_000))) for i in (1, 2))
+    product = arithmetic.multiply(a, b)
+    error, flags = arithmetic.fma(a, b, product ^ 0x8000, return_flags=True)
+    x, y, rounded = (FP16.decode(bits).astype(np.float64) for bits in (a, b, product))
+    exact = x * y - rounded
+    assert (np.abs(exact) > 0).mean() > 0.5
+    near = (exact != 0) & (np.abs(exact) < 2.0**-15 * rounded)
+    assert near.any()
+    representable = exact % FP16.smallest_subnormal == 0
+    np.testing.assert_array_equal(FP16.decode(error)[representable], exact[representable])
+    np.testing.assert_array_equal(flags.inexact, ~representable)
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_every_pair_of_eight_bits(name):
+    fmt = EIGHT_BITS[name]
+    for rounding in ROUNDINGS:
+        for operation in ("add", "subtract", "multiply", "divide"):
+            assert_as_float64(operation, fmt, rounding, *every_pair(fmt))
+        assert_as_float64("sqrt", fmt, rounding, np.arange(2**fmt.width, dtype=np.uint8))
+        assert_as_float64("fma", fmt, rounding, *draw("fma", fmt, 20_000))
+
+
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+def test_other_formats_of_sixteen_bits(name):
+    fmt = SIXTEEN_BITS[name]
+    for rounding in ROUNDINGS:
+        for operation in OPERANDS:
+            assert_as_float64(operation, fmt, rounding, *draw(operation, fmt, 10_000))
+
+
+@pytest.mark.parametrize("fmt", [FP16, FP8_E4M3, SIXTEEN_BITS["BF16 flushing"]], ids=["FP16", "E4M3", "BF16 flushing"])
+def test_compare_is_the_order_of_numbers(fmt):
+    special = boundaries(fmt)
+    a, b = special[:: 1 + special.size // 1024, None], special[:: 1 + special.size // 1024][None, :]
+    x, y = fmt.decode(a), fmt.decode(b)
+    expected = np.where(np.isnan(x) | np.isnan(y), 2, np.sign(np.nan_to_num(x > y) * 1 - (x < y) * 1))
+    result = arithmetic.compare(a, b, fmt)
+    assert result.dtype == np.int8
+    assert set(expected.ravel()) == {-1, 0, 1, 2}
+    np.testing.assert_array_equal(result, expected)
+
+
+# Special cases, by their names.
+
+ZERO, MINUS_ZERO, ONE, MINUS_ONE, INF, MINUS_INF, NAN, SIGNALLING = (
+    0,
+    0x8000,
+    0x3C00,
+    0xBC00,
+    0x7C00,
+    0xFC00,
+    0x7E00,
+    0x7D00,
+)
+LARGEST, SMALLEST, SMALLEST_NORMAL = 0x7BFF, 0x0001, 0x0400
+
+
+@pytest.mark.parametrize(
+    "operation, operands, expected, raised",
+    [
+        ("add", (INF, MINUS_INF), NAN, "invalid"),
+        ("subtract", (INF, INF), NAN, "invalid"),
+        ("subtract", (ONE, ONE), ZERO, ""),
+        ("add", (MINUS_ZERO, MINUS_ZERO), MINUS_ZERO, ""),
+        ("add", (ZERO, MINUS_ZERO), ZERO, ""),
+        ("add", (LARGEST, LARGEST), INF, "overflow inexact"),
+        ("multiply", (MINUS_ONE, ZERO), MINUS_ZERO, ""),
+        ("multiply", (ZERO, INF), NAN, "invalid"),
+        ("multiply", (SMALLEST, SMALLEST), ZERO, "underflow inexact"),
+        ("multiply", (SMALLEST_NORMAL, 0x3BFF), SMALLEST_NORMAL, "underflow inexact"),  # a midpoint just below it
+        ("divide", (ONE, MINUS_ZERO), MINUS_INF, "divide_by_zero"),
+        ("divide", (ZERO, ZERO), NAN, "invalid"),
+        ("divide", (INF, INF), NAN, "invalid"),
+        ("divide", (INF, ZERO), INF, ""),
+        ("divide", (MINUS_ONE, INF), MINUS_ZERO, ""),
+        ("divide", (NAN, ZERO), NAN, ""),
+        ("sqrt", (MINUS_ZERO,), MINUS_ZERO, ""),
+        ("sqrt", (MINUS_ONE,), NAN, "invalid"),
+        ("sqrt", (INF,), INF, ""),
+        ("fma", (ZERO, INF, NAN), NAN, "invalid"),
+        ("fma", (INF, ONE, MINUS_INF), NAN, "invalid"),
+        ("fma", (LARGEST, LARGEST, MINUS_INF), MINUS_INF, ""),
+        ("fma", (ONE, NAN, INF), NAN, ""),
+        ("add", (SIGNALLING, ONE), NAN, "invalid"),
+        ("add", (0xFE01, ONE), NAN, ""),
+    ],
+)
+def test_special_cases_of_ieee_754(operation, operands, expected, raised):
+    bits, flags = apply(operation, FP16, "nearest-even", *operands)
+    assert f"{bits:#06x}" == f"{expected:#06x}"
+    assert {name for name in FLAGS if flags[name]} == set(raised.split())
+
+
+def test_tiny_is_judged_after_rounding():
+    """2^-14 (1 - 2^-12) and 2^-14 (1 - 2^-11) both become 2^-14. Without a least exponent, only the first would."""
+    nearly, just_above = (int(FP16.encode(x)) for x in (1 - 2.0**-6, 2.0**-14 * (1 + 2.0**-6)))
+    for operands, underflow in (((nearly, just_above), False), ((0x3BFF, SMALLEST_NORMAL), True)):
+        bits, flags = arithmetic.multiply(*operands, return_flags=True)
+        assert (bits, flags.inexact, flags.underflow) == (SMALLEST_NORMAL, True, underflow)
+
+
+def test_division_by_zero_without_infinity():
+    one = int(FP8_E4M3.encode(1.0))
+    bits, flags = arithmetic.divide(one, 0, FP8_E4M3, return_flags=True)
+    assert bits == FP8_E4M3.nan_bits and flags.divide_by_zero and not flags.overflow and not flags.invalid
+    clamping = EIGHT_BITS["E4M3 saturating"]
+    assert arithmetic.divide(one, 0x80, clamping) == 0x80 | clamping.max_bits
+    assert FP8_E4M3.decode(arithmetic.add(0x7E, 0x7E, clamping)) == 448.0
+    assert np.isnan(FP8_E4M3.decode(arithmetic.add(0x7E, 0x7E, FP8_E4M3)))
+
+
+# Whole numbers only.
+
+
+class Dtypes(TorchDispatchMode):
+    """Collects the dtypes of all tensors that go into torch's operators, and come out."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.operators = set(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in (*args, *(kwargs or {}).values(), result):
+            if isinstance(value, torch.Tensor):
+                self.seen.add(value.dtype)
+        self.operators.add(str(func))
+        return result
+
+
+@pytest.mark.parametrize("operation", [*OPERANDS, "compare"])
+def test_no_float_anywhere(operation):
+    fmt = FP16
+    operands = [torch.from_numpy(x) for x in draw({"compare": "add"}.get(operation, operation), fmt, 1000)]
+    with Dtypes() as dtypes:
+        getattr(arithmetic, operation)(*operands)
+    assert len(dtypes.operators) > 8
+    assert {dtype for dtype in dtypes.seen if dtype.is_floating_point or dtype.is_complex} == set()
+
+
+# What goes in and comes out.
+
+
+def test_kinds_of_operands():
+    a, b = np.array([[0x3C00], [0x4000]]), np.array([0x3C00, 0, 0xBC00], np.uint16)
+    expected = np.array([[0x4000, 0x3C00, 0], [0x4200, 0x4000, 0x3C00]])
+    result = arithmetic.add(a, b)
+    assert isinstance(result, np.ndarray) and result.dtype == np.uint16
+    np.testing.assert_array_equal(result, expected)
+    for dtype in (torch.int32, torch.int64, torch.uint16):
+        tensor = arithmetic.add(torch.from_numpy(a).to(dtype), torch.from_numpy(b))
+        assert isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint16
+        np.testing.assert_array_equal(tensor.numpy(), expected)
+    mixed = arithmetic.add(torch.from_numpy(a), b, return_flags=True)
+    assert isinstance(mixed[0], torch.Tensor) and isinstance(mixed[1].inexact, torch.Tensor)
+    number = arithmetic.add(0x3C00, 0x3C00, return_flags=True)
+    assert type(number[0]) is int and type(number[1].inexact) is bool
+    assert type(arithmetic.compare(0x3C00, 0)) is int
+    scalar = arithmetic.add(np.uint16(0x3C00), 0x3C00)
+    assert isinstance(scalar, np.uint16) and scalar == 0x4000
+    assert arithmetic.add(torch.tensor(0x3C00), 0x3C00).shape == ()
+    assert arithmetic.sqrt(np.zeros((0, 3), np.uint16)).shape == (0, 3)
+    assert arithmetic.multiply(np.uint8(0x38), np.uint8(0x38), FP8_E4M3).dtype == np.uint8
+    np.testing.assert_array_equal(arithmetic.add(b[::-1], b[::2][:1]), arithmetic.add(b[::-1].copy(), 0x3C00))
+
+
+def test_operands_are_left_alone_and_large_ones_are_whole():
+    a = draw("sqrt", FP16, 100_001)[0]
+    before = a.copy()
+    whole = arithmetic.add(a, a[::-1], return_flags=True)
+    np.testing.assert_array_equal(a, before)
+    for i in (0, 2**15 - 1, 2**15, 2**16 + 1, 100_000):
+        bits, flags = arithmetic.add(int(a[i]), int(a[-1 - i]), return_flags=True)
+        assert (bits, flags.inexact) == (whole[0][i], whole[1].inexact[i])
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: arithmetic.add(1.0, 2), TypeError, "operand 1 is float64"),
+        (lambda: arithmetic.add(2, np.float16([1])), TypeError, "operand 2 is float16.*encode"),
+        (lambda: arithmetic.add(torch.ones(1), 2), TypeError, "float32"),
+        (lambda: arithmetic.sqrt(torch.ones(1, dtype=torch.complex64)), TypeError, "complex64"),
+        (lambda: arithmetic.sqrt(True), TypeError, "bool"),
+        (lambda: arithmetic.sqrt(torch.tensor([True])), TypeError, "bool"),
+        (lambda: arithmetic.sqrt("0x3c00"), TypeError, "integers"),
+        (lambda: arithmetic.add(0x10000, 0), ValueError, "65536: .* 16 bits"),
+        (lambda: arithmetic.add(2**70, 0), ValueError, "16 bits"),
+        (lambda: arithmetic.add(0, -1), ValueError, "operand 2 holds -1"),
+        (lambda: arithmetic.sqrt(torch.tensor([256]), FP8_E5M2), ValueError, "256: .* 8 bits"),
+        (lambda: arithmetic.sqrt(np.array([16], np.uint8), FloatFormat(1, 1, infinities=False)), ValueError, "3 bits"),
+        (lambda: arithmetic.compare(np.int16([-1]), 0), ValueError, "unsigned"),
+        (lambda: arithmetic.add(0, 0, FP32), ValueError, "32 bits.*at most 16"),
+        (lambda: arithmetic.compare(0, 0, TF32), ValueError, "19 bits"),
+        (lambda: arithmetic.add(0, 0, "FP16"), TypeError, "FloatFormat"),
+        (lambda: arithmetic.add(0, 0, FP16, "nearest"), ValueError, "unknown rounding 'nearest'.*nearest-even"),
+        (lambda: arithmetic.add(0, 0, FP16, "stochastic"), ValueError, "stochastic"),
+        (lambda: arithmetic.add(np.zeros(2, int), np.zeros(3, int)), ValueError, r"\(2,\) and \(3,\)"),
+        (lambda: arithmetic.divide(0, 0, FloatFormat(4, 3, nans=False)), ValueError, "no NaN"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,102 @@
+"""FP16 arithmetic on every pair there is, and on tens of millions of operands in every rounding: `make exhaustive`.
+
+add, multiply    all 2^32 pairs, to the nearest even, against torch's own float16
+all but sqrt     2^23 random operands and 3 million at boundaries, each in five roundings, with flags, against SoftFloat
+sqrt             all 65,536 numbers likewise
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from precision import arithmetic
+from precision.formats import FP16
+from tests.precision.test_arithmetic import OPERANDS, apply, assert_same, half_way
+from tests.support.oracles import ROUNDINGS, boundaries, softfloat, softfloat_calls, softfloat_loop
+
+pytestmark = pytest.mark.exhaustive
+
+NAN = 0x7E00
+
+
+def compiled(operation):
+    """The steps of `operation` as one loop of machine code, bits to bits; as they are without a C++ compiler."""
+
+    def steps(a, b):
+        return operation.__wrapped__(a, b)[0]
+
+    return torch.compile(steps) if shutil.which("g++") or shutil.which("clang++") else steps
+
+
+@pytest.mark.parametrize("operation, own", [("add", torch.add), ("multiply", torch.mul)], ids=["add", "multiply"])
+def test_every_pair(operation, own):
+    """torch computes in float32 and rounds that: products are exact there, and sums have 24 ≥ 2 · 11 + 2 bits."""
+    steps, rows = compiled(getattr(arithmetic, operation)), 16
+    patterns = torch.arange(2**16, dtype=torch.int32)
+    numbers = patterns.to(torch.uint16).view(torch.float16)
+    pairs = 0
+    for start in range(0, 2**16, rows):
+        block = slice(start, start + rows)
+        expected = own(numbers[block, None], numbers)
+        expected = expected.view(torch.int16).masked_fill_(expected.isnan(), NAN)
+        bits = steps(patterns[block, None], patterns).to(torch.int16)
+        if not torch.equal(bits, expected):
+            row, column = (bits != expected).nonzero()[0].tolist()
+            raise AssertionError(
+                f"{operation}({start + row:#06x}, {column:#06x}) = {int(bits[row, column]) & 0xFFFF:#06x}, "
+                f"torch has {int(expected[row, column]) & 0xFFFF:#06x}"
+            )
+        pairs += bits.numel()
+    assert pairs == 2**32
+
+
+def structured(operands):
+    """Three families at boundaries: pairs of special patterns, halves of last places, all pairs of significands."""
+    generator = np.random.default_rng(0)
+    special = boundaries(FP16)
+    first = [x.ravel() for x in np.meshgrid(special, special, indexing="ij")]
+    second = half_way(FP16)
+    mantissas = np.arange(2**10)
+    third = [x.ravel() for x in np.meshgrid(mantissas, mantissas, indexing="ij")]
+    for i in range(2):  # any sign; exponents at most 15 apart, so that sums overlap and quotients are normal
+        third[i] = (
+            third[i] | generator.integers(8, 24, third[i].size) << 10 | generator.integers(2, size=third[i].size) << 15
+        )
+    a, b = (np.concatenate(parts).astype(np.uint16) for parts in zip(first, second, third))
+    if operands == 2:
+        return a, b
+    return a, b, addend(a, b, generator)
+
+
+def addend(a, b, generator):
+    """What is added to a · b: something near -a · b, something of which it is about half a last place, or anything."""
+    product = FP16.encode(FP16.decode(a).astype(np.float64) * FP16.decode(b)).astype(np.int64)
+    near = (product ^ 0x8000) + generator.integers(-2, 3, a.size)
+    above = (product & 0xFC00) + (generator.integers(10, 13, a.size) << 10) + generator.integers(2**10, size=a.size)
+    anything = generator.integers(2**16, size=a.size)
+    choice = generator.integers(3, size=a.size)
+    return np.where(choice == 0, near, np.where(choice == 1, above, anything)).astype(np.uint16)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("operation", [name for name, count in OPERANDS.items() if count > 1])
+def test_over_ten_million_operands(operation, rounding):
+    pytest.importorskip("softfloatpy")
+    generator = np.random.default_rng(ROUNDINGS.index(rounding))
+    count = OPERANDS[operation]
+    anything = [generator.integers(2**16, size=2**23).astype(np.uint16) for _ in range(count)]
+    operands = [np.concatenate(parts) for parts in zip(structured(count), anything)]
+    assert operands[0].size > 10_000_000
+    run = softfloat_loop() or softfloat_calls
+    assert_same(
+        apply(operation, FP16, rounding, *operands), softfloat(operation, rounding, *operands, run=run), FP16, operands
+    )
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_every_square_root(rounding):
+    pytest.importorskip("softfloatpy")
+    operands = [np.arange(2**16, dtype=np.uint16)]
+    assert_same(apply("sqrt", FP16, rounding, *operands), softfloat("sqrt", rounding, *operands), FP16, operands)

@@ -1,0 +1,442 @@
+"""Whole arrays: the same bits and flags as one number at a time, as the table, and as PyTorch."""
+
+import random
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from precision import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat, arrays
+from precision.formats import ROUNDINGS, decode_one, encode_one
+from tests.support.table_oracle import ORACLES
+
+DETERMINISTIC = ROUNDINGS[:5]
+FLAGS = ("inexact", "underflow", "overflow", "invalid", "divide_by_zero")
+
+
+def patterns(count, dtype, seed=0):
+    """Random bits as floats: every exponent, infinities and NaNs, half of them signalling."""
+    words = np.random.default_rng(seed).integers(0, 2 ** (8 * dtype().itemsize), count, dtype=f"u{dtype().itemsize}")
+    return words.view(dtype)
+
+
+def one_by_one(x, fmt, rounding, **options):
+    """`encode_one` of each, from float64; a float32 NaN is widened by its bits, since a conversion would quiet it."""
+    results = []
+    for number in x:
+        value = float(number)
+        if value != value:
+            word = int(number.view(f"u{number.itemsize}"))
+            if number.itemsize == 4:
+                word = (word >> 31) << 63 | 0x7FF << 52 | (word & 0x7FFFFF) << 29
+            value = struct.unpack("<d", struct.pack("<Q", word))[0]
+        results.append(encode_one(value, fmt, rounding, **options))
+    return results
+
+
+def assert_same(x, fmt, rounding, **options):
+    bits, flags = fmt.encode(x, rounding, return_flags=True, **options)
+    expected = one_by_one(x, fmt, rounding, **options)
+    wanted = np.array([code for code, _ in expected], dtype=np.int64)
+    wrong = np.flatnonzero(bits != wanted)
+    assert not len(wrong), f"{fmt} {rounding}: {x[wrong[0]]!r} gives {bits[wrong[0]]:#x}, not {wanted[wrong[0]]:#x}"
+    for name in FLAGS:
+        raised = np.array([name in names for _, names in expected])
+        wrong = np.flatnonzero(getattr(flags, name) != raised)
+        assert not len(wrong), f"{fmt} {rounding}: {name} of {x[wrong[0]]!r} should be {raised[wrong[0]]}"
+    # Without flags the way may be a shorter one, and on a tensor it may be another; the bits are the same.
+    assert np.array_equal(fmt.encode(x, rounding, **options), bits)
+    assert np.array_equal(fmt.encode(torch.from_numpy(x), rounding, **options).numpy(), bits)
+
+
+# The same as one by one.
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rounding", DETERMINISTIC)
+def test_fp8_at_every_boundary(rounding, dtype):
+    for fmt in (FP8_E4M3, FP8_E5M2):
+        x = np.concatenate([ORACLES[fmt].boundaries(dtype), patterns(500, dtype)])
+        assert_same(x, fmt, rounding)
+        assert_same(x, fmt, rounding, flush_to_zero=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("fmt", [FP16, BF16])
+@pytest.mark.parametrize("rounding", DETERMINISTIC)
+def test_16_bits_at_every_boundary(rounding, fmt, dtype):
+    """All values, all middles, both neighbours of each: half a million numbers."""
+    x = ORACLES[fmt].boundaries(dtype)
+    bits, flags = fmt.encode(x, rounding, return_flags=True)
+    expected = ORACLES[fmt].encode(x.astype(np.float64), rounding)
+    for name, ours, theirs in zip(("bits", *FLAGS), (bits, flags.inexact, flags.underflow, flags.overflow), expected):
+        wrong = np.flatnonzero(ours != theirs)
+        assert not len(wrong), f"{name} of {x[wrong[0]]!r}: {ours[wrong[0]]}, not {theirs[wrong[0]]}"
+    assert_same(x[np.random.default_rng(0).permutation(len(x))[:30_000]], fmt, rounding)
+    assert np.array_equal(fmt.encode(x, rounding), bits)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rounding", DETERMINISTIC)
+def test_wide_formats_and_random_patterns(rounding, dtype):
+    for fmt in (FP16, BF16, TF32, FP32, FloatFormat(5, 10, bias=127)):
+        assert_same(patterns(800, dtype), fmt, rounding)
+        near_one = np.nextafter(1 + np.arange(200) * dtype(2.0**-11), dtype(2))
+        assert_same(near_one.astype(dtype) * dtype(2.0**-126), fmt, rounding)
+
+
+def test_saturation():
+    for exponent_bits, mantissa_bits in ((5, 10), (8, 7), (4, 3)):
+        fmt = FloatFormat(exponent_bits, mantissa_bits, saturate=True)
+        for rounding in DETERMINISTIC:
+            assert_same(np.float32([fmt.max, 3e38, -3.4028234e38, np.inf, -np.inf, np.nan, 1.0]), fmt, rounding)
+        assert fmt.quantize(np.float32([np.inf, -np.inf])).tolist() == [fmt.max, -fmt.max]
+
+
+def test_formats_of_all_kinds():
+    """Random widths, biases and options: more range than float32, no bit of mantissa, one of exponent."""
+    generator, kinds = random.Random(0), set()
+    while len(kinds) < 60:
+        exponent_bits = generator.randint(1, 11)
+        options = {name: generator.random() < 0.6 for name in ("infinities", "nans", "subnormals", "saturate")}
+        bias = generator.choice([None, None, generator.randint(-5, 140)])
+        try:
+            fmt = FloatFormat(exponent_bits, generator.randint(0, 15 - exponent_bits), bias=bias, **options)
+        except ValueError:
+            continue
+        kinds.add(fmt)
+        codes = np.random.default_rng(len(kinds)).integers(0, 2**fmt.width, 60)
+        decoded = fmt.decode(codes)
+        one = np.array([decode_one(int(code), fmt) for code in codes]).astype(decoded.dtype)
+        assert np.array_equal(decoded.view(f"u{decoded.itemsize}"), one.view(f"u{one.itemsize}")), fmt
+        numbers = decoded[np.isfinite(decoded)].astype(np.float64)
+        x = np.concatenate(
+            [numbers, numbers * (1 + fmt.epsilon / 2), np.nextafter(numbers, np.inf), patterns(20, np.float64)]
+        )
+        x = np.concatenate([x, [fmt.max * 1.5, -fmt.max * 3, np.inf, -np.inf, 0.0, -0.0]])
+        if not fmt.nans:
+            x = x[~np.isnan(x)]
+        for rounding in DETERMINISTIC:
+            assert_same(x, fmt, rounding)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            x = x.astype(np.float32)
+        x = x[~np.isnan(x)]
+        for rounding in DETERMINISTIC:
+            assert_same(x, fmt, rounding)
+
+
+def test_where_the_short_way_ends():
+    """On both sides of the largest and the smallest format whose powers of two the carrier has."""
+    formats = [FloatFormat(7, 5, bias=bias) for bias in (16, 17, 18, 121, 122, 123)]
+    formats += [FloatFormat(10, 5, bias=bias) for bias in (45, 46, 47, 1015, 1016, 1017)]
+    for fmt in formats:
+        ends = [fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.smallest_subnormal / 2, fmt.epsilon]
+        x = np.outer(ends, [0.75, 1 - 2.0**-20, 1, 1 + 2.0**-20, 1 + fmt.epsilon / 2, 1.5, 4]).ravel()
+        x = np.concatenate([x, -x, [np.inf, -np.inf, np.nan]])
+        assert_same(x, fmt, "nearest-even")
+        with np.errstate(over="ignore", under="ignore"):
+            assert_same(x.astype(np.float32), fmt, "nearest-even")
+
+
+# The same as PyTorch.
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [
+        (FP16, torch.float16),
+        (BF16, torch.bfloat16),
+        (FP8_E4M3, torch.float8_e4m3fn),
+        (FP8_E5M2, torch.float8_e5m2),
+    ],
+)
+def test_float32_as_torch(fmt, dtype):
+    x = np.concatenate([patterns(200_000, np.float32), np.random.default_rng(1).standard_normal(200_000, np.float32)])
+    if fmt == FP8_E4M3 and torch.tensor(1e9).to(dtype).float() == 448:  # torch 2.13 saturates
+        fmt = FloatFormat(4, 3, infinities=False, saturate=True)
+    theirs = torch.from_numpy(x).to(dtype).view(torch.uint16 if fmt.width == 16 else torch.uint8).numpy()
+    ours = fmt.encode(x)
+    compared = slice(None) if fmt == FP16 else ~np.isnan(x)  # of FP16 only, torch keeps the payload of a NaN
+    assert np.array_equal(ours[compared], theirs[compared])
+    assert np.isnan(fmt.decode(ours[np.isnan(x)])).all()
+
+
+def test_decode_every_code_as_torch():
+    """Bits of float32, those of NaNs as well where torch keeps them."""
+    for fmt, dtype in ((FP16, torch.float16), (BF16, torch.bfloat16)):
+        codes = np.arange(2**16, dtype=np.uint16)
+        theirs = torch.from_numpy(codes.view(np.int16)).view(dtype).float().numpy()
+        ours = fmt.decode(codes)
+        number = ~np.isnan(theirs)
+        assert np.array_equal(ours[number].view(np.uint32), theirs[number].view(np.uint32))
+        quiet = theirs.view(np.uint32)[~number] | 0x00400000
+        assert np.array_equal(ours.view(np.uint32)[~number], quiet)
+        assert np.array_equal(fmt.encode(ours)[number], codes[number])
+    for fmt, dtype in ((FP8_E4M3, torch.float8_e4m3fn), (FP8_E5M2, torch.float8_e5m2)):
+        codes = torch.arange(256, dtype=torch.uint8)
+        theirs = codes.view(dtype).float()
+        ours = fmt.decode(codes)
+        number = ~theirs.isnan()
+        assert torch.equal(ours.view(torch.int32)[number], theirs.view(torch.int32)[number])
+        assert torch.equal(ours.isnan(), ~number) and torch.equal(ours.signbit(), theirs.signbit())
+
+
+def test_decode_of_wide_formats():
+    words = patterns(10_000, np.float32).view(np.uint32)
+    assert np.array_equal(FP32.decode(words).view(np.uint32), words | np.where(np.isnan(words.view("f4")), 0x400000, 0))
+    every = np.arange(2**19)
+    assert np.array_equal(TF32.decode(every)[:: 2**8], [decode_one(code, TF32) for code in range(0, 2**19, 2**8)], True)
+
+
+def test_float64_is_rounded_once():
+    """By way of float32, these are rounded to a tie first and from there to even: to the wrong side."""
+    for fmt, dtype, halfway in ((FP16, torch.float16, 2.0**-11), (BF16, torch.bfloat16, 2.0**-8)):
+        x = torch.tensor(
+            [1 + halfway + 2.0**-40, 1 + 3 * halfway - 2.0**-40, -(1 + halfway + 2.0**-40)], dtype=torch.float64
+        )
+        twice = x.to(dtype).double()
+        once = fmt.quantize(x)
+        assert torch.equal(once, x.new_tensor([1 + 2 * halfway, 1 + 2 * halfway, -(1 + 2 * halfway)]))
+        assert (twice != once).all() and ((twice - x).abs() > (once - x).abs()).all()
+        assert torch.equal(fmt.decode(fmt.encode(x.float())).double(), twice)
+    # Where it is subnormal, and where it overflows.
+    assert FP16.encode(2.0**-25 + 2.0**-60) == 1 and torch.tensor(2.0**-25 + 2.0**-60, dtype=torch.float64).half() == 0
+    assert (
+        FP16.encode(65520 - 2.0**-30) == 0x7BFF and torch.tensor(65520 - 2.0**-30, dtype=torch.float64).half().isinf()
+    )
+
+
+def test_e4m3_as_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = patterns(100_000, np.float32)
+    with np.errstate(invalid="ignore"):
+        assert np.array_equal(FP8_E4M3.encode(x), x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+
+def test_ml_dtypes_rounds_twice_too():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for fmt, dtype in (
+        (BF16, ml_dtypes.bfloat16),
+        (FP8_E4M3, ml_dtypes.float8_e4m3fn),
+        (FP8_E5M2, ml_dtypes.float8_e5m2),
+    ):
+        x = np.array([1 + fmt.epsilon / 2 + 2.0**-40])
+        assert x.astype(dtype).astype(np.float64) == 1.0, "no longer: say so in the notebook"
+        assert fmt.quantize(x) == 1 + fmt.epsilon
+
+
+# Stochastic rounding.
+
+
+def test_stochastic_is_proportional_and_seeded():
+    count = 200_000
+    for fmt, low, share, step in (
+        (FP16, 1.0, 0.25, 2.0**-10),
+        (FP16, 0.0, 2.0**-6, 2.0**-24),  # 2^-30 is far below the last place
+        (BF16, -3.0, 0.9, -(2.0**-6)),
+        (FP8_E4M3, 448.0, 0.5, 32.0),  # half of what lies between the largest and the place of NaN overflows
+    ):
+        for dtype in (np.float32, np.float64):
+            x = np.full(count, low + share * step, dtype)
+            bits = fmt.encode(x, "stochastic", seed=3)
+            away = (fmt.decode(bits) != low).mean()
+            assert abs(away - share) < 5 * (share * (1 - share) / count) ** 0.5, (fmt, away, share)
+            assert len(np.unique(bits)) == 2
+            assert np.array_equal(bits, fmt.encode(torch.from_numpy(x), "stochastic", seed=3).numpy())
+            assert not np.array_equal(bits, fmt.encode(x, "stochastic", seed=4))
+    x = np.full(1000, 1 + 2.0**-11)
+    bits = FP16.encode(x, "stochastic", seed=3)
+    assert np.array_equal(bits[:99], FP16.encode(x[:99], "stochastic", seed=3)) and len(np.unique(bits[:99])) == 2
+    # SplitMix64 goes on by this number from draw to draw: as a seed it must not give the same draws, one place on.
+    assert not np.array_equal(FP16.encode(x, "stochastic", seed=3 + 0x9E3779B97F4A7C15)[:-1], bits[1:])
+    exact = FP16.decode(np.arange(0x7C00))
+    assert np.array_equal(FP16.quantize(exact, "stochastic", seed=0), exact)
+    assert FP16.encode(np.float32(1e-38), "stochastic", seed=0) == 0
+
+
+def test_stochastic_without_a_seed_follows_torch():
+    x = torch.full((1000,), 1 + 2.0**-12)
+    torch.manual_seed(5)
+    first, second = FP16.encode(x, "stochastic"), FP16.encode(x, "stochastic")
+    torch.manual_seed(5)
+    assert torch.equal(FP16.encode(x, "stochastic"), first) and not torch.equal(first, second)
+
+
+# What may come in.
+
+
+def test_shapes_and_kinds():
+    x = np.random.default_rng(0).standard_normal((6, 50, 70))
+    for array in (
+        x,
+        x.astype(np.float32),
+        x[:, ::2, ::-1],
+        x.T,
+        x[0, 0, 0],
+        x[:0],
+        x[:, :0],
+        x.astype(">f4"),
+        np.asfortranarray(x),
+    ):
+        expected = np.array([encode_one(float(v), FP16)[0] for v in np.ravel(array)]).reshape(np.shape(array))
+        bits = FP16.encode(array)
+        assert bits.dtype == np.uint16 and bits.shape == np.shape(array) and np.array_equal(bits, expected)
+        assert np.array_equal(FP16.decode(bits), FP16.quantize(array))
+        if np.ndim(array) and array.dtype.isnative and all(stride >= 0 for stride in array.strides):
+            tensor = torch.from_numpy(array)
+            assert FP16.encode(tensor).dtype == torch.uint16 and FP16.encode(tensor).shape == tensor.shape
+            assert np.array_equal(FP16.encode(tensor).numpy(), expected)
+    imaginary = torch.tensor([0.1 - 1j, 2 + 0.5j]).conj().imag  # its sign is a bit of the tensor, not of its numbers
+    assert FP16.quantize(imaginary).tolist() == [1.0, -0.5] and FP16.encode(imaginary).tolist() == [0x3C00, 0xB800]
+    assert FP16.encode(0.1) == 0x2E66 and isinstance(FP16.encode(0.1), np.uint16)
+    assert FP16.decode(0x2E66) == 0.0999755859375 and FP16.decode([0x2E66, 0]).shape == (2,)
+    single = FP16.encode(torch.tensor(0.1, requires_grad=True))
+    assert single.shape == () and single.item() == 0x2E66
+    assert [f.encode([1.0]).dtype for f in (FP8_E4M3, BF16, TF32, FP32)] == [np.uint8, np.uint16, np.uint32, np.uint32]
+    _, flags = FP16.encode(torch.tensor(0.1), return_flags=True)
+    assert flags.inexact.dtype == torch.bool and flags.inexact.shape == () and flags.inexact
+    _, flags = FP16.encode(np.zeros((0, 3)), return_flags=True)
+    assert flags.overflow.shape == (0, 3)
+
+
+def test_pieces_do_not_show(monkeypatch):
+    x = np.random.default_rng(0).standard_normal((7, 11, 13)).astype(np.float32)
+    whole = [FP16.encode(x, rounding, seed=1 if rounding == "stochastic" else None) for rounding in ROUNDINGS]
+    for size in (1, 5, 13, 20, 143, 500):
+        monkeypatch.setattr(arrays, "CPU_PIECE", size)
+        for rounding, expected in zip(ROUNDINGS, whole):
+            seed = 1 if rounding == "stochastic" else None
+            assert np.array_equal(FP16.encode(x, rounding, seed=seed), expected)
+            tensor = torch.from_numpy(x).permute(2, 0, 1)  # of other strides; a position is one of its shape
+            bits = FP16.encode(tensor, rounding, seed=seed).permute(1, 2, 0).numpy()
+            assert np.array_equal(bits, expected) == (seed is None)
+
+
+def test_quantize_keeps_the_dtype():
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        x = torch.tensor([0.1, 300.0, -1e-4], dtype=dtype)
+        assert FP8_E4M3.quantize(x).dtype == dtype
+        assert FP8_E4M3.quantize(x).tolist() == [0.1015625, 288.0, 0.0] if dtype != torch.float16 else True
+    assert FP16.quantize(np.float64([0.1])).dtype == np.float64
+    assert FP16.quantize(np.float16([0.1])).dtype == np.float16
+    assert torch.equal(
+        BF16.encode(torch.tensor([1.5], dtype=torch.bfloat16)).view(torch.bfloat16), torch.tensor([1.5]).bfloat16()
+    )
+
+
+def test_range_beyond_float32():
+    wide = FloatFormat(10, 5)
+    bits = wide.encode(np.array([1e100, -1e-100, 1e300]))
+    assert wide.decode(bits).dtype == np.float64
+    assert wide.decode(bits) == pytest.approx([1e100, -1e-100, np.inf], rel=2.0**-6)
+    assert wide.decode(wide.encode(np.float32([1e-45, np.inf]))) == pytest.approx([1.4e-45, np.inf], rel=2.0**-6)
+
+
+def test_no_warnings_and_no_other_arithmetic():
+    """Neither NumPy's error settings nor a processor that takes subnormals for zero have a say."""
+    x = patterns(5000, np.float32)
+    tiny = FloatFormat(7, 5, bias=122)  # halfway to its first number is subnormal in float32
+    expected = BF16.encode(x), FP16.encode(x), tiny.encode(x)
+    with np.errstate(all="raise"):
+        assert np.array_equal(FP16.encode(x), expected[1])
+        for rounding in ROUNDINGS:
+            FP16.decode(FP16.encode(patterns(5000, np.float64), rounding))
+        FP16.quantize(patterns(500, np.float16))
+        FloatFormat(10, 5).encode(x)
+        FP8_E4M3.decode(np.arange(256))
+    if torch.set_flush_denormal(True):
+        try:
+            assert all(np.array_equal(fmt.encode(x), bits) for fmt, bits in zip((BF16, FP16, tiny), expected))
+            assert np.array_equal(BF16.decode(np.arange(1, 3)).view(np.uint32), [1 << 16, 2 << 16])
+        finally:
+            torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [3, [1, 2], np.arange(3), torch.arange(3), True, 1j, torch.ones(1, dtype=torch.complex64), "0.1", np.longdouble(1)],
+)
+def test_what_is_not_encoded(x):
+    for function in (FP16.encode, FP16.quantize):
+        with pytest.raises(TypeError, match="must be float32 or float64.* cast integers"):
+            function(x)
+
+
+def test_what_is_not_decoded():
+    for bits in (0.5, np.float16([1]), torch.ones(2), True):
+        with pytest.raises(TypeError, match="decode: bits is (float|bool).*expected bit patterns, which are integers"):
+            FP16.decode(bits)
+    patterns = ((FP16, 65536), (FP16, -1), (FP16, 2**70), (FP16, np.uint64(2**64 - 1)), (FP32, np.int64(2**32)))
+    for fmt, pattern in (*patterns, (FP8_E4M3, 256), (FloatFormat(2, 3), np.uint8(64)), (TF32, 2**19)):
+        with pytest.raises(ValueError, match=f"decode: bits holds {int(pattern)}: patterns of {fmt.width} bits"):
+            fmt.decode(pattern)
+    with pytest.raises(ValueError, match="holds -2: patterns of 16 bits.*unsigned"):
+        FP16.decode(torch.tensor([1, -2], dtype=torch.int16))
+    with pytest.raises(ValueError, match="holds 65536: "):
+        FP16.decode([7, 65536, 65535])
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="encode: unknown rounding 'even': use one of nearest-even, "):
+        FP16.encode(1.0, "even")
+    with pytest.raises(ValueError, match="seed=1 is for rounding='stochastic'"):
+        FP16.quantize(1.0, seed=1)
+    with pytest.raises(TypeError):
+        FP16.encode(1.0, "stochastic", seed=0.5)
+    finite = FloatFormat(2, 1, infinities=False, nans=False)
+    for x in (np.array([1, np.nan]), torch.tensor([np.nan])):
+        with pytest.raises(ValueError, match="has no NaN: replace NaNs first"):
+            finite.encode(x)
+    assert finite.decode(finite.encode(np.array([np.inf, -9.0]))).tolist() == [6, -6]
+
+
+# What it costs.
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_memory_beyond_input_and_output(kind):
+    """At most 64 MiB, and no more for more numbers: flags and stochastic rounding, from float64, take most."""
+    peaks = []
+    for size in (2**21, 2**22):
+        x = kind(np.random.default_rng(0).standard_normal((size // 8, 8)))
+        for call, output in (
+            (lambda x=x: FP16.encode(x, "stochastic", seed=0, return_flags=True), 7 * size),
+            (lambda x=x: FP16.quantize(x.T), 8 * size),
+            (lambda x=x: FP16.decode(FP16.encode(x)), 6 * size),
+        ):
+            tracemalloc.start()
+            call()
+            peaks.append(tracemalloc.get_traced_memory()[1] - (output if kind is np.asarray else 0))
+            tracemalloc.stop()
+    assert 0 < max(peaks) < 64 * 2**20
+    assert all(large < small + 2**20 for small, large in zip(peaks[:3], peaks[3:]))
+
+
+@pytest.mark.slow
+def test_compiled():
+    """One graph, the same bits; nothing that is rounded is optimised away."""
+    encode = torch.compile(FP16.encode, fullgraph=True, dynamic=False)
+    quantize = torch.compile(lambda x: FP16.quantize(x) - x, fullgraph=True)
+    x = torch.from_numpy(patterns(2**16 + 1, np.float32))
+    for piece in (x[:-1].reshape(256, 256), x[1:-2]):  # in pairs, and in pairs from an odd address
+        assert torch.equal(encode(piece).view(torch.int16), FP16.encode(piece).view(torch.int16))
+    y = torch.randn(1000)
+    assert torch.equal(quantize(y), y.half().float() - y) and quantize(y).abs().max() > 0
+
+
+@pytest.mark.gpu
+def test_gpu_gives_the_same_bits():
+    for dtype in (np.float32, np.float64):
+        x = patterns(2**20, dtype)
+        there = torch.from_numpy(x).cuda()
+        for rounding in ROUNDINGS:
+            seed = 1 if rounding == "stochastic" else None
+            bits, flags = FP16.encode(there, rounding, seed=seed, return_flags=True)
+            expected, expected_flags = FP16.encode(x, rounding, seed=seed, return_flags=True)
+            assert bits.is_cuda and np.array_equal(bits.cpu().numpy(), expected)
+            for name in FLAGS:
+                assert np.array_equal(getattr(flags, name).cpu().numpy(), getattr(expected_flags, name))
+    assert torch.equal(FP16.decode(bits).cpu().view(torch.int32), FP16.decode(bits.cpu()).view(torch.int32))

@@ -1,0 +1,499 @@
+"""Loss scaling: step for step as torch.amp.GradScaler inside the bounds, and never out of them."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from minizero import CollectiveMismatch, RankFailed, Zero2, all_reduce
+from precision.master import MasterWeights
+from precision.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
+from tests.support.helpers import run
+
+BOUNDS = {"min_scale": 2.0**-120, "max_scale": 2.0**120}  # out of reach
+
+
+def one_weight(value=1.0, gradient=0.0, dtype=torch.float32):
+    weight = nn.Parameter(torch.tensor([value], dtype=dtype))
+    weight.grad = torch.tensor([gradient], dtype=dtype)
+    return weight
+
+
+# Against torch.amp.GradScaler: random programs of calls, misuse included, on two optimizers.
+
+
+class Side:
+    """Two optimizers and a scaler; `do` one call of a program and say all that can be seen of it."""
+
+    def __init__(self, scaler, dtype):
+        self.scaler = scaler
+        self.weights = [[nn.Parameter(torch.tensor([1.0, -2.5, 3e-3], dtype=dtype)) for _ in range(2)] for _ in "ab"]
+        self.optimizers = [
+            torch.optim.SGD(self.weights[0], lr=0.1, momentum=0.9),
+            torch.optim.Adam(self.weights[1], lr=0.1),
+        ]
+
+    def do(self, call, which, values):
+        result = None
+        try:
+            if call == "backward":
+                for weight, value in zip(self.weights[which], values):
+                    weight.grad = None if value is None else torch.full_like(weight, value)
+            elif call == "scale":
+                result = self.scaler.scale(torch.tensor(1.5)).item()
+            elif call == "update":
+                self.scaler.update()
+            elif call == "save and load":
+                state = self.scaler.state_dict()
+                self.scaler.load_state_dict(state)
+                result = {key: state[key] for key in state if key not in BOUNDS}
+            elif call == "step":
+                result = self.scaler.step(self.optimizers[which])
+            else:
+                self.scaler.unscale_(self.optimizers[which])
+        except Exception as error:
+            result = type(error).__name__
+        weights = sum(self.weights, [])
+        gradients = [None if weight.grad is None else weight.grad.tolist() for weight in weights]
+        values = [weight.tolist() for weight in weights]
+        return {"result": result, "scale": self.scaler.get_scale(), "gradients": gradients, "weights": values}
+
+
+ordinary = st.floats(-1e3, 1e3, width=32)
+broken = st.sampled_from([math.inf, -math.inf, math.nan])
+
+
+def mostly(usual, *others):
+    """`usual` nine times in ten or so: one_of would count each strategy once."""
+    return st.integers(0, 9 * len(others)).flatmap(lambda i: others[i - 1] if 0 < i <= len(others) else usual)
+
+
+gradients = st.tuples(mostly(ordinary, broken, st.none()), mostly(ordinary, broken))
+calls = st.sampled_from(["backward", "unscale_", "step", "step", "update", "scale", "save and load"])
+programs = st.lists(st.tuples(calls, st.integers(0, 1), gradients), min_size=5, max_size=40)
+# As a loop has it: both backward, perhaps unscale, step, update.
+iterations = st.lists(st.tuples(gradients, gradients, st.booleans(), st.booleans()), min_size=2, max_size=12)
+options = st.fixed_dictionaries(
+    {
+        "init_scale": st.sampled_from([1.0, 2.0**16, 1000.0, 3.3]),
+        "growth_factor": st.sampled_from([2.0, 1.5, 3.7]),
+        "backoff_factor": st.sampled_from([0.5, 0.3]),
+        "growth_interval": st.integers(1, 4),
+    }
+)
+types = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64])
+types_or_fp16 = st.one_of(types, st.just(torch.float16))  # whose gradients are refused
+
+
+def written_out(loop):
+    for first, second, unscale_first, with_second in loop:
+        yield from [("backward", 0, first), ("backward", 1, second)]
+        yield from [("unscale_", 0, first)] if unscale_first else []
+        yield from [("step", 0, first)] + ([("step", 1, second)] if with_second else [])
+        yield "update", 0, first
+
+
+def check_traces(settings_of_scaler, program, dtype):
+    torch_side = Side(torch.amp.GradScaler(device="cpu", **settings_of_scaler), dtype)
+    our_side = Side(DynamicLossScaler(**settings_of_scaler, **BOUNDS), dtype)
+    # GradScaler rounds its scale to FP32 with the first call; before that only errors are to be seen.
+    for early in ("step", "update", "unscale_"):
+        assert torch_side.do(early, 0, ())["result"] == our_side.do(early, 0, ())["result"] == "AssertionError"
+    scales = []
+    for call in [("scale", 0, ()), *program]:
+        expected, seen = torch_side.do(*call), our_side.do(*call)
+        assert repr(seen) == repr(expected), call  # as text, where NaN equals NaN
+        scales.append(seen["scale"])
+    return scales
+
+
+def hypothesis_settings(examples):
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@hypothesis_settings(40)
+@given(options, programs, types_or_fp16)
+def test_programs_of_calls_as_grad_scaler(settings_of_scaler, program, dtype):
+    check_traces(settings_of_scaler, program, dtype)
+
+
+@hypothesis_settings(40)
+@given(options, iterations, types)
+def test_training_as_grad_scaler(settings_of_scaler, loop, dtype):
+    check_traces(settings_of_scaler, written_out(loop), dtype)
+
+
+@pytest.mark.slow
+@hypothesis_settings(1000)
+@given(options, programs, types_or_fp16)
+def test_1000_programs_of_calls_as_grad_scaler(settings_of_scaler, program, dtype):
+    check_traces(settings_of_scaler, program, dtype)
+
+
+@pytest.mark.slow
+def test_1000_runs_of_training_as_grad_scaler():
+    fell, rose = [], []
+
+    @hypothesis_settings(1000)
+    @given(options, iterations, types)
+    def check(settings_of_scaler, loop, dtype):
+        scales = check_traces(settings_of_scaler, written_out(loop), dtype)
+        fell.append(any(after < before for before, after in zip(scales, scales[1:])))
+        rose.append(any(after > before for before, after in zip(scales, scales[1:])))
+
+    check()
+    assert len(fell) >= 1000 and sum(fell) > 300 and sum(rose) > 300  # neither was rare
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_scaled_outputs_have_grad_scalers_dtype(dtype, shape):
+    """An FP16 loss comes out as FP32: in FP16 65536 would be inf."""
+    outputs = torch.full(shape, 0.5, dtype=dtype)
+    ours = DynamicLossScaler().scale(outputs)
+    theirs = torch.amp.GradScaler(device="cpu").scale(outputs)
+    assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_scale_takes_iterables():
+    scaler = StaticLossScaler(4.0)
+    ones = torch.ones(2)
+    result = scaler.scale([ones, (ones, [2 * ones])])
+    assert isinstance(result, list) and isinstance(result[1], tuple) and isinstance(result[1][1], list)
+    assert result[0].tolist() == [4, 4] and result[1][1][0].tolist() == [8, 8]
+    assert [t.tolist() for t in scaler.scale(t for t in [ones])] == [[4, 4]]
+    for wrong in (3.0, None, [ones, 3.0]):
+        with pytest.raises(ValueError, match="tensor"):
+            scaler.scale(wrong)
+
+
+def test_sparse_gradients_as_grad_scaler():
+    for bad in (1.0, math.inf):
+        sides = []
+        for scaler in (torch.amp.GradScaler(device="cpu", init_scale=8.0), DynamicLossScaler(8.0)):
+            torch.manual_seed(0)
+            table = nn.Embedding(5, 2, sparse=True)
+            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+            scaler.scale(table(torch.tensor([1, 1, 3])).sum() * bad).backward()
+            scaler.unscale_(optimizer)
+            gradient = table.weight.grad.to_dense()
+            scaler.step(optimizer)
+            scaler.update()
+            sides.append((gradient, table.weight.detach(), scaler.get_scale()))
+        assert torch.equal(sides[0][0], sides[1][0]) and torch.equal(sides[0][1], sides[1][1])
+        assert sides[0][2] == sides[1][2] == (8.0 if bad == 1.0 else 4.0)
+
+
+def test_empty_gradients_as_grad_scaler():
+    for scaler in (torch.amp.GradScaler(device="cpu"), DynamicLossScaler()):
+        weights = [one_weight(1.0, 1.0), nn.Parameter(torch.ones(0, 3))]
+        scaler.scale(weights[1].sum()).backward()
+        scaler.step(torch.optim.SGD(weights, lr=65536.0))
+        assert weights[0].item() == 0
+
+
+def test_states_go_from_grad_scaler_and_back():
+    theirs = torch.amp.GradScaler(device="cpu", init_scale=512.0, growth_factor=3.0, growth_interval=7)
+    weight = one_weight()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    theirs.scale(torch.ones(()))
+    theirs.step(optimizer)
+    theirs.update()
+    ours = DynamicLossScaler(256.0, min_scale=2.0, max_scale=1024.0)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.get_scale() == 512
+    assert (ours.min_scale, ours.max_scale) == (2, 1024)  # its own bounds: GradScaler has none
+    assert theirs.state_dict().items() <= ours.state_dict().items() and ours.state_dict()["_growth_tracker"] == 1
+    back = torch.amp.GradScaler(device="cpu")
+    back.load_state_dict(ours.state_dict())
+    assert back.state_dict() == theirs.state_dict()
+    static = StaticLossScaler(1.0)
+    static.load_state_dict(theirs.state_dict())
+    assert static.get_scale() == 512 and static.state_dict() == {"scale": 512.0}
+
+
+def test_a_loaded_scaler_goes_on_where_the_saved_one_was():
+    saved = DynamicLossScaler(4.0, growth_interval=3, max_scale=16.0)
+    optimizer = torch.optim.SGD([one_weight()], lr=0.1)
+    iterate(saved, optimizer, [1.0, 1.0])
+    for loaded in (DynamicLossScaler(), pickle.loads(pickle.dumps(saved)), copy.deepcopy(saved)):
+        loaded.load_state_dict(saved.state_dict())
+        assert iterate(loaded, optimizer, [1.0] * 7) == [8, 8, 8, 16, 16, 16, 16]
+
+
+# What GradScaler has not: bounds, and ranks that agree.
+
+
+def iterate(scaler, optimizer, values):
+    """Iterations with these gradients; the scale after each."""
+    scales = []
+    for value in values:
+        scaler.scale(torch.ones(()))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, value)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_the_scale_stays_inside_its_bounds():
+    optimizer = torch.optim.SGD([one_weight()], lr=0.1)
+    scaler = DynamicLossScaler(8.0, growth_interval=1, min_scale=1.5, max_scale=20.0)
+    assert iterate(scaler, optimizer, [math.inf] * 4) == [4, 2, 1.5, 1.5]
+    assert iterate(scaler, optimizer, [0.0] * 5) == [3, 6, 12, 20, 20]
+
+
+def test_it_never_decays_to_zero_as_grad_scaler_does():
+    optimizer = torch.optim.SGD([one_weight()], lr=0.1)
+    bad = [math.nan] * 200
+    assert iterate(torch.amp.GradScaler(device="cpu"), optimizer, bad)[-1] == 0
+    assert iterate(DynamicLossScaler(), optimizer, bad)[-1] == 1
+
+
+def test_a_static_scale_stays_and_still_skips():
+    weight = one_weight(1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = StaticLossScaler(1000)
+    assert iterate(scaler, optimizer, [math.inf, math.nan]) == [1000, 1000]
+    assert weight.item() == 1  # both skipped
+    iterate(scaler, optimizer, [500.0])
+    assert weight.item() == 0.5
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_all_ranks_skip_or_none(where):
+    def train(comm, combine):
+        model = Zero2(nn.Linear(9, 4), comm, dtype=torch.float16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = DynamicLossScaler(4.0, growth_interval=100, combine=combine(comm))
+        trace = []
+        for step in range(3):
+            scaler.scale(model(torch.ones(2, 9)).float().sum()).backward()
+            for shard in model.parameters():
+                if step == 1 and comm.rank == where:
+                    shard.grad[0] = math.nan  # an overflow in one rank's shard, which no other rank sees
+            before = [shard.detach().clone() for shard in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            stepped = any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
+            trace.append((stepped, scaler.get_scale()))
+            optimizer.zero_grad()
+        return trace
+
+    agreed = run(3, train, lambda comm: lambda flag: all_reduce(flag, comm, op="max"))
+    assert agreed == [[(True, 4.0), (False, 2.0), (True, 2.0)]] * 3
+    with pytest.raises(RankFailed) as failure:  # alone it skips, and has nothing new for the others to gather
+        run(3, train, lambda comm: None)
+    assert isinstance(failure.value.__cause__, CollectiveMismatch)
+
+
+def test_combine_is_asked_once_for_each_optimizer():
+    asked = []
+
+    def combine(flag):
+        asked.append((flag.item(), flag.shape, flag.dtype))
+        return torch.ones_like(flag)
+
+    scaler = StaticLossScaler(2.0, combine=combine)
+    weights = [one_weight(1.0, 1.0), one_weight(1.0, math.inf)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizers[0])
+    for optimizer in optimizers:
+        assert scaler.step(optimizer) is None
+    scaler.update()
+    assert asked == [(0, (), torch.float32), (1, (), torch.float32)]
+    assert weights[0].item() == 1  # nothing of its own, but another rank overflowed
+
+
+# With FP16 weights.
+
+
+def test_unscaled_once_and_before_clipping():
+    weight = one_weight(0.0, dtype=torch.float16)
+    optimizer = MasterWeights([weight], torch.optim.SGD, lr=1.0)
+    scaler = StaticLossScaler(1024.0)
+    scaler.scale((weight.float() * 3).sum()).backward()
+    assert weight.grad.item() == 3072
+    scaler.unscale_(optimizer)
+    assert optimizer.masters[0].grad.item() == 3
+    norm = nn.utils.clip_grad_norm_(optimizer.masters, 1.5)
+    scaler.step(optimizer)
+    assert norm == 3 and abs(weight.item() + 1.5) < 2e-3
+
+
+def test_fp16_gradients_are_refused_as_grad_scaler_does():
+    for scaler in (torch.amp.GradScaler(device="cpu"), DynamicLossScaler()):
+        weight = one_weight(1.0, 1.0, torch.float16)
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ValueError, match="FP16"):
+            scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+        assert weight.grad.item() == 1  # not yet divided
+
+
+def small_gradients(scaler, steps=30):
+    """FP16 training whose gradients are near 2^-26; how far the loss fell, and the scales."""
+    torch.manual_seed(1)
+    model = nn.Linear(8, 1, bias=False).half()
+    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=2.0**20)
+    x = torch.randn(64, 8).half()
+    target = x.float() @ torch.linspace(-1, 1, 8)
+    losses, scales = [], []
+    for _ in range(steps):
+        loss = (model(x).float().squeeze() - target).square().mean() * 2.0**-23
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    return losses[-1] / losses[0], scales
+
+
+def test_a_scale_saves_what_fp16_would_round_to_zero():
+    assert small_gradients(StaticLossScaler(1.0))[0] == 1  # every gradient is zero: nothing is learnt
+    assert small_gradients(StaticLossScaler(1024.0))[0] < 1e-3
+
+
+def test_the_dynamic_scale_comes_down_from_2_to_the_24():
+    """Too large at first: steps are skipped until the scale fits, and from there on training goes as it should."""
+
+    def steep(scaler):
+        torch.manual_seed(1)
+        model = nn.Linear(8, 1, bias=False).half()
+        optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
+        x = torch.randn(64, 8).half()
+        target = x.float() @ torch.linspace(-1, 1, 8)
+        losses, scales = [], []
+        for _ in range(60):
+            loss = (model(x).float().squeeze() - target).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            scales.append(scaler.get_scale())
+        return losses, scales
+
+    losses, scales = steep(DynamicLossScaler(2.0**24))
+    found = scales[-1]
+    skipped = int(24 - math.log2(found))
+    assert 2.0**8 < found < 2.0**20 and scales[skipped - 1 :] == [found] * (60 - skipped + 1)
+    assert losses[: skipped + 1] == [losses[0]] * (skipped + 1) and losses[-1] < 1e-3 * losses[0]
+
+
+# Misuse and bad input.
+
+
+def test_misuse_is_refused_as_grad_scaler_refuses_it():
+    for make in (lambda: torch.amp.GradScaler(device="cpu"), DynamicLossScaler, lambda: StaticLossScaler(8.0)):
+        scaler, optimizer = make(), torch.optim.SGD([one_weight()], lr=0.1)
+        for early in (scaler.unscale_, scaler.step, lambda _, update=scaler.update: update()):
+            with pytest.raises(AssertionError):  # before anything was scaled
+                early(optimizer)
+        scaler.scale(torch.ones(()))
+        with pytest.raises(AssertionError):  # nothing was unscaled or stepped
+            scaler.update()
+        with pytest.raises(RuntimeError, match="[Cc]losure"):
+            scaler.step(optimizer, closure=lambda: None)
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match="after step"):
+            scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already"):
+            scaler.step(optimizer)
+        scaler.update()
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = None
+        with pytest.raises(AssertionError):  # no gradients
+            scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match="empty"):
+            scaler.load_state_dict({})
+        with pytest.raises(KeyError, match="scale"):
+            scaler.load_state_dict({"growth_factor": 2.0})
+
+
+def test_a_closure_given_by_place_is_refused_too():
+    """GradScaler lets it through, and its gradients are applied without being unscaled."""
+    weight = one_weight(1.0, 1.0)
+    scaler = DynamicLossScaler()
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(torch.optim.SGD([weight], lr=0.1), lambda: None)
+
+
+def test_arguments_and_result_of_step_are_passed_on():
+    class Told(torch.optim.SGD):
+        def step(self, *args, **kwargs):
+            return args, kwargs
+
+    optimizer = Told([one_weight()], lr=0.1)
+    scaler = DynamicLossScaler()
+    scaler.scale(torch.ones(()))
+    assert scaler.step(optimizer, 3, name="x") == ((3,), {"name": "x"})
+
+
+@pytest.mark.parametrize("factors", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}])
+def test_factors_are_refused_as_grad_scaler_refuses_them(factors):
+    for make in (torch.amp.GradScaler, DynamicLossScaler):
+        with pytest.raises(AssertionError, match="growth|backoff"):
+            make(**factors) if make is DynamicLossScaler else make(device="cpu", **factors)
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"init_scale": 0.0}, "scale must be a positive"),
+        ({"init_scale": math.nan}, "not nan"),
+        ({"init_scale": math.inf}, "not inf"),
+        ({"init_scale": 1e-60}, "FP32"),
+        ({"init_scale": 0.5}, r"from min_scale \(1\) to max_scale .* not 0.5"),
+        ({"init_scale": 2.0**30}, "max_scale"),
+        ({"min_scale": -1.0}, "min_scale must be a positive"),
+        ({"max_scale": math.inf}, "max_scale must be a positive"),
+        ({"min_scale": 2.0**20, "max_scale": 2.0**10}, "min_scale"),
+        ({"growth_interval": 0}, "growth_interval"),
+        ({"growth_interval": 1.5}, "growth_interval"),
+    ],
+)
+def test_bad_options_are_named(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        DynamicLossScaler(**wrong)
+
+
+def test_bad_states_and_types_leave_the_scaler_as_it_was():
+    scaler = DynamicLossScaler(max_scale=2.0**18)
+    state = DynamicLossScaler(2.0**20).state_dict()
+    del state["max_scale"]
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match="max_scale"):
+        scaler.load_state_dict(state)
+    for tracker in (-1, 1.5, "7"):
+        with pytest.raises(ValueError, match="_growth_tracker must be a whole number"):
+            scaler.load_state_dict(before | {"_growth_tracker": tracker})
+    assert scaler.state_dict() == before
+    with pytest.raises(TypeError, match="'8'"):
+        StaticLossScaler("8")
+    with pytest.raises(ValueError, match="positive"):
+        StaticLossScaler(-8.0)
+    assert not hasattr(LossScaler, "state_dict")  # the base is none of its own
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_as_grad_scaler():
+    sides = []
+    for scaler in (torch.amp.GradScaler(init_scale=8.0, growth_interval=2), DynamicLossScaler(8.0, growth_interval=2)):
+        weight = nn.Parameter(torch.ones(3, device="cuda"))
+        optimizer = torch.optim.Adam([weight], lr=0.1)
+        scales = iterate(scaler, optimizer, [1.0, 2.0, math.inf, 3.0, math.nan, 1.0])
+        sides.append((scales, weight.tolist()))
+    assert sides[0] == sides[1] and len(set(sides[0][0])) > 2

@@ -1,0 +1,193 @@
+"""Processes agree by the tags of their messages: at no cost, and those that disagree are told so."""
+
+import contextlib
+import functools
+import itertools
+import time
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minizero import World
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from minizero.ranks.comm import Comm
+from minizero.ranks.processes import WORDS_BYTES
+from minizero.ranks.watch import Watch
+from tests.ranks.test_processes import SOON, error_of, run, timed, wait_for
+
+
+def broken(comm, odd):
+    """Once more, on a communicator that has told a mismatch."""
+    all_reduce(torch.ones(4 + odd), comm)
+
+
+def own_comm(comm):
+    """`comm` itself among threads; among processes one of its own, since a mismatch ends a communicator there."""
+    return Comm.from_process_group() if dist.is_initialized() else contextlib.nullcontext(comm)
+
+
+def mismatches(comm):
+    """What every rank is told where the last one does something else."""
+    cases = {
+        "shape": lambda comm, odd: all_reduce(torch.ones(4 + odd), comm),
+        "dtype": lambda comm, odd: all_gather(torch.ones(4, dtype=torch.float16 if odd else torch.float32), comm),
+        "op": lambda comm, odd: all_reduce(torch.ones(4), comm, "max" if odd else "min"),
+        "root": lambda comm, odd: broadcast(torch.ones(4), comm, root=int(odd)),
+        "operation": lambda comm, odd: barrier(comm) if odd else broadcast(torch.ones(4), comm),
+        "a leaf": lambda comm, odd: broadcast(torch.ones(4 + odd), comm),
+        "told twice": lambda comm, odd: [error_of(lambda: all_reduce(torch.ones(4 + odd), comm)), broken(comm, odd)],
+        "nothing": lambda comm, odd: all_gather(torch.ones(0), comm) if odd else barrier(comm),
+        "label": lambda comm, odd: all_gather(torch.ones(4), comm, label="odd" if odd else "even"),
+        "space": lambda comm, odd: all_gather(torch.ones(4), comm, label="name " if odd else "name"),
+        "split": lambda comm, odd: comm.split(0) if odd else barrier(comm),
+        "in a part": lambda comm, odd: all_reduce(torch.ones(4 + odd), comm.split(0)),
+        "after others": lambda comm, odd: [all_reduce(torch.ones(4 + odd * (i == 3)), comm) for i in range(5)],
+    }
+    found = {}
+    for case, call in cases.items():
+        with own_comm(comm) as own:
+            barrier(own)
+            found[case] = timed(lambda: call(own, own.rank == own.size - 1))  # noqa: B023
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_a_mismatch_is_told_on_every_rank_and_names_both_sides(size, tmp_path):
+    threads, processes = World(size).run(mismatches), run(mismatches, size, tmp_path)
+    for rank, there in itertools.product(range(size), [threads, processes]):
+        for name, (kind, message, _, seconds) in there[rank].items():
+            assert kind == "CollectiveMismatch", (name, message)
+            assert f"rank {rank} called" in message and f"rank {size - 1} called" in message
+            assert seconds < SOON, name
+
+
+class Counting:
+    """What gloo is asked to send."""
+
+    def __init__(self, gloo):
+        self.gloo, self.sent = gloo, []
+
+    def send(self, tensors, *where):
+        self.sent.append(tensors[0].nbytes)
+        return self.gloo.send(tensors, *where)
+
+    def recv(self, *what):
+        return self.gloo.recv(*what)
+
+
+def agreeing(comm):
+    """What is sent in each collective; then many collectives of ranks that are late by turns."""
+    counting, found = Counting(comm.gloo), {}
+    comm.gloo, tensor = counting, torch.ones(12, dtype=torch.float64)
+    calls = {"gather": all_gather, "scatter": reduce_scatter, "reduce": all_reduce}
+    for name, call in calls.items():
+        call(tensor, comm)
+        found[name], counting.sent = counting.sent, []
+    for turn in range(2 * comm.size):
+        time.sleep(0.6 if turn % comm.size == comm.rank else 0)  # long enough for the others to look round twice
+        for elements in (3, 5 + turn, 4):
+            all_reduce(torch.ones(elements), comm)
+        broadcast(torch.ones(2), comm, root=turn % comm.size)
+        barrier(comm)
+    return found, comm.watch.told
+
+
+@pytest.mark.slow
+def test_an_agreement_costs_no_message_and_a_late_rank_is_no_mismatch(tmp_path):
+    for found, told in run(agreeing, 3, tmp_path):
+        assert found == {"gather": [96] * 2, "scatter": [32] * 2, "reduce": [32] * 4}
+        assert told == ""
+
+
+class Refusing:
+    """gloo, all of whose connections are closed already."""
+
+    def __init__(self):
+        self.asked = []
+
+    def recv(self, tensors, peer, tag):
+        self.asked.append(peer)
+        raise RuntimeError("closed")
+
+
+def watched(rank, ranks, operation=""):
+    """A communicator as a watch sees it, and its watch."""
+    comm = types.SimpleNamespace(rank=rank, size=ranks, children=[], operation=operation, name="", sequence=7)
+    comm.words, comm.mismatch = f"{operation} #7", lambda rank, words: f"mine and {rank}'s {words}"
+    watch = Watch(comm, Refusing(), dist.HashStore())
+    watch.stop()
+    return comm, watch
+
+
+def test_one_closed_connection_does_not_keep_the_others_open():
+    comm, watch = watched(1, 4)
+    watch.close()
+    assert watch.gloo.asked == [0, 2, 3]
+
+
+def test_what_a_mismatch_was_about_stays_for_those_who_come_later():
+    comm, watch = watched(0, 2, "gather")
+    watch.store.set(" 1", "7 scatter #7")
+    assert watch.words(comm) == {0: "gather #7", 1: "scatter #7"}
+    assert watch.told == "mine and 1's scatter #7"
+    comm.sequence, comm.words = 8, "gather #8"  # the program goes on
+    watch.words(comm)
+    assert watch.store.get(" 0") == b"7 gather #7"
+
+
+def raises_inside(folder, comm):
+    """Rank 1 fails, and its process lives on: the others do not wait for its end."""
+    try:
+        with Comm.from_process_group() as own:
+            barrier(own)
+            if own.rank == 1:
+                raise ArithmeticError
+            found = timed(lambda: all_gather(torch.ones(1), own))
+            (folder / f"{comm.rank} has failed").touch()
+            return found
+    except ArithmeticError:
+        wait_for(folder / "0 has failed", folder / "2 has failed")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_inside_ends_the_others(tmp_path):
+    found = run(functools.partial(raises_inside, tmp_path), 3, tmp_path)
+    for rank in (0, 2):
+        kind, message, blamed, seconds = found[rank]
+        assert (kind, blamed) == ("RankFailed", 1) and seconds < SOON, message
+
+
+def long_words(comm):
+    """Long labels that differ at their end only, and words of any length."""
+    found = []
+    for common in ("a" * 500, "ü€😀" * 100, "b" * WORDS_BYTES):
+        same = error_of(lambda common=common: all_gather(torch.ones(2), comm, label=common))
+        with Comm.from_process_group() as own:
+            odd = error_of(lambda common=common: all_gather(torch.ones(2), own, label=f"{common}{own.rank}"))  # noqa: B023
+        found.append((odd, same))
+    # Around the limit, where the cut may fall into a letter of several bytes.
+    for length in range(WORDS_BYTES - 12, WORDS_BYTES + 4):
+        words = "x" * (length - 3) + "€"
+        found.append((comm.exchange(words)[0][:200], len(set(comm.exchange(words + str(comm.rank))))))
+    color = "c" * 400 + str(comm.rank % 2)
+    found.append(comm.split(color).size)
+    # A message that looks like words must not be taken for them.
+    tensor = torch.full((WORDS_BYTES,), 65 + comm.rank, dtype=torch.uint8)
+    comm.timeout = 1.0
+    found.append(error_of(lambda: barrier(comm) if comm.rank else comm.send(tensor, 1)))
+    return found
+
+
+@pytest.mark.slow
+def test_long_words_and_stray_messages(tmp_path):
+    ranks = run(long_words, 2, tmp_path)
+    for found in ranks:
+        for odd, same in found[:3]:
+            assert odd[0] == "CollectiveMismatch" and same is None, (odd, same)
+        for words, different in found[3:-2]:
+            assert words.startswith("xxx") and different == 2
+        assert found[-2] == 1
+    kinds = {found[-1][0] for found in ranks}  # who times out first closes the connection; the other may see that first
+    assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}, [found[-1] for found in ranks]

@@ -1,0 +1,163 @@
+"""How many collectives a step takes, on what and of how many bytes: one a unit, the root unit being one of them.
+
+stage 3   forward: a gather for each unit     backward: a gather for each but the root, a reduce-scatter for each
+"""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import DDP, GPT, Zero1, Zero2, Zero3
+from minizero.ranks.collectives import agreement
+from tests.support.helpers import SMALL, batch, run
+
+WORLD_SIZE, STEPS = 4, 3
+UNITS = ["root", "blocks.0", "blocks.1", "blocks.2"]  # of the GPT
+BLOCKS = UNITS[1:]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A function that trains for some steps and returns the last one's collectives: (phase, operation, label)."""
+    logs = [[] for _ in range(WORLD_SIZE)]
+
+    @contextlib.contextmanager
+    def recorded(comm, operation, tensor=None, **details):
+        if comm.size > 1:  # alone, a rank agrees with itself
+            logs[comm.world_rank].append(
+                (comm, operation, details.get("label", ""), 0 if tensor is None else tensor.nbytes)
+            )
+        with agreement(comm, operation, tensor, **details):
+            yield
+
+    monkeypatch.setattr("minizero.ranks.collectives.agreement", recorded)
+
+    def step_of(comm, stage, make, data, options):
+        model = stage(make(), comm, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            logs[comm.rank].clear()
+            sent = comm.bytes_sent
+            loss = model(*data(step))
+            forward = list(logs[comm.rank])
+            loss.backward()
+            both = list(logs[comm.rank])
+            optimizer.step()
+            optimizer.zero_grad()
+            assert logs[comm.rank] == both, "the optimizer needs nobody"
+        assert both[: len(forward)] == forward
+        assert sum(bytes_of(*call) for call in both) == comm.bytes_sent - sent
+        backward = both[len(forward) :]
+        phases = {"forward": forward, "backward": backward}
+        calls = [(phase, operation, label) for phase, calls in phases.items() for _, operation, label, _ in calls]
+        return sorted(calls, key=lambda call: call[:2])  # gathers and reductions of one time come in any order
+
+    def count(stage, make=lambda: GPT(SMALL), data=batch, **options):
+        calls = run(WORLD_SIZE, step_of, stage, make, data, options)
+        assert all(rank == calls[0] for rank in calls), "ranks differ"
+        return calls[0]
+
+    return count
+
+
+def bytes_of(comm, operation, label, nbytes):
+    """What a rank sends: the shard to each other rank, or the whole without its own chunk, or that and the chunks."""
+    n = comm.size
+    return {
+        "all_gather": nbytes * (n - 1),
+        "reduce_scatter": nbytes * (n - 1) // n,
+        "all_reduce": 2 * nbytes * (n - 1) // n,
+    }[operation]
+
+
+def labels(calls, phase, operation):
+    """Of which units, in order; and there are no others."""
+    return [label for where, what, label in calls if (where, what) == (phase, operation)]
+
+
+def total(calls):
+    return Counter((phase, operation) for phase, operation, _ in calls)
+
+
+def decay(name, parameter):
+    return "matrices" if parameter.dim() > 1 else "vectors"
+
+
+OPTIONS = ({}, {"group_by": decay}, {"dtype": torch.bfloat16}, {"offload": True})
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str([*options]))
+def test_stage_3_gathers_units_then_all_but_the_root_and_scatters_units(options, prefetch, counted):
+    calls = counted(Zero3, prefetch=prefetch, **options)
+    assert labels(calls, "forward", "all_gather") == UNITS
+    assert labels(calls, "backward", "all_gather") == BLOCKS[::-1]
+    assert labels(calls, "backward", "reduce_scatter") == [*BLOCKS[::-1], "root"]
+    assert sum(total(calls).values()) == 3 * len(UNITS) - 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_without_resharding_backward_gathers_nothing(prefetch, counted):
+    calls = counted(Zero3, prefetch=prefetch, reshard_after_forward=False)
+    assert labels(calls, "forward", "all_gather") == UNITS
+    assert total(calls) == {("forward", "all_gather"): 4, ("backward", "reduce_scatter"): 4}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_hybrid_adds_an_all_reduce_for_each_unit(prefetch, counted):
+    calls = counted(Zero3, prefetch=prefetch, sharding_factor=2)
+    assert labels(calls, "forward", "all_gather") == UNITS
+    assert labels(calls, "backward", "all_gather") == BLOCKS[::-1]
+    assert labels(calls, "backward", "reduce_scatter") == [*BLOCKS[::-1], "root"]
+    assert labels(calls, "backward", "all_reduce") == [*BLOCKS[::-1], "root"]
+    assert sum(total(calls).values()) == 4 * len(UNITS) - 1
+    # With groups of one rank only the all-reduces are left.
+    assert total(counted(Zero3, prefetch=prefetch, sharding_factor=1)) == {("backward", "all_reduce"): 4}
+
+
+def test_stages_0_to_2(counted):
+    assert total(counted(DDP)) == {("backward", "all_reduce"): 1}  # all units fit into one bucket
+    for stage in (Zero1, Zero2):
+        calls = counted(stage)
+        assert labels(calls, "forward", "all_gather") == UNITS
+        assert labels(calls, "backward", "reduce_scatter") == [*BLOCKS[::-1], "root"]
+        assert sum(total(calls).values()) == 8
+
+
+class Partial(nn.Module):
+    """A frozen block at the start, which no gradient passes, and one in the middle; a block that is half frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.out = nn.Linear(6, 2)
+        for frozen in (self.blocks[0], self.blocks[2], self.blocks[3].bias):
+            frozen.requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.out(x).square().mean()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_what_is_frozen_is_gathered_where_a_gradient_passes_and_never_reduced(prefetch, counted):
+    calls = counted(Zero3, Partial, lambda step: (torch.ones(2, 6),), prefetch=prefetch)
+    half = ["blocks.3", "blocks.3 (frozen)"]  # what trains and what does not are two buffers
+    frozen = ["blocks.0 (frozen)", "blocks.1", "blocks.2 (frozen)"]
+    assert sorted(labels(calls, "forward", "all_gather")) == sorted(["root", *frozen, *half])
+    assert sorted(labels(calls, "backward", "all_gather")) == sorted([*frozen[1:], *half])
+    assert labels(calls, "backward", "reduce_scatter") == ["blocks.3", "blocks.1", "root"]
+
+
+def test_no_sync_only_gathers(counted):
+    class Quiet(Zero3):
+        def forward(self, *args):
+            self.sync = False
+            return super().forward(*args)
+
+    calls = counted(Quiet)
+    assert total(calls) == {("forward", "all_gather"): 4, ("backward", "all_gather"): 3}

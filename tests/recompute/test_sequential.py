@@ -1,0 +1,401 @@
+"""A schedule run on real layers: the plain run's numbers, the plan's forwards, and no byte more than the plan says."""
+
+import gc
+import random
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero.memory import Ledger
+from minizero.recompute import RecomputeMismatch, checkpoint, checkpoint_sequential, is_recomputing, set_enabled
+from minizero.schedules import (
+    Schedule,
+    Stage,
+    Step,
+    binomial,
+    every_k,
+    fit,
+    optimal_schedule,
+    recursive_halving,
+    sqrt_n,
+)
+from minizero.schedules.measured import measure_chain
+from tests.support.helpers import STAGES, run
+
+SCHEDULES = {
+    "everything": lambda n: every_k(n, n),
+    "every_2": lambda n: every_k(n, 2),
+    "sqrt_n": sqrt_n,
+    "halving": recursive_halving,
+    "one slot": lambda n: binomial(n, 1),
+    "three slots": lambda n: binomial(n, 3),
+}
+
+
+class Layer(nn.Module):
+    """Of several operators, with dropout and running statistics; counts its calls."""
+
+    def __init__(self, inputs, outputs, kind=0):
+        super().__init__()
+        self.linear, self.norm, self.kind, self.calls = nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), kind, []
+
+    def forward(self, x):
+        self.calls.append(is_recomputing())
+        y = self.linear(x)
+        if self.kind == 0:
+            return F.dropout(torch.tanh(self.norm(y)), 0.2)
+        if self.kind == 1:
+            return self.norm(F.gelu(y))
+        return torch.relu(y) + 1
+
+
+def chain(n, width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(width, width) for _ in range(n)))
+
+
+def vectors(rows=5, width=8):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+
+
+def by_plain(layers, x, schedule):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(torch.equal(one, other) for one, other in zip(a, b))
+
+
+def everything(layers, way, passes=2):
+    """Outputs, gradients, statistics and the generator's next numbers after a few passes."""
+    torch.manual_seed(2)
+    x, result = vectors().requires_grad_(), []
+    for _ in range(passes):
+        y = way(layers, x * 2)
+        y.square().sum().backward()
+        result.append(y.detach())
+    gradients = [p.grad for p in (x, *layers.parameters()) if p.grad is not None]
+    return result + gradients + [b.clone() for b in layers.buffers()] + [torch.rand(2)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("n", [1, 2, 7, 16])
+def test_numbers_are_the_plain_runs_and_forwards_the_plans(name, n):
+    schedule = SCHEDULES[name](n)
+    expected = everything(chain(n), partial(by_plain, schedule=None))
+    layers = chain(n)
+    assert equal(everything(layers, partial(checkpoint_sequential, schedule=schedule)), expected)
+    calls = [layer.calls for layer in layers]
+    assert sum(map(len, calls)) == 2 * (schedule.advances + n)
+    assert all(count.count(False) == 2 for count in calls)  # the first of each pass
+
+
+def heterogeneous(seed):
+    generator = random.Random(seed)
+    n = generator.randint(1, 9)
+    widths = [generator.choice([8, 16, 64, 128]) for _ in range(n + 1)]
+    torch.manual_seed(seed)
+    layers = [Layer(a, b, kind=generator.randint(1, 2)) for a, b in zip(widths, widths[1:])]
+    for layer in layers:
+        layer.norm = nn.LayerNorm(layer.norm.num_features)
+    return nn.Sequential(*layers), torch.randn(32, widths[0])
+
+
+def live_bytes(layers, sample, way):
+    """The most that the chain holds at once, without parameters and their gradients."""
+    if isinstance(layers, nn.Module):
+        layers.zero_grad()
+    weight = torch.ones_like(by_plain(layers, sample, None)).detach()
+    leaf = sample.clone().requires_grad_()
+    with Ledger(layers if isinstance(layers, nn.Module) else None) as ledger:
+        x = leaf * 1  # a tensor in the middle of a model, which nobody else holds
+        y = way(layers, x)
+        del x
+        loss = (y * weight).sum()
+        del y
+        loss.backward()
+    return max(sample["activations"] + sample["temporary"] for sample in ledger.curve)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_live_bytes_are_at_most_the_plans(seed):
+    layers, sample = heterogeneous(seed)
+    sample.requires_grad_()
+    stages = measure_chain(layers, sample)
+    sample = sample.detach()
+    lives = []
+    for make in SCHEDULES.values():
+        schedule = make(len(stages)).on(stages)
+        lives.append(live_bytes(layers, sample, partial(checkpoint_sequential, schedule=schedule)))
+        # The sum and its gradient are two numbers.
+        assert lives[-1] <= schedule.peak + 8, repr(schedule)
+    if len(stages) > 2:
+        assert min(lives) < live_bytes(layers, sample, partial(by_plain, schedule=None))
+
+
+def test_a_fitted_schedule_keeps_to_its_budget():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(12)))
+    sample = torch.randn(32, 64, requires_grad=True)
+    plain = live_bytes(layers, sample.detach(), partial(by_plain, schedule=None))
+    held = []
+    for share in (0.8, 0.4):
+        schedule = fit(layers, sample, share * plain)
+        held.append(live_bytes(layers, sample.detach(), partial(checkpoint_sequential, schedule=schedule)))
+        assert held[-1] <= share * plain
+    assert held[1] < held[0] < plain
+
+
+def expected(schedule):
+    """What a chain of equal stages y = tanh(x) holds in its worst step, in units of x, step by step from the plan.
+
+    tanh saves its output only, so while its backward makes the gradient of x, x itself is gone unless it is kept:
+    one less than the plan's. And in the first sweep no gradient waits yet.
+    """
+    worst, values, first_sweep = 0, iter(schedule.curve), True
+    for action, _ in schedule.steps:
+        if action in ("forward", "backward"):
+            less = action == "backward" or first_sweep
+            worst = max(worst, next(values) - less)
+            first_sweep = first_sweep and action == "forward"
+    return worst
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_byte_of_a_uniform_chain(name):
+    for n in (1, 2, 5, 16, 23):
+        schedule = SCHEDULES[name](n)
+        live = live_bytes([torch.tanh] * n, torch.zeros(1000), partial(checkpoint_sequential, schedule=schedule))
+        assert round(live / 4000) == expected(schedule), (n, repr(schedule))
+
+
+def test_the_tape_of_an_advance_is_not_held_beside_a_large_gradient():
+    """Stage 0 has a long tape, and runs again while a gradient waits: both at once are more than the plan's worst."""
+
+    def long_tape(x):
+        for _ in range(40):
+            x = torch.tanh(x)
+        return x
+
+    layers = [long_tape, torch.tanh, lambda x: x.expand(12, -1).tanh(), lambda x: x.sum(0).tanh()]
+    stages = [Stage(40, 80, 1, 40), Stage(1, 2, 1, 0), Stage(1, 2, 1, 12, output=12), Stage(1, 2, 12, 0, output=1)]
+    schedule = binomial(4, 1).on(stages)
+    live = live_bytes(layers, torch.zeros(1000), partial(checkpoint_sequential, schedule=schedule))
+    assert live <= schedule.peak * 4000 + 100 == 44 * 4000 + 100
+
+
+# As a part of a larger model, and of a larger backward.
+
+
+def test_inside_a_larger_model():
+    def gradients(way):
+        layers, before, after = chain(6), nn.Linear(8, 8), nn.Linear(8, 1)
+        before.load_state_dict(states[0])
+        after.load_state_dict(states[1])
+        y = after(way(layers, torch.tanh(before(vectors()))))
+        y.sum().backward()
+        return [p.grad for module in (before, layers, after) for p in module.parameters() if p.grad is not None]
+
+    states = nn.Linear(8, 8).state_dict(), nn.Linear(8, 1).state_dict()
+    assert equal(gradients(partial(checkpoint_sequential, schedule=sqrt_n(6))), gradients(lambda m, x: m(x)))
+
+
+def test_under_a_checkpoint_and_with_checkpoints_inside():
+    def gradients(way):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh()) for _ in range(6)))
+        x = vectors().requires_grad_()
+        way(layers, x * 1).sum().backward()
+        return [x.grad, *(p.grad for p in layers.parameters())]
+
+    schedule = binomial(6, 2)
+    inside = lambda m, x: checkpoint_sequential([partial(checkpoint, layer) for layer in m], x, schedule)  # noqa: E731
+    around = partial(checkpoint, partial(checkpoint_sequential, schedule=schedule))
+    expected = gradients(lambda m, x: m(x))
+    assert equal(gradients(inside), expected) and equal(gradients(around), expected)
+
+
+def test_a_second_backward_starts_again():
+    def gradients(way):
+        layers, x = chain(7), vectors().requires_grad_()
+        torch.manual_seed(3)
+        y = way(layers, x * 1).square().sum()
+        y.backward(retain_graph=True)
+        last = torch.autograd.grad(y, layers[6].linear.weight, retain_graph=True)
+        some = torch.autograd.grad(y, [layers[5].linear.weight, layers[2].linear.weight], retain_graph=True)
+        (once,) = torch.autograd.grad(y, x, create_graph=True)
+        (once.square().sum() + y).backward()
+        return [*last, *some, x.grad, *(p.grad for p in layers.parameters())]
+
+    expected = gradients(lambda m, x: m(x))
+    for make in SCHEDULES.values():
+        assert equal(gradients(partial(checkpoint_sequential, schedule=make(7))), expected)
+
+
+@pytest.mark.parametrize("place", [1, 2, 5])
+def test_after_a_failure_backward_can_come_again(place):
+    fails = []
+
+    def fail(x):
+        if is_recomputing() and not fails:
+            fails.append(True)
+            raise KeyError("once")
+        return torch.tanh(x)
+
+    def gradients(way, schedule):
+        layers, x = [*chain(6)], vectors().requires_grad_()
+        layers.insert(place, fail)
+        torch.manual_seed(3)
+        y = way(layers, x * 1, schedule).sum()
+        state = torch.get_rng_state()
+        if schedule is not None:
+            with pytest.raises(KeyError):
+                torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(torch.get_rng_state(), state)
+        return torch.autograd.grad(y, [x, layers[0].linear.weight])
+
+    for make in SCHEDULES.values():
+        fails.clear()
+        assert equal(gradients(checkpoint_sequential, make(7)), gradients(by_plain, None))
+
+
+def test_frozen_layers_at_the_start_are_not_run_again():
+    layers = chain(6)
+    layers[:3].requires_grad_(False)
+    checkpoint_sequential(layers, vectors(), every_k(6, 6)).sum().backward()
+    assert [len(layer.calls) for layer in layers] == [1, 1, 1, 2, 2, 1]
+    assert all((p.grad is not None) == (i >= 3) for i, layer in enumerate(layers) for p in layer.parameters())
+
+
+def test_without_grad_mode_or_switched_off_it_is_the_plain_chain():
+    layers = chain(4)
+    with torch.no_grad():
+        assert not checkpoint_sequential(layers, vectors(), sqrt_n(4)).requires_grad
+    with set_enabled(False):
+        checkpoint_sequential(layers, vectors(), sqrt_n(4)).sum().backward()
+    assert all(layer.calls == [False, False] for layer in layers)
+
+
+def test_autocast_is_that_of_the_first_sweep():
+    def gradients(way):
+        torch.manual_seed(0)
+        layers, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), vectors().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = way(layers, x)
+        y.float().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
+
+    got = gradients(partial(checkpoint_sequential, schedule=binomial(5, 1)))
+    assert equal(got, gradients(lambda m, x: m(x))) and got[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_memory_returns_without_the_garbage_collector(backward):
+    gc.collect()
+    gc.disable()
+    try:
+        layers, x = chain(5), vectors().requires_grad_() * 1
+        y = checkpoint_sequential(layers, x, binomial(5, 2))
+        alive = [weakref.ref(thing) for thing in (layers[0], layers[4], x, y, x.untyped_storage())]
+        if backward:
+            y.sum().backward()
+        del layers, x, y
+        assert [reference() for reference in alive] == [None] * 5
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_inside_the_engines(stage):
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
+            self.schedule = None
+
+        def forward(self, x):
+            way = checkpoint_sequential if self.schedule else by_plain
+            return way(self.blocks, x, self.schedule).square().mean()
+
+    models = {name: Blocks() for name in ("plain", "sqrt_n", "halving", "one slot")}
+    for name, model in models.items():
+        model.schedule = SCHEDULES[name](6) if name in SCHEDULES else None
+
+    def losses(comm):
+        result = {}
+        for name, model in models.items():
+            model = stage(copies[comm.rank][name], comm)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            result[name] = []
+            for _ in range(3):
+                loss = model(vectors() + comm.rank)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                result[name].append(loss.item())
+        return result
+
+    import copy
+
+    copies = [copy.deepcopy(models) for _ in range(2)]
+    for result in run(2, losses):
+        assert len(set(result["plain"])) == 3
+        assert all(values == result["plain"] for values in result.values())
+
+
+# What cannot be done.
+
+
+def test_bad_input():
+    layers, x = chain(4), vectors().requires_grad_()
+    with pytest.raises(ValueError, match="the schedule is for 3 stages, there are 4 layers"):
+        checkpoint_sequential(layers, x, sqrt_n(3))
+    with pytest.raises(TypeError, match="x must be one tensor, not tuple"):
+        checkpoint_sequential(layers, (x,), sqrt_n(4))
+    with pytest.raises(TypeError, match=r"layer 1 \(.*lambda.*\) gave tuple: each must take and give one tensor"):
+        checkpoint_sequential([layers[0], lambda x: (x, x)], x, sqrt_n(2))
+    with pytest.raises(RecomputeMismatch, match=r"layer 2 \(ReLU\) changes its input in place.*inplace=False"):
+        checkpoint_sequential([*layers[:2], nn.ReLU(inplace=True), layers[2]], x, sqrt_n(4))
+
+
+def test_the_input_must_not_change_before_backward():
+    x = vectors().requires_grad_() * 1
+    y = checkpoint_sequential(chain(4), x, sqrt_n(4))
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RecomputeMismatch, match="an argument of the chain was changed in place"):
+        y.sum().backward()
+
+
+def test_steps_that_run_a_stage_twice_before_the_first_backward():
+    steps = [Step("keep", 0), *(Step("forward", i) for i in (0, 0, 1))]
+    steps += [Step("backward", 2), Step("forward", 0), Step("backward", 1), Step("backward", 0)]
+    schedule = Schedule(steps, [Stage(1, 2, boundary=1, tape=0)] * 3)
+    with pytest.raises(ValueError, match="the steps come to forward 0 where forward 1 is due"):
+        checkpoint_sequential(chain(3), vectors(), schedule)
+
+
+def test_a_layer_that_changes_between_the_runs():
+    def moody(x):
+        return x.exp() if is_recomputing() else x.exp().sin()
+
+    y = checkpoint_sequential([moody, torch.tanh], vectors().requires_grad_(), sqrt_n(2))
+    with pytest.raises(RecomputeMismatch, match="layer 0 saved 2 tensors .* first forward and 1 in the second"):
+        y.sum().backward()
+
+
+def test_an_optimal_schedule_of_measured_stages_runs():
+    layers, sample = heterogeneous(3)
+    stages = measure_chain(layers, sample.requires_grad_())
+    schedule = optimal_schedule(stages, sqrt_n(len(stages)).on(stages).peak)
+    x, other = (sample.detach().clone().requires_grad_() for _ in range(2))
+    checkpoint_sequential(layers, x, schedule).sum().backward()
+    layers(other).sum().backward()
+    assert torch.equal(x.grad, other.grad)

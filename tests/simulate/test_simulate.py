@@ -1,0 +1,185 @@
+"""The simulator's bytes and FLOPs against published tables, formulas, counters and the ledger; and what it refuses."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from minizero import GPT, GPTConfig, Zero3
+from minizero.memory import Ledger, predict, predict_activations
+from minizero.simulate import CLUSTERS, MODELS, Constants, Plan, gpt, model, simulate, t5
+from minizero.simulate.peak import states
+from minizero.simulate.published import ZERO_TABLE_1
+from tests.support.helpers import STAGES, run
+
+CONFIG = GPTConfig(vocabulary=64, sequence_length=32, width=96, layers=3, heads=2)
+SAME = gpt(CONFIG.layers, CONFIG.width, CONFIG.heads, CONFIG.sequence_length, CONFIG.vocabulary)
+A100 = CLUSTERS["a100-80"]
+SMALL = gpt(6, 1024, 16, 512)
+
+
+# Exact: published tables, formulas, counted bytes.
+
+
+def test_all_54_cells_of_the_zero_papers_table_1():
+    cells = 0
+    for gpus, row in ZERO_TABLE_1.items():
+        for parameters, printed in row.items():
+            for stage, text in enumerate(printed, 1):
+                computed = predict(int(float(parameters)), gpus, stage, convention="paper")["total"] / 1e9
+                last_digit = 10.0 ** -len(text.partition(".")[2])
+                assert abs(computed - float(text)) <= last_digit, (gpus, parameters, stage, computed)
+                cells += 1
+    assert cells == 54
+
+
+@pytest.mark.parametrize(("world", "group"), [(16, 8), (512, 8), (64, 8)])
+def test_hybrid_traffic_between_hosts_is_the_papers_formula(world, group):
+    """2 M (W - G) / (G W), with M the bytes of the gradients; Zhao et al., 2023, section 3.2.2, corrected."""
+    step = simulate(SMALL, A100, Plan(world, sharding_factor=group))
+    gathered = 2 * SMALL.parameters
+    assert step.sent_between == pytest.approx(2 * gathered * (world - group) / (group * world), rel=1e-4)
+    full = simulate(SMALL, A100, Plan(world))
+    assert step.sent_between < full.sent_between == pytest.approx(full.sent / 8)  # a ring leaves a host at one of 8
+
+
+def measure(comm, stage, dtype, options):
+    """Of the second step: bytes sent, bytes held after it, and the peak."""
+    wrapped = stage(GPT(CONFIG), comm, dtype=dtype, **options)
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    x = torch.zeros(2, CONFIG.sequence_length, dtype=torch.long)
+    for _ in range(2):
+        before = comm.bytes_sent
+        with Ledger(wrapped, optimizer) as ledger:
+            wrapped(x, x).backward()
+            optimizer.step()
+            held = ledger.current
+            optimizer.zero_grad()
+    return comm.bytes_sent - before, held, ledger.peak
+
+
+def check_against_the_engine(world_size, stage, dtype=None, **options):
+    options = ({"prefetch": 0} if STAGES[stage] is Zero3 else {}) | options
+    sent, held, peak = run(world_size, measure, STAGES[stage], dtype, options)[0]
+    of_plan = {"prefetch": 0, "overlap": False} | options
+    plan = Plan(world_size, stage=stage, batch_size=2, dtype="bfloat16" if dtype else "float32", **of_plan)
+    step = simulate(SAME, dataclasses.replace(A100, gpus_per_host=world_size), plan)
+    assert sent == step.sent, "bytes sent are the counted ones, to the byte"
+    for category, expected in states(SAME, plan).items():
+        if category == "total":
+            counted = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
+            assert counted == pytest.approx(expected, rel=0.01)
+        else:
+            assert held[category] == pytest.approx(expected, rel=0.01, abs=64), category
+    assert 0.8 < peak["total"] / step.memory["total"] < 1.1  # the peak is an estimate
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_held_and_sent_at_4_ranks(stage):
+    check_against_the_engine(4, stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_bytes_held_and_sent_at_2_and_8_ranks(world_size, stage, dtype):
+    check_against_the_engine(world_size, stage, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"sharding_factor": 1}, {"sharding_factor": 2}, {"reshard_after_forward": False}])
+def test_bytes_with_the_options_of_stage_3(options):
+    check_against_the_engine(4, 3, **options)
+
+
+# Shapes.
+
+
+def test_parameters_are_those_of_the_real_model():
+    assert SAME.parameters == sum(p.numel() for p in GPT(CONFIG).parameters())
+    assert SAME.units[0].parameters == sum(p.numel() for p in GPT(CONFIG).blocks[0].parameters())
+
+
+def test_flops_are_the_counted_ones():
+    x = torch.zeros(1, CONFIG.sequence_length, dtype=torch.long)
+    with FlopCounterMode(display=False) as forward:
+        loss = GPT(CONFIG)(x, x)
+    assert forward.get_total_flops() == sum(u.flops for u in (SAME.root, *SAME.units))
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert forward.get_total_flops() + backward.get_total_flops() == SAME.flops()
+    assert SAME.flops("full") == SAME.flops() + sum(unit.flops for unit in SAME.units)
+
+
+def test_activations_are_korthikantis():
+    s, b, h, a = 64, 3, 256, 4
+    unit = gpt(1, h, a, s, dropout=True).units[0]
+    assert b * unit.activations(2) == predict_activations(b, s, h, a, convention="paper")["total"]
+    assert b * unit.activations(2) == s * b * h * (34 + 5 * a * s / h)
+    assert unit.activations(2, "selective") == unit.activations(2, flash=True) == 34 * s * h
+    assert unit.activations(2, "full") == 2 * s * h
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("t5-611m", 0.611),
+        ("t5-2.28b", 2.28),
+        ("t5-11b", 11.3),
+        ("megatron-175b", 174.6),
+        ("megatron-530b", 529.6),
+        ("megatron-1t", 1008),
+        ("llama3-8b", 8.03),
+        ("mpt-1b", 1.31595),
+        ("mpt-3b", 2.65184),
+        ("mpt-7b", 6.65886),
+        ("mpt-13b", 12.85395),
+        ("mpt-30b", 29.97521),
+        ("mpt-70b", 64.86244),
+    ],
+)
+def test_known_models_have_the_published_number_of_parameters(name, billions):
+    assert model(name).parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_each_half_of_t5_sees_its_own_tokens():
+    """Narayanan's 6 FLOPs a parameter and token would count every parameter for both sequences."""
+    one = t5(2, 64, 4, 16, 128, 32)
+    matrices = sum(unit.parameters for unit in one.units)
+    assert sum(unit.flops - unit.core_flops for unit in one.units) == pytest.approx(2 * 32 * matrices, rel=0.02)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Plan(0), "gpus must be a whole number of at least 1"),
+        (lambda: Plan(8, stage=4), "stage must be one of 0, 1, 2, 3"),
+        (lambda: Plan(8, sharding_factor=3), "does not divide 8 GPUs: try 1, 2, 4"),
+        (lambda: Plan(8, stage=2, offload=True), "need stage 3"),
+        (lambda: Plan(8, recompute="some"), "recompute must be one of none, selective, full"),
+        (lambda: gpt(2, 100, 3), r"width \(100\) must be divisible by heads \(3\)"),
+        (lambda: gpt(0, 64, 2), "layers must be a whole number"),
+        (lambda: model("gpt-157b"), "did you mean gpt-175b"),
+        (lambda: simulate(SMALL, A100, Plan(12)), "do not lie evenly on hosts of 8"),
+        (lambda: simulate(SMALL, CLUSTERS["v100"], Plan(8)), "V100 does not compute in bfloat16"),
+        (lambda: Constants(efficiency=0), "efficiency must be above 0"),
+        (lambda: Plan(8, micro_batches=10**9), "micro_batches must be at most 1,000"),
+        (lambda: gpt(10**9, 64, 2), "layers must be at most 10,000"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(make, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_every_known_model_and_cluster_simulates():
+    for name in MODELS:
+        for cluster in CLUSTERS.values():
+            plan = Plan(8, dtype="float16", recompute="full")
+            assert simulate(model(name), cluster, plan).seconds > 0
