@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from minizero.engines.unit import Unit
-from minizero.memory.ledger import current_ledger, watched_by
+from minizero.memory.recorder import current_recorder, watched_by
 
 
 class Lane:
@@ -34,12 +34,12 @@ class Lane:
 
     def start(self, call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """Begin `call(*args)`; what this returns waits for the result. Memory that it tags counts as the caller's."""
-        ledger = current_ledger()
+        recorder = current_recorder()
         if self.stream is None:
 
             def work() -> Any:
                 nonlocal args
-                with watched_by(ledger):
+                with watched_by(recorder):
                     result = call(*args)
                 args = ()  # what it was given is free before anyone has the result
                 return result
@@ -50,7 +50,7 @@ class Lane:
         ready.record()
 
         def work_in_stream() -> Any:
-            with watched_by(ledger), torch.cuda.stream(stream):
+            with watched_by(recorder), torch.cuda.stream(stream):
                 stream.wait_event(ready)  # what the call reads is written
                 result = call(*args)
                 done.record()

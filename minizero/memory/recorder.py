@@ -1,0 +1,211 @@
+"""The recorder: follows each storage of a thread from birth to death, and writes every event on a tape.
+
+    birth      an operator returns a tensor whose storage has no record yet
+    resize     an operator, or `storage.resize_`, has changed its size
+    death      its record, a weak reference, is called back by Python
+
+A tensor's bytes live in its storage, which views share. So the recorder counts storages, not tensors. It is a
+dispatch mode: PyTorch shows it every operator of its thread. It adds nothing up: a ledger reads the tape later.
+
+The recorder cannot see what an operator allocates and frees inside itself. allocators.py measures how much that is.
+"""
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from minizero.memory.operators import IN_PARTS, ONE_NEW, Watcher, dense_parts, learn, outputs_of
+from minizero.memory.position import Position, current_backward
+from minizero.memory.tape import CATEGORIES, Record, Tape
+
+PLAIN = {torch.Tensor, nn.Parameter}
+
+_active = threading.local()  # .recorder: the one that watches this thread
+
+
+def current_recorder() -> "Recorder | None":
+    """The recorder that watches this thread."""
+    return getattr(_active, "recorder", None)
+
+
+@contextlib.contextmanager
+def watched_by(recorder: "Recorder | None") -> Iterator[None]:
+    """In the block, `recorder` hears of what this thread tags or resizes: the thread works for the recorder's own."""
+    _active.recorder = recorder
+    try:
+        yield
+    finally:
+        _active.recorder = None
+
+
+def tag(tensor: torch.Tensor, category: str) -> None:
+    """Say what a tensor's storage is for. It counts as that from its birth."""
+    if category not in CATEGORIES:
+        raise ValueError(f"tag: unknown category {category!r}: use one of {', '.join(CATEGORIES)}")
+    storage = tensor.untyped_storage()
+    if getattr(storage, "category", None) == "host":  # offloaded memory stays "host", whatever it is for
+        category = "host"
+    storage.category = category  # type: ignore[attr-defined]
+    if (recorder := current_recorder()) is not None:
+        recorder.follow(storage).category = category
+
+
+class Recorder(Watcher):
+    """Writes on `tape` what happens to the storages of this thread, while it is entered."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+        self.position = Position(tape)
+        self.records: dict[int, Record] = {}  # by the storage's address
+
+    def __enter__(self) -> "Recorder":
+        _watch_resizes()
+        _active.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        super().__exit__(kind, *exception)
+        _active.recorder = None
+
+    # Everything below runs once for each operator. It takes about a microsecond. PyTorch takes four to come here.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = not types or PLAIN.issuperset(types)
+        if not plain:
+            if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+                return NotImplemented  # a tensor made of tensors (DTensor): its own operators on those come next
+        outputs = outputs_of.get(id(func))
+        if outputs is None:
+            outputs = learn(func)
+        if outputs is IN_PARTS:
+            return self.run_in_parts(func, args, kwargs)
+
+        # The operator runs. `func(...)` would do no more than call `func._op(...)`, after a Python call of its own.
+        if plain:
+            result = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        else:
+            result = func(*args, **kwargs or {})  # the tensors' own class says what it does
+        self.tape.append(func)
+        if (current_backward() != -1) is not self.position.in_backward:
+            self._cross_into_or_out_of_backward()
+
+        # Then its outputs: which of them are new, or may have been resized?
+        if outputs is ONE_NEW:
+            self._born(result)
+        elif outputs:
+            results = result if isinstance(result, tuple | list) else (result,)
+            for tensor, kind in zip(results, outputs if len(outputs) > 1 else outputs * len(results)):
+                if kind == "new":
+                    self._born(tensor)
+                elif kind == "written" and self._known(storage := tensor.untyped_storage()):
+                    self.resized(storage)  # a storage from before the ledger is not known: writing adds no bytes
+        return result
+
+    def _born(self, tensor: torch.Tensor) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (AttributeError, NotImplementedError):  # None, or a sparse tensor
+            for part in dense_parts(tensor):
+                self._born(part)
+            return
+        known = self.records.get(storage._cdata)
+        if known is None or known() is None:  # otherwise the operator returned one of its inputs
+            self._record(storage)
+
+    def _record(self, storage: torch.UntypedStorage) -> Record:
+        tape = self.tape
+        # `tape.append` is the callback: at its death, in whatever thread, the record writes itself on the tape again.
+        record = self.records[storage._cdata] = Record(storage, tape.append)
+        record.first_size = record.size = storage.nbytes()
+        record.category = None
+        position = self.position
+        record.phase = position.phase
+        record.module = position.running[-1]
+        tape.append(record)
+        return record
+
+    def _known(self, storage: torch.UntypedStorage) -> Record | None:
+        record = self.records.get(storage._cdata)
+        # The record of a dead storage is of another one, which had this address before.
+        return record if record is not None and record() is not None else None
+
+    def _cross_into_or_out_of_backward(self) -> None:
+        if self.position.in_backward:
+            self.position.leave_backward()
+            return
+        for record in list(self.records.values()):
+            if record.category is None and record.phase == "forward" and record() is not None:
+                record.category = "activations"  # born in forward, and alive when backward begins
+        self.position.enter_backward()
+
+    # Called from outside: by `tag`, by `resize_`, by the hooks, by the ledger.
+
+    def follow(self, storage: torch.UntypedStorage) -> Record:
+        """The record of a storage, which is made now if there is none."""
+        record = self._known(storage)
+        if record is None:
+            record = self._record(storage)
+            record.category = getattr(storage, "category", None)
+        return record
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage may have another size now. It is followed from now on if it was not before."""
+        record = self.follow(storage)
+        size = storage.nbytes()
+        if record.size != size:
+            self.tape.append((record, size - record.size))
+            record.size = size
+
+    def claim(self, tensor: torch.Tensor, category: str, module: str) -> None:
+        """Count a tensor as `category`, unless it has been tagged, and as held by `module` and all that claim it."""
+        for part in dense_parts(tensor):
+            record = self.follow(part.untyped_storage())
+            unclaimed = record.category is None or record.module == ""
+            record.module = module if unclaimed else common_path(record.module, module)
+            record.category = record.category or category
+
+    def forget(self) -> None:
+        """Clear the tape of all but the phase and what is alive."""
+        storages = [(record, record()) for record in list(self.records.values())]  # held here, so that none dies yet
+        alive = [record for record, storage in storages if storage is not None]
+        for record in alive:
+            record.first_size = record.size
+        self.tape[:] = [self.position.phase, *alive]
+
+    def close(self) -> Tape:
+        """The tape as it is now. Nothing is written on it any more, and the recorder holds nothing."""
+        tape = self.tape[:]
+        # Storages that die later still write on the old tape. Nobody reads it, and it is cleared of the records,
+        # which refer to it: without that circle they are freed at once, and not by the garbage collector.
+        self.tape.clear()
+        self.records.clear()
+        return tape
+
+
+def common_path(one: str, other: str) -> str:
+    """The innermost module around both: `blocks.0` of `blocks.0.up` and `blocks.0.norm`."""
+    if one == other:
+        return one
+    shared = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))]
+    return ".".join(shared) or "(several)"
+
+
+@functools.cache  # once in a process
+def _watch_resizes() -> None:
+    """Make `torch.UntypedStorage.resize_` tell the recorder: no operator runs there, so no dispatch mode sees it."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        if (recorder := current_recorder()) is not None:
+            recorder.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
