@@ -20,9 +20,9 @@ from rich.console import Console
 
 from minizero.cli import Parser, check_device, check_output, check_shapes, positive, run_command
 from minizero.memory.allocators import compare, describe_gap, return_memory_at_once
-from minizero.memory.estimate import MIB, estimate, free_memory
+from minizero.memory.estimate import estimate, free_memory
 from minizero.memory.ledger import Ledger
-from minizero.memory.tables import print_comparison, print_peak
+from minizero.memory.tables import MIB, print_comparison, print_peak
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.report import write_files
 

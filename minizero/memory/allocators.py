@@ -1,12 +1,12 @@
 """What others count beside the ledger: PyTorch's allocator, the operating system, a GPU's caching allocator.
 
-    ledger      the tensors that operators hand out
+    ledger      the tensors that operators return
     profiler    + scratch: what an operator allocates and frees inside itself
     process     + libraries that allocate by themselves, Python, what the C library keeps in reserve
     GPU         blocks of 512 bytes and more, and the reserve of its caching allocator
 
-All in bytes above what there was when the step began. A step is a function without arguments; it leaves memory
-as it found it, and has run before, so that the optimizer's states exist and libraries have warmed up.
+Every figure is in bytes above those at the beginning of a step. A step is a function without arguments. It leaves
+memory as it found it. It has run before, so that the optimizer's states exist and libraries have warmed up.
 """
 
 import ctypes
@@ -20,22 +20,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from minizero.memory.ledger import Ledger
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
+from minizero.memory.tables import MIB
 
 Step = Callable[[], Any]
-RESET = "/proc/self/clear_refs"
+RESET = "/proc/self/clear_refs"  # where Linux takes the order to forget a process's highest memory
 
 
 class Profiled(NamedTuple):
-    """One step as PyTorch's profiler saw it."""
+    """One step as PyTorch's profiler saw it, in bytes."""
 
     peak: int
     visible: int  # the most that was alive between operators, which is all that a ledger can see
-    operator: str  # which ran at the peak; empty where none did
+    operator: str  # the one that ran at the peak; empty if none ran
     scratch: dict[str, int]  # by operator, the largest first: the most that one call took and gave back
 
 
 class _Named(Watcher):
-    """Marks in the profile where an operator begins and ends: each that a ledger sees, and none inside it."""
+    """Marks in the profile where each operator that a ledger sees begins and ends; not the operators inside it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (outputs_of.get(id(func)) or learn(func)) is IN_PARTS:
@@ -45,7 +46,10 @@ class _Named(Watcher):
 
 
 def profile_step(step: Step) -> Profiled:
-    """Run `step` twice under the profiler and measure the second: it frees only what the profiler saw being made."""
+    """Run `step` twice under the profiler, and measure the second.
+
+    The second frees only what the profiler has seen being made: in the first, or in the second itself.
+    """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities, profile_memory=True, acc_events=True) as profiler, _Named():
         step()
@@ -53,7 +57,8 @@ def profile_step(step: Step) -> Profiled:
             step()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     memory = [event for event in events if event.name() == "[memory]"]
-    device = max((event.device_type() for event in memory), key=lambda kind: kind.value, default=None)  # CPU is 0
+    # Where a GPU is used, its memory is what counts. A CPU's number is 0, any GPU's is higher.
+    device = max((event.device_type() for event in memory), key=lambda kind: kind.value, default=None)
     happened = [(event.start_ns(), "", event.nbytes()) for event in memory if event.device_type() == device]
     for event in events:
         if event.name().startswith("operator ") or event.name() == "measured step":
@@ -63,18 +68,19 @@ def profile_step(step: Step) -> Profiled:
 
 
 def read_profile(happened: list[tuple[int, str, int]]) -> Profiled:
-    """What that means. happened: (nanoseconds, what, bytes more or fewer), in order."""
+    """Replay a profile. happened, in order: (nanoseconds, name of what begins or ends or "", change in bytes)."""
     names = [name for _, name, _ in happened]
     inside = happened[names.index("measured step") + 1 : names.index("end of measured step")]
-    level = peak = visible = highest = entered = 0
-    operator = at_peak = ""
+    level = peak = visible = 0  # bytes now; their highest; their highest between operators
+    entered = highest = 0  # of the operator that runs: bytes when it began, and their highest since
+    operator = at_peak = ""  # the operator that runs, and the one that ran at the peak
     scratch: dict[str, int] = {}
     for _, name, change in inside:
         level += change
         if level > peak:
             peak, at_peak = level, operator
         highest = max(highest, level)
-        if name.startswith("end of "):
+        if name.startswith("end of "):  # what it gave back: more than it found, and more than it leaves
             taken = highest - max(entered, level)
             if taken > scratch.get(operator, 0):
                 scratch[operator] = taken
@@ -87,10 +93,10 @@ def read_profile(happened: list[tuple[int, str, int]]) -> Profiled:
 
 
 def return_memory_at_once() -> bool:
-    """From now on, let the C library (glibc) give freed memory back to the system; False where there is none.
+    """From now on, make the C library give freed memory back to the system. False if it is not glibc.
 
-    To be called before a model is built, in a process of its own: what is in reserve by then stays there, and
-    every allocation of 64 KiB or more becomes a call of the system, which is slow.
+    Call it before a model is built: what is in reserve by then stays there. Call it in a process of its own: every
+    allocation of 64 KiB or more becomes a call of the system, which is slow.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -105,12 +111,12 @@ def return_memory_at_once() -> bool:
 
 
 def process_peak(step: Step) -> int | None:
-    """The most by which this process's resident memory rose above the start while `step` ran; None where nothing tells.
+    """The most by which this process's resident memory rose while `step` ran. None if the system does not say.
 
-    Without `return_memory_at_once` the start contains a reserve, which the step may use unnoticed.
+    Without `return_memory_at_once` the start contains a reserve, and the step may use that unnoticed.
     """
     try:
-        Path(RESET).write_text("5")  # the highest so far becomes the current
+        Path(RESET).write_text("5")  # sets the highest memory to the current one
         start = _resident("VmRSS")
         step()
         return _resident("VmHWM") - start
@@ -124,7 +130,7 @@ def _resident(name: str) -> int:
 
 
 def cuda_peak(step: Step, device: torch.device) -> tuple[int, int]:
-    """The most that a GPU's allocator had handed out, and the most that it had reserved, above the start."""
+    """The most that a GPU's allocator handed out, and the most that it reserved, while `step` ran; above the start."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -136,20 +142,20 @@ def cuda_peak(step: Step, device: torch.device) -> tuple[int, int]:
 
 
 def compare(ledger: Ledger, step: Step, device: torch.device) -> dict[str, Any]:
-    """One step as everybody counts it: bytes above its start. `ledger` has watched one call of `step`.
+    """One step as everybody counts it, in bytes above its start. `ledger` has watched one call of `step`.
 
-    ledger, profiler, visible, operator, scratch: see `Profiled`; process: None where nothing tells, or the tensors
-    are on a GPU; allocated, reserved: the GPU's, else None.
+    `ledger`: its peak. `profiler` (the peak), `visible`, `operator`, `scratch`: see `Profiled`.
+    `process`: see `process_peak`; None on a GPU. `allocated`, `reserved`: see `cuda_peak`; None on a CPU.
     """
     found: dict[str, Any] = {"ledger": ledger.peak["total"] - ledger.curve[0]["total"]}
     found["process"] = process_peak(step) if device.type == "cpu" else None
     found["allocated"], found["reserved"] = cuda_peak(step, device) if device.type == "cuda" else (None, None)
-    profiled = profile_step(step)._asdict()  # last, for it leaves much behind
+    profiled = profile_step(step)._asdict()  # last, because it leaves much in memory
     return found | {"profiler": profiled.pop("peak"), **profiled}
 
 
 def describe_gap(compared: dict[str, Any]) -> str:
-    """In a few words, what the ledger could not see."""
+    """In a few words, how much the ledger could not see. compared: from `compare`."""
     gap = compared["profiler"] - compared["ledger"]
     where = f" ({compared['operator'].removesuffix('.default')})" if gap * 1000 > compared["ledger"] else ""
-    return f"not seen: scratch inside operators, {gap / 2**20:.2f} MiB at the peak{where} by PyTorch's profiler"
+    return f"not seen: scratch inside operators, {gap / MIB:.2f} MiB at the peak{where} by PyTorch's profiler"

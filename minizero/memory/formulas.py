@@ -21,9 +21,10 @@ def predict(
 ) -> dict[str, float]:
     """Bytes per rank between steps, with Adam: `parameters`, `gradients`, `optimizer`, `total`.
 
-    Ψ = n_parameters, N = world_size; `sharding_factor` takes N's place. In 16 bits this code holds an FP32
-    gradient beside the 16-bit one, since PyTorch refuses a 16-bit gradient on an FP32 parameter;
-    convention="paper" counts the ZeRO paper's 2 + 2 + 12 bytes instead, in any dtype.
+    Ψ = n_parameters, N = world_size. If `sharding_factor` is given, it takes N's place.
+    convention="minizero": what this code holds. In 16 bits that is an FP32 gradient beside the 16-bit one, because
+    PyTorch refuses a 16-bit gradient on an FP32 parameter.
+    convention="paper": the ZeRO paper's 2 + 2 + 12 bytes, in any dtype.
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"predict: world_size must be a whole number of at least 1, not {world_size!r}")
@@ -57,10 +58,11 @@ def predict_sent(
     sharding_factor: int | None = None,
     reshard_after_forward: bool = True,
 ) -> float:
-    """Bytes that a rank sends in a step: (N-1)/N of 2Ψ elements, in stage 3 of 3Ψ less the root unit's.
+    """Bytes that a rank sends in a step: (N-1)/N of 2Ψ elements. In stage 3: of 3Ψ less the root unit's.
 
-    With a `sharding_factor` F that holds for the F ranks of a group; across the N/F groups a rank sends
-    2Ψ/F · (N/F-1)/(N/F) more. Without resharding stage 3 gathers once: 2Ψ.
+    Ψ = n_parameters, N = world_size; n_root: the root unit's parameters, which stage 3 gathers once only.
+    With a `sharding_factor` F, the F ranks of a group send that among themselves: F takes N's place. Across the N/F
+    groups a rank sends 2Ψ/F · (N/F-1)/(N/F) more. Without resharding, stage 3 gathers everything once only: 2Ψ.
     """
     elements = 3 * n_parameters - n_root if stage == 3 and reshard_after_forward else 2 * n_parameters
     inside = sharding_factor or world_size
@@ -79,11 +81,12 @@ def predict_activations(
     dropout: bool = False,
     convention: str = "minizero",
 ) -> dict[str, int]:
-    """Bytes that one layer of the GPT keeps from forward to backward, by what they are; `total`.
+    """Bytes that one layer of the GPT keeps from forward to backward, by what they are; and their `total`.
 
-    convention="paper" is Korthikanti et al.'s s b h (34 + 5 a s / h), whatever the dtype: 16 bits, with dropout,
-    whose masks take 1 byte an element. What differs here: each norm keeps a mean and a deviation for every token,
-    which the paper leaves out as small, and PyTorch on a CPU keeps a mask in the dtype (on a GPU in 1 byte).
+    convention="paper": Korthikanti et al.'s s b h (34 + 5 a s / h), whatever the dtype. It counts 16 bits an element,
+    and dropout with masks of 1 byte an element.
+    convention="minizero": what PyTorch keeps on a CPU. There a mask has the layer's dtype (on a GPU 1 byte). And each
+    norm keeps a mean and a deviation for every token, which the paper leaves out as small.
     """
     if convention not in ("minizero", "paper"):
         raise ValueError(f"predict_activations: convention must be 'minizero' or 'paper', not {convention!r}")

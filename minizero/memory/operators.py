@@ -1,7 +1,10 @@
-"""Operators: how to watch them; and what their outputs can be: new tensors, views of inputs, or inputs written to.
+"""Operators: how to watch them, and what their outputs are.
 
-Its schema tells: `add(Tensor self, …) -> Tensor` makes a new tensor, `view(Tensor(a) self, …) -> Tensor(a)` an alias,
-`add_(Tensor(a!) self, …) -> Tensor(a!)` writes to what it was given. Most operators make no new tensor.
+An operator's schema says which outputs are new tensors:
+
+    add(Tensor self, …) -> Tensor              a new tensor
+    view(Tensor(a) self, …) -> Tensor(a)       an alias: it shares the input's storage
+    add_(Tensor(a!) self, …) -> Tensor(a!)     the input itself, written to
 """
 
 from typing import Any
@@ -11,14 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Watcher(TorchDispatchMode):
-    """A dispatch mode as PyTorch's, without the layer that keeps its compiler away from each call of it."""
+    """A dispatch mode: PyTorch calls its `__torch_dispatch__` in place of every operator of this thread."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # which would cost a microsecond a call, and two seconds to import
+        # True is PyTorch's default. It wraps each call, to keep PyTorch's compiler out. That costs a microsecond a
+        # call, and two seconds for the import of the compiler.
+        return False
 
     def run_in_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that is made of others, and watch those."""
+        """Run an operator that is made of others, and watch the others."""
         TorchDispatchMode.__enter__(self)
         try:
             return func.decompose(*args, **kwargs or {})
@@ -27,8 +32,8 @@ class Watcher(TorchDispatchMode):
 
 
 def dense_parts(tensor: Any) -> list[torch.Tensor]:
-    """The tensors that hold a tensor's bytes: itself, or those that it is made of."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a DTensor, say
+    """The tensors that hold a tensor's bytes: the tensor itself, or the tensors that it is made of."""
+    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as a DTensor is
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [part for part in parts if isinstance(part, torch.Tensor)]
     if not isinstance(tensor, torch.Tensor):
@@ -41,17 +46,22 @@ def dense_parts(tensor: Any) -> list[torch.Tensor]:
 
 
 RESIZERS = ("aten::resize_", "aten::resize_as_", "aten::set_")
-ONE_NEW = ("new",)  # what most of the others are, recognised by identity
-# Made of other operators: autograd takes it apart, but in inference mode, or from another mode, it comes whole, and
-# its own schema does not tell whether `to`, `reshape` or `contiguous` copies.
+ONE_NEW = ("new",)  # the most frequent answer of `learn`; compared by identity, which is fastest
+# The answer for an operator that is made of others. Usually autograd decomposes it first, and it never gets here. In
+# inference mode, or under another mode, it comes whole; and the schemas of `to`, `reshape` and `contiguous` do not say
+# whether they copy. So the recorder runs the parts, and looks at those.
 IN_PARTS = ("in parts",)
 
-outputs_of: dict[int, tuple[str, ...]] = {}  # by the operator's id(): its hash would be computed in Python
-_known: list[Any] = []  # kept alive, so that no operator can get the id of one that is gone
+outputs_of: dict[int, tuple[str, ...]] = {}  # what `learn` found, by the operator's id(): its hash is slow Python
+_known: list[Any] = []  # keeps the operators alive, so that none gets the id of one that is gone
 
 
 def learn(func: Any) -> tuple[str, ...]:
-    """For each output "new", "written" (perhaps resized) or "" (a view); () where none is of interest; or IN_PARTS."""
+    """What an operator's outputs are, read off its schema once, and kept in `outputs_of`.
+
+    For each output: "new", "written" (an input, perhaps resized), or "" (a view, or no tensor).
+    () if all are "". IN_PARTS if the operator is made of others.
+    """
     schema = func._schema
     may_resize = any(argument.is_out for argument in schema.arguments) or schema.name in RESIZERS
 
@@ -63,10 +73,11 @@ def learn(func: Any) -> tuple[str, ...]:
         return "written" if may_resize else ""
 
     kinds = tuple(kind(output) for output in schema.returns)
-    # torch.tensor's, declared as a view, of a tensor that nobody has seen; deepcopy's and torch.load's, of a storage.
+    # Two are declared as views, but of something that no operator has returned: `lift_fresh`, by which torch.tensor
+    # makes a tensor from Python numbers, and `set_` to a storage, by which deepcopy and torch.load do.
     if schema.name == "aten::lift_fresh" or schema.overload_name == "source_Storage_storage_offset":
         kinds = ("new",)
-    # What asks for a fake tensor's device (prim::device) is no operator of the dispatcher, and makes nothing.
+    # prim::device, which asks for a fake tensor's device, is no operator of the dispatcher. It makes nothing.
     if func.namespace != "prim" and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         kinds = IN_PARTS
     elif not any(kinds):

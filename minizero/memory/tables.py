@@ -1,4 +1,7 @@
-"""The ledger's figures as tables: by phase, by module, by rank. All read plain data, `Ledger.summary()`."""
+"""The ledger's figures as tables: by phase, by module, by rank.
+
+The tables read plain data, as `Ledger.summary()` returns it. One MiB is 2^20 bytes.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +24,11 @@ Bytes = Mapping[str, int]
 
 
 def by_module(holders: Iterable[Mapping[str, Any]], rows: int | None = None) -> dict[str, dict[str, int]]:
-    """Bytes by module, then by category, with `total` and `tensors`; the largest first.
+    """Bytes by module, then by category, with `total` and `tensors`; the largest module first.
 
-    What was born in no module's forward stands under its phase, such as "(backward)". With `rows`, where there are
-    more modules than that, layers are added up (`blocks.0.up` and `blocks.1.up` as `blocks.*.up`), and then the
-    smallest are ("others").
+    What was born in no module's forward stands under its phase, such as "(backward)".
+    rows: at most so many modules. If there are more, layers are added up (`blocks.0.up` and `blocks.1.up` become
+    `blocks.*.up`). If there are still more, the smallest are added up as "others".
     """
     holders = list(holders)
     names = [row["module"] or f"({row['phase'] or 'older'})" for row in holders]
@@ -45,7 +48,7 @@ def by_module(holders: Iterable[Mapping[str, Any]], rows: int | None = None) -> 
 
 
 def print_peak(summary: Mapping[str, Any], console: Console, rows: int = 14) -> None:
-    """Prints two tables that fit 80 columns: the peaks by category and phase, and who holds the joint one."""
+    """Prints two tables that fit 80 columns: the peaks by category and phase, and who holds the joint peak."""
     phases, peak = summary["peak_by_phase"], summary["peak"]
     console.print("Peak MiB, measured, within each phase", style="italic")
     table = _table("category", *phases, "whole")
@@ -73,7 +76,7 @@ def print_peak(summary: Mapping[str, Any], console: Console, rows: int = 14) -> 
 
 
 def print_ranks(peaks: Sequence[Bytes], console: Console) -> None:
-    """Prints each rank's peaks, as `Ledger.peak` has them: a row for each rank."""
+    """Prints one row for each rank: its `Ledger.peak`."""
     categories = [name for name in peaks[0] if name != "total" and any(peak[name] for peak in peaks)]
     console.print("Peak MiB by rank, measured", style="italic")
     table = _table("rank", *categories, "joint total")
@@ -83,7 +86,7 @@ def print_ranks(peaks: Sequence[Bytes], console: Console) -> None:
 
 
 def print_comparison(compared: Mapping[str, Any], console: Console) -> None:
-    """Prints what the ledger and others counted, as `allocators.compare` has it."""
+    """Prints what the ledger and others counted, as `allocators.compare` returns it."""
     console.print("Peak above the start of the step, MiB, measured by", style="italic")
     table = _table("", "MiB", "against the ledger")
     for name, key in COUNTED_BY.items():

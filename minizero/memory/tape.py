@@ -1,12 +1,14 @@
 """The ledger's tape: everything that happened to storages, in order; and what can be read off it.
 
-    a phase's name     the phase begins: "forward", "backward", "optimizer" or "between"
-    an operator        it has run
-    a record           its storage was born; the second time, it died
-    (record, bytes)    it was resized, by so many bytes
+    a phase's name     this phase begins: "forward", "backward", "optimizer" or "between"
+    an operator        this operator has run
+    a record           the first time, its storage was born; the second time, the storage died
+    (record, bytes)    the record's storage was resized, by so many bytes
 
-Nothing is added up while the program runs, which keeps that cheap, and lets a storage be given its category
-later and still count as that from its birth. `start`: so much of a tape is what was there before.
+Nothing is added up while the program runs. That keeps watching cheap. It also lets a storage learn its category
+later, and count as that from its birth.
+
+Each function below takes a tape and `start`: what stands before this index describes what existed already.
 """
 
 import itertools
@@ -21,32 +23,34 @@ Tape = list[Any]
 
 
 class Record(weakref.ref[torch.UntypedStorage]):
-    """What is known of one storage: its bytes at first and now, and where it comes from."""
+    """A weak reference to one storage, and what is known of it."""
 
     __slots__ = ("first_size", "size", "category", "phase", "module")
 
-    first_size: int
-    size: int
-    category: str | None
+    first_size: int  # bytes at its birth, or at the last reset
+    size: int  # bytes now
+    category: str | None  # None until something tells: in the end that is "temporary"
     phase: str  # in which it was born
-    module: str  # whose forward was running then; of a model's states, the module that they belong to
+    module: str  # whose forward was running then; for parameters, gradients and states, the module that owns them
 
 
 class Sample(dict):
     """Bytes by category, and `total`, at one moment."""
 
     phase: str
-    operator: str  # the last that had run
-    number: int  # how many had run
+    operator: str  # the last one that had run
+    number: int  # how many operators had run
 
 
 class Moment:
-    """What is alive at one moment of the replay."""
+    """What is alive at one moment, while the tape is replayed."""
 
     def __init__(self) -> None:
         self.totals = dict.fromkeys((*CATEGORIES, "total"), 0)
-        self.phase, self.operator, self.number = "between", None, 0
-        self.alive: dict[int, list[Any]] = {}  # record, bytes, and the operator that had run when it was born
+        self.phase = "between"
+        self.operator: Any = None  # the last one that had run
+        self.number = 0  # how many operators had run
+        self.alive: dict[int, list[Any]] = {}  # by the record's id: the record, its bytes, the operator that made it
 
     def sample(self) -> Sample:
         """A copy to keep."""
@@ -56,16 +60,19 @@ class Moment:
 
 
 def moments(tape: Tape, start: int = 0) -> Iterator[Moment]:
-    """The start, and every event since: the same object each time, brought up to date."""
+    """The moment at `start`, and the moment after every birth, resize and death since.
+
+    Each time it is the same object, brought up to date: `sample()` makes a copy.
+    """
     now = Moment()
-    for place, entry in enumerate([*tape, None]):  # a copy: a storage may die in another thread meanwhile
+    for place, entry in enumerate([*tape, None]):  # a copy, because a storage may die in another thread meanwhile
         if place == start:
             yield now
         if type(entry) is Record:
             record = entry
-            if id(record) in now.alive:
+            if id(record) in now.alive:  # it died
                 change = -now.alive.pop(id(record))[1]
-            else:
+            else:  # it was born
                 change = record.first_size
                 now.alive[id(record)] = [record, change, now.operator]
         elif type(entry) is tuple:
@@ -78,14 +85,14 @@ def moments(tape: Tape, start: int = 0) -> Iterator[Moment]:
             now.operator, now.number = entry, now.number + 1
             continue
         now.totals[record.category or "temporary"] += change
-        if record.category != "host":  # the total is what the device holds
+        if record.category != "host":  # the total is what the device holds: the host's memory is not in it
             now.totals["total"] += change
         if place >= start:
             yield now
 
 
 def peak(tape: Tape, start: int) -> dict[str, int]:
-    """The most bytes of each category at any moment; `total` is the most of all together."""
+    """The most bytes of each category at any moment. `total` is the most of all categories together."""
     most = dict.fromkeys((*CATEGORIES, "total"), 0)
     for moment in moments(tape, start):
         for category, held in moment.totals.items():
@@ -95,7 +102,7 @@ def peak(tape: Tape, start: int) -> dict[str, int]:
 
 
 def peak_by_phase(tape: Tape, start: int) -> dict[str, dict[str, int]]:
-    """The same within each phase, in the order in which the phases first came."""
+    """`peak` within each phase, in the order in which the phases first came."""
     most: dict[str, dict[str, int]] = {}
     for moment in moments(tape, start):
         of_phase = most.setdefault(moment.phase, dict.fromkeys(moment.totals, 0))
@@ -113,12 +120,12 @@ def at_peak(tape: Tape, start: int) -> Moment:
 def holders(moment: Moment) -> list[dict[str, Any]]:
     """Who holds what is alive: rows of `module category operator phase bytes tensors`, the largest first.
 
-    module: in whose forward it was born, or to whom a parameter, its gradient or its state belongs.
-    operator, phase: which made it, and when; empty where it is older than the ledger.
+    module: the module in whose forward the tensors were born, or which owns the parameter, its gradient or its state.
+    operator, phase: what made the tensors, and when. Both are empty if the tensors are older than the ledger.
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for record, held, operator in moment.alive.values():
-        older = operator is None
+        older = operator is None  # no operator had run yet
         key = record.module, record.category or "temporary", str(operator or ""), "" if older else record.phase
         names = dict(zip(("module", "category", "operator", "phase"), key))
         row = rows.setdefault(key, names | {"bytes": 0, "tensors": 0})
