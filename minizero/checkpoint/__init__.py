@@ -1,6 +1,6 @@
 """State on disk: every rank writes its part, and any other number of ranks reads it again.
 
-saved.py        one rename makes a checkpoint count
+saved.py        save and load: one rename makes a checkpoint count
 resharding.py   what is in the files, and how another world size finds its part
 """
 

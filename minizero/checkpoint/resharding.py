@@ -1,15 +1,15 @@
-"""Resharding: state that one set of ranks has cut is read by another set that cuts elsewhere.
+"""Resharding: one set of ranks saves its shards, and another set, which cuts elsewhere, reads them.
 
     saved by 2 ranks    |      rank 0       |      rank 1       |
     read by 3 ranks     |   rank 0   |   rank 1   |   rank 2    |      rank 1 reads from both files
 
-Nothing is stored by the place where it lay. A tensor's key is the parameter's own name, what it is, and which elements
-of the flat parameter it holds:
+A key says what a tensor is, never in which shard it lay. It names the parameter, the kind of value, and the elements of
+the flattened parameter:
 
     "blocks.0.up.weight/parameter/0:512"   "blocks.0.up.weight/exp_avg/0:512"   "blocks.0.up.weight/step/tensor"
 
-A rank that loads looks at the keys of all files, and reads the ranges that it holds: no rank ever has the full model.
-PyTorch's `torch.distributed.checkpoint` reshards in this way, too.
+A rank that loads looks at the keys of all files. It reads the ranges that it will hold: no rank ever has the full
+model. PyTorch's `torch.distributed.checkpoint` reshards in this way, too.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,20 +26,22 @@ from minizero.engines.unit import Unit
 from minizero.engines.wrapped import Wrapped
 from minizero.ranks.collectives import all_gather, all_reduce
 
-Ranges = list[tuple[int, int, Any]]  # of a flat tensor: first element, one past the last, what reads slices of it
-Stored = tuple[dict[str, dict[str, Ranges]], dict[str, dict[str, Any]]]  # by name and kind: ranges; numbers
+# Stored parts of a flat tensor: the first element, one past the last, and an object that reads slices of the part.
+Ranges = list[tuple[int, int, Any]]
+# What the files hold, by name and kind ("parameter", "exp_avg", …): ranges; and numbers.
+Stored = tuple[dict[str, dict[str, Ranges]], dict[str, dict[str, Any]]]
 
 
 def pieces(unit: Unit, low: int = 0, high: int | None = None) -> Iterator[tuple[str, int, nn.Parameter, slice]]:
-    """What this rank holds of a unit: a parameter's name, its first element here, and the shard and where in it.
+    """The pieces of parameters that this rank holds of a unit; of its elements low … high only.
 
-    low, high: only of these elements of the unit.
+    Each piece: the parameter's name, the piece's first element in the parameter, the shard, and the slice of the shard.
     """
-    high = unit.layout.numel if high is None else high  # the padding is nobody's
+    high = unit.layout.numel if high is None else high  # the padding belongs to no parameter
     start = 0 if unit.whole else unit.comm.rank * unit.master.numel()
     for shard in unit.shards:
         end = start + shard.numel()
-        # Those from the one in which the shard begins to the one in which it ends: DDP may have thousands of each.
+        # Look only at the parameters from where the shard begins to where it ends: DDP may have thousands of both.
         some = slice(bisect_right(unit.layout.offsets, start) - 1, bisect_left(unit.layout.offsets, end))
         for name, shape, offset in zip(unit.layout.names[some], unit.layout.shapes[some], unit.layout.offsets[some]):
             first, last = max(start, offset, low), min(end, offset + shape.numel(), high)
@@ -49,9 +51,9 @@ def pieces(unit: Unit, low: int = 0, high: int | None = None) -> Iterator[tuple[
 
 
 def parts_to_write(model: Wrapped) -> list[tuple[int, int]]:
-    """This rank's elements of each unit: ranks that hold the same chunk divide it among themselves. Collective."""
+    """The elements of each unit that this rank writes: ranks that hold the same chunk divide it. Collective."""
     mine = torch.tensor([[0 if unit.whole else unit.comm.rank for unit in model.units]], device=model.comm.device)
-    everyone = all_gather(mine, model.comm, label="checkpoint").t().tolist()  # for each unit, who holds which chunk
+    everyone = all_gather(mine, model.comm, label="checkpoint").t().tolist()  # [unit][rank]: a chunk
     parts = []
     for unit, chunks in zip(model.units, everyone):
         chunk, size = chunks[model.comm.rank], unit.master.numel()
@@ -63,10 +65,11 @@ def parts_to_write(model: Wrapped) -> list[tuple[int, int]]:
 def tensors_to_write(
     model: Wrapped, optimizer: torch.optim.Optimizer, parts: list[tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
-    """Key and tensor, as above. `ValueError` for a state that is neither as long as its parameter nor a number."""
+    """The tensors of this rank's file, by key. `ValueError` for a state that is no number and no parameter's shape."""
     tensors = {f"{n}/buffer/whole": b.clone() for n, b in buffers(model).items()} if model.comm.rank == 0 else {}
     state = optimizer.state
-    # What is a number must be asked of all: for a parameter without dimensions everything looks like one.
+    # A kind of state is a number if for some parameter it has not the parameter's shape. One parameter alone cannot
+    # tell: if it has no dimensions, its moments have the shape of a number.
     numbers = {k for p in state for k, v in state[p].items() if getattr(v, "shape", None) != p.shape}
     for unit, part in zip(model.units, parts):
         for name, first, shard, where in pieces(unit, *part):
@@ -76,7 +79,7 @@ def tensors_to_write(
                 if kind not in numbers:
                     tensors[f"{name}/{kind}/{elements}"] = value.view(-1)[where]
                 elif isinstance(value, torch.Tensor) and value.numel() == 1:
-                    tensors[f"{name}/{kind}/tensor"] = value.clone()  # the same for several names
+                    tensors[f"{name}/{kind}/tensor"] = value.clone()  # copied: several names may share it
                 elif isinstance(value, int | float):
                     dtype = torch.float64 if isinstance(value, float) else None
                     tensors[f"{name}/{kind}/number"] = torch.tensor(value, dtype=dtype)
@@ -89,7 +92,7 @@ def tensors_to_write(
 
 
 def look_up(files: list[Path]) -> Stored:
-    """What the files have of each name and kind: ranges, which are not read yet; numbers and buffers, which are."""
+    """What the files hold of each name and kind. Ranges are not read yet; numbers and buffers are."""
     ranges: dict[str, dict[str, Ranges]] = defaultdict(lambda: defaultdict(list))
     numbers: dict[str, dict[str, Any]] = defaultdict(dict)
     for path in files:
@@ -97,7 +100,7 @@ def look_up(files: list[Path]) -> Stored:
         for key in file.keys():  # noqa: SIM118
             name, kind, elements = key.rsplit("/", 2)
             if elements in ("tensor", "whole"):
-                numbers[name][kind] = file.get_tensor(key).clone()  # or it would keep the file open
+                numbers[name][kind] = file.get_tensor(key).clone()  # a view would keep the file open
             elif elements == "number":
                 numbers[name][kind] = file.get_tensor(key).item()
             else:
@@ -107,7 +110,7 @@ def look_up(files: list[Path]) -> Stored:
 
 
 def overlaps(ranges: Ranges, first: int, length: int) -> Iterator[tuple[slice, slice, Any]]:
-    """Where elements first … first + length lie: the slice of those elements, the slice of what is stored, and that."""
+    """What is stored of the elements from `first` to `first + length`: the slice of these, the slice of it, and it."""
     for low, high, stored in ranges:
         begin, end = max(low, first), min(high, first + length)
         if begin < end:
@@ -115,7 +118,10 @@ def overlaps(ranges: Ranges, first: int, length: int) -> Iterator[tuple[slice, s
 
 
 def check_shards(stored: Stored, model: Wrapped) -> None:
-    """`ValueError` unless all that this rank holds is stored, and what lies in one shard has been stepped alike."""
+    """`ValueError` unless everything that this rank holds is stored, and all of one shard was stepped equally often.
+
+    An optimizer keeps one number of steps for a shard. It cannot hold two.
+    """
     ranges, numbers = stored
     first_in: dict[nn.Parameter, str] = {}
     for name, first, shard, where in (piece for unit in model.units for piece in pieces(unit)):
@@ -133,14 +139,15 @@ def check_shards(stored: Stored, model: Wrapped) -> None:
 
 
 def fill(stored: Stored, model: Wrapped, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Read what this rank holds: parameters, buffers, and states, which the optimizer may not have yet."""
+    """Read what this rank holds: parameters, buffers, and optimizer states. The optimizer may have no states yet."""
     ranges, numbers = stored
     order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     states: dict[nn.Parameter, dict[str, Any]] = {}
 
     def begin(shard: nn.Parameter, name: str) -> None:
         if shard in order and shard not in states:
-            states[shard] = {k: torch.zeros_like(shard) for k in ranges[name] if k != "parameter"} | numbers[name]
+            empty = {kind: torch.zeros_like(shard) for kind in ranges[name] if kind != "parameter"}
+            states[shard] = empty | numbers[name]
 
     for name, first, shard, where in (piece for unit in model.units for piece in pieces(unit)):
         begin(shard, name)
@@ -149,7 +156,8 @@ def fill(stored: Stored, model: Wrapped, optimizer: torch.optim.Optimizer, group
             out = targets[kind].view(-1)[where]
             for part, slice_stored, file in overlaps(found, first, len(out)):
                 out[part].copy_(file[slice_stored])
-    for unit in model.units:  # what holds padding, or nothing, is stepped and refreshed with the rest, on all ranks
+    # A shard that holds only padding, or nothing, needs states too: all ranks step and refresh every shard.
+    for unit in model.units:
         for shard, group in zip(unit.shards, unit.groups):
             begin(shard, unit.layout.names[unit.group_of.index(group)])
         torch.autograd.graph.increment_version(unit.master)
@@ -159,13 +167,13 @@ def fill(stored: Stored, model: Wrapped, optimizer: torch.optim.Optimizer, group
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
 
-# What is the same on all ranks, and stands in the index.
+# The index: what is the same on all ranks.
 
 
 def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Names and shapes of parameters and buffers; the optimizer's groups, and which parameter is in which. Collective.
+    """Names and shapes of parameters and buffers, the optimizer's groups, and each parameter's group. Collective.
 
-    `TypeError` for a model that is not wrapped; `ValueError` for an optimizer of other tensors than the model's.
+    `TypeError` if the model is not wrapped. `ValueError` if the optimizer has other tensors than the model's.
     """
     if not isinstance(model, Wrapped):
         raise TypeError(f"checkpoint: the model must be wrapped, in DDP or Zero3 say; it is a {type(model).__name__}")
@@ -178,7 +186,7 @@ def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     here = dict.fromkeys(shapes, -1)
     for name, _, shard, _ in (piece for unit in model.units for piece in pieces(unit)):
         here[name] = group_of_shard.get(shard, -1)
-    # A rank knows the groups of what it holds; the maximum over ranks is what they know together.
+    # A rank knows the groups of the parameters that it holds, and says -1 for others. The maximum over ranks knows all.
     numbers = all_reduce(torch.tensor(list(here.values()), device=model.comm.device), model.comm, "max")
     return {
         "parameters": shapes,
@@ -193,12 +201,12 @@ def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def buffers(model: Wrapped) -> dict[str, torch.Tensor]:
-    """The buffers that belong to a module's state."""
+    """The model's persistent buffers, by name."""
     return {name: buffer for name, buffer in model.module.named_buffers() if name in model.state_names}
 
 
 def check_names(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """`ValueError` unless what was saved has the names, the shapes and the optimizer that are here."""
+    """`ValueError` unless the checkpoint has this model's names and shapes, and an optimizer of the same class."""
     for what in ("parameters", "buffers", "group_of"):
         of = "the optimizer's parameters" if what == "group_of" else what
         if missing := sorted(here[what].keys() - saved[what].keys()):
@@ -213,7 +221,10 @@ def check_names(saved: dict[str, Any], here: dict[str, Any]) -> None:
 
 
 def hyperparameters(saved: dict[str, Any], here: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The optimizer's groups with the hyperparameters that their parameters had. `ValueError` where these differ."""
+    """The optimizer's groups, with the hyperparameters that their parameters were saved with.
+
+    `ValueError` if a group's parameters were saved with different ones.
+    """
     groups = optimizer.state_dict()["param_groups"]
     for number, group in enumerate(groups):
         origins = sorted({saved["group_of"][name] for name, i in here["group_of"].items() if i == number})
@@ -226,5 +237,5 @@ def hyperparameters(saved: dict[str, Any], here: dict[str, Any], optimizer: torc
             if isinstance(group.get(key), torch.Tensor):
                 group[key] = torch.full_like(group[key], value)
             else:
-                group[key] = tuple(value) if isinstance(value, list) else value  # JSON knows no tuples
+                group[key] = tuple(value) if isinstance(value, list) else value  # JSON makes lists of tuples
     return groups

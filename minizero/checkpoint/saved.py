@@ -3,9 +3,11 @@
     folder/index.json                                       step, names, shapes, hyperparameters, checksums
     folder/shards-of-step-12-9f31c2d4/rank-0.safetensors    what rank 0 held; one file a rank
 
-All data go into a new folder and onto the disk. When every rank has said so, rank 0 renames a new index over the old
-one. A rename happens wholly or not at all, so a crash at any moment leaves the old checkpoint or the new one; what it
-leaves besides is removed by the next save. What is in the files, and how another number of ranks reads it, is
+1. Every rank writes its data into a new folder, and waits until they are on the disk.
+2. When every rank has said so, rank 0 renames a new index over the old one.
+
+A rename happens wholly or not at all. So a crash at any moment leaves the old checkpoint or the new one. It may leave
+files besides, which the next save removes. What is in the files, and how another number of ranks reads it, stands in
 resharding.py. Pillai et al., 2014, "All file systems are not created equal", on what may reach a disk in which order.
 """
 
@@ -35,25 +37,27 @@ from minizero.checkpoint.resharding import (
 from minizero.engines.wrapped import Wrapped
 from minizero.ranks.comm import Comm, agreement
 
-FAILED, NOTHING = "failed: ", "no checkpoint"  # what a rank may say, beside results
+# What a rank may say instead of a result.
+FAILED = "failed: "
+NOTHING = "no checkpoint"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read. Raised on every rank, and names the one at fault."""
+    """A checkpoint cannot be written or read. Every rank raises it, and it names the rank at fault."""
 
 
 class NoCheckpoint(CheckpointError):
-    """Nothing has been saved in this folder yet: training starts from the beginning."""
+    """Nothing has been saved in this folder yet: start training from the beginning."""
 
 
 @torch.no_grad()
 def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Put the state after `step` steps into `folder`, in place of the checkpoint there. Collective.
 
-    Saved are the FP32 parameters, rank 0's buffers, the optimizer's states and hyperparameters; not gradients, random
-    generators, or what a scheduler keeps itself. The folder is seen by all ranks, and nothing else saves into it.
-    `CheckpointError` on every rank if one of them cannot write: then the checkpoint from before still stands. No rank
-    may take longer to write than `comm.timeout`.
+    It saves the FP32 parameters, rank 0's buffers, and the optimizer's states and hyperparameters. It does not save
+    gradients, random generators, or a scheduler's own state. All ranks must see the folder, and nothing else may save
+    into it. No rank may take longer to write than `comm.timeout`.
+    `CheckpointError` on every rank if one of them cannot write: then the checkpoint from before still stands.
     """
     about, parts = names_of(model, optimizer), parts_to_write(model)  # both are collective
     folder, comm = Path(folder), model.comm
@@ -86,7 +90,8 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
             new = folder / "index.json.new"
             index = {"step": step, "saved_by": by, "data": data.name, "files": files} | about
             new.write_text(json.dumps(index, indent=1, default=torch.Tensor.item))  # a learning rate may be a tensor
-            for path in (data, new, folder):  # or the rename could reach the disk before what it points at
+            # What the new index points at must be on the disk before the rename is.
+            for path in (data, new, folder):
                 flush(path)
             os.replace(new, folder / "index.json")
             flush(folder)
@@ -100,9 +105,9 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
 def load(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optimizer) -> int:
     """Set model and optimizer to what was saved in `folder`, and return its step. Collective.
 
-    World size, stage, sharding factor, `units`, `group_by` and `dtype` may be others than those that saved, and the
-    optimizer need not have made a step. `NoCheckpoint` where nothing was saved; `CheckpointError` where it is damaged,
-    of another model or optimizer, or seen by some ranks only: on every rank, before anything is changed.
+    World size, stage, sharding factor, `units`, `group_by` and `dtype` may differ from those of `save`. The optimizer
+    need not have made a step. `NoCheckpoint` if nothing was saved. `CheckpointError` if the checkpoint is damaged, if
+    it is of another model or optimizer, or if only some ranks see it. Every rank raises, before anything is changed.
     """
     about = names_of(model, optimizer)  # collective
     folder, comm = Path(folder), model.comm
@@ -148,8 +153,12 @@ def load(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
 
 
 def together(comm: Comm, what: str, do: Callable[[], str]) -> list[str]:
-    """Call `do()`, which must not communicate, on every rank; what each said. Where one failed, all raise."""
-    error, said = None, ""
+    """Call `do()` on every rank, and return what each rank's call returned. If one fails, all raise.
+
+    `do` must not communicate: a rank whose call fails would leave the others waiting.
+    """
+    error = None
+    said = ""
     try:
         said = do()
     except Exception as caught:
@@ -164,12 +173,12 @@ def together(comm: Comm, what: str, do: Callable[[], str]) -> list[str]:
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file."""
+    """The name of the file that a rank writes."""
     return f"rank-{rank}.safetensors"
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index, or an empty one where there is none."""
+    """The index of the checkpoint in `folder`; an empty dict if there is none."""
     path = folder / "index.json"
     try:
         return json.loads(path.read_text()) if path.exists() else {}
@@ -178,7 +187,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def remove_all_but(folder: Path, data: str | None) -> None:
-    """Remove the shards of older checkpoints, and of saves that did not end."""
+    """Remove the shards of older checkpoints, and of saves that a crash ended. data: the folder to keep."""
     for path in folder.glob("shards-of-step-*"):
         if path.name != data:
             shutil.rmtree(path, ignore_errors=True)
@@ -194,9 +203,9 @@ def flush(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of a file, read in blocks."""
+    """CRC-32 of a file, in hexadecimal."""
     crc = 0
     with path.open("rb") as file:
-        while block := file.read(2**20):
+        while block := file.read(2**20):  # a part at a time: a file may be larger than the memory
             crc = zlib.crc32(block, crc)
     return f"{crc:08x}"
