@@ -1,12 +1,12 @@
 """Gradient accumulation: a large batch in the memory of a small one.
 
-A batch whose activations do not fit is cut into micro-batches. Their gradients add up, and the optimizer
-steps once. The loss of a batch is a mean over its tokens, so each part counts by its tokens:
+A batch whose activations do not fit is cut into k micro-batches: the window. Their gradients add up, and the
+optimizer steps once. The loss of a batch is a mean over its tokens, so each micro-batch counts by its tokens:
 
     L = Σ nᵢ Lᵢ / Σ nᵢ      Lᵢ: mean loss of micro-batch i; nᵢ: its targets; sums over the window, on all ranks
 
-The mean of the means, Σ Lᵢ / k, is another number wherever the nᵢ differ: a token in a short micro-batch
-would weigh more than one in a long micro-batch. Several libraries trained on that until October 2024:
+The mean of the means, Σ Lᵢ / k, is another number if the nᵢ differ: a token in a short micro-batch would weigh
+more than a token in a long one. Several libraries trained on that until October 2024:
 Hugging Face, 2024, "Fixing Gradient Accumulation".
 """
 
@@ -24,7 +24,7 @@ from minizero.ranks.collectives import all_gather, all_reduce
 
 IGNORED = -100  # PyTorch's mark of a position without a target
 MicroBatch = Any  # a pair (x, y), or a dict of keyword arguments
-Count = Callable[[MicroBatch], Any]  # of one whole number
+Count = Callable[[MicroBatch], Any]  # returns one whole number
 
 
 def targets_in(micro_batch: MicroBatch) -> torch.Tensor:
@@ -38,19 +38,23 @@ def accumulate(
 ) -> torch.Tensor:
     """Add the gradient of the window's mean loss to `.grad`; returns that loss: FP32, detached, of all ranks.
 
-    model: a plain module or an engine. micro_batches: pairs (x, y), for which model(x, y) is the loss; or dicts of
-    keyword arguments, for which model(**micro_batch) has the loss as `.loss`, as in Hugging Face's models. The loss is
-    the mean over the targets, which are all of y, or of the dict's "labels", but -100.
-    count: a function of a micro-batch that says how many targets the model's mean is over, if it is another number. A
-    causal model that shifts its labels inside never sees the first of a row: `lambda batch: (batch["labels"][:, 1:]
-    != -100).sum()`.
-    The window's micro-batches are held until it ends, since every weight needs all counts; activations exist for one
-    micro-batch at a time. A rank with fewer micro-batches than another repeats its last one with weight 0.
-    no_sync: an engine sends its gradients once, with the last micro-batch, and holds full ones, in FP32, until then;
-    with False it averages each micro-batch's, so that stages 2 and 3 hold shards between them, and sends k times as
-    much. `ValueError` if the window has no micro-batch on some rank, or no target on any, or if `count` gives no
-    whole number of at least 0, or if a dict has Hugging Face's `num_items_in_batch`, with which the loss is no mean.
-    `TypeError` if the model has no parameters, or if what the window gives is no micro-batch.
+    model: a plain module or an engine.
+    micro_batches: pairs (x, y), for which model(x, y) is the loss; or dicts of keyword arguments, for which
+    model(**micro_batch) has the loss as `.loss`, as in Hugging Face's models. The loss must be the mean over the
+    targets: over all of y, or of the dict's "labels", that are not -100.
+    count: a function of a micro-batch. It says how many targets the model's mean is over, if that is another number.
+    A causal model that shifts its labels inside never sees the first of a row:
+    `lambda batch: (batch["labels"][:, 1:] != -100).sum()`.
+    no_sync: if True, an engine sends its gradients once, with the last micro-batch. Until then it holds full ones, in
+    FP32. If False, it averages the gradients of every micro-batch, and sends k times as much. Then stages 2 and 3 hold
+    only shards in between.
+
+    The whole window is held until the end, because every weight needs all counts. Activations exist for one micro-batch
+    at a time. A rank with fewer micro-batches than another repeats one with weight 0.
+
+    `ValueError` if some rank has no micro-batch, if no rank has a target, if `count` does not return a whole number of
+    at least 0, or if a dict has Hugging Face's `num_items_in_batch`, with which the loss is no mean.
+    `TypeError` if the model has no parameters, or if the window holds something else than micro-batches.
     """
     if not hasattr(micro_batches, "__iter__") and not hasattr(micro_batches, "__getitem__"):
         raise TypeError(
@@ -74,7 +78,7 @@ def accumulate(
     loss = torch.zeros((), device=[*model.parameters()][-1].device)  # where the model ends
     with sums_in_fp32(model) if len(window) > 1 else contextlib.nullcontext():
         for micro_batch, targets in zip(window, counts):
-            if targets:  # without a target the mean is 0/0, and the gradient is nothing
+            if targets:  # without a target the mean is 0/0; the micro-batch adds nothing
                 loss += _backward(model, micro_batch, targets / total)
     return loss
 
@@ -87,18 +91,18 @@ def _accumulate_on_ranks(model: Engine, window: list[MicroBatch], counts: list[i
     loss = torch.zeros((), device=comm.device)
     rounds = max(length for length, _ in everyone)
     for number in range(rounds):
-        # Under stage 3 a forward is something that all ranks do. Who has no micro-batch left to bring, or one
-        # without a target, takes part with a weight of 0.
+        # Under stage 3 all ranks must run a forward together. A rank that has no micro-batch left, or one without a
+        # target, takes part with a weight of 0.
         targets = counts[number] if number < len(window) else 0
         micro_batch = window[number] if targets else _stand_in(window, counts)
         with model.no_sync() if no_sync and number < rounds - 1 else contextlib.nullcontext():
-            # The engine takes the mean over ranks, where the formula has a sum.
+            # The engine takes the mean over ranks. The formula has the sum, so each weight is `size` times larger.
             loss += _backward(model, micro_batch, comm.size * targets / total)
     return all_reduce(loss, comm, "mean", label="accumulate")
 
 
 def _stand_in(window: list[MicroBatch], counts: list[int]) -> MicroBatch:
-    """A micro-batch whose loss is a number, not 0/0: one that has targets, or else the last with targets made up."""
+    """A micro-batch whose loss is a number, not 0/0: one with targets, or else the last one with made-up targets."""
     for micro_batch, targets in zip(window, counts):
         if targets:
             return micro_batch
@@ -109,11 +113,13 @@ def _stand_in(window: list[MicroBatch], counts: list[int]) -> MicroBatch:
 
 
 def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch.Tensor | float:
-    """Add the gradient of weight · loss, and return that product."""
+    """Add the gradient of weight · loss to `.grad`, and return weight · loss."""
     if isinstance(micro_batch, Mapping):
-        call, loss = "model(**micro_batch).loss", getattr(model(**micro_batch), "loss", None)
+        call = "model(**micro_batch).loss"
+        loss = getattr(model(**micro_batch), "loss", None)
     else:
-        call, loss = "model(x, y)", model(*micro_batch)
+        call = "model(x, y)"
+        loss = model(*micro_batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"accumulate: {call} must be one number, the mean loss, not {what}")
@@ -128,14 +134,14 @@ def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch
 
 @contextlib.contextmanager
 def sums_in_fp32(model: nn.Module) -> Iterator[None]:
-    """Backward passes in here add up the gradients of 16-bit parameters in FP32; `.grad` is rounded once, at the end.
+    """In the block, gradients of 16-bit parameters add up in FP32. At its end `.grad` is rounded to 16 bits, once.
 
-    A sum in bfloat16 has 8 bits: it stands still as soon as what is added is below 1/512 of it.
+    A sum in bfloat16 has 8 bits: it does not grow any more once what is added is below 1/512 of it.
     """
     halves = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
     sums = {id(p): _gradient(p.grad, torch.float32) for p in halves if p.grad is not None}
 
-    def add(parameter: torch.Tensor) -> None:
+    def add(parameter: torch.Tensor) -> None:  # called when a backward has written a parameter's gradient
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if id(parameter) in sums:
@@ -150,7 +156,7 @@ def sums_in_fp32(model: nn.Module) -> Iterator[None]:
             parameter.grad = None
         yield
         before = [_gradient(sums[id(p)], p.dtype) if id(p) in sums else None for p in halves]
-    finally:  # a window that broke off leaves what was there before it
+    finally:  # if the block raised, `before` still holds the gradients from before it
         for hook in hooks:
             hook.remove()
         for parameter, gradient in zip(halves, before):
@@ -158,17 +164,22 @@ def sums_in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 def _gradient(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In this dtype, and counted as what it is."""
+    """`tensor` in another dtype, tagged as a gradient for the ledger."""
     converted = tensor.to(dtype)
     tag(converted, "gradients")
     return converted
 
 
 def _checked_count(micro_batch: Any, count: Count) -> int:
-    """How many targets a micro-batch has. Refuses what is no micro-batch, and what is no count."""
-    pair = isinstance(micro_batch, tuple | list) and len(micro_batch) == 2
-    labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) else micro_batch[1] if pair else None
-    if not pair and not isinstance(micro_batch, Mapping) or count is targets_in and not hasattr(labels, "shape"):
+    """How many targets a micro-batch has.
+
+    `TypeError` if it is no micro-batch, or if `count` is no function. `ValueError` if `count` returns no whole number.
+    """
+    is_dict = isinstance(micro_batch, Mapping)
+    is_pair = isinstance(micro_batch, tuple | list) and len(micro_batch) == 2
+    labels = micro_batch.get("labels") if is_dict else micro_batch[1] if is_pair else None
+    lacks_labels = count is targets_in and not hasattr(labels, "shape")
+    if lacks_labels or not (is_dict or is_pair):
         several = isinstance(micro_batch, tuple | list)
         kinds = [type(part).__name__ for part in micro_batch] if several else type(micro_batch).__name__
         raise TypeError(
@@ -177,7 +188,7 @@ def _checked_count(micro_batch: Any, count: Count) -> int:
         )
     if not callable(count):
         raise TypeError(f"accumulate: count must be a function of a micro-batch, not {type(count).__name__}")
-    if isinstance(micro_batch, Mapping) and micro_batch.get("num_items_in_batch") is not None:
+    if is_dict and micro_batch.get("num_items_in_batch") is not None:
         raise ValueError(
             "accumulate: with num_items_in_batch Hugging Face's models return a sum divided by that number, not the "
             "mean that is weighted here: leave it out of the dict"
@@ -193,7 +204,10 @@ def _checked_count(micro_batch: Any, count: Count) -> int:
 
 
 def _check_window(everyone: list[list[int]]) -> int:
-    """How many targets the window has. everyone: for each rank its micro-batches and its targets."""
+    """How many targets the window has. everyone: for each rank, how many micro-batches and targets it has.
+
+    `ValueError` if a rank has no micro-batch, or if no rank has a target.
+    """
     lengths = [length for length, _ in everyone]
     if not min(lengths):
         where = f" on rank {lengths.index(0)}; others have up to {max(lengths)}" if len(lengths) > 1 else ""

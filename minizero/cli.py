@@ -21,28 +21,28 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class Parser(argparse.ArgumentParser):
-    """An error is one line, and exit code 2."""
+    """Raises `ValueError` for a wrong option, instead of printing the usage and leaving the program."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
 
 def positive(text: str) -> int:
-    """An option that is a count: a whole number from 1."""
+    """The type of an option that counts something: a whole number from 1."""
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 999999999, not {text!r}")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """What torch takes as a seed."""
+    """The type of an option that is a seed for torch: a whole number from 0."""
     if not text.isdecimal() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"must be a whole number of at most 18 digits, not {text!r}")
     return int(text)
 
 
 def rate(text: str) -> float:
-    """A positive finite number."""
+    """The type of an option that is a rate: a positive finite number."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
@@ -50,9 +50,10 @@ def rate(text: str) -> float:
 
 
 def attempt(run: Callable[[], None], smaller: str) -> tuple[int, str]:
-    """Run a command: its exit status and the line that says why. 2: wrong input, 130: Ctrl-C; no traceback for either.
+    """Run a command; returns its exit status, and one line that says why it failed, instead of a traceback.
 
-    smaller: the options to suggest when memory runs out.
+    0: it succeeded. 2: wrong input, or too little memory. 130: Ctrl-C. Any other error is raised.
+    smaller: the options to suggest if memory runs out.
     """
     try:
         run()
@@ -68,7 +69,10 @@ def attempt(run: Callable[[], None], smaller: str) -> tuple[int, str]:
 
 
 def run_command(command: str, run: Callable[[], None], smaller: str) -> int:
-    """`attempt`, with the line on standard error. command: what the line begins with."""
+    """`attempt` a command, and print the line on standard error; returns the exit status.
+
+    command: the name that the line begins with.
+    """
     status, message = attempt(run, smaller)
     if status:
         print(f"{command}: {message}", file=sys.stderr)
@@ -76,13 +80,16 @@ def run_command(command: str, run: Callable[[], None], smaller: str) -> int:
 
 
 def too_large(error: BaseException | None) -> bool:
-    """Whether memory or threads ran out. PyTorch has no type of its own for a CPU's memory."""
+    """Whether memory or threads ran out."""
+    if isinstance(error, MemoryError):
+        return True
+    # PyTorch has no error class of its own for a CPU's memory: only the words tell.
     words = ("allocate memory", "out of memory", "start new thread")
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def check_output(folder: Path) -> None:
-    """`ValueError` unless files can be written into `folder`; leaves nothing behind."""
+    """`ValueError` unless files can be written into `folder`. The check leaves nothing behind."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +109,6 @@ def check_shapes(config: GPTConfig) -> None:
 
 
 def check_device(name: str) -> None:
-    """`ValueError` where the option asks for a GPU that PyTorch does not find."""
+    """`ValueError` if --device asks for a GPU and PyTorch finds none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no CUDA GPU here: use --device cpu")

@@ -2,9 +2,9 @@
 
     python -m minizero.grid --stage 3 --delay 0.3
 
-Each box has three bars, for the unit's parameters (blue), gradients (yellow) and optimizer states (green): how much of
-them this rank holds at this moment, measured by the size of the tensors. After everything that an engine does a rank
-stops for `--delay` seconds, so that a lecture hall can follow.
+Each box has three bars, for the unit's parameters (blue), gradients (yellow) and optimizer states (green). A bar says
+how much of them this rank holds at this moment, measured by the size of the tensors. A rank stops for `--delay` seconds
+after everything that its engine does, so that a lecture hall can follow.
 """
 
 import sys
@@ -32,16 +32,16 @@ from minizero.ranks.world import World
 
 STATES = ("parameters", "gradients", "optimizer")
 LEVELS = "·▁▂▃▄▅▆▇█"
-Holding = dict[str, dict[str, float]]  # by unit, then by state: 0 none of it, 1 all of it
+Holding = dict[str, dict[str, float]]  # by unit, then by state: a share, from 0 (none of it) to 1 (all of it)
 
 
 def holding(model: Engine, optimizer: torch.optim.Optimizer) -> Holding:
-    """What this rank holds of each unit: bytes of its tensors / bytes of the whole, in FP32 with Adam."""
+    """What share of each unit this rank holds: bytes of its tensors / bytes of the whole, in FP32 with Adam."""
     return {unit.name: dict(zip(STATES, held(unit, optimizer))) for unit in model.units}
 
 
 def held(unit: Unit, optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Of one unit: parameters, gradients, optimizer states."""
+    """The shares of one unit's parameters, gradients and optimizer states that this rank holds."""
     gradients = [shard.grad for shard in unit.shards]
     gradients += [getattr(gradient, "full", None) for gradient in (unit.gradient, *gradients)]
     states = [value for shard in unit.shards for value in optimizer.state.get(shard, {}).values()]
@@ -51,7 +51,7 @@ def held(unit: Unit, optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
 
 
 def storage_bytes(tensors: list[Any]) -> int:
-    """Bytes of the tensors, each storage once."""
+    """Bytes of the tensors' storages. A storage that several of them share counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())
 
@@ -59,7 +59,7 @@ def storage_bytes(tensors: list[Any]) -> int:
 def step_by_step(
     comm: Comm, stage: int, config: GPTConfig, steps: int, show: Callable[[int, str, Holding], None]
 ) -> None:
-    """Train, and tell `show(rank, what happens, holding)` after everything that changes what this rank holds."""
+    """Train, and call `show(rank, what happened, holding)` after everything that changes what this rank holds."""
     kind = STAGES[stage]
     model = kind(GPT(config), comm, prefetch=0) if kind is Zero3 else kind(GPT(config), comm)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -83,7 +83,7 @@ def step_by_step(
 
 
 def draw_text(board: list[tuple[str, Holding]]) -> Table:
-    """The board as a table for a terminal. board: for each rank what happens, and its holding."""
+    """The board as a table for a terminal. board: for each rank, what happened last, and its holding."""
     title = Text.assemble(*((f"█ {state}  ", COLORS[state]) for state in STATES))
     table = Table(title=title, pad_edge=False)
     table.add_column("")
@@ -96,7 +96,7 @@ def draw_text(board: list[tuple[str, Holding]]) -> Table:
             cell = Text()
             for state in STATES:
                 share = units.get(name, {}).get(state, 0.0)
-                level = max(round(share * (len(LEVELS) - 1)), share > 0)  # a little is not nothing
+                level = max(round(share * (len(LEVELS) - 1)), share > 0)  # the smallest share is still seen
                 cell.append(LEVELS[level] * 2 + " ", style=COLORS[state])
             cells.append(cell)
         table.add_row(f"rank {rank}", *cells)
@@ -105,13 +105,14 @@ def draw_text(board: list[tuple[str, Holding]]) -> Table:
 
 
 def draw_board(board: list[Holding], ax: Axes) -> Axes:
-    """The same as boxes on a matplotlib Axes: a row for each rank, a column for each unit."""
+    """The board as boxes on a matplotlib Axes: a row for each rank, a column for each unit."""
     names = list(board[0])
     for row, units in enumerate(board):
         for column, name in enumerate(names):
             for number, state in enumerate(STATES):
-                left, width = column + 0.08 + 0.28 * number, 0.26
-                ax.add_patch(Rectangle((left, row + 0.9), width, -0.8 * units[name][state], color=COLORS[state]))
+                left = column + 0.08 + 0.28 * number
+                height = -0.8 * units[name][state]  # upward: the axis runs down, from rank to rank
+                ax.add_patch(Rectangle((left, row + 0.9), 0.26, height, color=COLORS[state]))
             ax.add_patch(Rectangle((column + 0.05, row + 0.05), 0.9, 0.9, fill=False, edgecolor="black", linewidth=0.8))
     ax.set(xlim=(0, len(names)), ylim=(len(board), 0))
     ax.set_xticks([column + 0.5 for column in range(len(names))], [name.removeprefix("blocks.") for name in names])
@@ -122,7 +123,7 @@ def draw_board(board: list[Holding], ax: Axes) -> Axes:
 
 
 def run(argv: list[str] | None, console: Console) -> None:
-    """Run the steps and show them. `ValueError` where an option cannot be."""
+    """Parse the options, run the steps and show them. `ValueError` if an option is wrong."""
     parser = Parser(prog="python -m minizero.grid", description="Watch which rank holds what, through training steps.")
     add = parser.add_argument
     add("--stage", type=int, choices=range(4), default=3, help="0: DDP (default: %(default)s)")
@@ -145,7 +146,7 @@ def run(argv: list[str] | None, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
+    """Run the command; returns its exit status: 0, or 2 for wrong input, or 130 after Ctrl-C."""
     return run_command("python -m minizero.grid", lambda: run(argv, Console()), "--layers or --world-size")
 
 

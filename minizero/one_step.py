@@ -1,7 +1,7 @@
 """python -m minizero.memory: one training step of the demo model, its memory measured.
 
-By phase, by module, and beside what others count: PyTorch's allocator, the operating system, a GPU's allocator.
-The model is a plain module here; `python -m minizero.train` measures it on several ranks.
+It prints the memory by phase and by module. Beside that it prints what others count: PyTorch's allocator, the operating
+system, a GPU's allocator. The model is a plain module here; `python -m minizero.train` measures it on several ranks.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from minizero.report import write_files
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options. `ValueError` where one is unknown or cannot be read."""
+    """The options. `ValueError` if one is unknown or cannot be read."""
     shapes = GPTConfig()
     parser = Parser(prog="python -m minizero.memory", description="Measure the memory of one training step of a GPT.")
     add = parser.add_argument
@@ -49,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(config: GPTConfig, batch_size: int, device: torch.device) -> tuple[GPT, Any, Callable[[], None]]:
-    """The model, its optimizer and a training step, which has run once."""
+    """The model, its optimizer, and a function that runs one training step. It has run once already."""
     model = GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     generator = torch.Generator().manual_seed(config.seed)
@@ -65,12 +65,12 @@ def prepare(config: GPTConfig, batch_size: int, device: torch.device) -> tuple[G
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Measure and print; write the files that were asked for."""
+    """Measure one step and print it. With --output, write memory.png and memory.json."""
     config = GPTConfig(256, options.sequence_length, options.width, options.layers, options.heads)
     check_shapes(config)
     check_device(options.device)
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":  # a GPU refuses what is too large by itself
+    if device.type == "cpu":  # a GPU's allocator raises an error; Linux would kill this process
         needed = estimate(config, 1, [0], options.batch_size, torch.float32)
         if needed > (free := free_memory()):
             raise ValueError(
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
             )
     if options.output is not None:
         check_output(options.output)
-    return_memory_at_once()  # before anything large is made
+    return_memory_at_once()  # before anything large exists
     model, optimizer, step = prepare(config, options.batch_size, device)
     with Ledger(model, optimizer) as ledger:
         step()
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """PyTorch's profiler announces itself on standard error, past Python."""
+    """Drop what is written to standard error: PyTorch's profiler announces itself there, past Python's sys.stderr."""
     sys.stderr.flush()
     before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -117,12 +117,12 @@ def quiet() -> Iterator[None]:
 
 
 def describe(device: torch.device) -> str:
-    """The name of the GPU, or the CPU."""
+    """The GPU's name, or "the CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
+    """Run the command; returns its exit status: 0, or 2 for wrong input, or 130 after Ctrl-C."""
     return run_command(
         "python -m minizero.memory", lambda: run(parse(argv), Console()), "--batch-size, --width or --layers"
     )

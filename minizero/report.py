@@ -1,15 +1,21 @@
-"""The tables of the main job, the machine that it ran on, and its files: pictures, and the numbers behind them.
+"""The main job's report: its tables, the machine that it ran on, and its files.
 
-Everything here reads one dictionary, `results`, which is also what results.json holds, so that
-`python -m minizero.report results.json` shows a run again without running it:
+Everything here reads one dictionary, `results`. The file results.json holds the same. So
+`python -m minizero.report results.json` shows a run again without running it.
 
-    machine        cpu, cores, python, torch, device
-    config         the options of the run
-    world_size, n_parameters
-    runs           one for each stage: stage, name, losses, step_seconds (median of the steps that no ledger
-                   watched; None where there are none), bytes_sent (in the last step), bytes_sent_formula,
-                   ranks (persistent and peak bytes by category), predicted (persistent bytes per rank),
-                   curve (rank 0 during one training step: phase, and bytes by category)
+    machine                  cpu, cores, python, torch, device
+    config                   the options of the run
+    world_size               ranks
+    n_parameters             of the model
+    runs                     a list, with one dictionary for each stage:
+        stage, name          0, "DDP"
+        losses               of every step
+        step_seconds         the median step's, of those that no ledger watched; None if a ledger watched all
+        bytes_sent           per rank, in the last step
+        bytes_sent_formula   what the formula predicts for that
+        ranks                for each rank: `persistent` and `peak` bytes by category
+        predicted            persistent bytes per rank, by category
+        curve                rank 0 during one training step: the phase, and bytes by category
 
 Measured and predicted never share a column. One MiB is 2^20 bytes.
 """
@@ -35,7 +41,7 @@ from minizero.pictures.style import PREDICTED, mib
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What figures are measured on: cpu, cores, python, torch, and the device's name."""
+    """What the figures are measured on: cpu, cores, python, torch, and the device's name."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -47,7 +53,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def print_table(results: Results, console: Console) -> None:
     """Prints the run's machine and sizes, then three tables that fit 80 columns."""
-    runs, seen = results["runs"], results["machine"]
+    runs = results["runs"]
+    seen = results["machine"]
     versions = f"Python {seen['python']}, torch {seen['torch']}, device {seen['device']}"
     options = ", ".join(f"{name} {value}" for name, value in results["config"].items())
     console.print(f"{seen['cpu']} ({seen['cores']} cores), {versions}", markup=False, highlight=False)
@@ -94,9 +101,9 @@ def print_table(results: Results, console: Console) -> None:
 
 
 def save(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes results.json, curves.png, boxes.png and losses.png into `folder`, which it creates.
+    """Writes results.json, curves.png, boxes.png and losses.png into `folder`, which it creates; returns their paths.
 
-    Raises OSError where that fails; each file is then whole, as it was before, or absent.
+    `OSError` if that fails. Each file is then new and whole, or as it was before.
     """
     return write_files({"results.json": json.dumps(results).encode(), **_pictures(results)}, Path(folder))
 
@@ -110,7 +117,10 @@ def _pictures(results: Results) -> dict[str, bytes]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """Writes all files beside their places first: a full disk must not leave half a file. Creates `folder`."""
+    """Writes files, by name, into `folder`, which it creates; returns their paths.
+
+    It writes all of them beside their places first, and then moves them: a full disk must not leave half a file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as beside:
         for name, content in files.items():
@@ -121,12 +131,14 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
 
 
 def _seconds(run: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[str, str]:
-    """A run's seconds per step, and their ratio to DDP's; a dash for what was not measured."""
-    mine, ddp = run["step_seconds"], first["step_seconds"] if first["stage"] == 0 else None
+    """A run's seconds per step, and their ratio to DDP's; a dash for what was not measured. first: DDP's, if it ran."""
+    mine = run["step_seconds"]
+    ddp = first["step_seconds"] if first["stage"] == 0 else None
     return f"{mine:.3f}" if mine else "-", f"{mine / ddp:.2f}" if mine and ddp else "-"
 
 
 def _largest(run: Mapping[str, Any], kind: str, category: str) -> str:
+    """The largest rank's MiB. kind: "persistent" or "peak"."""
     return mib(max(rank[kind].get(category, 0) for rank in run["ranks"]))
 
 
