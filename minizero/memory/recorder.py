@@ -30,13 +30,16 @@ _active = threading.local()  # .recorder: the one that watches this thread
 
 
 def current_recorder() -> "Recorder | None":
-    """The recorder that watches this thread."""
+    """The recorder that watches this thread, if one does."""
     return getattr(_active, "recorder", None)
 
 
 @contextlib.contextmanager
 def watched_by(recorder: "Recorder | None") -> Iterator[None]:
-    """In the block, `recorder` hears of what this thread tags or resizes: the thread works for the recorder's own."""
+    """Let `recorder` hear of what this thread tags and resizes in the block: it works for the recorder's own thread.
+
+    The recorder still does not see this thread's operators.
+    """
     _active.recorder = recorder
     try:
         yield
@@ -74,7 +77,7 @@ class Recorder(Watcher):
         super().__exit__(kind, *exception)
         _active.recorder = None
 
-    # Everything below runs once for each operator. It takes about a microsecond. PyTorch takes four to come here.
+    # What follows runs once for each operator. It takes about a microsecond. PyTorch takes four to come here.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = not types or PLAIN.issuperset(types)
