@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from precision.formats import FORMATS, ROUNDINGS, FloatFormat, decode_one, encode_one, split
+from precision.formats import FORMATS, FloatFormat
+from precision.one_number import ROUNDINGS, decode_one, encode_one, split
 
 OPERATORS: dict[type, tuple[str, Callable]] = {
     ast.Add: ("+", operator.add),

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, where
 
-from precision.formats import FP16, Flags, FloatFormat
+from precision.conversions import Flags
+from precision.formats import FP16, FloatFormat
 from precision.operands import on_bits, run
 
 EXTRA = 3  # guard, round and sticky

@@ -1,6 +1,6 @@
-"""NumPy arrays and torch tensors on one path: what they call by different names, and how they go through in pieces.
+"""NumPy arrays and torch tensors on one path: what they call by different names, and how they are cut into pieces.
 
-Operators, slices, `clip`, `any` and `max` are the same in both: with these few functions, one text serves both.
+Operators, slices, `clip`, `any` and `max` are the same in both. With these few functions one text serves both.
 """
 
 import math
@@ -22,6 +22,7 @@ def dtype_of(x: Array) -> str:
 
 
 def cast(x: Array, dtype: str) -> Array:
+    """x converted to `dtype`, given by its name; x itself if it has that dtype."""
     if isinstance(x, torch.Tensor):
         return x.to(getattr(torch, dtype))
     if x.dtype == dtype:
@@ -43,11 +44,12 @@ def empty_like(x: Array, dtype: str) -> Array:
 
 
 def where(condition: Array, x: Array | int, y: Array | int) -> Array:
+    """x where the condition is true, y elsewhere."""
     return torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else np.where(condition, x, y)
 
 
 def local(x: Array) -> Array:
-    """Of a tensor on the CPU, a NumPy array in the same memory, on which NumPy is faster; x itself otherwise."""
+    """For a tensor on the CPU a NumPy array in the same memory, since NumPy is faster there; else x itself."""
     on_cpu = isinstance(x, torch.Tensor) and x.device.type == "cpu" and not torch.compiler.is_compiling()
     return x.numpy() if on_cpu else x
 
@@ -59,18 +61,18 @@ def put(target: Array, index: Any, values: Array) -> None:
 
 
 def can_look(x: Array) -> bool:
-    """Whether an answer about the data comes at once: not from a GPU, nor from torch.compile while it traces."""
+    """Whether a question about the data is answered at once: a GPU must be waited for, torch.compile has no data."""
     return isinstance(x, np.ndarray)
 
 
 def as_array(x: Any) -> Array:
-    """A tensor or an array of at least one dimension; `in_shape_of` takes that one away again."""
+    """x as a tensor or an array of at least one dimension; `in_shape_of` gives a result x's own shape again."""
     x = x.detach().resolve_neg() if isinstance(x, torch.Tensor) else np.asarray(x)
     return x.reshape(1) if x.ndim == 0 else x
 
 
 def as_patterns(name: str, x: Any, width: int) -> Array:
-    """As `as_array`. `TypeError` for what holds no integers, `ValueError` where one is no pattern of `width` bits."""
+    """As `as_array`. `TypeError` if x holds no integers, `ValueError` if one of them does not fit in `width` bits."""
     x = as_array(x)
     dtype = dtype_of(x)
     too_large_for_numpy = dtype == "object" and [type(number) for number in x.flat] == [int]
@@ -78,7 +80,9 @@ def as_patterns(name: str, x: Any, width: int) -> Array:
         raise TypeError(f"{name} is {dtype}: expected bit patterns, which are integers: use fmt.encode(x) for numbers")
     for _, index in pieces(x) if dtype != f"uint{width}" else ():
         part = local(x[index])
-        part = part if can_look(part) else cast(part, "int64")  # of which alone torch always knows the minimum
+        part = (
+            part if can_look(part) else cast(part, "int64")
+        )  # torch lacks min and max for some integers, never for int64
         outside = [int(end) for end in (part.min(), part.max()) if not 0 <= end < 2**width]
         if outside:
             raise ValueError(
@@ -89,16 +93,16 @@ def as_patterns(name: str, x: Any, width: int) -> Array:
 
 
 def in_shape_of(x: Any, result: Array) -> Array:
-    """For a single number a tensor without dimensions, or, as NumPy has it, a NumPy scalar."""
+    """`result` in x's shape: for a single number a tensor without dimensions, or a NumPy scalar, as in NumPy."""
     if isinstance(result, torch.Tensor):
         return result.reshape(x.shape)
     return result if np.ndim(x) else result[0]
 
 
 def pieces(x: Array) -> Iterator[tuple[int, Any]]:
-    """Blocks of x, of at least one dimension: (position of the first number in row-major order, index).
+    """Cut x, of at least one dimension, into blocks: (position of the first number in row-major order, index).
 
-    x[index] is a view, whatever x's strides are. There are none where x is empty.
+    x[index] is a view, whatever x's strides are. An empty x has no blocks.
     """
     if isinstance(x, torch.Tensor) and torch.compiler.is_compiling():
         yield 0, ...  # a compiler fuses the steps and keeps nothing between them
@@ -108,6 +112,7 @@ def pieces(x: Array) -> Iterator[tuple[int, Any]]:
 
 
 def _pieces(shape: tuple[int, ...], limit: int, start: int, index: tuple) -> Iterator[tuple[int, tuple]]:
+    """As many rows at once as `limit` numbers hold; a row that is longer is cut in its turn."""
     row = math.prod(shape[1:])
     if row > limit:
         for i in range(shape[0]):
@@ -120,8 +125,8 @@ def _pieces(shape: tuple[int, ...], limit: int, start: int, index: tuple) -> Ite
 def random_bits(like: Array, start: int, key: int, bits: int) -> Array:
     """A random whole number below 2^bits (bits at most 63) for each number of an array: int64, of its shape.
 
-    It depends on the key and on the number's position, counted from `start` in row-major order, and on nothing
-    else: not on the device, nor on how large the pieces are.
+    It depends on nothing but the key and the number's position, counted from `start` in row-major order: so the
+    device and the size of the pieces change nothing.
     Steele et al., 2014, "Fast splittable pseudorandom number generators" (SplitMix64).
     """
     stop = start + math.prod(like.shape)
@@ -133,16 +138,18 @@ def random_bits(like: Array, start: int, key: int, bits: int) -> Array:
 
 
 def random_key(seed: int) -> int:
-    """What `random_bits` takes: neighbouring seeds have nothing in common here."""
+    """The key of a seed, for `random_bits`. Neighbouring seeds have keys that have nothing in common."""
     return int(_mix(np.array([_signed(seed % 2**64)]))[0])
 
 
 def _mix(z: Array) -> Array:
-    # The shifts of signed integers pull in copies of the sign, which the masks take away.
+    """SplitMix64's last step: each bit of z changes about half of the result's bits."""
+    # Shifting a signed integer to the right fills it with copies of the sign; the masks take them away.
     z = (z ^ (z >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB)
     return z ^ (z >> 31 & 2**33 - 1)
 
 
 def _signed(word: int) -> int:
+    """The signed integer that has the same 64 bits."""
     return word - 2**64 if word >= 2**63 else word

@@ -1,10 +1,15 @@
-"""`encode`, `decode` and `quantize` of `FloatFormat`: what may come in, how it goes through, and what goes out.
+"""Conversions of whole arrays as users bring them: what may come in, how it goes through, and what comes out.
 
-Arrays go through `fast` in pieces that a processor's cache holds. That is faster than sending everything through
+    encode    check → for each piece: bits of float32 or float64 → `fast.encode_integers` → the result's place
+    decode    check → for each piece: patterns → `fast.decode_integers` → the result's place
+
+An array goes through `fast` in pieces that a processor's cache holds. That is faster than sending everything through
 memory at each step, and bounds what is needed beyond input and output, whatever the size.
+These are the methods `encode`, `decode` and `quantize` of `formats.FloatFormat`, whose docstrings say the rest.
 """
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,18 +30,39 @@ from precision.arrays import (
 )
 from precision.exact import exactly
 from precision.fast import FLOAT32, FLOAT64, Options, decode_integers, encode_integers, is_within_float32
-from precision.formats import ROUNDINGS, Flags, FloatFormat
+from precision.layout import BitLayout
+from precision.one_number import ROUNDINGS
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What rounding did to each number: boolean arrays of the result's shape, NumPy's or torch's as the result is.
+
+    inexact: the result differs from what was rounded.
+    overflow: rounded as if exponents had no end, the result is beyond the largest number.
+    underflow: it is below the smallest normal one, and inexact.
+    invalid: a signalling NaN came in, or the operation has no value.
+    divide_by_zero: a finite number other than 0 was divided by 0.
+    """
+
+    inexact: Any
+    underflow: Any
+    overflow: Any
+    invalid: Any
+    divide_by_zero: Any
 
 
 @exactly
-def encode(
-    x: Any, fmt: FloatFormat, rounding: str, *, return_flags: bool, seed: int | None, flush_to_zero: bool
-) -> Any:
+def encode(x: Any, fmt: BitLayout, rounding: str, *, return_flags: bool, seed: int | None, flush_to_zero: bool) -> Any:
+    """The bits of x, and with return_flags `Flags`: see `FloatFormat.encode`."""
     options = _options("encode", rounding, seed, flush_to_zero, return_flags)
     numbers = _as_numbers("encode", x)
     bits = empty_like(numbers, f"uint{8 if fmt.width <= 8 else 16 if fmt.width <= 16 else 32}")
     if _goes_in_pairs(numbers, bits, options):
-        return _encode_pairs(numbers, fmt, options).reshape(x.shape)
+        # Not at the top: it imports torch's compiler, and so Triton, before `flash` could ask for its interpreter.
+        from precision.pairs import encode_pairs
+
+        return encode_pairs(numbers, fmt, options).reshape(x.shape)
     flags = [empty_like(numbers, "bool") for _ in range(5)] if return_flags else []
     for start, index in pieces(numbers):
         code, raised = encode_integers(_integers(numbers[index], fmt), start, fmt, options)
@@ -48,7 +74,8 @@ def encode(
 
 
 @exactly
-def decode(bits: Any, fmt: FloatFormat) -> Any:
+def decode(bits: Any, fmt: BitLayout) -> Any:
+    """The numbers that bits stand for: see `FloatFormat.decode`."""
     patterns = as_patterns("decode: bits", bits, fmt.width)
     numbers = empty_like(patterns, "float32" if is_within_float32(fmt) else "float64")
     for _, index in pieces(patterns):
@@ -57,7 +84,8 @@ def decode(bits: Any, fmt: FloatFormat) -> Any:
 
 
 @exactly
-def quantize(x: Any, fmt: FloatFormat, rounding: str, *, seed: int | None, flush_to_zero: bool) -> Any:
+def quantize(x: Any, fmt: BitLayout, rounding: str, *, seed: int | None, flush_to_zero: bool) -> Any:
+    """x rounded to numbers of the format, in x's dtype: see `FloatFormat.quantize`."""
     options = _options("quantize", rounding, seed, flush_to_zero)
     numbers = _as_numbers("quantize", x)
     result = empty_like(numbers, dtype_of(numbers))
@@ -67,7 +95,7 @@ def quantize(x: Any, fmt: FloatFormat, rounding: str, *, seed: int | None, flush
     return in_shape_of(x, result)
 
 
-def _integers(x: Array, fmt: FloatFormat) -> Array:
+def _integers(x: Array, fmt: BitLayout) -> Array:
     """The bits of float32 or float64 numbers as int32 or int64."""
     # A format of more range than float32 has normal numbers where float32 has subnormals or none.
     wide = dtype_of(x) == "float64" or fmt.min_exponent < -126 or fmt.max_exponent > 127
@@ -76,6 +104,7 @@ def _integers(x: Array, fmt: FloatFormat) -> Array:
 
 
 def _goes_in_pairs(numbers: Array, bits: Array, options: Options) -> bool:
+    """Whether `encode_pairs` may be used: under torch.compile, on a CPU, from float32 to 16 bits, without flags."""
     return (
         isinstance(numbers, torch.Tensor)
         and torch.compiler.is_compiling()
@@ -89,31 +118,10 @@ def _goes_in_pairs(numbers: Array, bits: Array, options: Options) -> bool:
     )
 
 
-def _encode_pairs(x: torch.Tensor, fmt: FloatFormat, options: Options) -> torch.Tensor:
-    """Two numbers are read as one integer of 64 bits, and their codes stored as one of 32.
-
-    For these widths torch.compile uses the processor's vectors; for integers of 16 bits it does not, and is six
-    times slower.
-    """
-    even, odd = _even_and_odd(x.reshape(-1))
-    first, _ = encode_integers(even, 0, fmt, options)
-    second, _ = encode_integers(odd, 0, fmt, options)
-    return ((second << 16) | first).view(torch.uint16)
-
-
-@torch.compiler.allow_in_graph  # so that the offset is known, for which the compiler has no guard
-def _even_and_odd(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of every other number. On a graph made for an even offset, torch refuses an odd one: clone it."""
-    if x.storage_offset() % 2:
-        integers = x.view(torch.int32)
-        return integers[::2], integers[1::2]
-    pairs = x.view(torch.int64)
-    return pairs.to(torch.int32), (pairs >> 32).to(torch.int32)
-
-
 def _options(
     function: str, rounding: str, seed: int | None, flush_to_zero: bool, return_flags: bool = False
 ) -> Options:
+    """The options, checked. `ValueError` for an unknown rounding, and for a seed that no rounding would use."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"{function}: unknown rounding {rounding!r}: use one of {', '.join(ROUNDINGS)}")
     if rounding != "stochastic":
@@ -128,6 +136,7 @@ def _options(
 
 
 def _as_numbers(function: str, x: Any) -> Array:
+    """As `as_array`. `TypeError` for anything but floating-point numbers."""
     x = as_array(x)
     if dtype_of(x) not in ("float64", "float32", "float16", "bfloat16"):
         raise TypeError(

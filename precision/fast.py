@@ -1,21 +1,27 @@
-"""Conversions of whole arrays: the four steps of `formats`, each an integer operation on every number at once.
+"""The four steps of `one_number` on whole arrays: each is an integer operation on every number at once.
 
     float32 or float64 → its bits as integers → split, align, round off, pack → the format's bits
 
 Integers come in and integers go out, int32 for float32 and int64 for float64, as NumPy arrays or torch tensors:
-the same lines serve both. To the nearest there are two short ways, for NumPy. The long way rounds in all manners,
-raises the flags, and never looks at the data, for which a GPU would be waited for and a compiled graph be broken.
+the same lines serve both. Three ways lead from one to the other:
+
+    _round              every rounding, with flags: the four steps. It never looks at the data, since a look would
+                        make the processor wait for a GPU, and break a graph that is being compiled.
+    _shorten            to the nearest, from float32 to a format with float32's exponents (BF16, TF32): add, cut.
+    _round_by_adding    to the nearest, to other formats: one floating-point addition does the rounding.
+
+The two short ways ask for the largest number first, so they are for NumPy. Read `_round` before them.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from precision.arrays import Array, can_look, cast, random_bits, view, where
-from precision.formats import FloatFormat
+from precision.layout import BitLayout
 
 
 class Carrier(NamedTuple):
-    """The machine's own format, in which numbers come and go."""
+    """A format of the machine, float32 or float64, whose bits are the integers here."""
 
     width: int
     mantissa_bits: int
@@ -23,7 +29,7 @@ class Carrier(NamedTuple):
 
     @property
     def infinity(self) -> int:
-        """Its bits: above are the NaNs. They are the mask of the exponent, too."""
+        """The bits of infinity. The NaNs lie above. It is the mask of the exponent field, too."""
         return (2 * self.bias + 1) << self.mantissa_bits
 
     @property
@@ -33,10 +39,12 @@ class Carrier(NamedTuple):
 
     @property
     def floating(self) -> str:
+        """The dtype's name."""
         return f"float{self.width}"
 
     @property
     def integer(self) -> str:
+        """The name of the integers of the same width."""
         return f"int{self.width}"
 
 
@@ -44,7 +52,7 @@ FLOAT32, FLOAT64 = Carrier(32, 23, 127), Carrier(64, 52, 1023)
 
 
 class Options(NamedTuple):
-    """What `encode` was asked for; `key` is the seed's, for random_bits."""
+    """What `encode` was asked for. key: the seed's, for `random_bits`."""
 
     rounding: str
     key: int
@@ -55,9 +63,13 @@ class Options(NamedTuple):
 # Encoding.
 
 
-def encode_integers(bits: Array, start: int, fmt: FloatFormat, options: Options) -> tuple[Array, list[Array]]:
-    """The codes of one piece, in the low bits of wide integers, and its flags if they are wanted."""
+def encode_integers(bits: Array, start: int, fmt: BitLayout, options: Options) -> tuple[Array, list[Array]]:
+    """The codes of one piece, in the low bits of wide integers, and its flags if they are wanted.
+
+    bits: float32's as int32 or float64's as int64. start: position of the piece in the array, for random numbers.
+    """
     carrier = FLOAT64 if bits.itemsize == 8 else FLOAT32
+    # Without the sign bit, bits as integers are in the order of the magnitudes that they stand for.
     magnitude = bits & (2 ** (carrier.width - 1) - 1)
     largest = int(magnitude.max()) if can_look(bits) else None
     way = _short_way(fmt, carrier, options)
@@ -66,16 +78,18 @@ def encode_integers(bits: Array, start: int, fmt: FloatFormat, options: Options)
         code = way(magnitude, largest, fmt, carrier)
     else:
         code, flags = _round(magnitude, bits < 0, start, fmt, carrier, options)
+    # Each way took NaNs for numbers: put them right if there are any, or if we cannot know.
     if largest is None or largest > carrier.infinity:
         code = _with_nans(code, bits, fmt, carrier)
+    # The sign moves to its place in fmt. At full width that place is the integer's own sign bit, -2^(width - 1).
     sign = bits >> (carrier.width - fmt.width)
     sign &= 2 ** (fmt.width - 1) if fmt.width < carrier.width else -(2 ** (fmt.width - 1))
     code |= sign
     return code, flags
 
 
-def _with_nans(code: Array, bits: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
-    """The codes, with NaNs where they belong: quiet, and the payload cut to the top bits that fmt has."""
+def _with_nans(code: Array, bits: Array, fmt: BitLayout, carrier: Carrier) -> Array:
+    """The codes, with NaN wherever the number is NaN: quiet, its payload cut to the top bits that fmt has."""
     nan = bits & (2 ** (carrier.width - 1) - 1) > carrier.infinity
     if fmt.nan_bits is None:
         if nan.any():
@@ -85,101 +99,125 @@ def _with_nans(code: Array, bits: Array, fmt: FloatFormat, carrier: Carrier) -> 
     return where(nan, (payload if fmt.infinities else 0) | fmt.nan_bits, code)
 
 
-def _carried(code: int, fmt: FloatFormat, carrier: Carrier) -> int:
-    """The carrier's bits of a normal number: the exponent by another bias, the mantissa with zeros behind it."""
+def _carried(code: int, fmt: BitLayout, carrier: Carrier) -> int:
+    """The carrier's bits of fmt's normal number `code`.
+
+    The code moves to the carrier's place, with zeros behind its mantissa; the difference of the biases is added to
+    its exponent field.
+    """
     return (code << (carrier.mantissa_bits - fmt.mantissa_bits)) + ((carrier.bias - fmt.bias) << carrier.mantissa_bits)
 
 
 def _short_way(
-    fmt: FloatFormat, carrier: Carrier, options: Options
-) -> Callable[[Array, int, FloatFormat, Carrier], Array] | None:
-    """A function for the nearest code of all that is not NaN, where there is a shorter one than `_round`."""
+    fmt: BitLayout, carrier: Carrier, options: Options
+) -> Callable[[Array, int, BitLayout, Carrier], Array] | None:
+    """A shorter function than `_round` for the nearest code of all that is not NaN; None if there is none."""
     drop = carrier.mantissa_bits - fmt.mantissa_bits
     if options.rounding != "nearest-even" or options.flush_to_zero or options.return_flags or not fmt.subnormals:
         return None
     if fmt.bias == carrier.bias == fmt.max_exponent and drop > 0 and fmt.mantissa_bits > 0:
         return _shorten
-    # The power of two to add must exist, and what is subnormal in the carrier be less than halfway to fmt's first.
+    # `_round_by_adding` needs the power of two that it adds to exist in the carrier. And the carrier's subnormal
+    # numbers, which a processor may be set to take for 0, must lie below half of fmt's smallest number: all become 0.
     fits = fmt.max_exponent + 1 + drop <= carrier.bias and fmt.min_exponent - fmt.mantissa_bits >= 2 - carrier.bias
     if fits and fmt.mantissa_bits > 0:
         return _round_by_adding
     return None
 
 
-def _shorten(magnitude: Array, largest: int, fmt: FloatFormat, carrier: Carrier) -> Array:
-    """Of the carrier's own exponents: add half of the last place, a trifle less where that is even, and cut."""
+def _shorten(magnitude: Array, largest: int, fmt: BitLayout, carrier: Carrier) -> Array:
+    """fmt has the carrier's exponents, so its code is the top of the carrier's bits, rounded: add and cut.
+
+    Add half of the last place that stays, less 1 if that place holds a 0: from exactly half-way a 1 goes up and a 0
+    stays, so the result is even. The carry may run into the exponent, and from the largest number into infinity.
+    """
     drop = carrier.mantissa_bits - fmt.mantissa_bits
     code = magnitude >> drop
-    code &= 1
+    code &= 1  # the last place that stays
     code += magnitude
     code += 2 ** (drop - 1) - 1
     code >>= drop
     return code.clip(0, fmt.overflow_bits) if fmt.saturate else code
 
 
-def _round_by_adding(magnitude: Array, largest: int, fmt: FloatFormat, carrier: Carrier) -> Array:
-    """Let the machine's addition round: a sum keeps no more bits than a float has.
+def _round_by_adding(magnitude: Array, largest: int, fmt: BitLayout, carrier: Carrier) -> Array:
+    """Let the machine's addition round: a sum keeps no more bits than the carrier has.
 
-    2^(e + drop) + x has its last place where x, of exponent e, has it in fmt; what the sum is more than the power
-    of two is x's significand there, rounded to the nearest even. For x below fmt's normal numbers e is theirs.
+    FP16 from float32, drop = 23 - 10 = 13; x = 1.… · 2^e:
+
+        2^(e + 13) + x      the sum's last place is worth 2^(e + 13 - 23) = 2^(e - 10), as x's last place in FP16:
+                            the addition has rounded x there, to the nearest even
+
+    So the sum's bits exceed the power's bits by x's significand in fmt. For x below fmt's normal numbers e is the
+    exponent of the smallest normal one: subnormal numbers have its last place.
     """
     drop, codes = carrier.mantissa_bits - fmt.mantissa_bits, 2**fmt.width
     smallest_normal = _carried(2**fmt.mantissa_bits, fmt, carrier)
     beyond = _carried((fmt.max_exponent + fmt.bias + 1) << fmt.mantissa_bits, fmt, carrier)  # 2^(max_exponent + 1)
+    # Whatever is larger overflows like `beyond`, and its power of two might not exist.
     if largest > beyond:
         magnitude = magnitude.clip(0, beyond)
+    # 2^e of each number: its exponent field, with zeros for the mantissa.
     exponent = magnitude.clip(smallest_normal, beyond)
     exponent &= carrier.infinity
-    # What the bias has to be lowered by is in the power's last places, which are fmt's last places: it is even, so
-    # that ties stay ties to even, and comes out of the sum together with the significand.
+    # 2^(e + drop): add `drop` to the exponent field. Fold the change of bias into the power's low bits, which are
+    # fmt's last places: it comes out of the sum together with the significand. It is even, so ties still go to even.
     power = exponent + ((drop << carrier.mantissa_bits) + -(smallest_normal >> drop) % codes)
     total = view(magnitude, carrier.floating)
-    total += view(power, carrier.floating)  # in place, so that magnitude holds the bits of the sum
+    total += view(power, carrier.floating)  # the addition that rounds; in place, so `magnitude` holds the sum's bits
+    # fmt's code is its exponent field, which is the carrier's moved to fmt's place, plus the significand. Everything
+    # above fmt's bits (the power's own field) is cut off.
     exponent >>= drop
     code = magnitude
     code += exponent
     overflows = largest > _carried(fmt.max_bits, fmt, carrier)
-    if overflows or fmt.width not in (8, 16):  # else what is above is cut off where the codes are stored
+    if overflows or fmt.width not in (8, 16):  # else storing the code in 8 or 16 bits cuts
         code &= codes - 1
     return code.clip(0, fmt.overflow_bits) if overflows else code
 
 
 def _round(
-    magnitude: Array, negative: Array, start: int, fmt: FloatFormat, carrier: Carrier, options: Options
+    magnitude: Array, negative: Array, start: int, fmt: BitLayout, carrier: Carrier, options: Options
 ) -> tuple[Array, list[Array]]:
     """The code of all that is not NaN, by any rounding, and the flags if they are wanted."""
-    # Split: octaves above fmt's smallest normal number, and 1.mantissa as a whole number.
+    # Split. octave: how many powers of two x lies above fmt's smallest normal number, negative below it.
+    # significand: 1.mantissa as a whole number; the carrier's subnormal numbers count in field 1, with 0.mantissa.
     smallest_normal = _carried(2**fmt.mantissa_bits, fmt, carrier)
     lowest = smallest_normal >> carrier.mantissa_bits
     octave = (magnitude >> carrier.mantissa_bits).clip(1, carrier.infinity) - lowest
     significand = magnitude - ((octave + (lowest - 1)) << carrier.mantissa_bits)
 
-    # Align, round off, pack.
+    # Align: each octave below the normal numbers costs one more bit.
     drop = (carrier.mantissa_bits - fmt.mantissa_bits) - octave.clip(-carrier.infinity, 0)
     draw = random_bits(magnitude, start, options.key, carrier.width - 1) if options.rounding == "stochastic" else None
+    # Round off.
     kept, rest = _round_off(significand, drop, negative, options.rounding, draw, carrier)
+    # Pack, by addition: the leading 1 of `kept` makes the field 1 higher (`one_number.pack`).
     code = octave.clip(0, carrier.infinity)
     code <<= fmt.mantissa_bits
     code += kept
 
-    # Too large is infinity, unless it is finite and rounded towards zero.
+    # What is too large becomes `overflow_bits`; a finite number that is rounded towards zero becomes the largest one.
     beyond = code > fmt.max_bits
     if options.rounding in ("nearest-even", "nearest-away", "stochastic"):
         code = code.clip(0, fmt.overflow_bits)
     else:
         outward = _outward(negative, options.rounding) | (magnitude == carrier.infinity)
         code = where(outward, code.clip(0, fmt.overflow_bits), code.clip(0, fmt.max_bits))
-    flushed = magnitude < 0  # none
+    # Subnormal results become zero, if that is wanted or if the format has none.
+    flushed = magnitude < 0  # False for all
     if options.flush_to_zero or not fmt.subnormals:
         flushed = (code < 2**fmt.mantissa_bits) & (magnitude > 0)
         code = where(flushed, 0, code)
     if not options.return_flags:
         return code, []
 
+    # Flags. An infinity that came in overflows only if the format has to put a number or NaN in its place.
     number, nan = magnitude < carrier.infinity, magnitude > carrier.infinity
     overflow = beyond & (number if fmt.overflow_bits == fmt.infinity_bits else ~nan)
     inexact = overflow | flushed | (number & (rest != 0))
-    # Exponents without end would keep one more bit just below the smallest normal number.
+    # Tiny: below the smallest normal number even after rounding, if exponents had no end. Just below that number
+    # such a format would keep one bit more: hence `drop - 1`.
     finer, _ = _round_off(significand, drop - 1, negative, options.rounding, draw, carrier)
     is_tiny = (magnitude < smallest_normal) & (finer < 2 ** (fmt.mantissa_bits + 1))
     underflow = flushed | (is_tiny & inexact)
@@ -190,17 +228,18 @@ def _round(
 def _round_off(
     significand: Array, drop: Array, negative: Array, rounding: str, draw: Array | None, carrier: Carrier
 ) -> tuple[Array, Array]:
-    """significand / 2^drop rounded to a whole number, and what fell off."""
-    # Two places past its leading bit all of a number falls off and is less than half: farther changes nothing.
+    """significand / 2^drop rounded to a whole number, and what fell off. draw: random bits, one below the width."""
+    # If a number moves two places past its leading bit, all of it falls off, and that is less than half. To move it
+    # farther changes nothing, and processors cannot shift by more than the width.
     shift = drop.clip(0, carrier.mantissa_bits + 2)
     kept = significand >> shift
     rest = significand - (kept << shift)
     if rounding == "nearest-even":
-        away = 2 * rest + (kept & 1) > 1 << shift
+        away = 2 * rest + (kept & 1) > 1 << shift  # more than half; from exactly half an odd `kept`
     elif rounding == "nearest-away":
         away = 2 * rest >= 1 << shift
     elif rounding == "stochastic":
-        # The probability in units of 2^-31 or 2^-63. Here it matters how far past.
+        # The probability rest / 2^drop, in units of 2^-31 or 2^-63. Here it does matter how far a number moves.
         away = (rest << (carrier.width - 1 - shift)) >> (drop - shift).clip(0, carrier.width - 1) > draw
     else:
         away = (rest > 0) & _outward(negative, rounding)
@@ -208,7 +247,7 @@ def _round_off(
 
 
 def _outward(negative: Array, rounding: str) -> Array:
-    """Where a directed rounding leads away from zero."""
+    """True where a directed rounding leads away from zero."""
     if rounding == "toward-zero":
         return negative & False
     return negative if rounding == "down" else ~negative
@@ -217,9 +256,9 @@ def _outward(negative: Array, rounding: str) -> Array:
 # Decoding.
 
 
-def decode_integers(bits: Array, fmt: FloatFormat) -> Array:
-    """Bits of any integer type to float32 or float64."""
-    # Subnormals are computed, so that they must be normal in the carrier, or else be the carrier's own.
+def decode_integers(bits: Array, fmt: BitLayout) -> Array:
+    """The numbers that bits (of any integer type) stand for: float32 if that holds them all, else float64."""
+    # A subnormal number is computed below. It must be normal in the carrier, unless it has the same bits there.
     same_grid = fmt.bias == FLOAT32.bias
     carrier = FLOAT32 if same_grid or fmt.min_exponent - fmt.mantissa_bits >= -126 else FLOAT64
     if not is_within_float32(fmt):
@@ -228,21 +267,26 @@ def decode_integers(bits: Array, fmt: FloatFormat) -> Array:
     code = bits & (2 ** (fmt.width - 1) - 1)
     mantissa = (code & (2**fmt.mantissa_bits - 1)) << (carrier.mantissa_bits - fmt.mantissa_bits)
 
+    # Normal numbers: move the code to its place, and change the bias.
     result = _carried(code, fmt, carrier)
+    # Field 0: zero and the subnormal numbers.
     is_low = code < 2**fmt.mantissa_bits
     if not fmt.subnormals:
         result = where(is_low, 0, result)
-    elif carrier.bias != fmt.bias:  # 0.mantissa = 1.mantissa - 1, exactly
+    elif carrier.bias != fmt.bias:  # the carrier has a leading 1 there: 0.mantissa = 1.mantissa - 1, exactly
         with_one = view(mantissa + _carried(2**fmt.mantissa_bits, fmt, carrier), carrier.floating)
         result = where(is_low, view(with_one - fmt.smallest_normal, carrier.integer), result)
+    # Above the largest number.
     if fmt.infinities or fmt.nans:
         quiet_nan = carrier.infinity | carrier.one // 2 | mantissa
         result = where(code > fmt.max_bits, quiet_nan, result)
         if fmt.infinities:
             result = where(code == fmt.infinity_bits, carrier.infinity, result)
+    # The sign.
     result |= ((bits >> (fmt.width - 1)) & 1) << (carrier.width - 1)
     return view(result, carrier.floating)
 
 
-def is_within_float32(fmt: FloatFormat) -> bool:
+def is_within_float32(fmt: BitLayout) -> bool:
+    """Whether every number of the format is a float32, subnormal ones (down to 2^-149) included."""
     return fmt.max_exponent <= 127 and fmt.min_exponent - fmt.mantissa_bits >= -149

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from precision.arrays import as_patterns, pieces
-from precision.formats import ROUNDINGS, Flags, FloatFormat
+from precision.conversions import Flags
+from precision.formats import FloatFormat
+from precision.one_number import ROUNDINGS
 
 
 def on_bits(operation: Callable[..., tuple[Tensor, Flags]]) -> Any:

@@ -21,7 +21,6 @@ EXCEPTIONS = {
 # Files that need each other.
 CIRCLES = {
     frozenset({"minizero.ranks.comm", "minizero.ranks.processes", "minizero.ranks.watch"}),
-    frozenset({"precision.formats", "precision.conversions", "precision.fast"}),
 }
 
 

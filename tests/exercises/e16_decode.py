@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from precision import formats
+from precision import one_number
 from precision.formats import FP8_E4M3, FP16, FloatFormat
 from tests.exercises.kit import fail, wrong
 
@@ -50,13 +50,13 @@ WRONG = [
 def check() -> None:
     numbers = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float64)
     for bits in (0x3C00, 0x4248, 0x7BFF):
-        got, want = formats.decode_one(bits, FP16), numbers[bits]
+        got, want = one_number.decode_one(bits, FP16), numbers[bits]
         if got in (want / 2, want * 2):
             fail("wrong-bias", f"{bits:#06x} is {want:g}, not {got:g}, half or twice as much: FP16's bias is 15.")
         if got < want:
             fail("forgets-the-leading-1", f"{bits:#06x} is {want:g}, not {got:g}: 1.mantissa, the 1 is not stored.")
     for bits in (0x0001, 0x0200, 0x03FF):
-        got, want = formats.decode_one(bits, FP16), numbers[bits]
+        got, want = one_number.decode_one(bits, FP16), numbers[bits]
         if got == 0:
             fail("flushes-subnormals", f"{bits:#06x} is {want:.4g}, a subnormal number, not 0.")
         if got == want / 2:
@@ -66,12 +66,14 @@ def check() -> None:
                 "subnormals-as-normals",
                 f"{bits:#06x} is {want:.4g}, not {got:.4g}: with field 0 there is no leading 1.",
             )
-    if not math.isinf(formats.decode_one(0x7C00, FP16)):
-        fail("infinity-is-nan", f"0x7c00 is infinity, not {formats.decode_one(0x7C00, FP16)}.")
-    if not math.isnan(formats.decode_one(0x7E00, FP16)):
-        fail("nan-is-a-number", f"0x7e00 is NaN, not {formats.decode_one(0x7E00, FP16):g}: field 31 holds no numbers.")
+    if not math.isinf(one_number.decode_one(0x7C00, FP16)):
+        fail("infinity-is-nan", f"0x7c00 is infinity, not {one_number.decode_one(0x7C00, FP16)}.")
+    if not math.isnan(one_number.decode_one(0x7E00, FP16)):
+        fail(
+            "nan-is-a-number", f"0x7e00 is NaN, not {one_number.decode_one(0x7E00, FP16):g}: field 31 holds no numbers."
+        )
     for bits in range(0, 2**16, 7):
-        got, want = formats.decode_one(bits, FP16), numbers[bits]
+        got, want = one_number.decode_one(bits, FP16), numbers[bits]
         if math.isnan(want) and math.isnan(got):
             continue
         if got != want or math.copysign(1, got) != math.copysign(1, want):
@@ -79,7 +81,7 @@ def check() -> None:
                 fail("loses-the-sign", f"{bits:#06x} is {want}, not {got}: the highest bit is the sign.")
             fail("values", f"{bits:#06x} is {want}, not {got}.")
     for bits, want in ((0x7E, 448.0), (0x01, 2.0**-9), (0x80, 0.0)):
-        if formats.decode_one(bits, FP8_E4M3) != want:
+        if one_number.decode_one(bits, FP8_E4M3) != want:
             fail("values", f"In FP8 E4M3, {bits:#04x} is {want}: take the widths from fmt.")
-    if formats.decode_one(0x01, FloatFormat(4, 3, subnormals=False)) != 0:
+    if one_number.decode_one(0x01, FloatFormat(4, 3, subnormals=False)) != 0:
         fail("values", "In a format without subnormals, field 0 is zero.")

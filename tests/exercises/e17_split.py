@@ -9,7 +9,7 @@ field 1.
 
 import math
 
-from precision import formats
+from precision import one_number
 from precision.formats import FP16
 from tests.exercises.kit import fail, wrong
 
@@ -37,7 +37,7 @@ WRONG = [
 
 def check() -> None:
     for x in (1.0, 1.5, 3.140625, 1e300, 0.1):
-        sign, exponent, significand = formats.split(x)
+        sign, exponent, significand = one_number.split(x)
         _, e = math.frexp(x)
         if significand < 2**52:
             fail(
@@ -53,15 +53,15 @@ def check() -> None:
         if sign or value != x:
             fail("values", f"{x} came out as sign {sign}, {significand:#x} · 2^({exponent} - 52).")
     for x in (-1.0, -0.0, -2.5):
-        sign, exponent, significand = formats.split(x)
+        sign, exponent, significand = one_number.split(x)
         if exponent > 1024:
             fail("sign-in-the-field", f"{x}: exponent {exponent}: the sign bit got into the field, which has 11 bits.")
         if sign != 1:
             fail("loses-the-sign", f"{x} has sign 1, the highest bit.")
-    sign, exponent, significand = formats.split(5e-324)
+    sign, exponent, significand = one_number.split(5e-324)
     if significand >= 2**52:
         fail("leading-1-always", "5e-324, the smallest float64, has significand 1: field 0 has no leading 1.")
     if exponent != -1022:
         fail("subnormal-exponent", f"5e-324 has the exponent of field 1, -1022, not {exponent}.")
-    if formats.encode_one(1.5, FP16)[0] != 0x3E00:
+    if one_number.encode_one(1.5, FP16)[0] != 0x3E00:
         fail("values", "1.5 is no longer 0x3e00 in FP16.")

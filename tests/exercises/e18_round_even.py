@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from precision import formats
+from precision import one_number
 from precision.formats import FP16
 from tests.exercises.kit import fail, wrong
 
@@ -53,7 +53,7 @@ WRONG = [
 
 def check() -> None:
     def near(kept: int, rest: int, rounding: str = "nearest-even", sign: int = 0, draw: float = 0) -> int:
-        return formats.round_off(kept * 4 + rest, 2, sign, rounding, draw) - kept
+        return one_number.round_off(kept * 4 + rest, 2, sign, rounding, draw) - kept
 
     said = "A significand of 1011 01: the rest is 1 of 4, below half,"
     if near(0b1011, 1):
@@ -74,7 +74,7 @@ def check() -> None:
         fail("ties-to-odd", "Ties went to the odd neighbour: 1011 10 stayed, 1010 10 went up. Even is what ends in 0.")
     if not (near(4, 2, "nearest-away") and near(5, 2, "nearest-away")):
         fail("away-like-even", '"nearest-away" sends every tie away from zero, whatever is kept.')
-    if formats.round_off(4 * 8 + 3, 3, 0, "nearest-away") != 4:
+    if one_number.round_off(4 * 8 + 3, 3, 0, "nearest-away") != 4:
         fail("values", 'A rest of 3 of 8 is below half: "nearest-away" stays.')
     if near(4, 0, "down", sign=1) or near(4, 1, "stochastic", draw=0.25):
         fail("values", "Nothing is added without a rest, nor where the rest is not more than the draw.")
@@ -87,19 +87,19 @@ def check() -> None:
     if not near(4, 1, "stochastic", draw=0.1) or near(4, 1, "stochastic", draw=0.5):
         fail("stochastic-backwards", 'A rest of 1/4 goes up with "stochastic" for a draw of 0.1 and stays for 0.5.')
     if (
-        not formats.round_off(8 * 4 + 3, 3, 0, "stochastic", 0.25) - 4
-        or formats.round_off(35, 3, 0, "stochastic", 0.5) - 4
+        not one_number.round_off(8 * 4 + 3, 3, 0, "stochastic", 0.25) - 4
+        or one_number.round_off(35, 3, 0, "stochastic", 0.5) - 4
     ):
         fail("always-two-bits", "A rest of 3 of 8 goes up for a draw of 0.25 and stays for 0.5: the rest is of 2^drop.")
     try:
-        whole = [formats.round_off(5, 0, 0, name) for name in formats.ROUNDINGS]
+        whole = [one_number.round_off(5, 0, 0, name) for name in one_number.ROUNDINGS]
     except ValueError as error:
         fail("nothing-to-drop", f"With drop = 0 nothing is to be rounded, and that failed: {error}.")
     if whole != [5] * len(whole):
         fail("nothing-to-drop", f"With drop = 0 nothing is to be rounded: 5 stays 5, and became {max(whole)}.")
     tiny, almost = 2**60 + 2**59 + 1, 2**60 - 1
     exact = Fraction(almost, 2**60)
-    if formats.round_off(tiny - 2**60, 60, 0, "nearest-even") != 1 or formats.round_off(
+    if one_number.round_off(tiny - 2**60, 60, 0, "nearest-even") != 1 or one_number.round_off(
         almost, 60, 0, "stochastic", exact
     ):
         fail(
@@ -112,10 +112,12 @@ def check() -> None:
         x = numbers.uniform(-1, 1) * 2.0 ** numbers.randint(-26, 16)
         with np.errstate(over="ignore"):
             want = int(np.float64(x).astype(np.float16).view(np.uint16))
-        if formats.encode_one(x, FP16)[0] != want:
-            fail("values", f"With your rounding {x!r} becomes {formats.encode_one(x, FP16)[0]:#06x}, not {want:#06x}.")
+        if one_number.encode_one(x, FP16)[0] != want:
+            fail(
+                "values", f"With your rounding {x!r} becomes {one_number.encode_one(x, FP16)[0]:#06x}, not {want:#06x}."
+            )
     try:
-        formats.round_off(5, 1, 0, "sideways")
+        one_number.round_off(5, 1, 0, "sideways")
     except ValueError:
         return
     fail("no-error", 'The rounding "sideways" must be a ValueError.')

@@ -11,7 +11,7 @@ and a number loses one bit for each octave that it lies lower. These are the sub
 
 import numpy as np
 
-from precision import formats
+from precision import one_number
 from precision.formats import BF16, FP16
 from tests.exercises.kit import fail, wrong
 
@@ -36,7 +36,7 @@ WRONG = [
 
 
 def check() -> None:
-    drop = [formats.align(exponent, FP16) for exponent in (0, -13, -14, -15, -16, -24)]
+    drop = [one_number.align(exponent, FP16) for exponent in (0, -13, -14, -15, -16, -24)]
     if drop[2] == 52:
         fail("forgets-the-mantissa", "All 52 bits would go: FP16 keeps 10 of them.")
     if drop[0] > 42:
@@ -56,9 +56,9 @@ def check() -> None:
         fail("starts-an-octave-late", "2^-15 is subnormal already, and would keep 10 bits: one of them must go.")
     if drop[0] < 42:
         fail("normals-gain", f"Of 1.0 only {drop[0]} bits would go: normal numbers all lose 42, large ones not fewer.")
-    if drop != [42, 42, 42, 43, 44, 52] or formats.align(-130, BF16) != 49:
+    if drop != [42, 42, 42, 43, 44, 52] or one_number.align(-130, BF16) != 49:
         fail("values", f"For exponents 0, -13, -14, -15, -16, -24 FP16 drops 42, 42, 42, 43, 44, 52 bits, not {drop}.")
     for x in (2.0**-15, 3e-6, 5.97e-8, 2.0**-25, 6.1e-5):
         want = int(np.float64(x).astype(np.float16).view(np.uint16))
-        if formats.encode_one(x, FP16)[0] != want:
-            fail("values", f"{x!r} becomes {formats.encode_one(x, FP16)[0]:#06x} in FP16, not {want:#06x}.")
+        if one_number.encode_one(x, FP16)[0] != want:
+            fail("values", f"{x!r} becomes {one_number.encode_one(x, FP16)[0]:#06x} in FP16, not {want:#06x}.")

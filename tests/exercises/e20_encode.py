@@ -16,7 +16,7 @@ import random
 
 import numpy as np
 
-from precision import formats
+from precision import one_number
 from precision.formats import FP8_E4M3, FP16, FloatFormat
 from tests.exercises.kit import fail, wrong
 
@@ -57,7 +57,7 @@ WRONG = [
 
 def check() -> None:
     def bits(x: float, *rounding: str) -> int:
-        return formats.encode_one(x, FP16, *rounding)[0]
+        return one_number.encode_one(x, FP16, *rounding)[0]
 
     if bits(-2.0) != 0xC000:
         fail("forgets-the-sign", f"-2 is 0xc000 in FP16, not {bits(-2.0):#06x}: the sign is the highest bit.")
@@ -81,17 +81,17 @@ def check() -> None:
     payload = np.uint64(0x7FF0040000000000 | 0x0008000000000000).view(np.float64).item()
     if bits(payload) == 0x7E00:
         fail("loses-the-payload", "A NaN with payload bits became the bare one, 0x7e00: its top bits are kept.")
-    flags = formats.encode_one(0.1, FP16)[1]
+    flags = one_number.encode_one(0.1, FP16)[1]
     if flags != {"inexact"}:
         fail("never-inexact", f"0.1 is no FP16 number: the flags are {{'inexact'}}, not {flags or 'none'}.")
-    if formats.encode_one(2.0**-20, FP16)[1]:
+    if one_number.encode_one(2.0**-20, FP16)[1]:
         fail("exact-underflows", "2^-20 is a subnormal number, and exact: no flag. Underflow needs a loss.")
     for x, want in ((1e-6, {"underflow", "inexact"}), (1e6, {"overflow", "inexact"}), (math.inf, set()), (0.0, set())):
-        if formats.encode_one(x, FP16)[1] != want:
-            fail("values", f"{x!r} raises {want or 'no flag'}, not {formats.encode_one(x, FP16)[1] or 'none'}.")
-    if formats.encode_one(1e-6, FP16, flush_to_zero=True) != (0, {"underflow", "inexact"}):
+        if one_number.encode_one(x, FP16)[1] != want:
+            fail("values", f"{x!r} raises {want or 'no flag'}, not {one_number.encode_one(x, FP16)[1] or 'none'}.")
+    if one_number.encode_one(1e-6, FP16, flush_to_zero=True) != (0, {"underflow", "inexact"}):
         fail("values", "With flush_to_zero 1e-6 becomes 0, with underflow and inexact.")
-    if formats.encode_one(math.inf, FloatFormat(5, 10, saturate=True))[0] != 0x7BFF:
+    if one_number.encode_one(math.inf, FloatFormat(5, 10, saturate=True))[0] != 0x7BFF:
         fail("values", "In a format that saturates, infinity becomes the largest number.")
     nans()
     edges()
@@ -112,16 +112,16 @@ def nans() -> None:
         (0x7FF0 << 48 | 1 << 42, 0x7E01, {"invalid"}),
     ):
         x = np.uint64(pattern).view(np.float64).item()
-        got = formats.encode_one(x, FP16)
+        got = one_number.encode_one(x, FP16)
         if got != (want, flags):
             fail(
                 "values",
                 f"The NaN {pattern:#018x} becomes {want:#06x}, flags {flags or 'none'}; got {got[0]:#06x}, {got[1]}.",
             )
-    if formats.encode_one(math.nan, FP8_E4M3)[0] & 0x7F != 0x7F:
+    if one_number.encode_one(math.nan, FP8_E4M3)[0] & 0x7F != 0x7F:
         fail("values", "In E4M3 there is one NaN, 0x7f: the payload has no place.")
     try:
-        formats.encode_one(math.nan, FloatFormat(5, 10, nans=False))
+        one_number.encode_one(math.nan, FloatFormat(5, 10, nans=False))
     except ValueError:
         return
     fail("no-error", "A NaN for a format that has none must be a ValueError.")
@@ -138,13 +138,13 @@ def edges() -> None:
         3e-5,
         7e-5,
     ):
-        bits, flags = formats.encode_one(x, FP16)
-        inexact = formats.decode_one(bits, FP16) != x
+        bits, flags = one_number.encode_one(x, FP16)
+        inexact = one_number.decode_one(bits, FP16) != x
         mantissa, exponent = math.frexp(x)
         tiny = math.ldexp(round(mantissa * 2**11), exponent - 11) < 2.0**-14
         want = ({"inexact"} if inexact else set()) | ({"underflow"} if inexact and tiny else set())
         if flags != want:
             fail("values", f"{x!r} raises {want or 'no flag'}, not {flags or 'none'}.")
     for x, want in ((2.0**-14, (0x0400, set())), (0.0, (0, set())), (2.0**-15, (0, {"underflow", "inexact"}))):
-        if formats.encode_one(x, FP16, flush_to_zero=True) != want:
+        if one_number.encode_one(x, FP16, flush_to_zero=True) != want:
             fail("values", f"With flush_to_zero {x!r} becomes {want[0]:#06x}: only subnormal results are flushed.")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from precision.__main__ import Evaluation, main, to_odd
-from precision.formats import FP16, FP32, ROUNDINGS, decode_one, encode_one
+from precision.formats import FP16, FP32
+from precision.one_number import ROUNDINGS, decode_one, encode_one
 
 
 def run(capsys, *arguments):

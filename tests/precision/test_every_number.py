@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from precision.formats import BF16, FP16, ROUNDINGS
+from precision.formats import BF16, FP16
+from precision.one_number import ROUNDINGS
 from tests.support.table_oracle import ORACLES
 
 pytestmark = pytest.mark.exhaustive

@@ -2,14 +2,17 @@
 
 import random
 import struct
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from precision import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat, arrays
-from precision.formats import ROUNDINGS, decode_one, encode_one
+from precision.one_number import ROUNDINGS, decode_one, encode_one
 from tests.support.table_oracle import ORACLES
 
 DETERMINISTIC = ROUNDINGS[:5]
@@ -413,6 +416,17 @@ def test_memory_beyond_input_and_output(kind):
             tracemalloc.stop()
     assert 0 < max(peaks) < 64 * 2**20
     assert all(large < small + 2**20 for small, large in zip(peaks[:3], peaks[3:]))
+
+
+def test_no_compiler_is_loaded_before_one_is_used():
+    """It would bring Triton, which chooses its interpreter when it is first imported: `flash` must come before."""
+    lines = (
+        "import sys, torch, precision; bits = precision.FP16.encode(torch.ones(2));"
+        "print({'torch._dynamo', 'triton'} & {*sys.modules})"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", lines], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.slow

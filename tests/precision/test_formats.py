@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from precision import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat
-from precision.formats import ROUNDINGS, decode_one, encode_one
+from precision.one_number import ROUNDINGS, decode_one, encode_one
 from tests.support.table_oracle import ORACLES
 
 DETERMINISTIC = ROUNDINGS[:5]
