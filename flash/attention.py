@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from flash import tiled
-from flash.checks import PACKED, Meaning, check, check_backend, check_cu_seqlens, check_starts
-from flash.options import Options, make_options
+from flash.checks import PACKED, check, check_backend, check_cu_seqlens, check_starts
+from flash.options import Options
 
 # The interpreter patches triton.language while a kernel runs: one launch at a time.
 _one_launch = threading.Lock()
@@ -67,10 +67,10 @@ def flash_attention(
     `TypeError` for dtypes, `NotImplementedError` for forward-mode derivatives.
     """
     name = "flash_attention"
-    meaning = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed)
+    options = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed)
     check_backend(name, backend)
     _refuse_forward_mode(name, q, k, v)
-    out, lse = _attention(q, k, v, meaning.seed, None, None, *meaning[:-1], backend)
+    out, lse = _attend(q, k, v, options, backend)
     return (out, lse) if return_lse else out
 
 
@@ -98,13 +98,14 @@ def flash_attention_varlen(
     so that a GPU's queue is waited for. Errors as there, and `ValueError` for cu_seqlens that are no sums of lengths.
     """
     name = "flash_attention_varlen"
-    meaning = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed, PACKED)
+    options = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed, PACKED)
     check_backend(name, backend)
     check_cu_seqlens(name, cu_seqlens_q, "q", q)
     check_cu_seqlens(name, cu_seqlens_k, "k", k)
     _refuse_forward_mode(name, q, k, v)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = _attention(q, k, v, meaning.seed, cu_seqlens_q, cu_seqlens_k, *meaning[:-1], backend)
+    options = options._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    out, lse = _attend(q, k, v, options, backend)
     out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse) if return_lse else out
 
@@ -135,7 +136,26 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), (largest + total.log()).masked_fill(nothing, -math.inf)
 
 
-# The operators. As custom operators they stay whole under torch.compile, which need not look inside.
+# The operators. As custom operators they stay whole under torch.compile, which need not look inside. An operator takes
+# tensors and plain numbers only: hence each option by itself.
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str) -> tuple[Tensor, Tensor]:
+    """out and lse, by the operator. q, k, v: (batch, heads, sequence, head dim)."""
+    return _attention(
+        q,
+        k,
+        v,
+        seed=options.seed,
+        cu_seqlens_q=options.cu_seqlens_q,
+        cu_seqlens_k=options.cu_seqlens_k,
+        scale=options.scale,
+        left=options.left,
+        right=options.right,
+        bottom_right=options.bottom_right,
+        dropout_p=options.dropout_p,
+        backend=backend,
+    )
 
 
 @torch.library.custom_op("flash::attention", mutates_args=())
@@ -153,8 +173,8 @@ def _attention(
     dropout_p: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    meaning = Meaning(scale, left, right, bottom_right, dropout_p, seed)
-    options, end = _complete(meaning, q, k, cu_seqlens_q, cu_seqlens_k)
+    options = Options(scale, left, right, bottom_right, dropout_p, seed, cu_seqlens_q, cu_seqlens_k)
+    options, end = _with_lengths(options, q, k)
     with _backend(backend, q, k) as module:
         out, lse = module.forward(q, k, v, options)
     out[:, :, end[0] :], lse[:, :, end[0] :] = 0, -math.inf
@@ -185,8 +205,8 @@ def _attention_backward(
     dropout_p: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    meaning = Meaning(scale, left, right, bottom_right, dropout_p, seed)
-    options, (end_q, end_k) = _complete(meaning, q, k, cu_seqlens_q, cu_seqlens_k)
+    options = Options(scale, left, right, bottom_right, dropout_p, seed, cu_seqlens_q, cu_seqlens_k)
+    options, (end_q, end_k) = _with_lengths(options, q, k)
     with _backend(backend, q, k) as module:
         dq, dk, dv = module.backward(dout, dlse, q, k, v, out, lse, options)
     dq[:, :, end_q:] = dk[:, :, end_k:] = dv[:, :, end_k:] = 0
@@ -217,17 +237,16 @@ def _refuse_forward_mode(name: str, *tensors: Tensor) -> None:
         raise NotImplementedError(f"{name}: no forward-mode derivative (jvp): use attention_reference for it")
 
 
-def _complete(
-    meaning: Meaning, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> tuple[Options, tuple[int, int]]:
-    """The options with the longest lengths, and where the last packed sequence ends."""
+def _with_lengths(options: Options, q: Tensor, k: Tensor) -> tuple[Options, tuple[int, int]]:
+    """The options with the longest lengths, and the rows and keys at which the last packed sequence ends."""
     n_q, n_k = q.shape[2], k.shape[2]
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        return make_options(meaning, n_q, n_k), (n_q, n_k)
-    starts = check_starts("flash_attention_varlen", cu_seqlens_q, cu_seqlens_k, n_q, n_k)
-    max_q, max_k = (max((b - a for a, b in itertools.pairwise(s)), default=0) for s in starts)
-    options = make_options(meaning, max_q, max_k, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-    return options, (starts[0][-1], starts[1][-1])
+    if options.cu_seqlens_q is None or options.cu_seqlens_k is None:
+        return options.with_lengths(n_q, n_k), (n_q, n_k)
+    cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q.contiguous(), options.cu_seqlens_k.contiguous()
+    starts_q, starts_k = check_starts("flash_attention_varlen", cu_seqlens_q, cu_seqlens_k, n_q, n_k)
+    max_q, max_k = (max((b - a for a, b in itertools.pairwise(s)), default=0) for s in (starts_q, starts_k))
+    options = options._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return options.with_lengths(max_q, max_k), (starts_q[-1], starts_k[-1])
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 import math
 import numbers
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from flash.options import Options
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_HEAD_DIM = 256
@@ -14,7 +16,7 @@ PACKED = "(total, heads, head dim)"
 
 
 def check_tensors(name: str, q: Any, k: Any, v: Any, shape: str = PADDED) -> None:
-    """q, k, v belong together, as `shape` says. `ValueError`, for dtypes `TypeError`."""
+    """`ValueError` (for dtypes `TypeError`) unless q, k and v have the dimensions of `shape`, and fit together."""
     dimensions = 4 if shape == PADDED else 3
     for letter, x in zip("qkv", (q, k, v)):
         if not isinstance(x, torch.Tensor):
@@ -47,31 +49,19 @@ def check_tensors(name: str, q: Any, k: Any, v: Any, shape: str = PADDED) -> Non
         )
 
 
-class Meaning(NamedTuple):
-    """The options of one call, checked, without what depends on the lengths."""
-
-    scale: float
-    left: int  # -1: no bound
-    right: int
-    bottom_right: bool
-    dropout_p: float
-    seed: torch.Tensor | None
-
-
 def check(
     name: str, q: Any, k: Any, v: Any, causal: Any, scale: Any, window: Any, p: Any, seed: Any, shape: str = PADDED
-) -> Meaning:
-    """All that the functions of this package have in common."""
+) -> Options:
+    """Check the arguments that all attention functions have, and return their options, still without lengths."""
     check_tensors(name, q, k, v, shape)
-    return Meaning(
-        check_scale(name, scale, q.shape[-1]),
-        *check_band(name, causal, window),
-        *check_dropout(name, p, seed, q.device),
-    )
+    scale = check_scale(name, scale, q.shape[-1])
+    left, right, bottom_right = check_band(name, causal, window)
+    dropout_p, seed = check_dropout(name, p, seed, q.device)
+    return Options(scale, left, right, bottom_right, dropout_p, seed)
 
 
 def check_scale(name: str, scale: Any, head_dim: int) -> float:
-    """What q k is multiplied by: 1 / sqrt(head dim) unless given."""
+    """The scale as a float: 1 / sqrt(head dim) unless given."""
     if scale is None:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
@@ -80,7 +70,7 @@ def check_scale(name: str, scale: Any, head_dim: int) -> float:
 
 
 def check_band(name: str, causal: Any, window: Any) -> tuple[int, int, bool]:
-    """(left, right, bottom_right): causal and window as one band around the diagonal; -1 where it has no bound."""
+    """(left, right, bottom_right): causal and window as one band around the diagonal. -1: no bound on that side."""
     if isinstance(causal, torch.Tensor) or causal not in (True, False, "bottom-right"):
         raise ValueError(f"{name}: causal is {causal!r}; expected False, True (top-left) or 'bottom-right'")
     left, right = -1, -1
@@ -92,6 +82,7 @@ def check_band(name: str, causal: Any, window: Any) -> tuple[int, int, bool]:
 
 
 def _bound(name: str, window: Any, side: Any) -> int:
+    """One side of the window, -1 for none."""
     if side is None:
         return -1
     if isinstance(side, bool) or not isinstance(side, numbers.Integral) or side < 0:
@@ -117,7 +108,7 @@ def check_dropout(name: str, p: Any, seed: Any, device: torch.device) -> tuple[f
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Any, letter: str, x: torch.Tensor) -> None:
-    """Type, shape and device of cumulative lengths; their values: `lengths_of`."""
+    """Type, shape and device of cumulative lengths. Their values: `check_starts`, which waits for a GPU."""
     what = f"{name}: cu_seqlens_{letter}"
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"{what} must be an int32 tensor, not {type(cu_seqlens).__name__}")
@@ -132,7 +123,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, letter: str, x: torch.Tensor) -
 def check_starts(
     name: str, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, total_k: int
 ) -> tuple[list[int], list[int]]:
-    """The values of the cumulative lengths, checked against the rows that there are. On a GPU this waits for it."""
+    """The values of the cumulative lengths as lists, checked against the rows that there are. Waits for a GPU."""
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         sequences = f"{len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1} sequences"
         raise ValueError(f"{name}: cu_seqlens_q and cu_seqlens_k have {sequences}; expected the same number")

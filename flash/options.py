@@ -3,50 +3,42 @@
     visible    i + o - left <= j <= i + o + right      o = 0, or Nk - Nq; causal is right = 0
     dropout    keep <=> hash(seed, batch, head, i, j) >= p * 2^32
 
-The mask comes from a hash of the position, so no one has to store it: forward and backward, the plain and
-the tiled code, PyTorch and Triton all compute the same bits, whatever their block sizes. The hash is
-MurmurHash3 (x86, 32 bit; Austin Appleby, 2011) of six words: the seed's two halves, batch, head, i, j.
+The mask is a hash of the position, so nothing stores it: forward and backward, the plain and the tiled code,
+PyTorch and Triton all compute the same bits, whatever their block sizes. The hash is MurmurHash3 (x86, 32 bit;
+Austin Appleby, 2011) of six words: the seed's two halves, batch, head, i, j.
+
+`flash.checks.check` makes `Options` from the arguments of one call.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from flash.checks import Meaning
-
 WORD = 0xFFFFFFFF  # 32-bit arithmetic in int64: multiply, then keep the low word
 
 
 class Options(NamedTuple):
-    """Checked and in normal form. Packed sequences have `cu_seqlens`; `seed` is None without dropout."""
+    """The options of one call, checked and in normal form. The computing functions need the lengths, too."""
 
     scale: float
     left: int  # keys before the diagonal that a query sees; -1: all of them
     right: int  # keys after the diagonal; -1: all of them
     bottom_right: bool  # the diagonal is at o = Nk - Nq instead of 0
     dropout_p: float
-    seed: torch.Tensor | None  # int64, no dimensions, on q's device
-    cu_seqlens_q: torch.Tensor | None  # int32: where each packed sequence starts, and the end
-    cu_seqlens_k: torch.Tensor | None
-    max_q: int  # rows of the longest sequence
-    max_k: int
+    seed: torch.Tensor | None  # int64, no dimensions, on q's device; None without dropout
+    cu_seqlens_q: torch.Tensor | None = None  # int32: where each packed sequence starts, and the end
+    cu_seqlens_k: torch.Tensor | None = None
+    max_q: int = -1  # rows of the longest sequence, from `with_lengths`
+    max_k: int = -1
+
+    def with_lengths(self, max_q: int, max_k: int) -> "Options":
+        """For sequences of at most so many rows and keys. A bound that no pair of positions reaches is none."""
+        left, right = (-1 if side >= max_q + max_k else side for side in (self.left, self.right))
+        return self._replace(left=left, right=right, max_q=max_q, max_k=max_k)
 
     def diagonal(self, n_q: int, n_k: int) -> int:
         """o: query i sits at key i + o."""
         return n_k - n_q if self.bottom_right else 0
-
-
-def make_options(
-    meaning: Meaning,
-    n_q: int,
-    n_k: int,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-) -> Options:
-    """n_q, n_k: rows of the longest sequence. A bound that no pair of positions reaches is none."""
-    scale, left, right, bottom_right, p, seed = meaning
-    left, right = (-1 if side >= n_q + n_k else side for side in (left, right))
-    return Options(scale, left, right, bottom_right, p, seed, cu_seqlens_q, cu_seqlens_k, n_q, n_k)
 
 
 def keys_of_rows(options: Options, rows: range, n_q: int, n_k: int) -> range:
@@ -73,8 +65,8 @@ def all_visible(options: Options, rows: range, keys: range, n_q: int, n_k: int) 
 
 
 def hidden(options: Options, rows: torch.Tensor, keys: torch.Tensor, n_q: int, n_k: int) -> torch.Tensor:
-    """True where query i may not see key j: (rows, keys), from their numbers."""
-    middle = (rows + options.diagonal(n_q, n_k))[:, None]  # of the band
+    """True where query i may not see key j: (rows, keys). rows, keys: the numbers i and j, int64 tensors."""
+    middle = (rows + options.diagonal(n_q, n_k))[:, None]  # each query's key on the diagonal
     mask = torch.zeros(len(rows), len(keys), dtype=torch.bool, device=rows.device)
     if options.left >= 0:
         mask |= keys < middle - options.left
@@ -84,7 +76,7 @@ def hidden(options: Options, rows: torch.Tensor, keys: torch.Tensor, n_q: int, n
 
 
 def sees_one(options: Options, rows: torch.Tensor, n_q: int, n_k: int) -> torch.Tensor:
-    """True where a query sees one key: (rows,), from their numbers."""
+    """True where a query sees exactly one key: (rows,). rows: their numbers, an int64 tensor."""
     middle = rows + options.diagonal(n_q, n_k)
     first = (middle - options.left).clamp(min=0) if options.left >= 0 else torch.zeros_like(rows)
     last = (middle + options.right).clamp(max=n_k - 1) if options.right >= 0 else torch.full_like(rows, n_k - 1)
@@ -92,7 +84,7 @@ def sees_one(options: Options, rows: torch.Tensor, n_q: int, n_k: int) -> torch.
 
 
 def rotate_left(word: torch.Tensor, bits: int) -> torch.Tensor:
-    """The bits of a 32-bit word, turned round to the left."""
+    """A 32-bit word, rotated: the bits that leave on the left come in on the right."""
     return ((word << bits) & WORD) | (word >> (32 - bits))
 
 
@@ -117,9 +109,9 @@ def finish(state: torch.Tensor, length: int) -> torch.Tensor:
 def dropout_keep(
     seed: torch.Tensor, p: float, batches: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """True where a weight is kept: (batches, heads, rows, keys), from the numbers of each, int64 tensors.
+    """True where a weight is kept: (batches, heads, rows, keys). Each of the four: a 1-d int64 tensor of numbers.
 
-    seed: int64. Every weight is kept with probability 1 - p, to within 2^-32.
+    seed: int64. A weight is kept with probability 1 - p, to within 2^-32.
     """
     state = torch.zeros_like(seed)
     words = seed & WORD, (seed >> 32) & WORD, batches[:, None, None, None], heads[:, None, None], rows[:, None], keys

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash.checks import check
-from flash.options import Options, make_options
+from flash.options import Options
 from flash.tiles import compute_dtype, parts, scores
 
 Blocks = tuple[int, int] | None
@@ -64,28 +64,30 @@ def forward(
 
 
 def forward_tiles(q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options, blocks: Blocks = None) -> None:
-    """Fills out and lse. Long tensors are all arguments, so that `flash.traffic.count` sees every byte that moves."""
+    """Fills out and lse. All long tensors are arguments, so that `flash.traffic.count` sees every byte that moves."""
+    # Names as in the formulas above. A part of a long tensor has a capital letter, a block of it the index i (rows) or
+    # j (keys). Blocks are (kv heads, rows or keys, head dim), scores (kv heads, rows, keys): see `tiles.Part`.
     for part in parts(q, k, options, blocks):
         Q, O, L = part.of_rows(q, out, lse)
         K, V = part.of_keys(k, v)
         tile = part.empty_tile(q)
         for rows in part.row_blocks():
             q_i = part.load(Q, rows)
-            o = torch.zeros_like(q_i)
-            l = torch.zeros_like(q_i[..., :1])
-            # Not -inf: where a row has seen nothing yet, -inf - -inf would be NaN.
+            o = torch.zeros_like(q_i)  # exp(S - m) V so far: like q_i
+            l = torch.zeros_like(q_i[..., :1])  # sum of exp(S - m) so far: (kv heads, rows, 1)
+            # m is not -inf at first: for a row that has seen nothing yet, -inf - -inf would be NaN.
             m = torch.full_like(l, torch.finfo(l.dtype).min)
             for keys in part.keys_seen_by(rows):
                 k_j, v_j = part.load(K, keys).mul_(options.scale), part.load(V, keys)
-                s = scores(q_i, k_j, tile)
+                s = scores(q_i, k_j, tile)  # S = scale Q_i K_j^T: (kv heads, rows, keys)
                 part.hide(s, rows, keys)
-                larger = torch.maximum(m, s.amax(-1, keepdim=True))
-                p = exp_(s.sub_(larger))
-                rescale = exp_(m - larger)
-                l.mul_(rescale).add_(p.sum(-1, keepdim=True))
-                o.mul_(rescale).baddbmm_(times(p, part.dropout_mask(rows, keys, p)), v_j)
+                larger = torch.maximum(m, s.amax(-1, keepdim=True))  # m' = max(m, rowmax S)
+                p = exp_(s.sub_(larger))  # P = exp(S - m'), in S's memory
+                rescale = exp_(m - larger)  # exp(m - m')
+                l.mul_(rescale).add_(p.sum(-1, keepdim=True))  # before dropout: softmax knows nothing of it
+                o.mul_(rescale).baddbmm_(times(p, part.dropout_mask(rows, keys, p)), v_j)  # exp(m - m') O + P V_j
                 m = larger
-            part.store(L, rows, m + l.log())  # l = 0 where a row sees nothing: -inf
+            part.store(L, rows, m + l.log())  # -inf if a row sees nothing: l is 0
             part.store(O, rows, o.div_(l.masked_fill_(l == 0, 1)))
 
 
@@ -111,7 +113,7 @@ def delta_tiles(
         for rows in part.row_blocks():
             do_i = part.load(DO, rows)
             part.zero_rows_with_one_key(do_i, rows)
-            product = do_i.double().mul_(part.load(O, rows))  # float64, as the products of few rows (`scores`)
+            product = do_i.double().mul_(part.load(O, rows))  # float64, as `tiles.scores` takes for few rows
             part.store(D, rows, product.sum(-1, keepdim=True).to(D.dtype) - part.load(DL, rows))
 
 
@@ -128,7 +130,7 @@ def backward_tiles(
     options: Options,
     blocks: Blocks = None,
 ) -> None:
-    """Fills dq, dk, dv. dq is summed up over the blocks of keys, so it has the dtype of the computation."""
+    """Fills dq, dk, dv. dq adds up over the blocks of keys, in HBM: so it has the dtype of the computation."""
     dq.zero_()
     for part in parts(q, k, options, blocks):
         DO, Q, DQ, L, D = part.of_rows(dout, q, dq, lse, delta)
@@ -140,34 +142,37 @@ def backward_tiles(
             for rows in part.rows_that_see(keys):
                 q_i, do_i = part.load(Q, rows), part.load(DO, rows)
                 l, d = part.load(L, rows), part.load(D, rows)
-                s = scores(q_i, k_j, tile)
+                s = scores(q_i, k_j, tile)  # S once more: (kv heads, rows, keys)
                 part.hide(s, rows, keys)
-                p = exp_(s.sub_(l))
+                p = exp_(s.sub_(l))  # P = exp(S - lse), in S's memory
                 mask = part.dropout_mask(rows, keys, p)
-                dv_j.baddbmm_(times(p, mask).mT, do_i)
+                dv_j.baddbmm_(times(p, mask).mT, do_i)  # dV_j += P^T dO_i
                 part.zero_rows_with_one_key(do_i, rows)
-                dp = times(scores(do_i, v_j, other_tile), mask)
-                ds = dp.sub_(d).mul_(p)
-                dk_j.baddbmm_(ds.mT, q_i)
-                # k_j brings the scale. q_i has done its part; and with `out` autocast leaves the product alone.
+                dp = times(scores(do_i, v_j, other_tile), mask)  # dP = dO_i V_j^T
+                ds = dp.sub_(d).mul_(p)  # dS = P (dP - delta_i), in dP's memory
+                dk_j.baddbmm_(ds.mT, q_i)  # dK_j += dS^T Q_i; the scale comes at the end
+                # dQ_i += scale dS K_j: k_j is scaled already. Reuse q_i's memory, which nothing needs any more; `out=`
+                # also keeps autocast from casting.
                 part.add(DQ, rows, torch.bmm(ds, k_j, out=q_i))
             part.store(DK, keys, dk_j.mul_(options.scale))
             part.store(DV, keys, dv_j)
-            del k_j, v_j, dk_j, dv_j  # or they would still be there while the next block is loaded
+            del k_j, v_j, dk_j, dv_j  # else they would live on while the next block is loaded
 
 
 def exp_(x: torch.Tensor) -> torch.Tensor:
-    """exp, in place, by exp2: a CPU's exp takes up to seventy times as long where its result underflows, as it does for
-    every score that is hidden."""
+    """exp, in place, by exp2: a CPU's exp takes up to seventy times as long if the result underflows, as it does for
+    every hidden score."""
     return x.mul_(math.log2(math.e)).exp2_()
 
 
 def times(weights: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Dropout, where there is any."""
+    """The weights after dropout; the weights themselves if there is none."""
     return weights if mask is None else weights * mask
 
 
 class _Tiled(torch.autograd.Function):
+    """Forward keeps q, k, v, out and lse; backward makes everything else once more."""
+
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, options: Options) -> Any:  # type: ignore[override]
         out, lse = forward(q, k, v, options)
@@ -198,6 +203,6 @@ def attention_tiled(
 
     Options as `flash.flash_attention`.
     """
-    meaning = check("attention_tiled", q, k, v, causal, scale, window, dropout_p, dropout_seed)
-    out, lse = _Tiled.apply(q, k, v, make_options(meaning, q.shape[2], k.shape[2]))
+    options = check("attention_tiled", q, k, v, causal, scale, window, dropout_p, dropout_seed)
+    out, lse = _Tiled.apply(q, k, v, options.with_lengths(q.shape[2], k.shape[2]))
     return (out, lse) if return_lse else out

@@ -19,7 +19,6 @@ import torch
 
 from flash import attention_reference, tiled
 from flash.checks import check as check_options
-from flash.options import make_options
 from flash.traffic import count, hbm_bytes
 from minizero.memory import Ledger
 from tests.exercises.kit import fail, same, size, wrong
@@ -56,8 +55,8 @@ WRONG = [
 def inputs(n_q: int, n_k: int, causal: object, heads: int = 2):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, 8, generator=generator) * 2 for n in (n_q, n_k, n_k))
-    meaning = check_options("exercise", q, k, v, causal, None, None, 0.0, None)
-    return q, k, v, make_options(meaning, n_q, n_k)
+    options = check_options("exercise", q, k, v, causal, None, None, 0.0, None)
+    return q, k, v, options.with_lengths(n_q, n_k)
 
 
 def check() -> None:

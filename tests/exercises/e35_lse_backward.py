@@ -15,7 +15,6 @@ import torch
 
 from flash import attention_reference, tiled
 from flash.checks import check as check_options
-from flash.options import make_options
 from tests.exercises.kit import fail, recognise, wrong
 
 PLAN = [
@@ -51,8 +50,7 @@ WRONG = [
 def gradients(causal: bool):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 40, 8, generator=generator) for _ in range(4))
-    meaning = check_options("exercise", q, k, v, causal, None, None, 0.0, None)
-    options = make_options(meaning, 40, 40)
+    options = check_options("exercise", q, k, v, causal, None, None, 0.0, None).with_lengths(40, 40)
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = attention_reference(*inputs, causal=causal, return_lse=True)
     wants = torch.autograd.grad(out, inputs, dout.double())

@@ -19,7 +19,6 @@ import torch
 
 from flash import tiled, traffic
 from flash.checks import check as check_options
-from flash.options import make_options
 from flash.traffic import count
 from tests.exercises.kit import fail, size, wrong
 
@@ -60,8 +59,8 @@ def measured(case: dict, backward: bool) -> tuple[int, int]:
     q, dout, out, dq = (torch.ones(rows) for _ in range(4))
     k, v, dk, dv = (torch.ones(keys) for _ in range(4))
     lse, dlse, delta = (torch.ones(rows[:3]) for _ in range(3))
-    meaning = check_options("exercise", q, k, v, case["causal"], None, None, 0.0, None)
-    rest = make_options(meaning, case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
+    options = check_options("exercise", q, k, v, case["causal"], None, None, 0.0, None)
+    rest = options.with_lengths(case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
     if not backward:
         return tuple(count(tiled.forward_tiles, q, k, v, out, lse, *rest))
     first = count(tiled.delta_tiles, dout, out, dlse, delta, q, k, *rest)

@@ -13,12 +13,11 @@ def tensors(causal: bool, n: int = 40, heads: int = 2, kv_heads: int = 1):
     """q, k, v, dout; what attention and its derivatives are, in FP64; options."""
     from flash import attention_reference
     from flash.checks import check as check_options
-    from flash.options import make_options
 
     generator = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(1, heads, n, 16, generator=generator) for _ in range(2))
     k, v = (torch.randn(1, kv_heads, n, 16, generator=generator) for _ in range(2))
-    options = make_options(check_options("exercise", q, k, v, causal, None, None, 0.0, None), n, n)
+    options = check_options("exercise", q, k, v, causal, None, None, 0.0, None).with_lengths(n, n)
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = attention_reference(*inputs, causal=causal, return_lse=True)
     gradients = torch.autograd.grad(out, inputs, dout.double())

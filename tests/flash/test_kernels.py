@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flash import attention_reference, flash_attention, flash_attention_varlen
 from flash.checks import check
-from flash.options import dropout_keep, make_options
+from flash.options import dropout_keep
 from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, gamma
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -34,7 +34,7 @@ def tensors(*shapes, dtype=torch.float32, seed=1):
 
 
 def options_of(q, k, v, causal=False, window=None, p=0.0, seed=None, scale=None):
-    return make_options(check("test", q, k, v, causal, scale, window, p, seed), q.shape[2], k.shape[2])
+    return check("test", q, k, v, causal, scale, window, p, seed).with_lengths(q.shape[2], k.shape[2])
 
 
 def blocks_of(rows, keys):

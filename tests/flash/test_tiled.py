@@ -11,7 +11,6 @@ import flash.tiles
 from flash import attention_reference, attention_tiled, flash_attention_varlen, tiled
 from flash.attention import flash_attention
 from flash.checks import check
-from flash.options import make_options
 from flash.tiled import online_softmax
 from minizero.memory import Ledger
 from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy
@@ -25,7 +24,7 @@ def tensors(*shapes, dtype=torch.float32, seed=1):
 
 
 def options_of(q, k, v, causal=False, window=None, p=0.0, seed=None):
-    return make_options(check("test", q, k, v, causal, None, window, p, seed), q.shape[2], k.shape[2])
+    return check("test", q, k, v, causal, None, window, p, seed).with_lengths(q.shape[2], k.shape[2])
 
 
 def packed(*args, **kwargs):

@@ -8,7 +8,6 @@ import torch
 import flash.tiles
 from flash import attention_reference, tiled
 from flash.checks import check
-from flash.options import make_options
 from flash.tiles import TILE, parts
 
 
@@ -18,7 +17,7 @@ def tensors(*shapes, dtype=torch.float32, seed=1):
 
 
 def options_of(q, k, causal=False, window=None, p=0.0, seed=None):
-    return make_options(check("test", q, k, k, causal, None, window, p, seed), q.shape[2], k.shape[2])
+    return check("test", q, k, k, causal, None, window, p, seed).with_lengths(q.shape[2], k.shape[2])
 
 
 def test_a_bound_that_no_pair_reaches_is_none():

@@ -8,7 +8,6 @@ import torch
 
 from flash import choose_blocks, hbm_bytes, tiled
 from flash.checks import check
-from flash.options import make_options
 from flash.traffic import GPUS, Traffic, count, sram_here, sram_needed, theorem_bytes
 
 
@@ -41,8 +40,8 @@ def test_the_tiles_move_exactly_what_the_model_says(number):
     k, v, dk, dv = (torch.ones(keys, dtype=dtype) for _ in range(4))
     dq = torch.ones(rows, dtype=tiled.compute_dtype(q))
     lse, dlse, delta = (torch.ones(rows[:3], dtype=dq.dtype) for _ in range(3))
-    meaning = check("test", q, k, v, case["causal"], None, case["window"], 0.0, None)
-    rest = make_options(meaning, case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
+    options = check("test", q, k, v, case["causal"], None, case["window"], 0.0, None)
+    rest = options.with_lengths(case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
     forward = count(tiled.forward_tiles, q, k, v, out, lse, *rest)
     assert forward == hbm_bytes(**case)
     parts = (
