@@ -1,9 +1,13 @@
 """python -m flash.compile: compile every kernel for GPUs that need not be there, and show what each takes.
 
-Registers of a thread, bytes that did not fit into them and spill to HBM's cache, bytes of shared memory, how many warps
-compute each number of a product (1, unless a block has too few rows for its warps), and the instructions that multiply
-matrices: wgmma (Hopper), mma (Ampere, Ada), mfma (AMD). `ptxas`, which comes with Triton, tells registers and spills
-for NVIDIA; for AMD they are in the compiled code itself. TRITON_CACHE_DIR is respected.
+    registers       of a thread
+    spilled         bytes of a thread that did not fit into registers, and go to HBM's cache
+    shared          bytes of shared memory
+    copies          warps that compute each number of a product: 1, unless a block has too few rows for its warps
+    instructions    that multiply matrices: wgmma (Hopper), mma (Ampere, Ada), mfma (AMD)
+
+For NVIDIA, registers and spills come from `ptxas`, which is part of Triton; for AMD, from the compiled code itself.
+TRITON_CACHE_DIR is respected.
 """
 
 import argparse
@@ -26,6 +30,8 @@ from flash import kernels
 from flash.launch import Launch
 from flash.options import Options
 
+# The processors to compile for, and the shared memory that a program may use there (that of `traffic.GPUS`, to which a
+# test holds it). A new GPU: see `launch.TABLE`, which has its blocks.
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_89": GPUTarget("cuda", 89, 32),
@@ -92,7 +98,7 @@ def launches(
         lse = torch.empty(1, 4, n)
         seed = torch.empty((), dtype=torch.int64) if dropout_p else None
         starts = torch.empty(4, dtype=torch.int32) if packed else None
-    options = Options(0.1, left, right, bottom_right, dropout_p, seed, starts, starts, n, n)
+    options = Options(0.1, left, right, bottom_right, dropout_p, seed, starts, starts, max_q=n, max_k=n)
     forward = kernels.forward_launch(q, k, k, q, lse, options)
     return [forward, *kernels.backward_launches(q, lse, q, k, k, q, lse, lse, q, k, k, options)]
 
@@ -100,7 +106,7 @@ def launches(
 def compile_all(
     gpus: list[str], head_dims: list[int], dtypes: list[str], combinations: list[str]
 ) -> Iterator[Compiled]:
-    """Every kernel for each of these."""
+    """Every kernel for every combination of these, in this order."""
     for gpu in gpus:
         runtime.driver.set_active(NoGpu(gpu))
         for dtype in dtypes:
@@ -133,7 +139,7 @@ def inspect(gpu: str, compiled: Any) -> tuple[int, int, int, int, str]:
 
 
 def count_copies(ttgir: str) -> int:
-    """How many warps compute each number, in the product where they are most; read from Triton's own layouts.
+    """How many warps compute each number, in the product where they are most. Read from Triton's own layouts.
 
     A layout such as `warpsPerCTA = [8, 1], instrShape = [16, 8]` covers 8 * 16 rows and 8 columns. If the product has
     64 rows, two warps stand on each of them. Without a matrix unit the threads of a warp make the instruction.
@@ -170,7 +176,8 @@ def ask_ptxas(gpu: str, ptx: str) -> tuple[int, int]:
 
 def main() -> None:
     """The command line: compiles in a process of its own, where Triton is not its interpreter, and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m flash.compile", description=__doc__)
+    layout = argparse.RawDescriptionHelpFormatter  # keeps the lines of the list above
+    parser = argparse.ArgumentParser(prog="python -m flash.compile", description=__doc__, formatter_class=layout)
     parser.add_argument("--gpus", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float16"])

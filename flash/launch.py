@@ -1,7 +1,8 @@
 """How the kernels are launched: block shapes for each GPU, and what all launches have in common.
 
-A larger block of rows reads the keys less often, a larger block of keys keeps the matrix units busy; both must fit
-into the registers and the shared memory of one processor, with `stages` blocks on their way from HBM at once.
+A larger block of rows reads the keys less often, a larger block of keys keeps the matrix units busy. Both must fit
+into the registers and the shared memory of one processor, together with the `stages` blocks that are on their way
+from HBM.
 """
 
 import contextlib
@@ -38,8 +39,10 @@ class Blocks(NamedTuple):
     stages: int  # blocks that the loop loads ahead
 
 
-# For 16-bit numbers: for each kernel {head dim, at most: its blocks}. A window or dropout takes registers: with these
-# options dK and dV have blocks of their own, which need fewer.
+# For 16-bit numbers: for each kernel {head dim, at most: its blocks}. A window or dropout takes registers, so with
+# these options dK and dV have blocks that need fewer.
+# A new GPU is entered here and in `architecture`, in `compile.TARGETS` and `SHARED_LIMIT` (which compile for it where
+# there is none), and in `traffic.GPUS`. That table names products, with memory and speed; this one kinds of processor.
 TABLE: dict[str, dict[str, dict[int, Blocks]]] = {
     "sm_90": {  # 227 KiB of shared memory
         "forward": {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(128, 64, 8, 2)},
@@ -100,8 +103,8 @@ def architecture() -> str:
 def limit_warps(blocks: Blocks, kernel: str, head_dim: int, itemsize: int) -> Blocks:
     """`blocks` with no more warps than can share a product S = Q K^T: with more, several would compute each number.
 
-    Triton gives each warp its own rows of S. One instruction takes 16 of them (AMD: 32), so that 64 rows are work for
-    4 warps. In dK and dV, which compute S^T, these rows are the keys.
+    Triton gives each warp its own rows of S. One instruction takes 16 of them (AMD: 32), so 64 rows are work for
+    4 warps. dK and dV compute S^T, whose rows are the keys.
     """
     gpu = architecture()
     rows, columns = (blocks.keys, blocks.rows) if kernel == "dkdv" else (blocks.rows, blocks.keys)
@@ -145,6 +148,7 @@ class Launch(NamedTuple):
         return *self.tensors, *(x.stride() for x in self.tensors)
 
     def run(self) -> None:
+        """Launch it. `ValueError` if this GPU has too little shared memory."""
         # Under the interpreter NumPy would warn of infinities, which a GPU passes over in silence.
         quiet = numpy.errstate(all="ignore")
         try:
@@ -172,7 +176,10 @@ def tune(key: Any, make: Callable[[Blocks], Launch], candidates: Iterable[Blocks
 def prepare(
     kernel: Any, tensors: tuple[torch.Tensor, ...], q: torch.Tensor, k: torch.Tensor, options: Options, **own: Any
 ) -> Launch:
-    """The launch of a kernel that works on `tensors`, for this q and k. `own`: arguments that only it has."""
+    """The launch of a kernel that works on `tensors`, for this q and k. `own`: arguments that only it has.
+
+    `TypeError` unless the kernel's arguments have the names that are given here.
+    """
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
     name = kernel.__name__.removesuffix("_kernel")
     tf32 = torch.version.hip is None and torch.get_float32_matmul_precision() != "highest"
@@ -196,8 +203,13 @@ def prepare(
     )
 
     def make(blocks: Blocks) -> Launch:
-        arguments = common | own | dict(BLOCK_Q=blocks.rows, BLOCK_K=blocks.keys)
-        arguments = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+        given = common | own | dict(BLOCK_Q=blocks.rows, BLOCK_K=blocks.keys)
+        # A kernel takes those of the common arguments that it needs, and all of its own.
+        wanted = kernel.arg_names[2 * len(tensors) :]  # behind the tensors and their strides
+        surplus, lacking = sorted(own.keys() - set(wanted)), sorted(set(wanted) - given.keys())
+        if surplus or lacking:
+            raise TypeError(f"{kernel.__name__}: given {surplus}, which it does not take; lacks {lacking}")
+        arguments = {argument: given[argument] for argument in wanted}
         arguments |= dict(num_warps=blocks.warps, num_stages=blocks.stages)
         sequences = q.shape[0] if options.cu_seqlens_q is None else len(options.cu_seqlens_q) - 1
         if name == "dkdv":

@@ -145,7 +145,8 @@ class Gpu(NamedTuple):
 
 KIB = 1024
 # SRAM: NVIDIA, CUDA Programming Guide, section 5.1 "Compute Capabilities", and AMD, "GPU hardware specifications"
-# (LDS). The rest: the makers' data sheets.
+# (LDS). The rest: the makers' data sheets. A new GPU: see `launch.TABLE`, too, for the blocks of its kernels;
+# `minizero.simulate.clusters.GPUS` has whole clusters.
 GPUS = {
     "V100 SXM2": Gpu(96 * KIB, 80, 0.9e12, 125e12),
     "T4": Gpu(64 * KIB, 40, 0.32e12, 65e12),
