@@ -6,11 +6,11 @@
 
 A program loads its own block once, keeps it on the chip, and goes over the blocks that its own sees. Only those
 at the edge of the band or of the tensor need a mask: `spans` says which. Backward has one kernel that sums dK and
-dV over the rows, and one that sums dQ over the keys: S is computed twice, but every sum is made by one program in
-one order, without atomics, so that the gradients are the same bits in every run.
+dV over the rows, and one that sums dQ over the keys. S is computed twice, but one program makes each sum, in one
+order and without atomics: the gradients are the same bits in every run.
 
-The GPU has an instruction for 2^x, none for e^x: so exp(x) is exp2(x log2 e). Backward subtracts first and multiplies
-then: of two large numbers in base 2, each rounded on its own, the difference would be off.
+The GPU has an instruction for 2^x, none for e^x: exp(x) is exp2(x log2 e). Backward subtracts first and multiplies
+then: the difference of two large numbers in base 2, each rounded on its own, would be off.
 Dao, 2023, "FlashAttention-2"; Tillet, Kung & Cox, 2019, "Triton". What options add: `flash.masks`.
 """
 
@@ -45,8 +45,9 @@ from flash.options import Options
 __all__ = ["INTERPRETED", "backward", "forward"]
 
 # Arguments beside tensors, strides and sizes: `sign` of the scale and its magnitude `scale`; GROUP query heads share a
-# key/value head; a weight is kept where its hash is not below `threshold`, and then multiplied by `factor`.
-# Sizes for which one compiled kernel serves all values; strides are worth a kernel of their own.
+# key/value head; a weight is kept if its hash is not below `threshold`, and then multiplied by `factor`.
+
+# One compiled kernel serves all values of these. For a stride of 1, or of a multiple of 16, Triton compiles another.
 GENERAL = ["heads", "n_q", "n_k", "left", "right", "threshold"]
 
 
@@ -60,6 +61,7 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one block of rows of one head."""
+    # Which block this program has, and where its tensors begin. A packed sequence may be shorter than the longest one.
     start, head, batch = place(n_q, heads, BLOCK_Q, right is not None)
     n_q, n_k = length(cu_seqlens_q, batch, n_q), length(cu_seqlens_k, batch, n_k)
     if start >= n_q:
@@ -71,37 +73,39 @@ def forward_kernel(
     state = start_hash(seed, batch, head)
 
     # The sign of the scale goes to q, so that the largest score stays the largest when it is scaled.
-    q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+    q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)  # (rows, head dim)
     q = (q * sign).to(q.dtype)
-    # Not -inf: where a row has seen nothing yet, -inf - -inf would be NaN.
-    m = tl.full([BLOCK_Q], -3.4e38, tl.float32)
-    l = tl.full([BLOCK_Q], 0.0, tl.float32)
-    o = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)
+    # m is not -inf at first: for a row that has seen nothing yet, -inf - -inf would be NaN.
+    m = tl.full([BLOCK_Q], -3.4e38, tl.float32)  # largest score so far, not scaled yet
+    l = tl.full([BLOCK_Q], 0.0, tl.float32)  # sum of exp(S - m) so far
+    o = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)  # exp(S - m) V so far
 
+    # Over the blocks of keys that these rows see.
     offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
     bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, offset, left, right, BLOCK_K, True)
     for part in tl.static_range(0 if left is not None else 1, 3):  # blocks to mask, whole blocks, blocks to mask
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
             keys = start_k + tl.arange(0, BLOCK_K)
             k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
-            s = over_columns(q, k, PRECISION)
+            s = over_columns(q, k, PRECISION)  # S = Q K^T: (rows, keys)
             if part != 1:
                 s = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), s, float("-inf"))
-            larger = tl.maximum(m, tl.max(s, 1))
+            larger = tl.maximum(m, tl.max(s, 1))  # m' = max(m, rowmax S)
+            # P = exp(S - m'), scaled here. Without the bound a scaled m' of -3.4e38 is -inf, and -inf - -inf is NaN.
             p = tl.exp2(s * (scale * LOG2_E) - tl.maximum(larger * (scale * LOG2_E), -3.4e38)[:, None])
-            rescale = tl.exp2((m - larger) * (scale * LOG2_E))
-            l = l * rescale + tl.sum(p, 1)
+            rescale = tl.exp2((m - larger) * (scale * LOG2_E))  # exp(m - m')
+            l = l * rescale + tl.sum(p, 1)  # before dropout: softmax knows nothing of it
             p = p * dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
             v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
-            o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision=PRECISION)
+            o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision=PRECISION)  # exp(m - m') O + P V
             m = larger
 
     O = head_of(out_ptr, out_strides, batch, head, cu_seqlens_q)
     LSE = head_of(lse_ptr, lse_strides, batch, head, cu_seqlens_q)
-    m = tl.where(l == 0, float("-inf"), m)  # this row has seen nothing: out 0, lse -inf
+    m = tl.where(l == 0, float("-inf"), m)  # a row that has seen nothing: out 0, lse -inf
     l = tl.where(l == 0, 1.0, l)
     store_block(O, out_strides, rows, n_q, o / l[:, None], HEAD_DIM, BLOCK_D)
-    store_numbers(LSE, lse_strides, rows, n_q, m * scale + tl.log2(l) / LOG2_E)
+    store_numbers(LSE, lse_strides, rows, n_q, m * scale + tl.log2(l) / LOG2_E)  # lse = m + log l
 
 
 @triton.jit(do_not_specialize=GENERAL)
@@ -122,6 +126,7 @@ def delta_kernel(
     DELTA = head_of(delta_ptr, delta_strides, batch, head, cu_seqlens_q)
     do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
     o = load_block(O, out_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
+    # A row that sees one key goes without dO O here, and without dP in the other kernels: its dS is dlse.
     do = tl.where(sees_one(rows, n_k, diagonal(n_q, n_k, BOTTOM_RIGHT), left, right)[:, None], 0.0, do)
     dlse = load_numbers(DLSE, dlse_strides, rows, n_q)
     store_numbers(DELTA, delta_strides, rows, n_q, tl.sum(do * o, 1) - dlse)
@@ -144,12 +149,14 @@ def dkdv_kernel(
     keys = start + tl.arange(0, BLOCK_K)
     K = head_of(k_ptr, k_strides, batch, kv_head, cu_seqlens_k)
     V = head_of(v_ptr, v_strides, batch, kv_head, cu_seqlens_k)
-    k = load_block(K, k_strides, keys, n_k, True, HEAD_DIM, BLOCK_D)
-    # Zeros if there is one key, which no row's dS needs (`sees_one`). Others that see one are at the edge of the band.
+    k = load_block(K, k_strides, keys, n_k, True, HEAD_DIM, BLOCK_D)  # (keys, head dim)
+    # With one key in all, every row sees one (`sees_one`), and v is 0, so that dP is. Otherwise such rows lie at the
+    # edge of the band, and are masked below.
     v = load_block(V, v_strides, keys, tl.where(n_k == 1, 0, n_k), True, HEAD_DIM, BLOCK_D)
     dk = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
 
+    # Over the blocks of rows that see these keys: seen from a key, left and right change places.
     offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
     bounds = spans(start, tl.minimum(start + BLOCK_K, n_k) - 1, n_q, -offset, right, left, BLOCK_Q, False)
     for member in range(GROUP):  # the query heads that share these keys
@@ -164,18 +171,18 @@ def dkdv_kernel(
                 rows = start_q + tl.arange(0, BLOCK_Q)
                 q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
                 lse = load_lse(LSE, lse_strides, rows, n_q)
-                s = over_columns(k, q, PRECISION)
-                p = tl.exp2((s * scale - lse[None, :]) * LOG2_E)
+                s = over_columns(k, q, PRECISION)  # S^T = K Q^T: (keys, rows)
+                p = tl.exp2((s * scale - lse[None, :]) * LOG2_E)  # P^T = exp(S^T - lse)
                 if part != 1:
                     p = tl.where(visible(rows[None, :], keys[:, None], n_k, offset, left, right), p, 0.0)
                 kept = dropout(seed, state, rows[None, :], keys[:, None], threshold, factor)
                 do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
-                dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)
-                dp = over_columns(v, do, PRECISION) * kept
+                dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)  # dV += P^T dO
+                dp = over_columns(v, do, PRECISION) * kept  # dP^T = V dO^T
                 if part != 1:
                     dp = tl.where(sees_one(rows, n_k, offset, left, right)[None, :], 0.0, dp)
-                ds = p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+                ds = p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])  # dS^T = P^T (dP^T - delta)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # dK += dS^T Q
 
     DK = head_of(dk_ptr, dk_strides, batch, kv_head, cu_seqlens_k)
     DV = head_of(dv_ptr, dv_strides, batch, kv_head, cu_seqlens_k)
@@ -211,6 +218,7 @@ def dq_kernel(
     delta = load_numbers(DELTA, delta_strides, rows, n_q)
     dq = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)
 
+    # Over the blocks of keys that these rows see. A row that sees one needs no dP (`sees_one`).
     offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
     do = tl.where(sees_one(rows, n_k, offset, left, right)[:, None], 0.0, do)
     bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, offset, left, right, BLOCK_K, True)
@@ -219,14 +227,14 @@ def dq_kernel(
             keys = start_k + tl.arange(0, BLOCK_K)
             k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
             v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
-            s = over_columns(q, k, PRECISION)
-            p = tl.exp2((s * scale - lse[:, None]) * LOG2_E)
+            s = over_columns(q, k, PRECISION)  # S = Q K^T: (rows, keys)
+            p = tl.exp2((s * scale - lse[:, None]) * LOG2_E)  # P = exp(S - lse)
             if part != 1:
                 p = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), p, 0.0)
             kept = dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
-            dp = over_columns(do, v, PRECISION) * kept
-            ds = p * (dp - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            dp = over_columns(do, v, PRECISION) * kept  # dP = dO V^T
+            ds = p * (dp - delta[:, None])  # dS = P (dP - delta)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # dQ += dS K
 
     DQ = head_of(dq_ptr, dq_strides, batch, head, cu_seqlens_q)
     store_block(DQ, dq_strides, rows, n_q, dq * scale, HEAD_DIM, BLOCK_D)
@@ -235,7 +243,7 @@ def dq_kernel(
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, and lse (batch, heads, Nq). Shapes and packed sequences: `flash.attention`."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    if INTERPRETED and q.dtype == torch.bfloat16:  # NumPy has no bfloat16, the interpreter's is wrong
+    if INTERPRETED and q.dtype == torch.bfloat16:  # NumPy has no bfloat16, and the interpreter's is wrong
         exact, lse = forward(q.float(), k.float(), v.float(), options)
         return out.copy_(exact), lse
     forward_launch(q, k, v, out, lse, options).run()
@@ -243,8 +251,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
 
 
 def forward_launch(q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options) -> Launch:
-    """Fills out and lse."""
-    # With scale 0 all scores are 0: those of 0 * q.
+    """The launch that fills out and lse."""
+    # With scale 0 the sign is 0, too: all scores are those of 0 * q, and any scale but 0 will do.
     sign, scale = (options.scale > 0) - (options.scale < 0), abs(options.scale) or 1.0
     return prepare(forward_kernel, (q, k, v, out, lse), q, k, options, sign=float(sign), scale=scale)
 
@@ -266,7 +274,7 @@ def backward_launches(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, delta: Any, dq: Any, dk: Any, dv: Any,
     options: Options,
 ) -> list[Launch]:  # fmt: skip
-    """Fill delta; dk and dv; dq."""
+    """The launches that fill delta, then dk and dv, then dq; in this order, since the last two read delta."""
     return [
         prepare(delta_kernel, (dout, out, dlse, delta), q, k, options),
         prepare(dkdv_kernel, (dout, q, k, v, lse, delta, dk, dv), q, k, options),
