@@ -6,6 +6,20 @@ scaled by exp(old maximum - new maximum). Hence the N × N scores are never stor
 lives in fast on-chip memory, is used, and is gone. The backward pass computes them once more from
 Q, K and one number per row, the logsumexp.
 
+Reading order:
+
+    reference    the textbook's attention, with every option: the oracle
+    tiled        online softmax, block by block, forward and backward, in plain PyTorch
+    tiles        how that work is cut into blocks
+    options      what the options mean: the band of visible keys, the dropout mask
+    checks       what is accepted, and what an error says
+    traffic      bytes between HBM and SRAM: a model, and a counter that agrees with it
+    kernels      the same as `tiled` in Triton
+    masks        what each option adds to the kernels
+    launch       block shapes for each GPU
+    compile      registers, spills and shared memory, known without a GPU
+    attention    flash_attention: one function for CPU and GPU
+
 Milakov & Gimelshein, 2018, "Online normalizer calculation for softmax" (the running sum);
 Dao, Fu, Ermon, Rudra & Ré, 2022, "FlashAttention: Fast and Memory-Efficient Exact Attention with
 IO-Awareness" (the tiles, the backward pass, and why moving fewer bytes is faster).

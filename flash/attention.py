@@ -6,16 +6,16 @@ A backend (`tiled`, `kernels`) is two plain functions:
     backward(dout, dlse, q, k, v, out, lse, options) -> dq, dk, dv        S = scale * Q K^T
 
 q, k, v: (batch, heads, sequence, head dim) with any strides. Packed sequences take the same path, as views
-(1, heads, total, head dim) whose sequence b is rows cu_seqlens[b] to cu_seqlens[b+1]. Results are shaped
-like the inputs (`empty_like`), lse is (batch, heads, sequence) in float32, -inf where a row sees no key.
+(1, heads, total, head dim), where sequence b is rows cu_seqlens[b] to cu_seqlens[b+1]. Results are shaped
+like the inputs (`empty_like`). lse is (batch, heads, sequence) in float32, and -inf if a row sees no key.
 The dropout mask is a hash of (seed, batch, head, i, j): see `options`. With m_ij = keep_ij / (1 - p),
 
     P = exp(S - lse)   O_i = sum_j P_ij m_ij v_j   dP_ij = m_ij dO_i . v_j
     dS_ij = P_ij (dP_ij - delta_i),   delta_i = dO_i . O_i - dlse_i
 
 since sum_j P_ij dP_ij = dO_i . O_i, with dropout too, and the derivative of lse_i by S_ij is P_ij. So a
-loss that uses the logsumexp costs nothing extra, and nothing but q, k, v, out, lse is saved. Where a row sees one
-key, dP_ij = dO_i . O_i. Both are left out there, so that dS_ij = dlse_i to the bit in any order of the sums.
+loss that uses the logsumexp costs nothing extra, and only q, k, v, out, lse are saved. If a row sees one key,
+dP_ij = dO_i . O_i: both are left out there, so that dS_ij = dlse_i to the bit, in any order of the sums.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from flash import tiled
 from flash.checks import PACKED, check, check_backend, check_cu_seqlens, check_starts
 from flash.options import Options
 
-# The interpreter patches triton.language while a kernel runs: one launch at a time.
+# The interpreter patches triton.language while a kernel runs, so it must launch one at a time.
 _one_launch = threading.Lock()
 
 
@@ -94,8 +94,8 @@ def flash_attention_varlen(
     q: (total q, heads, head dim); k, v: (total k, kv heads, head dim); lse: (heads, total q). Sequence b has the
     queries cu_seqlens_q[b] to cu_seqlens_q[b+1] and the keys cu_seqlens_k[b] to cu_seqlens_k[b+1] (int32, on q's
     device); either may be none. The options mean in each sequence what they mean in `flash_attention`; dropout
-    counts b as the batch. Rows behind the last sequence have out 0, lse -inf, gradients 0. The lengths are checked,
-    so that a GPU's queue is waited for. Errors as there, and `ValueError` for cu_seqlens that are no sums of lengths.
+    counts b as the batch. Rows behind the last sequence have out 0, lse -inf, gradients 0. Checking the lengths waits
+    for the GPU. Errors as there, and `ValueError` for cu_seqlens that are no sums of lengths.
     """
     name = "flash_attention_varlen"
     options = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed, PACKED)
@@ -123,6 +123,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     rows = out_a.shape[:-1] if out_a.dim() == 4 else out_a.shape[1::-1]  # packed: lse is (heads, total)
     if lse_a.shape != rows:
         raise ValueError(f"merge: out is {tuple(out_a.shape)}, lse {tuple(lse_a.shape)}; expected lse {tuple(rows)}")
+    # weight = exp(lse - the larger of the two), which cannot overflow; 0 instead of a maximum of -inf.
     largest = torch.maximum(lse_a, lse_b).detach()
     largest = largest.masked_fill(largest == -math.inf, 0)
     weight_a, weight_b = (lse_a - largest).exp(), (lse_b - largest).exp()
@@ -218,6 +219,7 @@ def _(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> t
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+# For backward: tensors the way autograd wants them, and the plain numbers, which both operators take last.
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, seed, cu_seqlens_q, cu_seqlens_k, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, *output, seed, cu_seqlens_q, cu_seqlens_k)
@@ -232,7 +234,7 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def _refuse_forward_mode(name: str, *tensors: Tensor) -> None:
-    """PyTorch takes the forward-mode derivative of an operator that has none for 0, without a word."""
+    """If an operator has no forward-mode derivative, PyTorch silently takes it to be 0."""
     if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(f"{name}: no forward-mode derivative (jvp): use attention_reference for it")
 
@@ -251,7 +253,7 @@ def _with_lengths(options: Options, q: Tensor, k: Tensor) -> tuple[Options, tupl
 
 @contextlib.contextmanager
 def _backend(backend: str, q: Tensor, k: Tensor) -> Any:
-    """The module that computes, while it does."""
+    """The module that computes, `tiled` or `kernels`, for as long as it does."""
     if backend == "auto":
         backend = "triton" if q.is_cuda and q.dtype != torch.float64 and _gpu_can(q.device) else "tiled"
     if backend == "tiled":
@@ -289,7 +291,7 @@ def _load_kernels() -> ModuleType:
 
 @functools.cache
 def _gpu_can(device: torch.device) -> bool:
-    """Whether `auto` uses Triton on this GPU; says so once where it does not."""
+    """Whether `auto` uses Triton on this GPU; warns once if it does not."""
     if not _triton_is_installed():
         reason = "the package triton is not installed"
     elif torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):

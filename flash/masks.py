@@ -1,7 +1,7 @@
 """What options add to the kernels: the band, packed sequences, dropout, head dims that are no power of 2.
 
-Triton compiles a kernel for the options it is called with. An argument that is None is known then, so that
-`if left is not None` is decided once, by the compiler, and an option that is off leaves nothing behind.
+Triton compiles a kernel for the options that it is called with. It knows then which arguments are None: the compiler
+decides `if left is not None` once, and an option that is off leaves nothing behind.
 What the options mean: `flash.options`.
 """
 
@@ -11,14 +11,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Triton chose at its first import: under its interpreter these kernels run on a CPU, operation by operation.
+# Triton chose when it was first imported: under its interpreter kernels run on a CPU, operation by operation.
 INTERPRETED = not isinstance(tl.cdiv, triton.JITFunction)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """A function that kernels call. The interpreter, which would patch `tl` anew for each call, takes plain Python."""
+    """A function that kernels call. For the interpreter it stays plain Python, or each call would patch `tl` anew."""
     return function if INTERPRETED else triton.jit(function)
 
 
@@ -27,9 +27,9 @@ def helper(function: Callable[..., Any]) -> Any:
 
 @helper
 def place(n, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Of this program: the first row of its block, its head, its batch.
+    """(first row of this program's block, its head, its batch).
 
-    LAST_FIRST: under a causal mask the last rows see the most keys, and what takes longest must not start last.
+    LAST_FIRST: under a causal mask the last rows see the most keys, and what takes longest should not start last.
     """
     program, blocks = tl.program_id(0), (n + BLOCK - 1) // BLOCK
     block = program % blocks
@@ -40,7 +40,7 @@ def place(n, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @helper
 def length(cu_seqlens, batch, n):
-    """Rows of this sequence: of a packed one, or n."""
+    """Rows of this program's sequence: n, unless sequences are packed."""
     if cu_seqlens is None:
         return n
     else:
@@ -49,7 +49,7 @@ def length(cu_seqlens, batch, n):
 
 @helper
 def head_of(pointer, strides, batch, head, cu_seqlens):
-    """Pointer to the first row of one head of one sequence. 64 bits: a tensor may have more than 2^31 elements."""
+    """Pointer to the first row of one head of one sequence. int64, since a tensor may have more than 2^31 elements."""
     pointer += head.to(tl.int64) * strides[1]
     if cu_seqlens is None:
         return pointer + batch.to(tl.int64) * strides[0]
@@ -75,7 +75,7 @@ def load_block(pointer, strides, rows, n, CHECK: tl.constexpr, HEAD_DIM: tl.cons
 
 @helper
 def store_block(pointer, strides, rows, n, block, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rounds to the dtype of the tensor."""
+    """Store (rows, BLOCK_D), rounded to the tensor's dtype; rows from n on and the padding are left out."""
     columns = tl.arange(0, BLOCK_D)[None, :]
     pointers = pointer + rows[:, None].to(tl.int64) * strides[2] + columns.to(tl.int64) * strides[3]
     tl.store(pointers, block.to(pointer.dtype.element_ty), mask=(rows[:, None] < n) & (columns < HEAD_DIM))
@@ -105,8 +105,8 @@ def store_numbers(pointer, strides, rows, n, numbers):
 
 @helper
 def over_columns(a, b, PRECISION: tl.constexpr):
-    """a b^T. In float32 a long head dim is summed in parts of 32, and then the parts: a sum of 256 terms in a row has
-    three times the rounding error. The matrix units, which 16-bit numbers go through, have an order of their own."""
+    """a b^T. In float32 the head dim is summed in parts of 32, and then the parts: one sum of 256 terms in a row has
+    three times the rounding error. The matrix units, for 16-bit numbers, choose their own order."""
     PARTS: tl.constexpr = a.shape[1] // 32 if a.dtype == tl.float32 and PRECISION == "ieee" else 1
     if PARTS > 1:
         a = tl.permute(tl.reshape(a, [a.shape[0], PARTS, 32]), [1, 0, 2])
@@ -130,12 +130,13 @@ def diagonal(n_q, n_k, BOTTOM_RIGHT: tl.constexpr):
 
 @helper
 def spans(first, last, n, o, before, after, BLOCK: tl.constexpr, MASK_END: tl.constexpr):
-    """Which blocks, of the n positions over there, the positions first to last need: four bounds a, b, c, d.
+    """Which blocks of the n positions on the other side the positions first to last need: four bounds a, b, c, d.
 
     Blocks from a to b need a mask, from b to c none, from c to d a mask again; a, b, c are multiples of BLOCK.
-    A side without a bound is None. MASK_END: the block that n cuts off needs a mask.
-    For keys that rows see call with o, left, right; for rows that see keys with -o, right, left.
+    before, after: None for a side without a bound. MASK_END: a block that n cuts off needs a mask.
+    For the keys that rows see call with o, left, right; for the rows that see keys with -o, right, left.
     """
+    # From a to d: what at least one of these positions needs. From b to c: what all of them see.
     a, b, c, d = 0, 0, n if MASK_END else n + BLOCK - 1, n
     if before is not None:
         a = tl.maximum(first + o - before, 0)
@@ -143,7 +144,8 @@ def spans(first, last, n, o, before, after, BLOCK: tl.constexpr, MASK_END: tl.co
     if after is not None:
         c = tl.minimum(c, first + o + after)  # not + 1: the last that sees `first` may see nothing else (`sees_one`)
         d = tl.minimum(d, last + o + after + 1)
-    d = tl.where(a < d, d, 0)  # nothing is visible: four bounds that hold no block
+    d = tl.where(a < d, d, 0)  # if nothing is visible: four bounds without a block between them
+    # To the borders of blocks: a and c go down, b goes up.
     end = (d + BLOCK - 1) // BLOCK * BLOCK
     b = tl.minimum((b + BLOCK - 1) // BLOCK * BLOCK, end)
     c = tl.maximum(tl.minimum(c // BLOCK * BLOCK, end), b)
@@ -152,7 +154,7 @@ def spans(first, last, n, o, before, after, BLOCK: tl.constexpr, MASK_END: tl.co
 
 @helper
 def visible(rows, keys, n_k, o, left, right):
-    """True where a row may see a key: rows and keys as a column and a row, or the other way round."""
+    """True where a row may see a key. rows, keys: a column and a row of numbers, or a row and a column."""
     seen = keys < n_k
     if left is not None:
         seen = seen & (keys >= rows + o - left)
@@ -163,10 +165,10 @@ def visible(rows, keys, n_k, o, left, right):
 
 @helper
 def sees_one(rows, n_k, o, left, right):
-    """True where a row sees one key.
+    """True where a row sees exactly one key.
 
-    One key has the weight 1 whatever its score, so its dS is dlse. In dP - dO O two sums would have to cancel, each
-    rounded in an order of its own: from a dO of 0 both are 0.
+    One key has the weight 1 whatever its score, so dS = dlse. In dS = P (dP - dO O + dlse) the sums dP and dO O would
+    have to cancel, and each is rounded in its own order. With a dO of 0 both are 0.
     """
     first, last = rows * 0, rows * 0 + n_k - 1
     if left is not None:
@@ -190,7 +192,7 @@ def absorb(state, word):
 
 @helper
 def start_hash(seed, batch, head):
-    """What all weights of a head have in common; 0 without dropout."""
+    """The hash of the words that all weights of a head share: seed, batch, head. 0 without dropout."""
     if seed is None:
         return 0
     else:
@@ -201,7 +203,7 @@ def start_hash(seed, batch, head):
 
 @helper
 def dropout(seed, state, rows, keys, threshold, factor):
-    """What a weight is multiplied by: factor = 1 / (1 - p) where it is kept, else 0; 1 without dropout."""
+    """What each weight is multiplied by: factor = 1 / (1 - p) if it is kept, else 0; 1 without dropout."""
     if seed is None:
         return 1.0
     else:

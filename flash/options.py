@@ -28,8 +28,8 @@ class Options(NamedTuple):
     seed: torch.Tensor | None  # int64, no dimensions, on q's device; None without dropout
     cu_seqlens_q: torch.Tensor | None = None  # int32: where each packed sequence starts, and the end
     cu_seqlens_k: torch.Tensor | None = None
-    max_q: int = -1  # rows of the longest sequence, from `with_lengths`
-    max_k: int = -1
+    max_q: int | None = None  # rows of the longest sequence: None until `with_lengths`
+    max_k: int | None = None
 
     def with_lengths(self, max_q: int, max_k: int) -> "Options":
         """For sequences of at most so many rows and keys. A bound that no pair of positions reaches is none."""

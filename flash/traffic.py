@@ -5,11 +5,11 @@ Per head, for N rows of d elements and blocks of B_q rows and B_k keys:
     naive    reads Q, K, V and writes out, and writes and reads the N × N matrices    Θ(N d + N²)
     tiled    reads Q once, and K and V once for every block of rows                   2 N d · N / B_q + ...
 
-SRAM of M elements holds blocks of B_q ~ M / d rows, so tiled attention moves Θ(N² d² / M): less than N² as
-long as d² < M. Both do the same arithmetic. Dao et al., 2022, "FlashAttention", theorem 2.
+SRAM of M elements holds blocks of B_q ~ M / d rows, so tiled attention moves Θ(N² d² / M): less than N² if
+d² < M. Both do the same arithmetic. Dao et al., 2022, "FlashAttention", theorem 2.
 
-`hbm_bytes` is the model, `count` measures: it notes every byte that an operator reads from a tensor it was
-given, and every byte that it writes there. What an operator makes anew counts as SRAM.
+`hbm_bytes` is the model, `count` measures: it notes every byte that operators read from the tensors that it was
+given, and every byte that they write there. Tensors that an operator makes anew count as SRAM.
 """
 
 import contextlib
@@ -55,8 +55,8 @@ def hbm_bytes(
 ) -> Traffic:
     """What attention over n_q queries and n_k keys (by default as many) of (batch, heads) moves, in bytes.
 
-    algorithm: "naive", with each matrix written once and read wherever it is used; "tiled", as `flash.tiled` (one
-    backward pass that adds to dQ); "kernels", as `flash.kernels` (one kernel for dK and dV, one for dQ).
+    algorithm: "naive" writes each matrix once and reads it at each use; "tiled" is `flash.tiled` (one backward pass,
+    which adds to dQ); "kernels" is `flash.kernels` (one kernel for dK and dV, one for dQ).
     backward: the backward pass instead of the forward one. itemsize: bytes of an element of q; lse, delta and the
     sum of dQ have 4 (8 where q has). "naive" computes all scores, whatever the mask. `ValueError` for an unknown
     algorithm, a block that is not positive, key/value heads that do not divide the heads, a wrong mask.
@@ -101,7 +101,7 @@ def hbm_bytes(
 
 
 def _naive_bytes(q: int, k: int, scores: int, backward: bool) -> Traffic:
-    """From the bytes of q, of k and of the scores."""
+    """What "naive" moves in one sequence. q, k, scores: the bytes of each, over all heads."""
     if not backward:  # S = Q K^T; P = softmax S; O = P V
         return Traffic((q + k) + scores + (scores + k), scores + scores + q)
     # dV = P^T dO; dP = dO V^T; dS from P and dP; dQ = dS K; dK = dS^T Q
@@ -117,7 +117,7 @@ def _band(n_q: int, n_k: int, causal: Any, window: Any) -> tuple[float, float]:
 
 
 def _visited(n_rows: int, n_keys: int, block_rows: int, block_keys: int, band: tuple[float, float]) -> int:
-    """Keys in blocks of which a block of rows sees any, summed over the blocks of rows."""
+    """Keys that a block of rows loads, summed over the blocks of rows: all of each block in which it sees one."""
     left, right = band
     total = 0
     for start in range(0, n_rows, block_rows):
@@ -135,7 +135,7 @@ def theorem_bytes(n: int, head_dim: int, sram: int, itemsize: int = 2) -> float:
 
 
 class Gpu(NamedTuple):
-    """SRAM: the most shared memory that one program may use."""
+    """One product. SRAM: the most shared memory that one program may use."""
 
     sram: int  # bytes
     processors: int  # streaming multiprocessors, compute units
@@ -178,11 +178,11 @@ def sram_needed(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) ->
 
 
 def choose_blocks(head_dim: int, itemsize: int = 2, sram: int | str | None = None) -> tuple[int, int]:
-    """(block_q, block_k), powers of two from 16 to 256: of those that fit into SRAM, what moves the fewest bytes.
+    """(block_q, block_k), powers of two from 16 to 256: of those that fit into SRAM, the pair that moves fewest bytes.
 
-    sram: bytes, a name from `GPUS`, or None for the device at hand. Forward and backward together count, over a
-    long sequence: large blocks of rows save loads of keys and values, large blocks of keys loads of queries.
-    `ValueError` where not even 16 × 16 fits.
+    sram: bytes, a name from `GPUS`, or None for the device at hand. The bytes are those of forward and backward
+    together, over a long sequence: large blocks of rows save loads of keys and values, large blocks of keys save
+    loads of queries. `ValueError` if not even 16 × 16 fits.
     """
     if isinstance(sram, str):
         if sram not in GPUS:
@@ -219,6 +219,7 @@ class _Counter(TorchDispatchMode):
         self.loads = self.stores = 0
 
     def bytes_in_hbm(self, value: Any) -> int:
+        """The bytes of the tensors in `value` that lie in one of those storages."""
         if isinstance(value, list | tuple):
             return sum(map(self.bytes_in_hbm, value))
         if not isinstance(value, torch.Tensor) or value.numel() == 0:
@@ -236,7 +237,7 @@ class _Counter(TorchDispatchMode):
                 if written:
                     self.stores += self.bytes_in_hbm(value)
                 if not written or not (argument.is_out or name in ("aten::copy_", "aten::zero_", "aten::fill_")):
-                    self.loads += self.bytes_in_hbm(value)  # the named ones only write
+                    self.loads += self.bytes_in_hbm(value)  # the operators named above only write
         return result
 
 

@@ -1,7 +1,7 @@
 """python -m precision 0.1: a number taken apart; python -m precision 2048 + 1: a sum that is not there.
 
-Every number written is rounded to the format, every operation is done exactly on what came of that, and its
-result is rounded once: so IEEE 754 defines arithmetic.
+Every number that is written is rounded to the format. Every operation is exact on such numbers, and its result is
+rounded once: this is how IEEE 754 defines arithmetic.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Number = Fraction | float  # a float where a fraction cannot be: infinity, NaN, 
 
 
 def parse(text: str) -> ast.expr:
-    """The expression's tree; `ValueError` where there is more than numbers, + - * / ** and parentheses."""
+    """The expression's tree. `ValueError` for anything but numbers, + - * / ** and parentheses."""
     allowed = (ast.BinOp, ast.UnaryOp, ast.USub, ast.UAdd, *OPERATORS)
     try:
         tree = ast.parse(text, mode="eval").body
@@ -49,7 +49,7 @@ def parse(text: str) -> ast.expr:
 
 
 def literal(node: ast.Constant, text: str) -> Number:
-    """What is written, exactly: 0.1 is a tenth, which no binary format has."""
+    """The number that is written, exactly: 0.1 is a tenth, which no binary format has."""
     value = node.value
     if isinstance(value, int):
         return Fraction(value) or 0.0
@@ -61,7 +61,7 @@ def literal(node: ast.Constant, text: str) -> Number:
 
 
 def operate(function: Callable, left: float, right: float, rounding: str) -> Number:
-    """The exact result of an operation; with infinities, NaNs and divisions by zero as IEEE 754 has them."""
+    """The exact result of an operation. Infinities, NaNs and divisions by zero follow IEEE 754."""
     if function is operator.pow:
         if left == 0 and right < 0:
             function, left, right = operator.truediv, 1.0, left if right % 2 else 0.0
@@ -82,8 +82,8 @@ def operate(function: Callable, left: float, right: float, rounding: str) -> Num
 def to_odd(exact: Number) -> float:
     """A float64 that every narrower format rounds as it would round the number itself.
 
-    What float64 has no place for is cut off, and if that was not nothing the last bit becomes 1: so the float
-    is on the same side of every number, and of every middle, of a format that is two bits narrower or more.
+    The bits that float64 has no place for are cut off. If one of them was a 1, the last bit becomes 1. So the float
+    is on the same side of every number, and of every middle between two, of a format with at least two bits less.
     Boldo & Melquiond, 2008, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd".
     """
     if isinstance(exact, float):
@@ -99,7 +99,7 @@ def to_odd(exact: Number) -> float:
 
 
 def exponent(node: ast.expr) -> int:
-    """What stands behind **: a whole number that is no number of the format."""
+    """The exponent behind **, a Python int: it is not rounded to the format. `ValueError` unless -1000 to 1000."""
     try:
         power = ast.literal_eval(node)
     except ValueError:
@@ -118,7 +118,7 @@ class Evaluation:
         self.visit(parse(text))
 
     def visit(self, node: ast.expr) -> float:
-        """The value of a node, rounded; the steps on the way are noted."""
+        """The value of a node, rounded. Notes each step on the way."""
         if isinstance(node, ast.Constant):
             return self.round(ast.unparse(node), literal(node, self.text))
         if isinstance(node, ast.UnaryOp):
@@ -138,6 +138,7 @@ class Evaluation:
         return self.round(f"{left!r} {symbol} {right!r}", exact, flags)
 
     def round(self, what: str, exact: Number, flags: Set[str] = frozenset()) -> float:
+        """Round an exact result to the format, and note it as a step. flags: those that the operation raised."""
         bits, raised = encode_one(to_odd(exact), self.fmt, self.rounding)
         self.steps.append((what, exact, bits, raised | flags))
         return decode_one(bits, self.fmt)
@@ -166,13 +167,13 @@ def neighbour(bits: int, fmt: FloatFormat, step: int) -> float | None:
 
 
 def show(number: Number) -> str:
-    """In full if 17 digits are enough, else roughly."""
+    """A number in full if 17 digits are enough, else the nearest float64 behind an ≈."""
     nearest = to_odd(number) if isinstance(number, float) or abs(number) > sys.float_info.max else float(number)
     return repr(nearest) if not math.isfinite(nearest) or Fraction(repr(nearest)) == number else f"≈ {nearest!r}"
 
 
 def as_powers(bits: int, fmt: FloatFormat) -> str:
-    """± 1.mantissa × 2^exponent."""
+    """The number as ± 1.mantissa × 2^exponent, the mantissa in binary."""
     code = bits % 2 ** (fmt.width - 1)
     field, mantissa = code >> fmt.mantissa_bits, code % 2**fmt.mantissa_bits
     digits = f"{mantissa:0{fmt.mantissa_bits}b}" if fmt.mantissa_bits else "0"
@@ -204,7 +205,7 @@ def facts(evaluation: Evaluation) -> Table:
 
 
 def steps(evaluation: Evaluation) -> Table:
-    """Each operation: exactly, and rounded."""
+    """A row for each operation: its exact result, and that rounded."""
     table = Table("step", "exactly", "rounded", box=None, pad_edge=False)
     for what, exact, bits, flags in evaluation.steps:
         if flags or " " in what:  # not the numbers that came as they were written
@@ -213,7 +214,7 @@ def steps(evaluation: Evaluation) -> Table:
 
 
 def side_by_side(text: str, rounding: str) -> Table:
-    """The same in every format."""
+    """A row for each format: the expression's result and error in it."""
     table = Table("format", "bits", "value", "error", box=None, pad_edge=False)
     for name, fmt in FORMATS.items():
         _, exact, bits, _ = Evaluation(text, fmt, rounding).steps[-1]
@@ -225,18 +226,22 @@ def side_by_side(text: str, rounding: str) -> Table:
 
 
 class OneLineParser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without the usage, and exits with status 2."""
+
     def error(self, message: str) -> NoReturn:
+        """Called by argparse, too, for options that it does not know."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """The command line: prints the steps of an expression, its result taken apart, and the same in other formats."""
     parser = OneLineParser(prog="python -m precision", description=__doc__)
     parser.add_argument(
         "expression", nargs="+", help="a number, or numbers with + - * / ** and parentheses (quote these for the shell)"
     )
     parser.add_argument("--format", default="FP16", type=str.upper, help=f"{', '.join(FORMATS)}; default: FP16")
     parser.add_argument("--rounding", default="nearest-even", help=f"{', '.join(ROUNDINGS[:5])}; default: nearest-even")
-    # -(1 + 2) is no option; what begins with a space is none for argparse.
+    # -(1 + 2) is no option. A leading space tells argparse so.
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args([re.sub(r"^-(?=[\d.(])", " -", argument) for argument in arguments])
     if options.format not in FORMATS:

@@ -2,13 +2,13 @@
 
     total = round(total + term)          for one term after the other; round: to the accumulator's format
 
-A partial sum is rounded to its last place, so that terms below half of that place are lost. In FP16 a sum of ones
+A partial sum is rounded to its last place, so terms below half of that place are lost. In FP16 a sum of ones
 ends at 2048: the next number is 2050, and 2049, half-way, goes to the even one of the two, 2048. To first order in
 u = epsilon / 2 the error of a sum of n terms is at most
 
     sequential   (n - 1) u Σ|x|     a term passes through all additions after it
-    pairwise     log2(n) u Σ|x|     through one in each round of a tournament
-    kahan              2 u Σ|x|     what an addition loses is handed to the next one
+    pairwise     log2(n) u Σ|x|     a term passes through one addition in each round of a tournament
+    kahan              2 u Σ|x|     what an addition loses goes into the next term
 
 So FP16 values are multiplied and added in FP32, and the result alone is rounded to FP16. Higham, 1993, "The accuracy
 of floating point summation"; Micikevicius et al., 2018, "Mixed Precision Training", section 3.3.
@@ -42,7 +42,7 @@ def sequential(terms: Iterable[Tensor], total: Tensor, round_: Round) -> Tensor:
 
 
 def pairwise(terms: Tensor, total: Tensor, round_: Round) -> Tensor:
-    """terms: (n, …). Neighbours are added, then neighbouring sums, and so on; the last one to `total`."""
+    """Neighbours are added, then neighbouring sums, and so on; the last sum is added to `total`. terms: (n, …)."""
     while len(terms) > 1:
         pairs = round_(terms[0:-1:2] + terms[1::2])
         terms = torch.cat([pairs, terms[-1:]]) if len(terms) % 2 else pairs
@@ -50,7 +50,7 @@ def pairwise(terms: Tensor, total: Tensor, round_: Round) -> Tensor:
 
 
 def kahan(terms: Iterable[Tensor], total: Tensor, round_: Round) -> Tensor:
-    """As `sequential`, but each term first gets what the addition before it lost. Kahan, 1965."""
+    """As `sequential`, but what an addition lost is first added to the next term. Kahan, 1965."""
     lost = torch.zeros_like(total)
     for term in terms:
         before, term = total, round_(term + lost)
@@ -66,8 +66,8 @@ METHODS: dict[str, Callable[[Tensor, Tensor, Round], Tensor]] = {
 }
 
 
-# What users call: floating NumPy arrays or torch tensors in, and out, with FP16 values in the same dtype. Other
-# values are rounded to FP16 first. `TypeError` for what is not floating, `ValueError` for shapes that do not fit.
+# What users call: floating NumPy arrays or torch tensors in, FP16 values of the same kind and dtype out. Numbers that
+# are no FP16 values are rounded first. `TypeError` for other dtypes, `ValueError` for shapes that do not fit.
 
 
 @exactly
@@ -115,7 +115,7 @@ def softmax(x: Any, dim: int = -1, accumulator: FloatFormat = FP32) -> Any:
     With FP16 accumulators the denominator of 4096 equal numbers stops at 2048, and their probabilities add up to 2.
     """
     values, round_ = _terms("softmax", x, dim), rounding_to(accumulator)
-    # exp has any number of digits: what is said above of two roundings is not true of it.
+    # exp has any number of digits, so the theorem above on two roundings does not hold for it: `quantize` rounds once.
     powers = accumulator.quantize(torch.exp(round_(values - values.amax(0))))
     total = sequential(powers, torch.zeros_like(powers[0]), round_)
     return _as_fp16(round_(powers / total).movedim(0, dim), x)
@@ -143,7 +143,7 @@ def batch_norm_statistics(x: Any, accumulator: FloatFormat = FP32) -> tuple[Any,
 
 
 def _statistics(values: Tensor, accumulator: FloatFormat, x: Any) -> tuple[Any, Any]:
-    """mean = Σ x / n, variance = Σ (x - mean)² / n, of values (n, …). Of no values, both are NaN."""
+    """mean = Σ x / n, variance = Σ (x - mean)² / n, of values (n, …). Both are NaN if n is 0."""
     round_ = rounding_to(accumulator)
     zero, count = values.new_zeros(values.shape[1:]), round_(values.new_tensor(float(len(values))))
     mean = round_(sequential(values, zero, round_) / count)
@@ -160,8 +160,9 @@ def rounding_to(accumulator: FloatFormat, terms: FloatFormat = FP16) -> Round:
     """
     if not isinstance(accumulator, FloatFormat):
         raise TypeError(f"accumulator must be a FloatFormat such as FP32 or FP16, not {accumulator!r}")
-    # torch's conversions are quicker. To FP16 it goes by way of float32, which changes nothing after an operation
-    # on numbers of 11 bits, by the theorem above: 24 ≥ 2 · 11 + 2. To BF16 it would: the terms have more than 8 bits.
+    # torch's conversions are quicker than `quantize`. To FP16 torch goes by way of float32, which changes nothing after
+    # an operation on numbers of 11 bits, by the theorem above: 24 ≥ 2 · 11 + 2. To BF16 it would change something: the
+    # terms have more than 8 bits.
     if accumulator == FP32:
         return lambda x: x.to(torch.float32).to(torch.float64)
     if accumulator == FP16 and terms.mantissa_bits <= FP16.mantissa_bits:
@@ -178,7 +179,7 @@ def _values(name: str, x: Any) -> Tensor:
 
 
 def _terms(name: str, x: Any, dim: int) -> Tensor:
-    """The values with the dimension that is summed first."""
+    """x as a float64 tensor of FP16 values, with dimension `dim` moved to the front."""
     values = _values(name, x)
     if not -values.dim() <= dim < values.dim():
         raise ValueError(f"{name}: there is no dimension {dim} in shape {tuple(values.shape)}")

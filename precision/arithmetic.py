@@ -8,17 +8,17 @@
     round       to the bits of the mantissa        1.110 · 2^3, to even: half-way to 1.111
     pack        the three fields into one          14
 
-What moves out on the right leaves three bits behind: guard and round, the next two places, and sticky, which
-is 1 where anything but zeros lies below. They are enough to give, in every rounding, the exact result rounded
-once. IEEE 754-2019, sections 4 to 7; Goldberg, 1991, "What every computer scientist should know about
+Bits that move out on the right leave three bits behind: guard and round are the next two places, and sticky is 1
+if anything but zeros lies below. With these three every rounding gives the exact result, rounded once.
+IEEE 754-2019, sections 4 to 7; Goldberg, 1991, "What every computer scientist should know about
 floating-point arithmetic"; Muller et al., 2018, "Handbook of Floating-Point Arithmetic", chapter 7.
 
     add subtract multiply divide (a, b, fmt=FP16, rounding="nearest-even", return_flags=False)
     fma(a, b, c, ...)   sqrt(a, ...)   compare(a, b, fmt=FP16)
 
 They take bit patterns of at most 16 bits (NumPy arrays, torch tensors on any device, whole numbers) that broadcast
-to one shape, and return the result's, of the same kind; with return_flags (bits, `Flags`). Where a format has no
-infinity, division by zero gives what overflow gives in it: NaN, or ±max (see `FloatFormat`). A NaN has no payload.
+to one shape, and return the result's, of the same kind; with return_flags (bits, `Flags`). If a format has no
+infinity, division by zero gives what overflow gives: NaN, or ±max (see `layout.BitLayout`). A NaN has no payload.
 `TypeError` for numbers in place of patterns; `ValueError` for patterns of more bits than the format, for shapes
 that do not broadcast, for an unknown rounding, and for an invalid operation where the format has no NaN.
 """
@@ -58,7 +58,7 @@ def unpack(bits: Tensor, fmt: FloatFormat, extra: int = 0) -> Number:
 
 
 def shift_right(significand: Tensor, places: Tensor | int) -> Tensor:
-    """By so many places, none where negative; the last bit is sticky: it is 1 if any 1 moved out."""
+    """Shifted by `places`, or not at all if that is negative. The last bit is sticky: it is 1 if any 1 moved out."""
     if isinstance(places, Tensor):
         places = places.clamp(0, torch.iinfo(significand.dtype).bits - 1)  # processors cannot shift by more
     kept = significand >> places
@@ -66,14 +66,14 @@ def shift_right(significand: Tensor, places: Tensor | int) -> Tensor:
 
 
 def align(x: Number, y: Number) -> tuple[Number, Number]:
-    """Both with the larger of their exponents."""
+    """Both numbers with the larger of their exponents: the smaller number moves to the right."""
     exponent = torch.maximum(x.exponent, y.exponent)
     x, y = (Number(n.sign, exponent, shift_right(n.significand, exponent - n.exponent)) for n in (x, y))
     return x, y
 
 
 def operate_add(x: Number, y: Number, rounding: str) -> Number:
-    """x + y, aligned before."""
+    """x + y, for numbers that are aligned: as signed whole numbers."""
     total = where(x.sign == 0, x.significand, -x.significand) + where(y.sign == 0, y.significand, -y.significand)
     # x - x is +0, and -0 when rounding down; (-0) + (-0) stays -0.
     sign_of_zero = where(x.sign == y.sign, x.sign, int(rounding == "down"))
@@ -81,19 +81,19 @@ def operate_add(x: Number, y: Number, rounding: str) -> Number:
 
 
 def operate_multiply(x: Number, y: Number, fmt: FloatFormat) -> Number:
-    """x · y, exactly: the places after the points add up, and one of two biases goes."""
+    """x · y, exactly: the places after the points add up. Both exponents bring a bias, of which one goes."""
     return Number(x.sign ^ y.sign, x.exponent + y.exponent - fmt.bias, x.significand * y.significand)
 
 
 def operate_divide(x: Number, y: Number, fmt: FloatFormat) -> Number:
-    """x / y, with three places more than the mantissa_bits of x and y; what remains makes the last one sticky."""
+    """x / y, with three places more than the mantissa_bits of x and y. A remainder makes the last place sticky."""
     dividend, divisor = x.significand << (fmt.mantissa_bits + EXTRA), y.significand.clamp(min=1)
     quotient = dividend // divisor
     return Number(x.sign ^ y.sign, x.exponent - y.exponent + fmt.bias, quotient | (quotient * divisor != dividend))
 
 
 def operate_sqrt(x: Number, fmt: FloatFormat) -> Number:
-    """The root of x, with three places more than the mantissa_bits of x, bit by bit from the highest."""
+    """√x, with three places more than the mantissa_bits of x. Each bit, from the highest, stays if the square fits."""
     exponent = x.exponent - fmt.bias
     # An odd exponent leaves a factor of 2 to the significand. A root has half as many places as its square.
     square = x.significand << ((exponent & 1) + fmt.mantissa_bits + 2 * EXTRA)
@@ -105,7 +105,7 @@ def operate_sqrt(x: Number, fmt: FloatFormat) -> Number:
 
 
 def normalise(x: Number, point: int) -> Number:
-    """x with the highest 1 of its significand right before the point; zero gets an exponent below all others."""
+    """x with the highest 1 of its significand right before the point. Zero gets an exponent below all others."""
     carry = x.significand >> (point + 1)
     exponent, significand = x.exponent + carry, shift_right(x.significand, carry)
     # To the left by halving steps: by 16 places where 16 are free, then by 8, …
@@ -118,7 +118,7 @@ def normalise(x: Number, point: int) -> Number:
 
 
 def round_off(x: Number, rounding: str) -> Tensor:
-    """The significand without guard, round and sticky, which decide whether 1 is added."""
+    """The significand without guard, round and sticky. These three bits decide whether 1 is added."""
     kept, rest, half = x.significand >> EXTRA, x.significand & (2**EXTRA - 1), 2 ** (EXTRA - 1)
     if rounding == "nearest-even":
         away = rest + (kept & 1) > half  # from half-way, odd numbers go up and even ones stay
@@ -132,7 +132,7 @@ def round_off(x: Number, rounding: str) -> Tensor:
 
 
 def round(x: Number, point: int, fmt: FloatFormat, rounding: str) -> tuple[Number, Tensor, Tensor]:
-    """A normalised x, rounded to mantissa_bits places; where that is inexact, and where x is tiny."""
+    """(x rounded to mantissa_bits places, where that is inexact, where x is tiny), for a normalised x."""
     x = x._replace(significand=shift_right(x.significand, point - fmt.mantissa_bits - EXTRA))
     # Below the smallest normal number the exponent stays and the significand moves: a subnormal number.
     placed = Number(x.sign, x.exponent.clamp(min=1), shift_right(x.significand, 1 - x.exponent))
@@ -174,7 +174,7 @@ class Kind(NamedTuple):
 
 
 def classify(bits: Tensor, fmt: FloatFormat) -> Kind:
-    """Infinity is the code above the largest number, NaNs are above it; those below the quiet one are signalling."""
+    """Infinity is the code right above the largest number; NaNs lie above it, signalling ones below the quiet one."""
     code = bits & (2 ** (fmt.width - 1) - 1)
     zero = code < (1 if fmt.subnormals else 2**fmt.mantissa_bits)
     nan = code > (fmt.infinity_bits or fmt.max_bits)
@@ -190,7 +190,11 @@ def settle(
     invalid: Tensor,
     by_zero: Tensor | None = None,
 ) -> Result:
-    """The result of the steps, or in its place infinity, of that sign, or NaN. invalid: beyond signalling operands."""
+    """The result of the steps, unless infinity or NaN takes its place.
+
+    sign: of the infinity. infinite, by_zero: where it takes the place. invalid: where NaN does; a NaN among the
+    operands gives NaN, too, and a signalling one is invalid as well.
+    """
     bits, flags = finite
     by_zero = torch.zeros_like(invalid) if by_zero is None else by_zero
     nan = invalid
@@ -206,7 +210,7 @@ def settle(
     return bits, Flags(inexact, flags.underflow & rounded, overflow, invalid, by_zero)
 
 
-# The operations. `on_bits` checks and converts what comes in, so that they see integer tensors of one shape.
+# The operations. `on_bits` checks and converts the operands, so that an operation sees integer tensors of one shape.
 
 
 @on_bits
@@ -286,9 +290,9 @@ def sqrt(a: Tensor, fmt: FloatFormat = FP16, rounding: str = "nearest-even") -> 
 
 
 def compare(a: Any, b: Any, fmt: FloatFormat = FP16) -> Any:
-    """int8: -1 where a < b, 0 where a = b (and of -0 and +0), 1 where a > b, 2 where one is NaN: unordered.
+    """int8: -1 where a < b, 0 where a = b (-0 equals +0), 1 where a > b, 2 where one is NaN: unordered.
 
-    Without their signs, patterns as whole numbers are in the order of the numbers that they stand for.
+    Without their signs, patterns as whole numbers have the order of the numbers that they stand for.
     """
 
     def order(a: Tensor, b: Tensor) -> list[Tensor]:

@@ -43,10 +43,10 @@ def emulate(fmt: FloatFormat = FP16, accumulator: FloatFormat = FP32) -> Iterato
     fmt: FP16, BF16, FP8_E4M3 or any other FloatFormat. Of nested blocks the innermost alone counts.
     accumulator: what the partial sums of sums, means, matrix products and 2-d convolutions are rounded to, one
     addition after the other: slow, for small tensors (see `partial_sums`). With FP32 PyTorch's own kernels add.
-    Call `backward` inside of the block. Integers, views, and the running statistics of a batch norm are left
-    alone, and so is what a model computes in FP32 on its own, such as the square in Llama's norm (`precision.islands`);
-    tensors in 16 bits already are computed by PyTorch's own kernels. Parameters are kept for backward as
-    they are, without a copy. `TypeError` where a format is none.
+    Call `backward` inside the block. Integers, views, and the running statistics of a batch norm are left alone.
+    So is what a model itself computes in FP32, such as the square in Llama's norm (`precision.islands`). PyTorch's own
+    kernels compute tensors that have 16 bits already. Backward keeps parameters as they are, without a copy.
+    `TypeError` if fmt or accumulator is no FloatFormat.
     The tensors that are alive in the block are FP32 ones: only what autograd keeps has mixed precision's bytes.
     A loss scale above 65504 is infinite in FP16: compute the loss outside, and give `output.backward` its gradient.
     """
@@ -80,14 +80,16 @@ class _Packed(NamedTuple):
 
 
 class _Emulation(TorchDispatchMode):
+    """One block of `emulate`: rounds what operators read and write, and packs what autograd keeps."""
+
     def __init__(self, fmt: FloatFormat, accumulator: FloatFormat) -> None:
         super().__init__()
         self.fmt, self.accumulator = fmt, accumulator
-        # Storages that were born in this block hold rounded values, all of them, at any time.
+        # Storages that were born in this block: all their values are rounded, at any time.
         self.born: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        # Storages of FP32 values, which the model asked for: `precision.islands`.
+        # Storages whose values are FP32's, because the model asked for that: `precision.islands`.
         self.wide: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        # Of each storage the bits that autograd holds: what two operators save is stored once.
+        # For each storage the bits that autograd holds: if two operators save a tensor, it is stored once.
         self.packed: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
 
     # Operators.
@@ -100,6 +102,7 @@ class _Emulation(TorchDispatchMode):
         if _is_composite(func):  # only without autograd: cross_entropy, say, which is a log_softmax and more
             with self:
                 return func.decompose(*args, **kwargs)
+        # Round what the operator reads, run it, then round what it wrote into its arguments, and what it made.
         with exact():
             given = dict(zip(names, args)) | kwargs
             untouched = written | _STATISTICS
@@ -124,7 +127,7 @@ class _Emulation(TorchDispatchMode):
         return result
 
     def read(self, value: Any) -> Any:
-        """An argument as the operator sees it: its tensors rounded, where they come from outside."""
+        """An argument as the operator sees it: tensors that come from outside the block are rounded."""
         if isinstance(value, list | tuple):
             return [self.read(each) for each in value]
         if not _tensors(value) or value.untyped_storage() in self.born or self.is_wide(value):
@@ -134,11 +137,11 @@ class _Emulation(TorchDispatchMode):
     # Islands.
 
     def rounds(self) -> bool:
-        """Whether this block counts, and a 16-bit model would have islands."""
+        """Whether this is the innermost block, and its format so narrow that a model would have islands."""
         return self.fmt.width <= 16 and _thread.innermost is self
 
     def is_wide(self, tensor: torch.Tensor) -> bool:
-        """Whether its values are FP32's, since the model asked for them. Those of a real 16-bit tensor never are."""
+        """Whether its values are FP32's, because the model asked for that. Those of a real 16-bit tensor never are."""
         if not self.wide or tensor.layout != torch.strided or tensor.element_size() <= 2:
             return False
         return tensor.untyped_storage() in self.wide
@@ -148,7 +151,7 @@ class _Emulation(TorchDispatchMode):
         self.wide.add(tensor.untyped_storage())
 
     def convert(self, tensor: torch.Tensor, wide: bool) -> torch.Tensor:
-        """A copy of `tensor`, marked as wide, or rounded."""
+        """A copy of `tensor`: marked as wide if `wide`, else rounded."""
         with exact():
             copy = self.read(tensor).clone() if wide else _round(self.fmt, tensor).clone()
             (self.wide if wide else self.born).add(copy.untyped_storage())
@@ -157,7 +160,7 @@ class _Emulation(TorchDispatchMode):
     # What autograd keeps from forward to backward.
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Packed:
-        """What to keep of `tensor`: the format's bits, except for parameters, which are there anyhow."""
+        """What to keep of `tensor`: the format's bits. Parameters live on anyhow, and are kept as they are."""
         base = tensor if tensor._base is None else tensor._base
         parameter = base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter))
         if (
@@ -183,7 +186,7 @@ class _Emulation(TorchDispatchMode):
             return _Packed(bits, tensor.dtype, view)
 
     def unpack(self, kept: _Kept | _Packed) -> torch.Tensor:
-        """What backward reads."""
+        """The tensor that backward reads, from what `pack` kept. `RuntimeError` if that was changed in place."""
         with exact():
             if isinstance(kept, _Kept):
                 if kept.tensor._version != kept.version:
@@ -215,18 +218,18 @@ def _round(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _store(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of `tensor`, rounded: integers, where PyTorch has no dtype for them."""
+    """The bits of `tensor`, rounded: as float16 or bfloat16 if the format is one of these, else as integers."""
     dtype = _DTYPES.get(fmt)
     return fmt.encode(tensor) if dtype is None else _round(fmt, tensor).to(dtype)
 
 
-# Batch norm updates these inside of itself; they are FP32 in mixed precision too.
+# Batch norm itself updates these. They are FP32 in mixed precision, too.
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 @functools.cache
 def _effects(func: Any) -> tuple[list[str], list[bool], frozenset[str]]:
-    """Of an operator: its arguments' names, which outputs are new tensors, and the arguments it writes values to."""
+    """(an operator's argument names, which of its outputs are new tensors, the arguments that it writes to)."""
     schema = func._schema
     births = [output.alias_info is None and "Tensor" in str(output.type) for output in schema.returns]
     written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -237,6 +240,7 @@ def _effects(func: Any) -> tuple[list[str], list[bool], frozenset[str]]:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
+    """Whether the operator consists of others, which autograd would have taken apart."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 

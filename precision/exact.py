@@ -1,7 +1,7 @@
-"""Where an emulation rounds nothing: what rounding itself is made of has to come out exact.
+"""Where an emulation rounds nothing: the operators that rounding itself is made of must be exact.
 
-`emulate` sees every operator of its thread, those that convert, count and compare numbers for this package
-among them. Functions that work on bits say so, and are left alone.
+`emulate` sees every operator of its thread, also those by which this package converts, counts and compares numbers.
+A function that works on bits is marked with `@exactly`, and left alone.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _thread = threading.local()  # .exact
 
 
 def is_exact() -> bool:
-    """Whether this thread is inside of such a place."""
+    """Whether this thread is inside an `exact` block."""
     return getattr(_thread, "exact", False)
 
 
@@ -34,11 +34,11 @@ def exact() -> Iterator[None]:
 
 
 def exactly(function: Function) -> Function:
-    """A decorator: the function's operators are left alone, wherever it is called."""
+    """A decorator: wherever the function is called, no `emulate` rounds what its operators compute."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # no emulation sees what is compiled
+        if torch.compiler.is_compiling():  # no emulation sees compiled code
             return function(*args, **kwargs)
         with exact():
             return function(*args, **kwargs)

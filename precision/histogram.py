@@ -1,11 +1,11 @@
 """Where numbers sit on the exponent axis: how many values lie in each [2^e, 2^(e+1)), counted from their bits.
 
-    e = floor(log2 |x|)      for a normal number its exponent field less the bias,
-                             for a subnormal one the place of its highest mantissa bit
+    e = floor(log2 |x|)      of a normal number: its exponent field less the bias
+                             of a subnormal one: the place of its highest mantissa bit
 
-FP16 holds magnitudes from 2^-24 (from 2^-14 on with full precision) to 65504. The histogram of a network's
-gradients lies at the lower end of that and beyond it, with the upper end empty: so a loss scale of 2^k, which
-moves all of them k to the right, saves many and costs nothing. Micikevicius et al., 2018, "Mixed Precision
+FP16 holds magnitudes from 2^-24 (from 2^-14 on with full precision) to 65504. A network's gradients lie at the lower
+end of that range and below it, and the upper end is empty. A loss scale of 2^k moves all of them k places to the
+right: it saves many, and costs nothing. Micikevicius et al., 2018, "Mixed Precision
 Training", section 3.2 and Figure 3.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-# Of the float types that others are widened to, exactly: (the integers of the same width, mantissa bits, bias).
+# Other float types are widened to one of these, exactly: (the integers of the same width, mantissa bits, bias).
 LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 LOWEST, HIGHEST = -1074, 1023  # exponents of FP64, the widest
 NORMAL, SMALLEST, END = -14, -24, 16  # FP16: exponents of its smallest normal and subnormal; 2^16 overflows
@@ -32,7 +32,7 @@ FONT = 16
 class Histogram:
     """How many values have which exponent. Histograms add up: `a + b`, `sum(list_of_them, Histogram())`.
 
-    counts: {e: how many with 2^e ≤ |x| < 2^(e+1)}, in order of e, without those that have none.
+    counts: {e: how many x have 2^e ≤ |x| < 2^(e+1)}, in order of e, without empty bins. nonfinite: inf and NaN.
     """
 
     counts: Mapping[int, int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Histogram:
         return sum(self.counts.values()) + self.zeros + self.nonfinite
 
     def share(self, low: float, high: float) -> float:
-        """Of all values, zeros counted, the fraction with an exponent in [low, high); ±math.inf for no bound."""
+        """The fraction of all values, zeros included, with an exponent in [low, high). ±math.inf: no bound."""
         if not low <= high:
             raise ValueError(f"share: low ({low}) must be at most high ({high})")
         if self.total == 0:
@@ -60,8 +60,8 @@ class Histogram:
     def plot(self, ax: Any = None, *, scale: float | None = None, color: str = GRADIENTS) -> Any:
         """Draw the percentage of values in each bin, the zeros beside them, and FP16's range; returns the Axes.
 
-        scale: a loss scale; a second band then shows which values FP16 holds once they are multiplied by it.
-        "Too small" counts what lies below 2^-24; rounding to nearest saves those of them above 2^-25.
+        scale: a loss scale. A second band then shows which values FP16 holds after they are multiplied by it.
+        "Too small" counts the values below 2^-24; rounding to nearest saves those above 2^-25.
         """
         if self.total == 0:
             raise ValueError("plot: the histogram is empty: collect some values first")
@@ -76,9 +76,9 @@ class Histogram:
 
 
 def exponent_histogram(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Histogram:
-    """Count a tensor's values, or several tensors' together: any floating dtype, shape and device.
+    """Count the values of a tensor, or of several together: any floating dtype, shape and device.
 
-    `TypeError` for what is no tensor, and for integer and complex ones.
+    `TypeError` for anything but tensors, and for integer and complex ones.
     """
     counted: torch.Tensor | None = None
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
@@ -102,8 +102,8 @@ def bins(tensor: torch.Tensor) -> torch.Tensor:
     integers, mantissa_bits, bias = LAYOUT[values.dtype]
     magnitude = values.view(integers) & torch.iinfo(integers).max  # without the sign
     exponent_field = magnitude >> mantissa_bits
-    # A subnormal is mantissa · 2^(1 - bias - mantissa_bits). Read as a number of its own, the mantissa is
-    # normal, and its exponent field tells the place of its highest bit.
+    # A subnormal number is mantissa · 2^(1 - bias - mantissa_bits). Converted to a float, the mantissa alone is a
+    # normal number, whose exponent field tells the place of its highest bit.
     highest_bit = (magnitude.to(values.dtype).view(integers) >> mantissa_bits) - bias
     subnormal = highest_bit + 1 - bias - mantissa_bits
     exponent = torch.where(exponent_field == 0, subnormal, exponent_field - bias)
@@ -113,7 +113,7 @@ def bins(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Collected:
-    """What training was seen to hold, all steps together."""
+    """The histograms of a training run, all steps together: see `collect`."""
 
     weights: Histogram = Histogram()
     gradients: Histogram = Histogram()

@@ -87,11 +87,12 @@ class Islands(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def convert(self, x: torch.Tensor, wide: bool) -> torch.Tensor:
+        """x as wide, or as narrow; x itself if it is that already. Autograd converts the gradient back."""
         return x if self.emulation.is_wide(x) == wide else _Convert.apply(x, self.emulation, wide)
 
     def begins_wide(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether FP32 values are asked for that were never narrow: torch.arange(n, dtype=torch.float32), or x.float()
-        of integers, or of a tensor that has 16 bits indeed."""
+        """Whether the call makes FP32 values that were never narrow: torch.arange(n, dtype=torch.float32), or x.float()
+        of integers or of a tensor that really has 16 bits."""
         if name == "float":
             return args[0].dtype != torch.float32 and args[0].layout == torch.strided
         return name == "arange" and kwargs.get("dtype") == torch.float32 and "out" not in kwargs
@@ -117,7 +118,7 @@ class Islands(TorchFunctionMode):
         return x
 
     def promoted(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments of one width, if wide and narrow ones meet."""
+        """The arguments; if wide and narrow ones meet, all converted to one width, as PyTorch would promote them."""
         found: list[torch.Tensor] = []
 
         def collect(x: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@
     w32 = w32 - update(g32)    the optimizer's step
     w16 = round(w32)           weights back: the nearest 16-bit number
 
-An update is often far smaller than its weight. FP16 has 11 significant bits, so w + u can round back to w
-from a ratio w/u of 2^11 = 2048 on, and above 4094 it always does: without a master the weight never moves,
-however many such updates come. The master keeps them, and the 16-bit weight moves when they have added up.
+An update is often far smaller than its weight. FP16 has 11 significant bits. If w/u is 2^11 = 2048 or more, w + u can
+round back to w; above 4094 it always does. Without a master the weight never moves, however many such updates come.
+The master keeps them, and the 16-bit weight moves when they have added up.
 Micikevicius et al., 2018, "Mixed Precision Training", section 3.1.
 """
 
@@ -18,22 +18,22 @@ import torch
 
 
 def gradient_to_master(gradient: torch.Tensor) -> torch.Tensor:
-    """Up: the gradient in FP32, exact; the tensor itself where it is FP32 already."""
+    """Up: the gradient in FP32, exactly; the tensor itself if it is FP32 already."""
     return gradient.float()
 
 
 @torch.no_grad()
 def master_to_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Back: fills `weight` with the numbers of its dtype that are nearest to the master's. Shapes must agree."""
+    """Back: fill `weight` with the numbers of its dtype that are nearest to the master's. Shapes must agree."""
     weight.copy_(master)
 
 
 class MasterWeights(torch.optim.Optimizer):
     """An optimizer over FP32 masters of `parameters`; after each step the parameters are the masters, rounded.
 
-    parameters, kwargs: what `optimizer_class`, any of torch.optim, would be given, groups too. Parameters are
-    float16 or bfloat16; one that is FP32 (a norm's, say) is its own master. `.masters`: FP32 tensors in the
-    parameters' order and shapes; `.param_groups` holds them. `.optimizer` is the one that does the step.
+    parameters, kwargs: as `optimizer_class`, any class of torch.optim, takes them, groups included. Parameters are
+    float16 or bfloat16; a parameter in FP32 (a norm's, say) is its own master. `.masters`: FP32 tensors in the
+    parameters' order and shapes; `.param_groups` holds them. `.optimizer` does the step.
     `ValueError` for other dtypes, a parameter given twice, a learning rate that is not finite.
 
         weights = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -58,11 +58,12 @@ class MasterWeights(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Both are one: a scheduler that sets a learning rate here sets it in the optimizer inside."""
+        """Share groups and state with the inner optimizer: a learning rate that a scheduler sets here is its, too."""
         self.defaults, self.state = self.optimizer.defaults, self.optimizer.state
         self.param_groups = self.optimizer.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim. The group then holds the masters, in place of the parameters."""
         super().add_param_group(dict(param_group))
         group = self.param_groups.pop()
         together = [*self.parameters, *group["params"]]
@@ -104,7 +105,7 @@ class MasterWeights(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The parameters' gradients and the masters'."""
+        """Clear the parameters' gradients, and the masters'."""
         for tensor in [*self.parameters, *self.masters]:
             if set_to_none:
                 tensor.grad = None
@@ -113,12 +114,12 @@ class MasterWeights(torch.optim.Optimizer):
         self.taken = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, and the masters: the 16-bit weights alone would lose what they could not hold."""
+        """The optimizer's state, and the masters, which hold more than the 16-bit weights do."""
         return {**self.optimizer.state_dict(), "masters": list(self.masters)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; the parameters are rounded from it. `ValueError` where it does not fit."""
+        """Load what `state_dict` gave, and round the parameters from it. `ValueError` if the shapes differ."""
         shapes = [tuple(master.shape) for master in state_dict.get("masters", [])]
         mine = [tuple(master.shape) for master in self.masters]
         if shapes != mine:
@@ -131,6 +132,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._round_back()
 
     def _round_back(self) -> None:
+        """The parameters become the masters, rounded."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master_to_weight(master, parameter)
         self.versions = [parameter._version for parameter in self.parameters]

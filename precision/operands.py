@@ -1,8 +1,8 @@
 """Bit patterns as users bring them, made ready for the steps of `arithmetic`, and the results given back in kind.
 
-The steps know one thing only: integer tensors of one shape. Outside there are NumPy arrays, torch tensors on
-any device and whole numbers, in any integer type, to be checked and broadcast. Large arrays go through the steps
-in pieces that stay in the processor's cache, which is faster and needs little memory.
+The steps know integer tensors of one shape, and nothing else. Users bring NumPy arrays, torch tensors on any device
+and whole numbers, of any integer type: these are checked and broadcast here. Large arrays go through the steps in
+pieces that stay in the processor's cache, which is faster and needs little memory.
 """
 
 import functools
@@ -21,9 +21,10 @@ from precision.one_number import ROUNDINGS
 
 
 def on_bits(operation: Callable[..., tuple[Tensor, Flags]]) -> Any:
-    """`operation(*tensors, fmt, rounding) -> (bits, flags)` for all kinds of operands, with return_flags=False.
+    """A decorator: `operation(*tensors, fmt, rounding) -> (bits, flags)` for all kinds of operands.
 
-    The operation itself stays within reach as `__wrapped__`; torch.compile makes a single loop of its steps.
+    What users call has one more argument, return_flags=False. The operation itself is its `__wrapped__`, of whose
+    steps torch.compile makes a single loop.
     """
     signature = inspect.signature(operation)
     return_flags = inspect.Parameter("return_flags", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False)
@@ -58,9 +59,9 @@ def run(
     fmt: FloatFormat,
     dtypes: Sequence[torch.dtype | None],
 ) -> list[Any]:
-    """The results of `steps` on the operands, piece by piece; their dtypes, None for that of `fmt`'s patterns.
+    """The results of `steps` on the operands, piece by piece. dtypes: theirs, None for that of `fmt`'s patterns.
 
-    Torch tensors where an operand is one, else whole numbers where all operands are, else NumPy arrays.
+    The results are torch tensors if an operand is one, whole numbers if all operands are, else NumPy arrays.
     """
     if not isinstance(fmt, FloatFormat):
         raise TypeError(f"{name}: fmt must be a FloatFormat such as FP16, not {fmt!r}")
@@ -91,7 +92,7 @@ def run(
 
 
 def _as_tensor(name: str, x: Any, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """The patterns x, in its shape."""
+    """The patterns x, checked, as a tensor of x's shape. name: of the operand, for errors."""
     patterns = as_patterns(name, x, fmt.width)
     if isinstance(patterns, Tensor):
         return patterns.to(dtype).reshape(x.shape)

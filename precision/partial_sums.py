@@ -1,11 +1,11 @@
-"""The operators that keep partial sums, with an accumulator of few bits: what `emulate(accumulator=...)` runs.
+"""The operators that keep partial sums, with an accumulator of few bits: `emulate(accumulator=...)` runs them.
 
     total = 0;  for each term:  total = round(total + round(product))        round: to the accumulator's format
 
 They stand in for PyTorch's own: products of matrices and vectors (mm, mv, dot, addmm, bmm, baddbmm), 2-d
 convolutions, sums and means, forward and backward. All others, such as softmax or batch norm, add in FP32 as before.
-Terms are added in the order of their index, those of a convolution channel by channel; hardware has other orders,
-with other errors. Here a convolution is a matrix product: its windows are laid out as columns (Chellapilla et al.,
+Terms are added in the order of their index, in a convolution channel by channel; hardware has other orders, with
+other errors. Here a convolution is a matrix product: its windows are laid out as columns (Chellapilla et al.,
 2006).
 """
 
@@ -104,7 +104,7 @@ def convolution_backward(
 
 
 def _folded(columns: Tensor, x: Tensor, weight: Tensor, geometry: dict[str, Any]) -> Any:
-    """For each place in the kernel, what the windows' columns hold there, put where it belongs in x."""
+    """For each place in the kernel: an x that holds, at each pixel, what the windows' columns have for it there."""
     places = weight[0, 0].numel()
     for place in range(places):
         alone = torch.zeros_like(columns)
@@ -141,7 +141,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
 
 
 def run(fmt: FloatFormat, accumulator: FloatFormat, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """func(*args, **kwargs) on values of `fmt`; of the operators above, with partial sums rounded to `accumulator`."""
+    """func(*args, **kwargs) on values of `fmt`. The operators above round their partial sums to `accumulator`."""
     if func not in _OPERATORS or not args[0].is_floating_point():
         return func(*args, **kwargs)
     dtype = kwargs.get("dtype") or args[0].dtype
@@ -149,8 +149,8 @@ def run(fmt: FloatFormat, accumulator: FloatFormat, func: Any, args: Sequence[An
     def cast(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) else value
 
-    # In FP64 one operation on two numbers of few bits comes out as if it were rounded once (see `accumulate`). A sum
-    # of FP32's does too, unless one of the two is below 2^-52 of the other, and that half-way between two numbers.
+    # In FP64 one operation on two numbers of few bits comes out as if it were rounded once (see `accumulate`). So does
+    # a sum of two FP32 numbers, unless one is below 2^-52 of the other, and the other half-way between two numbers.
     wide = (cast(value, torch.float64) for value in args)
     result = _OPERATORS[func](rounding_to(accumulator, terms=fmt), *wide, **kwargs)
     return tuple(cast(value, dtype) for value in result) if isinstance(result, tuple) else cast(result, dtype)

@@ -3,7 +3,7 @@
     L' = s · L          scale: by the chain rule every gradient of the backward is s times as large
     g  = g' / s         unscale: in FP32, once, before anything looks at the gradients' size (clipping)
     s  = s · growth     after `growth_interval` updates in a row without inf or NaN
-    s  = s · backoff    after an inf or NaN, which the step is skipped for
+    s  = s · backoff    after an inf or NaN, for which the step is skipped
 
 A larger scale saves more small gradients from rounding to zero, until the large ones overflow. The dynamic
 scaler tries: it grows until something overflows, gives up that one step, and goes back.
@@ -60,7 +60,7 @@ class LossScaler:
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients of the optimizer's parameters by the scale, in place, and look for inf and NaN.
 
-        optimizer: a torch.optim.Optimizer; `MasterWeights` first takes up its FP16 gradients as FP32.
+        optimizer: a torch.optim.Optimizer; a `MasterWeights` first copies its 16-bit gradients to the masters.
         `RuntimeError` when called twice, or after step(); `ValueError` for FP16 gradients, since a small one
         would round to zero when it is divided.
         """
@@ -88,8 +88,8 @@ class LossScaler:
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step(*args, **kwargs)`, and what it returns; skipped, and None, if a gradient was inf or NaN.
 
-        Unscales first where that has not been done. `RuntimeError` for a closure (it would bring new, scaled
-        gradients), or for a second step before update(); `AssertionError` where no parameter has a gradient.
+        Unscales first unless that has been done. `RuntimeError` for a closure (it would bring new, scaled
+        gradients), or for a second step before update(); `AssertionError` if no parameter has a gradient.
         """
         if "closure" in kwargs or any(callable(argument) for argument in args):
             raise RuntimeError("step: a closure is not supported: its gradients would not be unscaled")
@@ -117,10 +117,11 @@ class LossScaler:
         self._progress = {}
 
     def get_scale(self) -> float:
+        """The scale that the next `scale` multiplies by."""
         return self._scale
 
     def _adapt(self, overflow: bool) -> None:
-        """Choose the next scale."""
+        """Choose the next scale. overflow: whether a gradient was inf or NaN since the last update."""
         raise NotImplementedError
 
     def _check_has_scaled(self, call: str) -> None:
@@ -143,12 +144,12 @@ class StaticLossScaler(LossScaler):
         return {"scale": self._scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Any scaler's state: the scale is taken from it."""
+        """Take the scale from any scaler's state."""
         self._scale = _positive("scale", _entries(state_dict, "scale")[0])
 
 
 class DynamicLossScaler(LossScaler):
-    """Doubles the scale after `growth_interval` updates without overflow, halves it after one with.
+    """Doubles the scale after `growth_interval` updates in a row without overflow, and halves it after an overflow.
 
     growth_factor > 1 > backoff_factor > 0; min_scale ≤ init_scale ≤ max_scale, positive and finite.
     `AssertionError` for the factors, as torch.amp.GradScaler raises; `ValueError` for the others.
@@ -206,7 +207,7 @@ class DynamicLossScaler(LossScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A state of this class or of GradScaler, which has no bounds: then this scaler's hold.
+        """Load a state of this class, or one of GradScaler. That has no bounds: this scaler keeps its own.
 
         `ValueError` for a scale outside the bounds, `KeyError` for entries that are missing.
         """
@@ -228,7 +229,7 @@ def found_inf(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _float32(value: float) -> float:
-    """The nearest FP32 number: the scale is kept as FP32, as in GradScaler."""
+    """The nearest FP32 number. The scale is an FP32 number, as in GradScaler."""
     return ctypes.c_float(value).value
 
 
