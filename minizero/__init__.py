@@ -25,7 +25,8 @@ An import goes down this list's floors, never up: CONTRIBUTING.md draws them, an
 from minizero.engines import DDP, Zero1, Zero2, Zero3
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
-from minizero.ranks.comm import CollectiveMismatch, Comm, CommTimeout, RankFailed
+from minizero.ranks.comm import Comm
+from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.ranks.world import World
 
 __all__ = [

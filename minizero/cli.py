@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from minizero.models.gpt import GPTConfig
-from minizero.ranks.comm import RankFailed
+from minizero.ranks.errors import RankFailed
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

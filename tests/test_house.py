@@ -20,7 +20,6 @@ EXCEPTIONS = {
 }
 # Files that need each other.
 CIRCLES = {
-    frozenset({"minizero.ranks.comm", "minizero.ranks.processes", "minizero.ranks.watch"}),
 }
 
 

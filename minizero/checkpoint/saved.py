@@ -35,7 +35,8 @@ from minizero.checkpoint.resharding import (
     tensors_to_write,
 )
 from minizero.engines.wrapped import Wrapped
-from minizero.ranks.comm import Comm, agreement
+from minizero.ranks.agreement import exchange
+from minizero.ranks.comm import Comm
 
 # What a rank may say instead of a result.
 FAILED = "failed: "
@@ -163,9 +164,7 @@ def together(comm: Comm, what: str, do: Callable[[], str]) -> list[str]:
         said = do()
     except Exception as caught:
         error, said = caught, f"{FAILED}{str(caught) or type(caught).__name__}"
-    with agreement(comm, f"checkpoint {what}"):
-        comm.settle()
-        everyone = comm.exchange(said)
+    everyone = exchange(comm, f"checkpoint {what}", said)
     for rank, words in enumerate(everyone):
         if words.startswith(FAILED):
             raise CheckpointError(f"checkpoint {what}: rank {comm.ranks[rank]} {words}") from error

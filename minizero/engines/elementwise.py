@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from minizero.ranks.comm import ALONE
+from minizero.ranks.alone import ALONE
 
 # Factored optimizers leave matrices alone that have fewer than 128 rows or columns.
 # A vector unit computes up to 16 numbers at once, two such vectors in a row, and what is left one by one, which can

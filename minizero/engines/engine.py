@@ -23,8 +23,9 @@ from minizero.engines.unit import Unit
 from minizero.engines.units import make_units
 from minizero.engines.uses import Backward, tensors_in, watch, without_leaves
 from minizero.engines.wrapped import Wrapped
+from minizero.ranks.alone import not_alone
 from minizero.ranks.collectives import broadcast
-from minizero.ranks.comm import Comm, not_alone
+from minizero.ranks.comm import Comm
 
 
 class Engine(Wrapped, abc.ABC):

@@ -31,6 +31,7 @@ class Timeline:
 
     def __init__(self, model: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
+        self.rank = model.comm.ranks[model.comm.rank]  # in the whole world
         self.events: list[Event] = []
         self.in_use: list[Unit] = []  # the innermost last
         self.computing: tuple[str, float] | None = None  # what, since when
@@ -79,4 +80,4 @@ class Timeline:
             self._add(lane, label, began)
 
     def _add(self, lane: str, name: str, start: float) -> None:
-        self.events.append(Event(self.model.comm.world_rank, lane, name, start, time.perf_counter()))
+        self.events.append(Event(self.rank, lane, name, start, time.perf_counter()))

@@ -11,8 +11,9 @@ from torch import nn
 
 from minizero.engines.shards import gradient_norms, names_of
 from minizero.engines.unit import Unit
+from minizero.ranks.alone import not_alone
 from minizero.ranks.collectives import all_gather, broadcast
-from minizero.ranks.comm import Comm, not_alone
+from minizero.ranks.comm import Comm
 
 
 class Wrapped(nn.Module):

@@ -1,8 +1,19 @@
 """Ranks that talk: how N workers exchange tensors, and the collectives made of that.
 
+To be read first:
+
 comm.py         what a rank sees of the others: send, recv, send_recv, split
 collectives.py  the rings: all-gather, reduce-scatter, all-reduce; broadcast, barrier
 world.py        N ranks as threads of one process, that end together
-processes.py    the ranks of torchrun
-watch.py        who sees it when processes disagree
+
+What stands behind them:
+
+errors.py       the three errors that end a run
+agreement.py    all ranks say the same, or all raise
+alone.py        a thread that no other rank answers
+transport.py    what threads and processes must offer
+threads.py      the transport of threads
+torchrun.py     the processes of torchrun meet
+processes.py    their transport
+watch.py        how those that disagree find out
 """

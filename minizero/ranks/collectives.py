@@ -1,55 +1,55 @@
-"""The collectives, written by hand: ring all-gather, ring reduce-scatter, and what follows from them.
+"""The collectives, written by hand: two rings, and what follows from them.
 
-Ranks stand in a ring and each of N-1 steps passes one chunk to the right, so a
-rank sends (N-1)/N of the tensor for each half, the least that any algorithm can:
+The ranks stand in a ring, and the tensor is cut into N chunks. In each of N-1 steps every rank passes one
+chunk to the right. So it sends (N-1)/N of the tensor, the least that any algorithm can:
 
     reduce-scatter   every rank ends with one chunk, summed over all ranks
     all-gather       every rank ends with all chunks
     all-reduce       = reduce-scatter, then all-gather: 2 (N-1)/N of the tensor
 
 Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-Data of ranks that are about to do different things never meet (`comm.agreement`).
+`agreement`: first all ranks say what they are about to do, and all raise if two differ (agreement.py).
+`soon`: a hint what will be received next, so that a transport can begin. The rings are right without it.
 """
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from minizero.memory import tag
-from minizero.ranks.comm import Comm, agreement
+from minizero.ranks.agreement import agreement
+from minizero.ranks.comm import Comm
 
-COMBINE: dict[str, Callable] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+COMBINE: dict[str, Callable] = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def ring_all_gather(chunks: list[torch.Tensor], comm: Comm) -> None:
-    """Fill all of `chunks` (N equal tensors, not empty) on every rank; chunk r comes from rank r."""
+def ring_all_gather(chunks: list[Tensor], comm: Comm) -> None:
+    """Fill `chunks` on every rank: N equal tensors, not empty. Chunk r comes from rank r."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    comm.expect([chunks[(comm.rank - step - 1) % comm.size] for step in range(comm.size - 1)], left)
+    comm.transport.soon([chunks[(comm.rank - step - 1) % comm.size] for step in range(comm.size - 1)], left)
     for step in range(comm.size - 1):
-        # First my own chunk goes out, then always what came in one step before.
+        # First my own chunk goes out, then always the one that came in one step before.
         outgoing = chunks[(comm.rank - step) % comm.size]
         incoming = chunks[(comm.rank - step - 1) % comm.size]
         comm.send_recv(outgoing, right, incoming, left)
 
 
 def ring_reduce_scatter(
-    chunks: list[torch.Tensor], comm: Comm, combine: Callable = torch.add, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Chunk `comm.rank`, combined over all ranks, in `out` where given, which may be that chunk itself."""
+    chunks: list[Tensor], comm: Comm, combine: Callable = torch.add, out: Tensor | None = None
+) -> Tensor:
+    """Chunk `comm.rank`, combined over all ranks. If `out` is given, the result is there; `out` may be that chunk."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
-    buffers = [torch.empty_like(partial) for _ in range(min(comm.ahead(partial), comm.size - 1))]
+    # The buffers take turns. Two suffice: one goes out while the other is filled.
+    count = min(comm.transport.ring_buffers(partial), comm.size - 1)
+    buffers = [torch.empty_like(partial) for _ in range(count)]
     for buffer in buffers:
         tag(buffer, "communication")
-    comm.expect(buffers, left)
+    comm.transport.soon(buffers, left)
     for step in range(comm.size - 1):
-        incoming = buffers[step % len(buffers)]  # they take turns
+        incoming = buffers[step % len(buffers)]
         comm.send_recv(partial, right, incoming, left)
         mine = chunks[(comm.rank - 2 - step) % comm.size]
         last = step == comm.size - 2
@@ -57,19 +57,16 @@ def ring_reduce_scatter(
     return partial
 
 
-def all_gather(shard: torch.Tensor, comm: Comm, *, out: torch.Tensor | None = None, label: str = "") -> torch.Tensor:
+def all_gather(shard: Tensor, comm: Comm, *, out: Tensor | None = None, label: str = "") -> Tensor:
     """Every rank's `shard`, one after the other along dimension 0, on every rank.
 
-    shard: (n, …), the same shape on all ranks; returns (N·n, …). `out` is filled instead of a
-    new tensor where given; the shard may be this rank's chunk of it.
+    shard: (n, …), the same shape on all ranks; returns (N·n, …). `out`, if given, is filled; the shard may lie in it.
     """
     _needs_dimension("all_gather", shard)
     shape = (comm.size * shard.shape[0], *shard.shape[1:])
-    if out is not None and (out.shape != shape or out.dtype != shard.dtype):
-        raise ValueError(f"all_gather: out must be {shape} of {shard.dtype}, not {tuple(out.shape)} of {out.dtype}")
+    _check_out("all_gather", out, shape, shard.dtype)
     with agreement(comm, "all_gather", shard, label=label):
-        if out is None:
-            out = shard.new_empty(shape)
+        out = shard.new_empty(shape) if out is None else out
         if shard.numel():
             chunks = list(out.detach().chunk(comm.size))
             if chunks[comm.rank].data_ptr() != shard.data_ptr():
@@ -80,13 +77,12 @@ def all_gather(shard: torch.Tensor, comm: Comm, *, out: torch.Tensor | None = No
 
 @torch.no_grad()
 def reduce_scatter(
-    tensor: torch.Tensor, comm: Comm, op: str = "sum", *, out: torch.Tensor | None = None, label: str = ""
-) -> torch.Tensor:
-    """This rank's chunk of the N ranks' tensors, combined: chunk r along dimension 0 on rank r.
+    tensor: Tensor, comm: Comm, op: str = "sum", *, out: Tensor | None = None, label: str = ""
+) -> Tensor:
+    """The N ranks' tensors, combined; rank r gets chunk r along dimension 0.
 
-    tensor: (N·n, …), the same shape on all ranks; returns (n, …). `out` is filled instead of a new tensor
-    where given; it may be this rank's chunk of `tensor`. op: "sum", "mean", "max" or "min".
-    `ValueError` where N does not divide dimension 0.
+    tensor: (N·n, …), the same shape on all ranks; returns (n, …). op: "sum", "mean", "max" or "min".
+    `out`, if given, is filled; it may be this rank's chunk of `tensor`. `ValueError` if N does not divide dimension 0.
     """
     _needs_dimension("reduce_scatter", tensor)
     _check_op("reduce_scatter", op, tensor)
@@ -96,10 +92,7 @@ def reduce_scatter(
             f"pad it with minizero.engines.layout.pad(tensor, {comm.size})"
         )
     shape = (tensor.shape[0] // comm.size, *tensor.shape[1:])
-    if out is not None and (out.shape != shape or out.dtype != tensor.dtype):
-        raise ValueError(
-            f"reduce_scatter: out must be {shape} of {tensor.dtype}, not {tuple(out.shape)} of {out.dtype}"
-        )
+    _check_out("reduce_scatter", out, shape, tensor.dtype)
     with agreement(comm, "reduce_scatter", tensor, op=op, label=label):
         chunks = list(tensor.contiguous().chunk(comm.size))
         if not tensor.numel() or comm.size == 1:
@@ -109,17 +102,15 @@ def reduce_scatter(
 
 
 @torch.no_grad()
-def all_reduce(
-    tensor: torch.Tensor, comm: Comm, op: str = "sum", *, out: torch.Tensor | None = None, label: str = ""
-) -> torch.Tensor:
-    """The N ranks' tensors combined, on every rank. Any shape, the same on all ranks; op as in `reduce_scatter`.
+def all_reduce(tensor: Tensor, comm: Comm, op: str = "sum", *, out: Tensor | None = None, label: str = "") -> Tensor:
+    """The N ranks' tensors, combined, on every rank.
 
-    `out` is filled instead of a new tensor where given; it may be `tensor` itself, contiguous and of a size
-    that N divides.
+    tensor: any shape, the same on all ranks. op: as in `reduce_scatter`. `out`, if given, is filled; it must be
+    contiguous, of a size that N divides, and may be `tensor` itself.
     """
     _check_op("all_reduce", op, tensor)
     with agreement(comm, "all_reduce", tensor, op=op, label=label):
-        if out is None:  # the padding travels too, but meets only other ranks' padding
+        if out is None:  # padding travels too, but it is only combined with other ranks' padding
             flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)
             flat[: tensor.numel()].copy_(tensor.reshape(-1))
         else:
@@ -134,11 +125,10 @@ def all_reduce(
 
 
 @torch.no_grad()
-def broadcast(tensor: torch.Tensor, comm: Comm, root: int = 0, *, label: str = "") -> torch.Tensor:
-    """Rank `root`'s tensor, on every rank; the others' give shape and dtype.
+def broadcast(tensor: Tensor, comm: Comm, root: int = 0, *, label: str = "") -> Tensor:
+    """Rank `root`'s tensor, on every rank. The other ranks' tensors give shape and dtype.
 
-    A binomial tree: in step k the 2^k ranks that have the tensor each pass it to one that
-    has not, so log2 N steps are enough.
+    A binomial tree: in step k each of the 2^k ranks that have the tensor sends it to one more: log2 N steps suffice.
     """
     if not 0 <= root < comm.size:
         raise ValueError(f"broadcast: root {root} does not exist: ranks are 0 to {comm.size - 1}")
@@ -156,18 +146,23 @@ def broadcast(tensor: torch.Tensor, comm: Comm, root: int = 0, *, label: str = "
 
 
 def barrier(comm: Comm) -> None:
-    """Returns when all ranks have come here: the agreement is all there is to it."""
+    """Return when all ranks have come here: they agree, and that is all."""
     with agreement(comm, "barrier"):
         pass
 
 
-def _check_op(name: str, op: str, tensor: torch.Tensor) -> None:
+def _check_op(name: str, op: str, tensor: Tensor) -> None:
     if op not in COMBINE:
         raise ValueError(f"{name}: unknown op {op!r}: use one of {', '.join(COMBINE)}")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{name}: the mean of {tensor.dtype} is not one: use op='sum', or a floating dtype")
 
 
-def _needs_dimension(name: str, tensor: torch.Tensor) -> None:
+def _check_out(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if out is not None and (out.shape != shape or out.dtype != dtype):
+        raise ValueError(f"{name}: out must be {shape} of {dtype}, not {tuple(out.shape)} of {out.dtype}")
+
+
+def _needs_dimension(name: str, tensor: Tensor) -> None:
     if tensor.dim() == 0:
         raise ValueError(f"{name}: needs a tensor with a dimension 0 to cut along: use tensor.reshape(1)")

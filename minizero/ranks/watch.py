@@ -1,8 +1,10 @@
-"""Processes that are stuck find out why: each leaves word of what it is in, and reads the others'.
+"""Processes that disagree wait for each other; a watch finds out, and ends the wait.
 
-Messages of ranks that disagree never meet, since their tags differ (processes.py). So agreement costs nothing, and
-ranks that disagree wait for each other. A thread that looks at them now and then sees who is stuck. Then, and only
-then, what each rank is in goes to the store that the processes met by, where two different words are the mismatch.
+Messages of ranks that disagree never meet, since their tags differ (processes.py). So agreement
+costs no message, but ranks that disagree are stuck. In each process a thread looks every
+STUCK_SECONDS whether a collective is still the one it was. Only then it publishes what this rank
+is about to do, in the store by which the processes met, and reads what the others have published.
+Different words are the mismatch.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minizero.ranks.comm import Comm
+from minizero.ranks.transport import Collective, Transport
 
 STUCK_SECONDS = 0.25  # in one collective: longer than most, short for a person
 LOOK_SECONDS = 1.0  # for the others' words, once a connection is lost
@@ -22,79 +24,84 @@ NEVER = 0x7FFFFFFE  # a tag that nobody sends
 
 
 class Watch:
-    """Looks after the communicators of one process; `root` is what all of them were split from."""
+    """Looks after the communicators of one process, which share one gloo and one store."""
 
-    def __init__(self, root: Comm, gloo: Any, store: Any) -> None:
-        self.root, self.gloo, self.store = root, gloo, store
+    def __init__(self, gloo: Any, store: Any) -> None:
+        self.gloo, self.store = gloo, store
+        self.transports: list[Transport] = []  # one of each communicator
         self.told = ""  # the mismatch, once there is one
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
-        """The end of the communicators."""
+        """End the thread."""
         self.over.set()
         self.thread.join()
 
     def _run(self) -> None:
-        before: dict[Comm, int] = {}
+        before: dict[Transport, int] = {}
         while not self.over.wait(STUCK_SECONDS):
-            now = {comm: comm.sequence for comm in self._busy()}
-            stuck = [comm for comm, sequence in now.items() if before.get(comm) == sequence]
-            for comm in stuck:
-                self.words(comm)
+            now = {transport: collective.number for transport, collective in self._busy()}
+            for transport, number in now.items():
+                if before.get(transport) == number:
+                    self.compare(transport)
             if self.told:
                 self.close()
             before = now
 
-    def _busy(self) -> list[Comm]:
-        return [comm for comm in family(self.root) if comm.operation]
+    def _busy(self) -> list[tuple[Transport, Collective]]:
+        both = [(transport, transport.collective) for transport in list(self.transports)]
+        return [(transport, collective) for transport, collective in both if collective is not None]
 
-    def words(self, comm: Comm) -> dict[int, str]:
-        """Leave this rank's words; those of all ranks that are, or were, stuck in the same collective, by rank."""
+    def compare(self, transport: Transport) -> dict[int, str]:
+        """What each rank has published that is, or was, stuck in the same collective as this one, by rank."""
         found: dict[int, str] = {}
-        sequence, mine = comm.sequence, comm.words
-        if self.told or f"#{sequence}" not in mine:  # others still have to read what was said; or it has just moved on
+        collective = transport.collective  # read once: its own thread goes on while we look
+        if collective is None or self.told:  # what was said about a mismatch stays: others still have to read it
             return found
-        try:
-            self.store.set(f"{comm.name} {comm.rank}", f"{sequence} {mine}")
-            for rank in range(comm.size):
-                if self.store.check([key := f"{comm.name} {rank}"]):
-                    theirs, words = self.store.get(key).decode().split(" ", 1)
-                    if int(theirs) == sequence:
-                        found[rank] = words
-        except RuntimeError:  # the process that keeps the store is gone
-            pass
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            self.publish(transport, collective)
+            for rank, words in self.read(transport, collective):
+                found[rank] = words
         for rank, words in found.items():
-            if words != mine:
-                self.told = self.told or str(comm.mismatch(rank, words))
+            if words != collective.words:
+                self.told = self.told or str(transport.mismatch(collective.words, rank, words))
         return found
 
-    def look(self, comm: Comm, seconds: float = LOOK_SECONDS) -> dict[int, str]:
-        """`words` of `comm`, when all ranks have left theirs, a mismatch is known, or time is up."""
+    def publish(self, transport: Transport, collective: Collective) -> None:
+        """Leave word of what this rank is about to do."""
+        self.store.set(f"{transport.name} {transport.rank}", f"{collective.number} {collective.words}")
+
+    def read(self, transport: Transport, collective: Collective) -> Iterator[tuple[int, str]]:
+        """Each rank's words about its collective of the same number, as far as it has published them."""
+        for rank in range(transport.size):
+            if self.store.check([key := f"{transport.name} {rank}"]):
+                number, words = self.store.get(key).decode().split(" ", 1)
+                if int(number) == collective.number:
+                    yield rank, words
+
+    def look(self, transport: Transport, seconds: float = LOOK_SECONDS) -> dict[int, str]:
+        """`compare` all that is under way until a mismatch is known, all ranks have published, or time is up.
+
+        Returns what was found for `transport`.
+        """
         end = time.monotonic() + seconds
         while True:
-            found = {busy: self.words(busy) for busy in self._busy()}.get(comm, {})
-            if self.told or len(found) == comm.size or time.monotonic() >= end:
+            found = {busy: self.compare(busy) for busy, _ in self._busy()}.get(transport, {})
+            if self.told or len(found) == transport.size or time.monotonic() >= end:
                 return found
             time.sleep(0.02)
 
     def blame(self, rank: int) -> int:
-        """Whom ranks in collectives blame for a lost connection: whom the first did, since its `close` loses others."""
+        """The rank to blame for a lost connection. The first report counts: closing connections makes others fail."""
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
             return int(self.store.compare_set("blamed", "", str(rank)))
         return rank
 
     def close(self) -> None:
-        """End every rank's waits, in all communicators: gloo closes its connections where a wait runs out of time."""
-        for peer in range(self.root.size):
-            if peer != self.root.rank:  # one that is closed already refuses, and ends nothing else
-                with contextlib.suppress(RuntimeError):
+        """End every rank's waits, in all communicators: gloo closes its connections if a wait runs out of time."""
+        for peer in range(self.gloo.size()):
+            if peer != self.gloo.rank():
+                with contextlib.suppress(RuntimeError):  # a closed connection refuses, and ends no other
                     self.gloo.recv([torch.empty(1)], peer, NEVER).wait(timedelta(milliseconds=1))
-
-
-def family(comm: Comm) -> Iterator[Comm]:
-    """A communicator, and all that were split from it."""
-    yield comm
-    for child in list(comm.children):
-        yield from family(child)

@@ -19,7 +19,7 @@ PLAN = [
     "Who is on the left, who on the right? Modulo comm.size.",
     "In each of comm.size - 1 steps: which chunk goes out, which place in `chunks` is filled?",
     "comm.send_recv(outgoing, right, incoming, left) does both at the same time; incoming is filled in place.",
-    "(The package also calls comm.expect(…), so that a transport may begin to receive at once. You need not.)",
+    "(The package also calls comm.transport.soon(…), so that a transport may begin to receive at once. You need not.)",
 ]
 HINTS = [
     "In step 0 rank r sends chunks[r]. What came in, from the left, was the left one's own: chunks[r - 1].",
@@ -114,14 +114,14 @@ def in_16_bits(comm) -> None:
 
 def receivers(comm) -> list[tuple[int, int]]:
     """To whom this rank sends, and how many bytes."""
-    seen, transfer = [], comm.transfer
+    seen, transfer = [], comm.transport.transfer
 
     def noted(outgoing, dst, incoming, src):
         if outgoing is not None:
             seen.append((dst, outgoing.nbytes))
         transfer(outgoing, dst, incoming, src)
 
-    comm.transfer = noted
+    comm.transport.transfer = noted
     collectives.ring_all_gather([torch.ones(4) for _ in range(comm.size)], comm)
     return seen
 

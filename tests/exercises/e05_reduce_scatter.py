@@ -23,7 +23,8 @@ PLAN = [
     "`partial`. Do not write to `chunks`: they are the caller's.",
     "The buffers: two that take turns suffice (one goes out while the other is filled), however many ranks there "
     'are. tag(buffer, "communication") tells the ledger what they are, and returns nothing. '
-    "(The package asks comm.ahead(partial) how many, since processes are faster with more small ones. You need not.)",
+    "(The package asks comm.transport.ring_buffers(partial) how many, since processes are faster with more small "
+    "ones. You need not.)",
     "Return the last partial: chunk comm.rank, combined over all ranks. Where `out` is given, the last sum goes "
     "there: torch.add(a, b, out=c) writes into c.",
 ]
@@ -42,7 +43,8 @@ WRONG = [
     wrong("always-adds", ("combine(incoming,", "torch.add(incoming,")),
     wrong("one-step-short", ("for step in range(comm.size - 1):\n        incoming",
                              "for step in range(comm.size - 2):\n        incoming")),
-    wrong("buffer-for-each-step", ("range(min(comm.ahead(partial), comm.size - 1))", "range(comm.size - 1)"),
+    wrong("buffer-for-each-step",
+          ("count = min(comm.transport.ring_buffers(partial), comm.size - 1)", "count = comm.size - 1"),
           ("buffers[step % len(buffers)]", "buffers[step]")),
     wrong("overwrites-the-input", ("mine = chunks[(comm.rank - 2 - step) % comm.size]",
           "mine = chunks[(comm.rank - 2 - step) % comm.size]\n        incoming = mine.add_(incoming)\n        "
@@ -141,14 +143,14 @@ def out_is_the_chunk(comm) -> None:
 
 def receivers(comm) -> list[int]:
     """To whom this rank sends."""
-    seen, transfer = [], comm.transfer
+    seen, transfer = [], comm.transport.transfer
 
     def noted(outgoing, dst, incoming, src):
         if outgoing is not None:
             seen.append(dst)
         transfer(outgoing, dst, incoming, src)
 
-    comm.transfer = noted
+    comm.transport.transfer = noted
     collectives.ring_reduce_scatter([torch.ones(4) for _ in range(comm.size)], comm)
     return seen
 

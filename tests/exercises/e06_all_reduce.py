@@ -10,7 +10,7 @@ import torch
 from minizero import DDP
 from minizero.memory import Ledger
 from minizero.ranks import collectives
-from minizero.ranks.comm import CollectiveMismatch
+from minizero.ranks.errors import CollectiveMismatch
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import plain, relative_error, train
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from minizero.ranks.comm import CollectiveMismatch, CommTimeout, RankFailed
+from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.ranks.world import World
 
 PATIENCE = 3.0  # seconds that a rank waits for another, where all of them wait

@@ -14,6 +14,7 @@ from minizero import World
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
 from minizero.ranks.processes import WORDS_BYTES
+from minizero.ranks.transport import Collective
 from minizero.ranks.watch import Watch
 from tests.ranks.test_processes import SOON, error_of, run, timed, wait_for
 
@@ -79,8 +80,8 @@ class Counting:
 
 def agreeing(comm):
     """What is sent in each collective; then many collectives of ranks that are late by turns."""
-    counting, found = Counting(comm.gloo), {}
-    comm.gloo, tensor = counting, torch.ones(12, dtype=torch.float64)
+    counting, found = Counting(comm.transport.gloo), {}
+    comm.transport.gloo, tensor = counting, torch.ones(12, dtype=torch.float64)
     calls = {"gather": all_gather, "scatter": reduce_scatter, "reduce": all_reduce}
     for name, call in calls.items():
         call(tensor, comm)
@@ -91,7 +92,7 @@ def agreeing(comm):
             all_reduce(torch.ones(elements), comm)
         broadcast(torch.ones(2), comm, root=turn % comm.size)
         barrier(comm)
-    return found, comm.watch.told
+    return found, comm.transport.watch.told
 
 
 @pytest.mark.slow
@@ -104,7 +105,8 @@ def test_an_agreement_costs_no_message_and_a_late_rank_is_no_mismatch(tmp_path):
 class Refusing:
     """gloo, all of whose connections are closed already."""
 
-    def __init__(self):
+    def __init__(self, rank, size):
+        self.rank, self.size = lambda: rank, lambda: size
         self.asked = []
 
     def recv(self, tensors, peer, tag):
@@ -112,28 +114,28 @@ class Refusing:
         raise RuntimeError("closed")
 
 
-def watched(rank, ranks, operation=""):
-    """A communicator as a watch sees it, and its watch."""
-    comm = types.SimpleNamespace(rank=rank, size=ranks, children=[], operation=operation, name="", sequence=7)
-    comm.words, comm.mismatch = f"{operation} #7", lambda rank, words: f"mine and {rank}'s {words}"
-    watch = Watch(comm, Refusing(), dist.HashStore())
+def stopped(rank, size):
+    """The watch of one rank, whose thread has ended."""
+    watch = Watch(Refusing(rank, size), dist.HashStore())
     watch.stop()
-    return comm, watch
+    return watch
 
 
 def test_one_closed_connection_does_not_keep_the_others_open():
-    comm, watch = watched(1, 4)
+    watch = stopped(1, 4)
     watch.close()
     assert watch.gloo.asked == [0, 2, 3]
 
 
 def test_what_a_mismatch_was_about_stays_for_those_who_come_later():
-    comm, watch = watched(0, 2, "gather")
+    watch, transport = stopped(0, 2), types.SimpleNamespace(rank=0, size=2, name="")
+    transport.mismatch = lambda mine, rank, theirs: f"{mine} and {rank}'s {theirs}"
+    transport.collective = Collective(7, "gather #7", "gather #7")
     watch.store.set(" 1", "7 scatter #7")
-    assert watch.words(comm) == {0: "gather #7", 1: "scatter #7"}
-    assert watch.told == "mine and 1's scatter #7"
-    comm.sequence, comm.words = 8, "gather #8"  # the program goes on
-    watch.words(comm)
+    assert watch.compare(transport) == {0: "gather #7", 1: "scatter #7"}
+    assert watch.told == "gather #7 and 1's scatter #7"
+    transport.collective = Collective(8, "gather #8", "gather #8")  # the program goes on
+    watch.compare(transport)
     assert watch.store.get(" 0") == b"7 gather #7"
 
 
@@ -170,7 +172,8 @@ def long_words(comm):
     # Around the limit, where the cut may fall into a letter of several bytes.
     for length in range(WORDS_BYTES - 12, WORDS_BYTES + 4):
         words = "x" * (length - 3) + "€"
-        found.append((comm.exchange(words)[0][:200], len(set(comm.exchange(words + str(comm.rank))))))
+        exchange = comm.transport.exchange
+        found.append((exchange(words)[0][:200], len(set(exchange(words + str(comm.rank))))))
     color = "c" * 400 + str(comm.rank % 2)
     found.append(comm.split(color).size)
     # A message that looks like words must not be taken for them.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
-from minizero.ranks.collectives import agreement
+from minizero.ranks.agreement import agreement
 from tests.support.helpers import SMALL, batch, run
 
 WORLD_SIZE, STEPS = 4, 3
@@ -27,7 +27,7 @@ def counted(monkeypatch):
     @contextlib.contextmanager
     def recorded(comm, operation, tensor=None, **details):
         if comm.size > 1:  # alone, a rank agrees with itself
-            logs[comm.world_rank].append(
+            logs[comm.ranks[comm.rank]].append(
                 (comm, operation, details.get("label", ""), 0 if tensor is None else tensor.nbytes)
             )
         with agreement(comm, operation, tensor, **details):

@@ -9,9 +9,9 @@ import torch
 from minizero import CollectiveMismatch, RankFailed, World
 from minizero.engines.layout import pad
 from minizero.memory import Ledger
+from minizero.ranks.agreement import agreement
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
-from minizero.ranks.comm import agreement
-from minizero.ranks.processes import ProcessComm
+from minizero.ranks.processes import ProcessTransport
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -274,7 +274,7 @@ def test_the_buffers_of_a_ring_take_turns(ahead):
     """Two, or as many as the transport likes, but no more than there are steps."""
 
     def fn(comm):
-        comm.ahead = lambda tensor: ahead
+        comm.transport.ring_buffers = lambda tensor: ahead
         tensor = torch.arange(50.0) + comm.rank
         with Ledger() as ledger:
             return reduce_scatter(tensor, comm).tolist(), ledger.peak["communication"]
@@ -287,8 +287,8 @@ def test_the_buffers_of_a_ring_take_turns(ahead):
 def test_processes_receive_ahead_what_is_small():
     cpu, gpu = (SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda"))
     quarter = torch.empty(2**16)  # of a MiB
-    assert ProcessComm.ahead(cpu, quarter) == 4
-    assert ProcessComm.ahead(cpu, torch.empty(2**20)) == ProcessComm.ahead(gpu, quarter) == 2
+    assert ProcessTransport.ring_buffers(cpu, quarter) == 4
+    assert ProcessTransport.ring_buffers(cpu, torch.empty(2**20)) == ProcessTransport.ring_buffers(gpu, quarter) == 2
 
 
 # What is refused.
@@ -301,7 +301,7 @@ def refused(fn, match, size=3):
         with pytest.raises(ValueError, match=match):
             fn(comm)
         barrier(comm)
-        return comm.sequence
+        return comm.transport.sequence
 
     assert run(size, rank_main) == [1] * size
 
@@ -372,7 +372,7 @@ def test_a_mismatch_is_raised_on_every_rank_and_names_both_sides(case, odd_one):
         barrier(comm)
         with pytest.raises(CollectiveMismatch) as caught:
             (other if comm.rank == odd_one else usual)(comm)
-        assert comm.operation == ""
+        assert comm.transport.collective is None
         assert (comm.bytes_sent, comm.bytes_received) == (0, 0)  # before data moves
         return str(caught.value), all_reduce(torch.ones(2), comm).tolist()  # and nothing is left in the way
 
@@ -387,7 +387,7 @@ def test_one_collective_ahead_is_a_mismatch():
 
     def fn(comm):
         if comm.rank == 1:
-            comm.sequence += 1
+            comm.transport.sequence += 1
         with pytest.raises(CollectiveMismatch, match="all_reduce #1.*all_reduce #2|all_reduce #2.*all_reduce #1"):
             all_reduce(torch.ones(4), comm)
 
@@ -418,8 +418,8 @@ def test_what_a_rank_is_in_is_forgotten_after_an_error():
     def fn(comm):
         with pytest.raises(ZeroDivisionError):
             with agreement(comm, "custom"):
-                assert comm.operation == "custom #1"
+                assert comm.transport.collective.name == "custom #1"
                 raise ZeroDivisionError
-        return comm.operation
+        return comm.transport.collective
 
-    assert run(2, fn) == ["", ""]
+    assert run(2, fn) == [None, None]

@@ -16,8 +16,8 @@ import torch
 
 from minizero import CollectiveMismatch, CommTimeout, RankFailed, World
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast
-from minizero.ranks.comm import Comm
-from minizero.ranks.world import ThreadComm, _Meeting, _Run
+from minizero.ranks.threads import Run, ThreadTransport, _Meeting
+from minizero.ranks.transport import Transport
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,11 +146,11 @@ def test_runs_leave_nothing_behind():
     runs = []
 
     def once(comm):
-        runs.append(weakref.ref(comm.run))
+        runs.append(weakref.ref(comm.transport.run))
         part = comm.split(comm.rank % 2)
         all_reduce(torch.ones(10), part)
         barrier(comm)
-        return comm.run.meetings
+        return comm.transport.run.meetings
 
     threads = threading.active_count()
     for _ in range(50):
@@ -167,7 +167,7 @@ def test_meetings_are_forgotten_once_all_have_read():
     def many(comm):
         for _ in range(300):
             barrier(comm)
-        return comm.run
+        return comm.transport.run
 
     run = World(4).run(many)[0]
     assert run.meetings == {}
@@ -179,7 +179,7 @@ def test_meetings_are_forgotten_once_all_have_read():
 def test_the_first_rank_that_raises_ends_all():
     def fn(comm):
         if comm.rank == 2:
-            while not all(other.waiting for other in comm.run.comms if other is not comm):
+            while not all(other.waiting for other in comm.transport.run.transports if other is not comm.transport):
                 time.sleep(0.01)
             raise ArithmeticError("on purpose")
         if comm.rank == 3:
@@ -721,30 +721,30 @@ def test_the_last_two_to_leave_a_meeting(monkeypatch):
             super().__init__(size)
             self.left = Slow()
 
-    monkeypatch.setattr("minizero.ranks.world._Meeting", SlowMeeting)
+    monkeypatch.setattr("minizero.ranks.threads._Meeting", SlowMeeting)
     assert World(4).run(barrier) == [None] * 4
 
 
 def test_a_message_that_came_between_two_looks_is_not_lost():
-    run = _Run(2, 1.0)
-    run.comms = [ThreadComm(rank, [0, 1], torch.device("cpu"), run) for rank in range(2)]
+    run = Run(2)
+    run.transports = [ThreadTransport(rank, [0, 1], torch.device("cpu"), 1.0, run) for rank in range(2)]
     answers = iter([None, "message"])
 
     def attempt(seconds):
         run.finished.add(1)  # sent and returned, just after the first look
         return next(answers)
 
-    assert run.comms[0]._wait(attempt, lambda: [1], "recv from") == "message"
+    assert run.transports[0]._wait(attempt, lambda: [1], "recv from") == "message"
     assert run.failure is None
 
 
 def test_what_a_transport_must_offer():
-    with pytest.raises(TypeError, match="exchange.*subgroup.*transfer"):
-        Comm(0, [0, 1], torch.device("cpu"), 1.0)
+    with pytest.raises(TypeError, match="exchange.*settle.*subgroup.*transfer"):
+        Transport(0, [0, 1], torch.device("cpu"), 1.0, "")
 
 
 def test_only_the_first_failure_counts():
-    run = _Run(1, 1.0)
+    run = Run(1)
     first = ValueError("first")
     run.fail(3, first)
     run.fail(4, ValueError("second"))

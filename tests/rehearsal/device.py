@@ -22,7 +22,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
-from minizero.ranks.world import ThreadComm
+from minizero.ranks.threads import ThreadTransport
 from minizero.recompute import replay
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -37,7 +37,7 @@ COPIES = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default
 INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 ALSO_WITH_SCALARS = (*INDEXED[1:], aten.fill_.Tensor, aten.fill.Tensor, aten.masked_fill.Tensor)
 
-real_transfer, real_device = ThreadComm.transfer, torch.Tensor.device.__get__
+real_transfer, real_device = ThreadTransport.transfer, torch.Tensor.device.__get__
 thread = threading.local()
 generators = {}  # where each draws, by its address: an operator is given another object for it
 files = {}  # the name that code was compiled under: how a message calls it
@@ -361,7 +361,7 @@ def pretend():
             run(self)
 
     threading.Thread.run = watched
-    replay._disable_current_modes, ThreadComm.transfer = without_other_modes, transfer
+    replay._disable_current_modes, ThreadTransport.transfer = without_other_modes, transfer
     # An operator of our own runs Python code, which is watched too.
     for operator in torch._library.custom_ops.OPDEFS.values():
         for kind, function in list(operator._backend_fns.items()):

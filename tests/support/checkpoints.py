@@ -40,7 +40,7 @@ def full_states(model, optimizer):
                 long = torch.is_tensor(value) and value.dim() and value.shape == shard.shape
                 kinds[kind] = "long" if long or kinds.get(kind) == "long" else float(value)
             start += shard.numel()
-        everyone = [json.loads(words) for words in unit.comm.exchange(json.dumps(kinds))]
+        everyone = [json.loads(words) for words in unit.comm.transport.exchange(json.dumps(kinds))]
         for kind in sorted(set().union(*everyone)):
             (value,) = {kinds[kind] for kinds in everyone if kind in kinds}
             if value == "long":

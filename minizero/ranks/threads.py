@@ -1,0 +1,214 @@
+"""The transport of threads: a receiver copies straight out of the sender's tensor.
+
+A send puts the tensor itself into a queue, and waits until the receiver says that it has copied
+it. Before a collective's first tensor all ranks meet, and compare what they are about to do.
+
+Nothing here waits for ever: each wait looks, every POLL_SECONDS, at the clock and at what `Run` knows of the others.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
+from minizero.ranks.transport import Transport
+
+POLL_SECONDS = 0.05  # between two looks at the failure flag
+
+
+class Run:
+    """What the ranks of one `World.run` share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.transports: list[ThreadTransport] = []  # of the whole world, by rank
+        self.channels: dict[tuple, _Channel] = {}
+        self.meetings: dict[tuple, _Meeting] = {}
+        self.failure: tuple[int, BaseException, str] | None = None  # the first rank that failed, its error, a report
+        self.finished: set[int] = set()  # ranks that have returned or raised
+        self.over = threading.Event()
+        self.lock = threading.Lock()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Note that `rank` failed. Only the first failure counts: later ones are its consequences."""
+        with self.lock:
+            if self.failure is not None:
+                return
+            others = "; ".join(f"rank {t.rank} {t.doing()}" for t in self.transports if t.rank != rank)
+            what = "".join(traceback.format_exception_only(error)).strip()  # survives an error that cannot print itself
+            # An error that nobody has raised yet has no traceback. Then it is about this thread's own wait.
+            trace = "".join(traceback.format_exception(error) if error.__traceback__ else traceback.format_stack())
+            report = f"rank {rank} failed: {what}\n{trace.rstrip()}\nMeanwhile {others or 'there was no other rank'}."
+            self.failure = (rank, error, report)
+        self.over.set()
+
+    def finish(self, rank: int) -> None:
+        """Note that `rank` has returned or raised."""
+        with self.lock:
+            self.finished.add(rank)
+            if len(self.finished) == self.size:
+                self.over.set()
+
+
+class _Channel:
+    """From one rank to another: tensors one way, acknowledgements the other."""
+
+    def __init__(self) -> None:
+        self.tensors: SimpleQueue = SimpleQueue()
+        self.copied: SimpleQueue = SimpleQueue()
+
+
+class _Meeting:
+    """A place where all ranks of a communicator leave their words and read the others'."""
+
+    def __init__(self, size: int) -> None:
+        self.words: list[str | None] = [None] * size
+        self.left: list[int] = []
+        self.complete = threading.Event()
+
+
+class ThreadTransport(Transport):
+    """The connections of a rank that is a thread."""
+
+    def __init__(
+        self, rank: int, ranks: list[int], device: torch.device, timeout: float, run: Run, name: str = ""
+    ) -> None:
+        super().__init__(rank, ranks, device, timeout, name)
+        self.run = run
+        self.meeting_number = 0
+        # What this rank waits in, for reports: on which transport, verb, and peers that have not answered.
+        self.waiting: tuple[ThreadTransport, str, Callable[[], list[int]]] | None = None
+
+    def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
+        self._stop_if_failed()
+        self.settle()
+        # First the own tensor goes out, without waiting, so that two ranks can do this at the same time.
+        if outgoing is not None:
+            sending = self._channel(self.rank, dst)
+            sending.tensors.put((outgoing, _record(outgoing)))
+        if incoming is not None:
+            receiving = self._channel(src, self.rank)
+            tensor, ready = self._wait(_taker(receiving.tensors), lambda: [src], "recv from")
+            if tensor.numel() != incoming.numel() or tensor.dtype != incoming.dtype:
+                raise CollectiveMismatch(
+                    f"rank {self.world_rank} expected {incoming.numel():,} elements of {incoming.dtype} "
+                    f"from rank {self.ranks[src]}, which sent {tensor.numel():,} of {tensor.dtype}"
+                )
+            _await(ready, incoming)
+            incoming.view(-1).copy_(tensor.view(-1))
+            del tensor  # before the sender goes on: it may count on the memory being free
+            receiving.copied.put((_record(incoming),))
+        # The sender may change its tensor only after the receiver has copied it.
+        if outgoing is not None:
+            (copied,) = self._wait(_taker(sending.copied), lambda: [dst], "send to")
+            _await(copied, outgoing)
+
+    def settle(self) -> None:
+        collective = self.collective
+        if collective is None or collective.agreed:
+            return
+        everyone = self.exchange(collective.words)
+        collective.agreed = True
+        for rank, words in enumerate(everyone):
+            if words != collective.words:
+                raise self.mismatch(collective.words, rank, words)
+
+    def exchange(self, words: str) -> list[str]:
+        self._stop_if_failed()
+        self.meeting_number += 1
+        key = (self.name, *self.ranks, self.meeting_number)
+        meeting = self.run.meetings.setdefault(key, _Meeting(self.size))
+        meeting.words[self.rank] = words
+        if None not in meeting.words:
+            meeting.complete.set()
+
+        def missing() -> list[int]:
+            return [rank for rank, said in enumerate(meeting.words) if said is None]
+
+        self._wait(meeting.complete.wait, missing, "agreement with")
+        meeting.left.append(self.rank)
+        if len(meeting.left) == self.size:
+            self.run.meetings.pop(key, None)  # two ranks may both see that they are the last
+        return meeting.words  # type: ignore[return-value]  # complete: none is None
+
+    def subgroup(self, ranks: list[int], name: str) -> Transport:
+        chosen = [self.ranks[rank] for rank in ranks]
+        name = f"{self.name}/{name}"
+        return ThreadTransport(ranks.index(self.rank), chosen, self.device, self.timeout, self.run, name)
+
+    def _channel(self, src: int, dst: int) -> _Channel:
+        key = (self.name, self.ranks[src], self.ranks[dst])
+        return self.run.channels.get(key) or self.run.channels.setdefault(key, _Channel())
+
+    def _wait(self, attempt: Callable[[float], Any], peers: Callable[[], list[int]], verb: str) -> Any:
+        """Repeat `attempt(seconds)` until it gives something, unless the run has failed or time is up."""
+        myself = self.run.transports[self.world_rank]
+        myself.waiting = (self, verb, peers)
+        start = time.monotonic()
+        try:
+            while not (got := attempt(POLL_SECONDS)):
+                gone = [rank for rank in (self.ranks[peer] for peer in peers()) if rank in self.run.finished]
+                if gone and (got := attempt(0)):  # its last message came between the two looks
+                    break
+                self._check(gone, time.monotonic() - start, verb, peers)
+        finally:
+            myself.waiting = None
+        return got
+
+    def _check(self, gone: list[int], waited: float, verb: str, peers: Callable[[], list[int]]) -> None:
+        """Raise if a wait can have no good end. The run then fails, even if the program catches the error."""
+        self._stop_if_failed()
+        where = self.where(verb, self._names(peers))
+        error: RuntimeError
+        if gone:
+            error = RuntimeError(f"rank {gone[0]} returned while rank {self.world_rank} was waiting in {where}")
+        elif waited > self.timeout:
+            error = CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}")
+        else:
+            return
+        self.run.fail(gone[0] if gone else self.world_rank, error)
+        raise error
+
+    def _stop_if_failed(self) -> None:
+        if self.run.failure is not None:
+            raise RankFailed(self.run.failure[0], f"rank {self.world_rank} stops: {self.run.failure[2]}")
+
+    def doing(self) -> str:
+        """What this rank is in at this moment, for the report of a failure."""
+        if (waiting := self.waiting) is not None:  # read once: this rank goes on while another one asks
+            transport, verb, peers = waiting
+            return f"was waiting in {transport.where(verb, transport._names(peers))}"
+        return "had returned" if self.rank in self.run.finished else "was computing"
+
+    def _names(self, peers: Callable[[], list[int]]) -> str:
+        return ", ".join(str(self.ranks[rank]) for rank in peers()) or "(all came)"
+
+
+def _taker(queue: SimpleQueue) -> Callable[[float], Any]:
+    def take(seconds: float) -> Any:
+        try:
+            return queue.get(timeout=seconds)
+        except Empty:
+            return None
+
+    return take
+
+
+def _record(tensor: torch.Tensor) -> Any:
+    """On a GPU: an event after which `tensor` is written. On a CPU there is nothing to wait for."""
+    if tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def _await(event: Any, tensor: torch.Tensor) -> None:
+    """Let what is done with `tensor` from now on wait for `event`."""
+    if event is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(event)

@@ -1,0 +1,128 @@
+"""What carries the tensors of a `Comm`. Only the files of `ranks/` use it.
+
+    threads.py     a receiver copies out of the sender's tensor
+    processes.py   messages of `torch.distributed`
+
+Both offer the same: `transfer` moves tensors, `exchange` shows every rank's words to all, `settle`
+waits until all ranks have agreed (agreement.py), `subgroup` makes the transport of some of the ranks.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+import torch
+
+from minizero.ranks.alone import not_alone
+from minizero.ranks.errors import CollectiveMismatch
+
+
+@dataclasses.dataclass
+class Collective:
+    """The collective that a rank is in. It exists from the collective's begin to its end."""
+
+    number: int  # the communicator's first collective is 1
+    name: str  # "all_gather #17": error messages call it so
+    words: str  # what this rank is about to do, in full
+    agreed: bool = False  # True once all ranks are known to have said the same words
+
+
+class Transport(abc.ABC):
+    """One rank's connections to the others.
+
+    `ranks[r]` is the world rank of this communicator's rank r; `timeout`: seconds that one wait may last.
+    """
+
+    def __init__(self, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.world_rank = ranks[rank]
+        self.device = device
+        self.timeout = timeout
+        self.name = name  # which of the splits this is; "" before any split
+        self.sent = self.received = 0  # bytes of payload
+        self.sequence = 0  # collectives begun
+        self.collective: Collective | None = None  # the one under way; other threads read it
+
+    @abc.abstractmethod
+    def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
+        """Move contiguous tensors to and from other ranks. Either direction may be None."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Return when all ranks have said the same; `CollectiveMismatch` on every rank if they have not."""
+
+    @abc.abstractmethod
+    def exchange(self, words: str) -> list[str]:
+        """Every rank's words, in rank order. They do not count as payload."""
+
+    @abc.abstractmethod
+    def subgroup(self, ranks: list[int], name: str) -> "Transport":
+        """The transport of these ranks, of which this rank is one."""
+
+    def soon(self, tensors: list[torch.Tensor], src: int) -> None:  # noqa: B027
+        """Hint: the next tensors to be received from `src`, in this order.
+
+        For rings only: what comes round a ring has passed through every rank, and so may count as
+        proof that all agree.
+        """
+
+    def ring_buffers(self, tensor: torch.Tensor) -> int:
+        """How many receive buffers like `tensor` a ring rotates through, at least 2."""
+        return 2
+
+    def begin(self, name: str, words: str) -> None:
+        """A collective begins, in which this rank is about to do `words`."""
+        self.collective = Collective(self.sequence, name, words)
+
+    def move(
+        self, outgoing: torch.Tensor | None, dst: int | None, incoming: torch.Tensor | None, src: int | None
+    ) -> None:
+        """Check and count a message, and `transfer` it. Either direction may be None."""
+        not_alone("send or recv")
+        for tensor, peer in ((outgoing, dst), (incoming, src)):
+            if peer is not None and not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"what is sent, or received into, must be a tensor, not {type(tensor).__name__}")
+            if peer is not None and not 0 <= peer < self.size:
+                raise ValueError(f"rank {peer} does not exist: ranks are 0 to {self.size - 1}")
+        if self.rank in (dst, src) and dst != src:
+            raise ValueError(f"rank {self.rank} can reach itself only by send_recv to and from itself")
+        # `transfer` needs contiguous tensors. They usually are; if not, it gets a copy.
+        if outgoing is not None and (outgoing.requires_grad or not outgoing.is_contiguous() or outgoing.is_conj()):
+            outgoing = outgoing.detach().contiguous().resolve_conj()
+        target = incoming
+        if incoming is not None and (incoming.requires_grad or not incoming.is_contiguous()):
+            target = incoming.new_empty(incoming.shape)
+        if dst == src == self.rank:
+            _copy_to_oneself(outgoing, target)
+        else:
+            if outgoing is not None and target is not None and _overlap(outgoing, target):
+                raise ValueError("send_recv: outgoing and incoming share memory: receive into another tensor")
+            self.transfer(outgoing, dst, target, src)
+            self.sent += 0 if outgoing is None else outgoing.nbytes
+            self.received += 0 if target is None else target.nbytes
+        if target is not incoming:
+            incoming.detach().copy_(target)  # type: ignore[union-attr, arg-type]
+
+    def mismatch(self, mine: str, rank: int, theirs: str) -> CollectiveMismatch:
+        """The error if this rank says `mine`, and `rank` says `theirs`."""
+        return CollectiveMismatch(
+            f"rank {self.world_rank} called {mine}; rank {self.ranks[rank]} called "
+            f"{theirs}: did the ranks build different models, or take different branches?"
+        )
+
+    def where(self, verb: str, peers: str) -> str:
+        """A wait, for messages: "all_gather #17: recv from rank 2"."""
+        collective = self.collective  # read once: another thread may ask, while this rank goes on
+        return f"{collective.name if collective else 'point-to-point'}: {verb} rank {peers}"
+
+
+def _copy_to_oneself(outgoing: Any, target: Any) -> None:
+    if outgoing.numel() != target.numel() or outgoing.dtype != target.dtype:
+        raise ValueError("send_recv to oneself needs tensors of one size and dtype")
+    target.view(-1).copy_(outgoing.view(-1))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
