@@ -8,8 +8,7 @@ chunk to the right. So it sends (N-1)/N of the tensor, the least that any algori
     all-reduce       = reduce-scatter, then all-gather: 2 (N-1)/N of the tensor
 
 Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-`agreement`: first all ranks say what they are about to do, and all raise if two differ (agreement.py).
-`soon`: a hint what will be received next, so that a transport can begin. The rings are right without it.
+`agreement`: all ranks say the same, or all raise (agreement.py). `soon` is a hint; the rings are right without it.
 """
 
 from collections.abc import Callable
@@ -42,8 +41,7 @@ def ring_reduce_scatter(
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
-    # The buffers take turns. Two suffice: one goes out while the other is filled.
-    count = min(comm.transport.ring_buffers(partial), comm.size - 1)
+    count = min(comm.transport.ring_buffers(partial), comm.size - 1)  # two suffice: one goes out, one is filled
     buffers = [torch.empty_like(partial) for _ in range(count)]
     for buffer in buffers:
         tag(buffer, "communication")
@@ -103,10 +101,9 @@ def reduce_scatter(
 
 @torch.no_grad()
 def all_reduce(tensor: Tensor, comm: Comm, op: str = "sum", *, out: Tensor | None = None, label: str = "") -> Tensor:
-    """The N ranks' tensors, combined, on every rank.
+    """The N ranks' tensors, combined, on every rank. Any shape, the same on all ranks; op as in `reduce_scatter`.
 
-    tensor: any shape, the same on all ranks. op: as in `reduce_scatter`. `out`, if given, is filled; it must be
-    contiguous, of a size that N divides, and may be `tensor` itself.
+    `out`, if given, is filled; it must be contiguous, of a size that N divides, and may be `tensor` itself.
     """
     _check_op("all_reduce", op, tensor)
     with agreement(comm, "all_reduce", tensor, op=op, label=label):
