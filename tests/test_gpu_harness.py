@@ -119,6 +119,6 @@ def test_notebooks(tmp_path):
 @pytest.mark.slow
 def test_the_tests_for_a_gpu_pass_on_the_cpu_as_far_as_they_go(tmp_path):
     found = gpu_tests.run_tests(tmp_path)
-    assert (
-        found["failed"] == [] and found["tests"] > 25 and found["skipped"] <= 3 + 41
-    )  # 41: what a card mixes, in test_devices.py
+    assert found["failed"] == [] and found["tests"] > 25
+    assert found["skipped"].pop("test_devices") == 41  # what a card mixes, each a case
+    assert sum(found["skipped"].values()) <= 3
