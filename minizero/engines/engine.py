@@ -7,8 +7,7 @@ The engine hears from autograd when a unit is used and when a gradient has come:
 """
 
 import abc
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from minizero import torch_private
-from minizero.engines.norms import compute_in_fp32, keeps_statistics
+from minizero.engines.norms import let_norms_compute_in_fp32
 from minizero.engines.refused import check_compiled, check_frozen, check_module, check_unchanged, mark
 from minizero.engines.shards import GroupBy
 from minizero.engines.unit import Unit
@@ -75,9 +74,7 @@ class Engine(Wrapped, abc.ABC):
             mark(unit, type(self).__name__)
             watch(self, unit)
         module.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
-        for part in module.modules():
-            if keeps_statistics(part) and dtype not in (None, torch.float32):
-                compute_in_fp32(part, dtype)
+        let_norms_compute_in_fp32(module, dtype)
         self.watch_state_dicts()
 
     # The stage's part. One that keeps replicas leaves most of it empty.
@@ -190,12 +187,3 @@ class Engine(Wrapped, abc.ABC):
             self.backward.open_uses.clear()
         for unit in self.units:
             self.do(self.when.release, unit)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes in here add up full local gradients and send nothing; the next one outside reduces all."""
-        before, self.sync = self.sync, False
-        try:
-            yield
-        finally:
-            self.sync = before

@@ -19,6 +19,15 @@ def keeps_statistics(module: nn.Module) -> bool:
     return its_own and any(name.startswith("running_") for name in names)
 
 
+def let_norms_compute_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Wrap the forward of each such norm in `module`, unless all computes in FP32."""
+    if dtype is None or dtype == torch.float32:
+        return
+    for part in module.modules():
+        if keeps_statistics(part):
+            compute_in_fp32(part, dtype)
+
+
 def compute_in_fp32(norm: nn.Module, dtype: torch.dtype) -> None:
     """Cast what a norm is given to FP32, and what it returns back to `dtype`, as PyTorch's MixedPrecision does."""
 

@@ -3,6 +3,7 @@
 Nothing here is special to a stage: it works on the units' masters and shards, wherever they are.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self
 
@@ -23,6 +24,7 @@ class Wrapped(nn.Module):
     comm: Comm
     units: list[Unit]
     in_order: list[Unit]  # those that train, in the order in which they are reduced
+    sync: bool  # False under no_sync
     state_names: list[str]
     names_of: dict[int, list[str]]
 
@@ -53,6 +55,15 @@ class Wrapped(nn.Module):
                 for group, shard in zip(unit.groups, unit.shards, strict=True):
                     result.setdefault(group, []).append(shard)
         return result
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here add up full local gradients and send nothing; the next one outside reduces all."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
