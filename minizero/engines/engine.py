@@ -1,9 +1,10 @@
 """What the four stages share: *when* things happen. *What* happens then is each stage's own file.
 
-    forward     before_forward   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
-    backward    gather 1   deposit, deposit, …   release 1   reduce 1   gather 0   …   finish
+    forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
+    backward    gather 1   deposit, deposit, …   reduce 1   release 1   gather 0   …   reduce root   finish
 
-The engine hears from autograd when a unit is used and when a gradient has come: `uses.py` has those hooks.
+The root unit holds what lies outside every block, such as the embeddings. The engine hears from autograd when a unit is
+used, and when a gradient has come: `uses.py` has those hooks.
 """
 
 import abc
@@ -31,10 +32,10 @@ class Engine(Wrapped, abc.ABC):
     """A module whose parameters live in the flat buffers of units. Base of DDP, Zero1, Zero2, Zero3.
 
     module: FP32 parameters, all on one device. dtype: float16 or bfloat16 computes on 16-bit copies
-    and keeps FP32 masters; of frozen parameters only the 16-bit numbers, which are also what is saved
-    and gathered, as FP32. Norms with running statistics compute in FP32. units: modules, by default the
-    repeated blocks. group_by: a function of (name, parameter), whose values no shard mixes. Buffers keep
-    their dtype.
+    and keeps FP32 masters. Of frozen parameters it keeps only the 16-bit numbers; these are what is saved, as FP32.
+    Norms with running statistics compute in FP32. units: modules, by default the repeated blocks. group_by: a
+    function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
+    parameters of one group only. Buffers keep their dtype.
 
     forward moves every tensor in its arguments, and in tuples, lists and dicts among them, to `comm.device`, as
     `fully_shard` does, and with a 16-bit `dtype` casts those of floating point. It leaves other objects, such as
@@ -42,7 +43,7 @@ class Engine(Wrapped, abc.ABC):
     """
 
     inside: Comm | None = None  # the ranks that a unit is sharded over, if that is not all of `comm`
-    ahead: Any = None
+    ahead: Any = None  # an `Ahead` (prefetch.py), if the stage gathers and reduces in other threads
     frees_replicas = False  # does a unit's replica come and go?
     reshard_after_forward = False  # is it away between the unit's forward and its backward?
 
@@ -59,13 +60,15 @@ class Engine(Wrapped, abc.ABC):
         check_module(type(self).__name__, module, dtype)
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
-        self.backward: Backward | None = None  # the one that goes on
+        self.backward: Backward | None = None  # the one that is running
         self.observers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
         self.note_names()
         for name, buffer in module.named_buffers():
             buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
-        self.in_order = [unit for unit in reversed(self.units) if unit.trains]  # in which they are reduced
+        self.in_order = [
+            unit for unit in reversed(self.units) if unit.trains
+        ]  # as they are reduced: last block first, the root last
         check_compiled(self, module.modules())
         for unit in self.units:
             full = unit.flatten()
@@ -114,7 +117,11 @@ class Engine(Wrapped, abc.ABC):
 
     @property
     def when(self) -> Any:
-        """Who gathers, releases and reduces when the engine says so: the stage itself, or `Ahead` in its name."""
+        """Who gathers, releases and reduces when the engine says so.
+
+        The stage itself, or its `Ahead`, which calls the same methods of the stage early, in other threads. What
+        neither sends nor receives (`forward_is_over`) the engine asks of the stage itself.
+        """
         return self.ahead or self
 
     def do(self, what: Callable[..., None], *args: Any) -> None:
@@ -129,7 +136,7 @@ class Engine(Wrapped, abc.ABC):
 
     @property
     def in_backward(self) -> bool:
-        """Does a backward go on, or did the last one raise?"""
+        """Is a backward running? Also True from a backward that raised until the next forward notices."""
         return self.backward is not None
 
     @property
@@ -145,7 +152,7 @@ class Engine(Wrapped, abc.ABC):
             self.release_all()
             raise
         grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        versions = {unit: unit.version for unit in self.roots}
+        versions = {unit: unit.version for unit in self.roots}  # a `Use` checks those of the other units
 
         def begin(_: torch.Tensor) -> None:
             self.begin_backward(versions)
@@ -174,7 +181,7 @@ class Engine(Wrapped, abc.ABC):
         return without_leaves(args, kwargs)
 
     def begin_backward(self, versions: dict[Unit, int] = {}) -> Backward:  # noqa: B006
-        """The backward that goes on, or a new one. versions: of the units' masters, when the model was used."""
+        """The backward that is running, or a new one. versions: of the units' masters, when the model was used."""
         if self.backward is None:
             for unit, version in versions.items():
                 check_unchanged(self, unit, version)

@@ -1,8 +1,9 @@
 """One unit's gradient on this rank, from the first parameter that has one to what the optimizer reads.
 
-    begin ──► put, put, … ──► take ──► give        averaged over the ranks between `take` and `give`
-                  │                                give: the shards' .grad = average + what they had before
-                  └──► show ──► the next begin     under no_sync: .grad is this rank's sum so far
+    Unit.begin_gradient ──► put, put, … ──► take ──► (averaged over the ranks) ──► Unit.set_gradient: give
+                                 └──► show ──► the next Unit.begin_gradient        under no_sync
+
+    give: the shards' .grad = average + what they had before        show: .grad is this rank's sum so far
 
 Backward brings the parameters' gradients one by one. Each is added to its place in one flat buffer, so that one
 collective reduces the whole unit. A parameter that was not used leaves zeros in its place.
@@ -34,7 +35,7 @@ class LocalGradient:
         self.shown = -1
 
     def put(self, number: int, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-        """Add the gradient of parameter `number` to its place, in a buffer of `dtype`."""
+        """Add the gradient of parameter `number` to its place. dtype: of the buffer, if this put makes it."""
         if self.full is None:
             self.full = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
             tag(self.full, "gradients")
@@ -50,9 +51,10 @@ class LocalGradient:
         return full
 
     def give(self, shards: Shards, average: torch.Tensor, full: torch.Tensor | None) -> None:
-        """Let the shards' .grad be the average, (at least the shards' elements,), plus what they had before.
+        """Let the shards' .grad be the average, plus what they had before. average: flat, perhaps with padding behind.
 
-        `full` is kept as long as .grad lives, which is until zero_grad().
+        `full` lives as long as .grad, which is until zero_grad(): stages 0 and 1 keep full gradients, and this is what
+        their memory is counted by.
         """
         average = average.float()
         tag(average, "gradients")

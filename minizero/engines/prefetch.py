@@ -5,13 +5,13 @@
     prefetch = 1    gather 0 | compute 0 | compute 1 | compute 2
                                gather 1  | gather 2
 
-Two lanes beside the rank's own thread, each with a communicator of its own, so that no message of one is taken for
-another's: all-gathers and reduce-scatters. On a GPU each lane is a stream as well. Which unit comes next the engine
-learns from the pass before: the first forward and the first backward gather nothing ahead.
+Each rank has two lanes, threads beside its own: one for all-gathers, one for reduce-scatters. Each lane has its own
+communicator, so their messages cannot mix. On a GPU a lane is a stream as well. A rank learns from the pass before
+which unit comes next: the first forward and the first backward gather nothing ahead.
 
-The price is memory: the replica of one unit more. In backward it is gathered when two thirds of this unit's gradient
-are there, so that it takes the place of activations that are gone; and one reduction has to end before the next
-unit's gradient begins. So stage 3 still peaks at three units beside its shards: two replicas and a gradient.
+The price is memory: the replica of one unit more. In backward the next unit is gathered once two thirds of this unit's
+gradient have arrived: by then most of its activations are free. One reduction ends before the next unit's gradient
+begins. So stage 3 peaks at three units beside its shards: two replicas and a gradient.
 Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 """
 
@@ -70,14 +70,14 @@ class Lane:
 
 
 class Ahead:
-    """Gathers and reduces in the name of a stage 3, beside the computation. At most `units` gathers are under way.
+    """Gathers and reduces in the name of a stage 3, beside the computation. At most `depth` gathers are under way.
 
-    Say 0 1 2 was the last forward, and units=1: at the gather of 0, in_turn[False] is [0], expected [0, 1, 2], and
+    Say 0 1 2 was the last forward, and depth=1: at the gather of 0, in_turn[False] is [0], expected [0, 1, 2], and
     following [1].
     """
 
-    def __init__(self, stage: Any, units: int) -> None:
-        self.stage, self.units = stage, units  # stage: a Zero3, whose file imports this one
+    def __init__(self, stage: Any, depth: int) -> None:
+        self.stage, self.depth = stage, depth  # stage: a Zero3, whose file imports this one
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # as the last forward, and backward, used them
@@ -153,9 +153,9 @@ class Ahead:
             self.begin_pass(is_backward=True)
         turns = self.in_turn[self.is_backward]
         turns.append(unit)
-        if self.expected[len(turns) - 1 : len(turns)] != [unit]:
+        if self.expected[len(turns) - 1 : len(turns)] != [unit]:  # a slice: the list may be shorter
             self.expected = []  # another way than last time: learn it first
-        return self.expected[len(turns) : len(turns) + self.units]
+        return self.expected[len(turns) : len(turns) + self.depth]
 
     def begin_pass(self, is_backward: bool) -> None:
         """A forward or a backward begins."""

@@ -24,9 +24,11 @@ from minizero.ranks.comm import Comm
 
 
 class Unit:
-    """module: whose forward uses the unit; None for the root unit. parameters: by name, all trained or all frozen.
+    """parameters: by name, all trained or all frozen.
 
-    everyone: all ranks. comm: those that the unit is sharded over.
+    module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
+    everyone: all ranks, whose number divides `size`. comm: the ranks that the unit is sharded over: all of them too,
+    unless a sharding factor makes groups.
     """
 
     replica: torch.Tensor
@@ -65,7 +67,7 @@ class Unit:
 
     @property
     def original(self) -> bool:
-        """Are the shards the module's own parameters (FP32 DDP), whose .grad autograd itself writes?"""
+        """Are the shards the module's own parameters, whose .grad autograd itself writes? See `DDP.keep`, in FP32."""
         return self.shards is self.parameters
 
     # Parameters.
@@ -75,7 +77,7 @@ class Unit:
         full = torch.zeros(self.size, dtype=torch.float32, device=self.comm.device)
         for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
-        # Units of one size can still be cut differently; the ranks agree on how.
+        # Two ranks may have different parameters of the same total size: by the label, which all agree on, they notice.
         full = broadcast(full, self.everyone, label=f"{self.name} of {self.layout}")
         tag(full, "parameters")
         return full
@@ -99,7 +101,9 @@ class Unit:
     def replica_is_stale(self) -> bool:
         """Has `master` been written since the replica was made from it?
 
-        If so, all ranks communicate. So all must give one answer: whatever writes some rank's chunk marks them all.
+        `_version` is PyTorch's count of in-place writes. Views share it, so optimizer.step() on a shard raises it. If
+        the answer is yes, the rank enters an all-gather. So it must be the same on all ranks: a step counts as a write
+        on every rank, also where a shard is empty.
         """
         return self.master._version != self.version
 
@@ -120,16 +124,17 @@ class Unit:
             self.gradient = None
         if self.gradient is None:
             self.gradient = LocalGradient(self.layout, self.shards, self.dtype, self.comm.device)
-            # Otherwise leave .grad in place: if this backward raises, zero_grad() can still clear it.
-            make_room = self.original
+            # In FP32 DDP autograd adds to .grad itself, so it must be None. In all else it can stay in sight, where
+            # zero_grad() clears it, also if this backward raises.
+            clear = self.original
         else:
-            make_room = True
+            clear = True  # it is a view of the sum that backward goes on adding to
             if self.gradient.was_written() and not self.whole:
                 raise RuntimeError(
                     f"{self.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
                     "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
                 )
-        for shard in self.shards if make_room else ():
+        for shard in self.shards if clear else ():
             shard.grad = None
 
     def restore_gradient(self) -> None:
@@ -141,9 +146,9 @@ class Unit:
                 shard.grad = gradient
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
-        """Give the shards their gradient, as long as `master`, plus what they had before this backward.
+        """Give the shards their gradient plus what they had before. average: as many elements as `master`, or more.
 
-        `full` is kept as long as the shards' gradients live, which is until zero_grad().
+        `full` lives as long as the shards' .grad, which is until zero_grad().
         """
         assert self.gradient is not None
         self.gradient.give(self.shards, average, full)

@@ -33,8 +33,8 @@ numbers = itertools.count()
 class Use:
     """One use of a unit in a forward, and the hooks by which autograd opens and closes it in backward.
 
-    It holds no tensors: their hooks hold it, so nothing would ever be freed. A graph can be gone through twice, so
-    `opened` and `closed` are the numbers of backwards.
+    It must hold no tensors: their hooks hold it, and such a cycle would never be freed. A graph can be gone through
+    twice, so `opened` and `closed` are the numbers of backwards.
     """
 
     def __init__(self, engine: Any, unit: Unit, given: Any) -> None:
@@ -48,14 +48,15 @@ class Use:
         """The forward is over. given: what the unit was given, as it is now."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                # Runs after the tensor's own hooks, so the unit behind this one is released before this is gathered.
+                # Runs after the tensor's own hooks: the unit behind it in forward is released before this is gathered.
                 tensor.grad_fn.register_prehook(self.open)
-                # Who writes into a view gives it another grad_fn, before which comes the one of what it is a view of.
+                # An in-place write to a view changes its grad_fn; backward then reaches the grad_fn of its base first.
                 if self.made(tensor._base):
                     tensor._base.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
             elif tensor.requires_grad:
                 tensor.register_hook(self.open)
-        # Say, an auxiliary loss that the model adds to its own. A stage that keeps replicas need not look.
+        # Tensors that are kept as attributes can reach the loss, too: an auxiliary loss, say. A stage that keeps
+        # replicas need not look.
         for tensor in kept_in(self.unit.module) if self.engine.frees_replicas else ():
             if self.made(tensor):
                 tensor.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
@@ -104,7 +105,7 @@ class Backward:
             unit.begin_gradient()
         for unit in self.engine.roots:  # an earlier backward of the same forward may have released them
             self.engine.do(self.engine.when.gather, unit)
-        # Autograd calls this when the whole backward is over; only its own engine knows when.
+        # Only autograd knows when the whole backward is over; then it calls this.
         torch_private.call_at_end_of_backward(self.end)
 
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:

@@ -32,7 +32,7 @@ class Zero3(Engine):
     gather ahead; 0 does one thing at a time (prefetch.py). offload: keep shards, gradients and optimizer states in
     the CPU's memory (offload.py). reshard_after_forward: False keeps what forward gathered until backward; a third
     less is sent, for 4Ψ bytes more at the peak. `torch.compile` of each block, before wrapping, works; around the
-    engine it changes nothing; others are refused.
+    engine it changes nothing; other uses of it are refused.
     """
 
     frees_replicas = True
@@ -49,6 +49,7 @@ class Zero3(Engine):
         **options: Any,
     ) -> None:
         check_prefetch(prefetch)
+        # Before super().__init__(), which calls keep().
         self.inside, self.across = groups(comm, sharding_factor)
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
@@ -66,6 +67,8 @@ class Zero3(Engine):
         tag(unit.replica, "parameters")
         self.release(unit)
 
+    # With prefetch, the default, `Ahead` does what `gather` and `reduce` do, from the same parts as they.
+
     def gather(self, unit: Unit) -> None:
         if not self.has_replica(unit):
             self.make_room(unit)
@@ -73,11 +76,11 @@ class Zero3(Engine):
         unit.point_parameters_at(unit.replica)
 
     def has_replica(self, unit: Unit) -> bool:
-        """Is it whole, and not left over from a forward without backward, before the last optimizer step?"""
+        """Is it whole, or about to be, since the last step? (A forward without backward can leave an old one.)"""
         return bool(unit.replica.untyped_storage().nbytes()) and not unit.replica_is_stale()
 
     def make_room(self, unit: Unit) -> None:
-        """Give the replica its memory back."""
+        """Give the replica its memory back. From here on it counts as fresh: its gather has begun."""
         unit.replica.untyped_storage().resize_(unit.size * unit.dtype.itemsize)
         unit.replica_is_fresh_now()
 
@@ -88,7 +91,8 @@ class Zero3(Engine):
         all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
 
     def release(self, unit: Unit) -> None:
-        # The storage is emptied, not only the parameter: autograd still holds views of it for backward.
+        # The storage is emptied, not only the parameter: autograd still holds views of it for backward. `fill` gives
+        # them their numbers back. Autograd does not object: it counts writes to tensors, not what storages hold.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 

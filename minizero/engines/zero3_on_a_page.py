@@ -7,8 +7,9 @@ the same way. Of each gradient a rank keeps the part that belongs to its shard.
     forward     gather 0, compute 0, drop 0     gather 1, compute 1, drop 1     …
     backward    …     gather 1, backward 1, drop 1, reduce 1     gather 0, backward 0, drop 0, reduce 0
 
-Of the activations only each layer's input is kept, so a layer computes twice. `zero3.py` keeps them, and needs no loop
-of its own: hooks say when to gather. Rajbhandari et al., 2019, "ZeRO", section 5.3.
+Of the activations only each layer's input is kept, so a layer computes twice. `zero3.py` keeps all activations and
+computes each layer once, and it needs no loop of its own: hooks say when to gather.
+Rajbhandari et al., 2019, "ZeRO", section 5.3.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def drop(layer: nn.Module) -> None:
 def step(layers: list, shards: list, x: torch.Tensor, loss_of: Callable, comm: Comm, learning_rate: float) -> float:
     """One step of SGD on this rank's part x of the batch; returns its loss. It updates `shards` in place."""
     inputs = []
-    for layer, mine in zip(layers, shards):
+    for layer, mine in zip(layers, shards):  # the parameters become views of what is gathered
         vector_to_parameters(all_gather(mine, comm), layer.parameters())
         inputs.append(x)
         with torch.no_grad():

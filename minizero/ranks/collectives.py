@@ -8,7 +8,8 @@ chunk to the right. So it sends (N-1)/N of the tensor, the least that any algori
     all-reduce       = reduce-scatter, then all-gather: 2 (N-1)/N of the tensor
 
 Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-`agreement`: all ranks say the same, or all raise (agreement.py). `soon` is a hint; the rings are right without it.
+`agreement`: all ranks say the same, or all raise (agreement.py). `soon` names the tensors to be received next, so that
+a transport can begin; the rings are right without it. `tag` tells a memory ledger what a tensor is.
 """
 
 from collections.abc import Callable
@@ -37,11 +38,11 @@ def ring_all_gather(chunks: list[Tensor], comm: Comm) -> None:
 def ring_reduce_scatter(
     chunks: list[Tensor], comm: Comm, combine: Callable = torch.add, out: Tensor | None = None
 ) -> Tensor:
-    """Chunk `comm.rank`, combined over all ranks. If `out` is given, the result is there; `out` may be that chunk."""
+    """Chunk `comm.rank`, combined over N > 1 ranks. If `out` is given, the result is there; it may be that chunk."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
-    count = min(comm.transport.ring_buffers(partial), comm.size - 1)  # two suffice: one goes out, one is filled
+    count = min(comm.transport.ring_buffers(partial), comm.size - 1)  # one goes out, one is filled; some take more
     buffers = [torch.empty_like(partial) for _ in range(count)]
     for buffer in buffers:
         tag(buffer, "communication")

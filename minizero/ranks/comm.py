@@ -7,8 +7,8 @@ another learns only from a message, and a `Comm` sends and receives the messages
     with Comm.from_process_group() as comm:   this process is one rank of torchrun
 
 `send` returns when the matching `recv` has copied the data (a rendezvous, as in MPI). Two ranks
-that both `send` first deadlock; use `send_recv`. All the rest is made of these three calls:
-first the collectives (collectives.py), then data parallelism and ZeRO of the collectives.
+that both `send` first deadlock; use `send_recv`. All data moves by these three calls:
+of them are made the collectives (collectives.py), and of the collectives data parallelism and ZeRO.
 """
 
 import contextlib
