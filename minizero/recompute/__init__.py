@@ -1,14 +1,21 @@
 """Recompute (gradient checkpointing): keep a block's input, and run the block again in backward.
 
-full.py        two short ways, then `checkpoint`, with all that a user expects
-replay.py      the second run sees what the first saw: random numbers, autocast, buffers
-frame.py       what the first run saves is dropped, and made again when backward asks for it
-selective.py   results that are kept, since they would take long to make again
-sequential.py  a schedule of recomputation on real layers
+two_ways.py        in short, twice: a node of the graph, and hooks
+full.py            `checkpoint`, with all that a user expects
+frame.py           what the first run saves is dropped, and made again when backward asks for it
+inputs.py          the arguments, kept for the second run
+replay.py          the second run sees what the first saw:
+  generators.py      the same random numbers
+  own_generators.py  the same in a thread, where torch's generators are shared
+  buffers.py         the same buffers
+selective.py       results that are kept, since they would take long to make again
+sequential.py      a schedule of recomputation on real layers
+mismatch.py        the error for a second run that differs
 """
 
-from minizero.recompute.full import Checkpointed, checkpoint, checkpoint_selective
-from minizero.recompute.replay import RecomputeMismatch, is_recomputing, set_enabled
+from minizero.recompute.full import Checkpointed, checkpoint, checkpoint_selective, set_enabled
+from minizero.recompute.mismatch import RecomputeMismatch
+from minizero.recompute.replay import is_recomputing
 from minizero.recompute.selective import keep_matmuls
 from minizero.recompute.sequential import checkpoint_sequential
 from minizero.recompute.two_ways import by_function, by_hooks

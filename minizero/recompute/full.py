@@ -1,8 +1,8 @@
 """Recomputation with what a user expects: any arguments, calls in calls, autocast, dropout, batch norm.
 
-It is the second of the two ways, `by_hooks`, and gives the plain run's gradients bit for bit. Its parts: `Inputs` keeps
-the arguments. `Frame` drops what the first run saves, and fetches it by a second run. `Replay` makes that second run
-like the first. `Stop` ends it early.
+It is the second of the two ways, `by_hooks`, and gives the plain run's gradients bit for bit. Its parts: `Inputs`
+keeps the arguments. `Frame` drops what the first run saves, and fetches it by a second run. `Replay` makes that
+second run like the first. `Stop` ends it early.
 
 Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.recompute.frame import Frame, name_of
+from minizero.recompute.frame import Frame
 from minizero.recompute.inputs import Inputs, may_bring_gradient
-from minizero.recompute.replay import Replay, is_enabled, is_recomputing
-from minizero.recompute.selective import Comparison, Kept, Policy
+from minizero.recompute.mismatch import name_of
+from minizero.recompute.replay import Replay, is_recomputing
+from minizero.recompute.selective import Comparison, Keeper, Policy
 
 
 def checkpoint(
@@ -25,22 +26,26 @@ def checkpoint(
 ) -> Any:
     """`fn(*args, **kwargs)`, without keeping what it computes on the way; backward runs fn again.
 
-    Tensors are found in nested tuples, lists and dicts of the arguments; anything else is passed as it is. The
-    second run sees the same state of torch's generators, the global ones and those among the arguments (unless
-    `preserve_rng_state` is False), the same autocast and default device, and the same buffers, which the first run may
-    change: batch norms count a batch once. (Buffers are found in fn if it is a module, in the modules that fn has in
-    its closure, arguments, defaults or globals, and in every module that fn calls. Those of a module that fn finds in a
-    list or an attribute, and runs by `module.forward(x)`, change twice. Other state, such as a plain attribute or a
-    parameter that forward assigns, is not put back.)
-    Threads, as the ranks of a `World`, share the global generators; there fn draws from generators of its own, and so
-    other numbers than without checkpoint. `torch.manual_seed`, `torch.set_rng_state` and PyTorch's own checkpoint
-    reach only the global ones: inside such an fn they give other numbers than in the main thread.
-    `verify` compares the values of all operators; without it only their shapes, dtypes and number can tell. Without
-    grad mode it is fn.
+    Tensors are found in nested tuples, lists and dicts of the arguments; anything else is passed as it is. Under
+    no_grad it just calls fn.
 
-    `RecomputeMismatch` where the second run differs, or would: fn changes an input in place, draws from NumPy's or
-    Python's global generator, depends on something that changes. `ValueError` where a gradient is asked for and can go
-    nowhere.
+    The second run sees what the first run saw:
+
+    - torch's generators, the global ones and those among the arguments (unless `preserve_rng_state` is False). In a
+      thread, such as a rank of a `World`, fn draws from generators of its own, and so other numbers than without
+      checkpoint. `torch.manual_seed`, `torch.set_rng_state` and PyTorch's own checkpoint reach only the global
+      ones: inside such an fn they give other numbers than in the main thread.
+    - autocast and the default device.
+    - buffers, which the first run may change: batch norms count a batch once. Buffers are found in fn if it is a
+      module, in the modules that fn has in its closure, arguments, defaults or globals, and in every module that fn
+      calls. They are not found, and change twice, if fn takes a module from a list or an attribute and runs
+      `module.forward(x)`. Other state is not put back, such as a plain attribute or a parameter that forward assigns.
+
+    verify: compares the values of all operators. Otherwise only shapes, dtypes and their number can differ visibly.
+
+    Raises `RecomputeMismatch` if the second run differs, or would: fn changes an input in place, draws from NumPy's
+    or Python's global generator, or depends on something that changes. Raises `ValueError` if a gradient is asked
+    for and can go nowhere.
     """
     return _checkpoint(fn, args, kwargs, preserve_rng_state, verify=verify)
 
@@ -55,8 +60,8 @@ def checkpoint_selective(
 ) -> Any:
     """`checkpoint` that keeps the results of the operators for which `keep(operator)` is true.
 
-    keep: a function of the operator (`torch.ops.aten.mm.default`, …), or a list of operators; `keep_matmuls` keeps what
-    takes long. `TypeError` if it is neither.
+    keep: a function of the operator (`torch.ops.aten.mm.default`, …), or a list of operators; `keep_matmuls` keeps
+    what takes long. Raises `TypeError` if it is neither.
     """
     if not callable(keep) or isinstance(keep, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
         operators = list(keep) if isinstance(keep, Collection) else [None]
@@ -79,19 +84,22 @@ def _checkpoint(
             "checkpoint: torch.func's transforms (grad, vmap, jacrev, …) cannot go through it: call the function "
             "without checkpoint there, or inside set_enabled(False)"
         )
+    # Note what the first run begins with.
     inputs = Inputs(fn, args, kwargs)
     replay = Replay(fn, inputs.tensors, preserve_rng_state, inputs.generators)
 
+    # The frame calls this in backward, when the first tensor that it dropped is asked for.
     def again() -> None:
         args, kwargs = inputs.again()
-        with replay.again(), mode.again() if mode else nothing:
+        with replay.again(), observer.again() if observer else nothing:
             fn(*args, **kwargs)
 
     frame, nothing = Frame(fn, again), contextlib.nullcontext()
-    mode = Comparison() if verify else Kept(keep, frame.saved) if keep else None
-    with replay.first_run(), frame.dropping(), mode or nothing:
+    # Only `verify` and `keep` need to see every operator.
+    observer = Comparison() if verify else Keeper(keep, frame.saved) if keep else None
+    with replay.first_run(), frame.dropping(), observer or nothing:
         outputs = fn(*args, **kwargs)
-    for part in (mode, inputs):
+    for part in (observer, inputs):
         if part is not None:
             part.first_run_is_over()
     if not may_bring_gradient(outputs):
@@ -100,11 +108,11 @@ def _checkpoint(
 
 
 def _check_that_nothing_asks(fn: Any, inputs: Inputs, frame: Frame) -> None:
-    """`ValueError` where something that `fn` was given asks for a gradient, since its outputs will bring none."""
+    """Raises `ValueError` if something that `fn` was given asks for a gradient: its outputs will bring none."""
     asking = [f"tensor {i} of its arguments" for i, requires_grad in enumerate(inputs.trains) if requires_grad]
     if isinstance(fn, nn.Module):
         asking += [f"parameter {parameter}" for parameter, p in fn.named_parameters() if p.requires_grad]
-    if frame.asks:
+    if frame.autograd_saves:
         asking.append("something in it")
     if asking:
         raise ValueError(
@@ -114,14 +122,16 @@ def _check_that_nothing_asks(fn: Any, inputs: Inputs, frame: Frame) -> None:
 
 
 class Checkpointed(nn.Module):
-    """`module`, of which every forward is a `checkpoint`. Parameters keep their names behind `module.`
+    """`module`, of which every forward is a `checkpoint`. Its parameters' names begin with `module.`
 
-    Other attributes are the module's: whoever asks a block for one finds it here.
+    Other attributes are the module's: code that asks a block for one finds it here too.
     """
 
     def __init__(self, module: nn.Module, *, verify: bool = False, preserve_rng_state: bool = True) -> None:
         super().__init__()
-        self.module, self.verify, self.preserve_rng_state = module, verify, preserve_rng_state
+        self.module = module
+        self.verify = verify
+        self.preserve_rng_state = preserve_rng_state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _checkpoint(self.module, args, kwargs, self.preserve_rng_state, self.verify)
@@ -131,3 +141,29 @@ class Checkpointed(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+_enabled = True
+
+
+def is_enabled() -> bool:
+    """Does `checkpoint` do more than call the function?"""
+    return _enabled
+
+
+class set_enabled:  # noqa: N801
+    """`set_enabled(False)`: from now on, or inside `with`, `checkpoint` and its relatives are plain calls.
+
+    It holds in every thread. A checkpoint that has run already still recomputes.
+    """
+
+    def __init__(self, on: bool) -> None:
+        global _enabled
+        self.before, _enabled = _enabled, on
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: Any) -> None:
+        global _enabled
+        _enabled = self.before

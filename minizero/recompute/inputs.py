@@ -1,34 +1,38 @@
 """The arguments of a function, kept for its second run; and walks through nested arguments.
 
 The function may change its arguments in place, or someone may between forward and backward. Then a second run would
-start from other values. Autograd counts how often a tensor was written to: its version tells.
+start from other values. Autograd counts how often a tensor was written to: this count is the tensor's version.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from minizero.recompute.frame import Frame, name_of
-from minizero.recompute.replay import RecomputeMismatch
+from minizero.recompute.frame import Frame
+from minizero.recompute.mismatch import RecomputeMismatch, name_of
 
 
 class Place(int):
-    """Stands where a tensor was."""
+    """Stands in the arguments where a tensor was: the tensor's number."""
 
 
 class Inputs:
-    """The arguments of a function, for another run. `first_run_is_over()` must follow the first."""
+    """The arguments of a function, for another run. `first_run_is_over()` must follow the first.
+
+    of: the function, or a name for it in errors.
+    """
 
     def __init__(self, of: Any, *arguments: Any) -> None:
         self.of = of
         taken: list[torch.Tensor] = []
         self.tensors: Sequence[torch.Tensor] = taken
         self.generators: list[torch.Generator] = []
-        self.packed: list[Any] | None = None  # the tensors, where somebody asks for what is saved
-        places: dict[int, Place] = {}  # of each tensor, which may come twice: attention asks whether q is k
+        self.packed: list[Any] | None = None  # the tensors as an outer hook packed them
+        # By a tensor's id. A tensor that comes twice is one in the second run too: attention asks whether q is k.
+        places: dict[int, Place] = {}
 
         def take(value: Any) -> Any:
             if isinstance(value, torch.Generator):
@@ -45,15 +49,17 @@ class Inputs:
         self.arguments = map_tensors(take, arguments, (torch.Tensor, torch.Generator))
         self.versions = [tensor._version for tensor in taken]
         self.trains = [tensor.requires_grad for tensor in taken]
+        # If hooks are active, they get these tensors as they would get what autograd saves. An outer checkpoint is
+        # such a hook: it drops them, and fetches them by its own second run.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is not None:  # as autograd would do with a tensor that it saves
+        if hooks is not None:
             pack, self.unpack = hooks
             outer = getattr(pack, "__self__", None)
             with torch.no_grad():
                 self.packed = [*map(outer.drop_input if isinstance(outer, Frame) else pack, taken)]
 
     def first_run_is_over(self) -> None:
-        """`RecomputeMismatch` where it has changed a tensor in place."""
+        """Raises `RecomputeMismatch` if the run has changed a tensor in place."""
         for i, (tensor, version) in enumerate(zip(self.tensors, self.versions)):
             if tensor._version != version:
                 raise RecomputeMismatch(
@@ -65,7 +71,7 @@ class Inputs:
             self.tensors = ()
 
     def again(self) -> Any:
-        """The arguments. `RecomputeMismatch` where one has been changed in place."""
+        """The arguments of a second run. Raises `RecomputeMismatch` if one has been changed in place since."""
         tensors = self.tensors
         if self.packed is not None:
             with torch.no_grad():
@@ -75,7 +81,7 @@ class Inputs:
                 f"checkpoint: an argument of {name_of(self.of)} was changed in place between forward and backward: "
                 "change a clone of it"
             )
-        # Detached, so that nothing that the function does with them (a hook, say) reaches the first forward's graph.
+        # Detached: what the function does with them, such as a hook, must not reach the first forward's graph.
         fresh = [tensor.detach().requires_grad_(trains) for tensor, trains in zip(tensors, self.trains)]
         return map_tensors(lambda place: fresh[place], self.arguments, Place)
 
@@ -97,12 +103,20 @@ def map_tensors(change: Callable[[Any], Any], value: Any, kind: type | tuple[typ
     return value
 
 
-def may_bring_gradient(value: Any) -> bool:
-    """Is there a tensor that requires one in nested tuples, lists and dicts; or something that may hide one?"""
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
+def leaves(value: Any) -> Iterator[Any]:
+    """Whatever is not itself a tuple, list or dict in nested ones."""
     if isinstance(value, dict):
-        return any(may_bring_gradient(item) for item in value.values())
-    if isinstance(value, tuple | list):
-        return any(may_bring_gradient(item) for item in value)
-    return not isinstance(value, int | float | str | None)
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        yield value
+        return
+    for item in value:
+        yield from leaves(item)
+
+
+def may_bring_gradient(value: Any) -> bool:
+    """Does `value`, or anything in it, require a gradient, or is it something that may hide a tensor which does?"""
+    return any(
+        leaf.requires_grad if isinstance(leaf, torch.Tensor) else not isinstance(leaf, int | float | str | None)
+        for leaf in leaves(value)
+    )

@@ -1,7 +1,7 @@
 """Looking at every operator of a function that is run twice: keep some results, or compare them all.
 
-Both are dispatch modes, which see each operator below autograd. `Kept` hands out in the second run what it kept
-in the first, so that only the rest is computed again; `Comparison` says which operator gave other values.
+Both are dispatch modes, which see each operator below autograd. `Keeper` keeps results of the first run and hands
+them out in the second, so that only the rest is computed again. `Comparison` says which operator gave other values.
 
 Selective recomputation: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models".
 """
@@ -9,29 +9,29 @@ Selective recomputation: Korthikanti et al., 2022, "Reducing Activation Recomput
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from minizero.recompute.inputs import map_tensors
-from minizero.recompute.replay import ADVICE, RecomputeMismatch, draws
+from minizero.recompute.inputs import leaves, map_tensors
+from minizero.recompute.mismatch import ADVICE, RecomputeMismatch
+from minizero.recompute.own_generators import draws
 
 Policy = Callable[[Any], bool]
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution")
-ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward")  # of which many kinds
+ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward")  # how their names begin
 
 
 def keep_matmuls(operator: Any) -> bool:
-    """Keep what takes long, matrix products, convolutions and attention; the cheap rest is computed again."""
+    """Keeps matrix products, convolutions and attention, which take long. The cheap rest is computed again."""
     name = operator._schema.name.removeprefix("aten::")
     return name in MATMULS or name.startswith(ATTENTION)
 
 
-class Watched(TorchDispatchMode):
-    """Watches the first run; what `again()` gives, the second."""
+class Observer(TorchDispatchMode):
+    """Sees every operator of the first run. `again()` gives the mode that sees those of the second."""
 
     is_over = False
 
@@ -50,99 +50,117 @@ class Watched(TorchDispatchMode):
         raise NotImplementedError
 
 
-class Kept(Watched):
-    """Keeps the results of the operators that `policy` says, each a `torch._ops.OpOverload`.
+class Result(NamedTuple):
+    """What an operator gave in the first run."""
+
+    operator: str
+    tensors: Any  # aliases of its tensors, nested as it gave them
+    versions: list[int]
+
+
+class Keeper(Observer):
+    """Keeps the results of the operators that `policy` chooses, each a `torch._ops.OpOverload`.
 
     saved: grows by one for each tensor that autograd saves.
     """
 
     def __init__(self, policy: Policy, saved: list[Any]) -> None:
         super().__init__()
-        self.policy, self.saved = policy, saved
-        self.results: list[Any] = []  # of every such operator: its name, tensors and their versions; None: not kept
-        self.places: list[int] = []  # how many tensors autograd had saved before each
+        self.policy = policy
+        self.saved = saved
+        self.results: list[Result | None] = []  # of every operator chosen, in order; None: not kept
+        self.saved_before: list[int] = []  # how many tensors autograd had saved before each of them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if written := _written(func, args, kwargs or {}):
-            # Versions do not tell all: the parts that unsafe_chunk makes (recurrent cells use it) have their own.
+            # A result that is written to is not the operator's any more: it will be computed again. Versions would
+            # not show every write: the parts that unsafe_chunk makes (recurrent cells use it) have their own.
             for number, kept in enumerate(self.results):
-                if kept is not None and not written.isdisjoint(_storages(kept[1])):
+                if kept is not None and not written.isdisjoint(_storages(kept.tensors)):
                     self.results[number] = None
         elif _makes_tensors(func) and self.policy(func):
             # The result itself will lead to the graph, which leads here: an alias, or nothing would be freed.
             aliases = map_tensors(_alias, result)
+            # Random numbers must be drawn again, so that the generator moves on for those that follow.
             drawn = draws(func, args, kwargs or {})
-            self.results.append(None if drawn else (func._schema.name, aliases, _versions(aliases)))
-            self.places.append(len(self.saved))
+            self.results.append(None if drawn else Result(func._schema.name, aliases, _versions(aliases)))
+            self.saved_before.append(len(self.saved))
         return result
 
     def first_run_is_over(self) -> None:
-        # The second run stops at the last tensor that autograd saved: what came after it is not needed.
-        for number, place in enumerate(self.places):
-            if place == len(self.saved):
+        # The second run stops at the last tensor that autograd saved: results that came after it are not needed.
+        for number, saved_before in enumerate(self.saved_before):
+            if saved_before == len(self.saved):
                 self.results[number] = None
         self.is_over = True
 
     def second_run(self) -> TorchDispatchMode:
-        return _Given(self.policy, self.results)
+        return _HandOut(self.policy, self.results)
 
 
-class _Given(TorchDispatchMode):
-    """The second run: what was kept is not computed."""
+class _HandOut(TorchDispatchMode):
+    """The second run: what was kept is handed out and not computed."""
 
-    def __init__(self, policy: Policy, results: list[Any]) -> None:
+    def __init__(self, policy: Policy, results: list[Result | None]) -> None:
         super().__init__()
-        self.policy, self.results, self.number = policy, results, -1
+        self.policy = policy
+        self.results = results
+        self.number = -1  # of the last operator that the policy chose
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = None
         if _makes_tensors(func) and self.policy(func):
             self.number += 1
             kept = self.results[self.number] if self.number < len(self.results) else None
-        if kept is None or _has_changed(kept):
+        # If it was written to since, it is computed again, and written to again.
+        if kept is None or _versions(kept.tensors) != kept.versions:
             return func(*args, **(kwargs or {}))
-        name, aliases, _ = kept
-        if name != func._schema.name:
+        if kept.operator != func._schema.name:
             raise RecomputeMismatch(
-                f"checkpoint: the second forward came to {func._schema.name} where the first ran {name}: {ADVICE}"
+                f"checkpoint: the second forward came to {func._schema.name} where the first ran {kept.operator}: "
+                f"{ADVICE}"
             )
+        # With retain_graph another backward will ask again.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.results[self.number] = None
-        return map_tensors(_alias, aliases)
+        return map_tensors(_alias, kept.tensors)
 
 
-class Comparison(Watched):
+class Comparison(Observer):
     """Notes a digest of every operator's result in the first run, and compares with it in the second.
 
     The second run may leave operators out (a parameter that was gathered for the first run may still be there).
     """
 
-    def __init__(self, seen: list[tuple[str, bytes]] | None = None) -> None:
+    def __init__(self, noted: list[tuple[str, bytes]] | None = None) -> None:
         super().__init__()
-        self.first, self.number = seen is None, 0
-        self.seen = [] if seen is None else seen
+        self.is_first = noted is None
+        self.noted = [] if noted is None else noted  # of each operator of the first run: its name, and the digest
+        self.number = 0  # in the second run: of the operator that the first ran next
 
     def second_run(self) -> TorchDispatchMode:
-        return Comparison(self.seen)
+        return Comparison(self.noted)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if _is_view(func) or "empty" in name or name == "aten::resize_":  # compared already, or anything
+        # A view's numbers have been compared already; new memory holds any.
+        if _is_view(func) or "empty" in name or name == "aten::resize_":
             return result
         now = name, _digest(result)
-        if self.first:
-            self.seen.append(now)
+        if self.is_first:
+            self.noted.append(now)
             return result
-        for number in range(self.number, len(self.seen)):
-            if self.seen[number] == now:
+        # Look for it from where the first run stood, past the operators that this run leaves out.
+        for number in range(self.number, len(self.noted)):
+            if self.noted[number] == now:
                 self.number = number + 1
                 return result
         if name == "aten::_to_copy":  # autocast held a weight that had been cast before the first run
             return result
         where = f"checkpoint: operator {self.number} of the second forward, {name},"
-        if self.number < len(self.seen) and self.seen[self.number][0] == name:
+        if self.number < len(self.noted) and self.noted[self.number][0] == name:
             raise RecomputeMismatch(
                 f"{where} gave other values than in the first: what it reads has changed since, or was drawn from a "
                 "generator other than torch's: pass it as an argument"
@@ -152,29 +170,29 @@ class Comparison(Watched):
 
 @functools.cache
 def _makes_tensors(func: Any) -> bool:
-    """Are all results new tensors, and no argument is written to?"""
+    """Does the operator return new tensors only, and write to no argument?"""
     schema = func._schema
     return not any(value.alias_info for value in (*schema.returns, *schema.arguments))
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[int]:
     """The storages that this call writes to."""
-    places = _places_written(func)
-    if not places:
+    arguments = _arguments_written(func)
+    if not arguments:
         return set()
     given = dict(enumerate(args)) | kwargs
-    return _storages([given.get(place) for place in places])
+    return _storages([given.get(argument) for argument in arguments])
 
 
 @functools.cache
-def _places_written(func: Any) -> list[Any]:
-    """Numbers and names of the arguments that an operator writes to."""
+def _arguments_written(func: Any) -> list[int | str]:
+    """The arguments that an operator writes to: of each its number and its name, since a call may use either."""
     written = [(i, argument) for i, argument in enumerate(func._schema.arguments) if argument.alias_info]
-    return [place for i, argument in written if argument.alias_info.is_write for place in (i, argument.name)]
+    return [key for i, argument in written if argument.alias_info.is_write for key in (i, argument.name)]
 
 
 def _storages(value: Any) -> set[int]:
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
 
 
@@ -183,26 +201,21 @@ def _is_view(func: Any) -> bool:
     return any(output.alias_info and not output.alias_info.is_write for output in func._schema.returns)
 
 
-def _has_changed(kept: Any) -> bool:
-    """Was it written to in place since? Then it is computed again, and written to again."""
-    return kept is not None and _versions(kept[1]) != kept[2]
-
-
 def _versions(result: Any) -> list[int]:
     results = result if isinstance(result, tuple | list) else (result,)
     return [tensor._version for tensor in results if isinstance(tensor, torch.Tensor)]
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own on the same memory, which shares its version: a later write to either is noticed."""
+    """Another tensor on the same memory. It shares the version, so a later write to either is noticed."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def _digest(result: Any) -> bytes:
-    """Of the bits of all tensors and numbers in an operator's result. Bytes are an operator's scratch, and left out."""
+    """A digest of the bits of all tensors and numbers in a result. Tensors of bytes are scratch, and left out."""
     digest = hashlib.blake2b(digest_size=8)
-    for leaf in tree_leaves(result):
+    for leaf in leaves(result):
         if not isinstance(leaf, torch.Tensor):
             digest.update(repr(leaf).encode())
         elif leaf.dtype != torch.uint8 and leaf.layout == torch.strided:

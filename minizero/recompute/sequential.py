@@ -1,8 +1,9 @@
 """Running a schedule on real layers: a chain that keeps only those inputs that its schedule keeps.
 
-The first sweep takes the schedule's steps up to its first backward, and leaves a graph whose stages hold nothing:
-each is a `Frame`. When backward comes to a stage, the next steps are taken, up to that stage's own backward step:
-forwards without a tape from the nearest input that was kept, then the one whose tape this backward uses.
+The first sweep takes the schedule's steps up to its first backward. It leaves a graph whose stages hold nothing: each
+is a `Frame`. When backward comes to a stage, the chain takes its next steps, up to that stage's own backward step:
+forwards without a tape, from the nearest input that was kept, then the forward whose tape this backward uses. A stage
+here is one layer of the chain, or several that count as one (none of ZeRO's stages).
 """
 
 from collections.abc import Callable, Iterable
@@ -10,9 +11,11 @@ from typing import Any
 
 import torch
 
-from minizero.recompute.frame import Frame, name_of
+from minizero.recompute.frame import Frame
+from minizero.recompute.full import is_enabled
 from minizero.recompute.inputs import Inputs
-from minizero.recompute.replay import RecomputeMismatch, Replay, is_enabled
+from minizero.recompute.mismatch import RecomputeMismatch, name_of
+from minizero.recompute.replay import Replay
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -20,10 +23,10 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 def checkpoint_sequential(layers: Iterable[Layer], x: torch.Tensor, schedule: Any) -> torch.Tensor:
     """`layers` applied to x one after the other, holding in between what the `Schedule` says.
 
-    layers: an nn.Sequential or a list, each of one tensor to one tensor; one for each stage of the schedule. The
-    last stage's tape is built at once, the others when backward comes. A second backward through the same graph
-    starts again from x. `ValueError` where the numbers of layers and stages differ; `TypeError` where a layer
-    does not give a tensor; `RecomputeMismatch` as in `checkpoint`.
+    layers: an nn.Sequential or a list, one layer for each stage of the schedule, each of one tensor to one tensor.
+    The last stage's tape is built at once, the others when backward comes. A second backward through the same graph
+    starts again from x. Raises `ValueError` if the numbers of layers and stages differ, `TypeError` if a layer
+    returns no tensor, `RecomputeMismatch` as `checkpoint` does.
     """
     layers = list(layers)
     if not isinstance(x, torch.Tensor):
@@ -41,16 +44,16 @@ def checkpoint_sequential(layers: Iterable[Layer], x: torch.Tensor, schedule: An
 
 
 class Chain:
-    """Layers, how far they have come in the steps of their schedule, and what is kept at this point."""
+    """Layers, how far they have come in the steps of their schedule, and which inputs are kept at this point."""
 
     def __init__(self, layers: list[Layer], steps: list[Any]) -> None:
         self.layers, self.steps = layers, steps
         self.replays: list[Replay] = []
         self.trains: list[bool] = []  # does a stage's input require a gradient?
-        self.position = 0  # of the next step
-        self.stage = len(layers) - 1  # whose tape was built last
-        self.kept: dict[int, torch.Tensor] = {}  # without the chain's own input
-        self.running: tuple[int, torch.Tensor] | None = None  # a stage, and its input
+        self.position = 0  # the next step's place in `steps`
+        self.stage = len(layers) - 1  # the stage whose tape was built last
+        self.kept: dict[int, torch.Tensor] = {}  # by stage; the chain's own input is in `inputs`
+        self.running: tuple[int, torch.Tensor] | None = None  # a stage and its input, used straight away
 
     def first_sweep(self, x: torch.Tensor) -> torch.Tensor:
         """The chain's output, on a graph that comes back here when it needs what a stage would have saved."""
@@ -65,7 +68,7 @@ class Chain:
             elif action == "forward":
                 x = self._first_forward(i, x)
             elif action == "backward":
-                x = self._call(i, x)  # on the plain tape
+                x = self._call(i, x)  # the last stage, on a plain tape: backward begins with it
                 self.inputs.first_run_is_over()
                 return x
 
@@ -81,17 +84,23 @@ class Chain:
             return self._call(i, x)
 
     def _second_forward(self, i: int) -> None:
-        """What a stage's frame runs to get the stage's tape."""
+        """Runs stage i for its frame, which keeps the tape."""
         self._advance_to(i)
         x = self._input_of(i)
-        self.running, self.stage, self.position = None, i, self.position + 1
+        # The step "backward, i" is done with this; the input that ran is used up.
+        self.position += 1
+        self.stage = i
+        self.running = None
         with self.replays[i].again():
             self.layers[i](x)
 
     def _advance_to(self, i: int) -> None:
-        """Take steps until the next is stage i's backward."""
-        if i >= self.stage:  # a second backward through this graph
-            self.position, self.stage, self.kept, self.running = 0, len(self.layers), {}, None
+        """Takes steps until the next is stage i's backward."""
+        # Backward goes from the last stage to the first. A stage that is not before the last one asked for belongs
+        # to a second backward through this graph: begin again from the chain's own input.
+        if i >= self.stage:
+            self.position, self.stage = 0, len(self.layers)
+            self.kept, self.running = {}, None
         while self.steps[self.position] != ("backward", i):
             action, j = self.steps[self.position]
             if action == "keep" and j > 0:
@@ -100,12 +109,12 @@ class Chain:
                 self.kept.pop(j, None)
             elif action == "forward":
                 self.running = j + 1, self._advance(j, self._input_of(j))
-            elif action == "backward":  # which this backward does not need, or had in the first sweep
+            elif action == "backward":  # of a stage that this backward does not need, or whose tape was plain
                 self.running = None
             self.position += 1
 
     def _advance(self, i: int, x: torch.Tensor) -> torch.Tensor:
-        # Not under no_grad, where some operators take another way, with other roundings.
+        # With grad mode on: under no_grad some operators take another way, with other roundings.
         frame = Frame(f"layer {i}", lambda: self.layers[i](x))
         with self.replays[i].again(), torch.enable_grad(), frame.dropping():
             return self._call(i, x).detach()

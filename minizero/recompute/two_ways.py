@@ -43,9 +43,8 @@ class ByFunction(torch.autograd.Function):
 
 
 def by_function(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Simple, with limits. All of fn runs twice; one of `tensors` must require a gradient, or there is none for the
-    parameters either; `autograd.grad` and `backward(inputs=...)` see the node, not what is inside; and there is no
-    second derivative.
+    """Simple, with limits. All of fn runs twice. If no tensor in `tensors` requires a gradient, the parameters get
+    none. `autograd.grad` and `backward(inputs=...)` see the node, not what is inside. There is no second derivative.
     """
     return ByFunction.apply(fn, *tensors)
 

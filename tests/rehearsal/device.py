@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
 from minizero.ranks.threads import ThreadTransport
-from minizero.recompute import replay
+from minizero.recompute import buffers, own_generators
+from minizero.recompute import generators as set_back
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
@@ -361,7 +362,9 @@ def pretend():
             run(self)
 
     threading.Thread.run = watched
-    replay._disable_current_modes, ThreadTransport.transfer = without_other_modes, transfer
+    for module in (buffers, set_back, own_generators):
+        module._disable_current_modes = without_other_modes
+    ThreadTransport.transfer = transfer
     # An operator of our own runs Python code, which is watched too.
     for operator in torch._library.custom_ops.OPDEFS.values():
         for kind, function in list(operator._backend_fns.items()):

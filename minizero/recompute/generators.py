@@ -1,0 +1,106 @@
+"""Random generators, set back for a second run, so that dropout repeats its first mask.
+
+Torch's generators are set back: the global ones and those among the arguments. The global ones of NumPy and Python
+are not, so a function that draws from them is refused. In a thread beside the main one, the global ones of torch
+are left alone: `OwnGenerators` takes their place.
+"""
+
+import contextlib
+import ctypes
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from numpy.random import MT19937, mtrand
+from torch.utils._python_dispatch import _disable_current_modes
+
+from minizero.recompute.mismatch import RecomputeMismatch
+from minizero.recompute.own_generators import in_a_thread
+
+States = list[tuple[torch.Generator, torch.Tensor]]
+
+
+class Generators:
+    """The states of generators before the first run. given: the generators among the arguments, beside `tensors`."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], given: Iterable[torch.Generator]) -> None:
+        shared = [] if in_a_thread() else _global_generators(tensors)
+        self.states: States = [(generator, generator.get_state()) for generator in (*shared, *given)]
+        self.refused = [(name, read, read()) for name, read in (("NumPy", _numpy_state), ("Python", _python_state))]
+        self.knew_the_gpu = torch.cuda.is_initialized()
+
+    def first_run_is_over(self) -> None:
+        """Forgets generators that were not used. Raises `RecomputeMismatch` if a number drawn cannot be drawn again."""
+        self.states = [(one, before) for one, before in self.states if _raw(one.get_state()) != _raw(before)]
+        for name, read, before in self.refused:
+            if read() != before:
+                raise RecomputeMismatch(
+                    f"checkpoint: numbers were drawn from {name}'s global generator, which is not set back for the "
+                    "second forward: draw them with torch, or outside, and pass them as an argument"
+                )
+        self.refused = []
+        if not self.knew_the_gpu and torch.cuda.is_initialized():
+            raise RecomputeMismatch(
+                "checkpoint: the first use of the GPU was inside, so the state of its generator is not known: "
+                "call torch.cuda.init() before"
+            )
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """A later run draws what the first one drew; afterwards the generators go on as if it had not been."""
+        now = [(generator, generator.get_state()) for generator, _ in self.states]
+        try:
+            _set(self.states)
+            yield
+        finally:
+            _set(now)
+
+
+def _set(states: States) -> None:
+    if states:
+        with _disable_current_modes():  # as in _raw
+            for generator, state in states:
+                generator.set_state(state)
+
+
+def _raw(state: torch.Tensor) -> bytes:
+    """A state's bytes, without an operator: a mode would see it, and FakeTensorMode refuses real tensors."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _global_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
+    """Torch's generators of the CPU, of the current GPU and of the GPUs that the tensors are on."""
+    if not torch.cuda.is_initialized():
+        return [torch.default_generator]
+    indices = {tensor.get_device() for tensor in tensors if tensor.is_cuda} | {torch.cuda.current_device()}
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(indices))]
+
+
+_without_spare = b""  # the words of NumPy's generator when last no spare waited
+
+
+def _numpy_state() -> tuple[Any, Any]:
+    """What tells whether something was drawn from NumPy's global generator: its words, and the spare."""
+    # Normal numbers are made in pairs: the second waits as a spare, and taking it changes no word. So words alone
+    # tell everything only if no spare waits. Reading the words takes half a microsecond, reading the spare 30.
+    global _without_spare
+    generator = mtrand.get_bit_generator()
+    words = b""
+    if type(generator) is MT19937:
+        words = ctypes.string_at(generator.ctypes.state_address, 2500)  # 624 words, and which is next
+        if words == _without_spare:
+            return words, None
+    state: Any = mtrand.get_state(legacy=False)
+    spare = state["gauss"] if state["has_gauss"] else None
+    if spare is None:
+        _without_spare = words
+    return words or repr(state["state"]), spare
+
+
+def _python_state() -> tuple[bytes, Any]:
+    """The same of Python's global generator: 624 words, which is next, and the second of a pair of normal numbers."""
+    # The words lie in the object, behind what every object has. `random.getstate()` takes ten times as long.
+    generator: Any = random._inst  # type: ignore[attr-defined]
+    head, end = object.__basicsize__, random.Random.__base__.__basicsize__  # type: ignore[union-attr]
+    return ctypes.string_at(id(generator) + head, end - head), generator.gauss_next
