@@ -2,7 +2,7 @@
 
 chain.py      what a schedule costs: every forward, every kept input, the peak
 rules.py      every k-th input, √n, halving, binomial; the best for a budget
-optimal.py    the dynamic programme behind that
+optimal.py    the dynamic programme behind the best
 measured.py   what each layer of a real chain costs
 depth.py      how much deeper a network can be in the same memory
 """

@@ -2,9 +2,9 @@
 
     x₀ → stage 0 → x₁ → stage 1 → x₂ … → stage n-1 → xₙ,     backward needs xₙ₋₁ first and x₀ last
 
-A stage's backward needs what its forward saved on the way, its *tape*. A schedule builds one tape at a time
-and goes through it at once; in between it holds only stage *inputs*, and runs forwards without a tape
-(*advances*) to get from an input that it kept to one that it did not:
+A stage is a piece of the chain: one layer, or several (none of ZeRO's stages). Its backward needs what its forward
+saved on the way, its *tape*. A schedule builds one tape at a time and goes through it at once. In between it holds
+only stage *inputs*. Forwards without a tape (*advances*) lead from an input that it kept to one that it did not:
 
     time = Σ forward of the advances + Σ (forward + backward) of all n stages
 
@@ -24,11 +24,11 @@ from minizero.pictures.schedule import plot_schedule
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one stage costs: time in any unit, sizes in any unit. None is negative (`ValueError`).
+    """What one piece of a chain costs (not a stage of ZeRO): time in any unit, sizes in any unit.
 
-    forward, backward: the times of one run. boundary: the size of the stage's input. tape: of what its taped
-    forward keeps beyond that input. output: of its output; None: that is the next stage's boundary, and after
-    the last stage the stage's own.
+    forward, backward: the times of one run. boundary: the size of the stage's input. tape: the size of what its
+    taped forward keeps beyond that input. output: the size of its output; None stands for the next stage's
+    boundary, and for the last stage's own. Raises `ValueError` if one is negative.
     """
 
     forward: float
@@ -48,7 +48,7 @@ class Stage:
 
 
 def outputs(stages: Sequence[Stage]) -> list[float]:
-    """The size of each stage's output. `ValueError` for a chain of zero stages."""
+    """The size of each stage's output. Raises `ValueError` if there is no stage."""
     if not stages:
         raise ValueError("a chain needs at least one stage, this one has none")
     following = [stage.boundary for stage in stages[1:]] + [stages[-1].boundary]
@@ -58,8 +58,8 @@ def outputs(stages: Sequence[Stage]) -> list[float]:
 def group(stages: Sequence[Stage], k: int) -> list[Stage]:
     """The same chain in regions of k stages (the last may have fewer), each of which counts as one stage.
 
-    A region's tape is its stages' tapes and the inputs between them: so long chains get by with one more
-    forward, and pay with a longer tape. `ValueError` where k is less than 1.
+    A region's tape is its stages' tapes and the inputs between them. So a long chain needs only one more forward,
+    and pays with a longer tape. Raises `ValueError` if k is less than 1.
     """
     sizes = outputs(stages)
     if k < 1:
@@ -67,19 +67,21 @@ def group(stages: Sequence[Stage], k: int) -> list[Stage]:
     regions = []
     for start in range(0, len(stages), k):
         region = stages[start : start + k]
+        forward = sum(stage.forward for stage in region)
+        backward = sum(stage.backward for stage in region)
         tape = sum(stage.tape for stage in region) + sum(stage.boundary for stage in region[1:])
-        forward, backward = sum(stage.forward for stage in region), sum(stage.backward for stage in region)
         regions.append(Stage(forward, backward, region[0].boundary, tape, sizes[start + len(region) - 1]))
     return regions
 
 
 class Step(NamedTuple):
-    """One step of a schedule; `stage` counts from 0.
+    """One step of a schedule. `stage` counts from 0; `action` is one of four.
 
-    "keep": put the running input, which is this stage's, among the kept. "forward": run the stage without a
-    tape, from the running input if that is the stage's, else from the kept one; the result becomes the
-    running input. "drop": let go of the kept input. "backward": the stage's taped forward, followed at once by
-    its backward; the running input is used up.
+    "keep": puts the running input, which must be this stage's, among the kept ones.
+    "forward": runs the stage without a tape, from the running input if it is this stage's, else from the kept one.
+    The result becomes the running input.
+    "backward": the stage's taped forward, followed at once by its backward. The running input is used up.
+    "drop": lets go of the kept input.
     """
 
     action: str
@@ -90,8 +92,8 @@ class Step(NamedTuple):
 class Schedule:
     """Steps that take a chain through its backward, and what they cost on its `stages`.
 
-    The first running input is the chain's own. `ValueError`, naming the step, where a step lacks its input or
-    a backward is out of turn: they go from the last stage to the first, each once.
+    The first running input is the chain's own. Backwards go from the last stage to the first, each once. Raises
+    `ValueError`, naming the step, if a step lacks its input or a backward is out of turn.
     """
 
     steps: list[Step]
@@ -112,12 +114,12 @@ class Schedule:
 
     @cached_property
     def advances(self) -> int:
-        """How many forwards run without a tape; the n that build one come on top."""
+        """How many forwards run without a tape. The n forwards that build one come on top."""
         return sum(step.action == "forward" for step in self.steps)
 
     @cached_property
     def slots(self) -> int:
-        """The most inputs kept at once, with the chain's own; an input used straight away takes no slot."""
+        """The most inputs kept at once, the chain's own counted. An input used straight away takes no slot."""
         kept = most = 0
         for step in self.steps:
             kept += (step.action == "keep") - (step.action == "drop")
@@ -137,14 +139,16 @@ class Schedule:
 
     @cached_property
     def curve(self) -> list[float]:
-        """What is alive in each "forward" and each "backward", in order.
+        """The size of what is alive in each "forward" and each "backward", in order.
 
-        In both: the kept inputs, the running input unless it is one of them, the output. In a forward: the
-        gradient that waits at the end of what is left of the chain. In a backward: the stage's tape, and the
-        gradients of its input and output.
+        both        the kept inputs, the running input unless it is kept, the output being made
+        forward     + the gradient that waits at the end of what is left of the chain
+        backward    + the stage's tape, and the gradients of its input and of its output
         """
-        size, kept = outputs(self.stages), dict[int, float]()
-        end, running = len(self.stages), 0  # stages end, end+1, … are through; -1: nothing runs
+        size = outputs(self.stages)
+        kept: dict[int, float] = {}  # the sizes of the kept inputs, by stage
+        end = len(self.stages)  # stages end, end+1, … have gone backward
+        running = 0  # the stage whose input is the running one; -1: none
         curve = []
         for number, (action, i) in enumerate(self.steps):
             if not self._legal(action, i, kept, running, end):
@@ -189,18 +193,20 @@ class Schedule:
 
 
 def unfold(stages: Sequence[Stage], split: Callable[[int, int, list[int]], int]) -> Schedule:
-    """The schedule that keeps, on its way from x_i towards `end`, the input of stage split(i, end, kept) next.
+    """The schedule that, on its way from x_i towards stage `end`, keeps the input of stage split(i, end, kept) next.
 
-    i < split ≤ end-1; kept: the stages whose inputs are kept, the last is i. The input of stage end-1 is used
-    straight away instead.
+    i < split ≤ end-1. kept: the stages whose inputs are kept; the last one is i. If split is end-1, that input is
+    used straight away and not kept.
     """
     steps, kept, end = [Step("keep", 0)], [0], len(stages)
     while kept:
         i = kept[-1]
+        # Only stage i is left before `end`: its input has done its service.
         if i == end - 1:
             steps += [Step("backward", i), Step("drop", kept.pop())]
             end = i
             continue
+        # Advance to the next input that matters.
         k = split(i, end, kept)
         steps += [Step("forward", stage) for stage in range(i, k)]
         if k == end - 1:

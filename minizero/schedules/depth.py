@@ -5,8 +5,8 @@ and the tape of one region, and cost one more forward:
 
     n/k + k(w+1)      least at k = √(n/(w+1)), where it is 2√(n(w+1))
 
-So k = √n is the answer for layers whose tape is no larger than their boundary, and far too much for transformer
-blocks, whose tape is some 20 boundaries: up to a hundred of them, it is best to keep the input of each one or two.
+So k = √n is the answer if a layer's tape is no larger than its boundary. For transformer blocks it is far too much:
+their tape is some 20 boundaries, and up to a hundred blocks it is best to keep the input of each one or two.
 
 Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"; the ResNet against depth is drawn after
 cybertronai/gradient-checkpointing.
@@ -33,16 +33,18 @@ from minizero.schedules.rules import every_k
 
 
 def equal_layers(n: int, width: int = 32) -> list[nn.Module]:
-    """n times a linear layer and tanh, (batch, width) to the same: what a layer saves is its input and its output."""
+    """n times a linear layer and tanh, (batch, width) to the same. Each saves its input and its output."""
     return [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n)]
 
 
 def resnet_layers(n: int, channels: int = 8) -> list[nn.Module]:
-    """A ResNet of 6n + 2 layers (He et al., 2015, section 4.2) for grey images: 3n blocks of two convolutions, with a
-    stem before and a classifier behind. From one third to the next the channels double and height and width halve.
-    In the memory format that a CPU's convolutions are fastest in. With AVX2 alone it takes 8 channels: with fewer,
-    oneDNN 3.12 writes beyond its memory in the backward of a 1 × 1 convolution with a stride.
-    https://github.com/uxlfoundation/oneDNN/issues/6035"""
+    """A ResNet of 6n + 2 layers (He et al., 2015, section 4.2) for grey images.
+
+    A stem, 3n blocks of two convolutions, a classifier. From one third of the blocks to the next the channels double,
+    and height and width halve. The memory format is the one in which a CPU's convolutions are fastest.
+    """
+    # At least 8 channels: with fewer, on processors with AVX2 alone, oneDNN 3.12 writes beyond its memory in the
+    # backward of a 1 × 1 convolution with a stride. https://github.com/uxlfoundation/oneDNN/issues/6035
     layers: list[nn.Module] = [normalised(1, channels, 3)]
     for section in range(3):
         width = channels * 2**section
@@ -77,7 +79,7 @@ class Embed(nn.Module):
 
 
 def gpt_layers(config: GPTConfig) -> list[nn.Module]:
-    """The GPT as a chain: embedding, blocks, and norm with head. Takes (batch, config.sequence_length) integers."""
+    """The GPT as a chain: embedding, blocks, norm with head. The first layer takes (batch, sequence) integers."""
     gpt = GPT(config)
     mask = torch.full((config.sequence_length,) * 2, float("-inf")).triu(1)
     blocks = [WithMask(block, mask) for block in gpt.blocks]  # type: ignore[arg-type]
@@ -85,7 +87,7 @@ def gpt_layers(config: GPTConfig) -> list[nn.Module]:
 
 
 def regions(layers: Sequence[nn.Module], k: int) -> list[nn.Module]:
-    """The same chain in regions of k layers, each of which counts as one: `chain.group` for real layers."""
+    """The same chain in regions of k layers, each of which counts as one. `chain.group` does so for stages."""
     return [nn.Sequential(*layers[start : start + k]) for start in range(0, len(layers), k)]
 
 
@@ -94,28 +96,26 @@ def best_region(n: int, w: float) -> int:
     return max(1, round(math.sqrt(n / (w + 1))))
 
 
-# One step of training, and what it takes.
+# One training step, its bytes and its seconds.
 
 
 def step(layers: Sequence[nn.Module], x: torch.Tensor, schedule: Schedule | None = None) -> None:
-    """Forward, and backward from the sum of the outputs: the plain run, or with a schedule."""
-    # Nothing here holds the output, which a language model's loss would not need either once it has its gradient.
-    run = (
-        nn.Sequential(*layers)
-        if schedule is None
-        else functools.partial(checkpoint_sequential, layers, schedule=schedule)
-    )
+    """Forward, and backward from the sum of the outputs. schedule: None for the plain run."""
+    # No name holds the output: a language model's loss would not need it either once it has its gradient.
+    run: Callable[[torch.Tensor], torch.Tensor] = nn.Sequential(*layers)
+    if schedule is not None:
+        run = functools.partial(checkpoint_sequential, layers, schedule=schedule)
     run(x).sum().backward()
 
 
 def step_in_regions(layers: Sequence[nn.Module], x: torch.Tensor, k: int) -> None:
-    """Regions of k layers: the input of each is kept, and each but the last runs forward once more."""
+    """A step in regions of k layers. The input of each region is kept; each but the last runs forward once more."""
     chain = regions(layers, k)
     step(chain, x, every_k(len(chain), 1))
 
 
 def in_regions(stages: Sequence[Stage], k: int) -> Schedule:
-    """The plan of `step_in_regions`: its `peak` and `time`."""
+    """The schedule of `step_in_regions`, on such stages."""
     chain = group(stages, k)
     return every_k(len(chain), 1).on(chain)
 
@@ -133,7 +133,7 @@ def held_bytes(run: Callable[..., object], layers: Sequence[nn.Module], *argumen
 
 
 def seconds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The shortest time of each run. They take turns, so that what disturbs one disturbs all."""
+    """The shortest time of each run. The runs take turns, so that what disturbs one disturbs all."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for name, run in [*runs.items()] * (repeats + 1):
         start = time.perf_counter()
@@ -141,7 +141,7 @@ def seconds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str,
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times[name].append(time.perf_counter() - start)
-    return {name: min(found[1:]) for name, found in times.items()}  # the first one warms up
+    return {name: min(found[1:]) for name, found in times.items()}  # the first of each warms up
 
 
 Row = dict[str, float]
@@ -157,9 +157,9 @@ def against_depth(
     rows: dict[str, list[Row]] = {name: [] for name in runs}
     for depth in depths:
         layers = make(depth)
-        times = (
-            seconds({name: functools.partial(run, layers) for name, run in runs.items()}, repeats) if repeats else {}
-        )
+        times = {}
+        if repeats:
+            times = seconds({name: functools.partial(run, layers) for name, run in runs.items()}, repeats)
         for name, run in runs.items():
             row: Row = {"depth": depth, "bytes": held_bytes(run, layers)}
             rows[name].append(row | ({"seconds": times[name]} if repeats else {}))
@@ -167,7 +167,7 @@ def against_depth(
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
-    """Least squares: y = a + b·x, and R², the share of the variance of y that it explains: (a, b, R²)."""
+    """(a, b, R²) of the line y = a + b·x by least squares. R² is the share of y's variance that it explains."""
     b, a = np.polyfit(x, y, 1)
     left = np.asarray(y) - (a + b * np.asarray(x))
     return float(a), float(b), float(1 - left.var() / np.var(y))

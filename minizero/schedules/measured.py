@@ -1,9 +1,11 @@
 """What each layer of a real chain costs: seconds and bytes, measured on one sample.
 
-A layer becomes a `Stage` by one taped forward and backward. Its tape is what autograd saved beyond the layer's
-input and output (parameters live anyway), or, where that is more, what the worst moment of its backward
-needs beyond input, output and their gradients: inside a layer of several operators are gradients as well, and
-a budget has to cover them.
+A layer becomes a `Stage` by one taped forward and backward. Its tape is the larger of two sizes:
+
+    what autograd saved                        beyond the layer's input and output (parameters live anyway)
+    what backward's worst moment holds         beyond input, output and their gradients
+
+The second is there because a layer of several operators has gradients inside, and a budget has to cover them.
 """
 
 import time
@@ -18,14 +20,14 @@ from minizero.schedules.chain import Stage
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
-REPEATS = 3  # a time is the shortest of so many
+REPEATS = 3  # of as many runs the shortest counts
 
 
 def measure_chain(model: nn.Module | Sequence[Layer], sample: torch.Tensor) -> list[Stage]:
     """The stages of `model`, an nn.Sequential or a list of layers, each of one tensor to one tensor.
 
-    Times in seconds, sizes in bytes. Parameters, their gradients, buffers and the generators' states stay as they
-    were. `TypeError` where a model is no chain; `ValueError` where it has no layers, or a layer changes its input
+    Times are in seconds, sizes in bytes. Parameters, their gradients, buffers and the generators' states stay as they
+    were. Raises `TypeError` if the model is no chain, `ValueError` if it has no layers or a layer changes its input
     in place.
     """
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
@@ -35,8 +37,8 @@ def measure_chain(model: nn.Module | Sequence[Layer], sample: torch.Tensor) -> l
     layers: list[Any] = list(model)  # type: ignore[arg-type]
     if not layers:
         raise ValueError("fit: the model has no layers: a chain needs at least one stage")
-    stages, x, last = [], sample.detach().clone(), len(layers) - 1  # a clone: a layer may change it
-    x.requires_grad_(sample.requires_grad)
+    stages, last = [], len(layers) - 1
+    x = sample.detach().clone().requires_grad_(sample.requires_grad)  # a clone: a layer may change it
     devices = [x.device] if x.is_cuda else []
     for i, layer in enumerate(layers):
         buffers = [(buffer, buffer.clone()) for buffer in _tensors(layer, "buffers")]
@@ -52,7 +54,7 @@ def measure_chain(model: nn.Module | Sequence[Layer], sample: torch.Tensor) -> l
 
 
 def _dry_run(layer: Layer, x: torch.Tensor, i: int) -> torch.Tensor:
-    """The layer's output, detached; warms up what a first run has to do, and checks the layer."""
+    """The layer's output, detached. Checks the layer, and does what only a first run has to do."""
     version = x._version
     name = f"fit: layer {i} ({type(layer).__name__})"
     with torch.no_grad():
@@ -66,13 +68,13 @@ def _dry_run(layer: Layer, x: torch.Tensor, i: int) -> torch.Tensor:
 
 
 def _measure_bytes(layer: Layer, x: torch.Tensor) -> int:
-    """The layer's tape: the larger of what it saves and what its worst moment needs, as above."""
+    """The layer's tape in bytes, as above."""
     saved: dict[int, int] = {}  # bytes of each saved storage, by its address
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # the output itself, saved, would hold itself for ever
+        return tensor.detach()  # an output that the layer saves would hold itself for ever
 
     with Ledger() as ledger:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -88,7 +90,7 @@ def _measure_bytes(layer: Layer, x: torch.Tensor) -> int:
 
 
 def _backward(layer: Layer, x: torch.Tensor, output: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """The gradients of x, if it needs one, and of the layer's parameters, none of which lands in `.grad`."""
+    """The gradients of x, if it requires one, and of the layer's parameters. None is written to `.grad`."""
     inputs = [t for t in (x, *_tensors(layer, "parameters")) if t.requires_grad]
     if not (inputs and output.requires_grad):
         return ()
@@ -96,6 +98,7 @@ def _backward(layer: Layer, x: torch.Tensor, output: torch.Tensor) -> Sequence[t
 
 
 def _measure_seconds(layer: Layer, x: torch.Tensor) -> tuple[float, float]:
+    """Of one forward, and of one backward."""
     times = [_clock(x)]
     output = layer(x)
     times.append(_clock(x))
