@@ -1,7 +1,11 @@
 """A small GPT on bytes: the model that all lessons share.
 
-Pre-norm transformer blocks with causal self-attention (Vaswani et al., 2017; Radford et al.,
-2019, "GPT-2"), the embedding tied to the output, no biases. About 12 · layers · width² parameters.
+    stream = embedding(byte) + position
+    stream = stream + attention(norm(stream))       in each block: pre-norm, causal
+    stream = stream + perceptron(norm(stream))
+    logits = embedding · norm(stream)               one matrix, at both ends
+
+About 12 · layers · width² parameters; no biases. Vaswani et al., 2017; Radford et al., 2019, "GPT-2".
 """
 
 import dataclasses
@@ -25,10 +29,10 @@ RECOMPUTE: dict[str, Callable[..., torch.Tensor]] = {
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """Shapes of a GPT; the default has about 3.2 million parameters. `seed` fixes its initial values.
+    """Shapes of a GPT. The default has about 3.2 million parameters. `seed` fixes its initial values.
 
-    attention: "naive" holds the scores, "flash" or "tiled" do not, "reference" is the textbook's; see `flash`.
-    recompute: "full" keeps of each block its input only, "selective" its matrix products too; see `recompute`.
+    attention: "naive" holds the scores, "flash" and "tiled" do not, "reference" is the textbook's; see `flash`.
+    recompute: "full" keeps of each block only the input, "selective" its matrix products too; see `recompute`.
     """
 
     vocabulary: int = 256  # bytes
@@ -41,14 +45,14 @@ class GPTConfig:
     recompute: str = "none"
 
     def count_parameters(self) -> tuple[int, int]:
-        """How many parameters the GPT has, and how many of them outside its blocks, without building it."""
+        """How many parameters the GPT has, and how many of them lie outside its blocks. It is not built for that."""
         root = (self.vocabulary + self.sequence_length + 1) * self.width
         return root + self.layers * (12 * self.width**2 + 2 * self.width), root
 
 
 def flash_function(name: str) -> Callable[..., torch.Tensor]:
-    """One of `flash`'s attentions. `ValueError` for an unknown name."""
-    import flash  # only where it is asked for: the package changes how Triton starts
+    """One of `flash`'s attentions. Raises `ValueError` if there is none of that name."""
+    import flash  # only when it is asked for: the package changes how Triton starts
 
     names = {"reference": "attention_reference", "tiled": "attention_tiled", "flash": "flash_attention"}
     if name not in names:
@@ -59,8 +63,8 @@ def flash_function(name: str) -> Callable[..., torch.Tensor]:
 class Attention(nn.Module):
     """Causal multi-head self-attention: (tokens, width) to the same, tokens = batch · sequence.
 
-    softmax(q kᵀ / √d + mask) v, where `mask`, (sequence, sequence), is -inf on what lies in the future.
-    The attentions of `flash` know the future by themselves: for them the mask is empty, (sequence, 0).
+    softmax(q kᵀ / √d + mask) v. `mask`, (sequence, sequence), is -inf on what lies in the future and 0 elsewhere.
+    The attentions of `flash` need no mask: for them it is empty, (sequence, 0), and tells the length only.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -88,7 +92,8 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(config.width, bias=False), nn.LayerNorm(config.width, bias=False)
+        self.norm1 = nn.LayerNorm(config.width, bias=False)
+        self.norm2 = nn.LayerNorm(config.width, bias=False)
         self.attention = Attention(config)
         self.up = nn.Linear(config.width, 4 * config.width, bias=False)
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
@@ -99,9 +104,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-byte prediction. `model(x)` gives logits, `model(x, y)` the mean cross-entropy in nats.
+    """Predicts the next byte. `model(x)` gives logits, `model(x, y)` the mean cross-entropy in nats.
 
-    x, y: (batch, sequence) of integers below `vocabulary`; y is -100 where there is no target.
+    x, y: (batch, sequence) of integers below `vocabulary`. A y of -100 is no target.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -121,11 +126,10 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(config.seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What is added to the stream is scaled down, so that depth does not widen it (GPT-2).
-                added = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(
-                    parameter, std=0.02 / math.sqrt(2 * config.layers) if added else 0.02, generator=generator
-                )
+                # Each block adds to the stream twice. These matrices begin smaller, or depth would widen it (GPT-2).
+                adds_to_stream = name.endswith(("out.weight", "down.weight"))
+                std = 0.02 / math.sqrt(2 * config.layers) if adds_to_stream else 0.02
+                nn.init.normal_(parameter, std=std, generator=generator)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         batch, sequence = x.shape

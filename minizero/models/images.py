@@ -1,7 +1,7 @@
 """The image set that ships: 8,000 pictures of clothes, 28 × 28 in grey, 10 classes (a part of Fashion-MNIST).
 
-Xiao, Rasul & Vollgraf, 2017, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine
-Learning Algorithms". Where it comes from and its licence: data/images/README.md.
+Xiao, Rasul & Vollgraf, 2017, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms".
+data/images/README.md names the classes, the source and the licence.
 """
 
 import functools
@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 FILE = Path(__file__).parent.parent / "data" / "images" / "fashion-mnist.npz"
-CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
-# Of the training pixels, after division by 255.
+# Of the training pixels, divided by 255.
 MEAN, STANDARD_DEVIATION = 0.2869, 0.3538
 
 
@@ -27,7 +26,8 @@ def _arrays() -> dict[str, np.ndarray]:
 def load(split: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The images, (n, 1, 28, 28) in FP32 with mean 0 and variance 1, and their classes, (n,) integers from 0 to 9.
 
-    split: "train" (6,000 images, 600 of each class) or "test" (2,000, 200 of each class); else `ValueError`.
+    split: "train" (6,000 images, 600 of each class) or "test" (2,000, 200 of each class). Raises `ValueError` for
+    another one.
     """
     if split not in ("train", "test"):
         raise ValueError(f"load: split must be 'train' or 'test', not {split!r}")
@@ -38,9 +38,9 @@ def load(split: str) -> tuple[torch.Tensor, torch.Tensor]:
 def batches(
     images: torch.Tensor, labels: torch.Tensor, batch_size: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches without end: every epoch takes the images in a new order, and leaves out what fills no batch.
+    """Batches without end. Every epoch takes the images in a new order, and leaves out the rest that fills no batch.
 
-    The same seed gives the same batches. `ValueError` where the images do not fill one batch.
+    The same seed gives the same batches. Raises `ValueError` if the images do not fill one batch.
     """
     if not 1 <= batch_size <= len(images):
         raise ValueError(f"batches: batch_size must be from 1 to the {len(images):,} images, not {batch_size!r}")

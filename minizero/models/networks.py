@@ -7,7 +7,7 @@
     inception_v3   n × n convolutions as 1 × n and n × 1; pooling and striding side by side
     resnet         blocks that add to their input
 
-They keep the idea and the order of the layers, not the sizes: about a thousandth of the originals' work.
+They keep the idea and the order of the layers, not the sizes: they take about a thousandth of the originals' work.
 Krizhevsky et al., 2012; Simonyan & Zisserman, 2014; Szegedy et al., 2014; Ioffe & Szegedy, 2015;
 Szegedy et al., 2015, "Rethinking the Inception Architecture"; He et al., 2015.
 Every network takes (batch, 1, 28, 28) and gives (batch, 10) logits.
@@ -22,22 +22,23 @@ from torch import nn
 def convolution(
     inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1, norm: bool = False
 ) -> nn.Sequential:
-    """Convolution, batch norm if wanted (it brings the bias), ReLU; the size stays, or is divided by the stride."""
+    """Convolution, batch norm if wanted, ReLU. Height and width stay, or are divided by the stride."""
     height, width = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+    # Batch norm has a bias of its own.
     layer = nn.Conv2d(inputs, outputs, (height, width), stride, (height // 2, width // 2), bias=not norm)
-    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # else deep networks without a norm hardly start
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # else deep networks without batch norm hardly learn
     return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU()) if norm else nn.Sequential(layer, nn.ReLU())
 
 
 def normalised(inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1) -> nn.Sequential:
-    """Convolution, batch norm and ReLU."""
+    """`convolution` with batch norm."""
     return convolution(inputs, outputs, kernel, stride, norm=True)
 
 
 class MaxPool(nn.Module):
-    """The largest of each 2 × 2 pixels; of an odd size the last row and column are left out.
+    """The largest of each 2 × 2 pixels. An odd last row or column is left out.
 
-    nn.MaxPool2d does the same, but keeps a 64-bit index for every pixel until backward, in 16-bit training too.
+    nn.MaxPool2d gives the same, but keeps a 64-bit index for every pixel until backward, in 16-bit training too.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +48,7 @@ class MaxPool(nn.Module):
 
 
 def alexnet() -> nn.Module:
-    """Few, wide convolutions, then two linear layers. Krizhevsky et al., 2012."""
+    """Few convolutions with large kernels first, then two linear layers. Krizhevsky et al., 2012."""
     return nn.Sequential(
         convolution(1, 16, 5),
         MaxPool(),  # 14 × 14
@@ -179,7 +180,7 @@ def inception_v3() -> nn.Module:
 
 
 class Residual(nn.Module):
-    """relu(x + f(x)) with f two 3 × 3 convolutions; where the size changes, x goes through a 1 × 1 convolution."""
+    """relu(x + f(x)), f: two 3 × 3 convolutions. If f changes the size, x goes through a 1 × 1 convolution."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class Residual(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """Blocks that add to what they are given. He et al., 2015."""
+    """Blocks that add to their input. He et al., 2015."""
     return nn.Sequential(
         normalised(1, 12, 3),
         Residual(12, 12),

@@ -9,7 +9,7 @@ TEXT = Path(__file__).parent.parent / "data" / "text.txt"
 
 
 def read_text(path: Path, sequence_length: int) -> torch.Tensor:
-    """The bytes of a UTF-8 file, as a tensor. `ValueError` where it is missing, not UTF-8 or too short."""
+    """The bytes of a UTF-8 file, as a tensor. Raises `ValueError` if the file is missing, not UTF-8 or too short."""
     try:
         raw = path.read_bytes()
         raw.decode()
@@ -28,6 +28,6 @@ def read_text(path: Path, sequence_length: int) -> torch.Tensor:
 
 
 def windows(text: torch.Tensor, starts: Sequence[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and y, each (starts, length): the bytes from each start on, and for each the byte that follows it."""
+    """x and y, each (starts, length). x holds the bytes from each start on, y the byte that follows each of them."""
     rows = torch.stack([text[start : start + length + 1] for start in starts]).long()
     return rows[:, :-1], rows[:, 1:]
