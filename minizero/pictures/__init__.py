@@ -1,6 +1,6 @@
 """Pictures, drawn from plain data: nothing here knows where the data come from.
 
-style.py      colours, letters, units
+style.py      colours, size of letters, units
 memory.py     what a step holds, by category and by rank
 timeline.py   what each rank does when
 schedule.py   which inputs a schedule keeps, and when

@@ -1,4 +1,4 @@
-"""The pictures of the main job and of a ledger, drawn from plain data: see `report` for what `results` holds."""
+"""The pictures of the main job and of a ledger, drawn from plain data. `report` says what `results` holds."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,12 +31,13 @@ PHASES = {"forward": "forward", "backward": "backward", "optimizer": "optimizer 
 
 
 def draw_curves(results: Results) -> Figure:
-    """Draws what rank 0 holds during one training step: a panel for each stage, all on one scale."""
+    """Draws what rank 0 holds during one training step: a panel for each stage of ZeRO, all on one scale."""
     runs = results["runs"]
     peaks = [_peaks(run["curve"]) for run in runs]
     names = shown_categories(peaks)
     highest = max(one["total"] for one in [*peaks, *(run["predicted"] for run in runs)])
-    figure, columns = Figure(figsize=(16, 9)), min(len(runs), 2)
+    figure = Figure(figsize=(16, 9))
+    columns = min(len(runs), 2)
     for panel, run in enumerate(runs, start=1):
         axes = figure.add_subplot(-(-len(runs) // columns), columns, panel)
         _draw_curve(axes, run["curve"], names)
@@ -49,9 +50,9 @@ def draw_curves(results: Results) -> Figure:
 
 
 def plot_curve(samples: Sequence[Any], axes: Axes | None = None, note: str = "") -> Axes:
-    """Draws the curve of a `Ledger` on `axes`, by default on a new figure, which a notebook shows.
+    """Draws the curve of a `Ledger` on `axes`, by default on a new figure.
 
-    note: written below, such as what the ledger could not see.
+    note: a text below, such as what the ledger could not see.
     """
     if axes is None:
         axes = new_axes(14, 6)
@@ -110,14 +111,14 @@ def draw_losses(results: Results) -> Figure:
 
 
 def shown_categories(found: Iterable[Mapping[str, int]]) -> list[str]:
-    """The categories worth a row or a box: the known ones in the order of COLORS, then any others."""
-    # Less than a thousandth of the total (a loss, a batch) could be neither read nor seen.
+    """The categories large enough to show: the known ones in the order of COLORS, then any others."""
+    # Less than a thousandth of the total (a loss, a batch) could not be seen.
     names = {name for one in found for name, held in one.items() if held > one["total"] / 1000} - {"total"}
     return [*(name for name in COLORS if name in names), *sorted(names - COLORS.keys())]
 
 
 def describe_size(results: Results) -> str:
-    """Parameters and world size, for titles."""
+    """The parameters and the world size, in a title's words."""
     return f"{results['n_parameters']:,} parameters, world size {results['world_size']}"
 
 
@@ -135,9 +136,10 @@ def _peaks(curve: Mapping[str, list[Any]]) -> dict[str, int]:
 
 
 def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str]) -> None:
-    """Draws one curve, stacked by category, with its phases and its peak: over operators, where it knows them."""
-    peak, places = max(curve["total"]), _spread(curve.get("number", range(len(curve["total"]))))
-    stacked = [name for name in names if name != "host"]  # which the total leaves out
+    """Draws one curve, stacked by category, with its phases and its peak. The x axis counts operators if it can."""
+    peak = max(curve["total"])
+    places = _spread(curve.get("number", range(len(curve["total"]))))
+    stacked = [name for name in names if name != "host"]  # the total leaves the host out
     layers = [[held / MIB for held in curve.get(name, [0] * len(places))] for name in stacked]
     colors = [COLORS.get(name, OTHER) for name in stacked]
     axes.stackplot(places, layers, step="post", colors=colors, linewidth=0)
@@ -156,27 +158,29 @@ def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str]) ->
 
 
 def _spread(numbers: Sequence[int]) -> list[float]:
-    """A place on the axis for each sample: those that have a number in common share the space up to the next."""
+    """A place on the axis for each sample. Samples of one number share the space up to the next number."""
     count = Counter(numbers)
     first = {number: place for place, number in reversed(list(enumerate(numbers)))}
     return [number + (place - first[number]) / count[number] for place, number in enumerate(numbers)]
 
 
 def _mark_phases(axes: Axes, phases: list[str], places: Sequence[float]) -> None:
-    """Draws a line where a phase starts and ends, and names it above the panel. places: of each sample, and the end.
+    """Draws a line where a phase starts and ends, and names it above the panel.
 
-    A phase that comes again, with every micro-batch, is named once, where there is room.
+    places: of each sample, and the end. A phase that comes again, with every micro-batch, is named once.
     """
-    across, taken = axes.get_xaxis_transform(), list[tuple[float, float]]()
+    across = axes.get_xaxis_transform()
+    taken: list[tuple[float, float]] = []  # from where to where the names reach
     letter = places[-1] * 0.75 * FONT / 72 / (axes.get_window_extent().width / axes.figure.dpi)
     changes = [i for i in range(len(phases)) if i == 0 or phases[i] != phases[i - 1]] + [len(phases)]
     for phase, name in reversed(PHASES.items()):
         labels = []
         for start, end in [(places[i], places[j]) for i, j in pairwise(changes) if phases[i] == phase]:
             axes.vlines([start, end], 0, 1, color="black", linewidth=1.2, transform=across)
-            # Where a phase is too narrow for its name, this may end where the phase ends.
+            # A name begins where its phase begins or ends where it ends, since the phase may be too narrow for it.
             width, late = letter * len(name), start > places[-1] * 0.6
             labels += [(end - width, end, "right"), (start, start + width, "left")][:: 1 if late else -1]
+        # The first place that no other name takes, or the first at all.
         free = [label for label in labels if all(label[0] >= end or label[1] <= start for start, end in taken)]
         for left, right, side in (free or labels)[:1]:
             place, shift = (right, -4) if side == "right" else (left, 4)

@@ -1,7 +1,8 @@
 """A schedule as a picture: time goes to the right, one column for each forward or backward; a row for each stage.
 
-A bar lasts from the moment a stage's input is kept to the moment it is dropped: a cut from bottom to top crosses
-as many bars as slots are taken. Cells climb where the chain runs forward, and come down one backward at a time.
+A stage here is one of a chain's, not of ZeRO's. Its bar lasts from the moment its input is kept to the moment it is
+dropped. A cut from bottom to top crosses as many bars as slots are taken. Cells climb while the chain runs forward,
+and come down one backward at a time.
 """
 
 from collections.abc import Iterable
@@ -17,13 +18,14 @@ KEPT, FORWARD, BACKWARD = "#B5B5B5", "#000000", "#CC79A7"
 
 
 def plot_schedule(steps: Iterable[Step], title: str, axes: Axes | None = None) -> Axes:
-    """Draws the steps of a schedule on `axes`, by default on a new figure, which a notebook shows."""
+    """Draws the steps of a schedule on `axes`, by default on a new figure."""
     if axes is None:
         axes = new_axes(14, 7)
     bars, cells = _where(steps)
-    stages, columns = 1 + max(stage for _, stage in cells["backward"]), sum(map(len, cells.values()))
+    stages = 1 + max(stage for _, stage in cells["backward"])
+    columns = sum(map(len, cells.values()))
 
-    # Drawn from back to front. In another height as well as another colour, so that no one has to tell the colours.
+    # From back to front. Heights differ as well as colours, so that nobody has to tell the colours.
     look: dict[str, Any] = {"linewidth": 0}
     kept, first, last = zip(*bars)
     axes.barh(kept, [b - a for a, b in zip(first, last)], 0.4, first, color=KEPT, label="input kept", **look)
@@ -47,7 +49,8 @@ def plot_schedule(steps: Iterable[Step], title: str, axes: Axes | None = None) -
 
 def _where(steps: Iterable[Step]) -> tuple[list[tuple[int, int, int]], dict[str, list[tuple[int, int]]]]:
     """Bars (stage, first column, column after the last), and by action the cells (column, stage)."""
-    bars, since = [], dict[int, int]()
+    bars: list[tuple[int, int, int]] = []
+    since: dict[int, int] = {}  # by stage: the column where its input was kept
     cells: dict[str, list[tuple[int, int]]] = {"forward": [], "backward": []}
     column = 0
     for action, stage in steps:

@@ -1,6 +1,6 @@
 """One step as bars in time: computation above, communication beside it; or as a file for Perfetto.
 
-Where a bar of communication lies under one of computation they overlap: that is what prefetch buys.
+If a bar of communication lies under one of computation, they overlap. That is what prefetch buys.
 """
 
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from minizero.pictures.style import COLORS, FONT, new_axes
+from minizero.pictures.style import COLORS, FONT, Look, label_axes, new_axes
 
-# A lane's colour is that of what moves, or is written, in it.
+# A lane has the colour of the state that moves in it.
 LANES = {
     "compute": COLORS["activations"],
     "all-gather": COLORS["parameters"],
@@ -27,7 +27,7 @@ BACKWARD = COLORS["temporary"]  # computing backward is drawn lighter than forwa
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a rank did. lane: a key of LANES; start, end: seconds, on one clock for all ranks."""
+    """Something that a rank did. lane: a key of LANES. start, end: seconds on one clock for all ranks."""
 
     rank: int
     lane: str
@@ -44,30 +44,27 @@ def plot_timeline(events: Iterable[Event], ax: Axes | None = None) -> Axes:
     rows = {(rank, lane): number for number, (rank, lane) in enumerate((r, x) for r in ranks for x in lanes)}
     if ax is None:
         ax = new_axes(14, 0.6 + 0.5 * len(rows))
+    edges: Look = {"edgecolor": "black", "linewidth": 0.4}
     origin = min(event.start for event in events)
     for event in events:
-        place = [(1e3 * (event.start - origin), 1e3 * (event.end - event.start))]
+        left, width = 1e3 * (event.start - origin), 1e3 * (event.end - event.start)
+        bottom = rows[event.rank, event.lane] - 0.42
         color = BACKWARD if event.name.startswith("backward") else LANES[event.lane]
-        ax.broken_barh(
-            place, (rows[event.rank, event.lane] - 0.42, 0.84), color=color, edgecolor="black", linewidth=0.4
-        )
+        ax.broken_barh([(left, width)], (bottom, 0.84), color=color, **edges)
     ax.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" for rank, lane in rows])
     for rank in ranks[1:]:
         ax.axhline(rows[rank, lanes[0]] - 0.5, color="black", linewidth=0.8)
     ax.invert_yaxis()
-    ax.set_xlabel("milliseconds", fontsize=FONT)
-    ax.tick_params(labelsize=FONT - 4)
-    ax.spines[["top", "right"]].set_visible(False)
-    keys = {"forward": LANES["compute"], "backward": BACKWARD} | {
-        lane: LANES[lane] for lane in lanes if lane != "compute"
-    }
-    patches = [Patch(facecolor=color, edgecolor="black", linewidth=0.4, label=name) for name, color in keys.items()]
+    label_axes(ax, "milliseconds", "", ticks=FONT - 4)
+    keys = {"forward": LANES["compute"], "backward": BACKWARD}
+    keys |= {lane: LANES[lane] for lane in lanes if lane != "compute"}
+    patches = [Patch(facecolor=color, label=name, **edges) for name, color in keys.items()]
     ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT - 2, frameon=False)
     return ax
 
 
 def save_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
-    """Write the events in Chrome's trace format: a process for each rank, a thread for each lane."""
+    """Writes the events in Chrome's trace format: a process for each rank, a thread for each lane."""
     events = list(events)
     origin = min((event.start for event in events), default=0.0)
     lanes = {lane: number for number, lane in enumerate(LANES)}
