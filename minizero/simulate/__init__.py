@@ -4,10 +4,10 @@
     shapes.py      models as units: parameters, FLOPs, activations
     plan.py        how a model is trained
     step.py        one step as a timeline of two streams
-    peak.py        the most that a GPU holds in it
+    peak.py        the most that a GPU holds during one step
     search.py      the best plan for a model and a cluster, and the frontier of memory against speed
     published.py   others' figures, and how they were made
-    fits.py        constants fitted on a part of them, and the rest predicted
+    fits.py        constants fitted on some of these figures, and the others predicted
     machine.py     constants measured on the machine at hand, and its own steps predicted
     report.py      tables and pictures
 

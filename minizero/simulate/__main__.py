@@ -1,4 +1,4 @@
-"""The simulator's command line: a step, a search, or the published figures beside it.
+"""The simulator's command line: one step, a search, or the published figures beside the simulated ones.
 
 python -m minizero.simulate --model gpt-175b --cluster a100-80 --gpus 512 --recompute --batch-size 2
 python -m minizero.simulate --model mpt-7b --gpus 16 --batch-size 8 --search
@@ -36,7 +36,7 @@ def share(text: str) -> float:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options. `ValueError` where one is unknown or cannot be read."""
+    """The options. Raises `ValueError` if one is unknown or cannot be read."""
     parser = Parser(
         prog="python -m minizero.simulate",
         description="Memory, traffic and time of one training step on a cluster, predicted.",
@@ -81,7 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def choose_model(options: argparse.Namespace) -> Model:
-    """A known one, or a GPT of the shape that the options give."""
+    """The known model of that name, or a GPT of the shape that the options give."""
     shape = (options.layers, options.width, options.heads)
     if any(shape):
         if not all(shape):
@@ -91,7 +91,7 @@ def choose_model(options: argparse.Namespace) -> Model:
 
 
 def batch_size(options: argparse.Namespace) -> int:
-    """Sequences in a micro-batch of one GPU."""
+    """Sequences in a micro-batch of one GPU. Raises `ValueError` if the global batch does not divide."""
     if options.global_batch_size is None:
         return int(options.batch_size)
     parts = options.gpus * options.micro_batches
@@ -106,24 +106,25 @@ def batch_size(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Print, save."""
+    """Simulates what the options ask for, prints it, and saves it if they name a folder."""
     if options.output is not None:
         check_output(options.output)
     if options.published:
         report.print_published(console)
         return
-    what, cluster = choose_model(options), choose(CLUSTERS, options.cluster, "cluster")
+    chosen = choose_model(options)
+    cluster = choose(CLUSTERS, options.cluster, "cluster")
     constants = Constants(options.efficiency, options.interference, options.jitter)
     size = batch_size(options)
     if options.search:
         fixed = {"dtype": options.dtype, "flash": options.flash}
-        steps = search(what, cluster, options.gpus, size * options.micro_batches, constants, **fixed)
+        steps = search(chosen, cluster, options.gpus, size * options.micro_batches, constants, **fixed)
         report.print_search(steps, frontier(steps), console)
         step = steps[0]
     else:
         names = ("gpus", "stage", "micro_batches", "sharding_factor", "dtype", "recompute", "flash", "offload")
         plan = Plan(batch_size=size, **{name: getattr(options, name) for name in names})
-        step = simulate(what, cluster, plan, constants)
+        step = simulate(chosen, cluster, plan, constants)
     report.print_step(step, console)
     if options.output is not None:
         for path in save(step, options.output):
@@ -144,7 +145,7 @@ def save(step: Step, folder: Path) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
+    """Returns 0; with one line on standard error 2 if the input was wrong, and 130 after Ctrl-C."""
     return run_command("python -m minizero.simulate", lambda: run(parse(argv), Console()), "--layers")
 
 

@@ -4,8 +4,9 @@ NCCL runs a reduce-scatter or an all-gather of S bytes as one ring over all g ra
 
     seconds = base + (g - h) α_inside + (h - 1) α_between + (g - 1)/g · S / min(β_inside, r β_between)
 
-h: hosts, r = g/h: ranks of the ring in each host, which use r network cards at once. An all-reduce is both in turn.
-α: seconds for a hop, β: bytes per second. Hockney, 1994 (α and β); NCCL's src/graph/tuning.cc (the hops of a ring).
+h: hosts. r = g/h: the ring's ranks in each host, which use r network cards at once. α: seconds for a hop. β: bytes per
+second. An all-reduce is a reduce-scatter and then an all-gather.
+Hockney, 1994 (α and β); NCCL's src/graph/tuning.cc (the hops of a ring).
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """peak: FLOP/s of dense matrix products by dtype; memory: bytes; memory_bandwidth: bytes per second."""
+    """peak: FLOP/s of dense matrix products, by dtype. memory: bytes. memory_bandwidth: bytes per second."""
 
     name: str
     peak: Mapping[str, float]
@@ -30,7 +31,7 @@ class GPU:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """latency: seconds for a hop; bandwidth: bytes per second that one GPU sends, while it receives as many."""
+    """latency: seconds for a hop. bandwidth: bytes per second that one GPU sends, while it receives as many."""
 
     latency: float
     bandwidth: float
@@ -39,11 +40,11 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """As many hosts as it takes.
+    """Equal hosts, as many as a plan needs.
 
     inside, between: the links in a host, and from host to host. to_host: a GPU's copies to and from CPU memory.
     host_memory, host_memory_bandwidth: bytes, and bytes per second, of a host's memory for each of its GPUs.
-    cores: where ranks are threads or processes on one machine, how many run at a time.
+    cores: how many ranks run at a time if ranks are threads or processes on one machine; else None.
     """
 
     gpu: GPU
@@ -53,19 +54,19 @@ class Cluster:
     to_host: Link
     host_memory: float
     host_memory_bandwidth: float
-    base_latency: float = 8.4e-6  # NCCL's src/graph/tuning.cc: of a ring with the protocol for large messages
+    base_latency: float = 8.4e-6  # of a ring: NCCL's src/graph/tuning.cc, protocol for large messages
     cores: int | None = None
 
     def holds(self, memory: Mapping[str, float]) -> bool:
-        """Whether a GPU and its part of the host have room for so many bytes, `total` and `host`."""
+        """Have a GPU and its part of the host room for these bytes, by category, with `total` and perhaps `host`?"""
         return memory["total"] <= self.gpu.memory and memory.get("host", 0.0) <= self.host_memory
 
     def crowding(self, ranks: int) -> float:
-        """How many times longer everything takes since `ranks` ranks share the cores."""
+        """How many times longer everything takes, because `ranks` ranks share the cores."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def hosts(self, members: int, stride: int = 1) -> int:
-        """How many hosts a group of `members` ranks lies on, that are `stride` apart. `ValueError` if hosts differ."""
+        """How many hosts a group of `members` ranks, `stride` apart, lies on. `ValueError` if they lie unevenly."""
         span = members * stride
         if span <= self.gpus_per_host:
             return 1
@@ -79,7 +80,7 @@ class Cluster:
         return members // per_host
 
     def ring(self, size: float, members: int, stride: int = 1) -> float:
-        """Seconds of one reduce-scatter or all-gather of `size` bytes (the whole tensor's) in a group."""
+        """Seconds of one reduce-scatter or all-gather in a group. size: bytes of the whole tensor."""
         if members == 1 or size == 0:
             return 0.0
         hosts = self.hosts(members, stride)
@@ -91,7 +92,7 @@ class Cluster:
 
 
 def choose(table: Mapping[str, Known], name: str, what: str) -> Known:
-    """An entry of a table by its name. `ValueError` that suggests the nearest names for an unknown one."""
+    """The entry of a table by its name. Raises `ValueError` for an unknown name, and suggests the nearest ones."""
     if name in table:
         return table[name]
     begins = [known for known in table if name and known.startswith(name.lower())]
@@ -136,7 +137,8 @@ GPUS = {
     )
 }
 
-# What a ring reaches of what the datasheet says: Isaev et al., 2023, "Calculon", use 0.65 for NVLink, 0.9 for networks.
+# The share of the datasheet's bandwidth that a ring reaches. Isaev et al., 2023, "Calculon", use 0.65 for NVLink and
+# 0.9 for networks.
 NVLINK_SHARE, NETWORK_SHARE = 0.65, 0.9
 NCCL = "hop: NCCL's src/graph/tuning.cc, ring, protocol for large messages"
 NVLINK2 = Link(3.4e-6, 150e9 * NVLINK_SHARE, f"NVIDIA: 6 links of 25 GB/s; share: Calculon; {NCCL}")
@@ -150,8 +152,8 @@ PCIE3 = Link(1e-5, 16e9, "PCI-SIG: 16 lanes of generation 3, 16 GB/s each way")
 PCIE4 = Link(1e-5, 32e9, "PCI-SIG: 16 lanes of generation 4, 32 GB/s each way")
 PCIE5 = Link(1e-5, 64e9, "PCI-SIG: 16 lanes of generation 5, 64 GB/s each way")
 
-# A host's memory, an eighth for each GPU. NVIDIA DGX-1: 512 GB, 2 x 4 channels of DDR4-2400; DGX A100: 1 or 2 TB,
-# 2 x 8 of DDR4-3200; DGX H100: 2 TB, 2 x 8 of DDR5-4800; 8 bytes wide each.
+# Of a host's memory each GPU gets an eighth. NVIDIA DGX-1: 512 GB, 2 x 4 channels of DDR4-2400; DGX A100: 1 or 2 TB,
+# 2 x 8 of DDR4-3200; DGX H100: 2 TB, 2 x 8 of DDR5-4800. Each channel is 8 bytes wide.
 CLUSTERS = {
     "v100": Cluster(GPUS["V100"], 8, NVLINK2, NET100, PCIE3, 64e9, 19e9),
     "a100-40": Cluster(GPUS["A100-40"], 8, NVLINK3, NET200, PCIE4, 128e9, 51e9),

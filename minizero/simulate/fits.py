@@ -1,9 +1,9 @@
-"""Constants fitted on a part of what was published, and the rest predicted with them.
+"""Constants fitted on a part of what was published. They predict the rest.
 
     minimise over the constants c    Σ (ln simulated(c) - ln published)²    over the rows that may be fitted
 
-by Levenberg's and Marquardt's damped Gauss-Newton steps, with constants as logarithms, since all are positive.
-A figure that a fit looked at is *fitted*; only one that it did not look at is *predicted*.
+by Levenberg's and Marquardt's damped Gauss-Newton steps. The constants are positive, so their logarithms are fitted.
+A figure that a fit looked at is *fitted*. Only a figure that it did not look at is *predicted*.
 """
 
 import dataclasses
@@ -24,13 +24,15 @@ START = {"efficiency": 0.45, "interference": 0.3, "jitter": 0.003, "network": 0.
 def least_squares(
     residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float] | np.ndarray, rounds: int = 40
 ) -> np.ndarray:
-    """The x near `start` where the sum of squared residuals is least. Derivatives by differences."""
-    x, damping = np.array(start, dtype=float), 1e-3
+    """The x near `start` for which the sum of squared residuals is least. Derivatives are differences."""
+    x = np.array(start, dtype=float)
+    damping = 1e-3  # small: Gauss and Newton's step; large: a short step straight down
     r = residuals(x)
     for _ in range(rounds):
         shifts = 1e-4 * np.eye(len(x))
         jacobian = np.stack([(residuals(x + shift) - r) / 1e-4 for shift in shifts], axis=1)
         normal, slope = jacobian.T @ jacobian, jacobian.T @ r
+        # Damp more until the step helps.
         while damping < 1e6:
             step = np.linalg.solve(normal + damping * np.eye(len(x)), -slope)
             new = residuals(x + step)
@@ -48,7 +50,10 @@ def least_squares(
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """efficiencies: by what shares one, see `kind`; shared: the other constants; values: of each row, simulated."""
+    """The fitted constants of a publication.
+
+    efficiencies: by kind of row, see `kind`. shared: the other constants. values: what each row is when simulated.
+    """
 
     publication: Publication
     efficiencies: Mapping[str, float]
@@ -56,12 +61,12 @@ class Fit:
     values: tuple[float, ...]
 
     def errors(self, fitted: bool) -> list[float]:
-        """simulated / published - 1, of the rows that were fitted or of those that were not."""
+        """simulated / published - 1, of the rows that were fitted, or of those that were not."""
         pairs = zip(self.publication.rows, self.values)
         return [value / row.value - 1 for row, value in pairs if row.fitted == fitted]
 
     def run(self, name: str, plan: Plan) -> Step:
-        """Another plan with these constants. `ValueError` for a model that has no efficiency."""
+        """Simulates another plan with these constants. Raises `ValueError` for a model that has no efficiency."""
         row = Row(name, plan, 0, False, precision="float32" if plan.dtype == "float32" else "")
         key = kind(self.publication, row)
         if key not in self.efficiencies:
@@ -71,26 +76,26 @@ class Fit:
 
 @functools.cache
 def shape(name: str) -> Model:
-    """Built once."""
+    """A known model by its name. It is built once: a fit simulates it hundreds of times."""
     return model(name)
 
 
 def kind(publication: Publication, row: Row) -> str:
-    """Rows of one kind share an efficiency: those of a model and precision; under Megatron's table all."""
+    """Rows of one kind share an efficiency: those of one model and precision; all rows if the network is fitted."""
     if "network" in publication.shared:
         return "all"
     return f"{row.model} {row.precision}".strip()
 
 
 def run(cluster: Cluster, name: str, plan: Plan, efficiency: float, shared: Mapping[str, float]) -> Step:
-    """One step. network: the share of the network's bandwidth that is reached."""
+    """Simulates one step. shared: constants; `network` is the share of the network's bandwidth that is reached."""
     between = dataclasses.replace(cluster.between, bandwidth=cluster.between.bandwidth * shared.get("network", 1))
     constants = Constants(efficiency, shared.get("interference", 0), shared.get("jitter", 0))
     return simulate(shape(name), dataclasses.replace(cluster, between=between), plan, constants)
 
 
 def value(publication: Publication, row: Row, efficiency: float, shared: Mapping[str, float]) -> float:
-    """What a row says, simulated."""
+    """The figure of a row when simulated, in the row's unit."""
     step = run(publication.cluster, row.model, row.plan, efficiency, shared)
     if row.unit == RATIO:
         assert row.against is not None
@@ -100,7 +105,7 @@ def value(publication: Publication, row: Row, efficiency: float, shared: Mapping
 
 @functools.cache
 def fit(name: str) -> Fit:
-    """The fit of one publication. What it carries over comes from the fit of llm-foundry."""
+    """The fit of one publication. Constants that it carries over come from the fit of llm-foundry."""
     publication = PUBLICATIONS[name]
     carried = {constant: fit("llm-foundry").shared[constant] for constant in publication.carried}
     kinds = list(dict.fromkeys(kind(publication, row) for row in publication.rows))
@@ -122,6 +127,6 @@ def fit(name: str) -> Fit:
 
 
 def two_points(x: Sequence[float], y: Sequence[float], at: float) -> float:
-    """The straight line through two points over log x, at another x: what a ruler on the published plot predicts."""
+    """What a ruler on the published plot predicts: the line through two points over log x, at another x."""
     slope = (y[1] - y[0]) / (np.log(x[1]) - np.log(x[0]))
     return float(y[1] + slope * (np.log(at) - np.log(x[1])))

@@ -1,8 +1,10 @@
-"""The simulator against this machine: latency, bandwidth and compute rate taken at 2 ranks, steps at more predicted.
+"""The simulator against this machine: constants from runs at 2 ranks, steps at more ranks predicted.
 
-Ranks are threads that share the cores: N of them take N / cores times as long for everything. Measured on their own
-are the line of the collectives, seconds = α (N - 1) + (N - 1)/N · S/β, and Adam's rate; the compute rate is fitted so
-that the steps at 2 ranks are right on average. What is predicted are the steps at other sizes.
+    measured     α and β of the collectives, seconds = α (N - 1) + (N - 1)/N · S/β; Adam's rate
+    fitted       the compute rate, so that the steps at 2 ranks are right on average
+    predicted    the steps at other numbers of ranks
+
+Ranks are threads that share the cores: N of them take N / cores times as long for everything.
 """
 
 import dataclasses
@@ -24,14 +26,14 @@ from minizero.simulate.shapes import Model, gpt
 from minizero.simulate.step import ADAM_BYTES, simulate
 
 CONFIG, BATCH = GPTConfig(), 4
-SIZES = (2**12, 2**21, 2**23)  # bytes: one for α, the others for β
+SIZES = (2**12, 2**21, 2**23)  # bytes: the smallest shows α, the others β
 CORES = os.cpu_count() or 1
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """Seconds of one training step; simulated at 2 ranks is fitted, at more predicted."""
+class StepTime:
+    """Seconds of one training step. The simulated time is fitted at 2 ranks, and predicted at more."""
 
     stage: int
     ranks: int
@@ -45,20 +47,23 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """As a cluster; rate: FLOP/s of a rank."""
+    """This machine as a cluster, and the model that it was measured with. rate: FLOP/s of a rank."""
 
     model: Model
     cluster: Cluster
     rate: float
 
     def step_seconds(self, ranks: int, stage: int) -> float:
-        """Simulated."""
+        """The seconds of a simulated training step."""
         plan = Plan(ranks, stage=stage, batch_size=BATCH, dtype="float32", overlap=False, prefetch=0)
-        return simulate(self.model, self.cluster, plan, Constants(self.rate)).seconds  # of a peak of 1 FLOP/s
+        # The rate stands as the efficiency: this cluster's peak is 1 FLOP/s.
+        return simulate(self.model, self.cluster, plan, Constants(self.rate)).seconds
 
 
 def timed(comm: Comm, clock: str, call: Callable[[], object]) -> float:
-    """Seconds of a call: the slowest rank's, or what all ranks use of the cores, which other work cannot lengthen."""
+    """Seconds of a call. clock: "wall" for the slowest rank's time, "cpu" for the time that all ranks together use of
+    the cores. Other work on the machine cannot lengthen the latter.
+    """
     barrier(comm)
     start = CLOCKS[clock]()
     call()
@@ -67,7 +72,7 @@ def timed(comm: Comm, clock: str, call: Callable[[], object]) -> float:
 
 
 def measure_rings(comm: Comm, clock: str) -> dict[int, float]:
-    """The mean of an all-gather and a reduce-scatter, for each of SIZES: the best of 8."""
+    """Seconds of an all-gather and a reduce-scatter, their mean, for each of SIZES: the best of 8."""
     best = dict.fromkeys(SIZES, float("inf"))
     for size in [*SIZES] * 8:
         full = torch.zeros(size // 4)
@@ -79,7 +84,7 @@ def measure_rings(comm: Comm, clock: str) -> dict[int, float]:
 
 
 def measure_steps(comm: Comm, clock: str) -> dict[int, list[float]]:
-    """Of each stage a whole step, and Adam's part of it: the best of 3."""
+    """Seconds of a whole step, and of Adam's part of it, by stage of ZeRO: the best of 3."""
     models = [*(stage(GPT(CONFIG), comm) for stage in STAGES[:3]), Zero3(GPT(CONFIG), comm, prefetch=0)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
     x = torch.zeros(BATCH, CONFIG.sequence_length, dtype=torch.long)
@@ -94,20 +99,25 @@ def measure_steps(comm: Comm, clock: str) -> dict[int, list[float]]:
 
 
 def calibrate(rings: dict[int, float], steps: dict[int, list[float]]) -> Machine:
-    """This machine from the rings and the steps at 2 ranks."""
-    halves, seconds = np.array(list(rings)) / 2, np.array(list(rings.values()))  # (N - 1)/N of the bytes
+    """This machine, from the rings and the steps at 2 ranks."""
+    halves = np.array(list(rings)) / 2  # (N - 1)/N of the bytes
+    seconds = np.array(list(rings.values()))
     slope, alpha = np.polyfit(halves, seconds, 1, w=1 / seconds)  # relative errors: else the shortest would not count
     model = gpt(CONFIG.layers, CONFIG.width, CONFIG.heads, CONFIG.sequence_length, CONFIG.vocabulary)
     link = Link(float(alpha), float(1 / slope), "measured at 2 ranks")
     gpu = GPU("this CPU", {"float32": 1.0}, float("inf"), ADAM_BYTES * model.parameters / steps[0][1], link.source)
     cluster = Cluster(gpu, 2**20, link, link, link, float("inf"), 1.0, base_latency=0.0, cores=CORES)
-    known = sum(Machine(model, cluster, float("inf")).step_seconds(2, stage) for stage in steps)  # all but computing
+    # What the steps take beyond an infinitely fast computation is computing.
+    known = sum(Machine(model, cluster, float("inf")).step_seconds(2, stage) for stage in steps)
     computing = sum(whole for whole, _ in steps.values()) - known
     return Machine(model, cluster, len(steps) * BATCH * model.flops() / computing)
 
 
-def compare(sizes: Iterable[int] = (4, 8), rounds: int = 2, clock: str = "wall") -> tuple[list[Row], Machine]:
-    """Measures 2 ranks and `sizes`, which take turns: what disturbs one disturbs all. One thread for each rank."""
+def compare(sizes: Iterable[int] = (4, 8), rounds: int = 2, clock: str = "wall") -> tuple[list[StepTime], Machine]:
+    """Measures steps at 2 ranks and at each of `sizes`, and simulates them. Each rank is one thread.
+
+    The sizes take turns, so that what disturbs one disturbs all.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -123,7 +133,7 @@ def compare(sizes: Iterable[int] = (4, 8), rounds: int = 2, clock: str = "wall")
         torch.set_num_threads(threads)
     machine = calibrate(rings, steps[2])
     rows = [
-        Row(stage, size, whole, machine.step_seconds(size, stage))
+        StepTime(stage, size, whole, machine.step_seconds(size, stage))
         for size, best in steps.items()
         for stage, (whole, _) in best.items()
     ]

@@ -1,13 +1,14 @@
 """The most bytes that a GPU holds in a step: model states, and what comes and goes from use to use.
 
     between steps     `predict` of minizero.memory
-    forward           + each unit's activations, + in stage 3 the units that are gathered
-    backward          + the whole tape of the unit that runs again, + full gradients of this unit and of the one whose
-                      reduction is on its way
+    forward           + each unit's activations
+                      + in stage 3 the units that are gathered
+    backward          + the whole tape of the unit that runs again
+                      + full gradients of this unit, and of the unit whose reduction is still running
 
-It follows the order of the program, not the clock, so it is the same whatever runs late; an estimate: what the ledger
-finds in this code's own engines is 0.8 to 1.1 of it. Not counted: workspaces, fragmentation, the CUDA context: plan
-18 % more beyond the states (Rajbhandari et al., 2019, table 2).
+The moments follow the order of the program, not the clock, so the peak is the same whatever runs late. It is an
+estimate: this code's own engines hold 0.8 to 1.1 of it by the ledger. Workspaces, fragmentation and the CUDA context
+are not counted: plan 18 % more beyond the states (Rajbhandari et al., 2019, table 2).
 """
 
 from minizero.cli import DTYPES
@@ -18,7 +19,7 @@ from minizero.simulate.shapes import Model, Unit
 
 
 def states(model: Model, plan: Plan) -> dict[str, float]:
-    """Bytes between steps; under offload on the host."""
+    """Bytes between steps, by category. Under offload all of them are `host`."""
     factor = plan.sharding_factor if plan.stage == 3 else None
     held = predict(model.parameters, plan.gpus, plan.stage, dtype=DTYPES[plan.dtype], sharding_factor=factor)
     return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "host": held["total"]} if plan.offload else held
@@ -27,6 +28,7 @@ def states(model: Model, plan: Plan) -> dict[str, float]:
 def peak_memory(model: Model, plan: Plan) -> dict[str, float]:
     """Bytes by category at the moment when they are most in all, and `total` (without `host`)."""
     units, root, each = model.units, model.root, plan.itemsize
+    # What is held at every moment.
     fixed = {name: held for name, held in states(model, plan).items() if name != "total"}
     if plan.micro_batches > 1 and plan.stage > 0:  # the local sum, in FP32, until it is reduced
         fixed["gradients"] += 4 * model.parameters
@@ -45,11 +47,14 @@ def peak_memory(model: Model, plan: Plan) -> dict[str, float]:
             one["gradients"] += each * sum(unit.parameters for unit in reduced)
         return one | {"total": sum(size for name, size in one.items() if name != "host")}
 
-    kept, moments = 0.0, []
+    # Units `first` and on are gathered, in stage 3: the unit at work, and `prefetch` ahead of it.
+    kept = 0.0  # activations
+    moments = []
     for i, unit in enumerate(units):  # forward
         first = i if plan.reshard_after_forward else 0
         kept += tape(unit, plan.recompute)
         moments.append(held(kept, units[first : i + 1 + plan.prefetch], ()))
+    # The head, forward and backward at once.
     first = max(0, len(units) - plan.prefetch) if plan.reshard_after_forward else 0
     moments.append(held(kept + tape(root, "none"), units[first:], (root,)))
     for i, unit in reversed(list(enumerate(units))):  # backward

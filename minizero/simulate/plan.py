@@ -1,4 +1,4 @@
-"""How a model is trained, and the constants of the machine that no datasheet says."""
+"""How a model is trained, and the machine's constants that no datasheet gives."""
 
 import dataclasses
 
@@ -8,9 +8,10 @@ from minizero.simulate.shapes import RECOMPUTE
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a model is trained. batch_size: sequences in one micro-batch of one GPU; other names as in `Zero3`.
+    """How a model is trained. batch_size: sequences in one micro-batch of one GPU. stage: of ZeRO; 0 is DDP.
 
-    Micro-batches as in `accumulate`: the gradients of all of them are reduced once. `ValueError` for what cannot be.
+    Other names are as in `Zero3`. Micro-batches are as in `accumulate`: the gradients of all of them are reduced once.
+    Raises `ValueError` for what cannot be.
     """
 
     gpus: int
@@ -24,7 +25,7 @@ class Plan:
     offload: bool = False
     reshard_after_forward: bool = True
     prefetch: int = 1
-    overlap: bool = True  # False: one stream does it all, as ranks on a CPU do
+    overlap: bool = True  # False: one stream does everything, as on a CPU
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch_size", "micro_batches"):
@@ -48,18 +49,18 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks a unit is sharded."""
+        """How many ranks a unit is sharded over."""
         return 1 if self.stage == 0 else self.sharding_factor or self.gpus
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number that is computed with, gathered and reduced."""
+        """Bytes of one number in the dtype that is computed, gathered and reduced in."""
         return DTYPES[self.dtype].itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """Fitted or measured. efficiency: the share of a GPU's peak that is reached; the others: see `step`."""
+    """Constants, fitted or measured. efficiency: the share of a GPU's peak that is reached. The others: see `step`."""
 
     efficiency: float = 0.5
     interference: float = 0.0
@@ -71,6 +72,6 @@ class Constants:
 
 
 def divisors(n: int) -> list[int]:
-    """In order."""
+    """All divisors of n, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]

@@ -1,6 +1,7 @@
-"""What others measured on their clusters, as data: each row says how it was run, and whether a fit may look at it.
+"""What others measured on their clusters, as data. Each row says how it was run, and whether a fit may look at it.
 
-Where a publication does not say how (marked "assumed"), the run is chosen here; figures read off a chart are "about".
+If a publication does not say how it was run, the run is chosen here and marked "assumed". Figures read off a chart
+are "about".
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ TFLOPS, TOKENS, RATIO = "TFLOP/s per GPU", "tokens/s per GPU", "ratio of TFLOP/s
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One published figure. against: the run that a ratio is to; fitted: whether constants were fitted on it."""
+    """One published figure. against: the run that a ratio compares with. fitted: may a fit look at it?"""
 
     model: str
     plan: Plan
@@ -28,8 +29,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Publication:
-    """shared: constants fitted for all rows together, beside one efficiency for each model; carried: taken over from
-    the fit of llm-foundry. note: how it was run, and what is assumed."""
+    """A publication's rows.
+
+    shared: constants fitted for all rows together, beside the efficiencies. carried: constants that the fit of
+    llm-foundry found. note: how the rows were run, and what is assumed.
+    """
 
     name: str
     source: str
@@ -136,7 +140,7 @@ def _torchtitan() -> Publication:
 PUBLICATIONS: Mapping[str, Publication] = {
     one.name: one for one in (_llm_foundry(), _megatron(), _fsdp(), _torchtitan())
 }
-TORCHTITAN_GIB = {8: 82.4, 128: 67.0}  # the same runs' memory
+TORCHTITAN_GIB = {8: 82.4, 128: 67.0}  # the memory of torchtitan's runs, by GPUs
 
 # Rajbhandari et al., 2019, Table 1: decimal GB of model states, {GPUs: {parameters: (stage 1, stage 2, stage 3)}}, as
 # printed: some cells are rounded and some cut off.

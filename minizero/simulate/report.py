@@ -1,4 +1,4 @@
-"""Tables and pictures of the simulator. Measured, published, fitted and predicted never share a column or a colour."""
+"""The simulator's tables and pictures. Published, fitted and predicted never share a column or a colour."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from minizero.pictures.style import COLORS, FONT, OTHER, PREDICTED
 from minizero.pictures.timeline import Event, plot_timeline
+from minizero.simulate.clusters import GIB
 from minizero.simulate.fits import Fit, fit, two_points
 from minizero.simulate.published import PUBLICATIONS, RATIO
 from minizero.simulate.search import describe
@@ -19,11 +20,10 @@ from minizero.simulate.step import Step
 
 FITTED: dict[str, Any] = {"color": "#56B4E9", "linestyle": "dotted", "linewidth": 2.5}
 PUBLISHED: dict[str, Any] = {"color": "white", "edgecolor": "black", "marker": "D", "s": 70, "zorder": 5}
-GIB = 2**30
 
 
 def print_step(step: Step, console: Console) -> None:
-    """One step: what it holds, sends and takes."""
+    """Prints what one step holds and sends, and how long it takes."""
     plan, gpu = step.plan, step.cluster.gpu
     head = f"{step.model.name}, {step.model.parameters:,} parameters, {plan.gpus:,} x {gpu.name}: {describe(plan)}"
     console.print(head, markup=False, highlight=False)
@@ -49,7 +49,7 @@ def print_step(step: Step, console: Console) -> None:
 
 
 def print_search(steps: Sequence[Step], best: Iterable[Step], console: Console) -> None:
-    """The frontier: what each step down in memory costs in speed."""
+    """Prints the frontier: what less memory costs in speed."""
     console.print(f"{len(steps):,} plans fit. Those that no other beats in both speed and memory, predicted:")
     table = Table("plan (micro-batches x sequences)", box=box.SIMPLE_HEAD)
     for heading in ("tokens/s\nper GPU", "GiB\nper GPU", "exposed"):
@@ -61,7 +61,7 @@ def print_search(steps: Sequence[Step], best: Iterable[Step], console: Console) 
 
 
 def print_published(console: Console) -> None:
-    """Every published row, fitted or predicted, and by how much the simulator is off."""
+    """Prints every published row, fitted or predicted, and by how much the simulator is off."""
     for name in PUBLICATIONS:
         one = fit(name)
         console.print(f"\n{name}: {one.publication.source}", highlight=False)
@@ -102,7 +102,7 @@ def _constants(one: Fit) -> str:
 
 
 def _ruler(one: Fit) -> str:
-    """Beside the simulator's predictions at the largest size, what two simpler ones would be."""
+    """How far two simpler predictions at the largest size would be off."""
     if one.publication.name != "llm-foundry":
         return ""
     line, flat = np.abs(ruler_errors(one)).mean(axis=1)
@@ -110,8 +110,11 @@ def _ruler(one: Fit) -> str:
 
 
 def ruler_errors(one: Fit) -> tuple[list[float], list[float]]:
-    """Of a line over log GPUs through two published points, and of the second point itself, at the third."""
-    line, flat, rows = [], [], one.publication.rows
+    """The errors at the third of three published points: of a line over log GPUs through the first two, and of the
+    second point itself.
+    """
+    line, flat = [], []
+    rows = one.publication.rows
     for first, second, third in zip(rows[::3], rows[1::3], rows[2::3]):
         gpus, values = (first.plan.gpus, second.plan.gpus), (first.value, second.value)
         line.append(two_points(gpus, values, third.plan.gpus) / third.value - 1)
@@ -120,18 +123,16 @@ def ruler_errors(one: Fit) -> tuple[list[float], list[float]]:
 
 
 def draw_memory(steps: Sequence[Step], axes: Axes, labels: Sequence[str] | None = None) -> Axes:
-    """A bar for each step: the peak by category, and a line at what the GPU has."""
+    """Draws a bar for each step, the peak by category, and a line at what the GPU has."""
+    edges: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.6}
     for place, step in enumerate(steps):
         below = 0.0
         for name, held in step.memory.items():
             if name not in ("total", "host"):
-                axes.barh(
-                    place, held / GIB, left=below, color=COLORS.get(name, OTHER), edgecolor="black", linewidth=0.6
-                )
+                axes.barh(place, held / GIB, left=below, color=COLORS.get(name, OTHER), **edges)
                 below += held / GIB
-        axes.text(
-            below, place, f" {below:,.1f}" + ("" if step.fits else "  out of memory"), va="center", fontsize=FONT - 3
-        )
+        words = f" {below:,.1f}" + ("" if step.fits else "  out of memory")
+        axes.text(below, place, words, va="center", fontsize=FONT - 3)
     axes.axvline(steps[0].cluster.gpu.memory / GIB, color="black", linestyle="dashed")
     axes.set_yticks(range(len(steps)), labels or [describe(step.plan) for step in steps], fontsize=FONT - 3)
     axes.set_xlabel("GiB per GPU at the peak, predicted; dashed: what it has", fontsize=FONT - 3)
@@ -145,7 +146,10 @@ def draw_memory(steps: Sequence[Step], axes: Axes, labels: Sequence[str] | None 
 
 
 def draw_step(step: Step, units: int = 8) -> Figure:
-    """Memory above; below the two streams: of a small model all, else while the last units run forward and back."""
+    """Draws memory above, and the streams below: the whole step of a small model, else its middle.
+
+    The middle is where the last `units` units run forward and then backward.
+    """
     figure = Figure(figsize=(16, 7), layout="constrained")
     above, below = figure.subplots(2, height_ratios=(1, 3))
     draw_memory([step], above)

@@ -1,23 +1,23 @@
-"""The best plan for a model on a cluster: every one that fits into memory is simulated, and the fastest wins.
+"""The best plan for a model on a cluster: every plan that fits into memory is simulated, and the fastest wins.
 
-Memory and speed are bought with each other, so the whole frontier is worth a look: the plans that no other one beats
-in both. The batch of a GPU is given; how it is cut into micro-batches is part of the search.
+Speed costs memory, so the whole frontier is worth a look: the plans that no other beats in both. The batch of a GPU
+is given. How it is cut into micro-batches is part of the search.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator
 
-from minizero.simulate.clusters import Cluster
+from minizero.simulate.clusters import GIB, Cluster
 from minizero.simulate.peak import peak_memory
 from minizero.simulate.plan import Constants, Plan, divisors
 from minizero.simulate.shapes import RECOMPUTE, Model
 from minizero.simulate.step import Step, simulate
 
-MOST_MICRO_BATCHES = 64  # that are tried: each one takes time to simulate
+MOST_MICRO_BATCHES = 64  # the search tries no more: each takes time to simulate
 
 
 def factors(cluster: Cluster, gpus: int) -> list[int]:
-    """The sharding factors whose groups lie evenly on hosts."""
+    """The sharding factors whose groups lie evenly on the hosts."""
     found = []
     for factor in divisors(gpus):
         try:
@@ -29,7 +29,7 @@ def factors(cluster: Cluster, gpus: int) -> list[int]:
 
 
 def plans(cluster: Cluster, gpus: int, batch: int, **fixed: object) -> Iterator[Plan]:
-    """All plans for `batch` sequences a GPU. fixed: fields of `Plan` that the search leaves alone."""
+    """All plans for `batch` sequences a GPU. fixed: the fields of `Plan` that the search may not choose."""
     kinds: list[dict[str, object]] = [{"stage": stage} for stage in (0, 1, 2)]
     kinds += [
         {"stage": 3, "sharding_factor": f, "offload": off} for f in factors(cluster, gpus) for off in (False, True)
@@ -44,7 +44,10 @@ def plans(cluster: Cluster, gpus: int, batch: int, **fixed: object) -> Iterator[
 def search(
     model: Model, cluster: Cluster, gpus: int, batch: int, constants: Constants | None = None, **fixed: object
 ) -> list[Step]:
-    """The plans that fit, fastest first; of equally fast ones that with less memory. `ValueError` where none fits."""
+    """Steps of the plans that fit: the fastest first, and of equally fast ones the smallest.
+
+    Raises `ValueError` if no plan fits, and names the least memory that one takes.
+    """
     every = [(plan, peak_memory(model, plan)) for plan in plans(cluster, gpus, batch, **fixed)]
     if not every:
         raise ValueError("no plan is left to search")
@@ -53,15 +56,15 @@ def search(
         on_host = (held["total"] for _, held in every if held.get("host", 0.0) <= cluster.host_memory)
         least = min(on_host, default=float("inf"))
         raise ValueError(
-            f"no plan fits: the least that {model.name} takes on {gpus:,} GPUs is {least / 2**30:,.1f} GiB of "
-            f"{cluster.gpu.memory / 2**30:,.1f}: use more GPUs or a smaller batch"
+            f"no plan fits: the least that {model.name} takes on {gpus:,} GPUs is {least / GIB:,.1f} GiB of "
+            f"{cluster.gpu.memory / GIB:,.1f}: use more GPUs or a smaller batch"
         )
     steps = [simulate(model, cluster, plan, constants) for plan in fitting]
     return sorted(steps, key=lambda step: (step.seconds, step.memory["total"]))
 
 
 def frontier(steps: Iterable[Step]) -> list[Step]:
-    """Those that no other beats in both speed and memory, fastest first."""
+    """The steps that no other beats in both speed and memory, fastest first."""
     kept: list[Step] = []
     for step in sorted(steps, key=lambda step: (step.seconds, step.memory["total"])):
         if not kept or step.memory["total"] < kept[-1].memory["total"]:

@@ -2,17 +2,20 @@
 
 A layer of width h on s tokens, with attention of inner width i and a perceptron of width f:
 
-    parameters    4 h i + 2 h f                        12 h² where i = h, f = 4h
+    parameters    4 h i + 2 h f                        12 h² if i = h and f = 4h
     forward       2 s (4 h i + 2 h f) + 4 s² i FLOPs   the last term: scores, and their product with v
     backward      twice as many
-    kept          s (6h + 4i + 2f) + a s² elements     a: heads; the last term: the softmax, which flash attention
-                                                       and selective recomputation do not keep; full: s h
+    kept          s (6h + 4i + 2f) + a s² elements     a: heads; the last term: the softmax
+                  s (6h + 4i + 2f)                     with flash attention or selective recomputation
+                  s h                                  with full recomputation
 
 Vaswani et al., 2017 (GPT's layers); Raffel et al., 2020, "T5"; Korthikanti et al., 2022, section 4 (FLOPs, memory).
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
+
+from minizero.simulate.clusters import choose
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -21,8 +24,9 @@ RECOMPUTE = ("none", "selective", "full")
 class Unit:
     """What is gathered, computed and reduced together. All but `parameters` is for one sequence.
 
-    flops: forward; core_flops: of these, attention's scores and their product with v. kept, core_kept: elements
-    from forward to backward, in the dtype; masks, core_masks: of dropout, a byte each. boundary: elements of its input.
+    flops: of forward. core_flops: the part of them in attention's scores and their product with v.
+    kept, core_kept: elements in the dtype from forward to backward. masks, core_masks: those of dropout, a byte each.
+    `core_…` is what the scores add, and flash attention does not keep. boundary: elements of the unit's input.
     """
 
     name: str
@@ -43,25 +47,25 @@ class Unit:
         return itemsize * self.kept + self.masks + core
 
     def recomputed(self, recompute: str) -> float:
-        """FLOPs that run a second time in backward. (Flash attention's own recomputation is not counted.)"""
+        """FLOPs that run a second time in backward. What flash attention recomputes by itself is not counted."""
         return {"none": 0.0, "selective": self.core_flops, "full": self.flops}[recompute]
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """root: embeddings, final norm and head, which are gathered once; units: the blocks, in order of forward."""
+    """root: embeddings, final norm and head, which are gathered once. units: the blocks, in order of forward."""
 
     name: str
     root: Unit
     units: tuple[Unit, ...]
-    tokens: int  # that one sequence counts as in tokens per second
+    tokens: int  # of one sequence, as tokens per second count them
 
     @property
     def parameters(self) -> int:
         return self.root.parameters + sum(unit.parameters for unit in self.units)
 
     def flops(self, recompute: str = "none") -> float:
-        """Of forward, what is run again, and backward, for one sequence."""
+        """FLOPs of one sequence: forward, what runs again, and backward."""
         blocks = sum(3 * unit.flops + unit.recomputed(recompute) for unit in self.units)
         return 3 * self.root.flops + blocks
 
@@ -80,30 +84,37 @@ def layer(
     dropout: bool = False,
     cross: int = 0,
 ) -> Unit:
-    """A transformer layer. kv_inner: width of k and v where several heads share them; gated: a perceptron of three
-    matrices; cross: length of the encoder's sequence, for a decoder's layer, which attends to it too."""
+    """A transformer layer.
+
+    kv_inner: width of k and v if several heads share them. gated: the perceptron has three matrices. cross: length
+    of the encoder's sequence, to which a decoder's layer attends too; 0 for none.
+    """
     kv = kv_inner or inner
-    attention, perceptron = width * (2 * inner + 2 * kv), width * hidden * (3 if gated else 2)
+    attention = width * (2 * inner + 2 * kv)
+    perceptron = width * hidden * (3 if gated else 2)
     norms = 2 + (cross > 0)
     vectors = (inner + 2 * kv + hidden + (2 + norms) * width if biases else 0) + norms * width
-    flops, core = 2 * sequence * (attention + perceptron), 4 * sequence**2 * inner
+    flops = 2 * sequence * (attention + perceptron)
+    core = 4 * sequence**2 * inner
     kept = sequence * (4 * width + 2 * inner + 2 * kv + (4 if gated else 2) * hidden)
-    scores, drops = heads * sequence**2, 2 * sequence * width
-    if cross:
+    scores = heads * sequence**2
+    drops = 2 * sequence * width  # what dropout masks, the scores aside
+    if cross:  # a second attention, whose k and v come from the encoder
         flops += 2 * 2 * width * inner * (sequence + cross)
         core += 4 * sequence * cross * inner
         kept += 2 * sequence * (width + inner) + 2 * cross * inner
-        scores, drops = scores + heads * sequence * cross, drops + sequence * width
+        scores += heads * sequence * cross
+        drops += sequence * width
     return Unit(
         name,
-        attention * (2 if cross else 1) + perceptron + vectors,
-        flops + core,
-        core,
-        kept,
-        scores * (2 if dropout else 1),
-        drops if dropout else 0,
-        scores if dropout else 0,
-        sequence * width,
+        parameters=attention * (2 if cross else 1) + perceptron + vectors,
+        flops=flops + core,
+        core_flops=core,
+        kept=kept,
+        core_kept=scores * (2 if dropout else 1),
+        masks=drops if dropout else 0,
+        core_masks=scores if dropout else 0,
+        boundary=sequence * width,
     )
 
 
@@ -130,7 +141,7 @@ def gpt(
     positions: int | None = None,
     tied: bool = True,
 ) -> Model:
-    """A decoder. `ValueError` for a shape that cannot be."""
+    """A decoder. Raises `ValueError` for a shape that cannot be."""
     _positive(layers=layers, width=width, heads=heads, sequence=sequence, vocabulary=vocabulary)
     if layers > 10_000:
         raise ValueError(f"layers must be at most 10,000, not {layers:,}: each is gone through")
@@ -155,7 +166,7 @@ def t5(
     *,
     name: str = "T5",
 ) -> Model:
-    """An encoder of so many layers on `sequence` tokens, and a decoder of as many on `sequence` more."""
+    """An encoder of `layers` layers on `sequence` tokens, and a decoder of as many layers on `sequence` more."""
     _positive(layers=layers, width=width, heads=heads, sequence=sequence, vocabulary=vocabulary)
     shape = (width, heads, heads * head_width, hidden, sequence)
     encoder, decoder = layer("encoder", *shape), layer("decoder", *shape, cross=sequence)
@@ -170,8 +181,9 @@ def _positive(**counts: int) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
 
 
-# Each takes the length of a sequence. MPT: mosaicml/llm-foundry, scripts/train/yamls/pretrain; Megatron: Narayanan et
-# al., 2021, table 1; T5: the shapes of Raffel et al. and its version 1.1, which give the counts of Zhao et al., 2023.
+# Each is a function of the sequence's length. MPT: mosaicml/llm-foundry, scripts/train/yamls/pretrain; Megatron:
+# Narayanan et al., 2021, table 1; T5: the shapes of Raffel et al. and of version 1.1, which give the counts of Zhao et
+# al., 2023.
 MODELS: dict[str, Callable[[int], Model]] = {
     "gpt-mini": lambda s: gpt(4, 256, 4, s, 256, name="gpt-mini"),
     "gpt2-xl": lambda s: gpt(48, 1600, 25, s, biases=True, positions=1024, name="gpt2-xl"),
@@ -198,8 +210,6 @@ SEQUENCE: Mapping[str, int] = {"gpt-mini": 64, "gpt2-xl": 1024, "llama3-8b": 819
 
 
 def model(name: str, sequence: int | None = None) -> Model:
-    """A known model, at the length of sequence that it is usually trained with, or another."""
-    from minizero.simulate.clusters import choose
-
+    """A known model. sequence: tokens; None for the length that it is usually trained with."""
     length = SEQUENCE.get(name, 2048) if sequence is None else sequence
     return choose(MODELS, name, "model")(length)
