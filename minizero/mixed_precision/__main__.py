@@ -1,4 +1,4 @@
-"""python -m minizero.mixed_precision: the paper's Table 1, with small networks."""
+"""`python -m minizero.mixed_precision`: the paper's Table 1, with small networks."""
 
 import sys
 

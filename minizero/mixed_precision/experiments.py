@@ -1,8 +1,8 @@
 """What goes wrong in 16 bits, and what helps: each claim of the paper as a small training run on real images.
 
     gradient_histograms      where weight gradients and activation gradients lie on the exponent axis
-    train_classifier         FP16 weights, with FP32 masters and without: updates that are lost
-    train_autoencoder        a loss that is the mean over many pixels: gradients too small for FP16, loss scaling
+    train_classifier         FP16 weights with FP32 masters and without them: updates are lost
+    train_autoencoder        the loss is the mean over many pixels: gradients are too small for FP16, scaling helps
 
 Forward and backward are emulated in FP16 with FP32 accumulation, so that the failures are those of FP16 anywhere.
 Micikevicius et al., 2018, "Mixed Precision Training", sections 3.1 and 3.2.
@@ -26,7 +26,7 @@ from precision.scaling import LossScaler
 def gradient_histograms(network: str = "resnet", steps: int = 60, seed: int = 0) -> Collected:
     """The exponents of weights, their gradients, their updates and activation gradients in an FP32 training run.
 
-    network: a row of Table 1, "gpt" among them.
+    network: a row of Table 1, or "gpt".
     """
     model = make(network, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -40,22 +40,26 @@ def gradient_histograms(network: str = "resnet", steps: int = 60, seed: int = 0)
 
 @dataclasses.dataclass(frozen=True)
 class Classified:
-    """accuracy: percent of the test images; lost: the share of all updates after which the weight was as before."""
+    """What `train_classifier` finds.
+
+    accuracy: percent of the test images. lost: the share of all updates after which the weight was as before.
+    """
 
     accuracy: float
     lost: float
 
 
 def train_classifier(masters: bool, seed: int = 0, steps: int = 300, learning_rate: float = 6e-6) -> Classified:
-    """Train two linear layers with Adam. masters: the weights are FP32, and rounded when used; else they are FP16.
+    """Trains two linear layers with Adam. masters: FP32 weights, rounded in use; without them the weights are FP16.
 
-    All else is the same: FP16 gradients, and an optimizer that computes and keeps its moments in FP32.
+    All else is the same: gradients are FP16; the optimizer computes in FP32 and keeps its moments in FP32.
     """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     round_weights(model)
-    updates = kept = 0
+    updates = 0  # changes that the optimizer made
+    kept = 0  # those that the weights still have afterwards
     for _, (x, y) in zip(range(steps), images.batches(*images.load("train"), 64, seed)):
         with emulate(FP16):
             F.cross_entropy(model(x), y).backward()
@@ -73,20 +77,23 @@ def train_classifier(masters: bool, seed: int = 0, steps: int = 300, learning_ra
 
 
 def changed(model: nn.Module, before: list[torch.Tensor]) -> int:
-    """How many weights are not what they were before."""
+    """How many weights differ from what they were before."""
     return sum(int((parameter != old).sum()) for parameter, old in zip(model.parameters(), before))
 
 
 @torch.no_grad()
 def round_weights(model: nn.Module) -> None:
-    """Make all weights FP16 numbers, in their FP32 tensors."""
+    """Makes all weights FP16 numbers, in their FP32 tensors."""
     for parameter in model.parameters():
         parameter.copy_(FP16.quantize(parameter))
 
 
 @dataclasses.dataclass(frozen=True)
 class Reconstructed:
-    """loss: on the test images, after training; scales: the loss scale of each step; skipped: steps that overflowed."""
+    """What `train_autoencoder` finds.
+
+    loss: on the test images, after training. scales: the loss scale of each step. skipped: how many steps overflowed.
+    """
 
     loss: float
     scales: list[float]
@@ -103,11 +110,11 @@ def train_autoencoder(
     per_image: bool = False,
     histograms: bool = False,
 ) -> Reconstructed:
-    """Train 784 → 64 → 16 → 64 → 784 to reproduce its input, in FP16 with a loss scale; scaler None: in FP32.
+    """Trains 784 → 64 → 16 → 64 → 784 to reproduce its input, in FP16 with a loss scale; in FP32 if scaler is None.
 
     The loss is the mean square error over all pixels of a batch: a pixel's gradient is 2 · error / (784 · batch
-    size). per_image: the sum over an image's pixels, so 784 times as large. The loss is computed in FP32, and its
-    gradient rounded to FP16, as with torch.autocast. histograms: collect exponents (slower).
+    size). per_image: takes the sum over an image's pixels, which is 784 times as large. The loss is computed in FP32
+    and its gradient rounded to FP16, as with torch.autocast. histograms: collects exponents, which takes longer.
     """
     torch.manual_seed(seed)
     sizes = (784, 64, 16, 64, 784)
@@ -115,11 +122,13 @@ def train_autoencoder(
     model = nn.Sequential(nn.Flatten(), *layers[:-1], nn.Sigmoid())
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     fmt = FP32 if scaler is None else FP16
-    scales, skipped, factor = [], 0, 784.0 if per_image else 1.0
+    factor = 784.0 if per_image else 1.0
+    scales, skipped = [], 0
     with collect(model, optimizer) if histograms else contextlib.nullcontext(Collected()) as found:
         for _, (x, _) in zip(range(steps), images.batches(*_pixels("train"), batch_size, seed)):
             with emulate(fmt):
                 output = model(x)
+            # The graph is cut between network and loss: the loss is outside of the emulation, and comes back in FP16.
             prediction = output.detach().requires_grad_()
             loss = factor * F.mse_loss(prediction, x.flatten(1))
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -141,6 +150,6 @@ def train_autoencoder(
 
 
 def _pixels(split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The images with pixels from 0 to 1, which a sigmoid can reach."""
+    """The images and their classes, with pixels from 0 to 1, which a sigmoid can reach."""
     x, y = images.load(split)
     return x * images.STANDARD_DEVIATION + images.MEAN, y

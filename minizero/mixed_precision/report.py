@@ -1,13 +1,14 @@
 """The table and the picture of `table1`, drawn from plain data.
 
-Everything here reads one dictionary, `results`, which is also what table1.json holds:
+Everything here reads one dictionary, `results`. It is also what table1.json holds:
 
     rows       one for each network: network, unit, published (baseline and mixed, or None), baseline and mixed
                (one measurement for each seed), activations (bytes: baseline, mixed)
     memory     network, batch_sizes, baseline and mixed (peak bytes of a step), crossover (a batch size, or None)
     plan, machine, short, processes, seconds
 
-Baseline is FP32. Measured and published never share a column or a colour: they are other networks on other images.
+Baseline is FP32. Measured and published never share a column or a colour: the published networks are larger, and saw
+other images.
 """
 
 import json
@@ -46,12 +47,12 @@ def seed_noise(row: Row) -> float | None:
 
 
 def saved(row: Row) -> float:
-    """The activations' bytes in mixed precision over those in FP32."""
+    """The activations' bytes in mixed precision, as a fraction of those in FP32."""
     return row["activations"]["mixed"] / row["activations"]["baseline"]
 
 
 def print_table(results: Mapping[str, Any], console: Console) -> None:
-    """Prints two tables that fit 80 columns, and what they were measured on."""
+    """Prints two tables that fit 80 columns, and the machine that they were measured on."""
     plan, machine = results["plan"], results["machine"]
     versions = f"Python {machine['python']}, torch {machine['torch']}"
     console.print(f"{machine['cpu']} ({machine['cores']} cores), {versions}", markup=False, highlight=False)
@@ -91,7 +92,7 @@ def print_table(results: Mapping[str, Any], console: Console) -> None:
 
 
 def draw(results: Mapping[str, Any]) -> Figure:
-    """Draws the differences beside the seed noise, the activations, and the peak over the batch size."""
+    """Draws the differences beside the seed noise, the activations, and the peak against the batch size."""
     figure = Figure(figsize=(16, 10), layout="constrained")
     axes = figure.subplot_mosaic([["differences", "activations"], ["peak", "peak"]])
     _draw_differences(axes["differences"], [row for row in results["rows"] if row["unit"] == "%"])
@@ -104,7 +105,7 @@ def draw(results: Mapping[str, Any]) -> Figure:
 
 
 def draw_peaks(memory: Mapping[str, Any], ax: Axes | None = None) -> Axes:
-    """Draws `memory`: the peak of FP32 and of mixed precision over the batch size, and where they cross."""
+    """Draws `memory`: the peaks of FP32 and of mixed precision against the batch size, and where they cross."""
     if ax is None:
         ax = new_axes(14, 6)
     sizes = memory["batch_sizes"]
@@ -156,7 +157,7 @@ def _draw_activations(ax: Axes, rows: Sequence[Row]) -> None:
 
 
 def save(results: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes table1.json and table1.png into `folder`, which it creates; returns their paths."""
+    """Writes table1.json and table1.png into `folder`, which it makes if needed. Returns their paths."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     data, picture = Path(folder) / "table1.json", Path(folder) / "table1.png"
     data.write_text(json.dumps(results, indent=1) + "\n")

@@ -4,7 +4,7 @@
     mixed         weights 2Ψ + gradients 2Ψ + masters 4Ψ + their gradients 4Ψ   + moments 8Ψ + A(batch) / 2
 
 Mixed precision holds more per parameter, and less per example: below a certain batch size it needs more memory
-than FP32, not less. Nothing is emulated here: weights and activations are float16 tensors, and the ledger counts.
+than FP32, not less. Nothing is emulated here: weights and activations are float16 tensors, and the ledger counts them.
 Micikevicius et al., 2018, "Mixed Precision Training", section 3.1: "memory consumption is dominated by activations".
 """
 
@@ -21,7 +21,7 @@ from precision.master import MasterWeights
 def watch(make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor, mixed: bool) -> Ledger:
     """The ledger of one training step of make() with Adam.
 
-    x: FP32 inputs of the model, y: the classes that its logits are compared with.
+    x: FP32 inputs of the model. y: the classes that its logits are compared with.
     """
     model = make()
     masters: list[torch.Tensor] = []
@@ -32,7 +32,7 @@ def watch(make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor, mixed
         optimizer, masters = weights, weights.masters
     else:
         optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(2):  # Adam makes its moments in the first step: the second is like all that follow
+    for _ in range(2):  # Adam makes its moments in the first step; the second is like all that follow
         with Ledger(model, optimizer) as ledger:
             for master in masters:
                 tag(master, "optimizer")
@@ -45,7 +45,7 @@ def watch(make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor, mixed
 def peaks(
     make: Callable[[], nn.Module], images: torch.Tensor, labels: torch.Tensor, batch_sizes: Sequence[int]
 ) -> dict[str, list[int]]:
-    """The peak of all bytes together for each batch size: {"baseline": [...], "mixed": [...]}, FP32 and mixed."""
+    """The peak of all bytes together, for each batch size: {"baseline": [...] in FP32, "mixed": [...]}."""
     return {
         name: [watch(make, images[:size], labels[:size], mixed).peak["total"] for size in batch_sizes]
         for name, mixed in (("baseline", False), ("mixed", True))
@@ -55,9 +55,9 @@ def peaks(
 def crossover(batch_sizes: Sequence[int], baseline: Sequence[int], mixed: Sequence[int]) -> float | None:
     """The batch size from which on mixed precision holds less, on straight lines between the measurements.
 
-    None where it holds less, or more, at all of them.
+    None if it holds less at all of them, or more at all of them.
     """
-    more = [b - a for a, b in zip(baseline, mixed)]
+    more = [b - a for a, b in zip(baseline, mixed)]  # what mixed precision holds beyond FP32
     for i in range(len(more) - 1, 0, -1):
         if more[i] <= 0 < more[i - 1]:
             return batch_sizes[i - 1] + (batch_sizes[i] - batch_sizes[i - 1]) * more[i - 1] / (more[i - 1] - more[i])

@@ -3,8 +3,8 @@
     python -m minizero.mixed_precision --output results         every network, 3 seeds: minutes on 2 cores
     python -m minizero.mixed_precision --short                  a glance: 2 networks, 1 seed, few steps
 
-The mixed runs differ from the baseline by one line: forward and backward happen inside of `emulate(FP16)`, with
-FP32 accumulation and, as in the paper's Table 1, without a loss scale. The FP32 parameters are the master weights.
+The mixed runs differ from the baseline by one line: forward and backward run inside `emulate(FP16)`, with FP32
+accumulation and, as in the paper's Table 1, without a loss scale. The FP32 parameters are the master weights.
 Micikevicius et al., 2018, "Mixed Precision Training", section 4.1 and Table 1.
 """
 
@@ -53,18 +53,18 @@ PUBLISHED = {
 LANGUAGE_MODEL = "gpt"
 CONFIG = GPTConfig(sequence_length=64, width=96, layers=3, heads=4)
 BATCH_SIZE = 64  # images
-SEQUENCES = 16
+SEQUENCES = 16  # a batch of the language model
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to run: each network with each seed in both precisions, for so many steps."""
+    """What to run: each network with each seed in both precisions."""
 
     networks: tuple[str, ...] = (*NETWORKS, LANGUAGE_MODEL)
     seeds: int = 3
     steps: int = 470  # 5 epochs
     language_steps: int = 600
-    memory: str = "vgg"  # whose peak is measured over these batch sizes
+    memory: str = "vgg"  # the network whose peak is measured, with these batch sizes
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 
 
@@ -72,12 +72,12 @@ SHORT = Plan(("alexnet", "resnet", LANGUAGE_MODEL), seeds=1, steps=60, language_
 
 
 def precision(mixed: bool) -> contextlib.AbstractContextManager[None]:
-    """FP32 as it is, or 16 bits emulated."""
+    """A context: FP32 as it is, or emulated FP16."""
     return emulate(FP16) if mixed else contextlib.nullcontext()
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The cross-entropy, which the GPT computes itself."""
+    """The cross-entropy of the model's logits."""
     return model(x, y) if isinstance(model, GPT) else F.cross_entropy(model(x), y)
 
 
@@ -98,13 +98,13 @@ def batches(network: str, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 def draw_windows(text: torch.Tensor, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` random places in the text: x and y, (count, sequence_length), y one byte ahead."""
+    """x and y, (count, sequence_length): windows at random places in the text, and the bytes one place ahead."""
     starts = torch.randint(len(text) - CONFIG.sequence_length, (count,), generator=generator)
     return windows(text, starts.tolist(), CONFIG.sequence_length)
 
 
 def train(network: str, seed: int, mixed: bool, steps: int) -> nn.Module:
-    """A trained model. AdamW steps in FP32 in both precisions; its learning rate warms up, then falls as a cosine."""
+    """A trained model. AdamW steps in FP32 in both precisions. Its learning rate warms up, then falls as a cosine."""
     model = make(network, seed)
     optimizer = torch.optim.AdamW(model.parameters())
     highest = 1e-3 if network == LANGUAGE_MODEL else 3e-3
@@ -121,7 +121,7 @@ def train(network: str, seed: int, mixed: bool, steps: int) -> nn.Module:
 
 
 def accuracy(network: str, seed: int, mixed: bool, steps: int) -> float:
-    """Percent of the test images that a network names correctly after training."""
+    """Percent of the test images that a trained network classifies correctly."""
     model = train(network, seed, mixed, steps)
     x, y = images.load("test")
     with torch.no_grad(), precision(mixed):
@@ -130,7 +130,7 @@ def accuracy(network: str, seed: int, mixed: bool, steps: int) -> float:
 
 
 def bits_per_byte(seed: int, mixed: bool, steps: int) -> float:
-    """Of a language model after training, on the last twentieth of the text, which it has not seen."""
+    """Bits per byte of a trained language model on the last twentieth of the text, which it has not seen."""
     model = train(LANGUAGE_MODEL, seed, mixed, steps)
     text = read_text(TEXT, CONFIG.sequence_length)
     generator = torch.Generator().manual_seed(0)  # every model is asked about the same places
@@ -153,7 +153,7 @@ def activations(network: str, mixed: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One thing to measure, in a process of its own: `seed` trains, None looks at the memory."""
+    """One thing to measure. seed: of a training run; None measures the memory of one step instead."""
 
     network: str
     mixed: bool
@@ -161,7 +161,7 @@ class Job:
 
 
 def work(job: Job, plan: Plan) -> float:
-    """An accuracy, bits per byte, or the bytes of the activations."""
+    """Measures a job: an accuracy, bits per byte, or the bytes of the activations."""
     torch.set_num_threads(1)  # the same numbers on any number of cores
     if job.seed is None:
         return activations(job.network, job.mixed)
@@ -171,7 +171,7 @@ def work(job: Job, plan: Plan) -> float:
 
 
 def measure(plan: Plan, processes: int, done: Callable[[Job, float], None] = lambda job, value: None) -> dict[str, Any]:
-    """Everything in the plan, as `report` describes it. done: called with each job and its result."""
+    """Measures everything in the plan; `report` says what is returned. done: called with each job and its result."""
     seeds = (*range(plan.seeds), None)
     jobs = [Job(network, mixed, seed) for network in plan.networks[::-1] for seed in seeds for mixed in (True, False)]
     found = {}
@@ -207,12 +207,12 @@ def _with_job(plan: Plan, job: Job) -> tuple[Job, float]:
 
 
 def _let_the_parent_end_us() -> None:
-    """Ctrl-C reaches every process: only the first is to say so."""
+    """Ignores Ctrl-C, which reaches every process: the parent alone answers it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options. `ValueError` where one is unknown or cannot be read."""
+    """The options. Raises `ValueError` if one is unknown or cannot be read."""
     parser = Parser(
         prog="python -m minizero.mixed_precision", description="Mixed precision against FP32: the paper's Table 1."
     )
@@ -231,7 +231,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Measure, print, save."""
+    """Measures what the options ask for, prints it, and saves it if they name a folder."""
     if options.output is not None:
         check_output(options.output)
     plan = SHORT if options.short else Plan()
@@ -251,7 +251,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line: 0, or 2 where the input was wrong, 130 after Ctrl-C, with one line on standard error."""
+    """Returns 0; with one line on standard error 2 if the input was wrong, and 130 after Ctrl-C."""
     return run_command("python -m minizero.mixed_precision", lambda: run(parse(argv), Console()), "--processes")
 
 
