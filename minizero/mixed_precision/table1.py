@@ -71,8 +71,8 @@ class Plan:
 SHORT = Plan(("alexnet", "resnet", LANGUAGE_MODEL), seeds=1, steps=60, language_steps=60, batch_sizes=(1, 4, 16))
 
 
-def precision(mixed: bool) -> contextlib.AbstractContextManager[None]:
-    """A context: FP32 as it is, or emulated FP16."""
+def in_fp16(mixed: bool) -> contextlib.AbstractContextManager[None]:
+    """A context that emulates FP16 if `mixed`, and else leaves FP32 alone."""
     return emulate(FP16) if mixed else contextlib.nullcontext()
 
 
@@ -112,7 +112,7 @@ def train(network: str, seed: int, mixed: bool, steps: int) -> nn.Module:
         optimizer, highest, total_steps=steps, pct_start=0.1, cycle_momentum=False
     )
     for _, (x, y) in zip(range(steps), batches(network, seed)):
-        with precision(mixed):
+        with in_fp16(mixed):
             loss_of(model, x, y).backward()
         optimizer.step()
         schedule.step()
@@ -124,7 +124,7 @@ def accuracy(network: str, seed: int, mixed: bool, steps: int) -> float:
     """Percent of the test images that a trained network classifies correctly."""
     model = train(network, seed, mixed, steps)
     x, y = images.load("test")
-    with torch.no_grad(), precision(mixed):
+    with torch.no_grad(), in_fp16(mixed):
         correct = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(500), y.split(500)))
     return 100 * correct / len(y)
 
@@ -137,7 +137,7 @@ def bits_per_byte(seed: int, mixed: bool, steps: int) -> float:
     losses = []
     for _ in range(8):
         x, y = draw_windows(text[len(text) * 19 // 20 :], 64, generator)
-        with torch.no_grad(), precision(mixed):
+        with torch.no_grad(), in_fp16(mixed):
             logits = model(x)
         losses.append(F.cross_entropy(logits.flatten(0, 1), y.flatten()).item())
     return mean(losses) / math.log(2)
@@ -146,7 +146,7 @@ def bits_per_byte(seed: int, mixed: bool, steps: int) -> float:
 def activations(network: str, mixed: bool) -> int:
     """Bytes that one training step keeps from forward to backward, measured by the ledger."""
     model, (x, y) = make(network, 0), next(batches(network, 0))
-    with Ledger(model) as ledger, precision(mixed):
+    with Ledger(model) as ledger, in_fp16(mixed):
         loss_of(model, x, y).backward()
     return ledger.peak["activations"]
 

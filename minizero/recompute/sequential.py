@@ -2,8 +2,8 @@
 
 The first sweep takes the schedule's steps up to its first backward. It leaves a graph whose stages hold nothing: each
 is a `Frame`. When backward comes to a stage, the chain takes its next steps, up to that stage's own backward step:
-forwards without a tape, from the nearest input that was kept, then the forward whose tape this backward uses. A stage
-here is one layer of the chain, or several that count as one (none of ZeRO's stages).
+forwards without a tape, from the nearest input that was kept, then the forward whose tape this backward uses. Layer i
+is stage i of the schedule (none of ZeRO's stages).
 """
 
 from collections.abc import Callable, Iterable

@@ -82,11 +82,11 @@ def test_a_run_is_in_one_precision_from_training_to_test(monkeypatch):
     """And the learning rate warms up and falls."""
     blocks, rates = [], []
 
-    def precision(mixed, real=table1.precision):
+    def in_fp16(mixed, real=table1.in_fp16):
         blocks.append((mixed, torch.is_grad_enabled()))
         return real(mixed)
 
-    monkeypatch.setattr(table1, "precision", precision)
+    monkeypatch.setattr(table1, "in_fp16", in_fp16)
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     try:
         table1.accuracy("alexnet", 0, True, 12)
