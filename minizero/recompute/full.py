@@ -41,7 +41,8 @@ def checkpoint(
       calls. They are not found, and change twice, if fn takes a module from a list or an attribute and runs
       `module.forward(x)`. Other state is not put back, such as a plain attribute or a parameter that forward assigns.
 
-    verify: compares the values of all operators. Otherwise only shapes, dtypes and their number can differ visibly.
+    verify: compares the values of all operators. Without it only other shapes, dtypes or another number of saved
+    tensors are noticed.
 
     Raises `RecomputeMismatch` if the second run differs, or would: fn changes an input in place, draws from NumPy's
     or Python's global generator, or depends on something that changes. Raises `ValueError` if a gradient is asked

@@ -43,7 +43,7 @@ class OwnGenerators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # a layer that keeps PyTorch's compiler away, and would double what each operator costs
+        return False  # else PyTorch keeps its compiler away by one more layer, which doubles an operator's cost
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Most operators draw nothing: they are let through first.
