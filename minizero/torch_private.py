@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Autograd.
 
@@ -46,15 +47,71 @@ def operation_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
 
 
+def keeps_graph() -> bool:
+    """Was the backward that is running called with retain_graph=True?
+
+    Why: if so another backward may ask for the same results again. In its place: a public property of the backward.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def hooks_of_saved_tensors() -> Any:
+    """The pair of functions that `saved_tensors_hooks` has set around us, None if there is none.
+
+    Why: a checkpoint gives its inputs to the checkpoint around it, as autograd would. In its place: a public getter.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def counting_no_version() -> Any:
+    """A context in which `detach` gives a tensor that shares the version counter of the first.
+
+    Why: a result that is kept must notice later writes through its other names. In its place: `detach` as an option.
+    """
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+# Modes and operators.
+
+
+def function_transform_is_active() -> bool:
+    """Are we inside torch.func's grad, vmap or another of its transforms?
+
+    Why: they cannot go through a second run of a function. In its place: a public question of torch.func.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
+def function_mode_is_active() -> bool:
+    """Is any TorchFunctionMode active, such as a default device?
+
+    Why: to ask for the default device takes 3 µs, and without a mode it is the CPU. In its place: a faster getter.
+    """
+    return torch._C._len_torch_function_stack() > 0
+
+
+def consists_of_others(operator: Any) -> bool:
+    """Does the operator only call other operators?
+
+    Why: what it returns is born in those. In its place: a public tag of such operators.
+    """
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+without_modes = _disable_current_modes
+"""A context in which no TorchDispatchMode is active. Why: modes watch a function's own operators, and the copy of a
+generator's state is none of them. In its place: a public context of the same name."""
+
+
 # Storages and modules.
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """A number for the tensor's memory, the same for all its views, also while that memory is empty.
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number for the memory of tensors, the same for all its views, also while that memory is empty.
 
     Why: `data_ptr()` is 0 for each empty storage. In its place: `UntypedStorage.__hash__` by identity.
     """
-    return tensor.untyped_storage()._cdata
+    return storage._cdata
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -56,7 +56,9 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in} already: wrap a fresh module")
         if parameter.numel() == 0:
             raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
-        other = owners.setdefault((torch_private.storage_id(parameter), parameter.storage_offset()), name)
+        other = owners.setdefault(
+            (torch_private.storage_id(parameter.untyped_storage()), parameter.storage_offset()), name
+        )
         if other != name:
             raise ValueError(
                 f"{stage}: {name} and {other} are two parameters in one memory, and would be trained apart: "

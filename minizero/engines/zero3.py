@@ -31,8 +31,7 @@ class Zero3(Engine):
     sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py). prefetch: how many units to
     gather ahead; 0 does one thing at a time (prefetch.py). offload: keep shards, gradients and optimizer states in
     the CPU's memory (offload.py). reshard_after_forward: False keeps what forward gathered until backward; a third
-    less is sent, for 4Ψ bytes more at the peak. `torch.compile` of each block, before wrapping, works; around the
-    engine it changes nothing; other uses of it are refused.
+    less is sent, for 4Ψ bytes more at the peak. To compile, `torch.compile` each block before wrapping.
     """
 
     frees_replicas = True
@@ -49,11 +48,10 @@ class Zero3(Engine):
         **options: Any,
     ) -> None:
         check_prefetch(prefetch)
-        # Before super().__init__(), which calls keep().
         self.inside, self.across = groups(comm, sharding_factor)
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
-        self.ahead = Ahead(self, prefetch) if prefetch else None  # gathers and reduces beside the computation
+        self.ahead = Ahead(self, prefetch) if prefetch else None  # instead of gather and reduce, from the same parts
 
     @torch_private.not_compiled  # what `torch.compile` around the engine would trace comes and goes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +64,6 @@ class Zero3(Engine):
         unit.replica = full.to(unit.dtype)
         tag(unit.replica, "parameters")
         self.release(unit)
-
-    # With prefetch, the default, `Ahead` does what `gather` and `reduce` do, from the same parts as they.
 
     def gather(self, unit: Unit) -> None:
         if not self.has_replica(unit):
@@ -91,8 +87,8 @@ class Zero3(Engine):
         all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
 
     def release(self, unit: Unit) -> None:
-        # The storage is emptied, not only the parameter: autograd still holds views of it for backward. `fill` gives
-        # them their numbers back. Autograd does not object: it counts writes to tensors, not what storages hold.
+        # The storage is emptied, not only the parameter: autograd still holds views of it, which `fill` fills again.
+        # Autograd does not object: it counts writes to tensors, not what storages hold.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 

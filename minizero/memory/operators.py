@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minizero import torch_private
+
 
 class Watcher(TorchDispatchMode):
     """A dispatch mode: PyTorch calls its `__torch_dispatch__` in place of every operator of this thread."""
@@ -78,7 +80,7 @@ def learn(func: Any) -> tuple[str, ...]:
     if schema.name == "aten::lift_fresh" or schema.overload_name == "source_Storage_storage_offset":
         kinds = ("new",)
     # prim::device, which asks for a fake tensor's device, is no operator of the dispatcher. It makes nothing.
-    if func.namespace != "prim" and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if func.namespace != "prim" and torch_private.consists_of_others(func):
         kinds = IN_PARTS
     elif not any(kinds):
         kinds = ()

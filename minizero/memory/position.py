@@ -6,11 +6,8 @@ optimizer       the optimizer's step runs                           hooks.py tel
 between         everything else
 """
 
-import torch
-
 from minizero.memory.tape import Tape
-
-current_backward = torch._C._current_graph_task_id  # the number of the backward that runs on this thread, or -1
+from minizero.torch_private import current_backward
 
 
 class Position:

@@ -23,6 +23,7 @@ from torch import nn
 from minizero.memory.operators import IN_PARTS, ONE_NEW, Watcher, dense_parts, learn, outputs_of
 from minizero.memory.position import Position, current_backward
 from minizero.memory.tape import CATEGORIES, Record, Tape
+from minizero.torch_private import storage_id
 
 PLAIN = {torch.Tensor, nn.Parameter}
 
@@ -118,14 +119,14 @@ class Recorder(Watcher):
             for part in dense_parts(tensor):
                 self._born(part)
             return
-        known = self.records.get(storage._cdata)
+        known = self.records.get(storage_id(storage))
         if known is None or known() is None:  # otherwise the operator returned one of its inputs
             self._record(storage)
 
     def _record(self, storage: torch.UntypedStorage) -> Record:
         tape = self.tape
         # `tape.append` is the callback: at its death, in whatever thread, the record writes itself on the tape again.
-        record = self.records[storage._cdata] = Record(storage, tape.append)
+        record = self.records[storage_id(storage)] = Record(storage, tape.append)
         record.first_size = record.size = storage.nbytes()
         record.category = None
         position = self.position
@@ -135,7 +136,7 @@ class Recorder(Watcher):
         return record
 
     def _known(self, storage: torch.UntypedStorage) -> Record | None:
-        record = self.records.get(storage._cdata)
+        record = self.records.get(storage_id(storage))
         # The record of a dead storage is of another one, which had this address before.
         return record if record is not None and record() is not None else None
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
 from minizero.recompute.mismatch import RecomputeMismatch
+from minizero.torch_private import without_modes
 
 Named = dict[str, torch.Tensor | None]  # a module's buffers
 
@@ -100,7 +100,7 @@ def _version(buffer: torch.Tensor) -> int:
 
 
 def _copy(buffer: torch.Tensor) -> torch.Tensor:
-    with _disable_current_modes():  # modes watch the function's own operators, and this is none of them
+    with without_modes():  # modes watch the function's own operators, and this is none of them
         return buffer.detach().clone()
 
 

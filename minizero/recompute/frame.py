@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from minizero import torch_private
 from minizero.recompute.mismatch import ADVICE, RecomputeMismatch, name_of
 
 
@@ -64,13 +65,13 @@ class Frame:
             # No values: this backward asks for the first time. A value that is gone: another backward asks.
             if not self.values or self.values[packed] is None:
                 values = self._second_forward()
-                if torch._C._current_graph_task_id() == -1:  # no backward runs: somebody looks at the graph
+                if torch_private.current_backward() == -1:  # no backward runs: somebody looks at the graph
                     return values[packed]
                 self.values = values
                 # This backward may fetch only some of the values, so the rest goes at its end. By then the frame
                 # itself may be gone: the callback must not keep it.
                 at_end = functools.partial(_clear, weakref.ref(self))
-                torch.autograd.Variable._execution_engine.queue_callback(at_end)
+                torch_private.call_at_end_of_backward(at_end)
             # Each value is handed out once. From here autograd alone holds it, and frees it when it has used it.
             value, self.values[packed] = self.values[packed], None
             return value

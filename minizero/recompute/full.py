@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero import torch_private
 from minizero.recompute.frame import Frame
 from minizero.recompute.inputs import Inputs, may_bring_gradient
 from minizero.recompute.mismatch import name_of
@@ -80,7 +81,7 @@ def _checkpoint(
 ) -> Any:
     if not (torch.is_grad_enabled() and is_enabled()):
         return fn(*args, **kwargs)
-    if torch._C._are_functorch_transforms_active() and not is_recomputing():
+    if torch_private.function_transform_is_active() and not is_recomputing():
         raise NotImplementedError(
             "checkpoint: torch.func's transforms (grad, vmap, jacrev, …) cannot go through it: call the function "
             "without checkpoint there, or inside set_enabled(False)"

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from numpy.random import MT19937, mtrand
-from torch.utils._python_dispatch import _disable_current_modes
 
 from minizero.recompute.mismatch import RecomputeMismatch
 from minizero.recompute.own_generators import in_a_thread
+from minizero.torch_private import without_modes
 
 States = list[tuple[torch.Generator, torch.Tensor]]
 
@@ -59,7 +59,7 @@ class Generators:
 
 def _set(states: States) -> None:
     if states:
-        with _disable_current_modes():  # as in _raw
+        with without_modes():  # as in _raw
             for generator, state in states:
                 generator.set_state(state)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero import torch_private
 from minizero.recompute.frame import Frame
 from minizero.recompute.mismatch import RecomputeMismatch, name_of
 
@@ -51,7 +52,7 @@ class Inputs:
         self.trains = [tensor.requires_grad for tensor in taken]
         # If hooks are active, they get these tensors as they would get what autograd saves. An outer checkpoint is
         # such a hook: it drops them, and fetches them by its own second run.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = torch_private.hooks_of_saved_tensors()
         if hooks is not None:
             pack, self.unpack = hooks
             outer = getattr(pack, "__self__", None)

@@ -10,9 +10,10 @@ import threading
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minizero.recompute.mismatch import RecomputeMismatch
+from minizero.torch_private import without_modes
 
 _running = threading.local()  # .own: the innermost `OwnGenerators` of this thread
 
@@ -81,7 +82,7 @@ class OwnGenerators(TorchDispatchMode):
                 self.outer.asked += 1
                 self.seed = (self.outer._seed() + 0x9E3779B97F4A7C15 * self.outer.asked) % 2**63
             else:
-                with _disable_current_modes():
+                with without_modes():
                     self.seed = int(torch.randint(2**63 - 1, ()))
         return self.seed
 

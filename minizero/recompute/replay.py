@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from minizero import torch_private
 from minizero.recompute.buffers import Buffers
 from minizero.recompute.generators import Generators
 from minizero.recompute.own_generators import OwnGenerators, in_a_thread
@@ -83,4 +84,4 @@ def _autocast() -> list[tuple[str, bool, torch.dtype, bool]]:
 
 def _default_device() -> torch.device:
     # Asking takes 3 µs. If no mode is active, nobody has set another device than the CPU.
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else torch.device("cpu")
+    return torch.get_default_device() if torch_private.function_mode_is_active() else torch.device("cpu")

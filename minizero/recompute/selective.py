@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minizero import torch_private
 from minizero.recompute.inputs import leaves, map_tensors
 from minizero.recompute.mismatch import ADVICE, RecomputeMismatch
 from minizero.recompute.own_generators import draws
@@ -122,7 +123,7 @@ class _HandOut(TorchDispatchMode):
                 f"{ADVICE}"
             )
         # With retain_graph another backward will ask again.
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not torch_private.keeps_graph():
             self.results[self.number] = None
         return map_tensors(_alias, kept.tensors)
 
@@ -193,7 +194,7 @@ def _arguments_written(func: Any) -> list[int | str]:
 
 def _storages(value: Any) -> set[int]:
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
+    return {torch_private.storage_id(tensor.untyped_storage()) for tensor in tensors if tensor.layout == torch.strided}
 
 
 @functools.cache
@@ -208,7 +209,7 @@ def _versions(result: Any) -> list[int]:
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor on the same memory. It shares the version, so a later write to either is noticed."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with torch_private.counting_no_version():
         return tensor.detach()
 
 

@@ -363,7 +363,7 @@ def pretend():
 
     threading.Thread.run = watched
     for module in (buffers, set_back, own_generators):
-        module._disable_current_modes = without_other_modes
+        module.without_modes = without_other_modes
     ThreadTransport.transfer = transfer
     # An operator of our own runs Python code, which is watched too.
     for operator in torch._library.custom_ops.OPDEFS.values():
