@@ -13,6 +13,8 @@ from minizero import barrier
 from tests.exercises import kit, runner, selfcheck, stubs
 from tests.exercises.breaking import broken
 from tests.exercises.course import COURSE, ROOT, find
+from tests.exercises.definition import definition
+from tests.exercises.patch import holder_of
 from tests.exercises.workbook import Workbook
 
 POSSIBLE = [exercise for exercise in COURSE if exercise.is_possible()]
@@ -75,6 +77,27 @@ def test_the_course_is_whole():
         assert len(names) >= 4 and len(set(names)) == len(names), lesson.__name__
         assert 2 <= len(lesson.HINTS) <= 4 and all(hint.strip() for hint in lesson.HINTS), lesson.__name__
         assert lesson.PLAN and lesson.__doc__
+
+
+@each
+def test_a_function_is_found_once_and_only_in_the_files_that_the_course_names(exercise):
+    here = definition(exercise)
+    assert here.module.startswith(exercise.place) and here.node.name == exercise.function
+    holder = holder_of(exercise)
+    assert vars(holder)[exercise.function].__module__ == here.module
+    assert isinstance(holder, type) == exercise.is_method()
+
+
+def test_a_function_that_is_missing_or_there_twice_is_an_error():
+    at_home = RING._replace(place="tests.exercises", target="Exercise.load")
+    assert definition(at_home).full_name == "tests.exercises.course.Exercise.load"
+    assert definition(at_home._replace(place="tests.exercises.course")).full_name == definition(at_home).full_name
+    with pytest.raises(ValueError, match="exercise 05: Exercise.lode must be in one file .* is in no file"):
+        definition(at_home._replace(target="Exercise.lode"))
+    with pytest.raises(ValueError, match="is in .*tests.exercises.commands, .*tests.exercises.e01_pad, "):
+        definition(at_home._replace(target="check"))
+    with pytest.raises(ValueError, match="no file"):
+        definition(at_home._replace(place="tests.exorcises"))
 
 
 def test_a_first_hint_is_no_code():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.exercises.course import COURSE, Exercise
+from tests.exercises.definition import definition
 from tests.exercises.kit import Wrong
 from tests.exercises.patch import patched
 from tests.exercises.runner import load
@@ -39,5 +40,5 @@ def broken(name: str) -> Iterator[list[str]]:
             path = folder / exercise.file
             path.write_text(answer(exercise, wrong), encoding="utf-8")
             function = getattr(load(path), exercise.function)
-            stack.enter_context(patched(exercise.target, function))
-        yield [exercise.target for exercise, _ in found]
+            stack.enter_context(patched(exercise, function))
+        yield [definition(exercise).full_name for exercise, _ in found]

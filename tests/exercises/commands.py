@@ -166,9 +166,10 @@ def solution(arguments: argparse.Namespace, workbook: Workbook) -> int:
             console.print(f"{left} hint{'s are' if left > 1 else ' is'} left: make hint E={exercise.id}")
         console.print(f"If you insist: make solution E={exercise.id} INSIST=1")
         return 1
+    from tests.exercises.definition import definition
     from tests.exercises.stubs import reference
 
-    console.print(f"{exercise.target}, as the package has it:\n")
+    console.print(f"{definition(exercise).full_name}, as the package has it:\n")
     console.print(Syntax(reference(exercise), "python", word_wrap=True, background_color="default"))
     return 0
 

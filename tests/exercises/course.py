@@ -20,11 +20,15 @@ class Text(NamedTuple):
 
 
 class Exercise(NamedTuple):
-    """target: the function or method of a package that the student writes. core: part of the short course."""
+    """target: the function or method that the student writes. core: part of the short course.
+
+    place: the folder of a package that defines the target, in any of its files. If two files do, the one that is meant.
+    """
 
     number: int
     name: str
     title: str
+    place: str
     target: str
     minutes: int
     core: bool = False
@@ -39,7 +43,7 @@ class Exercise(NamedTuple):
 
     @property
     def function(self) -> str:
-        return self.target.rsplit(".", 1)[1]
+        return self.target.split(".")[-1]
 
     @property
     def notebook(self) -> str:
@@ -47,7 +51,7 @@ class Exercise(NamedTuple):
         return next(notebook for last, notebook in NOTEBOOKS.items() if self.number <= last)
 
     def is_method(self) -> bool:
-        return self.target.split(".")[-2][0].isupper()
+        return "." in self.target
 
     def text(self) -> Text:
         """What a student reads, without loading anything."""
@@ -72,51 +76,51 @@ class Exercise(NamedTuple):
 
 _rows = [
     # Ranks that talk.
-    ("pad", "Pad a tensor until N divides it", "minizero.engines.layout.pad", 10, False),
-    ("chunk", "This rank's chunk of a flat buffer", "minizero.engines.unit.Unit.chunk", 10, False),
-    ("broadcast", "Broadcast along a binomial tree", "minizero.ranks.collectives.broadcast", 25, False),
-    ("all_gather", "Ring all-gather", "minizero.ranks.collectives.ring_all_gather", 20, False),
-    ("reduce_scatter", "Ring reduce-scatter", "minizero.ranks.collectives.ring_reduce_scatter", 30, True),
-    ("all_reduce", "All-reduce from the two rings", "minizero.ranks.collectives.all_reduce", 25, False),
+    ("pad", "Pad a tensor until N divides it", "minizero.engines", "pad", 10, False),
+    ("chunk", "This rank's chunk of a flat buffer", "minizero.engines", "Unit.chunk", 10, False),
+    ("broadcast", "Broadcast along a binomial tree", "minizero.ranks", "broadcast", 25, False),
+    ("all_gather", "Ring all-gather", "minizero.ranks", "ring_all_gather", 20, False),
+    ("reduce_scatter", "Ring reduce-scatter", "minizero.ranks", "ring_reduce_scatter", 30, True),
+    ("all_reduce", "All-reduce from the two rings", "minizero.ranks", "all_reduce", 25, False),
     # Data parallelism, and what ZeRO shards.
-    ("views", "Parameters as views of a flat buffer", "minizero.engines.layout.Layout.views", 10, False),
-    ("ddp_hook", "DDP: average in backward", "minizero.engines.ddp.DDP.reduce", 20, True),
-    ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.engines.zero1.Zero1.keep", 20, False),
-    ("zero1_step", "ZeRO-1: after the step", "minizero.engines.zero1.Zero1.before_forward", 20, False),
-    ("zero2_free", "ZeRO-2: reduce, and free", "minizero.engines.zero2.Zero2.reduce", 15, True),
-    ("zero3_unshard", "ZeRO-3: unshard a unit", "minizero.engines.zero3.Zero3.fill", 20, True),
-    ("zero3_reshard", "ZeRO-3: reshard it", "minizero.engines.zero3.Zero3.release", 15, False),
-    ("hybrid", "Sharding factor: groups of ranks", "minizero.engines.hybrid.average_in_two_steps", 20, False),
-    ("memory_formulas", "The bytes of each stage", "minizero.memory.formulas.predict", 25, True),
+    ("views", "Parameters as views of a flat buffer", "minizero.engines", "Layout.views", 10, False),
+    ("ddp_hook", "DDP: average in backward", "minizero.engines", "DDP.reduce", 20, True),
+    ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.engines", "Zero1.keep", 20, False),
+    ("zero1_step", "ZeRO-1: after the step", "minizero.engines", "Zero1.before_forward", 20, False),
+    ("zero2_free", "ZeRO-2: reduce, and free", "minizero.engines", "Zero2.reduce", 15, True),
+    ("zero3_unshard", "ZeRO-3: unshard a unit", "minizero.engines", "Zero3.fill", 20, True),
+    ("zero3_reshard", "ZeRO-3: reshard it", "minizero.engines", "Zero3.release", 15, False),
+    ("hybrid", "Sharding factor: groups of ranks", "minizero.engines", "average_in_two_steps", 20, False),
+    ("memory_formulas", "The bytes of each stage", "minizero.memory", "predict", 25, True),
     # Numbers in 16 bits.
-    ("decode", "What 16 bits stand for", "precision.one_number.decode_one", 25, False),
-    ("split", "A float64 in three fields", "precision.one_number.split", 15, False),
-    ("round_even", "Rounding to nearest, ties to even", "precision.one_number.round_off", 20, True),
-    ("subnormals", "Where the normal numbers end", "precision.one_number.align", 15, False),
-    ("encode", "A number into its bits", "precision.one_number.encode_one", 40, False),
-    ("sticky", "Shift right, and remember", "precision.arithmetic.shift_right", 15, False),
-    ("add", "FP16 addition on bits", "precision.arithmetic.add", 30, False),
-    ("multiply", "FP16 multiplication on bits", "precision.arithmetic.multiply", 25, False),
+    ("decode", "What 16 bits stand for", "precision", "decode_one", 25, False),
+    ("split", "A float64 in three fields", "precision", "split", 15, False),
+    ("round_even", "Rounding to nearest, ties to even", "precision.one_number", "round_off", 20, True),
+    ("subnormals", "Where the normal numbers end", "precision.one_number", "align", 15, False),
+    ("encode", "A number into its bits", "precision", "encode_one", 40, False),
+    ("sticky", "Shift right, and remember", "precision", "shift_right", 15, False),
+    ("add", "FP16 addition on bits", "precision", "add", 30, False),
+    ("multiply", "FP16 multiplication on bits", "precision", "multiply", 25, False),
     # Training with them.
-    ("lost_update", "The update that underflows", "minizero.mixed_precision.experiments.round_weights", 10, False),
-    ("unscale", "Loss scaling: unscale, once", "precision.scaling.LossScaler.unscale_", 25, False),
-    ("dynamic_scaler", "The dynamic loss scale", "precision.scaling.DynamicLossScaler._adapt", 20, True),
-    ("master_weights", "FP32 master weights", "precision.master.MasterWeights.step", 25, False),
-    ("fp32_accumulation", "Dot product: which accumulator", "precision.accumulate.dot", 20, False),
+    ("lost_update", "The update that underflows", "minizero.mixed_precision", "round_weights", 10, False),
+    ("unscale", "Loss scaling: unscale, once", "precision", "LossScaler.unscale_", 25, False),
+    ("dynamic_scaler", "The dynamic loss scale", "precision", "DynamicLossScaler._adapt", 20, True),
+    ("master_weights", "FP32 master weights", "precision", "MasterWeights.step", 25, False),
+    ("fp32_accumulation", "Dot product: which accumulator", "precision", "dot", 20, False),
     # Activations.
-    ("checkpoint", "Checkpoint: forward again", "minizero.recompute.two_ways.ByFunction.backward", 30, True),
-    ("sqrt_schedule", "Every k-th input, and √n", "minizero.schedules.rules.every_k", 20, False),
-    ("optimal_schedule", "The least memory of a chain", "minizero.schedules.optimal.least_budget", 40, False),
-    ("accumulation", "Gradient accumulation by tokens", "minizero.accumulate.accumulate", 25, True),
+    ("checkpoint", "Checkpoint: forward again", "minizero.recompute", "ByFunction.backward", 30, True),
+    ("sqrt_schedule", "Every k-th input, and √n", "minizero.schedules", "every_k", 20, False),
+    ("optimal_schedule", "The least memory of a chain", "minizero.schedules", "least_budget", 40, False),
+    ("accumulation", "Gradient accumulation by tokens", "minizero", "accumulate", 25, True),
     # Attention without the scores, and models of time.
-    ("online_softmax", "Online softmax", "flash.tiled.online_softmax", 25, True),
-    ("tiled_forward", "FlashAttention forward, in tiles", "flash.tiled.forward_tiles", 40, False),
-    ("lse_backward", "Backward from the logsumexp", "flash.tiled.backward_tiles", 40, False),
-    ("triton_forward", "The forward kernel in Triton", "flash.kernels.forward_kernel", 40, False),
-    ("triton_dkdv", "The dK, dV kernel in Triton", "flash.kernels.dkdv_kernel", 40, False),
-    ("triton_dq", "The dQ kernel in Triton", "flash.kernels.dq_kernel", 30, False),
-    ("traffic", "Bytes between HBM and SRAM", "flash.traffic.hbm_bytes", 40, False),
-    ("alpha_beta", "Seconds of a ring: α and β", "minizero.simulate.clusters.Cluster.ring", 25, False),
+    ("online_softmax", "Online softmax", "flash", "online_softmax", 25, True),
+    ("tiled_forward", "FlashAttention forward, in tiles", "flash", "forward_tiles", 40, False),
+    ("lse_backward", "Backward from the logsumexp", "flash", "backward_tiles", 40, False),
+    ("triton_forward", "The forward kernel in Triton", "flash", "forward_kernel", 40, False),
+    ("triton_dkdv", "The dK, dV kernel in Triton", "flash", "dkdv_kernel", 40, False),
+    ("triton_dq", "The dQ kernel in Triton", "flash", "dq_kernel", 30, False),
+    ("traffic", "Bytes between HBM and SRAM", "flash", "hbm_bytes", 40, False),
+    ("alpha_beta", "Seconds of a ring: α and β", "minizero.simulate", "Cluster.ring", 25, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.

@@ -6,29 +6,24 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from tests.exercises.course import Exercise
+from tests.exercises.definition import definition
+
 OURS = {"minizero", "flash", "precision", "tests"}
 
 
-def resolve(target: str) -> tuple[Any, str]:
-    """What holds the target, a module or a class, and its name there."""
-    path = target.split(".")
-    for length in range(len(path) - 1, 0, -1):
-        try:
-            holder = importlib.import_module(".".join(path[:length]))
-        except ModuleNotFoundError as error:
-            if not ".".join(path[:length]).startswith(error.name or "?"):
-                raise
-            continue
-        for name in path[length:-1]:
-            holder = getattr(holder, name)
-        return holder, path[-1]
-    raise ValueError(f"there is no {target}")
+def holder_of(exercise: Exercise) -> Any:
+    """The module or the class that has the target."""
+    holder: Any = importlib.import_module(definition(exercise).module)
+    for name in exercise.target.split(".")[:-1]:
+        holder = getattr(holder, name)
+    return holder
 
 
 @contextlib.contextmanager
-def patched(target: str, answer: Any) -> Iterator[None]:
+def patched(exercise: Exercise, answer: Any) -> Iterator[None]:
     """The package runs with `answer` inside, and with its own function again afterwards."""
-    holder, name = resolve(target)
+    holder, name = holder_of(exercise), exercise.function
     original = vars(holder)[name]
     if isinstance(holder, type):
         if isinstance(original, staticmethod | classmethod) and not isinstance(answer, type(original)):

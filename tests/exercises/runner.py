@@ -92,7 +92,7 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
             if _has_the_package_s(exercise, module):
                 words = "The file keeps the package's own function under another name: that is what you are to write."
                 return Outcome("failed", "borrowed", words)
-            with patched(exercise.target, function):
+            with patched(exercise, function):
                 lesson.check()
     except Diagnosis as diagnosis:
         return Outcome("failed", diagnosis.name, diagnosis.words)
@@ -147,10 +147,9 @@ def run(exercise: Exercise, path: Path) -> Outcome:
 
 def _has_the_package_s(exercise: Exercise, module: Any) -> bool:
     """Does the answer hold what it is to replace, which it would call before `patched` could put itself there?"""
-    from tests.exercises.patch import resolve
+    from tests.exercises.patch import holder_of
 
-    holder, name = resolve(exercise.target)
-    own = vars(holder)[name]
+    own = vars(holder_of(exercise))[exercise.function]
     own = getattr(own, "__func__", own)
     return any(getattr(value, "__func__", value) is own for value in vars(module).values())
 

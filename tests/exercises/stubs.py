@@ -10,7 +10,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tests.exercises.course import ROOT, Exercise
+from tests.exercises.course import Exercise
+from tests.exercises.definition import definition
 
 if TYPE_CHECKING:  # it would load torch
     from tests.exercises.kit import Wrong
@@ -21,7 +22,7 @@ OURS = ("minizero", "flash", "precision")
 
 def stub(exercise: Exercise) -> str:
     """What the student gets: the plan for a body."""
-    code, node = _function(exercise.target)
+    code, node = _function(exercise)
     plan = []
     for number, step in enumerate(exercise.text().plan, 1):
         lines = textwrap.wrap(" ".join(step.split()), WIDTH - 9)
@@ -31,45 +32,32 @@ def stub(exercise: Exercise) -> str:
 
 def reference(exercise: Exercise) -> str:
     """The function as the package has it."""
-    return _function(exercise.target)[0]
+    return _function(exercise)[0]
 
 
 def answer(exercise: Exercise, wrong: "Wrong | None" = None) -> str:
     """A whole file with the reference, or with what a wrong answer makes of it."""
     code = reference(exercise)
-    for old, new in wrong.edits if wrong else ():
-        if code.count(old) != 1:
-            raise ValueError(
-                f"{exercise.id}, {wrong.name}: the reference has {code.count(old)} times, not once:\n{old}"
-            )
-        code = code.replace(old, new)
+    if wrong is not None:
+        for old, new in wrong.edits:
+            if code.count(old) != 1:
+                words = f"the reference has {code.count(old)} times, not once"
+                raise ValueError(f"{exercise.id}, {wrong.name}: {words}:\n{old}")
+            code = code.replace(old, new)
     return f"{_top(exercise)}\n{code}\n"
 
 
 @functools.cache
-def _module(target: str) -> tuple[str, str, list[str]]:
-    """The module of a target: its name, its source, and the path of names inside it."""
-    parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        path = ROOT.joinpath(*parts[:length]).with_suffix(".py")
-        if path.is_file():
-            return ".".join(parts[:length]), path.read_text(encoding="utf-8"), parts[length:]
-    raise ValueError(f"there is no module of {target}")
-
-
-@functools.cache
-def _function(target: str) -> tuple[str, ast.FunctionDef]:
+def _function(exercise: Exercise) -> tuple[str, ast.FunctionDef]:
     """Its source, with decorators and without the indentation of a class; and its syntax tree."""
-    _, source, path = _module(target)
-    body = ast.parse(source).body
-    for name in path:
-        found = next(n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
-        body = found.body
+    _, name, source, found = definition(exercise)
     first = min([found.lineno, *(d.lineno for d in found.decorator_list)])
     code = textwrap.dedent("\n".join(source.splitlines()[first - 1 : found.end_lineno]))
-    if len(path) > 1:  # outside its class a function does not know whose super() it asks for
-        code = code.replace("super()", f"super({path[-2]}, self)")
-    return code, ast.parse(code).body[0]
+    if exercise.is_method():  # outside its class a function does not know whose super() it asks for
+        code = code.replace("super()", f"super({name.split('.')[0]}, self)")
+    function = ast.parse(code).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return code, function
 
 
 def _head(code: str, node: ast.FunctionDef) -> list[str]:
@@ -85,8 +73,9 @@ def _head(code: str, node: ast.FunctionDef) -> list[str]:
 
 def _top(exercise: Exercise) -> str:
     """What the file is about, and its imports."""
-    module, _, path = _module(exercise.target)
-    kind = f"method {path[-1]} of {path[-2]}" if len(path) > 1 else f"function {path[-1]}"
+    module = definition(exercise).module
+    *classes, name = exercise.target.split(".")
+    kind = f"method {name} of {classes[0]}" if classes else f"function {name}"
     about = exercise.text().about
     place = f"It takes the place of {module}, {kind}: the package will run with yours inside."
     words = textwrap.fill(
@@ -94,13 +83,13 @@ def _top(exercise: Exercise) -> str:
         f"E={exercise.id}. About {exercise.minutes} minutes{', core' if exercise.core else ''}.",
         WIDTH,
     )
-    return f'"""{exercise.id}. {exercise.title}.\n\n{about}\n\n{words}\n"""\n\n{_imports(exercise.target)}\n'
+    return f'"""{exercise.id}. {exercise.title}.\n\n{about}\n\n{words}\n"""\n\n{_imports(exercise)}\n'
 
 
-def _imports(target: str) -> str:
+def _imports(exercise: Exercise) -> str:
     """Import statements for what the function takes from its module."""
-    module, source, _ = _module(target)
-    tree, (_, node) = ast.parse(source), _function(target)
+    module, _, source, _ = definition(exercise)
+    tree, (_, node) = ast.parse(source), _function(exercise)
     names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     own = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     own |= {a.arg for n in ast.walk(node) if isinstance(n, ast.arguments) for a in _arguments(n)}
