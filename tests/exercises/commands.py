@@ -61,8 +61,9 @@ def show_list(_: argparse.Namespace, workbook: Workbook) -> int:
     written = workbook.fill()
     current = workbook.current()
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    for title, justify in (("", "left"), ("no", "left"), ("exercise", "left"), ("file", "left"), ("min", "right")):
-        table.add_column(title, justify=justify, no_wrap=True)
+    for title in ("", "no", "exercise", "file"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("min", justify="right", no_wrap=True)
     for exercise in COURSE:
         passed = workbook.has_passed(exercise)
         mark = "✓" if passed else "→" if exercise is current else "-" if not exercise.is_possible() else " "

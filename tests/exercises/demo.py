@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -23,13 +24,15 @@ from tests.exercises.breaking import broken
 
 STAGES = (DDP, Zero1, Zero2, Zero3)
 CONFIG = GPTConfig(vocabulary=64, sequence_length=32, width=64, layers=3, heads=2, attention="tiled", recompute="full")
-RIGHT, WRONG = {"color": "#8A8A8A", "linewidth": 6}, {"color": "#D55E00", "linewidth": 2.5, "linestyle": "dashed"}
+RIGHT: dict[str, Any] = {"color": "#8A8A8A", "linewidth": 6}
+WRONG: dict[str, Any] = {"color": "#D55E00", "linewidth": 2.5, "linestyle": "dashed"}
 
 
 def train(comm, stage, steps):
     """The losses; of the last step the bytes after each allocation and free, those before zero_grad, those sent."""
     model = stage(GPT(CONFIG), comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    ledger = Ledger(model, optimizer)
     losses, own = [], []  # this rank's own: a mean over ranks might be what is broken
     model.register_forward_hook(lambda _, __, loss: own.append(loss.item()))
     for step in range(steps):
@@ -37,7 +40,7 @@ def train(comm, stage, steps):
         ramps = torch.randint(32, (2, 2, 1), generator=generator) + torch.arange(33)  # they can be learnt
         sent = comm.bytes_sent
         last = step == steps - 1
-        with Ledger(model, optimizer) if last else contextlib.nullcontext() as ledger:
+        with ledger if last else contextlib.nullcontext():
             accumulate(model, [(ramp[:, :-1], ramp[:, 1:]) for ramp in ramps])
             losses.append(sum(own) / len(own))
             own.clear()

@@ -5,7 +5,8 @@ parameters are views into it, each in its own shape: writing to the buffer is wr
     offsets     0             6     8
     shapes      (2, 3)        (2,)  (2, 2)
 
-`self` is the unit: self.shapes and self.offsets, one of each for each parameter. A shape's .numel() is its elements.
+`self` is the unit's layout: self.shapes and self.offsets, one of each for each parameter. A shape's .numel() is its
+elements.
 """
 
 import torch
@@ -43,28 +44,13 @@ WRONG = [
 ]
 
 
-class Unit:
-    """As much of a unit as the method needs."""
-
-    shapes = [torch.Size((2, 3)), torch.Size((2,)), torch.Size((2, 2))]
-    offsets = [0, 6, 8]
-    numel = 12
-
-
-class Other:
-    """With a tensor of three dimensions and a single number."""
-
-    shapes = [torch.Size((2, 1, 3)), torch.Size(())]
-    offsets = [0, 6]
-    numel = 7
-
-
 def check() -> None:
-    flat = torch.arange(13.0)
-    got = Layout.views(Unit(), flat)
+    layout = Layout(["a", "b", "c"], [torch.Size((2, 3)), torch.Size((2,)), torch.Size((2, 2))], ranks=8)
+    flat = torch.arange(16.0)
+    got = layout.views(flat)
     if not isinstance(got, list) or len(got) != 3:
         fail("not-a-list", "Expected a list of three views, one for each parameter.")
-    for view, shape, offset in zip(got, Unit.shapes, Unit.offsets):
+    for view, shape, offset in zip(got, layout.shapes, layout.offsets):
         n = shape.numel()
         want = flat[offset : offset + n].view(shape)
         if view.shape != shape:
@@ -85,8 +71,10 @@ def check() -> None:
             fail(
                 "copies", "A parameter is a copy: what the optimizer writes to the buffer would never reach the model."
             )
+    # A tensor of three dimensions, and a single number.
+    other = Layout(["d", "e"], [torch.Size((2, 1, 3)), torch.Size(())], ranks=8)
     half = torch.arange(8, dtype=torch.float16)
-    for view, shape in zip(Layout.views(Other(), half), Other.shapes, strict=True):
+    for view, shape in zip(other.views(half), other.shapes, strict=True):
         if view.shape != shape:
             fail("loses-the-shape", f"A parameter of shape {tuple(shape)} came out as {tuple(view.shape)}: view it so.")
         if view.untyped_storage().data_ptr() != half.untyped_storage().data_ptr():

@@ -6,6 +6,7 @@ reference to the full local gradient. Once its chunk is reduced, its memory must
 """
 
 import weakref
+from typing import Any, cast
 
 import torch
 
@@ -121,7 +122,7 @@ def one_unit(comm) -> None:
     engine, gradient = Engine(comm), torch.ones(40_000)
     alive = weakref.ref(gradient)
     with Ledger() as ledger:
-        Zero2.reduce(engine, engine.units[1], gradient)
+        Zero2.reduce(cast(Zero2, engine), cast(Any, engine.units[1]), gradient)
     del gradient
     if alive() is not None:
         fail(

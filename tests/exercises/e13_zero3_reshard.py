@@ -8,10 +8,11 @@ and filled.
     unit.point_parameters_at(None)   makes the parameters empty, so that using one is an error and not nonsense
 """
 
+from typing import Any, cast
+
 import torch
 
 from minizero import GPT, Zero3
-from minizero.engines import zero3
 from minizero.memory import Ledger
 from tests.exercises.kit import fail, ranks, size, wrong
 from tests.exercises.training import PSI, SMALL, check_training, part, train
@@ -59,7 +60,7 @@ def check() -> None:
 def releases() -> None:
     unit = Unit()
     buffer, view = unit.replica, unit.replica[:10]  # as autograd has one
-    zero3.Zero3.release(None, unit)
+    Zero3.release(cast(Zero3, None), cast(Any, unit))
     held = buffer.untyped_storage().nbytes()
     if unit.replica is not buffer:
         fail(

@@ -10,6 +10,8 @@ stages 1 to 3 Ψ/N, in stage 0 Ψ. The ZeRO paper counts 2 + 2 + 12, sharded fro
 convention="paper" is that, whatever the dtype.
 """
 
+from typing import Any
+
 import torch
 
 from minizero import DDP, Zero1, Zero2, Zero3
@@ -96,11 +98,11 @@ def check() -> None:
         )
     for options in (dict(dtype=torch.float16), dict(convention="paper")):
         whole = formulas.predict(1000, 2, 3, **options)["total"]
-        got = formulas.predict(1000, 8, 3, sharding_factor=2, **options)["total"]
-        if got != whole:
+        share = formulas.predict(1000, 8, 3, sharding_factor=2, **options)["total"]
+        if share != whole:
             fail(
                 "ignores-the-factor",
-                f"With {options} and sharding_factor=2 a rank of 8 holds {got:g} bytes for 1000 parameters, where 2 "
+                f"With {options} and sharding_factor=2 a rank of 8 holds {share:g} bytes for 1000 parameters, where 2 "
                 f"ranks hold {whole:g} each.",
             )
     if formulas.predict(1001, 4, 3)["parameters"] != 1001:
@@ -110,11 +112,12 @@ def check() -> None:
         fail("paper-in-fp32-only", f'convention="paper" counts 2 + 2 + 12 in any dtype; in float16 it gave {narrow}.')
     if formulas.predict(1000, 1, 3)["total"] != 16000:
         fail("values", "Alone, a rank holds 16 bytes a parameter in every stage.")
-    paper = [formulas.predict(7.5e9, 64, stage, convention="paper")["total"] / 1e9 for stage in range(4)]
+    paper = [formulas.predict(7_500_000_000, 64, stage, convention="paper")["total"] / 1e9 for stage in range(4)]
     if [round(x, 1) for x in paper] != [120.0, 31.4, 16.6, 1.9]:
         fail("values", f"The paper's example, 7.5 billion on 64 ranks, is 120, 31.4, 16.6, 1.9 GB; got {paper}.")
+    no_integer: Any = 2.5
     try:
-        formulas.predict(1000, 2.5, 1)
+        formulas.predict(1000, no_integer, 1)
     except ValueError:
         pass
     else:

@@ -86,9 +86,14 @@ def check() -> None:
         fail("never-inexact", f"0.1 is no FP16 number: the flags are {{'inexact'}}, not {flags or 'none'}.")
     if one_number.encode_one(2.0**-20, FP16)[1]:
         fail("exact-underflows", "2^-20 is a subnormal number, and exact: no flag. Underflow needs a loss.")
-    for x, want in ((1e-6, {"underflow", "inexact"}), (1e6, {"overflow", "inexact"}), (math.inf, set()), (0.0, set())):
-        if one_number.encode_one(x, FP16)[1] != want:
-            fail("values", f"{x!r} raises {want or 'no flag'}, not {one_number.encode_one(x, FP16)[1] or 'none'}.")
+    for x, raised in (
+        (1e-6, {"underflow", "inexact"}),
+        (1e6, {"overflow", "inexact"}),
+        (math.inf, set()),
+        (0.0, set()),
+    ):
+        if one_number.encode_one(x, FP16)[1] != raised:
+            fail("values", f"{x!r} raises {raised or 'no flag'}, not {one_number.encode_one(x, FP16)[1] or 'none'}.")
     if one_number.encode_one(1e-6, FP16, flush_to_zero=True) != (0, {"underflow", "inexact"}):
         fail("values", "With flush_to_zero 1e-6 becomes 0, with underflow and inexact.")
     if one_number.encode_one(math.inf, FloatFormat(5, 10, saturate=True))[0] != 0x7BFF:
@@ -142,9 +147,9 @@ def edges() -> None:
         inexact = one_number.decode_one(bits, FP16) != x
         mantissa, exponent = math.frexp(x)
         tiny = math.ldexp(round(mantissa * 2**11), exponent - 11) < 2.0**-14
-        want = ({"inexact"} if inexact else set()) | ({"underflow"} if inexact and tiny else set())
-        if flags != want:
-            fail("values", f"{x!r} raises {want or 'no flag'}, not {flags or 'none'}.")
+        raised = ({"inexact"} if inexact else set()) | ({"underflow"} if inexact and tiny else set())
+        if flags != raised:
+            fail("values", f"{x!r} raises {raised or 'no flag'}, not {flags or 'none'}.")
     for x, want in ((2.0**-14, (0x0400, set())), (0.0, (0, set())), (2.0**-15, (0, {"underflow", "inexact"}))):
         if one_number.encode_one(x, FP16, flush_to_zero=True) != want:
             fail("values", f"With flush_to_zero {x!r} becomes {want[0]:#06x}: only subnormal results are flushed.")

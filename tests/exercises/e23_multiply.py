@@ -40,13 +40,13 @@ def check() -> None:
         return float(np.uint16(arithmetic.multiply(a, b)).view(np.float16))
 
     inf = float("inf")
-    got = times(1, 1)
-    if got != 1:
-        if got == 8:
+    one = times(1, 1)
+    if one != 1:
+        if one == 8:
             fail(
                 "extra-twice", "1 · 1 gives 8: both operands were unpacked with EXTRA places, 3 more than `point` says."
             )
-        fail("point-of-a-sum", f"1 · 1 gives {got:g}: a product has the places of both factors behind its point.")
+        fail("point-of-a-sum", f"1 · 1 gives {one:g}: a product has the places of both factors behind its point.")
     if times(1.5, 1.5) != 2.25:
         fail(
             "forgets-to-normalise",

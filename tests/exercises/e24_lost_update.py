@@ -37,13 +37,16 @@ def check() -> None:
     with torch.no_grad():
         model.weight.view(-1)[:3] = torch.tensor([1 + 2.0**-12, 1 + 3 * 2.0**-12, 1e-9])
     model(torch.randn(5, 40)).square().sum().backward()
-    before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
+    before = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        before[name] = p.detach().clone(), p.grad.clone()
     experiments.round_weights(model)
     for name, p in model.named_parameters():
         weight, gradient = before[name]
         if p.dtype != torch.float32:
             fail("changes-the-dtype", f"The weights are {p.dtype} now; the tensors must stay FP32, with FP16 values.")
-        if not torch.equal(p.grad, gradient):
+        if p.grad is None or not torch.equal(p.grad, gradient):
             fail("rounds-the-gradients", "The gradients were changed. It is the weights that are to be rounded.")
         if name == "bias" and torch.equal(p.detach(), weight):
             fail("matrices-only", "The weight matrix was rounded and the bias was not: a bias is a parameter too.")

@@ -9,6 +9,8 @@ skipped) it backs off, at once.
 The scale is kept as an FP32 number: _float32(value).
 """
 
+from typing import Any
+
 import numpy as np
 
 from precision.scaling import DynamicLossScaler
@@ -45,9 +47,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-def scales(updates: str, **options: float) -> list[float]:
+def scales(updates: str, **options: Any) -> list[float]:
     """The scale after each update: "." without overflow, "x" with."""
-    scaler = DynamicLossScaler(**{"init_scale": 1024.0, "growth_interval": 3} | options)
+    scaler = DynamicLossScaler(**{"init_scale": 1024.0, "growth_interval": 3, **options})
     result = []
     for update in updates:
         scaler._adapt(update == "x")

@@ -87,7 +87,7 @@ def check() -> None:
             fail("skips-keys", f"{said}: of each block only the first key counts.")
         if abs(last.total - float(p.sum())) < 1e-9:
             blocks = [(rising[i : i + 2] - rising[: i + 2].max()).exp() @ values[i : i + 2] for i in (0, 2, 4)]
-            if same(got, sum(blocks) / last.total, 1e-9):
+            if same(got, torch.stack(blocks).sum(0) / last.total, 1e-9):
                 fail("rescales-the-sum-only", f"{said}: when the maximum rises, the output must be rescaled too.")
             fail(
                 "divides-the-running-output", f"{said}: divide only what a Step shows; the running output stays a sum."

@@ -15,6 +15,8 @@ store of FP32; dQ is set to zero before: a store). "kernels" has a kernel for dQ
 lse, delta once and K, V as forward does.
 """
 
+from typing import Any
+
 import torch
 
 from flash import tiled, traffic
@@ -52,7 +54,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def measured(case: dict, backward: bool) -> tuple[int, int]:
+def measured(case: dict[str, Any], backward: bool) -> tuple[int, int]:
     """What the package's tiles move."""
     rows = (case["batch"], case["heads"], case["n_q"], case["head_dim"])
     keys = (case["batch"], case["kv_heads"], case["n_k"], case["head_dim"])
@@ -62,14 +64,15 @@ def measured(case: dict, backward: bool) -> tuple[int, int]:
     options = check_options("exercise", q, k, v, case["causal"], None, None, 0.0, None)
     rest = options.with_lengths(case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
     if not backward:
-        return tuple(count(tiled.forward_tiles, q, k, v, out, lse, *rest))
+        moved = count(tiled.forward_tiles, q, k, v, out, lse, *rest)
+        return moved.loads, moved.stores
     first = count(tiled.delta_tiles, dout, out, dlse, delta, q, k, *rest)
     second = count(tiled.backward_tiles, dout, q, k, v, lse, delta, dq, dk, dv, *rest)
     return first.loads + second.loads, first.stores + second.stores
 
 
 def check() -> None:
-    case = dict(
+    case: dict[str, Any] = dict(
         n_q=64, n_k=64, head_dim=8, block_q=16, block_k=16, batch=1, heads=1, kv_heads=1, itemsize=4, causal=False
     )
     loads, stores = traffic.hbm_bytes(**case)
@@ -98,7 +101,8 @@ def check() -> None:
                 f"{words}: to add to dQ, it must be loaded first, once for every block of keys.",
             )
         fail("values", f"{words}.")
-    for change in (dict(batch=3), dict(heads=4, kv_heads=2), dict(causal=True, n_q=50), dict(block_q=50, n_k=33)):
+    changes = [dict(batch=3), dict(heads=4, kv_heads=2), dict(causal=True, n_q=50), dict(block_q=50, n_k=33)]
+    for change in changes:
         for backward in (False, True):
             got, want = tuple(traffic.hbm_bytes(**case | change, backward=backward)), measured(case | change, backward)
             if got == want:
@@ -114,7 +118,8 @@ def check() -> None:
     tiles = [traffic.hbm_bytes(n, 64, algorithm="kernels").total for n in (512, 4096)]
     if not (naive[1] > 3 * tiles[1] and naive[0] < naive[1] / 32):
         fail("values", "At 4096 keys of 64 numbers plain attention must move several times what the kernels move.")
-    for bad in (dict(algorithm="magic"), dict(block_q=-1), dict(heads=3, kv_heads=2)):
+    refused: list[dict[str, Any]] = [dict(algorithm="magic"), dict(block_q=-1), dict(heads=3, kv_heads=2)]
+    for bad in refused:
         try:
             traffic.hbm_bytes(8, 8, **bad)
         except ValueError:
@@ -124,7 +129,7 @@ def check() -> None:
 
 def by_hand() -> None:
     """64 rows and keys of 8 FP16 numbers, 4 heads that share 2 key/value heads, blocks of 16."""
-    case = dict(n_q=64, head_dim=8, block_q=16, block_k=16, itemsize=2, heads=4, kv_heads=2)
+    case: dict[str, Any] = dict(n_q=64, head_dim=8, block_q=16, block_k=16, itemsize=2, heads=4, kv_heads=2)
     q, k, numbers = 4 * 64 * 16, 2 * 64 * 16, 4 * 64 * 4  # bytes of q; of k; of lse or delta
     keys = 4 * 4 * 64 * 2 * 16  # K and V for each of 4 blocks of rows of 4 heads
     rows = 4 * 4 * 64 * (2 * 16 + 2 * 4)  # q, dO, lse, delta for each of 4 blocks of keys, for 4 heads

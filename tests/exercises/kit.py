@@ -99,6 +99,8 @@ def recognise(
 def guard_unfold(function: Callable[..., Any]) -> None:
     """Let `unfold`, as the answer calls it, refuse a split that would go on for ever."""
     unfold = function.__globals__.get("unfold")
+    if unfold is None or unfold.__name__ == "guarded":
+        return
 
     def guarded(stages: Any, split: Callable[..., int]) -> Any:
         def checked(i: int, end: int, kept: list[int]) -> int:
@@ -113,8 +115,7 @@ def guard_unfold(function: Callable[..., Any]) -> None:
 
         return unfold(stages, checked)
 
-    if unfold is not None and unfold.__name__ != "guarded":
-        function.__globals__["unfold"] = guarded
+    function.__globals__["unfold"] = guarded
 
 
 def size(bytes_: float) -> str:

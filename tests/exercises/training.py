@@ -25,7 +25,7 @@ def part(comm: Any, step: int = 0) -> list[torch.Tensor]:
 
 
 def vector(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Parameters, or their gradients, behind each other."""
+    """Parameters behind each other."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in NAMES])
 
 
@@ -34,8 +34,9 @@ def local_gradients(size: int) -> torch.Tensor:
     rows = []
     for r in range(size):
         model = GPT(SMALL)
-        model(*(both.chunk(size)[r] for both in batch(0))).backward()
-        rows.append(vector({name: p.grad for name, p in model.named_parameters()}))
+        loss = model(*(both.chunk(size)[r] for both in batch(0)))
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        rows.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
     return torch.stack(rows)
 
 
