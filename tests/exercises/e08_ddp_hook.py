@@ -108,11 +108,15 @@ def check() -> None:
             f"In 16 bits a rank sent {size(half)} in a step, in FP32 {size(sent)}: send the 16-bit gradients as they "
             "come, and it is half.",
         )
+    again = "With small buckets more is sent: a bucket that was sent must be emptied."
     with mock.patch.dict(DDP.reduce.__globals__, {"BUCKET_BYTES": 1000}):  # each unit fills a bucket
-        steps = ranks(4, one_step, DDP)
+        try:
+            steps = ranks(4, one_step, DDP)
+        except AssertionError:  # a unit refuses a second gradient
+            fail("sends-again", again)
         recognise(steps[0].gradient, mean, {}, "The gradient, where each unit fills a bucket", tolerance=1e-4)
     if max(step.sent for step in steps) > 1.2 * sent:
-        fail("sends-again", "With small buckets more is sent: a bucket that was sent must be emptied.")
+        fail("sends-again", again)
     check_training(ranks(4, train, DDP, 2), "DDP")
 
 
