@@ -1,4 +1,4 @@
-"""A wrong answer in place of the package's function, to see what it does: `with broken("forgot-divide"): …`."""
+"""Put a wrong answer in place of the package's function, to see its effect: `with broken("forgot-divide"): …`."""
 
 import contextlib
 import difflib
@@ -15,7 +15,7 @@ from tests.exercises.stubs import answer
 
 
 def wrong_answers() -> Iterator[tuple[Exercise, Wrong]]:
-    """All that can be done here."""
+    """All wrong answers of the exercises that are possible here."""
     for exercise in COURSE:
         if exercise.is_possible():
             yield from ((exercise, wrong) for wrong in exercise.load().WRONG)
@@ -23,10 +23,10 @@ def wrong_answers() -> Iterator[tuple[Exercise, Wrong]]:
 
 @contextlib.contextmanager
 def broken(name: str) -> Iterator[list[str]]:
-    """The package runs with that mistake inside, in all functions that have a wrong answer of this name.
+    """Inside the block the mistake is in all functions that have a wrong answer of this name.
 
-    name: "forgot-divide", say, or of one exercise only, "ddp_hook/forgot-divide". Gives the names of the functions that
-    were replaced; `ValueError` for an unknown name.
+    name: such as "forgot-divide"; for one exercise only, "ddp_hook/forgot-divide". Yields the names of the functions
+    that were replaced. `ValueError` if no wrong answer has this name.
     """
     found = [(e, wrong) for e, wrong in wrong_answers() if name in (wrong.name, f"{e.name}/{wrong.name}")]
     if not found:

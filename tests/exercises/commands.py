@@ -21,7 +21,7 @@ console = Console(width=min(80, shutil.get_terminal_size().columns), highlight=F
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; 1 where an exercise has not passed; 2 where the command line is wrong."""
+    """The exit status: 0; 1 if an exercise has not passed; 2 if the command line is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.exercises", description="The exercises of the course.")
     commands = parser.add_subparsers(dest="command", required=True)
     chosen = {
@@ -98,7 +98,7 @@ def check(arguments: argparse.Namespace, workbook: Workbook) -> int:
 
 
 def check_one(exercise: Exercise, workbook: Workbook) -> Outcome:
-    """Check, say it, and note it if it passed."""
+    """Check an exercise, print the outcome, and write down that it passed."""
     outcome = run(exercise, workbook.path(exercise))
     name = f"{exercise.id} {exercise.title}"
     if outcome.printed:
@@ -140,7 +140,7 @@ def hint(arguments: argparse.Namespace, workbook: Workbook) -> int:
 
 
 def watch(_: argparse.Namespace, workbook: Workbook) -> int:
-    """Look at the files twice a second."""
+    """Look at the files twice a second, and check those that were saved."""
     workbook.fill()
     seen = {exercise: _saved(workbook.path(exercise)) for exercise in COURSE}
     console.print(f"Watching {_short(workbook.folder)}/: save a file, and it is checked. Ctrl-C ends this.")
@@ -199,7 +199,7 @@ def _all_done() -> NoReturn:
 
 
 def _saved(path: Path) -> tuple[int, int] | None:
-    """When and how large a file was saved; None where it is not there, as for a moment while an editor saves."""
+    """When a file was saved, and its size. None if there is no file, as for a moment while an editor saves."""
     try:
         status = path.stat()
     except OSError:
@@ -208,7 +208,7 @@ def _saved(path: Path) -> tuple[int, int] | None:
 
 
 def say(text: str, style: str = "") -> None:
-    """Indented, wrapped at the width."""
+    """Print `text` indented, and wrapped at the console's width."""
     for line in text.splitlines():
         for part in textwrap.wrap(line, console.width - 2, break_on_hyphens=False) or [""]:
             console.print(Text("  " + part, style))

@@ -1,4 +1,4 @@
-"""The exercises in their order. Here is only what a list shows, so that listing them loads nothing else."""
+"""The exercises in their order. This file has what a list shows, so that the list loads nothing else."""
 
 import ast
 import importlib
@@ -47,14 +47,14 @@ class Exercise(NamedTuple):
 
     @property
     def notebook(self) -> str:
-        """Where it is shown."""
+        """The notebook that shows the idea."""
         return next(notebook for last, notebook in NOTEBOOKS.items() if self.number <= last)
 
     def is_method(self) -> bool:
         return "." in self.target
 
     def text(self) -> Text:
-        """What a student reads, without loading anything."""
+        """What a student reads. The exercise's module is parsed for it, and not imported."""
         tree = ast.parse((Path(__file__).parent / f"e{self.file}").read_text(encoding="utf-8"))
         values = {
             statement.targets[0].id: ast.literal_eval(statement.value)
@@ -66,11 +66,11 @@ class Exercise(NamedTuple):
         return Text(ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"])
 
     def load(self) -> ModuleType:
-        """Its module: PLAN, HINTS, WRONG, check()."""
+        """The exercise's module: PLAN, HINTS, WRONG, check()."""
         return importlib.import_module(f"tests.exercises.e{self.id}_{self.name}")
 
     def is_possible(self) -> bool:
-        """Whether what it needs is installed."""
+        """Whether what the exercise needs is installed."""
         return self.name not in TRITON or importlib.util.find_spec("triton") is not None
 
 
@@ -138,7 +138,7 @@ TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 
 
 def find(word: str) -> Exercise:
-    """The exercise of a number (`5`, `05`), a name, or a file. `ValueError` for what is none."""
+    """The exercise of a number (`5`, `05`), a name, or a file. `ValueError` if there is none."""
     stem = Path(word).stem
     for exercise in COURSE:
         if stem in (str(exercise.number), exercise.id, exercise.name, Path(exercise.file).stem):

@@ -1,8 +1,8 @@
 """What a wrong answer does to training: `make demo BREAK=forgot-divide`.
 
-A GPT is trained under every stage as it should be, and with the mistake inside: tiled attention, recomputed blocks, two
-micro-batches, so that most of the package takes part; by SGD, for Adam hides a gradient that is only too large. Two
-pictures in one: the losses, and what rank 0 holds during the last step.
+A GPT is trained under every stage, once as it should be and once with the mistake inside. Tiled attention, recomputed
+blocks and two micro-batches let most of the package take part. The optimizer is SGD, since Adam hides a gradient that
+is only too large. One picture shows the losses, and what rank 0 holds during the last step.
 """
 
 import argparse
@@ -29,11 +29,11 @@ WRONG: dict[str, Any] = {"color": "#D55E00", "linewidth": 2.5, "linestyle": "das
 
 
 def train(comm, stage, steps):
-    """The losses; of the last step the bytes after each allocation and free, those before zero_grad, those sent."""
+    """The losses; and of the last step, in bytes: held after each allocation and free, held before zero_grad, sent."""
     model = stage(GPT(CONFIG), comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     ledger = Ledger(model, optimizer)
-    losses, own = [], []  # this rank's own: a mean over ranks might be what is broken
+    losses, own = [], []  # this rank's own, since the mean over ranks might be what is broken
     model.register_forward_hook(lambda _, __, loss: own.append(loss.item()))
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * step + comm.rank)
@@ -52,7 +52,7 @@ def train(comm, stage, steps):
 
 
 def run(stage, steps):
-    """What rank 0 saw, or in words why it did not end."""
+    """What rank 0 saw. If the training did not end, the reason in words."""
     try:
         ranks = World(4, "cpu", timeout=30).run(train, stage, steps)
     except RankFailed as error:
@@ -62,7 +62,7 @@ def run(stage, steps):
 
 
 def draw(name, found):
-    """A column for each stage: losses above, memory below, right and wrong over each other."""
+    """A column for each stage: losses above, memory below. Both show right and wrong in one plot."""
     figure = Figure(figsize=(16, 8), layout="constrained")
     for column, (stage, results) in enumerate(found.items()):
         upper, lower = figure.add_subplot(2, 4, column + 1), figure.add_subplot(2, 4, column + 5)

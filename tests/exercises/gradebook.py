@@ -1,8 +1,8 @@
 """`make gradebook DIR=submissions`: a CSV with a row for each exercise and a column for each student.
 
 A submission is a folder with files of a workbook, at any depth. A cell is "passed", "not begun", "not handed in", or
-the diagnosis in words. Each file runs in a process of its own with a time limit, as in `make check`; against code
-that means harm a process is no protection: run this where nothing is to be had.
+the diagnosis in words. Each file runs in a process of its own with a time limit, as in `make check`. A process does not
+protect against code that means harm: run this on a machine without anything to steal or to break.
 """
 
 import concurrent.futures
@@ -20,7 +20,7 @@ WORDS = {"passed": "passed", "todo": "not begun", "impossible": "needs Triton"}
 
 
 def write(folder: Path, output: Path | None, console: Any) -> int:
-    """Check everything under `folder`; returns 0. `ValueError` where there are no submissions."""
+    """Check everything under `folder`, write the table, and return 0. `ValueError` if there are no submissions."""
     if not folder.is_dir():
         raise ValueError(f"gradebook: {folder} is no folder: make gradebook DIR=submissions, one folder a student")
     students = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -49,7 +49,7 @@ def write(folder: Path, output: Path | None, console: Any) -> int:
 
 
 def grade(exercise: Exercise, student: Path) -> str:
-    """A cell."""
+    """The text of one cell."""
     files = sorted(path for path in student.rglob(exercise.file) if "old" not in path.relative_to(student).parts)
     if not files:
         return "not handed in"

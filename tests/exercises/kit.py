@@ -8,8 +8,8 @@ import torch
 from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.ranks.world import World
 
-PATIENCE = 3.0  # seconds that a rank waits for another, where all of them wait
-BUSY_PATIENCE = 60.0  # where one still computes, on a busy machine
+PATIENCE = 3.0  # seconds that a rank waits for another, if all of them wait
+BUSY_PATIENCE = 60.0  # if one still computes, on a busy machine
 
 
 class Diagnosis(Exception):
@@ -32,7 +32,7 @@ class Wrong(NamedTuple):
 
 
 def wrong(name: str, *edits: tuple[str, str], says: str = "") -> Wrong:
-    """says: the diagnosis it must provoke, where that does not have its own name."""
+    """says: the name of the diagnosis that it must provoke, by default its own."""
     return Wrong(name, edits, says or name)
 
 
@@ -41,7 +41,7 @@ def fail(name: str, words: str) -> NoReturn:
 
 
 def ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[Any]:
-    """`fn(comm, *args)` on so many ranks; what goes wrong between them, in words."""
+    """`fn(comm, *args)` on `size` ranks. A `Diagnosis` says what goes wrong between them."""
     try:
         return World(size, device="cpu", timeout=patience).run(fn, *args)
     except RankFailed as failure:
@@ -74,7 +74,7 @@ def same(got: Any, want: torch.Tensor, tolerance: float = 0.0) -> bool:
 def recognise(
     got: Any, want: torch.Tensor, mistakes: dict[str, tuple[Any, str]], otherwise: str, tolerance: float = 0.0
 ) -> None:
-    """Nothing where `got` is right; else the mistake that would give it, or that the values are wrong.
+    """Do nothing if `got` is right. Else fail with the mistake that gives `got`, or say that the values are wrong.
 
     mistakes: {name: (what it would give, what to say)}.
     """
@@ -97,7 +97,7 @@ def recognise(
 
 
 def guard_unfold(function: Callable[..., Any]) -> None:
-    """Let `unfold`, as the answer calls it, refuse a split that would go on for ever."""
+    """Make the `unfold` that the answer calls refuse a split that would never end."""
     unfold = function.__globals__.get("unfold")
     if unfold is None or unfold.__name__ == "guarded":
         return
@@ -119,7 +119,7 @@ def guard_unfold(function: Callable[..., Any]) -> None:
 
 
 def size(bytes_: float) -> str:
-    """Bytes as a person says them."""
+    """Bytes in the unit that a person would choose."""
     if bytes_ < 10_240:
         return f"{bytes_:,.0f} bytes"
     return f"{bytes_ / 2**10:,.1f} KiB" if bytes_ < 2**20 else f"{bytes_ / 2**20:,.1f} MiB"

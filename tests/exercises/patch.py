@@ -1,4 +1,4 @@
-"""An answer in place of the package's function: wherever a module of ours has the one by name, it gets the other."""
+"""Put an answer in place of the package's function, in every module of ours that has the function by name."""
 
 import contextlib
 import importlib
@@ -22,7 +22,7 @@ def holder_of(exercise: Exercise) -> Any:
 
 @contextlib.contextmanager
 def patched(exercise: Exercise, answer: Any) -> Iterator[None]:
-    """The package runs with `answer` inside, and with its own function again afterwards."""
+    """Inside the block the package runs with `answer`, and afterwards with its own function again."""
     holder, name = holder_of(exercise), exercise.function
     original = vars(holder)[name]
     if isinstance(holder, type):

@@ -35,7 +35,7 @@ class Check(pytest.Item):
 
 
 class File(pytest.File):
-    """A file of the workbook, which is not imported: it may not even be Python yet."""
+    """A file of the workbook. pytest does not import it, since it may not be valid Python yet."""
 
     def collect(self) -> Iterator[pytest.Item]:
         yield Check.from_parent(self, name=find(self.path.name).name)

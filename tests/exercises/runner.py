@@ -1,6 +1,6 @@
-"""An answer is checked: in this process (`examine`), or in one of its own with a time limit (`run`).
+"""Check an answer: in this process (`examine`), or in a process of its own with a time limit (`run`).
 
-What ends a check is always said in words: a syntax error, a missing name, an endless loop, ranks that wait for each
+An outcome says in words what ended the check: a syntax error, a missing name, an endless loop, ranks that wait for each
 other, an exception, or the check's own diagnosis.
 """
 
@@ -26,7 +26,7 @@ from tests.exercises.course import COURSE, NO_TRITON, ROOT, Exercise
 
 SECONDS = 4.0  # of computing that a check may take; the references take less than 2
 HARD_SECONDS = 7.0  # of computing, after which an operation that cannot be interrupted ends the process
-WAIT_SECONDS = 60.0  # of the clock, after which the process is ended, where it only waits
+WAIT_SECONDS = 60.0  # of the clock, after which the process is ended, if it only waits
 START_SECONDS = 300.0  # to import torch, on a busy machine
 
 
@@ -45,7 +45,7 @@ class TimeUp(BaseException):
 
 
 def look(exercise: Exercise, path: Path) -> Outcome | None:
-    """What can be said without running anything; None if that is nothing."""
+    """The outcome that can be told without running the answer. None if the answer must run."""
     if not exercise.is_possible():
         return Outcome("impossible", "no-triton", NO_TRITON)
     try:
@@ -76,7 +76,7 @@ def look(exercise: Exercise, path: Path) -> Outcome | None:
 
 
 def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome:
-    """Check the answer in `path`, in this process; in the main thread with the time limit."""
+    """Check the answer in `path`, in this process. The time limit holds in the main thread only."""
     said = look(exercise, path)
     if said is not None:
         return said
@@ -108,7 +108,7 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
 
 
 def run(exercise: Exercise, path: Path) -> Outcome:
-    """Check the answer in `path` in a process of its own, which ends in any case."""
+    """Check the answer in `path`, in a process of its own. That process ends in any case."""
     said = look(exercise, path)
     if said is not None:
         return said
@@ -146,7 +146,7 @@ def run(exercise: Exercise, path: Path) -> Outcome:
 
 
 def _has_the_package_s(exercise: Exercise, module: Any) -> bool:
-    """Does the answer hold what it is to replace, which it would call before `patched` could put itself there?"""
+    """Whether the answer's module holds the very function that it must replace, and could simply call it."""
     from tests.exercises.patch import holder_of
 
     own = vars(holder_of(exercise))[exercise.function]
@@ -155,7 +155,7 @@ def _has_the_package_s(exercise: Exercise, module: Any) -> bool:
 
 
 def _wait(process: subprocess.Popen, report: Path) -> bool:
-    """Until it ends, or its time is up, which begins to run when it has imported what it needs. Has it ended?"""
+    """Wait for the process, and say whether it ended in time. The time begins once it has imported what it needs."""
     start = time.monotonic()
     begun = None
     while process.poll() is None:
@@ -195,7 +195,7 @@ def _endless(after: str, place: list[str]) -> Outcome:
 
 
 def _places(path: Path) -> list[str]:
-    """Where in the file the threads are at this moment."""
+    """The lines of the file where the threads are at this moment."""
     return [line for frame in sys._current_frames().values() if (line := _line_in(path, frame))]
 
 
@@ -235,7 +235,7 @@ def _quote(path: Path, number: int) -> str:
 
 
 def _explain(error: BaseException, path: Path) -> str:
-    """An exception in words: what, and where in the student's file."""
+    """An exception in words: its message, and its line in the student's file."""
     line, trace = "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(path):

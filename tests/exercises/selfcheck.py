@@ -1,6 +1,6 @@
-"""The checks are checked: what they say about the stub, the reference and the wrong answers of an exercise.
+"""Check the checks: what they say about the stub, the reference and the wrong answers of an exercise.
 
-All in one process, in which torch is imported once; `prepare` comes first.
+One process does all of it, and so imports torch once. `prepare` comes first.
 """
 
 import os
@@ -25,7 +25,7 @@ class Said(NamedTuple):
 
 
 def prepare() -> None:
-    """On a CPU, one thread, kernels interpreted: as `runner.run` has it."""
+    """Set up the process as `runner.run` does: a CPU, one thread, kernels interpreted."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     import torch
 

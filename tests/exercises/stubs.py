@@ -1,6 +1,6 @@
-"""Files cut from a package's function: a stub for the student, the reference, and answers that are wrong.
+"""Files cut from a package's function: a stub for the student, the reference, and wrong answers.
 
-Signature, decorators, types and docstring stay; what the function uses of its module is imported on top.
+Signature, decorators, types and docstring stay. The file imports what the function uses of its module.
 """
 
 import ast
@@ -21,7 +21,7 @@ OURS = ("minizero", "flash", "precision")
 
 
 def stub(exercise: Exercise) -> str:
-    """What the student gets: the plan for a body."""
+    """The student's file: the function, with the plan in place of a body."""
     code, node = _function(exercise)
     plan = []
     for number, step in enumerate(exercise.text().plan, 1):
@@ -49,11 +49,11 @@ def answer(exercise: Exercise, wrong: "Wrong | None" = None) -> str:
 
 @functools.cache
 def _function(exercise: Exercise) -> tuple[str, ast.FunctionDef]:
-    """Its source, with decorators and without the indentation of a class; and its syntax tree."""
+    """The function's source, with decorators and without the indentation of a class; and its syntax tree."""
     _, name, source, found = definition(exercise)
     first = min([found.lineno, *(d.lineno for d in found.decorator_list)])
     code = textwrap.dedent("\n".join(source.splitlines()[first - 1 : found.end_lineno]))
-    if exercise.is_method():  # outside its class a function does not know whose super() it asks for
+    if exercise.is_method():  # outside a class, super() needs the class as an argument
         code = code.replace("super()", f"super({name.split('.')[0]}, self)")
     function = ast.parse(code).body[0]
     assert isinstance(function, ast.FunctionDef)

@@ -1,6 +1,7 @@
-"""Training a small GPT with what a student wrote inside, and what can be said about one step of it.
+"""Train a small GPT with a student's function inside, and measure one step.
 
-An optimizer is made here once, since PyTorch then imports for a second or more, which is not the student's time.
+The first optimizer of a process makes PyTorch import for a second or more. It is made here, so that this time does not
+count as the student's.
 """
 
 from typing import Any, NamedTuple
@@ -20,12 +21,12 @@ PSI = sum(p.numel() for p in GPT(SMALL).parameters())
 
 
 def part(comm: Any, step: int = 0) -> list[torch.Tensor]:
-    """x and y of this rank."""
+    """x and y: this rank's part of the batch."""
     return [both.chunk(comm.size)[comm.rank] for both in batch(step)]
 
 
 def vector(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Parameters behind each other."""
+    """The parameters, flat, one after the other."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in NAMES])
 
 

@@ -21,14 +21,14 @@ class Workbook:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(os.environ.get("MINIZERO_WORKBOOK") or ROOT / "workbook")
         self.state: dict[str, Any] = {"passed": [], "hints": {}}
-        with contextlib.suppress(OSError, ValueError):  # none yet, or spoilt: lost is only what has passed
+        with contextlib.suppress(OSError, ValueError):  # no file yet, or a broken one: then no exercise has passed
             self.state |= json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
 
     def path(self, exercise: Exercise) -> Path:
         return self.folder / exercise.file
 
     def fill(self) -> int:
-        """Write the stubs that are not there; what a student has written is never touched. Returns how many."""
+        """Write the stubs that are missing, and return their number. A student's file is never touched."""
         missing = [exercise for exercise in COURSE if not self.path(exercise).exists()]
         if missing or not (self.folder / "conftest.py").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ class Workbook:
         return len(missing)
 
     def reset(self, exercise: Exercise) -> Path | None:
-        """Begin an exercise anew. Where there was something, it is kept in workbook/old: returns that path."""
+        """Begin an exercise anew. An answer moves to workbook/old. Returns its path there, or None."""
         self.fill()
         path, kept = self.path(exercise), None
         if path.read_text(encoding="utf-8", errors="replace") != stub(exercise):
@@ -69,7 +69,7 @@ class Workbook:
         self.save()
 
     def current(self) -> Exercise | None:
-        """Where the student left off: the first that is possible here and has not passed."""
+        """The exercise where the student left off: the first that is possible here and has not passed."""
         return next((e for e in COURSE if e.is_possible() and not self.has_passed(e)), None)
 
     def save(self) -> None:
