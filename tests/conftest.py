@@ -6,6 +6,9 @@ import signal
 import pytest
 import torch
 
+# A failed assert there shows its values, too.
+pytest.register_assert_rewrite("tests.support")
+
 # A shell lets the jobs in its background ignore Ctrl-C, and their children too, which are to hear it here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
