@@ -1,0 +1,151 @@
+"""Arguments and results may have any structure, and options any name."""
+
+import collections
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from minizero.recompute import Checkpointed, RecomputeMismatch, checkpoint
+from tests.support.recompute_ways import equal, plain, selective, vectors, verified
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def test_tensors_are_found_wherever_they_are():
+    weight = nn.Parameter(torch.ones(8))
+    calls = []
+
+    def fn(pair, *rest, table, nothing=None, scale=1.0, name="", factors=None):
+        calls.append((type(pair), type(table), nothing, scale, name, type(factors["list"]), weight is rest[1]))
+        x = pair.left * table["w"] + pair.right[0] * scale + rest[0] * rest[1] + factors["list"][0] + table["n"]
+        return {"y": torch.tanh(x), "more": [x.argmax(), (x * 2, None, "text")]}, x.detach()
+
+    def go(way):
+        x = vectors().requires_grad_()
+        pair = Pair(x * 1, (x * 2, "b"))
+        table = collections.OrderedDict(w=x * 3, n=4, c={"deep": (x,)})
+        factors = collections.defaultdict(list, list=[x * 5])
+        out, detached = way(fn, pair, x, weight, table=table, scale=0.5, name="fn", factors=factors)
+        (out["y"].sum() + out["more"][1][0].square().sum()).backward()
+        result = [x.grad, weight.grad.clone(), out["more"][0], detached]
+        weight.grad = None
+        return result
+
+    expected = go(plain)
+    for way in (checkpoint, verified, selective):
+        calls.clear()
+        assert equal(go(way), expected)
+        assert len(calls) == 2 and calls[0] == calls[1]
+        assert calls[0] == (Pair, collections.OrderedDict, None, 0.5, "fn", list, True)
+
+
+def test_a_dict_that_keeps_its_items_as_attributes_too():
+    """As Hugging Face's outputs, which refuse `update`."""
+
+    class Output(dict):
+        def update(self, *_):
+            raise NotImplementedError
+
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            setattr(self, key, value)
+
+    def go(way):
+        output, x = Output(), vectors().requires_grad_()
+        output["hidden"] = x * 2
+        way(lambda output: (output.hidden * output["hidden"]).sin(), output).sum().backward()
+        return [x.grad, output.hidden]
+
+    assert equal(go(checkpoint), go(plain))
+
+
+def test_an_object_with_tensors_passes_as_it_is():
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+
+    x = vectors().requires_grad_()
+    checkpoint(lambda b: Batch(b.x.exp()), Batch(x)).x.sum().backward()
+    assert torch.equal(x.grad, vectors().exp())
+    opaque = checkpoint(lambda x: iter([x.exp()]), x)  # we cannot look inside, and do not complain
+    next(opaque).sum().backward()
+    assert torch.equal(x.grad, 2 * vectors().exp())
+
+
+def test_a_tensor_that_comes_twice_is_one_tensor():
+    """Attention takes another path where its queries, keys and values are one tensor."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def gradient(way):
+        x = vectors()[None].requires_grad_()
+        way(lambda *qkv: attention(*qkv)[0], x * 1, x, x).sum().backward()
+        h = x * 1
+        way(attention, h, h, value=h)[0].square().sum().backward()
+        return [x.grad]
+
+    for way in (checkpoint, verified, selective):
+        assert equal(gradient(way), gradient(plain))
+
+
+def test_a_tuple_that_is_made_in_a_way_of_its_own():
+    torch.manual_seed(0)
+    packed = nn.utils.rnn.pack_padded_sequence(vectors()[:, None].repeat(1, 2, 1), [5, 3])
+    network = nn.GRU(8, 8)
+
+    def gradient(way):
+        network.zero_grad()
+        way(network, packed)[0].data.square().sum().backward()
+        return [p.grad for p in network.parameters()]
+
+    for way in (checkpoint, verified, selective):  # a cell writes into a part of its product, which has its own version
+        assert equal(gradient(way), gradient(plain))
+
+
+def test_the_wrapper_verifies():
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), vectors()
+    y = Checkpointed(module, verify=True)(x).sum()
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    with pytest.raises(RecomputeMismatch, match="aten::addmm, gave other values"):
+        y.backward()
+
+
+def test_the_wrapper_shows_the_blocks_attributes():
+    block = nn.Linear(8, 4)
+    block.kind = "full"
+    wrapped = pickle.loads(pickle.dumps(copy.deepcopy(Checkpointed(block))))
+    assert (wrapped.kind, wrapped.out_features, wrapped.verify) == ("full", 4, False)
+    assert wrapped.weight is wrapped.module.weight and list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'downsample'"):
+        wrapped.downsample  # noqa: B018
+
+
+def test_names_of_options_belong_to_the_function_too():
+    class Scale(nn.Module):
+        def forward(self, x, verify=1.0, preserve_rng_state=1.0):
+            return x * verify * preserve_rng_state
+
+    x = vectors().requires_grad_()
+    assert torch.equal(Checkpointed(Scale())(x, verify=2.0, preserve_rng_state=3.0), x * 6)
+    assert torch.equal(checkpoint(lambda x, fn: x * fn, x, fn=2.0), x * 2)
+    assert torch.equal(selective(lambda x, keep, fn: x * keep * fn, x, keep=2.0, fn=3.0), x * 6)
+
+
+def test_several_outputs_some_used_some_without_gradient():
+    def fn(x):
+        h = x.exp()
+        return h, h.sin(), h.argmax(-1), h.detach()
+
+    for uses in ([0], [1], [0, 1]):
+        gradients = []
+        for way in (plain, checkpoint):
+            x = vectors().requires_grad_()
+            outputs = way(fn, x)
+            assert [y.requires_grad for y in outputs] == [True, True, False, False]
+            sum(outputs[i].sum() for i in uses).backward()
+            gradients.append(x.grad)
+        assert equal(gradients[:1], gradients[1:])

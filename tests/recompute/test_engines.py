@@ -1,0 +1,87 @@
+"""Inside the engines and the main job, recomputation changes no loss and no traffic."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import GPT, Zero3
+from minizero import train as main_job
+from minizero.memory import Ledger
+from minizero.recompute import checkpoint
+from tests.support.helpers import SMALL, STAGES, batch, run
+from tests.support.recompute_ways import nested, plain, selective, vectors, verified
+
+
+def train(comm, stage, recompute, dtype):
+    model = stage(GPT(dataclasses.replace(SMALL, layers=6, recompute=recompute)), comm, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(3):
+        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(step))
+        with Ledger(model, optimizer) as ledger:
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, comm.bytes_sent, ledger.peak["activations"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_every_stage_has_the_same_losses_and_traffic_with_less_activations(stage, dtype):
+    results = {way: run(2, train, stage, way, dtype)[0] for way in ("none", "full", "selective")}
+    losses, sent, activations = results["none"]
+    for way, most in (("full", 0.15), ("selective", 0.75)):
+        assert results[way][:2] == (losses, sent)
+        assert 0 < results[way][2] < most * activations
+
+
+def test_a_function_of_several_units_and_verify_under_stage_3():
+    class Blocks(nn.Module):
+        def __init__(self, way):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks, self.way = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)), way
+
+        def forward(self, x):
+            first, second, third, fourth = self.blocks
+            x = self.way(lambda x: torch.sin(second(first(x))), x)
+            return self.way(lambda x: fourth(third(x)) + second(x), x).square().mean()
+
+    def losses(comm, stage, model):
+        import copy
+
+        model = stage(copy.deepcopy(model), comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        result = []
+        for step in range(3):
+            loss = model(vectors(4, 6, seed=10 * step + comm.rank))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            result.append(loss.item())
+        return result
+
+    expected = run(2, losses, Zero3, Blocks(plain))
+    for way in (checkpoint, verified, nested, selective):
+        assert run(2, losses, Zero3, Blocks(way)) == expected
+
+
+@pytest.mark.slow
+def test_the_main_job(tmp_path):
+    shapes = ["--width", "16", "--layers", "4", "--heads", "2", "--sequence-length", "8", "--steps", "4"]
+    runs = {}
+    for way, options in {"none": [], "full": ["--recompute"], "selective": ["--recompute", "selective"]}.items():
+        folder = tmp_path / way
+        job = [*shapes, "--stage", "3", "--world-size", "2", "--device", "cpu", *options, "--output", str(folder)]
+        assert main_job.main(job) == 0
+        results = json.loads((folder / "results.json").read_text())
+        assert results["config"]["recompute"] == way
+        runs[way] = results["runs"][0]
+    assert runs["none"]["losses"] == runs["full"]["losses"] == runs["selective"]["losses"]
+    held = {way: one["ranks"][0]["peak"]["activations"] for way, one in runs.items()}
+    assert held["full"] < held["selective"] < held["none"]

@@ -1,0 +1,174 @@
+"""The gradients are those of the plain run, bit for bit, whatever calls backward."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import GPT
+from minizero.memory import Ledger
+from minizero.recompute import by_function, by_hooks, checkpoint, checkpoint_selective
+from tests.support.helpers import SMALL, batch
+from tests.support.recompute_ways import WAYS, block, equal, everything, nested, plain, selective, vectors, verified
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, partial(nn.BatchNorm1d, momentum=None), nn.LayerNorm])
+def test_gradients_dropout_and_statistics_are_the_plain_runs_bit_for_bit(way, norm):
+    assert equal(everything(block(norm), WAYS[way]), everything(block(norm), plain))
+
+
+def test_instance_norm_and_convolutions_too():
+    def network():
+        torch.manual_seed(0)
+        conv = nn.Conv2d(1, 3, 3), nn.InstanceNorm2d(3, track_running_stats=True), nn.BatchNorm2d(3, affine=False)
+        return nn.Sequential(nn.Unflatten(0, (-1, 1, 5)), *conv, nn.Flatten())
+
+    assert equal(everything(network(), verified), everything(network(), plain))
+
+
+def test_an_input_without_gradient_has_none_in_the_second_run():
+    seen = []
+
+    def fn(x, y):
+        seen.append((x.requires_grad, y.requires_grad))
+        return (x * y).exp().sin()
+
+    for way in (by_hooks, checkpoint, verified, selective):
+        way(fn, vectors(), vectors().requires_grad_()).sum().backward()
+    assert seen == [(False, True)] * 8
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_gpt(recompute):
+    def gradients(**options):
+        model = GPT(dataclasses.replace(SMALL, **options))
+        loss = model(*batch(0))
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    assert equal(gradients(recompute=recompute), gradients())
+
+
+def test_an_unknown_way_of_a_gpt_is_refused():
+    with pytest.raises(ValueError, match="recompute is 'most'; expected one of none, full, selective"):
+        GPT(dataclasses.replace(SMALL, recompute="most"))
+
+
+def test_parameters_get_their_gradient_though_no_input_asks_for_one():
+    def gradient(way):
+        torch.manual_seed(0)
+        module = nn.Linear(8, 8)
+        way(module, vectors()).sum().backward()
+        return [module.weight.grad]
+
+    for way in (by_hooks, checkpoint, verified, selective):
+        assert equal(gradient(way), gradient(plain))
+
+
+def test_autograd_grad_and_chosen_inputs():
+    def gradients(way):
+        module, x = block(nn.LayerNorm), vectors().requires_grad_()
+        torch.manual_seed(0)
+        y = way(module, x * 1)
+        last, first = module[-1].weight, module[0].weight
+        grad = torch.autograd.grad(y.sum(), [last, x], retain_graph=True)
+        y.square().sum().backward(inputs=[first])
+        return [*grad, first.grad]
+
+    assert equal(gradients(checkpoint), gradients(plain))
+
+
+def test_what_a_partial_backward_does_not_use_goes_with_it():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    with Ledger(module) as ledger:
+        loss = checkpoint(module, vectors()).sum()
+        before = ledger.current["total"]
+        torch.autograd.grad(loss, module[-1].weight, retain_graph=True)
+        assert ledger.current["total"] == before
+        assert ledger.peak["total"] > before + 5 * 64 * 4
+
+
+def test_a_graph_can_be_gone_through_twice_and_differentiated_twice():
+    def gradients(way):
+        module, x = block(nn.LayerNorm), vectors().requires_grad_()
+        torch.manual_seed(0)
+        y = way(module, x * 1).square().sum()
+        y.backward(retain_graph=True)
+        (once,) = torch.autograd.grad(y, x, create_graph=True)
+        (once.square().sum() + y).backward()
+        return [x.grad, once.detach(), *(p.grad for p in module.parameters())]
+
+    for way in (by_hooks, checkpoint, verified, selective, nested):
+        assert equal(gradients(way), gradients(plain))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradients(by_function)
+
+
+def test_a_released_graph_is_refused_as_autograd_does():
+    for way in (checkpoint, selective):
+        y = way(block(nn.LayerNorm), vectors().requires_grad_()).sum()
+        y.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward()
+
+
+def test_a_function_may_differentiate_inside():
+    def penalty(x):
+        h = x.exp().sin()
+        (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        return h * slope.square()
+
+    def gradient(way):
+        x = vectors().requires_grad_()
+        way(penalty, x * 1).sum().backward()
+        return [x.grad]
+
+    assert equal(gradient(checkpoint), gradient(plain))
+    for way in (verified, selective):
+        with pytest.raises(NotImplementedError, match="calls backward inside itself"):
+            gradient(way)
+
+
+def test_the_graph_can_be_looked_at_outside_of_a_backward():
+    x = vectors().requires_grad_()
+    for way in (checkpoint, verified, partial(checkpoint_selective, lambda operator: True)):
+        x.grad = None
+        y = way(lambda x: x.exp().sin(), x)
+        assert torch.equal(y.grad_fn._saved_self, x.exp())
+        y.sum().backward()
+        assert torch.equal(x.grad, x.exp().cos() * x.exp())
+
+
+def test_a_function_may_fetch_what_it_saved_twice():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 3 * gradient * ctx.saved_tensors[0] * ctx.saved_tensors[0]
+
+    x = vectors().requires_grad_()
+    checkpoint(lambda x: Cube.apply(x.exp()), x).sum().backward()
+    assert torch.allclose(x.grad, 3 * (3 * x).exp())
+
+
+def test_hooks_around_get_the_inputs_to_keep():
+    """save_on_cpu moves what autograd saves off the GPU: here, what we keep."""
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    x = vectors().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = checkpoint(lambda x: x.exp().sin(), x * 1)
+    assert packed == [(5, 8)]
+    y.sum().backward()
+    assert torch.equal(x.grad, x.exp().cos() * x.exp())

@@ -1,0 +1,111 @@
+"""A second run that differs from the first is an error that names the difference."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero.recompute import RecomputeMismatch, checkpoint
+from tests.support.recompute_ways import selective, vectors, verified
+
+# With `verify`, which compares values.
+
+
+def test_verify_names_the_operator():
+    scale = torch.ones(8)
+
+    def fn(x):
+        return ((x.exp() + 1) * scale).sin()
+
+    for way in (checkpoint, verified):
+        scale.fill_(1)
+        x = vectors().requires_grad_()
+        y = way(fn, x)
+        scale.fill_(2)
+        if way is checkpoint:  # notices a change of shape, as PyTorch's, but not of values
+            y.sum().backward()
+            assert not torch.equal(x.grad, (x.exp() + 1).cos() * x.exp())
+        else:
+            with pytest.raises(RecomputeMismatch, match=r"operator 2 .*aten::mul,.*gave other values"):
+                y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda x, turn: x.exp() * np.random.default_rng(turn).random(), "aten::mul, gave other values"),
+        (lambda x, turn: x.exp() * torch.tensor([1, 2])[turn], "aten::select|aten::mul, gave other values"),
+        (lambda x, turn: torch.where(x > turn, x, 2 * x).exp(), "aten::gt, gave other values"),
+        (lambda x, turn: (x.exp() if turn else x.sin()).exp(), "aten::exp, was not run by the first"),
+        (lambda x, turn: (x + float(torch.ones(1) * turn)).exp(), "aten::mul, gave other values"),
+    ],
+)
+def test_verify_sees_every_kind_of_value(fn, words):
+    turns = iter(range(2))
+    y = verified(lambda x: fn(x, next(turns)).sin(), vectors().requires_grad_())
+    with pytest.raises(RecomputeMismatch, match=words):
+        y.sum().backward()
+
+
+def test_verify_accepts_a_weight_that_autocast_had_cast_before():
+    layer, x = nn.Linear(8, 8), vectors().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = verified(lambda h: layer(layer(h).tanh()), layer(x))
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_verify_accepts_what_is_the_same():
+    def fn(x):
+        x = torch.where(x > 0, x, torch.full_like(x, float("nan"))).nan_to_num() + torch.empty(3, 8).fill_(2).sum()
+        return F.dropout(x).to(torch.bfloat16).exp()[torch.randperm(5)]
+
+    verified(fn, vectors().requires_grad_()).sum().backward()
+
+
+# Without it too.
+
+
+@pytest.mark.parametrize("way", [checkpoint, verified, selective])
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda x, n: x[:, : 3 + n].exp().sin(), r"was \(5, 3\) float32 on cpu in the first .*is \(5, 4\) float32"),
+        (lambda x, n: x.to([torch.float32, torch.float64][n]).exp().sin(), "is .* float64 on cpu in the second"),
+        (lambda x, n: x.exp().sin() if n == 0 else x.exp(), "saved 2 tensors .* first forward and 1 in the second"),
+    ],
+)
+def test_a_function_that_changes_between_the_runs(way, fn, words):
+    turns = iter(range(2))
+    y = way(lambda x: fn(x, next(turns)), vectors().requires_grad_())
+    with pytest.raises(RecomputeMismatch, match=words if way is checkpoint else "the second"):
+        y.sum().backward()
+
+
+def test_a_cache_that_grows_is_named():
+    cache = []
+
+    def fn(x):
+        cache.append(x.detach())
+        keys = torch.cat(cache)
+        return (x @ keys.t()).softmax(-1) @ keys
+
+    y = checkpoint(fn, vectors().requires_grad_())
+    with pytest.raises(RecomputeMismatch, match="a cache that grows with each forward .* use_cache=False"):
+        y.sum().backward()
+
+
+def test_what_is_changed_between_forward_and_backward():
+    module, x = nn.Linear(8, 8), vectors().requires_grad_()
+    h = x * 1
+    y = checkpoint(lambda h: h.exp().sin(), h)
+    h.mul_(2)
+    with pytest.raises(RecomputeMismatch, match="argument of .* was changed in place between forward and backward"):
+        y.sum().backward()
+
+    y = checkpoint(module, x * 1).sum()
+    y.backward(retain_graph=True)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    with pytest.raises(RecomputeMismatch, match=r"parameter of shape .* step the optimizer after backward"):
+        y.backward()

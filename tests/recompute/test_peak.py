@@ -1,0 +1,149 @@
+"""Recomputation holds at most what PyTorch's holds, and frees it without the garbage collector."""
+
+import contextlib
+import dataclasses
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as theirs
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from minizero import GPT, GPTConfig
+from minizero import train as main_job
+from minizero.memory import Ledger
+from minizero.memory.estimate import estimate
+from minizero.recompute import checkpoint
+from tests.support.helpers import SMALL, batch
+from tests.support.recompute_ways import WAYS, block, plain, selective, vectors
+
+
+@contextlib.contextmanager
+def no_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", ["by_function", "by_hooks", "checkpoint", "verified", "selective", "nested"])
+@pytest.mark.parametrize("backward", [True, False])
+def test_memory_returns_without_the_garbage_collector(way, backward):
+    class Function:
+        def __init__(self):
+            self.module = block()
+
+        def __call__(self, x):
+            return self.module(x).exp()  # which saves its own result
+
+    with no_collector():
+        fn, x = Function(), vectors().requires_grad_()
+        h = x * 1
+        y = WAYS[way](fn, h)
+        alive = [weakref.ref(thing) for thing in (fn, h, y, h.untyped_storage(), y.untyped_storage())]
+        if backward:
+            y.sum().backward()
+        del fn, h, y
+        assert [reference() for reference in alive] == [None] * 5
+
+
+def mlp(way, blocks=16):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(blocks)]
+    model = nn.ModuleList(layers)
+
+    def loss():
+        x = vectors(64, 32).requires_grad_()
+        for layer in model:
+            x = x + way(layer, x)
+        return x.square().mean()
+
+    return model, loss
+
+
+def gpt(way, monkeypatch):
+    monkeypatch.setitem(main_job.GPT.__init__.__globals__["RECOMPUTE"], "theirs", way)
+    model = GPT(dataclasses.replace(SMALL, layers=8, recompute="theirs"))
+    return model, lambda: model(*batch(0))
+
+
+def peak(model, loss):
+    with Ledger(model) as ledger:
+        loss().backward()
+    return ledger.peak["total"], ledger.peak["activations"] + ledger.peak["temporary"]
+
+
+OPERATORS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")]
+
+
+@pytest.mark.parametrize("network", ["mlp", "gpt"])
+def test_the_peak_is_at_most_pytorchs(network, monkeypatch):
+    def measure(way):
+        return peak(*(mlp(way) if network == "mlp" else gpt(way, monkeypatch)))
+
+    ours = measure(checkpoint)
+    for use_reentrant in (True, False):
+        other = measure(partial(theirs, use_reentrant=use_reentrant))
+        assert ours[0] <= other[0] and ours[1] <= other[1]
+    assert ours[1] < 0.5 * measure(plain)[1]
+    contexts = partial(create_selective_checkpoint_contexts, OPERATORS)
+    middle = measure(selective)
+    other = measure(partial(theirs, use_reentrant=False, context_fn=contexts))
+    assert ours[1] < middle[1] < other[1] and middle[0] <= other[0]  # without what is not needed again
+
+
+def test_nesting_halves_again_what_is_held():
+    """Two levels of √√: the inner inputs are dropped with the outer function."""
+
+    def held(way):
+        layers = [nn.Tanh() for _ in range(16)]
+
+        def four(x, start):
+            for layer in layers[start : start + 4]:
+                x = way(layer, x)
+            return x
+
+        with Ledger() as ledger:
+            x = torch.randn(1000, requires_grad=True)
+            y = x
+            for start in range(0, 16, 4):
+                y = checkpoint(four, y, start)
+            return ledger.current["total"] // 4000
+
+    assert held(checkpoint) == held(plain) == 1 + 4  # x, three inputs and the output
+
+
+def test_what_is_kept_goes_when_it_has_been_used():
+    def most(way):
+        column, row = torch.ones(1000, 1, requires_grad=True), torch.ones(1, 1000)
+        y = way(lambda column: (column @ row).exp().sin(), column).sum()
+        with Ledger() as ledger:
+            y.backward()
+        return ledger.peak["total"]
+
+    contexts = partial(create_selective_checkpoint_contexts, OPERATORS)
+    assert most(selective) <= most(partial(theirs, use_reentrant=False, context_fn=contexts))
+    with Ledger() as ledger:
+        column, row = torch.ones(1000, 1, requires_grad=True), torch.ones(1, 1000)
+        y = selective(lambda column: (column @ row).exp().sin(), column).sum()
+        column.register_hook(lambda _: held.append(ledger.current["total"]))
+        held = [ledger.current["total"]]
+        y.backward()
+    assert held[1] < held[0], "the product is no longer there when the gradient of the input has been made"
+
+
+@pytest.mark.parametrize("way", ["none", "full", "selective"])
+def test_the_estimate_is_near_what_a_step_holds(way):
+    config = GPTConfig(layers=8, recompute=way)
+    model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(8 * 64).view(8, 64) % 256
+    with Ledger(model, optimizer) as ledger:
+        model(tokens, tokens).backward()
+        optimizer.step()
+    assert 0.8 < estimate(config, 1, [0], 8, torch.float32) / ledger.peak["total"] < 2

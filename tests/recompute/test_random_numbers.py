@@ -1,0 +1,146 @@
+"""The second run draws the numbers of the first, and leaves the generator as it was."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import RankFailed
+from minizero.recompute import checkpoint, is_recomputing
+from tests.support.helpers import run
+from tests.support.recompute_ways import WAYS, block, equal, plain, selective, vectors, verified
+
+
+def test_a_generator_among_the_arguments_is_set_back():
+    def fn(x, options):
+        return (x.exp() * torch.rand(8, generator=options["generator"])).sin()
+
+    def go(way):
+        generator, x = torch.Generator().manual_seed(1), vectors().requires_grad_()
+        way(fn, x, {"generator": generator}).sum().backward()
+        return [x.grad, generator.get_state()]
+
+    for way in (checkpoint, verified, selective):
+        assert equal(go(way), go(plain))
+    assert not equal(go(partial(checkpoint, preserve_rng_state=False)), go(plain))
+
+
+def test_the_generator_is_set_back_also_when_the_second_run_fails():
+    def fn(x):
+        x = F.dropout(x.exp()).sin()
+        if is_recomputing():
+            raise KeyError("second")
+        return F.dropout(x)
+
+    module = nn.BatchNorm1d(8)
+    y = checkpoint(lambda x: fn(module(x)), vectors().requires_grad_()).sum()
+    state, statistics = torch.get_rng_state(), module.running_mean.clone()
+    with pytest.raises(KeyError, match="second"):
+        y.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(module.running_mean, statistics) and module.num_batches_tracked == 1
+    assert not is_recomputing()
+
+
+def numbers(x):
+    """Draws in every way: in place, new tensors, a permutation, inside other operators."""
+    for p in (0.2, 0.5):
+        x = F.dropout(x, p).sin() + torch.native_dropout(x, p, True)[0] + torch.rand(8) + torch.randn_like(x)
+    x = x + torch.rand(8, generator=None) + torch.rand_like(x, generator=None) + torch.randint(9, (8,), generator=None)
+    x = x + F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0] + torch.randint(1, 9, (8,))
+    return (
+        x[torch.randperm(5, generator=None)].exp() * torch.normal(0.0, 1.0, (8,))
+        + x[torch.multinomial(torch.ones(5), 5)].exp()
+    )
+
+
+@pytest.mark.parametrize("inside", [plain, checkpoint])
+def test_what_is_drawn_in_a_rank_is_drawn_again_whatever_other_threads_draw(inside):
+    """`verify` compares all that the two runs compute."""
+
+    def disturbed(x):
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: torch.rand(1 + is_recomputing()))
+            thread.start()
+            thread.join()
+            x = inside(numbers, x)
+        return x
+
+    def work(comm):
+        x = vectors().requires_grad_()
+        results = [checkpoint(disturbed, x * 1, verify=True) for _ in range(2)]
+        sum(results).sum().backward()
+        return not torch.equal(*results)  # each call draws anew
+
+    assert run(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("way", ["by_hooks", "checkpoint", "selective", "nested"])
+def test_the_mask_in_backward_is_the_one_of_forward_in_every_rank(way):
+    def work(comm):
+        wrong = 0
+        for _ in range(40):
+            x = torch.ones(20_000, requires_grad=True)
+            y = WAYS[way](lambda x: F.dropout(x).sin(), x * 1)
+            y.sum().backward()
+            wrong += not torch.equal(x.grad != 0, y != 0)
+        return wrong, (y != 0).tolist()
+
+    results = run(4, work)
+    assert [wrong for wrong, _ in results] == [0] * 4
+    assert results[0][1] != results[1][1]
+
+
+@pytest.mark.parametrize("p, train", [(0.5, False), (1.0, True)])
+def test_dropout_in_a_rank_that_has_nothing_to_draw(p, train):
+    def work(comm):
+        x = vectors().requires_grad_()
+        return [way(lambda x: torch.native_dropout(x, p, train)[0], x).detach() for way in (checkpoint, plain)]
+
+    (results,) = run(1, work)
+    assert torch.equal(*results)
+
+
+def test_an_operator_that_takes_no_generator_is_refused_in_a_rank():
+    x = vectors().requires_grad_()
+
+    with torch.library._scoped_library("minizero_test", "DEF") as library:
+        library.define("drawn(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+        library.impl("drawn", lambda x: x + torch.rand(1), "CompositeExplicitAutograd")
+        with pytest.raises(RankFailed, match="minizero_test::drawn in a thread draws .* make the ranks processes"):
+            run(1, lambda comm: checkpoint(torch.ops.minizero_test.drawn.default, x.detach()))
+
+
+def test_without_preserve_rng_state_the_generator_goes_on():
+    x = torch.ones(1000, requires_grad=True)
+    y = checkpoint(lambda x: F.dropout(x).exp(), x, preserve_rng_state=False)
+    y.sum().backward()
+    assert not torch.equal(x.grad > 1, y > 1)
+
+
+def test_the_generators_state_is_kept_only_where_something_was_drawn():
+    """5,056 bytes for each call would add up, and setting it back takes time."""
+    from minizero.recompute.replay import Replay
+
+    for draw, kept in ((lambda: None, 0), (lambda: torch.rand(1), 1)):
+        replay = Replay(None, [])
+        with replay.first_run():
+            draw()
+        assert len(replay.generators.states) == kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu_dropout_repeats_and_the_generator_is_set_back(way):
+    def results(way):
+        module, x = block().cuda(), vectors().cuda().requires_grad_()
+        torch.manual_seed(0)
+        with torch.autocast("cuda", torch.bfloat16):
+            y = way(module, x * 1)
+        y.float().square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in module.parameters()), torch.rand(3, device="cuda")]
+
+    assert equal(results(WAYS[way]), results(plain))

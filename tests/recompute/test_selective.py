@@ -1,0 +1,101 @@
+"""What a policy keeps is not computed again, and the gradients stay the same."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero.recompute import RecomputeMismatch, checkpoint, checkpoint_selective, is_recomputing, keep_matmuls
+from tests.support.recompute_ways import Operators, equal, plain, selective, vectors
+
+
+def test_what_is_kept_is_not_computed_again():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def fn(x):
+        return F.gelu(attention(x, x, x, need_weights=False)[0]) + F.conv1d(x, torch.ones(5, 5, 3), padding=1)
+
+    def again(keep):
+        y = checkpoint_selective(keep, fn, vectors()[None].requires_grad_()).sum()
+        with Operators() as operators:
+            y.backward(retain_graph=True)
+            y.backward()
+        return {name for name in operators.names if "backward" not in name}
+
+    expensive = {"addmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert not again(keep_matmuls) & expensive
+    assert again(lambda operator: False) >= {"addmm", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert "addmm" in again(lambda operator: operator == torch.ops.aten.convolution.default)
+
+
+def test_a_list_of_operators_is_a_policy():
+    def fn(x):
+        return (x @ x.t()).sin().exp()
+
+    def again(way):
+        x = vectors().requires_grad_()
+        y = way(fn, x).sum()
+        with Operators() as operators:
+            torch.autograd.grad(y, x)
+        return operators.names.count("mm"), operators.names.count("sin")
+
+    assert again(checkpoint) == (3, 1)  # two of them are backward's own
+    assert again(partial(checkpoint_selective, [torch.ops.aten.mm.default])) == (2, 1)
+    assert again(partial(checkpoint_selective, {torch.ops.aten.mm.default, torch.ops.aten.sin.default})) == (2, 0)
+    x = vectors().requires_grad_()
+    for wrong in ("mm", ["mm"], torch.ops.aten.mm, torch.ops.aten.mm.default, 3, [torch.mm]):
+        with pytest.raises(TypeError, match="keep must be a function of an operator or a list of operators"):
+            checkpoint_selective(wrong, fn, x)
+
+
+def test_numbers_drawn_inside_a_kept_operator_are_drawn_again():
+    """Were they not, the next dropout would get them."""
+
+    def fn(x):
+        x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5) + torch.rand_like(x)
+        return F.dropout(x).exp()
+
+    def gradient(way):
+        torch.manual_seed(0)
+        x = vectors(16)[None, None].requires_grad_()
+        way(fn, x * 1).sum().backward()
+        return [x.grad]
+
+    for way in (selective, partial(checkpoint_selective, lambda operator: True)):
+        assert equal(gradient(way), gradient(plain))
+
+
+def test_what_is_changed_in_place_is_not_kept():
+    def inside(x):
+        return (x @ x.t()).mul_(2).exp().sin()
+
+    def gradient(way, change):
+        x = vectors().requires_grad_()
+        products = []
+
+        def fn(x):
+            products.append(x @ x.t())
+            return products[-1].exp().sin()
+
+        y = way(fn, x * 1)
+        products[0].detach().mul_(change)
+        y.sum().backward()
+        way(inside, x * 1).sum().backward()
+        return [x.grad]
+
+    everything = partial(checkpoint_selective, lambda operator: True)
+    for way in (selective, everything):
+        assert equal(gradient(way, 1), gradient(checkpoint, 1))
+        assert equal(gradient(way, 2), gradient(checkpoint, 1)), "changed after the first run"
+
+
+def test_a_policy_notices_another_path():
+    def fn(x, weight):
+        return (torch.baddbmm(x, x, weight) if is_recomputing() else torch.bmm(x, weight)).exp().sin()
+
+    x = torch.ones(2, 4, 4, requires_grad=True)
+    y = selective(fn, x, torch.ones(2, 4, 4))
+    with pytest.raises(RecomputeMismatch, match="came to aten::baddbmm where the first ran aten::bmm"):
+        y.sum().backward()
