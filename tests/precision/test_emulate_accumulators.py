@@ -1,0 +1,109 @@
+"""With an accumulator, emulated sums and products are rounded and added one by one, in order."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from precision import accumulate
+from precision.emulate import emulate
+from precision.formats import BF16, FP16, FP32, TF32
+from tests.support.emulated import Watch
+
+
+def test_a_long_fp16_sum_stops_at_2048():
+    ones, columns = torch.ones(2100), torch.ones(2100, 3)
+    with emulate(FP16):
+        assert ones.sum() == 2100 and ones.mean() == 1
+    with emulate(FP16, accumulator=FP16):
+        assert ones.sum() == 2048
+        assert ones.mean() == 0.97509765625  # 2048 / 2100, rounded
+        assert columns.sum(0).tolist() == [2048] * 3 and columns.sum(0, keepdim=True).shape == (1, 3)
+        assert columns.mean((0, 1)).item() == pytest.approx(2048 / 6300, rel=2**-11)
+        assert (torch.ones(1, 2100) @ columns).tolist() == [[2048] * 3]
+        assert torch.bmm(torch.ones(2, 1, 2100), columns.expand(2, 2100, 3)).unique().tolist() == [2048]
+        assert F.linear(torch.ones(1, 2100), columns.t(), torch.ones(3)).tolist() == [[2048] * 3]
+        assert F.conv2d(torch.ones(1, 21, 10, 10), torch.ones(1, 21, 10, 10)).item() == 2048
+        assert torch.ones(2100).half().sum() == 2048 and torch.arange(3000).sum() == 3000 * 2999 // 2
+        layer = nn.Conv2d(1, 1, 1)
+        layer(torch.ones(1, 1, 50, 50)).sum().backward()
+        assert layer.weight.grad.item() == layer.bias.grad.item() == 2048
+    with emulate(FP16, accumulator=BF16):
+        assert ones.sum() == 256
+
+
+def by_hand(products):
+    """Numbers, rounded and added one by one in Python."""
+    total = 0.0
+    for product in products:
+        total = rounded(total + rounded(product))
+    return total
+
+
+def rounded(number):
+    return FP16.quantize(torch.tensor(number, dtype=torch.float64)).item()
+
+
+@pytest.mark.parametrize("accumulator", [FP16, BF16, TF32])
+def test_products_are_rounded_and_added_one_by_one(accumulator):
+    torch.manual_seed(0)
+    a, b, c = (FP16.quantize(torch.randn(*shape)) for shape in ((3, 50), (50, 2), (3, 2)))
+    with emulate(FP16, accumulator):
+        product, with_c, total = a @ b, torch.addmm(c, a, b), b.sum(0)
+    assert torch.equal(product, accumulate.matmul(a, b, accumulator))
+    assert torch.equal(total, accumulate.sum(b, 0, accumulator))
+    assert torch.equal(with_c, FP16.quantize(c + product)) or accumulator == TF32  # whose sum has more bits
+    assert not torch.equal(product, FP16.quantize(a @ b)) or accumulator == TF32
+    if accumulator == FP16:
+        assert product[1, 1] == by_hand((a[1].double() * b[:, 1]).tolist())
+
+
+@pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 0, 1), (2, 1, 1), (1, 2, 2), ((2, 1), (0, 1), 1)])
+def test_convolutions_with_an_accumulator(stride, padding, dilation):
+    """An accumulator of many bits must give PyTorch's convolution and gradients; FP16 gives nearly that, not quite."""
+    torch.manual_seed(0)
+    x, w, b = (FP16.quantize(torch.randn(*shape)) for shape in ((2, 3, 7, 6), (4, 3, 3, 2), (4,)))
+    results = []
+    for accumulator in (FP32, TF32, FP16):
+        inputs = [each.clone().requires_grad_() for each in (x, w, b)]
+        with emulate(FP16, accumulator):
+            y = F.conv2d(*inputs, stride, padding, dilation)
+            y.backward(torch.ones_like(y) / 4)
+        results.append([y.detach(), *(each.grad for each in inputs)])
+    exact, nearly, half = results
+    for one, other, another in zip(exact, nearly, half, strict=True):
+        assert one.shape == other.shape == another.shape
+        size = one.abs().max()
+        assert (one - other).abs().max() < 0.004 * size and (one - another).abs().max() < 0.004 * size
+    assert not torch.equal(exact[0], half[0]) and not torch.equal(exact[2], half[2])
+
+
+def test_a_convolution_sums_channels_in_order():
+    torch.manual_seed(0)
+    x, w = FP16.quantize(torch.randn(1, 20, 3, 3)), FP16.quantize(torch.randn(1, 20, 3, 3))
+    with emulate(FP16, FP16):
+        y = F.conv2d(x, w)
+    assert y.item() == by_hand((x.double() * w).flatten().tolist())
+
+
+def test_convolutions_that_are_not_simulated_say_so():
+    grouped = nn.Conv2d(2, 2, 3, groups=2)
+    with emulate(FP16, accumulator=FP16):
+        with pytest.raises(NotImplementedError, match="one group.*leave the accumulator at FP32"):
+            grouped(torch.ones(1, 2, 5, 5))
+        with pytest.raises(NotImplementedError, match="2-d"):
+            F.conv1d(torch.ones(1, 2, 5), torch.ones(1, 2, 3))
+
+
+def test_training_with_fp16_accumulators():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 16, 3))
+    x, y = torch.randn(5, 1, 6, 6), torch.arange(5) % 3
+    with emulate(FP16, FP16), Watch(FP16) as watch:
+        F.cross_entropy(model(x), y).backward()
+    assert watch.count("backward") > 5 and not watch.wrong("forward") and not watch.wrong("backward")
+    emulated = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    for p, gradient in zip(model.parameters(), emulated, strict=True):
+        assert 0 < (p.grad - gradient).norm() < 0.01 * p.grad.norm()
