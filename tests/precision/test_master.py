@@ -1,8 +1,7 @@
-"""FP32 masters: what is lost without them, exactly; and that around any optimizer nothing is lost with them."""
+"""Around any optimizer and scheduler, FP32 masters lose nothing."""
 
 import copy
 import gc
-import math
 import warnings
 import weakref
 
@@ -14,6 +13,7 @@ from torch.optim import lr_scheduler
 from minizero import GPT
 from precision.master import MasterWeights, gradient_to_master, master_to_weight
 from precision.scaling import DynamicLossScaler
+from tests.support.half_network import backward, batch, network
 from tests.support.helpers import SMALL, STAGES, run
 from tests.support.helpers import batch as tokens
 
@@ -32,97 +32,6 @@ OPTIMIZERS = {
     "Adafactor": {"lr": 0.01},
     "Muon": {"lr": 0.01},
 }
-
-
-# The literature's claims about FP16, checked on every number they are about.
-
-
-def test_values_below_2_to_the_minus_24_mostly_do_not_vanish():
-    """The claim is "below 2^-24 becomes zero". Under round-to-nearest the cut is 2^-25: all of them above that
-    become 2^-24, and 2^-25 itself is a tie, which goes to the even neighbour, zero."""
-    between = torch.arange(2**23, dtype=torch.int32)  # every mantissa
-
-    def with_exponent(e):
-        return (between + ((e + 127) << 23)).view(torch.float32)
-
-    halves = with_exponent(-25)
-    assert halves[0] == 2.0**-25 and halves[-1] < 2.0**-24
-    assert halves[0].half() == 0 and bool((halves[1:].half() == 2.0**-24).all())
-    assert bool((with_exponent(-26).half() == 0).all())
-    assert bool((with_exponent(-24)[: 2**22].half() == 2.0**-24).all())
-
-
-def lost_ratios(sign, exponent):
-    """For every FP16 weight w in [2^exponent, 2^(exponent+1)) and every FP16 update u from w/16384 to w/1024:
-    w / u, and whether w ± u rounds back to w. Both (weights, updates)."""
-    mantissas = 1 + torch.arange(1024) / 1024
-    weights = (mantissas * 2.0**exponent).half()[:, None]
-    updates = torch.cat([mantissas * 2.0 ** (exponent - k) for k in (13, 12, 11, 10)]).half()
-    updates = updates[updates > 0].unique()
-    return weights.double() / updates.double(), weights + sign * updates == weights
-
-
-@pytest.mark.parametrize("exponent", [-13, -2, 0, 15])
-def test_from_which_ratio_on_an_addition_is_lost(exponent):
-    """The claim is a ratio of 2048. It is where losses begin; where they end depends on the significand."""
-    ratio, lost = lost_ratios(+1, exponent)
-    assert ratio[lost].min() == 2048
-    assert ratio[~lost].max() == 4094
-    # The largest significand, 2047, is odd: half a spacing is a tie, and a tie goes to the even neighbour above.
-    weight, update = torch.tensor([2047 * 2.0 ** (exponent - 10), 2.0 ** (exponent - 11)]).half()
-    assert weight / update == 4094 and weight + update > weight
-
-
-@pytest.mark.parametrize("exponent", [-12, -2, 0, 15])
-def test_from_which_ratio_on_a_subtraction_is_lost(exponent):
-    """It begins just above 2048, and ends at 4096: below a power of two the numbers lie twice as close."""
-    ratio, lost = lost_ratios(-1, exponent)
-    assert 2048 < ratio[lost].min() <= 2052
-    assert ratio[0][lost[0]].min() == 4096 and bool(lost[ratio >= 4096].all())  # [0]: the power of two itself
-    if exponent >= 0:  # updates fine enough: the second significand, 1025, and a little less than half a spacing
-        assert ratio[lost].min() == 1025 / (2047 / 4096)
-
-
-def test_in_the_lowest_binades_no_update_is_lost():
-    """There FP16 has one spacing for all numbers, 2^-24, which is also its smallest update."""
-    updates = torch.arange(1, 2049, dtype=torch.int16).view(torch.float16)
-    weights = torch.arange(2048, dtype=torch.int16).view(torch.float16)[:, None]
-    assert weights.max() < 2.0**-13 and bool((weights + updates != weights).all())
-
-
-def test_without_masters_small_updates_are_lost_and_with_them_they_add_up():
-    """2048 + 1 = 2048 in FP16, hundreds of times over; the master counts."""
-    plain = nn.Parameter(torch.tensor([2048.0]).half())
-    optimizer = torch.optim.SGD([plain], lr=1.0)
-    weight = nn.Parameter(torch.tensor([2048.0]).half())
-    weights = MasterWeights([weight], torch.optim.SGD, lr=1.0)
-    for step in range(1, 301):
-        plain.grad, weight.grad = -torch.ones_like(plain), -torch.ones_like(weight)
-        optimizer.step()
-        weights.step()
-        assert weights.masters[0].item() == 2048 + step
-    assert plain.item() == 2048 and weight.item() == 2348
-
-
-# The class.
-
-
-def network(dtype=torch.float16):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
-
-
-def batch(step, dtype=torch.float16):
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(32, 6, generator=generator).to(dtype)
-    return x, x.float().square().sum(1, keepdim=True)
-
-
-def backward(model, step):
-    x, y = batch(step, next(model.parameters()).dtype)
-    loss = (model(x).float() - y).square().mean()
-    loss.backward()
-    return loss
 
 
 def by_hand(name, model, steps, **options):
@@ -350,71 +259,12 @@ def test_states_keep_what_16_bits_cannot():
     assert not all(torch.equal(a, b) for a, b in zip(again, expected))  # what the weights alone would give
 
 
-def test_zero_grad_empties_both():
-    model = network()
-    weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
-    backward(model, 0)
-    weights.copy_gradients()
-    pairs = list(zip(model.parameters(), weights.masters))
-    assert all(torch.equal(master.grad, parameter.grad.float()) for parameter, master in pairs)
-    weights.zero_grad(set_to_none=False)
-    assert all(not parameter.grad.any() and not master.grad.any() for parameter, master in pairs)
-    weights.zero_grad()
-    assert all(parameter.grad is None and master.grad is None for parameter, master in pairs)
-
-
-def test_a_gradient_that_was_unscaled_is_not_copied_again():
-    weight = nn.Parameter(torch.tensor([1.0]).half())
-    weights = MasterWeights([weight], torch.optim.SGD, lr=1.0)
-    for start in (1.0, 0.75):
-        weight.grad = torch.tensor([8.0]).half()
-        weights.copy_gradients()
-        weights.masters[0].grad.div_(32)
-        weights.step()
-        assert weight.item() == start - 0.25
-    weights.step()  # nobody copied since: 8 again
-    assert weight.item() == -7.5
-
-
-def test_after_zero_grad_or_a_loaded_state_gradients_are_copied_anew():
-    weight = nn.Parameter(torch.tensor([1.0]).half())
-    weights = MasterWeights([weight], torch.optim.SGD, lr=1.0)
-    state = weights.state_dict()
-    forgets = weights.zero_grad, lambda: weights.zero_grad(set_to_none=False), lambda: weights.load_state_dict(state)
-    for forget in forgets:
-        weight.grad = torch.tensor([8.0]).half()
-        weights.copy_gradients()
-        forget()
-        weight.grad = torch.tensor([0.25]).half()
-        before = weight.item()
-        weights.step()
-        assert weight.item() == before - 0.25
-
-
 def test_an_unused_parameter_stays():
     weights = MasterWeights([used := nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2).half())],
                             torch.optim.SGD, lr=0.5)  # fmt: skip
     used.sum().backward()
     weights.step()
     assert [master.tolist() for master in weights.masters] == [[0.5, 0.5], [1, 1]]
-
-
-def test_grad_scaler_works_on_it_once_gradients_are_copied():
-    model = network()
-    weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.01)
-    scaler = torch.amp.GradScaler(device="cpu", init_scale=128.0)
-    start = [master.clone() for master in weights.masters]
-    scaler.scale(backward_loss(model)).backward()
-    gradients = [parameter.grad.float() / 128 for parameter in model.parameters()]
-    weights.copy_gradients()
-    scaler.step(weights)
-    for old, gradient, master in zip(start, gradients, weights.masters):
-        assert torch.equal(master, old.add(gradient, alpha=-0.01))
-
-
-def backward_loss(model):
-    x, y = batch(0)
-    return (model(x).float() - y).square().mean()
 
 
 def test_nothing_outlives_it():
@@ -426,85 +276,6 @@ def test_nothing_outlives_it():
     del weights
     gc.collect()
     assert master() is None
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize("rate", [math.inf, -math.inf, math.nan])
-def test_learning_rates_that_are_not_finite(rate):
-    weight = nn.Parameter(torch.ones(2).half())
-    weight.grad = torch.ones_like(weight)
-    with pytest.raises(ValueError, match=f"learning rate must be finite, not {rate}"):
-        MasterWeights([weight], torch.optim.SGD, lr=rate)
-    with pytest.raises(ValueError, match=f"must be finite, not {rate}"):
-        MasterWeights([{"params": [weight], "lr": rate}], torch.optim.SGD, lr=0.1)
-    weights = MasterWeights([weight], torch.optim.SGD, lr=0.1)
-    weights.param_groups[0]["lr"] = rate  # as a broken scheduler does
-    with pytest.raises(ValueError, match=f"must be finite, not {rate}"):
-        weights.step()
-    assert weight.tolist() == [1, 1]
-
-
-def test_parameters_that_cannot_have_masters():
-    weight = nn.Parameter(torch.ones(2).half())
-    for wrong in (nn.Parameter(torch.ones(2).double()), nn.Parameter(torch.ones(2, dtype=torch.complex64))):
-        with pytest.raises(ValueError, match=str(wrong.dtype)):
-            MasterWeights([wrong], torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="twice"):
-        MasterWeights([{"params": [weight]}, {"params": [weight]}], torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="empty"):
-        MasterWeights([], torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError):
-        MasterWeights(weight, torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError, match="class"):
-        MasterWeights([weight], torch.optim.SGD([weight], lr=0.1))
-    weights = MasterWeights([weight], torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="twice"):
-        weights.add_param_group({"params": [weight]})
-    assert [group["params"] for group in weights.param_groups] == [weights.masters]  # as it was
-
-
-def test_a_weight_written_behind_the_masters_back():
-    """The step would undo it: a checkpoint loaded too late, weights clamped in place."""
-    model = network()
-    weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
-    backward(model, 0)
-    model.load_state_dict(network().state_dict())
-    with pytest.raises(RuntimeError, match="parameter 0 was written to"):
-        weights.step()
-
-
-def test_gradients_that_change_after_they_were_copied():
-    model = network()
-    weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
-    backward(model, 0)
-    weights.copy_gradients()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # the wrong ones: the step reads the masters'
-    with pytest.raises(RuntimeError, match="gradient of parameter 0 changed"):
-        weights.step()
-    weights.zero_grad()
-
-    backward(model, 0)
-    weights.copy_gradients()  # and the step is skipped, say, but zero_grad() is not called here
-    model.zero_grad()
-    backward(model, 1)
-    with pytest.raises(RuntimeError, match="zero_grad"):
-        weights.step()
-    weights.copy_gradients()
-    weights.step()
-
-
-def test_states_that_do_not_fit():
-    small, large = network(), nn.Linear(3, 3).half()
-    weights = MasterWeights(small.parameters(), torch.optim.SGD, lr=0.1)
-    before = [master.clone() for master in weights.masters]
-    other = MasterWeights(large.parameters(), torch.optim.SGD, lr=0.1).state_dict()
-    plain = torch.optim.SGD(network(torch.float32).parameters(), lr=0.1).state_dict()
-    for state in (other, plain):
-        with pytest.raises(ValueError, match="masters of shapes"):
-            weights.load_state_dict(state)
-    assert all(torch.equal(a, b) for a, b in zip(before, weights.masters))
 
 
 @pytest.mark.gpu
