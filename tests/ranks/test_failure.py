@@ -1,0 +1,294 @@
+"""The first rank that fails ends the run of all, soon, and the error says where each rank was."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from minizero import CommTimeout, RankFailed, World
+from minizero.ranks.collectives import all_gather, all_reduce, barrier
+from minizero.ranks.threads import Run
+from tests.support.failures import SOON, compute, failure_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_first_rank_that_raises_ends_all():
+    def fn(comm):
+        if comm.rank == 2:
+            while not all(other.waiting for other in comm.transport.run.transports if other is not comm.transport):
+                time.sleep(0.01)
+            raise ArithmeticError("on purpose")
+        if comm.rank == 3:
+            comm.recv(torch.empty(2), 0)
+        all_reduce(torch.ones(3), comm)
+
+    failed, seconds = failure_of(World(5), fn)
+    assert seconds < SOON
+    assert failed.rank == 2
+    assert isinstance(failed.__cause__, ArithmeticError)
+    message = str(failed)
+    assert message.startswith("rank 2 failed: ArithmeticError: on purpose")
+    assert "Traceback" in message and 'raise ArithmeticError("on purpose")' in message
+    assert re.search(r"rank 0 was waiting in all_reduce #1: agreement with rank [23]", message)
+    assert "rank 3 was waiting in point-to-point: recv from rank 0" in message
+    assert "rank 2 was" not in message
+
+
+def test_only_the_first_failure_counts():
+    run = Run(1)
+    first = ValueError("first")
+    run.fail(3, first)
+    run.fail(4, ValueError("second"))
+    assert run.failure[:2] == (3, first)
+    assert "there was no other rank" in run.failure[2]
+
+
+def test_the_others_stop_at_their_next_communication():
+    stopped = []
+
+    def fn(comm):
+        if comm.rank == 0:
+            raise ValueError("early")
+        try:
+            time.sleep(0.3)
+            barrier(comm)
+        except RankFailed as error:
+            stopped.append((comm.rank, error.rank, "ValueError: early" in str(error)))
+            raise
+
+    failed, _ = failure_of(World(3), fn)
+    assert failed.rank == 0
+    assert sorted(stopped) == [(1, 0, True), (2, 0, True)]
+
+
+def test_a_rank_that_computes_on_does_not_delay_the_failure():
+    over = threading.Event()
+
+    def fn(comm):
+        barrier(comm)  # and this wait is over
+        if comm.rank == 0:
+            time.sleep(0.1)
+            raise ValueError("early")
+        over.wait(300)
+
+    failed, seconds = failure_of(World(2), fn)
+    over.set()
+    assert seconds < SOON
+    assert "rank 1 was computing" in str(failed)
+
+
+def test_a_rank_that_computes_for_ever_is_stopped():
+    def fn(comm):
+        if comm.rank == 0:
+            raise ValueError("early")
+        while True:
+            torch.ones(10, 10) @ torch.ones(10, 10)
+
+    threads = threading.active_count()
+    _, seconds = failure_of(World(2), fn)
+    assert seconds < SOON
+    patience = time.monotonic() + 60
+    while threading.active_count() > threads:
+        assert time.monotonic() < patience, threading.enumerate()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("wait", ["recv", "send", "barrier"])
+def test_a_rank_that_returns_while_others_wait_is_named(wait):
+    def fn(comm):
+        if comm.rank == 1:
+            return
+        if wait == "barrier":
+            barrier(comm)
+        elif comm.rank == 0:
+            getattr(comm, wait)(torch.ones(1), 1)
+
+    failed, seconds = failure_of(World(3), fn)
+    assert seconds < SOON
+    assert failed.rank == 1
+    assert re.search(r"rank 1 returned while rank \d was waiting in .*(with|from|to) rank 1", str(failed))
+    assert "getattr(comm, wait)" in str(failed) or "barrier(comm)" in str(failed)  # where it waits
+
+
+def test_a_rank_may_return_once_its_last_message_is_there():
+    """A message that came just before its sender returned is no failure."""
+
+    def fn(comm):
+        tensor = torch.zeros(1)
+        if comm.rank == 0:
+            comm.send(tensor + 7, 1)
+            return None
+        comm.recv(tensor, 0)
+        return tensor.item()
+
+    for _ in range(100):
+        assert World(2).run(fn) == [None, 7.0]
+
+
+def test_a_rank_that_waits_too_long_says_for_whom_and_in_what():
+    def fn(comm):
+        if comm.rank == 2:
+            compute()
+        all_gather(torch.ones(2), comm)
+
+    failed, seconds = failure_of(World(3, timeout=0.3), fn)
+    assert seconds < SOON
+    assert isinstance(failed.__cause__, CommTimeout)
+    assert re.fullmatch(
+        r"rank [01] waited 0.3 s in all_gather #1: agreement with rank ([01], )?2", str(failed.__cause__)
+    )
+    assert failed.rank in (0, 1)
+    assert "all_gather(torch.ones(2), comm)" in str(failed)
+    assert "rank 2 was computing" in str(failed)
+
+
+def test_sends_that_wait_for_each_other_time_out():
+    def fn(comm):
+        comm.send(torch.ones(1), (comm.rank + 1) % comm.size)
+        comm.recv(torch.ones(1), (comm.rank - 1) % comm.size)
+
+    failed, seconds = failure_of(World(3, timeout=2), fn)
+    assert seconds < SOON
+    assert isinstance(failed.__cause__, CommTimeout)
+    assert str(failed).count("point-to-point: send to rank") >= 3
+
+
+def test_a_timeout_that_is_caught_still_ends_the_run():
+    """The message that nobody fetched would otherwise be taken for the next one."""
+    timed_out = threading.Event()
+
+    def fn(comm):
+        tensor = torch.zeros(1)
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout):
+                comm.send(tensor + 1, 1)
+            timed_out.set()
+            comm.send(tensor + 2, 1)
+        else:
+            timed_out.wait(60)
+            comm.recv(tensor, 0)
+            return tensor
+
+    failed, _ = failure_of(World(2, timeout=0.2), fn)
+    assert failed.rank == 0
+    assert isinstance(failed.__cause__, CommTimeout)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_no_rank_vanishes_silently(error):
+    def fn(comm):
+        if comm.rank == 1:
+            raise error
+        barrier(comm)
+
+    failed, seconds = failure_of(World(3), fn)
+    assert seconds < SOON
+    assert failed.rank == 1 and failed.__cause__ is error
+
+
+def test_an_error_that_cannot_print_itself_is_reported_too():
+    class Broken(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    def fn(comm):
+        if comm.rank == 0:
+            raise Broken
+        barrier(comm)
+
+    failed, _ = failure_of(World(2), fn)
+    assert failed.rank == 0 and isinstance(failed.__cause__, Broken)
+
+
+def test_messages_count_ranks_as_the_whole_world_does():
+    def fn(comm):
+        part = comm.split(comm.rank % 2)  # ranks 1 and 3 are 0 and 1 there
+        if comm.rank == 3:
+            compute()
+        if comm.rank == 1:
+            part.timeout = 0.3
+            barrier(part)
+
+    failed, _ = failure_of(World(4), fn)
+    assert str(failed.__cause__) == "rank 1 waited 0.3 s in barrier #1: agreement with rank 3"
+
+    def returns(comm):
+        part = comm.split(comm.rank // 2)  # ranks 2 and 3 are 0 and 1 there
+        if comm.rank == 2:
+            part.recv(torch.ones(1), 1)
+
+    failed, _ = failure_of(World(4), returns)
+    assert failed.rank == 3
+    assert "rank 3 returned while rank 2 was waiting in point-to-point: recv from rank 3" in str(failed)
+
+    def fits_not(comm):
+        part = comm.split(comm.rank // 2)
+        if comm.rank == 2:
+            part.send(torch.ones(2), 1)
+        if comm.rank == 3:
+            part.recv(torch.ones(3), 0)
+
+    failed, _ = failure_of(World(4), fits_not)
+    assert "rank 3 expected 3 elements of torch.float32 from rank 2, which sent 2" in str(failed)
+
+
+@pytest.mark.parametrize("how", ["send_recv", "barrier"])
+def test_ranks_that_are_busy_with_each_other_stop_too(how, monkeypatch):
+    """They never wait long enough to look around; and whoever fails reads what they wait in as they run on."""
+
+    class Flickering(Exception):
+        pass
+
+    def fn(comm):
+        pair = comm.split(min(comm.rank, 1))
+        if comm.rank == 0:
+            raise Flickering
+        while True:
+            if how == "barrier":
+                barrier(pair)
+            else:
+                pair.send_recv(torch.ones(1), 1 - pair.rank, torch.empty(1), 1 - pair.rank)
+
+    monkeypatch.setattr("minizero.ranks.world.GRACE_SECONDS", 2 * SOON)  # after which they would be stopped in any case
+    for _ in range(20):
+        failed, seconds = failure_of(World(3), fn)
+        assert isinstance(failed.__cause__, Flickering)
+        assert seconds < SOON
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", ["barrier(comm)", "time.sleep(600)", "while True: torch.ones(300, 300) @ x"])
+def test_ctrl_c_ends_promptly(busy):
+    program = f"""
+import time, torch
+from minizero import World
+from minizero.ranks.collectives import barrier
+
+def fn(comm):
+    x = torch.ones(300, 300)
+    if comm.rank == 0:
+        print("running", flush=True)
+        time.sleep(600)
+    {busy}
+
+World(3).run(fn)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "running\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+        assert "KeyboardInterrupt" in errors
+        assert process.returncode in (-signal.SIGINT, 130), (process.returncode, errors)
+    finally:
+        process.kill()

@@ -1,0 +1,156 @@
+"""A message arrives whole, in order and as it was when it was sent, and its bytes are counted."""
+
+import pytest
+import torch
+
+from minizero import CollectiveMismatch, World
+from minizero.ranks.collectives import barrier
+from tests.support.failures import SOON, failure_of
+
+
+def on_two(first, second):
+    """Run `first(comm)` on rank 0 and `second(comm)` on rank 1; their results."""
+    return World(2).run(lambda comm: (first, second)[comm.rank](comm))
+
+
+def test_send_and_recv():
+    sent = torch.arange(6.0).view(2, 3)
+
+    def receive(comm):
+        tensor = torch.empty(3, 2)  # the number of elements counts, not the shape
+        comm.recv(tensor, 0)
+        return tensor
+
+    _, received = on_two(lambda comm: comm.send(sent, 1), receive)
+    assert torch.equal(received.view(2, 3), sent)
+
+
+def test_messages_of_one_pair_keep_their_order():
+    def receive(comm):
+        got = [torch.empty(1) for _ in range(50)]
+        for tensor in got:
+            comm.recv(tensor, 0)
+        return [tensor.item() for tensor in got]
+
+    def send(comm):
+        for i in range(50):
+            comm.send(torch.tensor([float(i)]), 1)
+
+    assert on_two(send, receive)[1] == list(range(50))
+
+
+def test_a_sent_tensor_may_be_changed_at_once():
+    def fn(comm):
+        mine, other = torch.full((1000,), float(comm.rank)), torch.empty(1000)
+        for _ in range(50):
+            comm.send_recv(mine, 1 - comm.rank, other, 1 - comm.rank)
+            mine += 2
+            assert torch.all(other + 2 * comm.rank - 1 == mine - 2)
+
+    World(2).run(fn)
+
+
+def test_tensors_need_not_be_contiguous():
+    def receive(comm):
+        wide = torch.zeros(4, 6)
+        comm.recv(wide[:, ::2], 0)
+        turned = torch.zeros(3, 4).t()
+        comm.recv(turned, 0)
+        return wide, turned
+
+    source = torch.arange(24.0).view(4, 6)
+
+    def send(comm):
+        comm.send(source[:, 1::2], 1)
+        comm.send(source.t()[:3].t(), 1)
+
+    wide, turned = on_two(send, receive)[1]
+    assert torch.equal(wide[:, ::2], source[:, 1::2])
+    assert torch.all(wide[:, 1::2] == 0)
+    assert torch.equal(turned, source[:, :3])
+
+
+def test_tensors_that_need_gradients_travel_as_values():
+    def receive(comm):
+        leaf = torch.zeros(2, requires_grad=True)
+        comm.recv(leaf, 0)
+        return leaf
+
+    weight = torch.ones(2, requires_grad=True)
+    received = on_two(lambda comm: comm.send(weight * 3, 1), receive)[1]
+    assert received.requires_grad and received.is_leaf
+    assert received.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("sent", [torch.ones(3), torch.ones(2, dtype=torch.int32), torch.ones(4, dtype=torch.float16)])
+def test_messages_that_do_not_fit_are_named(sent):
+    def fn(comm):
+        if comm.rank == 0:
+            comm.send(sent, 1)
+        else:
+            comm.recv(torch.ones(2), 0)
+
+    failed, seconds = failure_of(World(2), fn)
+    assert seconds < SOON
+    assert failed.rank == 1 and isinstance(failed.__cause__, CollectiveMismatch)
+    assert "rank 1 expected 2 elements of torch.float32 from rank 0, which sent" in str(failed.__cause__)
+    assert f"{sent.numel()} of {sent.dtype}" in str(failed.__cause__)
+
+
+def test_to_oneself():
+    def fn(comm):
+        target = torch.zeros(2, 2)
+        comm.send_recv(torch.arange(4.0), comm.rank, target.t(), comm.rank)
+        with pytest.raises(ValueError, match="one size and dtype"):
+            comm.send_recv(torch.ones(1), comm.rank, torch.ones(2), comm.rank)
+        for call in (comm.send, comm.recv):
+            with pytest.raises(ValueError, match="can reach itself only by send_recv"):
+                call(target, comm.rank)
+        return target.tolist(), comm.bytes_sent, comm.bytes_received
+
+    assert World(2).run(fn) == [([[0.0, 2.0], [1.0, 3.0]], 0, 0)] * 2
+
+
+@pytest.mark.parametrize("peer", [-1, 2, 100])
+def test_peers_must_exist(peer):
+    def fn(comm):
+        tensor = torch.ones(1)
+        for call in (
+            lambda: comm.send(tensor, peer),
+            lambda: comm.recv(tensor, peer),
+            lambda: comm.send_recv(tensor, peer, torch.ones(1), 0),
+            lambda: comm.send_recv(tensor, 0, torch.ones(1), peer),
+        ):
+            with pytest.raises(ValueError, match=f"rank {peer} does not exist: ranks are 0 to 1"):
+                call()
+
+    World(2).run(fn)
+
+
+def test_send_recv_needs_two_buffers():
+    """Both copies run at the same time: in one buffer they would mix old values with new ones."""
+
+    def fn(comm):
+        tensor = torch.ones(8)
+        for outgoing, incoming in ((tensor, tensor), (tensor[:5], tensor[3:])):
+            with pytest.raises(ValueError, match="share memory"):
+                comm.send_recv(outgoing, 1 - comm.rank, incoming, 1 - comm.rank)
+        comm.send_recv(tensor[:4], 1 - comm.rank, tensor[4:], 1 - comm.rank)
+
+    World(2).run(fn)
+
+
+def test_bytes_are_counted():
+    def fn(comm):
+        if comm.rank == 0:
+            comm.send(torch.ones(3, dtype=torch.float64), 1)
+        if comm.rank == 1:
+            comm.recv(torch.ones(3, dtype=torch.float64), 0)
+        part = comm.split(comm.rank % 2)
+        other = torch.empty(5, dtype=torch.int16)
+        part.send_recv(torch.ones(5, dtype=torch.int16), 1 - part.rank, other, 1 - part.rank)
+        single = part.split(part.rank)
+        barrier(single)
+        return comm.bytes_sent, comm.bytes_received, part.bytes_sent, part.bytes_received
+
+    assert World(4).run(fn) == [(34, 10, 10, 10), (10, 34, 10, 10), (10, 10, 10, 10), (10, 10, 10, 10)]

@@ -1,0 +1,76 @@
+"""Every run gives the same, whenever a thread stops or goes on: races that show once in a hundred runs."""
+
+import os
+import sys
+import time
+
+import pytest
+import torch
+
+from minizero import World
+from minizero.ranks.collectives import all_reduce, barrier, broadcast
+from minizero.ranks.threads import Run, ThreadTransport, _Meeting
+
+
+def mixed(comm):
+    """Uses everything, in an order that shifts the ranks against each other."""
+    part = comm.split(comm.rank % 2)
+    total = torch.zeros(4)
+    for step in range(5):
+        total += all_reduce(torch.full((4,), float(comm.rank + step)), comm)
+        total += broadcast(torch.full((4,), float(comm.rank)), part, root=part.size - 1)
+        other = torch.empty(2)
+        comm.send_recv(total[:2].clone(), (comm.rank + 1) % comm.size, other, (comm.rank - 1) % comm.size)
+        total += other.sum()
+        barrier(part)
+    return total.tolist()
+
+
+def test_the_same_every_time():
+    expected = World(4).run(mixed)
+    for _ in range(40):
+        assert World(4).run(mixed) == expected
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_same_every_time_for_long():
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for size in (2, 3, 4, 7, 16):
+            expected = World(size).run(mixed)
+            for _ in range(int(os.environ.get("SOAK_RUNS", 500))):
+                assert World(size).run(mixed) == expected
+    finally:
+        sys.setswitchinterval(switch)
+
+
+def test_the_last_two_to_leave_a_meeting(monkeypatch):
+    """Both may see that all have left; only one can remove it."""
+
+    class Slow(list):
+        def append(self, item):
+            super().append(item)
+            time.sleep(0.02)
+
+    class SlowMeeting(_Meeting):
+        def __init__(self, size):
+            super().__init__(size)
+            self.left = Slow()
+
+    monkeypatch.setattr("minizero.ranks.threads._Meeting", SlowMeeting)
+    assert World(4).run(barrier) == [None] * 4
+
+
+def test_a_message_that_came_between_two_looks_is_not_lost():
+    run = Run(2)
+    run.transports = [ThreadTransport(rank, [0, 1], torch.device("cpu"), 1.0, run) for rank in range(2)]
+    answers = iter([None, "message"])
+
+    def attempt(seconds):
+        run.finished.add(1)  # sent and returned, just after the first look
+        return next(answers)
+
+    assert run.transports[0]._wait(attempt, lambda: [1], "recv from") == "message"
+    assert run.failure is None
