@@ -9,8 +9,8 @@ from torch import nn
 
 from minizero import DDP, GPT, Zero3, all_reduce, recompute
 from precision.scaling import DynamicLossScaler
-from tests.engines.test_semantics import Blocks, fit, fit_plain, seeded
 from tests.support.helpers import SMALL, batch, relative_error, run
+from tests.support.small_models import Blocks, fit, fit_plain, seeded
 
 OPTIONS = {
     "one thing at a time": {"prefetch": 0},

@@ -1,0 +1,214 @@
+"""Any order of forwards and backwards trains as on one process, and any optimizer, group and scheduler."""
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import DDP, Zero1, Zero3
+from tests.support.helpers import STAGES, relative_error, run
+from tests.support.small_models import Blocks, check, decay, fit, fit_plain, seeded, vectors, wrapped
+
+# Forwards and backwards.
+
+
+def test_batches_of_other_sizes_on_other_ranks():
+    """The engine takes the mean of the ranks' losses, whatever each is a mean of; see accumulate for the other."""
+
+    def forward(model, x, rank):
+        return model(x[: 4 - rank]).square().mean()
+
+    check(seeded(Blocks), forward=forward, parts=3)
+
+
+def test_a_unit_used_twice_and_several_forwards_before_one_backward():
+    def twice(model, x, rank):
+        return model(x, order=(0, 1, 0, 2, 1)).square().mean()
+
+    def several(model, x, rank):
+        return model(x).square().mean() + model(x.flip(0), order=(2, 1)).mean() + model(-x).mean()
+
+    check(seeded(Blocks), forward=twice)
+    check(seeded(Blocks), forward=several)
+
+
+def test_two_backwards_after_two_forwards():
+    def both(model, x, rank):
+        first, second = model(x).square().mean(), model(2 * x).mean()
+        first.backward()
+        return second
+
+    check(seeded(Blocks), forward=both)
+
+
+def test_two_backwards_through_one_graph():
+    def forward(model, x, rank):
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    check(seeded(Blocks), forward=forward)
+    check(seeded(lambda: nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))), forward=forward)
+
+
+def test_forwards_without_backward_and_without_grad_change_nothing():
+    def forward(model, x, rank):
+        model(x)
+        with torch.no_grad():
+            expected = model(x)
+        model.eval()
+        assert torch.equal(model(x), expected)
+        model.train()
+        return model(x).square().mean()
+
+    check(seeded(Blocks), forward=forward)
+
+
+def test_a_backward_that_broke_off_does_not_spoil_the_next():
+    def forward(model, x, rank):
+        out = model(x)
+        out.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        return model(x).square().mean()
+
+    check(seeded(Blocks), forward=forward)
+
+
+def test_a_forward_that_raises_leaves_nothing_gathered():
+    def forward(model, x, rank):
+        with pytest.raises(TypeError):
+            model(x, order=(0, "no such block"))
+        if isinstance(model, Zero3):
+            assert all(p.numel() == 0 for p in model.module.parameters())
+        return model(x).square().mean()
+
+    for stage in STAGES:
+        run(2, fit, stage, seeded(Blocks), forward=forward)
+
+
+def test_recompute_inside_and_around_units():
+    from torch.utils.checkpoint import checkpoint
+
+    class Recomputed(Blocks):
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=False)
+            return self.out(x)
+
+    check(seeded(Recomputed))
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_after_the_step_uses_the_new_parameters(stage):
+    """Whoever writes the shards, and whatever ran between backward and the step."""
+
+    def losses(comm, update):
+        model = stage(seeded(Blocks)(), comm)
+        fused = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        x = vectors(0)
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            model(x)
+            if update == "fused":
+                fused.step()
+            else:
+                with torch.no_grad():
+                    for shard in model.parameters():
+                        shard -= 0.1 * shard.grad
+            fused.zero_grad()
+        return loss.item()
+
+    by_hand, fused = run(2, losses, "by hand")[0], run(2, losses, "fused")[0]
+    module = seeded(Blocks)()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = module(vectors(0)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert by_hand == pytest.approx(loss.item(), rel=1e-5) and fused == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_inner_module_computes_with_the_new_parameters(stage):
+    @wrapped(stage, dtype=torch.bfloat16)
+    def outputs(model, comm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(vectors(0)).float().square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            return model.module(vectors(0).bfloat16()), model(vectors(0))
+
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_group_by_never_mixes_values_in_a_shard(stage):
+    make = seeded(Blocks)
+
+    def grouped(comm):
+        model = stage(make(), comm, group_by=decay)
+        groups = model.parameter_groups()
+        optimizer = torch.optim.SGD(
+            [{"params": groups["matrices"], "weight_decay": 0.5}, {"params": groups.get("vectors", [])}], lr=0.1
+        )
+        count = {group: sum(p.numel() for p in shards) for group, shards in groups.items()}
+        assert sum(count.values()) == sum(p.numel() for p in model.parameters())
+        model(vectors(0).chunk(comm.size)[comm.rank]).square().mean().backward()
+        optimizer.step()
+        return model.gather_state_dict(), count
+
+    module = make()
+    named = dict(module.named_parameters())
+    parts = [[p for n, p in named.items() if decay(n, p) == g] for g in ("matrices", "vectors")]
+    optimizer = torch.optim.SGD([{"params": parts[0], "weight_decay": 0.5}, {"params": parts[1]}], lr=0.1)
+    module(vectors(0)).square().mean().backward()
+    optimizer.step()
+    for world_size in (2, 3):
+        ranks = run(world_size, grouped)
+        assert relative_error(ranks[0][0], module.state_dict()) < 1e-5
+        held = 1 if stage is DDP else world_size
+        for group, part in zip(("matrices", "vectors"), parts):
+            found = sum(rank[1].get(group, 0) for rank in ranks) * held // world_size
+            assert sum(p.numel() for p in part) <= found <= sum(p.numel() for p in part) + 4 * world_size
+
+
+def test_every_rank_knows_every_group():
+    groups = run(6, lambda comm: list(Zero1(seeded(Blocks)(), comm, group_by=decay).parameter_groups()))
+    assert all(found == ["matrices", "vectors"] or found == ["vectors", "matrices"] for found in groups)
+
+
+def test_clipping_where_ranks_do_not_divide_a_unit():
+    def norm(comm, stage):
+        model = stage(seeded(Blocks)(), comm)
+        model(vectors(0)).sum().backward()
+        return model.clip_grad_norm_(1e9).item()
+
+    module = seeded(Blocks)()
+    module(vectors(0)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
+    for world_size in (3, 4, 7):
+        norms = {clipped for stage in STAGES for clipped in run(world_size, norm, stage)}
+        assert len(norms) == 1 and norms.pop() == pytest.approx(expected, rel=1e-5)
+
+
+def test_learning_rate_schedulers():
+    lr_scheduler = torch.optim.lr_scheduler
+    states = {}
+    for schedule in (
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.1),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=4),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 2)],
+            milestones=[2],
+        ),
+    ):
+        check(seeded(Blocks), schedule=schedule)
+        states[schedule] = fit_plain(seeded(Blocks), schedule=schedule)
+    constant = fit_plain(seeded(Blocks))
+    assert all(relative_error(state, constant) > 1e-3 for state in states.values())

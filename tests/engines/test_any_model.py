@@ -1,0 +1,172 @@
+"""A model of any shape trains as on one process: odd sizes, tied, frozen and unused parameters, buffers."""
+
+import pytest
+import torch
+from torch import nn
+
+from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
+from tests.support.helpers import SMALL, STAGES, run
+from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors
+
+
+def test_odd_shapes_and_more_ranks_than_some_parameters():
+    for world_size in (2, 3, 4, 6):
+        check(seeded(Blocks), world_size)
+    check(seeded(lambda: nn.Linear(7, 1, bias=False)), 12)  # 7 elements on 12 ranks
+
+
+def test_tied_inside_a_unit_and_across_units():
+    def tie(model):
+        model.blocks[2][2].weight = model.blocks[0][2].weight  # across
+        model.blocks[1][0].bias = model.blocks[1][2].bias = nn.Parameter(torch.zeros(1))  # inside
+
+    def build():
+        model = Blocks(tie)
+        model.blocks[1][0].bias = nn.Parameter(torch.zeros(5))
+        model.blocks[1][2].bias = nn.Parameter(torch.zeros(7))
+        return model
+
+    check(seeded(build))
+    state = run(2, fit, Zero3, seeded(build))[0]
+    assert torch.equal(state["blocks.0.2.weight"], state["blocks.2.2.weight"])
+
+
+def test_frozen_parameters_do_not_move_and_are_not_the_optimizers():
+    def freeze(model):
+        model.blocks[0].requires_grad_(False)  # a whole unit, with nothing that trains before it
+        model.blocks[2].requires_grad_(False)  # one that gradients have to pass
+        model.blocks[1][0].weight.requires_grad_(False)  # part of one
+        model.out.bias.requires_grad_(False)
+
+    make = seeded(lambda: Blocks(freeze))
+    check(make)
+    state = run(2, fit, Zero3, make)[0]
+    for name, parameter in make().named_parameters():
+        assert torch.equal(state[name], parameter) != parameter.requires_grad
+
+    def trained(comm, stage):
+        return sum(p.numel() for p in stage(make(), comm).parameters())
+
+    total = sum(p.numel() for p in make().parameters() if p.requires_grad)
+    for stage in SHARDED:
+        assert total <= sum(run(2, trained, stage)) <= total + 8
+
+
+def test_unused_parameters_have_gradient_zero_in_every_stage():
+    def forward(model, x, rank):
+        return model(x, order=(0, 2)).square().mean()
+
+    check(seeded(Blocks), forward=forward)
+
+    def gradients(comm, stage):
+        model = stage(seeded(Blocks)(), comm)
+        model(vectors(0), order=(0, 2)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for stage in STAGES:
+        for found in run(2, gradients, stage):
+            assert all(g is not None for g in found) and any((g == 0).all() for g in found)
+
+
+def test_a_branch_that_only_some_ranks_take():
+    def forward(model, x, rank):
+        return model(x, order=(0, 1) if rank % 2 else (0, 2)).square().mean()
+
+    check(seeded(Blocks), forward=forward, parts=3, stages=(DDP, Zero1, Zero2))
+    # Stage 3 gathers in forward, where all ranks have to come: an error that names the units, not a hang.
+    with pytest.raises(RankFailed, match=r"blocks\.[12]"):
+        run(3, fit, Zero3, seeded(Blocks), forward=forward)
+
+
+def test_a_parameter_that_only_some_ranks_use():
+    """All ranks use the unit, so stage 3 can gather it; gradients are None on some ranks."""
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(7, 7) for name in "abc"})
+
+        def forward(self, x, name):
+            return self.layers[name](x).tanh()
+
+    class Chosen(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Either() for _ in range(3))
+
+        def forward(self, x, names):
+            for block, name in zip(self.blocks, names):
+                x = x + block(x, name)
+            return self.out(x)
+
+    def forward(model, x, rank):
+        return model(x, names=("aba", "aab", "bac")[rank]).square().mean()  # nobody takes c in the first, say
+
+    check(seeded(Chosen), forward=forward, parts=3)
+
+
+def test_buffers_stay_and_come_back_from_rank_zero():
+    class Norm(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(7)
+            self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+        def forward(self, x):
+            return super().forward(self.norm(x) * self.scale)
+
+    states = [run(2, fit, stage, seeded(Norm)) for stage in STAGES]
+    for ranks in states:
+        assert "scale" not in ranks[0] and int(ranks[0]["norm.num_batches_tracked"]) == 4
+        for name in ranks[0]:
+            assert torch.equal(ranks[0][name], ranks[1][name]) and torch.equal(ranks[0][name], states[0][0][name])
+
+
+def test_units_are_found_or_given():
+    def names(comm, make, units=None):
+        module = make()
+        return [unit.name for unit in Zero3(module, comm, units=units and units(module)).units]
+
+    assert run(1, names, Blocks)[0] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert run(1, names, lambda: GPT(SMALL))[0] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert run(1, names, lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))[0] == ["0", "1"]
+    assert run(1, names, lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))[0] == ["root"]
+    given = run(1, names, Blocks, lambda m: [m.blocks[1], m.out, m.blocks[1][0]])[0]
+    assert given == ["root", "blocks.1", "out", "blocks.1.0"]
+    assert run(1, names, Blocks, lambda m: [])[0] == ["root"]
+    check(seeded(Blocks), units=None)
+    with pytest.raises(RankFailed, match="submodule"):
+        run(1, names, Blocks, lambda m: [nn.Linear(2, 2)])
+
+
+class Gate(nn.Module):
+    """Its parameter's gradient is complete before its backward has used the parameter for the last time."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        return (x * self.gain.detach()).tanh() * self.gain
+
+
+def test_units_are_kept_until_their_inputs_have_their_gradients():
+    class Gates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gates = nn.ModuleList(Gate() for _ in range(3))
+            self.into = nn.Linear(7, 7)
+
+        def forward(self, x):
+            x = self.into(x)
+            for gate in (*self.gates, self.gates[2], self.gates[0], self.gates[0]):
+                x = gate(x)
+            return 30 * x
+
+    def freeze():
+        module = Gates()
+        module.gates[0].requires_grad_(False)
+        return module
+
+    check(seeded(Gates))
+    check(seeded(freeze))

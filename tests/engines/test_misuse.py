@@ -1,0 +1,183 @@
+"""A use that would train something else, or something wrong, is an error that says what to do."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
+from tests.support.helpers import SMALL, STAGES, relative_error, run
+from tests.support.small_models import SHARDED, Blocks, fit, seeded, vectors, wrapped
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_built_before_wrapping_is_told_at_its_first_step(stage):
+    def early(comm):
+        module = seeded(Blocks)()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = stage(module, comm)
+        model(vectors(0)).square().mean().backward()
+        optimizer.step()
+        return model.gather_state_dict()
+
+    if stage is DDP:
+        module = seeded(Blocks)()
+        assert relative_error(run(2, early)[0], module.state_dict()) > 1e-4
+    else:
+        with pytest.raises(RankFailed, match=r"before the model was wrapped.*parameters\(\)"):
+            run(2, early)
+
+
+def test_optimizers_that_need_whole_tensors_are_refused_where_there_are_none():
+    def step(comm, stage):
+        model = stage(seeded(Blocks)(), comm)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(vectors(0)).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).item()
+
+    assert run(2, step, DDP)[0] > 0
+    with pytest.raises(RankFailed, match="LBFGS.*whole tensors"):
+        run(2, step, Zero2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_modules_that_cannot_be_wrapped(stage):
+    def wrap(make, **options):
+        with pytest.raises(RankFailed) as failure:
+            run(1, lambda comm: stage(make(), comm, **options))
+        assert isinstance(failure.value.__cause__, ValueError)
+        return str(failure.value.__cause__)
+
+    def mixed():
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+    assert "no parameters that train" in wrap(nn.ReLU)
+    assert "no parameters that train" in wrap(lambda: nn.Linear(2, 2).requires_grad_(False))
+    assert "mixed devices (cpu, meta)" in wrap(mixed)
+    assert "float32, weight is torch.float64" in wrap(lambda: nn.Linear(2, 2).double())
+    assert "dtype must be" in wrap(lambda: nn.Linear(2, 2), dtype=torch.float64)
+    assert "wrapped in" in wrap(lambda: World(1, "cpu").run(lambda comm: stage(nn.Linear(2, 2), comm))[0].module)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_would_be_silently_wrong_is_refused(stage):
+    def use(comm):
+        model = stage(seeded(Blocks)(), comm)
+        for wrong in (model.half, lambda: copy.deepcopy(model)):
+            with pytest.raises(RuntimeError, match=stage.__name__):
+                wrong()
+        state = model.gather_state_dict()
+        for change, message in (
+            (lambda s: s.pop("out.bias"), "missing or unknown: out.bias"),
+            (lambda s: s.update(extra=torch.zeros(1)), "missing or unknown: extra"),
+            (lambda s: s.update({"out.bias": torch.zeros(2)}), r"out.bias \(2,\), here \(1,\)"),
+        ):
+            bad = dict(state)
+            change(bad)
+            with pytest.raises(ValueError, match=message):
+                model.load_full_state_dict(bad)
+        return True
+
+    assert all(run(2, use))
+
+
+def test_a_released_unit_cannot_be_used_by_accident():
+    def use(comm):
+        model = Zero3(seeded(Blocks)(), comm)
+        weight = model.module.blocks[0][0].weight
+        assert weight.numel() == 0
+        with pytest.raises(RuntimeError):
+            F.linear(vectors(0), weight)
+        return True
+
+    assert all(run(2, use))
+
+
+def test_ranks_with_different_models_are_told_so():
+    def build(comm):
+        Zero1(GPT(SMALL if comm.rank != 1 else dataclasses.replace(SMALL, width=64)), comm)
+
+    with pytest.raises(RankFailed, match="did the ranks build different models"):
+        run(3, build)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_uses_that_would_train_something_else_are_refused(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        first, second = model(vectors(0)).sum(), model(vectors(1)).sum()
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="changed between its forward and its backward"):
+            second.backward()
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(vectors(0)).sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        with pytest.raises(RuntimeError, match="set_to_none=True"):
+            model(vectors(0)).sum().backward()
+        model.module.out.bias.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="requires_grad changed in root"):
+            model(vectors(0))
+        with pytest.raises(RuntimeError, match="before wrapping"):
+            model.requires_grad_(False)
+        with pytest.raises(ValueError, match="norm_type"):
+            model.clip_grad_norm_(1.0, 0)
+
+
+def test_double_backward_is_refused_where_parameters_come_and_go():
+    def penalty(model):
+        x = vectors(0).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    def norm(model, comm):
+        penalty(model)
+        return model.clip_grad_norm_(1e9).item()
+
+    def backward(model, comm):
+        model(vectors(0)).square().sum().backward(create_graph=True)
+
+    module = seeded(Blocks)()
+    penalty(module)
+    expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
+    for stage in (DDP, Zero1, Zero2):
+        assert wrapped(stage)(norm) == pytest.approx(expected, rel=1e-5)
+        with pytest.raises(RankFailed, match="an average over ranks.* use torch.autograd.grad"):
+            wrapped(stage)(backward)
+    for use in (norm, backward):
+        with pytest.raises(RankFailed, match="double backward.* use DDP, Zero1 or Zero2"):
+            wrapped(Zero3)(use)
+
+
+def test_reentrant_recompute_of_a_shared_unit_is_refused():
+    from torch.utils.checkpoint import checkpoint
+
+    class Reentrant(Blocks):
+        def forward(self, x):
+            x = self.out(x) + x
+            for _ in range(2):
+                x = checkpoint(self.blocks[2], x, use_reentrant=True)
+            return 30 * x
+
+    with pytest.raises(RankFailed, match="use_reentrant=False"):
+        run(2, fit, Zero1, seeded(Reentrant))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_initialising_after_wrapping_is_refused(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        for outer in (model, nn.Sequential(model)):
+            with pytest.raises(RuntimeError, match=f"{stage.__name__}: initialise the module before wrapping"):
+                outer.apply(lambda module: None)
