@@ -1,0 +1,166 @@
+"""Every storage counts once, with the bytes that it has at that moment."""
+
+import contextlib
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from minizero.memory import CATEGORIES, Ledger, tag
+
+
+def test_views_count_once_and_resized_storages_as_they_are():
+    with Ledger() as ledger:
+        a = torch.zeros(1000)
+        view, other = a[10:], a.view(10, 100).t()
+        assert ledger.current["total"] == 4000
+        a.untyped_storage().resize_(0)
+        assert ledger.current["total"] == 0
+        a.untyped_storage().resize_(4000)
+        b = torch.empty(0)
+        b.resize_(500)
+        assert ledger.current["total"] == 6000
+        tag(b, "gradients")
+        assert ledger.current["gradients"] == 2000
+        del a, view, other, b
+        assert ledger.current["total"] == 0
+    assert [s["total"] for s in ledger.curve if s["total"]] == [4000, 4000, 4000, 6000, 2000]
+    assert ledger.peak == dict.fromkeys(CATEGORIES, 0) | {"temporary": 4000, "gradients": 2000, "total": 6000}
+
+
+def test_what_is_older_is_not_counted_when_it_is_written_to():
+    older, out = torch.zeros(1000), torch.empty(0)
+    norm = nn.BatchNorm1d(3)
+    with Ledger() as ledger:
+        older.add_(1)
+        torch.ones(4, out=older[:4])
+        assert ledger.current["total"] == 0
+        torch.add(torch.ones(10), 1, out=out)
+        assert ledger.current["total"] == 0
+        kept = [norm(torch.ones(20, 3)), *torch._foreach_add([older, older], 1)]  # new tensors, in a list too
+        assert ledger.current["total"] >= 4 * 60 + 8000
+        del kept
+
+
+def test_tensors_made_from_python_numbers_count():
+    with Ledger() as ledger:
+        keep = torch.tensor([1.0, 2.0])
+        assert ledger.current["total"] == keep.nbytes
+        again = torch.as_tensor(keep)
+        assert ledger.current["total"] == keep.nbytes and again is keep
+
+
+def test_copies_of_tensors_count():
+    old = torch.ones(100)
+    with Ledger() as ledger:
+        kept = [copy.deepcopy(old)]
+        assert ledger.current["total"] == 400
+        torch.save(kept, file := io.BytesIO())
+        file.seek(0)
+        kept += torch.load(file)
+        assert ledger.current["total"] == 800
+
+
+def test_inference_mode_hides_no_copy():
+    """There `to`, `reshape` and `contiguous` come whole, and say that they give a view."""
+    old = torch.ones(10, 10)
+    with Ledger() as ledger, torch.inference_mode():
+        kept = [old.to(torch.float64), old.t().contiguous(), old.t().reshape(100)]
+        assert ledger.current["total"] == sum(tensor.nbytes for tensor in kept) == 1600
+        kept += [old.to(torch.float32), old.contiguous(), old.reshape(100), kept[0].view(100)]  # these are views
+        assert ledger.current["total"] == 1600
+
+
+def test_what_an_operator_is_given_to_write_to_may_grow():
+    with Ledger() as ledger:
+        kept = torch.empty(0)
+        assert ledger.current["total"] == 0
+        torch.add(torch.ones(100), 1, out=kept)
+        assert ledger.current["total"] == kept.nbytes == 400
+
+
+def test_what_has_no_bytes_holds_none():
+    with Ledger() as ledger:
+        kept = [torch.empty(0), torch.ones(10)]
+        assert len(kept) == 2 and [row["operator"] for row in ledger.holders] == ["aten.ones.default"]
+
+
+def test_a_storage_at_the_address_of_one_that_is_gone_is_another():
+    with Ledger() as ledger:
+        address = (tensor := torch.empty(10)).untyped_storage()._cdata
+        del tensor
+        storages = [torch.UntypedStorage(40) for _ in range(1000)]
+        storage = next(storage for storage in storages if storage._cdata == address)
+        tag(torch.empty(0).set_(storage), "communication")
+        assert ledger.current["communication"] == 40
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_compressed_sparse_tensors_count():
+    with Ledger() as ledger:
+        kept = [torch.eye(10).to_sparse_csr()]
+        before = ledger.current["total"]
+        assert before >= 11 * 8 + 10 * 8 + 10 * 4
+        kept.append(kept[0].clone())
+        assert ledger.current["total"] - before >= 11 * 8 + 10 * 8 + 10 * 4
+        kept.clear()
+        assert ledger.current["total"] == 0
+
+
+def test_a_tensor_made_of_tensors_counts_as_those():
+    """As DTensor is, of which PyTorch's own sharding is made: the outside has no bytes."""
+    inside = torch.ones(100), torch.ones(100)
+    module = nn.Module()
+    module.weight = nn.Parameter(TwoTensor(*inside))
+    with Ledger(module) as ledger:
+        assert ledger.current["parameters"] == 800
+        twice = module.weight * 2
+        assert ledger.current["total"] == 1600 and twice.a.sum() == 200
+
+
+def test_a_sparse_gradient_counts_by_its_values_and_indices():
+    table = nn.Embedding(1000, 10, sparse=True)
+    with Ledger(table) as ledger:
+        table(torch.tensor([1, 2])).sum().backward()
+        gradient = table.weight.grad
+        assert gradient.is_sparse and ledger.current["gradients"] == 2 * 10 * 4 + 2 * 8
+        before = ledger.current["temporary"]
+        kept = gradient.clone()
+        assert ledger.current["temporary"] == before + 2 * 10 * 4 + 2 * 8 and kept.is_sparse
+
+
+@pytest.mark.parametrize("how", ["the ledger inside", "the ledger outside", "meta"])
+def test_a_step_that_only_pretends_counts_like_a_real_one(how):
+    """Every figure to the byte: a model that does not fit is measured so. On a CPU meta takes the GPU's ways."""
+
+    nothing = contextlib.nullcontext()
+
+    def peak(mode, device="cpu", outside=nothing):
+        with mode:
+            module = nn.Sequential(nn.Linear(100, 200), nn.GELU(), nn.Dropout(), nn.Linear(200, 50))
+            if device == "meta":
+                module.to(device)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=False)
+            x = torch.randn(30, 100, device=device)
+        with Ledger(module, optimizer) as ledger, outside:
+            for _ in range(2):
+                module(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return ledger.peak
+
+    real = peak(nothing)
+    if how == "meta":
+        pretended = peak(nothing, "meta")
+    else:
+        mode = FakeTensorMode()
+        pretended = peak(mode, outside=mode if how == "the ledger outside" else nothing)
+    assert real["activations"] > 48_000 and real["parameters"] == real["optimizer"] == 121_000
+    assert {key: pretended[key] for key in CATEGORIES if key != "temporary"} == {
+        key: real[key] for key in CATEGORIES if key != "temporary"
+    }
+    assert pretended["total"] == pytest.approx(real["total"], rel=0.01)
