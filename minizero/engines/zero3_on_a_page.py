@@ -31,6 +31,7 @@ def shard(layer: nn.Module, comm: Comm) -> torch.Tensor:
 
 
 def drop(layer: nn.Module) -> None:
+    """Give the memory of the layer's parameters back."""
     for parameter in layer.parameters():
         parameter.untyped_storage().resize_(0)  # the memory goes, the shape stays
 
