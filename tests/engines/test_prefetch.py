@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from minizero import GPT, RankFailed, World, Zero3, all_reduce
-from tests.memory.test_memory import BLOCK, CONFIG, ROOT, TOTAL, measure
 from tests.support.helpers import SMALL, batch, run, train
+from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
 
 def ahead(prefetch, **options):

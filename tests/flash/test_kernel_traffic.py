@@ -13,7 +13,7 @@ from flash.traffic import Traffic
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from flash import kernels  # noqa: E402
-from tests.flash.test_kernels import blocks_of, options_of, tensors  # noqa: E402
+from tests.support.kernel_cases import blocks_of, options_of, tensors  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="looks into Triton's interpreter")
 

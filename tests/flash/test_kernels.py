@@ -1,7 +1,6 @@
 """The Triton kernels, under Triton's interpreter where there is no GPU: accuracy, edges, bits."""
 
 import concurrent.futures
-import contextlib
 import functools
 import importlib.util
 import math
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash import attention_reference, flash_attention, flash_attention_varlen
-from flash.checks import check
 from flash.options import dropout_keep
 from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, gamma
 
@@ -21,27 +19,11 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 import triton  # noqa: E402
 
 from flash import kernels, launch  # noqa: E402
+from tests.support.kernel_cases import DEVICE, blocks_of, options_of, tensors  # noqa: E402
 
-DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 INF, NAN = math.inf, math.nan
 attention = functools.partial(flash_attention, backend="triton")
 attention_varlen = functools.partial(flash_attention_varlen, backend="triton")
-
-
-def tensors(*shapes, dtype=torch.float32, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
-
-
-def options_of(q, k, v, causal=False, window=None, p=0.0, seed=None, scale=None):
-    return check("test", q, k, v, causal, scale, window, p, seed).with_lengths(q.shape[2], k.shape[2])
-
-
-def blocks_of(rows, keys):
-    """All kernels with these blocks; on a GPU the table's."""
-    if not kernels.INTERPRETED:
-        return contextlib.nullcontext()
-    return mock.patch.object(launch, "choose", lambda *_: launch.Blocks(rows, keys, 4, 1))
 
 
 # Accuracy.

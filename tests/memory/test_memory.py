@@ -1,6 +1,5 @@
 """Bytes: what each stage holds, measured by the ledger, against the formulas."""
 
-import contextlib
 import dataclasses
 import gc
 
@@ -15,27 +14,7 @@ from minizero.memory.tables import by_module
 from minizero.memory.tape import holders, moments
 from minizero.models.gpt import Attention, Block
 from tests.support.helpers import STAGES, run
-
-CONFIG = GPTConfig(vocabulary=64, sequence_length=8, width=160, layers=4, heads=2)  # 1.2 million parameters
-TOTAL = sum(p.numel() for p in GPT(CONFIG).parameters())
-BLOCK = sum(p.numel() for p in GPT(CONFIG).blocks[0].parameters())
-ROOT = TOTAL - CONFIG.layers * BLOCK
-
-
-def measure(comm, stage, dtype=None, steps=2, config=CONFIG):
-    """Bytes after the step and before zero_grad, the peaks and the curve of the last step."""
-    model = stage(GPT(config), comm, dtype=dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.zeros(1, config.sequence_length, dtype=torch.long)
-    # Two ranks are enough to look at: a ledger in every thread makes them queue up for the interpreter.
-    watched = comm.rank in (0, comm.size - 1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with Ledger(model, optimizer) if watched else contextlib.nullcontext() as ledger:
-            model(tokens, tokens).backward()
-            optimizer.step()
-            current = ledger and ledger.current
-    return (current, ledger.peak, ledger.curve) if watched else None
+from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -13,7 +13,7 @@ import torch
 
 from precision import arithmetic
 from precision.formats import FP16
-from tests.precision.test_arithmetic import OPERANDS, apply, assert_same, half_way
+from tests.support.arithmetic_cases import OPERANDS, apply, assert_same, half_way
 from tests.support.oracles import ROUNDINGS, boundaries, softfloat, softfloat_calls, softfloat_loop
 
 pytestmark = pytest.mark.exhaustive

@@ -16,7 +16,8 @@ from minizero.ranks.comm import Comm
 from minizero.ranks.processes import WORDS_BYTES
 from minizero.ranks.transport import Collective
 from minizero.ranks.watch import Watch
-from tests.ranks.test_processes import SOON, error_of, run, timed, wait_for
+from tests.support.failures import SOON, error_of, timed, wait_for
+from tests.support.processes import run
 
 
 def broken(comm, odd):

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 
 from minizero import Comm, CommTimeout, RankFailed, World, barrier
-from tests.ranks.test_processes import SOON, spawn
+from tests.support.failures import SOON
 from tests.support.mismatched_training import CASES
+from tests.support.processes import spawn
 
 TIMEOUT = 1.0  # where ranks wait for each other in vain; nobody else may take a busy machine's pause for that
 

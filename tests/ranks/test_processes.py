@@ -1,13 +1,11 @@
 """The same ranks as processes over gloo. A spawn costs seconds, so each does many checks."""
 
 import functools
-import multiprocessing
 import os
 import pickle
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,56 +15,8 @@ from minizero import CollectiveMismatch, World
 from minizero.engines.layout import pad
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
-
-
-def rank_main(fn, rank, size, folder, threads):
-    torch.set_num_threads(threads)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
-    with Comm.from_process_group() as comm:
-        result = fn(comm)
-    assert dist.is_initialized()  # it was there before
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
-    dist.destroy_process_group()
-
-
-def spawn(main, size, folder: Path, *args, patience=600):
-    """`main(*args with the rank)` in processes of their own; their exit codes, once all have ended."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=main, args=(rank, size, folder, *args)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + patience
-    for process in processes:
-        process.join(max(0, end - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return codes
-
-
-class Main:
-    """`rank_main` with its function, in a form that can be sent to another process."""
-
-    def __init__(self, fn):
-        self.fn, self.threads = fn, torch.get_num_threads()
-
-    def __call__(self, rank, size, folder):
-        rank_main(self.fn, rank, size, folder, self.threads)
-
-
-def run(fn, size, folder):
-    """Results of `fn(comm)` in rank order."""
-    assert spawn(Main(fn), size, folder) == [0] * size
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
-
-
-def error_of(fn):
-    """The type and text of what `fn` raises, and the rank that it blames."""
-    try:
-        fn()
-    except Exception as error:
-        return type(error).__name__, str(error), getattr(error, "rank", None)
-    return None
+from tests.support.failures import SOON, error_of, timed, wait_for
+from tests.support.processes import run, spawn
 
 
 def everything(comm):
@@ -167,21 +117,6 @@ def test_messages_that_do_not_fit_never_meet(tmp_path):
     for pair in (ranks[:2], ranks[2:]):  # who times out first closes the connection; the other may see that first
         kinds = {error[0] for error, _ in pair}
         assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}
-
-
-def timed(fn):
-    start = time.monotonic()
-    return *error_of(fn), time.monotonic() - start
-
-
-SOON = 30  # seconds, half of a communicator's timeout: nobody waited for that, however busy the machine is
-
-
-def wait_for(*paths):
-    """Until these files are there."""
-    patience = time.monotonic() + 2 * SOON
-    while time.monotonic() < patience and not all(path.exists() for path in paths):
-        time.sleep(0.01)
 
 
 def one_is_late(folder, comm):

@@ -1,0 +1,52 @@
+"""Ranks as processes of their own, over gloo: started, and their results fetched."""
+
+import multiprocessing
+import pickle
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from minizero.ranks.comm import Comm
+
+
+def rank_main(fn, rank, size, folder, threads):
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    with Comm.from_process_group() as comm:
+        result = fn(comm)
+    assert dist.is_initialized()  # it was there before
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
+
+
+def spawn(main, size, folder: Path, *args, patience=600):
+    """`main(*args with the rank)` in processes of their own; their exit codes, once all have ended."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=main, args=(rank, size, folder, *args)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + patience
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+class Main:
+    """`rank_main` with its function, in a form that can be sent to another process."""
+
+    def __init__(self, fn):
+        self.fn, self.threads = fn, torch.get_num_threads()
+
+    def __call__(self, rank, size, folder):
+        rank_main(self.fn, rank, size, folder, self.threads)
+
+
+def run(fn, size, folder):
+    """Results of `fn(comm)` in rank order."""
+    assert spawn(Main(fn), size, folder) == [0] * size
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
