@@ -2,7 +2,8 @@
 
 A first run may change buffers: batch norm adds the batch to its running statistics, spectral norm improves its
 vector. A second run must read what the first run read, and must not add the batch twice. So `Buffers` copies the
-buffers before the first run, and lends the copies to the modules while a later run goes on.
+buffers before the first run, and lends the copies to the modules while a later run goes on. The modules are those
+that `modules_of` finds in the function, and those that this thread calls while the function runs.
 """
 
 import contextlib
@@ -32,57 +33,51 @@ class Noted(NamedTuple):
 
 
 class Buffers:
-    """The buffers that the first run of `fn` changed, as they were before it."""
+    """The buffers that a first run changes, as they were before it. `note` comes before the module's first run."""
 
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
-        self.before: dict[nn.Module, Named] = {}
+    def __init__(self) -> None:
+        self.before: dict[nn.Module, Named] = {}  # while the first run goes on: of all modules noted
+        self.noted: dict[int, Noted] = {}  # by the buffer's id: modules may share a buffer
 
-    @contextlib.contextmanager
-    def first_run(self) -> Iterator[None]:
-        """Copies the buffers of each module before it runs, and keeps the copies of those that the run changed.
+    def note(self, module: nn.Module) -> None:
+        """Copies the buffers of a module, and of all that it contains, if it has not been noted yet."""
+        if module in self.before:
+            return
+        for each in module.modules():  # the function may change buffers of a module that it does not call
+            if each not in self.before:
+                self.before[each] = dict(each._buffers)
+                for name, buffer in each._buffers.items():
+                    if buffer is not None and id(buffer) not in self.noted:
+                        _refuse_lazy(each, name, buffer)
+                        self.noted[id(buffer)] = Noted(buffer, _version(buffer), _copy(buffer))
 
-        The modules are those that `_modules_of` finds in fn, with all that they contain, and those that this
-        thread calls while fn runs.
-        """
-        before: dict[nn.Module, Named] = {}
-        noted: dict[int, Noted] = {}  # by the buffer's id: modules may share a buffer
-
-        def note(module: nn.Module) -> None:
-            if module not in before:
-                for each in module.modules():  # fn may change the buffers of a module that it does not call
-                    if each not in before:
-                        before[each] = dict(each._buffers)
-                        for name, buffer in before[each].items():
-                            if buffer is not None and id(buffer) not in noted:
-                                _refuse_lazy(each, name, buffer)
-                                noted[id(buffer)] = Noted(buffer, _version(buffer), _copy(buffer))
-
-        for module in _modules_of(self.fn):
-            note(module)
-        with _before_each_module(note):
-            yield
+    def first_run_is_over(self) -> None:
+        """Keeps the copies of what the run has changed, and forgets the others."""
+        noted, self.noted = self.noted, {}
         self.before = {
             module: {name: None if buffer is None else noted[id(buffer)].copy for name, buffer in buffers.items()}
-            for module, buffers in before.items()
+            for module, buffers in self.before.items()
             if (module._buffers or buffers) and _has_changed(module, buffers, noted)
         }
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """A later run has the buffers from before the first run; afterwards the modules have today's again."""
-        today = {module: module._buffers for module in self.before}
-        lent: dict[int, torch.Tensor] = {}  # copies of the copies: there may be a third run
-        try:
-            for module, buffers in self.before.items():
-                module._buffers = {
-                    name: None if buffer is None else lent.setdefault(id(buffer), _copy(buffer))
-                    for name, buffer in buffers.items()
-                }
-            yield
-        finally:
-            for module, buffers in today.items():
-                module._buffers = buffers
+    def put_back(self) -> dict[nn.Module, Named]:
+        """Gives the modules the buffers from before the first run. Returns their own, for `give_back`."""
+        copies: dict[int, torch.Tensor] = {}  # copied again, since there may be a third run
+        lent = {
+            module: {
+                name: None if buffer is None else copies.setdefault(id(buffer), _copy(buffer))
+                for name, buffer in buffers.items()
+            }
+            for module, buffers in self.before.items()
+        }
+        now = {module: module._buffers for module in lent}
+        give_back(lent)
+        return now
+
+
+def give_back(buffers: dict[nn.Module, Named]) -> None:
+    for module, own in buffers.items():
+        module._buffers = own
 
 
 def _refuse_lazy(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
@@ -120,7 +115,7 @@ def _has_numbers(buffer: torch.Tensor) -> bool:
     return type(buffer) is torch.Tensor and not buffer.is_meta and buffer.layout == torch.strided
 
 
-def _modules_of(fn: Any, depth: int = 3) -> list[nn.Module]:
+def modules_of(fn: Any, depth: int = 3) -> list[nn.Module]:
     """fn itself if it is a module; else those that it is bound to, or has in its arguments, closure or globals."""
     if isinstance(fn, nn.Module):
         return [fn]
@@ -136,11 +131,11 @@ def _modules_of(fn: Any, depth: int = 3) -> list[nn.Module]:
         closure = [cell.cell_contents for cell in fn.__closure__ or () if cell != empty]
         used = [fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__]
         parts = [*closure, *used, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    return [module for part in parts for module in _modules_of(part, depth - 1)]
+    return [module for part in parts for module in modules_of(part, depth - 1)]
 
 
 @contextlib.contextmanager
-def _before_each_module(do: Callable[[nn.Module], None]) -> Iterator[None]:
+def before_each_module(do: Callable[[nn.Module], None]) -> Iterator[None]:
     """Calls `do` on each module before this thread runs it."""
     thread = threading.get_ident()
 

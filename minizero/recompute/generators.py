@@ -5,10 +5,9 @@ are not, so a function that draws from them is refused. In a thread beside the m
 are left alone: `OwnGenerators` takes their place.
 """
 
-import contextlib
 import ctypes
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,18 +45,14 @@ class Generators:
                 "call torch.cuda.init() before"
             )
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """A later run draws what the first one drew; afterwards the generators go on as if it had not been."""
+    def put_back(self) -> States:
+        """Sets the generators to where they were before the first run. Returns where they are now, for `set_states`."""
         now = [(generator, generator.get_state()) for generator, _ in self.states]
-        try:
-            _set(self.states)
-            yield
-        finally:
-            _set(now)
+        set_states(self.states)
+        return now
 
 
-def _set(states: States) -> None:
+def set_states(states: States) -> None:
     if states:
         with without_modes():  # as in _raw
             for generator, state in states:

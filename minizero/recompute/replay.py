@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from minizero import torch_private
-from minizero.recompute.buffers import Buffers
-from minizero.recompute.generators import Generators
+from minizero.recompute.buffers import Buffers, before_each_module, give_back, modules_of
+from minizero.recompute.generators import Generators, set_states
 from minizero.recompute.own_generators import OwnGenerators, in_a_thread
 
 _running = threading.local()  # .again: does this thread run something for the second time?
@@ -44,16 +44,20 @@ class Replay:
         preserve_rng_state: bool = True,
         generators: Iterable[torch.Generator] = (),
     ) -> None:
+        self.fn = fn
         self.autocast = _autocast()
         self.device = _default_device()
-        self.buffers = Buffers(fn)
+        self.buffers = Buffers()
         self.generators = Generators(tensors, generators) if preserve_rng_state else None
         self.own = OwnGenerators() if preserve_rng_state and in_a_thread() else None
 
     @contextlib.contextmanager
     def first_run(self) -> Iterator[None]:
-        with self.buffers.first_run(), self.own or contextlib.nullcontext():
+        for module in modules_of(self.fn):
+            self.buffers.note(module)
+        with self.own or contextlib.nullcontext(), before_each_module(self.buffers.note):
             yield
+        self.buffers.first_run_is_over()
         if self.generators is not None:
             self.generators.first_run_is_over()
 
@@ -62,9 +66,10 @@ class Replay:
         outer, _running.again = is_recomputing(), True
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self.buffers.again())
+                # What was put back is undone at the end, whatever happens.
+                stack.callback(give_back, self.buffers.put_back())
                 if self.generators is not None:
-                    stack.enter_context(self.generators.again())
+                    stack.callback(set_states, self.generators.put_back())
                 if self.autocast != _autocast():
                     for kind, enabled, dtype, cache in self.autocast:
                         stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
