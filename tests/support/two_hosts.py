@@ -166,7 +166,7 @@ def step(comm, host, model, optimizer):
 
     def leaving():
         """In the ring of all ranks what rank 1 sends leaves host 0; in a hybrid, all that goes across groups."""
-        if hasattr(model, "across"):
+        if model.across is not None:
             return model.across.bytes_sent if host == 0 else 0
         return comm.bytes_sent if comm.rank == 1 else 0
 
