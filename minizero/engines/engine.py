@@ -169,7 +169,7 @@ class Engine(Wrapped, abc.ABC):
     def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         not_alone("the model")
         check_frozen(type(self).__name__, self.units)
-        check_compiled(self, [unit.module or self.module for unit in self.units])
+        check_compiled(self, [self.module if unit.module is None else unit.module for unit in self.units])
         if self.backward is not None and torch_private.current_backward() == -1:  # the last backward raised
             self.backward = None
             self.release_all()
