@@ -1,7 +1,7 @@
 """What the main job measures while it trains: bytes held, bytes sent, seconds.
 
-A ledger slows the steps that it watches. So it watches every other step, on one rank at a time, and the steps between
-give the time.
+A ledger slows the steps that it watches, and on one machine it slows the other ranks, too. So it watches every other
+step, on one rank at a time, and the steps between give the time.
 """
 
 import contextlib

@@ -38,8 +38,8 @@ class Engine(Wrapped, abc.ABC):
     parameters of one group only. Buffers keep their dtype.
 
     forward moves every tensor in its arguments, and in tuples, lists and dicts among them, to `comm.device`, as
-    `fully_shard` does, and with a 16-bit `dtype` casts those of floating point. It leaves other objects, such as
-    dataclasses, as they are, and what the module returns.
+    `fully_shard` does, and with a 16-bit `dtype` casts those of floating point. It does not change other objects, such
+    as dataclasses. It does not change what the module returns.
     """
 
     inside: Comm | None = None  # the ranks that a unit is sharded over, if that is not all of `comm`
@@ -119,8 +119,8 @@ class Engine(Wrapped, abc.ABC):
     def when(self) -> Any:
         """Who gathers, releases and reduces when the engine says so.
 
-        The stage itself, or its `Ahead`, which calls the same methods of the stage early, in other threads. What
-        neither sends nor receives (`forward_is_over`) the engine asks of the stage itself.
+        The stage itself; or its `Ahead`, which puts the stage's own parts (`make_room`, `fill`, `average`) together in
+        another order, with collectives in other threads.
         """
         return self.ahead or self
 

@@ -53,8 +53,8 @@ class LocalGradient:
     def give(self, shards: Shards, average: torch.Tensor, full: torch.Tensor | None) -> None:
         """Let the shards' .grad be the average, plus what they had before. average: flat, perhaps with padding behind.
 
-        `full` lives as long as .grad, which is until zero_grad(): stages 0 and 1 keep full gradients, and this is what
-        their memory is counted by.
+        In stages 0 and 1 the full gradient stays until zero_grad(), as long as .grad: their 4Ψ bytes are real, and the
+        ledger sees them. What was averaged in 16 bits becomes FP32 here, for the optimizer.
         """
         average = average.float()
         tag(average, "gradients")

@@ -101,9 +101,9 @@ class Unit:
     def replica_is_stale(self) -> bool:
         """Has `master` been written since the replica was made from it?
 
-        `_version` is PyTorch's count of in-place writes. Views share it, so optimizer.step() on a shard raises it. If
-        the answer is yes, the rank enters an all-gather. So it must be the same on all ranks: a step counts as a write
-        on every rank, also where a shard is empty.
+        `_version` is PyTorch's count of in-place writes. A parameter made of a view shares it, so optimizer.step() on a
+        shard raises it. If the answer is yes, the rank enters an all-gather. So all ranks must give one answer: a step
+        counts as a write on every rank, also where a shard is empty.
         """
         return self.master._version != self.version
 
@@ -124,8 +124,8 @@ class Unit:
             self.gradient = None
         if self.gradient is None:
             self.gradient = LocalGradient(self.layout, self.shards, self.dtype, self.comm.device)
-            # In FP32 DDP autograd adds to .grad itself, so it must be None. In all else it can stay in sight, where
-            # zero_grad() clears it, also if this backward raises.
+            # In FP32 DDP autograd adds to .grad itself, so it must be None. In every other case .grad stays on the
+            # shard: so zero_grad() still clears it, even if this backward raises.
             clear = self.original
         else:
             clear = True  # it is a view of the sum that backward goes on adding to
@@ -138,7 +138,10 @@ class Unit:
             shard.grad = None
 
     def restore_gradient(self) -> None:
-        """The backward brought nothing, or raised: give the shards the .grad of before, unless zero_grad() took it."""
+        """The backward brought nothing, or raised. FP32 DDP: give back the .grad of before, unless zero_grad() took it.
+
+        In the other stages .grad has stayed where it was; what no_sync had added up is gone.
+        """
         before = self.gradient.before if self.gradient is not None else []
         self.gradient = None
         for shard, gradient in zip(self.shards, before) if self.original else ():

@@ -40,7 +40,7 @@ class Use:
     def __init__(self, engine: Any, unit: Unit, given: Any) -> None:
         self.engine, self.unit = engine, unit
         self.version = unit.version  # of the master that the replica was made from
-        self.began = torch_private.next_operation()  # each thread numbers its operations
+        self.began = torch_private.next_operation()  # a thread numbers its operations, one after the other
         self.inputs = {id(x): x._version for x in tensors_in(given) if x.grad_fn is not None}
         self.opened = self.closed = -1
 
@@ -48,7 +48,7 @@ class Use:
         """The forward is over. given: what the unit was given, as it is now."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                # Runs after the tensor's own hooks: the unit behind it in forward is released before this is gathered.
+                # Runs after the tensor's own hooks: the next unit of the forward is released before this is gathered.
                 tensor.grad_fn.register_prehook(self.open)
                 # An in-place write to a view changes its grad_fn; backward then reaches the grad_fn of its base first.
                 if self.made(tensor._base):
@@ -201,7 +201,9 @@ def without_leaves(args: Any, kwargs: Any) -> Any:
     leaves = {id(tensor): tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
     if not (leaves and torch.is_grad_enabled()):
         return None  # leave them as they are
-    views = {key: leaf.view_as(leaf) for key, leaf in leaves.items()}  # one each: attention asks whether q is k
+    views = {
+        key: leaf.view_as(leaf) for key, leaf in leaves.items()
+    }  # one each: nn.MultiheadAttention asks whether q is k
     return tuple(views.get(id(a), a) for a in args), {name: views.get(id(a), a) for name, a in kwargs.items()}
 
 

@@ -1,6 +1,6 @@
 """ZeRO stage 1: each rank keeps the optimizer states of its own chunk only.
 
-    per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ/N   = 8Ψ + 8Ψ/N bytes
+    per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ/N   = 8Ψ + 8Ψ/N bytes, for Ψ parameters
     sent per step           2Ψ (N-1)/N elements: reduce-scatter of gradients, all-gather of parameters
 
 DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer between the two: after the
@@ -38,5 +38,5 @@ class Zero1(Engine):
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         mine = unit.chunk(gradient)
         reduce_scatter(gradient, self.comm, "mean", out=mine, label=unit.name)
-        # The other chunks are of no use to this rank, and still fill memory until zero_grad().
+        # The other chunks are of no use to this rank. Stage 1 keeps them all the same, until zero_grad(): see zero2.py.
         unit.set_gradient(mine, full=gradient)

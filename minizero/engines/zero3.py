@@ -53,7 +53,7 @@ class Zero3(Engine):
         super().__init__(module, comm, **options)
         self.ahead = Ahead(self, prefetch) if prefetch else None  # instead of gather and reduce, from the same parts
 
-    @torch_private.not_compiled  # what `torch.compile` around the engine would trace comes and goes
+    @torch_private.not_compiled  # around the engine, torch.compile would trace memory that comes and goes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
@@ -88,7 +88,7 @@ class Zero3(Engine):
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, not only the parameter: autograd still holds views of it, which `fill` fills again.
-        # Autograd does not object: it counts writes to tensors, not what storages hold.
+        # Autograd does not object: a tensor that was set by `.data =` counts its writes apart from the replica's.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 

@@ -7,8 +7,8 @@ the same way. Of each gradient a rank keeps the part that belongs to its shard.
     forward     gather 0, compute 0, drop 0     gather 1, compute 1, drop 1     …
     backward    …     gather 1, backward 1, drop 1, reduce 1     gather 0, backward 0, drop 0, reduce 0
 
-Of the activations only each layer's input is kept, so a layer computes twice. `zero3.py` keeps all activations and
-computes each layer once, and it needs no loop of its own: hooks say when to gather.
+Of the activations only each layer's input is kept, so a layer computes twice (without dropout: it would differ).
+`zero3.py` keeps all activations and computes each layer once, and needs no loop of its own: hooks say when to gather.
 Rajbhandari et al., 2019, "ZeRO", section 5.3.
 """
 

@@ -42,7 +42,7 @@ def ring_reduce_scatter(
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
-    count = min(comm.transport.ring_buffers(partial), comm.size - 1)  # one goes out, one is filled; some take more
+    count = min(comm.transport.ring_buffers(partial), comm.size - 1)  # one goes out, one is filled; processes take more
     buffers = [torch.empty_like(partial) for _ in range(count)]
     for buffer in buffers:
         tag(buffer, "communication")

@@ -7,8 +7,8 @@ another learns only from a message, and a `Comm` sends and receives the messages
     with Comm.from_process_group() as comm:   this process is one rank of torchrun
 
 `send` returns when the matching `recv` has copied the data (a rendezvous, as in MPI). Two ranks
-that both `send` first deadlock; use `send_recv`. All data moves by these three calls:
-of them are made the collectives (collectives.py), and of the collectives data parallelism and ZeRO.
+that both `send` first deadlock; use `send_recv`. The collectives
+(collectives.py) are made of these three calls; data parallelism and ZeRO are made of the collectives.
 """
 
 import contextlib
