@@ -20,7 +20,11 @@ def one_thread():
 
 
 def pytest_collection_modifyitems(items):
-    """What computes with a library, whose sums have another order on another processor, is for `tests.portable`."""
+    """The longest tests begin first: at the end one worker would wait for them.
+
+    What computes with a library, whose sums have another order on another processor, is for `tests.portable`.
+    """
+    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
     for item in items:
         if {"torch", "numpy", "np"} & vars(item.module).keys():
             item.add_marker("numbers")
