@@ -21,7 +21,7 @@ from minizero.engines.refused import check_compiled, check_frozen, check_module,
 from minizero.engines.shards import GroupBy
 from minizero.engines.unit import Unit
 from minizero.engines.units import make_units
-from minizero.engines.uses import Backward, tensors_in, watch, without_leaves
+from minizero.engines.uses import Backward, Uses, tensors_in, watch, without_leaves
 from minizero.engines.wrapped import Wrapped
 from minizero.ranks.alone import not_alone
 from minizero.ranks.collectives import broadcast
@@ -61,6 +61,7 @@ class Engine(Wrapped, abc.ABC):
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
+        self.uses = Uses()
         self.observers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
         self.note_names()
         for name, buffer in module.named_buffers():
@@ -175,6 +176,8 @@ class Engine(Wrapped, abc.ABC):
             self.release_all()
             for unit in self.in_order:
                 unit.restore_gradient()
+        if torch_private.current_backward() == -1:  # what is left there ended by an exception
+            self.uses.running.clear()
         self.do(self.when.before_forward)
         for unit in self.roots:
             self.do(self.when.gather, unit)
@@ -190,7 +193,6 @@ class Engine(Wrapped, abc.ABC):
         return self.backward
 
     def release_all(self) -> None:
-        if self.backward is not None:
-            self.backward.open_uses.clear()
+        self.uses.open.clear()
         for unit in self.units:
             self.do(self.when.release, unit)

@@ -12,7 +12,6 @@ So when the gradient of an input has come, the unit's own operations are done.
 """
 
 import dataclasses
-import itertools
 import types
 import weakref
 from collections import Counter
@@ -26,15 +25,28 @@ from minizero import torch_private
 from minizero.engines.refused import check_unchanged
 from minizero.engines.unit import Unit
 
-numbers = itertools.count()
 # `engine: Any` is an `Engine`, whose file imports this one.
+
+
+class Uses:
+    """The uses of an engine's units. running: those whose forward runs, the innermost last. open: how many, by unit."""
+
+    def __init__(self) -> None:
+        self.running: list[Use] = []
+        self.open: Counter[Unit] = Counter()
+
+    def take(self, unit: Unit) -> "Use":
+        """The innermost use of the unit, whose forward is over. What lies above it ended by an exception."""
+        while (use := self.running.pop()).unit is not unit:
+            pass
+        return use
 
 
 class Use:
     """One use of a unit in a forward, and the hooks by which autograd opens and closes it in backward.
 
     It must hold no tensors: their hooks hold it, and such a cycle would never be freed. A graph can be gone through
-    twice, so `opened` and `closed` are the numbers of backwards.
+    twice, also by `torch.autograd.grad` inside a forward, so `opened` and `closed` are autograd's numbers of a pass.
     """
 
     def __init__(self, engine: Any, unit: Unit, given: Any) -> None:
@@ -42,7 +54,7 @@ class Use:
         self.version = unit.version  # of the master that the replica was made from
         self.began = torch_private.next_operation()  # a thread numbers its operations, one after the other
         self.inputs = {id(x): x._version for x in tensors_in(given) if x.grad_fn is not None}
-        self.opened = self.closed = -1
+        self.opened = self.closed = -1  # no pass has this number
 
     def watch(self, given: Any, output: Any) -> None:
         """The forward is over. given: what the unit was given, as it is now."""
@@ -70,35 +82,35 @@ class Use:
         return tensor is not None and torch_private.operation_of(tensor) >= self.began
 
     def open(self, _: Any) -> None:
-        backward = self.engine.begin_backward()
-        if self.opened != backward.number:  # one of several outputs is the first
-            self.opened = backward.number
+        this = torch_private.current_backward()
+        if self.opened != this:  # one of several outputs is the first
+            self.opened = this
             check_unchanged(self.engine, self.unit, self.version)
-            backward.open_uses[self.unit] += 1
+            self.engine.uses.open[self.unit] += 1
             self.engine.do(self.engine.when.gather, self.unit)
 
     def close(self, _: Any) -> None:
-        backward = self.engine.backward
-        if backward is not None and self.opened == backward.number != self.closed:
-            self.closed = backward.number
-            backward.open_uses[self.unit] -= 1
-            if not backward.open_uses[self.unit]:  # no other use of the same unit is open
+        if self.opened == torch_private.current_backward() != self.closed:
+            self.closed = self.opened
+            self.engine.uses.open[self.unit] -= 1
+            if not self.engine.uses.open[self.unit]:  # no other use of the same unit is open
                 self.engine.do(self.engine.when.release, self.unit)
 
 
 class Backward:
-    """One backward pass of a model.
+    """One backward pass of a model: it begins with the gradient of an output, or of a parameter.
+
+    A gradient that only goes through a unit, to an input, is none of it: nothing is to be reduced then.
 
     left: the units that are still to be reduced. The order is fixed, last block first, so that all ranks reduce the
     same unit at the same time even if only some of them took a branch. owed: by unit, the numbers of the parameters
-    whose gradient has not come. open_uses: by unit, how many of its uses are open.
+    whose gradient has not come.
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.number = engine, next(numbers)
+        self.engine = engine
         self.left = list(engine.in_order)
         self.owed = {unit: set(range(len(unit.parameters))) for unit in self.left}
-        self.open_uses: Counter[Unit] = Counter()
 
     def begin(self) -> None:
         for unit in self.engine.in_order:
@@ -121,7 +133,7 @@ class Backward:
                 f"{stage}: a second gradient for {unit.name} after it was reduced: "
                 "use checkpoint with use_reentrant=False, or no_sync()"
             )
-        if self.engine.reshard_after_forward and unit.module is not None and not self.open_uses[unit]:
+        if self.engine.reshard_after_forward and unit.module is not None and not self.engine.uses.open[unit]:
             raise RuntimeError(
                 f"{stage}: backward reached {unit.name} while it was not gathered: a tensor that it made "
                 "was used, but was neither in its output nor an attribute: return it from the unit's forward"
@@ -154,17 +166,16 @@ class Backward:
 
 def watch(engine: Any, unit: Unit) -> None:
     """Register the hooks that tell the engine of the unit's uses."""
-    uses: list[Use] = []  # those whose forward runs, the innermost last
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         engine.do(engine.when.gather, unit)
         changed = without_leaves(args, kwargs)
-        uses.append(Use(engine, unit, changed or (args, kwargs)))
+        engine.uses.running.append(Use(engine, unit, changed or (args, kwargs)))
         return changed
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         engine.do(engine.forward_is_over, unit)
-        uses.pop().watch((args, kwargs), output)
+        engine.uses.take(unit).watch((args, kwargs), output)
 
     if unit.module is not None:
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
