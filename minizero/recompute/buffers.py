@@ -76,6 +76,7 @@ class Buffers:
 
 
 def give_back(buffers: dict[nn.Module, Named]) -> None:
+    """Each module has its own buffers again, as they were before copies were lent to it."""
     for module, own in buffers.items():
         module._buffers = own
 

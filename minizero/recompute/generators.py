@@ -53,6 +53,7 @@ class Generators:
 
 
 def set_states(states: States) -> None:
+    """Set each generator to its state. A mode that watches operators does not see it."""
     if states:
         with without_modes():  # as in _raw
             for generator, state in states:
