@@ -67,9 +67,8 @@ class Engine(Wrapped, abc.ABC):
         for name, buffer in module.named_buffers():
             buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
-        self.in_order = [
-            unit for unit in reversed(self.units) if unit.trains
-        ]  # as they are reduced: last block first, the root last
+        # The order in which units are reduced: last block first, the root last.
+        self.in_order = [unit for unit in reversed(self.units) if unit.trains]
         check_compiled(self, module.modules())
         for unit in self.units:
             full = unit.flatten()
