@@ -9,6 +9,7 @@ import pytest
 from tests import portable
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(portable.openblas_core() == "", reason="this NumPy has no OpenBLAS to choose from")
 def test_a_setting_without_effect_is_named():
     """OpenBLAS, as the others, ignores a value that it does not know."""
@@ -19,6 +20,7 @@ def test_a_setting_without_effect_is_named():
         assert (done.returncode != 0) == bool(words) and words in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_no_test_to_run_is_an_error():
     """Its selection cannot become empty unseen: of a file without numbers nothing is left."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", portable.MARKS, "tests/simulate/test_cli.py"]

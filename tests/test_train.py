@@ -121,7 +121,10 @@ def test_the_text_is_the_one_given(tmp_path, four_stages):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize(
+    "world_size",
+    [2, *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.accuracy]) for n in (1, 8))],
+)
 def test_16_bits_and_other_world_sizes(tmp_path, dtype, world_size):
     results = run(tmp_path, "--world-size", str(world_size), "--dtype", dtype, "--steps", "3")
     losses = [one["losses"] for one in results["runs"]]

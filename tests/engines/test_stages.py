@@ -18,7 +18,7 @@ def same_state(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.accuracy])])
 def test_fifty_steps_are_bit_identical_and_agree_with_one_process(world_size):
     results = {stage: run(world_size, train, stage, 50, eps=1e-4) for stage in STAGES}
     losses, state, _ = results[DDP][0]

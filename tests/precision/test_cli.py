@@ -141,6 +141,7 @@ def test_unknown_names(capsys):
     assert "unrecognized arguments" in refusal(capsys, "1", "--colour", "red")
 
 
+@pytest.mark.slow
 def test_the_command_itself():
     """Through a pipe there is no colour and no traceback; on a terminal, colour tells the fields apart."""
     command, folder = [sys.executable, "-m", "precision"], Path(__file__).parents[2]

@@ -153,6 +153,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, options, words):
     assert not out
 
 
+@pytest.mark.slow
 def test_help_runs_as_a_module():
     command = [sys.executable, "-m", "minizero.simulate", "--help"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
