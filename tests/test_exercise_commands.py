@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exercises import runner, stubs
+from tests.exercises import checker, stubs
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.demo import main as demo
 from tests.exercises.workbook import Workbook
@@ -133,7 +133,7 @@ def test_without_triton_its_exercises_block_nothing(tmp_path, monkeypatch, workb
         importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else found(name, *rest)
     )
     exercise = find("triton_forward")
-    assert "Linux, WSL or Colab" in runner.run(exercise, workbook.path(exercise)).words
+    assert "Linux, WSL or Colab" in checker.run(exercise, workbook.path(exercise)).words
     workbook.state["passed"] = [e.name for e in COURSE if e.number < exercise.number]
     assert workbook.current() == find("traffic")
 

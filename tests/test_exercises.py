@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minizero import barrier
-from tests.exercises import kit, runner, selfcheck, stubs
+from tests.exercises import checker, kit, runner, selfcheck, stubs
 from tests.exercises.breaking import broken
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.definition import definition
@@ -174,7 +174,7 @@ def test_another_right_answer_passes_too(name, tmp_path):
     path = tmp_path / exercise.file
     head = "\n".join(text.splitlines()[: start - 1])
     path.write_text(f"{head}\ndef {exercise.function}{OTHER_ANSWERS[name]}\n")
-    outcome = runner.run(exercise, path)
+    outcome = checker.run(exercise, path)
     assert outcome.status == "passed", outcome
 
 
@@ -227,7 +227,7 @@ def test_it_is_said_in_words_what_stopped_a_check(name, tmp_path):
     body, words = HOPELESS[name]
     path = tmp_path / RING.file
     path.write_text(body.replace("BODY", "def ring_reduce_scatter(chunks, comm, combine=None, out=None):"))
-    outcome = runner.run(RING, path)
+    outcome = checker.run(RING, path)
     assert outcome.name == name and words in outcome.words, outcome
     assert "Traceback" not in outcome.words and "tensor(" not in outcome.words
     if name == "one-step-short":
@@ -249,12 +249,12 @@ def test_a_rank_that_computes_on_is_no_deadlock():
 
 
 @pytest.mark.slow
-def test_a_wait_ends_where_python_cannot_be_interrupted(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "WAIT_SECONDS", 0.5)
+def test_a_wait_ends_where_python_cannot_be_interrupted(tmp_path):
     path = tmp_path / RING.file
     path.write_text("import time\ntime.sleep(100)\ndef ring_reduce_scatter(chunks, comm):\n    return 1")
-    outcome = runner.run(RING, path)
-    assert outcome.name == "endless", outcome
+    with checker.Checker(wait=0.5) as patient:
+        outcome = patient.check(RING, path)
+    assert outcome.name == "endless" and "line 2: time.sleep(100)" in outcome.words, outcome
 
 
 def test_the_package_is_itself_again_afterwards(tmp_path):

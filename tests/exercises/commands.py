@@ -13,8 +13,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from tests.exercises.checker import run
 from tests.exercises.course import COURSE, NO_TRITON, Exercise, find
-from tests.exercises.runner import Outcome, run
+from tests.exercises.runner import Outcome
 from tests.exercises.workbook import Workbook
 
 console = Console(width=min(80, shutil.get_terminal_size().columns), highlight=False)
@@ -135,7 +136,8 @@ def hint(arguments: argparse.Namespace, workbook: Workbook) -> int:
         style = "bold" if number == given else "dim"
         say(f"Hint {number} of {len(hints)}: {' '.join(text.split())}", style)
     if given == len(hints):
-        console.print(f"That was the last one. The reference: make solution E={exercise.id}")
+        insist = "" if workbook.has_passed(exercise) else " INSIST=1"
+        console.print(f"That was the last one. The reference: make solution E={exercise.id}{insist}")
     return 0
 
 

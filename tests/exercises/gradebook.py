@@ -1,61 +1,157 @@
-"""`make gradebook DIR=submissions`: a CSV with a row for each exercise and a column for each student.
+"""`make gradebook DIR=submissions`: what each student's answers were told, as tables.
 
 A submission is a folder with files of a workbook, at any depth. A cell is "passed", "not begun", "not handed in", or
-the diagnosis in words. Each file runs in a process of its own with a time limit, as in `make check`. A process does not
-protect against code that means harm: run this on a machine without anything to steal or to break.
+the diagnosis in words. The tables are written anew after each student, so that nothing that happens later loses a mark:
+
+    gradebook.csv       a row for each exercise, a column for each student
+    moodle.csv          a row for each student: 1 for an exercise that passed; canvas.csv: how many passed
+    gradescope/….json   the result of one student, as Gradescope's autograder reads it
+
+A strange answer runs in a sandbox, if the system has one (`sandbox.py`). No sandbox hides the package's own functions.
 """
 
 import concurrent.futures
 import csv
+import io
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rich.markup import escape
 from rich.table import Table
 
+from tests.exercises import sandbox
+from tests.exercises.checker import Checker
 from tests.exercises.course import COURSE, Exercise
-from tests.exercises.runner import run
 
 WORDS = {"passed": "passed", "todo": "not begun", "impossible": "needs Triton"}
 
 
+class Grades(NamedTuple):
+    """A student's cells, by the exercise's id, and what the lecturer should know of the folder."""
+
+    student: str
+    cells: dict[str, str]
+    notes: list[str]
+
+    def passed(self, exercises: Iterable[Exercise]) -> int:
+        """How many of the exercises have passed."""
+        return sum(self.cells[exercise.id] == "passed" for exercise in exercises)
+
+
 def write(folder: Path, output: Path | None, console: Any) -> int:
-    """Check everything under `folder`, write the table, and return 0. `ValueError` if there are no submissions."""
+    """Check everything under `folder`, write the tables, and return 0. `ValueError` if there are no submissions."""
     if not folder.is_dir():
         raise ValueError(f"gradebook: {folder} is no folder: make gradebook DIR=submissions, one folder a student")
-    students = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    folder = folder.resolve()
+    output = output or folder / "gradebook.csv"
+    students = sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in ("gradescope", ".git"))
+    students = [path for path in students if not path.name.startswith(".")]
     if not students:
         raise ValueError(f"gradebook: {folder} has no folders: put each student's files into one")
-    output = output or folder / "gradebook.csv"
-    jobs = [(exercise, student) for student in students for exercise in COURSE]
-    cells: dict[tuple[Exercise, Path], str] = {}
-    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        for job, cell in zip(jobs, pool.map(lambda job: grade(*job), jobs)):
-            cells[job] = cell
-            if job[0] is COURSE[-1]:
-                console.print(f"{job[1].name}: {_passed(cells, job[1])} of {len(COURSE)} passed")
-    with output.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["exercise", *(student.name for student in students)])
-        for exercise in COURSE:
-            rows.writerow([f"{exercise.id} {exercise.name}", *(cells[exercise, student] for student in students)])
+    if not sandbox.has_one():
+        console.print(sandbox.OPEN)
+    done: list[Grades] = []
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+        waiting = [pool.submit(grade, student, folder) for student in students]
+        try:
+            for future in concurrent.futures.as_completed(waiting):
+                grades = future.result()
+                done = sorted([*done, grades])
+                _write_tables(done, output)
+                console.print(escape(f"{grades.student}: {grades.passed(COURSE)} of {len(COURSE)} passed"))
+                for note in grades.notes:
+                    console.print(escape(f"  {note}"))
+        finally:
+            pool.shutdown(cancel_futures=True)
     table = Table("student", "passed", "core", box=None)
-    for student in students:
-        core = sum(cells[e, student] == "passed" for e in COURSE if e.core)
-        table.add_row(student.name, str(_passed(cells, student)), str(core))
+    for grades in done:
+        core = grades.passed(exercise for exercise in COURSE if exercise.core)
+        table.add_row(escape(grades.student), str(grades.passed(COURSE)), str(core))
     console.print(table)
-    console.print(f"wrote {output}")
+    console.print(escape(f"wrote {_plain(str(output))}, and moodle.csv, canvas.csv, gradescope/ beside it"))
     return 0
 
 
-def grade(exercise: Exercise, student: Path) -> str:
-    """The text of one cell."""
-    files = sorted(path for path in student.rglob(exercise.file) if "old" not in path.relative_to(student).parts)
-    if not files:
-        return "not handed in"
-    outcome = run(exercise, files[0])
-    return WORDS.get(outcome.status) or f"{outcome.name}: {outcome.words}"
+def grade(student: Path, submissions: Path) -> Grades:
+    """All answers of one student, in one sandbox."""
+    files, notes = _files(student)
+    cells = {}
+    with Checker(sandbox.wall(submissions, student)) as checker:
+        for exercise in COURSE:
+            if exercise.file not in files:
+                cells[exercise.id] = "not handed in"
+                continue
+            try:
+                outcome = checker.check(exercise, files[exercise.file])
+                cells[exercise.id] = WORDS.get(outcome.status) or f"{outcome.name}: {outcome.words}"
+            except Exception as error:  # whatever it is, the other answers count
+                cells[exercise.id] = f"gradebook-error: {type(error).__name__}: {error}"
+    return Grades(_plain(student.name), cells, notes)
 
 
-def _passed(cells: dict[tuple[Exercise, Path], str], student: Path) -> int:
-    return sum(cells[exercise, student] == "passed" for exercise in COURSE)
+def _files(student: Path) -> tuple[dict[str, Path], list[str]]:
+    """The answers by the name of their file; what is odd about the folder."""
+    names = {exercise.file for exercise in COURSE}
+    found: dict[str, Path] = {}
+    notes = []
+    for path in sorted(student.rglob("*.py")):
+        place = path.relative_to(student)
+        if "old" in place.parts or path.name == "conftest.py":
+            continue
+        if path.name not in names:
+            notes.append(_plain(f"{place} is no file of an exercise"))
+        elif path.name in found:
+            notes.append(_plain(f"{place} is left out: {found[path.name].relative_to(student)} has the same name"))
+        elif not path.resolve().is_relative_to(student.resolve()):
+            notes.append(_plain(f"{place} is left out: it is a link to another folder"))
+        else:
+            found[path.name] = path
+    return found, notes
+
+
+def _write_tables(done: list[Grades], output: Path) -> None:
+    """All tables, of the students so far."""
+    rows = [["exercise", *(grades.student for grades in done)]]
+    rows += [[f"{e.id} {e.name}", *(grades.cells[e.id] for grades in done)] for e in COURSE]
+    _write_csv(output, rows)
+    rows = [["username", *(f"{e.id} {e.name}" for e in COURSE), "passed", "notes"]]
+    for grades in done:
+        marks = [str(int(grades.cells[e.id] == "passed")) for e in COURSE]
+        rows.append([grades.student, *marks, str(grades.passed(COURSE)), "; ".join(grades.notes)])
+    _write_csv(output.with_name("moodle.csv"), rows)
+    rows = [["Student", "ID", "SIS User ID", "SIS Login ID", "Section", "minizero exercises"]]
+    rows += [["    Points Possible", "", "", "", "", str(len(COURSE))]]
+    rows += [[grades.student, "", "", grades.student, "", str(grades.passed(COURSE))] for grades in done]
+    _write_csv(output.with_name("canvas.csv"), rows)
+    (output.parent / "gradescope").mkdir(exist_ok=True)
+    for grades in done:
+        tests = [
+            {"name": f"{e.id} {e.title}", "score": int(cell == "passed"), "max_score": 1, "output": _plain(cell)}
+            for e in COURSE
+            for cell in [grades.cells[e.id]]
+        ]
+        _replace(output.parent / "gradescope" / f"{grades.student}.json", json.dumps({"tests": tests}, indent=1))
+
+
+def _write_csv(path: Path, rows: list[list[str]]) -> None:
+    """A table that a spreadsheet reads as text: no cell is taken for a formula."""
+    text = io.StringIO()
+    csv.writer(text).writerows(
+        [[f"'{cell}" if cell[:1] in tuple("=+-@\t\r") else cell for cell in map(_plain, row)] for row in rows]
+    )
+    _replace(path, text.getvalue())
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole, or leave what is there."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8", newline="")
+    new.replace(path)
+
+
+def _plain(text: str) -> str:
+    """The text, with escapes for what UTF-8 cannot write: half characters, and names that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

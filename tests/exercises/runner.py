@@ -1,4 +1,4 @@
-"""Check an answer: in this process (`examine`), or in a process of its own with a time limit (`run`).
+"""Check an answer in this process: `examine`. (`checker.py` gives it a process of its own, and limits.)
 
 An outcome says in words what ended the check: a syntax error, a missing name, an endless loop, ranks that wait for each
 other, an exception, or the check's own diagnosis.
@@ -8,26 +8,19 @@ import ast
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import linecache
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.exercises.course import COURSE, NO_TRITON, ROOT, Exercise
+from tests.exercises.course import NO_TRITON, Exercise
 
 SECONDS = 4.0  # of computing that a check may take; the references take less than 2
-HARD_SECONDS = 7.0  # of computing, after which an operation that cannot be interrupted ends the process
-WAIT_SECONDS = 60.0  # of the clock, after which the process is ended, if it only waits
-START_SECONDS = 300.0  # to import torch, on a busy machine
+LARGEST = 2**20  # bytes of a file that an answer may be
 
 
 @dataclasses.dataclass
@@ -49,18 +42,32 @@ def look(exercise: Exercise, path: Path) -> Outcome | None:
     if not exercise.is_possible():
         return Outcome("impossible", "no-triton", NO_TRITON)
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            return Outcome("failed", "no-file", f"{path.name} is no file to read: a folder, a pipe or a device.")
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            return Outcome(
+                "failed", "no-file", f"{path.name} has more than {LARGEST // 2**20} MiB: is it the right one?"
+            )
+        text = content.decode("utf-8-sig")
     except OSError as error:
         return Outcome("failed", "no-file", f"There is no file {path.name} to read ({error.strerror}).")
     except UnicodeDecodeError:
         return Outcome("failed", "syntax", f"{path.name} is not a text file in UTF-8: save it as one.")
     try:
-        tree = ast.parse(text)
+        return _look_at(ast.parse(text), exercise)
+    except (MemoryError, RecursionError):
+        return Outcome("failed", "syntax", f"{path.name} is nested too deeply for Python to read it.")
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         code = text.splitlines()[line - 1].strip() if line and line <= len(text.splitlines()) else ""
         message = getattr(error, "msg", str(error))
         return Outcome("failed", "syntax", f"Python cannot read the file: {message}, in line {line}: {code}")
+
+
+def _look_at(tree: ast.Module, exercise: Exercise) -> Outcome | None:
+    """What its syntax tree says of an answer."""
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == exercise.function]
     if not functions:
         return Outcome("failed", "missing", f"The file must define the function {exercise.function}, and does not.")
@@ -97,7 +104,7 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
     except Diagnosis as diagnosis:
         return Outcome("failed", diagnosis.name, diagnosis.words)
     except TimeUp:
-        return _endless(f"After {seconds:g} seconds of computing", place)
+        return endless(f"After {seconds:g} seconds of computing", place)
     except NotImplementedError as error:
         if str(error):
             return Outcome("failed", "NotImplementedError", _explain(error, path))
@@ -107,44 +114,6 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
     return Outcome("passed", "passed", "Passed.")
 
 
-def run(exercise: Exercise, path: Path) -> Outcome:
-    """Check the answer in `path`, in a process of its own. That process ends in any case."""
-    said = look(exercise, path)
-    if said is not None:
-        return said
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        report, output = Path(folder, "report.json"), Path(folder, "output.txt")
-        command = [sys.executable, "-m", "tests.exercises.runner", exercise.id, str(path.resolve()), str(report)]
-        with output.open("wb") as printed:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | threads, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed
-            )
-            try:
-                in_time = _wait(process, report)
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        said = _read(report)
-        text = output.read_bytes()[-4000:].decode(errors="replace").strip()
-    if said is None or said.status == "started":
-        if in_time and process.returncode and process.returncode < 0:
-            name = signal.Signals(-process.returncode).name
-            words = f"Python itself crashed ({name}): was memory read or written that had been given back?"
-            said = Outcome("failed", "crash", words)
-        elif not in_time:
-            words = f"After {WAIT_SECONDS:g} seconds the check still ran, in an operation that cannot be interrupted."
-            said = Outcome("failed", "endless", f"{words} Is there a loop that never ends, or a very large tensor?")
-        else:
-            words = (
-                f"The process ended (exit status {process.returncode}) before the check did. Does the file call exit?"
-            )
-            said = Outcome("failed", "ended", words)
-    said.printed = text
-    return said
-
-
 def _has_the_package_s(exercise: Exercise, module: Any) -> bool:
     """Whether the answer's module holds the very function that it must replace, and could simply call it."""
     from tests.exercises.patch import holder_of
@@ -152,27 +121,6 @@ def _has_the_package_s(exercise: Exercise, module: Any) -> bool:
     own = vars(holder_of(exercise))[exercise.function]
     own = getattr(own, "__func__", own)
     return any(getattr(value, "__func__", value) is own for value in vars(module).values())
-
-
-def _wait(process: subprocess.Popen, report: Path) -> bool:
-    """Wait for the process, and say whether it ended in time. The time begins once it has imported what it needs."""
-    start = time.monotonic()
-    begun = None
-    while process.poll() is None:
-        now = time.monotonic()
-        if begun is None and report.exists():
-            begun = now
-        if now - (begun or start) > (WAIT_SECONDS if begun else START_SECONDS):
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _read(report: Path) -> Outcome | None:
-    try:
-        return Outcome(**json.loads(report.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
 
 
 def load(path: Path) -> Any:
@@ -189,12 +137,12 @@ def load(path: Path) -> Any:
     return module
 
 
-def _endless(after: str, place: list[str]) -> Outcome:
+def endless(after: str, place: list[str]) -> Outcome:
     where = f" It was at {place[0]}." if place else ""
     return Outcome("failed", "endless", f"{after} it still ran: is there a loop that never ends?{where}")
 
 
-def _places(path: Path) -> list[str]:
+def places(path: Path) -> list[str]:
     """The lines of the file where the threads are at this moment."""
     return [line for frame in sys._current_frames().values() if (line := _line_in(path, frame))]
 
@@ -210,7 +158,7 @@ def _time_limit(path: Path, place: list[str], seconds: float) -> Iterator[None]:
         return
 
     def ring(*_: Any) -> None:
-        place[:] = _places(path)
+        place[:] = places(path)
         raise TimeUp
 
     before = signal.signal(signal.SIGPROF, ring)
@@ -246,37 +194,3 @@ def _explain(error: BaseException, path: Path) -> str:
         return f"A name is missing: {message}: a typo, or an import that is not there? In {line or 'the file'}"
     where = f"in {line}" if line else "in the package, which runs with your function inside"
     return f"{type(error).__name__} {where} – {message}"
-
-
-def main() -> None:
-    """`python -m tests.exercises.runner 05 FILE REPORT`: what `run` starts."""
-    number, path, report = sys.argv[1:]
-    exercise = next(e for e in COURSE if e.id == number)
-    import torch
-
-    torch.set_num_threads(1)
-    exercise.load()
-    _write(Path(report), Outcome("started", "", ""))
-
-    def watch() -> None:  # for a machine without timers that interrupt; counts computing, however busy the machine is
-        start = time.process_time()
-        while time.process_time() - start < HARD_SECONDS:
-            time.sleep(0.1)
-        _write(Path(report), _endless(f"After {HARD_SECONDS:g} seconds of computing", _places(Path(path))))
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-    said = examine(exercise, Path(path))
-    sys.stdout.flush()
-    _write(Path(report), said)
-    os._exit(0)  # a rank may still compute
-
-
-def _write(report: Path, outcome: Outcome) -> None:
-    new = report.with_suffix(".new")
-    new.write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
-    new.replace(report)
-
-
-if __name__ == "__main__":
-    main()

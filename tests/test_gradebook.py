@@ -1,0 +1,158 @@
+"""The gradebook: whatever a submission is, the marks of the others stand, and nothing of it stays."""
+
+import csv
+import json
+import os
+import sys
+
+import pytest
+from rich.console import Console
+
+from tests.exercises import checker, gradebook, sandbox, stubs
+from tests.exercises.course import find
+
+PAD = find("pad")
+HEAD = "import os, sys, time, torch\nfrom pathlib import Path\n"
+RIGHT = stubs.answer(PAD)
+
+# What the file of an exercise may be, and what the cell then says. The last line of each is not reached, or is wrong.
+STRANGE = {
+    "killer": (HEAD + "os.kill(os.getppid(), 9)\ntime.sleep(99)\n" + RIGHT, ("killed:", "ended:", "endless:")),
+    "exits": (HEAD + "os._exit(0)\n" + RIGHT, ("ended:",)),
+    "minuses": ("def pad(tensor, multiple):\n    return " + "-" * 100_000 + "1\n", ("syntax:",)),
+    "many terms": ("def pad(tensor, multiple):\n    return " + "1+" * 20_000 + "1\n", ("syntax:", "RecursionError:")),
+    "half a character": ('def pad(tensor, multiple):\n    raise ValueError("\\ud800")\n', ("ValueError:",)),
+    "=HYPERLINK(1)": ('def pad(tensor, multiple):\n    raise ValueError("=1+1")\n', ("ValueError:",)),
+    "forges": (
+        HEAD + 'import json\nsaid = json.dumps({"status": "passed", "name": "passed", "words": "", "printed": ""})\n'
+        "import contextlib\nfor fd in range(3, 30):\n    with contextlib.suppress(OSError):\n"
+        '        os.write(fd, said.encode() + b"\\n")\nos._exit(0)\n' + RIGHT,
+        ("ended:",),
+    ),
+    "hoards": (HEAD + "torch.ones(25 * 10**9)\n" + RIGHT, ("RuntimeError:",)),
+    "prints": (HEAD + "print('x' * 2**30)\n" + RIGHT, ("OSError:", "MemoryError:")),
+    "computes for ever": ("sum(range(10**13))\n" + RIGHT, ("endless:",)),
+    "in a thread": (
+        "from threading import Lock\nlock = Lock()\nlock.acquire()\nlock.acquire()\n" + RIGHT,
+        ("endless:",),
+    ),
+    "with a mark": ("\ufeff" + RIGHT, ("passed",)),
+    "right": (RIGHT, ("passed",)),
+}
+
+
+@pytest.fixture
+def submissions(tmp_path, monkeypatch):
+    monkeypatch.setattr(gradebook, "COURSE", [PAD])
+    monkeypatch.setattr(checker.Checker.__init__, "__defaults__", ((), 5.0))
+    folder = tmp_path / "submissions"
+    folder.mkdir()
+    return folder
+
+
+def student(submissions, name, text):
+    folder = submissions / name
+    folder.mkdir()
+    (folder / PAD.file).write_text(text, encoding="utf-8")
+    return folder
+
+
+def cells(submissions):
+    with (submissions / "gradebook.csv").open(encoding="utf-8", newline="") as file:
+        names, row = csv.reader(file)
+    return dict(zip(names[1:], row[1:], strict=True))
+
+
+@pytest.mark.slow
+def test_whatever_a_submission_is_the_marks_of_the_others_stand(submissions):
+    for name, (text, _) in STRANGE.items():
+        student(submissions, name, text)
+    unreadable = {
+        "pipe": lambda path: os.mkfifo(path),
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "neighbour": lambda path: path.symlink_to(submissions / "right" / PAD.file),
+        "folder": lambda path: path.mkdir(),
+        "dangling": lambda path: path.symlink_to("nowhere"),
+    }
+    for name, make in unreadable.items():
+        (submissions / name).mkdir()
+        make(submissions / name / PAD.file)
+    (submissions / os.fsdecode(b"caf\xe9 [late]")).mkdir()
+    assert gradebook.write(submissions, None, Console(width=80, file=sys.stdout)) == 0
+    found = cells(submissions)
+    for name, (_, starts) in STRANGE.items():
+        assert found.get(name, found.get("'" + name, "")).startswith(starts), (name, found)
+    assert all(found[name] != "passed" for name in unreadable), found
+    assert found["caf\\udce9 [late]"] == "not handed in"
+    assert not [cell for cell in found if cell.startswith("=")]
+
+
+def test_a_table_is_written_after_each_student(submissions, monkeypatch):
+    for name in ("ada", "bob"):
+        student(submissions, name, RIGHT)
+
+    def grade(path, _):
+        if path.name == "bob":
+            raise KeyboardInterrupt
+        return gradebook.Grades(path.name, {PAD.id: "passed"}, [])
+
+    monkeypatch.setattr(gradebook, "grade", grade)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        gradebook.write(submissions, None, Console(quiet=True))
+    assert cells(submissions) == {"ada": "passed"}
+
+
+def test_exports_that_other_systems_read(submissions, monkeypatch):
+    student(submissions, "ada", RIGHT)
+    (submissions / "ada" / "01-pad.py").write_text(RIGHT)
+    monkeypatch.setattr(checker.Checker, "check", lambda *_: checker.Outcome("failed", "shape", "=no"))
+    assert gradebook.write(submissions, None, Console(quiet=True)) == 0
+    read = {name: list(csv.reader((submissions / f"{name}.csv").open())) for name in ("moodle", "canvas")}
+    assert read["moodle"] == [
+        ["username", "01 pad", "passed", "notes"],
+        ["ada", "0", "0", "01-pad.py is no file of an exercise"],
+    ]
+    assert read["canvas"][0][:2] == ["Student", "ID"] and read["canvas"][1][-1] == "1"
+    assert read["canvas"][2] == ["ada", "", "", "ada", "", "0"]
+    (test,) = json.loads((submissions / "gradescope" / "ada.json").read_text())["tests"]
+    assert (test["score"], test["max_score"], test["output"]) == (0, 1, "shape: =no")
+
+
+SPY = (
+    HEAD
+    + """
+for place in (Path.home(), Path.cwd() / "tests", Path(__file__).parent.parent / "bob"):
+    try:
+        (place / "left-behind").write_text("x")
+    except OSError as error:
+        pass
+import subprocess
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(77)"], start_new_session=True)
+found = [path.name for path in Path(__file__).parent.parent.iterdir()]
+assert found == ["ada"], found
+import socket
+try:
+    socket.create_connection(("127.0.0.1", PORT), 5)
+except OSError:
+    pass
+else:
+    raise RuntimeError("there is a network")
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sandbox.has_one(), reason="no bubblewrap, or not allowed")
+def test_in_the_sandbox_nothing_is_left_behind(submissions, monkeypatch, tmp_path):
+    import socket
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        student(submissions, "ada", SPY.replace("PORT", str(server.getsockname()[1])) + RIGHT)
+        student(submissions, "bob", RIGHT)
+        gradebook.write(submissions, None, Console(quiet=True))
+    assert cells(submissions) == {"ada": "passed", "bob": "passed"}
+    assert not list(tmp_path.rglob("left-behind")) and not (checker.ROOT / "tests" / "left-behind").exists()
+    running = [path.read_bytes() for path in checker.Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [words for words in running if b"time.sleep(77)" in words]
