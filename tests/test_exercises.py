@@ -234,6 +234,41 @@ def test_it_is_said_in_words_what_stopped_a_check(name, tmp_path):
         assert "seen" in outcome.printed
 
 
+CHEATS = {
+    "a list": """from minizero.ranks import collectives
+kept = [collectives.ring_reduce_scatter]
+BODY
+    return kept[0](chunks, comm)""",
+    "a closure": """from minizero.ranks import collectives
+theirs = (lambda f: lambda *a: f(*a))(collectives.ring_reduce_scatter)
+BODY
+    return theirs(chunks, comm)""",
+    "the collector": """import gc, types
+BODY
+    named = [f for f in gc.get_objects() if isinstance(f, types.FunctionType) and f.__name__ == "ring_reduce_scatter"]
+    return next(f for f in named if f.__module__ == "minizero.ranks.collectives")(chunks, comm)""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHEATS)
+def test_the_package_s_own_function_is_not_to_be_had(name, tmp_path):
+    path = tmp_path / RING.file
+    path.write_text(CHEATS[name].replace("BODY", "def ring_reduce_scatter(chunks, comm, combine=None, out=None):"))
+    assert checker.run(RING, path).name == "borrowed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    ["lesson.check = print", "kit.fail = kit.recognise = print", "kit.same.__code__ = (lambda *_: True).__code__"],
+)
+def test_an_answer_that_changes_the_check_does_not_pass(change, tmp_path):
+    path = tmp_path / RING.file
+    path.write_text(f"from tests.exercises import kit, e05_reduce_scatter as lesson\n{change}\n" + stubs.answer(RING))
+    assert checker.run(RING, path).name == "changes-the-check"
+
+
 def test_a_rank_that_computes_on_is_no_deadlock():
     late = iter([True, False])  # the first time the machine is busy
 

@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.exercises.course import Exercise
@@ -39,6 +39,22 @@ def patched(exercise: Exercise, answer: Any) -> Iterator[None]:
         yield
     finally:
         _replace(answer, original)
+
+
+@contextlib.contextmanager
+def hollow(exercise: Exercise, other: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block the package's own function does what `other` does, for who still has it somewhere."""
+    own = vars(holder_of(exercise))[exercise.function]
+    own = getattr(own, "fn", getattr(own, "__func__", own))  # a kernel and a static method hold a function
+    code = getattr(own, "__code__", None)
+    if code is None or code.co_freevars:  # a method that calls super() has another kind of code
+        yield
+        return
+    own.__code__ = other.__code__
+    try:
+        yield
+    finally:
+        own.__code__ = code
 
 
 def _replace(old: Any, new: Any) -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 from tests.exercises.course import NO_TRITON, Exercise
@@ -88,19 +88,27 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
     if said is not None:
         return said
     from tests.exercises.kit import Diagnosis
-    from tests.exercises.patch import patched
+    from tests.exercises.patch import hollow, patched
 
     lesson = exercise.load()
+    check, before = lesson.check, _functions(lesson)
+
+    def borrowed(*_: Any, **__: Any) -> Any:
+        """What an answer finds in place of the package's own function."""
+        from tests.exercises.kit import fail
+
+        fail("borrowed", "The file calls the package's own function: that is what you are to write.")
+
     place: list[str] = []
     try:
         with _time_limit(path, place, seconds):
-            module = load(path)
+            with patched(exercise, borrowed):
+                module = load(path)
             function = getattr(module, exercise.function)
-            if _has_the_package_s(exercise, module):
-                words = "The file keeps the package's own function under another name: that is what you are to write."
-                return Outcome("failed", "borrowed", words)
-            with patched(exercise, function):
-                lesson.check()
+            with hollow(exercise, borrowed), patched(exercise, function):
+                check()
+        if _functions(lesson) != before:
+            return Outcome("failed", "changes-the-check", "The file changes the functions that check it.")
     except Diagnosis as diagnosis:
         return Outcome("failed", diagnosis.name, diagnosis.words)
     except TimeUp:
@@ -114,13 +122,16 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
     return Outcome("passed", "passed", "Passed.")
 
 
-def _has_the_package_s(exercise: Exercise, module: Any) -> bool:
-    """Whether the answer's module holds the very function that it must replace, and could simply call it."""
-    from tests.exercises.patch import holder_of
+def _functions(lesson: Any) -> dict[tuple[str, str], Any]:
+    """The functions that check, with their code: an answer must leave them as they are."""
+    from tests.exercises import kit, training, triton_kit
 
-    own = vars(holder_of(exercise))[exercise.function]
-    own = getattr(own, "__func__", own)
-    return any(getattr(value, "__func__", value) is own for value in vars(module).values())
+    return {
+        (module.__name__, name): (value, value.__code__)
+        for module in (lesson, kit, training, triton_kit)
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType)
+    }
 
 
 def load(path: Path) -> Any:
