@@ -1,6 +1,7 @@
 """Execute notebooks: `python -m notebooks.tools.run` runs all of them in place, and what they show is committed.
 
-What differs between two machines and says nothing (times of cells, the kernel's version) is left out.
+First it writes each notebook's setup cell anew; with `--setup` it does only that. What differs between two machines
+and says nothing (times of cells, the kernel's version) is left out.
 """
 
 import argparse
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+
+from notebooks.tools import setup_cell
 
 FOLDER = Path(__file__).parents[1]
 PATIENCE = 1800  # for a cell: what takes longer hangs
@@ -28,8 +31,12 @@ def execute(path):
 def main():
     parser = argparse.ArgumentParser(prog="python -m notebooks.tools.run", description=__doc__)
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: all")
-    paths = parser.parse_args().notebooks or sorted(FOLDER.glob("*.ipynb"))
-    for path in paths:
+    parser.add_argument("--setup", action="store_true", help="write the setup cells only, and run nothing")
+    options = parser.parse_args()
+    for path in options.notebooks or sorted(FOLDER.glob("*.ipynb")):
+        setup_cell.write(path)
+        if options.setup:
+            continue
         start = time.monotonic()
         nbformat.write(execute(path), path)
         print(f"{path.name}: {time.monotonic() - start:.0f} s, {path.stat().st_size / 2**20:.2f} MiB", flush=True)
