@@ -57,7 +57,7 @@ setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constra
 quick: setup  ## the tests that end within a minute or two: python -m pytest -n 2
 	$(PY) -m pytest -n 2 $(ARGS)
 
-test: setup  ## every test that needs no GPU: python -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real"
+test: setup  ## the tests that need no GPU, without the longest (real, exhaustive, soak): python -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real"
 	$(PY) -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real" $(ARGS)
 
 real: $(STAMP_REAL)  ## train real models under every stage, in minutes: python -m pytest tests/real -m real -n 2
