@@ -1,0 +1,109 @@
+"""What is held at one moment, as bars of stacked parts; and whole steps, each beside the bar of its peak.
+
+The parts of a bar are those of one moment, so they add up to its height. The largest of each part, wherever it comes
+in the step, would add up to more.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from minizero.pictures.memory import plot_curve, shown_categories
+from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, label_axes, new_axes
+
+Held = Mapping[str, float]  # bytes by category; `total` beside them, or not
+Unit = tuple[float, str]  # bytes, and what the axis then counts: "memory (MiB)"
+
+
+def draw_parts(
+    bars: Mapping[str, Held],
+    axes: Axes | None = None,
+    *,
+    unit: Unit = (MIB, "memory (MiB)"),
+    limit: float | None = None,
+    limit_name: str = "",
+    digits: int = 1,
+) -> Axes:
+    """Draws a bar for each name, stacked by category, with the number of each part in it and the sum above it.
+
+    bars: bytes by category, of one moment each. unit: what the axis counts. limit: bytes; a line across all bars.
+    """
+    axes = axes or new_axes(11, 5.5)
+    names = shown_categories([_with_total(held) for held in bars.values()])
+    highest = max([limit or 0, *(_with_total(held)["total"] for held in bars.values())]) / unit[0]
+    for place, held in enumerate(bars.values()):
+        _stack(axes, place, held, names, unit[0], highest, digits)
+    axes.set_xticks(range(len(bars)), list(bars))
+    label_axes(axes, "", unit[1])
+    axes.set(xlim=(-0.5, len(bars) - 0.5), ylim=(0, 1.15 * highest))
+    if limit is not None:
+        axes.axhline(limit / unit[0], color="black", linestyle="dashed", linewidth=2.5)
+        axes.annotate(limit_name, (-0.47, limit / unit[0]), (0, 5), textcoords="offset points", fontsize=FONT)
+    # From top to bottom, the legend's names stand in the bars' order.
+    keys = [Patch(label=name, color=COLORS.get(name, OTHER)) for name in reversed(names)]
+    axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT, frameon=False)
+    return axes
+
+
+def draw_steps(steps: Mapping[str, Sequence[Any]]) -> list[Axes]:
+    """Draws the curve of each step, and beside them a bar for each, its peak by parts; all on one scale.
+
+    steps: the samples of a `Ledger`, as `plot_curve` takes them. A dotted line leads from a peak to its bar.
+    """
+    from matplotlib import pyplot  # it may open windows, so it is imported only when somebody asks for a figure
+
+    widths = [5.0] * len(steps) + [1.1 * len(steps)]
+    look: Look = {"figsize": (16, 6), "layout": "constrained", "gridspec_kw": {"width_ratios": widths}}
+    _, panels = pyplot.subplots(1, len(widths), sharey=True, **look)
+    peaks = {name: max(samples, key=lambda sample: sample["total"]) for name, samples in steps.items()}
+    draw_parts(peaks, panels[-1])
+    for axes, (name, samples) in zip(panels, steps.items()):
+        plot_curve(samples, axes)
+        if (legend := axes.get_legend()) is not None:
+            legend.remove()  # the one beside the bars is for all
+        (dot,) = axes.lines
+        ((when,), (peak,)) = dot.get_data()
+        # A peak that lasts one operator is narrower than a pixel: here it is drawn as a needle.
+        length = axes.get_xlim()[1]
+        _stack(axes, when, peaks[name], list(peaks[name])[:-1], MIB, None, width=length / 250)
+        axes.hlines(peak, when, length, color="black", linestyle="dotted", linewidth=1.5)
+        axes.set_xlabel("operators, one after the other (not time)", fontsize=FONT)
+        axes.set_title(name, fontsize=FONT + 2, pad=28)
+    panels[-1].set(ylabel="", ylim=(0, 1.2 * max(sample["total"] for sample in peaks.values()) / MIB))
+    panels[-1].set_title("at the peak", fontsize=FONT + 2, pad=28)
+    for axes in panels[1:-1]:
+        axes.set_ylabel("")
+    return list(panels)
+
+
+def _stack(
+    axes: Axes,
+    place: float,
+    held: Held,
+    names: Sequence[str],
+    unit: float,
+    highest: float | None,
+    digits: int = 1,
+    width: float = 0.7,
+) -> None:
+    """One bar. highest: the end of the axis in units, from which follows whether a number fits; None: no numbers."""
+    below = 0.0
+    for name in names:
+        height = held.get(name, 0) / unit
+        axes.bar(place, height, width, below, color=COLORS.get(name, OTHER), label=name)
+        if highest is not None and height > 0.06 * highest:
+            dark = name in ("parameters", "optimizer", "communication")
+            look: Look = {"color": "white" if dark else "black", "fontsize": FONT - 1}
+            axes.text(place, below + height / 2, f"{height:,.{digits}f}", ha="center", va="center", **look)
+        below += height
+    if highest is not None:
+        look = {"ha": "center", "fontsize": FONT + 1, "fontweight": "bold"}
+        axes.annotate(f"{below:,.{digits}f}", (place, below), (0, 5), textcoords="offset points", **look)
+
+
+def _with_total(held: Held) -> dict[str, Any]:
+    """The parts, and their sum as `total`."""
+    parts = {name: bytes_ for name, bytes_ in held.items() if name not in ("total", "host")}
+    return parts | {"total": sum(parts.values())}
