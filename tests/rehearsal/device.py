@@ -18,7 +18,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch._dynamo  # which optimizers would import later, and which then reads what stands in torch.cuda
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
@@ -219,15 +220,21 @@ def maker(function, default):
     return made
 
 
+def default_device():
+    """The device of `with torch.device(...)`, inside of which torch.get_default_device makes a tensor to ask."""
+    around = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return full(around[-1] if around else torch.get_default_device())
+
+
 def of_data(*args):
     """torch.tensor(x): the device of x, if x is a tensor."""
-    return where(args[0]) if args and isinstance(args[0], torch.Tensor) else full(torch.get_default_device())
+    return where(args[0]) if args and isinstance(args[0], torch.Tensor) else default_device()
 
 
 def as_tensor(data, dtype=None, device=None):
     if isinstance(data, torch.Tensor):
         return data.to(device or where(data), dtype or data.dtype)
-    return put(REAL["as_tensor"](data, dtype=dtype, device=CPU), full(device or torch.get_default_device()))
+    return put(REAL["as_tensor"](data, dtype=dtype, device=CPU), full(device) if device else default_device())
 
 
 def numpy(x, **kwargs):
@@ -265,7 +272,8 @@ class Generator(torch.Generator):
 
 
 def check_generator(what, generator, device):
-    if (its := generators.get(generator._cdata, CPU)).type != device.type:
+    its = generators.get(generator._cdata, CPU)
+    if device.type not in (its.type, "meta"):  # what has no data draws nothing
         raise MixedDevices(f"{line()}: {what} on {device} got a generator of {its}")
 
 
