@@ -37,6 +37,7 @@ def draw_parts(
         _stack(axes, place, held, names, unit[0], highest, digits)
     axes.set_xticks(range(len(bars)), list(bars))
     label_axes(axes, "", unit[1])
+    axes.locator_params(axis="y", integer=True)
     axes.set(xlim=(-0.5, len(bars) - 0.5), ylim=(0, 1.15 * highest))
     if limit is not None:
         axes.axhline(limit / unit[0], color="black", linestyle="dashed", linewidth=2.5)
