@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minizero.memory import tag
 from minizero.ranks.agreement import agreement
+from minizero.ranks.arguments import check_dimension, check_op, check_out
 from minizero.ranks.comm import Comm
 
 COMBINE: dict[str, Callable] = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -61,9 +62,9 @@ def all_gather(shard: Tensor, comm: Comm, *, out: Tensor | None = None, label: s
 
     shard: (n, …), the same shape on all ranks; returns (N·n, …). `out`, if given, is filled; the shard may lie in it.
     """
-    _needs_dimension("all_gather", shard)
+    check_dimension("all_gather", shard)
     shape = (comm.size * shard.shape[0], *shard.shape[1:])
-    _check_out("all_gather", out, shape, shard.dtype)
+    check_out("all_gather", out, shape, shard.dtype)
     with agreement(comm, "all_gather", shard, label=label):
         out = shard.new_empty(shape) if out is None else out
         if shard.numel():
@@ -83,15 +84,10 @@ def reduce_scatter(
     tensor: (N·n, …), the same shape on all ranks; returns (n, …). op: "sum", "mean", "max" or "min".
     `out`, if given, is filled; it may be this rank's chunk of `tensor`. `ValueError` if N does not divide dimension 0.
     """
-    _needs_dimension("reduce_scatter", tensor)
-    _check_op("reduce_scatter", op, tensor)
-    if tensor.shape[0] % comm.size:
-        raise ValueError(
-            f"reduce_scatter: {comm.size} ranks do not divide dimension 0 of shape {tuple(tensor.shape)}: "
-            f"pad it with minizero.engines.layout.pad(tensor, {comm.size})"
-        )
+    check_op("reduce_scatter", op, COMBINE, tensor)
+    check_dimension("reduce_scatter", tensor, comm.size)
     shape = (tensor.shape[0] // comm.size, *tensor.shape[1:])
-    _check_out("reduce_scatter", out, shape, tensor.dtype)
+    check_out("reduce_scatter", out, shape, tensor.dtype)
     with agreement(comm, "reduce_scatter", tensor, op=op, label=label):
         chunks = list(tensor.contiguous().chunk(comm.size))
         if not tensor.numel() or comm.size == 1:
@@ -106,7 +102,7 @@ def all_reduce(tensor: Tensor, comm: Comm, op: str = "sum", *, out: Tensor | Non
 
     `out`, if given, is filled; it must be contiguous, of a size that N divides, and may be `tensor` itself.
     """
-    _check_op("all_reduce", op, tensor)
+    check_op("all_reduce", op, COMBINE, tensor)
     with agreement(comm, "all_reduce", tensor, op=op, label=label):
         if out is None:  # padding travels too, but it is only combined with other ranks' padding
             flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)
@@ -147,20 +143,3 @@ def barrier(comm: Comm) -> None:
     """Return when all ranks have come here: they agree, and that is all."""
     with agreement(comm, "barrier"):
         pass
-
-
-def _check_op(name: str, op: str, tensor: Tensor) -> None:
-    if op not in COMBINE:
-        raise ValueError(f"{name}: unknown op {op!r}: use one of {', '.join(COMBINE)}")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"{name}: the mean of {tensor.dtype} is not one: use op='sum', or a floating dtype")
-
-
-def _check_out(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if out is not None and (out.shape != shape or out.dtype != dtype):
-        raise ValueError(f"{name}: out must be {shape} of {dtype}, not {tuple(out.shape)} of {out.dtype}")
-
-
-def _needs_dimension(name: str, tensor: Tensor) -> None:
-    if tensor.dim() == 0:
-        raise ValueError(f"{name}: needs a tensor with a dimension 0 to cut along: use tensor.reshape(1)")

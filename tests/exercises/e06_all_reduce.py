@@ -15,7 +15,7 @@ from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import plain, relative_error, train
 
 PLAN = [
-    '_check_op("all_reduce", op, tensor) refuses an unknown op. All else inside `with agreement(comm, '
+    'check_op("all_reduce", op, COMBINE, tensor) refuses an unknown op. All else inside `with agreement(comm, '
     '"all_reduce", tensor, op=op, label=label):`',
     "`flat`: the tensor's elements in one dimension, with zeros behind them until N divides their number. A new "
     "buffer: the input is left alone. Where `out` is given, copy into it and use its own memory, "
@@ -152,4 +152,4 @@ def traffic(comm) -> None:
         collectives.all_reduce(torch.ones(4), comm, "median")
     except ValueError:
         return
-    fail("no-error", 'op="median" must be a ValueError: _check_op says so, before anything is sent.')
+    fail("no-error", 'op="median" must be a ValueError: check_op says so, before anything is sent.')
