@@ -17,6 +17,7 @@
 and what an engine needs besides:
 
     uses.py         how autograd tells when: one use of a unit, one backward
+    no_sync.py      gradients that add up over several backwards
     units.py        which parameters form a unit
     shards.py       what the optimizer sees of a unit
     wrapped.py      what a training loop calls: parameters, clipping, full state; what is refused

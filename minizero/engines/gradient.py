@@ -1,9 +1,6 @@
-"""One unit's gradient on this rank, from the first parameter that has one to what the optimizer reads.
+"""One unit's gradient on this rank, from the first parameter that has one to the average over the ranks.
 
-    Unit.begin_gradient ──► put, put, … ──► take ──► (averaged over the ranks) ──► Unit.set_gradient: give
-                                 └──► show ──► the next Unit.begin_gradient        under no_sync
-
-    give: the shards' .grad = average + what they had before        show: .grad is this rank's sum so far
+    Unit.begin_gradient ──► put, put, … ──► take ──► (averaged over the ranks) ──► Unit.set_gradient
 
 Backward brings the parameters' gradients one by one. Each is added to its place in one flat buffer, so that one
 collective reduces the whole unit. A parameter that was not used leaves zeros in its place.
@@ -24,7 +21,7 @@ class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
     full: (size,), this rank's sum, unless no parameter has brought anything yet. before: the shards' .grad when the
-    backward began. shown: the version of `full` when .grad became a view of it.
+    backward began. shown: the version of `full` when .grad became a view of it (no_sync.py).
     """
 
     def __init__(self, layout: Layout, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,29 +46,6 @@ class LocalGradient:
         full, self.full, self.places = self.full.to(self.dtype), None, []
         tag(full, "gradients")
         return full
-
-    def give(self, shards: Shards, average: torch.Tensor, full: torch.Tensor | None) -> None:
-        """Let the shards' .grad be the average, plus what they had before. average: flat, perhaps with padding behind.
-
-        In stages 0 and 1 the full gradient stays until zero_grad(), as long as .grad: their 4Ψ bytes are real, and the
-        ledger sees them. What was averaged in 16 bits becomes FP32 here, for the optimizer.
-        """
-        average = average.float()
-        tag(average, "gradients")
-        for shard, piece, before in zip(shards, pieces(average, shards), self.before, strict=True):
-            shard.grad = piece if before is None else piece.add_(before)
-            shard.grad.full = full  # type: ignore[attr-defined]
-
-    def show(self, shards: Shards, mine: torch.Tensor) -> None:
-        """Under no_sync: let the shards' .grad be views of the sum so far. mine: the part of `full` that is theirs."""
-        assert self.full is not None
-        for shard, piece in zip(shards, pieces(mine, shards), strict=True):
-            shard.grad = piece.to(shard.device)
-        self.shown = self.full._version
-
-    def was_written(self) -> bool:
-        """Has someone written to the .grad that was shown?"""
-        return self.full is not None and self.full._version != self.shown
 
 
 def pieces(flat: torch.Tensor, shards: Shards) -> list[torch.Tensor]:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.engines.gradient import LocalGradient
+from minizero.engines.gradient import LocalGradient, pieces
 from minizero.engines.layout import Layout
+from minizero.engines.no_sync import check_unwritten
 from minizero.engines.shards import GroupBy, cut
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
@@ -128,12 +129,8 @@ class Unit:
             # shard: so zero_grad() still clears it, even if this backward raises.
             clear = self.original
         else:
+            check_unwritten(self)
             clear = True  # it is a view of the sum that backward goes on adding to
-            if self.gradient.was_written() and not self.whole:
-                raise RuntimeError(
-                    f"{self.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
-                    "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
-                )
         for shard in self.shards if clear else ():
             shard.grad = None
 
@@ -149,18 +146,15 @@ class Unit:
                 shard.grad = gradient
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
-        """Give the shards their gradient plus what they had before. average: as many elements as `master`, or more.
+        """Let the shards' .grad be the average plus what they had before. average: flat, perhaps with padding behind.
 
-        `full` lives as long as the shards' .grad, which is until zero_grad().
+        `full` lives as long as .grad, until zero_grad(): in stages 0 and 1 its 4Ψ bytes are real, and the ledger sees
+        them. What was averaged in 16 bits becomes FP32 here, for the optimizer.
         """
         assert self.gradient is not None
-        self.gradient.give(self.shards, average, full)
+        flat = average.float()
+        tag(flat, "gradients")
+        for shard, piece, before in zip(self.shards, pieces(flat, self.shards), self.gradient.before, strict=True):
+            shard.grad = piece if before is None else piece.add_(before)
+            shard.grad.full = full  # type: ignore[attr-defined]
         self.gradient = None
-
-    def show_gradient(self) -> None:
-        """Under no_sync: let the shards' gradients be views of the full local one."""
-        assert self.gradient is not None
-        if self.gradient.full is None:  # unused on this rank
-            self.restore_gradient()
-        else:
-            self.gradient.show(self.shards, self.gradient.full if self.whole else self.chunk(self.gradient.full))

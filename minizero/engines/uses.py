@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from minizero import torch_private
+from minizero.engines.no_sync import show
 from minizero.engines.refused import check_unchanged
 from minizero.engines.unit import Unit
 
@@ -160,7 +161,7 @@ class Backward:
         self.engine.release_all()
         for unit in self.engine.in_order:
             if unit.gradient is not None:  # under no_sync
-                unit.show_gradient()
+                show(unit)
         self.engine.backward = None
 
 

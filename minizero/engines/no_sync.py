@@ -1,0 +1,34 @@
+"""Under no_sync a unit's gradient adds up over several backwards, and nothing is sent.
+
+    Unit.begin_gradient ──► put, put, … ──► show ──► Unit.begin_gradient ──► put, put, … ──► take
+    under no_sync                                    the first backward outside
+
+Between two backwards the shards' .grad are views of this rank's sum so far. So zero_grad() can drop the sum.
+`unit: Any` is a `Unit`, whose file imports this one.
+"""
+
+from typing import Any
+
+from minizero.engines.gradient import pieces
+
+
+def show(unit: Any) -> None:
+    """A backward under no_sync is over: let the shards' .grad be views of the sum so far."""
+    gradient = unit.gradient
+    if gradient.full is None:  # unused on this rank
+        unit.restore_gradient()
+        return
+    mine = gradient.full if unit.whole else unit.chunk(gradient.full)
+    for shard, piece in zip(unit.shards, pieces(mine, unit.shards), strict=True):
+        shard.grad = piece.to(shard.device)
+    gradient.shown = gradient.full._version
+
+
+def check_unwritten(unit: Any) -> None:
+    """`RuntimeError` if a sharded unit's .grad has been written to since `show`: the other chunks were not."""
+    gradient = unit.gradient
+    if gradient.full is not None and gradient.full._version != gradient.shown and not unit.whole:
+        raise RuntimeError(
+            f"{unit.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
+            "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
+        )
