@@ -16,7 +16,8 @@
 
 and what an engine needs besides:
 
-    uses.py         how autograd tells when: one use of a unit, one backward
+    passes.py       one forward of the model, and its backward: what is reduced when
+    uses.py         how autograd tells when a unit is used
     no_sync.py      gradients that add up over several backwards
     units.py        which parameters form a unit
     shards.py       what the optimizer sees of a unit

@@ -3,8 +3,8 @@
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
     backward    gather 1   deposit, deposit, …   reduce 1   release 1   gather 0   …   reduce root   finish
 
-The root unit holds what lies outside every block, such as the embeddings. The engine hears from autograd when a unit is
-used, and when a gradient has come: `uses.py` has those hooks.
+The root unit holds what lies outside every block, such as the embeddings. The engine hears of these moments by hooks:
+passes.py has those of the whole model and of its parameters, uses.py those of each unit.
 """
 
 import abc
@@ -15,15 +15,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from minizero import torch_private
 from minizero.engines.norms import let_norms_compute_in_fp32
-from minizero.engines.refused import check_compiled, check_frozen, check_module, check_unchanged, mark
+from minizero.engines.passes import Backward, end_forward, release_all, watch_passes
+from minizero.engines.refused import check_compiled, check_module, mark
 from minizero.engines.shards import GroupBy
 from minizero.engines.unit import Unit
 from minizero.engines.units import make_units
-from minizero.engines.uses import Backward, Uses, tensors_in, watch, without_leaves
+from minizero.engines.uses import Uses, watch_uses
 from minizero.engines.wrapped import Wrapped
-from minizero.ranks.alone import not_alone
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 
@@ -75,8 +74,8 @@ class Engine(Wrapped, abc.ABC):
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
             unit.replica_is_fresh_now()
             mark(unit, type(self).__name__)
-            watch(self, unit)
-        module.register_forward_pre_hook(self._before_model, prepend=True, with_kwargs=True)
+            watch_uses(self, unit)
+        watch_passes(self)
         let_norms_compute_in_fp32(module, dtype)
         self.watch_state_dicts()
 
@@ -149,49 +148,10 @@ class Engine(Wrapped, abc.ABC):
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            self.release_all()
+            release_all(self)
             raise
-        grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        versions = {unit: unit.version for unit in self.roots}  # a `Use` checks those of the other units
-
-        def begin(_: torch.Tensor) -> None:
-            self.begin_backward(versions)
-
-        for tensor in grown:
-            tensor.register_hook(begin)
-        if not grown:  # there will be no backward
-            self.release_all()
+        end_forward(self, output)
         return output
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
-
-    def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        not_alone("the model")
-        check_frozen(type(self).__name__, self.units)
-        check_compiled(self, [self.module if unit.module is None else unit.module for unit in self.units])
-        if self.backward is not None and torch_private.current_backward() == -1:  # the last backward raised
-            self.backward = None
-            self.release_all()
-            for unit in self.in_order:
-                unit.restore_gradient()
-        if torch_private.current_backward() == -1:  # what is left there ended by an exception
-            self.uses.running.clear()
-        self.do(self.when.before_forward)
-        for unit in self.roots:
-            self.do(self.when.gather, unit)
-        return without_leaves(args, kwargs)
-
-    def begin_backward(self, versions: dict[Unit, int] = {}) -> Backward:  # noqa: B006
-        """The backward that is running, or a new one. versions: of the units' masters, when the model was used."""
-        if self.backward is None:
-            for unit, version in versions.items():
-                check_unchanged(self, unit, version)
-            self.backward = Backward(self)
-            self.backward.begin()
-        return self.backward
-
-    def release_all(self) -> None:
-        self.uses.open.clear()
-        for unit in self.units:
-            self.do(self.when.release, unit)

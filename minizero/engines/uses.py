@@ -1,11 +1,9 @@
-"""How autograd tells when a unit is used: by hooks on its module, its inputs and outputs, and its parameters.
+"""How autograd tells when a unit is used: by hooks on its module, and on the module's inputs and outputs.
 
-    forward     the unit begins                           gather
-                it ends                                   its forward is over
-    backward    the gradient of an output has come        the use opens: gather
-                a parameter has its gradient              deposit; complete units are reduced, in order
-                the gradient of an input has come         the use closes: release
-                autograd has gone through all             the rest is reduced, and all is released
+    forward     the unit begins                        gather
+                it ends                                forward_is_over
+    backward    the gradient of an output has come     the use opens: gather
+                the gradient of an input has come      the use closes: release
 
 Autograd goes back through the newest operation first. What made a unit's input is older than all that the unit did.
 So when the gradient of an input has come, the unit's own operations are done.
@@ -13,7 +11,6 @@ So when the gradient of an input has come, the unit's own operations are done.
 
 import dataclasses
 import types
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +19,6 @@ import torch
 from torch import nn
 
 from minizero import torch_private
-from minizero.engines.no_sync import show
 from minizero.engines.refused import check_unchanged
 from minizero.engines.unit import Unit
 
@@ -98,74 +94,7 @@ class Use:
                 self.engine.do(self.engine.when.release, self.unit)
 
 
-class Backward:
-    """One backward pass of a model: it begins with the gradient of an output, or of a parameter.
-
-    A gradient that only goes through a unit, to an input, is none of it: nothing is to be reduced then.
-
-    left: the units that are still to be reduced. The order is fixed, last block first, so that all ranks reduce the
-    same unit at the same time even if only some of them took a branch. owed: by unit, the numbers of the parameters
-    whose gradient has not come.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.left = list(engine.in_order)
-        self.owed = {unit: set(range(len(unit.parameters))) for unit in self.left}
-
-    def begin(self) -> None:
-        for unit in self.engine.in_order:
-            unit.begin_gradient()
-        for unit in self.engine.roots:  # an earlier backward of the same forward may have released them
-            self.engine.do(self.engine.when.gather, unit)
-        # Only autograd knows when the whole backward is over; then it calls this.
-        torch_private.call_at_end_of_backward(self.end)
-
-    def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
-        """The gradient of the unit's parameter `number` has come."""
-        stage = type(self.engine).__name__
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{stage}: backward(create_graph=True): .grad is an average over ranks, which no graph "
-                "contains: use torch.autograd.grad(…, inputs, create_graph=True), then backward()"
-            )
-        if self.engine.sync and unit not in self.left:
-            raise RuntimeError(
-                f"{stage}: a second gradient for {unit.name} after it was reduced: "
-                "use checkpoint with use_reentrant=False, or no_sync()"
-            )
-        if self.engine.reshard_after_forward and unit.module is not None and not self.engine.uses.open[unit]:
-            raise RuntimeError(
-                f"{stage}: backward reached {unit.name} while it was not gathered: a tensor that it made "
-                "was used, but was neither in its output nor an attribute: return it from the unit's forward"
-            )
-        if gradient is None or gradient.is_sparse:
-            raise RuntimeError(f"{unit.name}: sparse gradients are not supported: use sparse=False")
-        self.owed[unit].discard(number)
-        self.engine.when.deposit(unit, number, gradient)
-
-    def reduce_complete(self) -> None:
-        """Reduce the units that owe nothing more, as far as the order allows."""
-        while self.engine.sync and self.left and not self.owed[self.left[0]]:
-            self.reduce_next()
-
-    def reduce_next(self) -> None:
-        unit = self.left.pop(0)
-        assert unit.gradient is not None
-        self.engine.do(self.engine.when.reduce, unit, unit.gradient.take())
-
-    def end(self) -> None:
-        while self.engine.sync and self.left:  # what was not used has a gradient of zero
-            self.reduce_next()
-        self.engine.do(self.engine.when.finish)
-        self.engine.release_all()
-        for unit in self.engine.in_order:
-            if unit.gradient is not None:  # under no_sync
-                show(unit)
-        self.engine.backward = None
-
-
-def watch(engine: Any, unit: Unit) -> None:
+def watch_uses(engine: Any, unit: Unit) -> None:
     """Register the hooks that tell the engine of the unit's uses."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -181,26 +110,6 @@ def watch(engine: Any, unit: Unit) -> None:
     if unit.module is not None:
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         unit.module.register_forward_hook(after, with_kwargs=True)
-    for number, parameter in enumerate(unit.parameters if unit.trains else ()):
-        parameter.register_post_accumulate_grad_hook(arrival(engine, unit, number))
-
-
-def arrival(engine: Any, unit: Unit, number: int) -> Any:
-    """The hook of a parameter. It is given the parameter, not the gradient."""
-    # Autograd holds this hook out of the garbage collector's sight, so a strong reference would leak the engine.
-    weak_engine, weak_unit = weakref.ref(engine), weakref.ref(unit)
-
-    def arrived(parameter: torch.Tensor) -> None:
-        engine, unit = weak_engine(), weak_unit()
-        if engine is None or unit is None:
-            return
-        gradient, parameter.grad = parameter.grad, None
-        backward = engine.begin_backward()
-        backward.bring(unit, number, gradient)
-        del gradient  # copied; its memory must be free before the ring needs some
-        backward.reduce_complete()
-
-    return arrived
 
 
 def without_leaves(args: Any, kwargs: Any) -> Any:
