@@ -1,8 +1,9 @@
-"""Every private name of PyTorch that minizero uses, in one place: why, and what public call would replace it.
+"""Every private name of PyTorch that minizero uses, in one place: why, since when, what public call would replace it.
 
-A private name may change with any release. PyTorch has had all of these since 2.11, the oldest that minizero supports,
-or longer; a CI job tries the newest PyTorch, so that a change is seen here first. `precision` and `flash` are
-packages of their own, and say where they use one.
+A private name may change with any release. "Since 2.1" means that the packages of PyTorch have it from 2.1 on, and
+that 2.0 does not. "At least since 1.12" means that nobody has looked into an older package. minizero needs 2.11 or
+newer, so it has all of them. A CI job tries the newest PyTorch, so that a change is seen here first. `precision` and
+`flash` are packages of their own, and say where they use one.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 def current_backward() -> int:
     """The number of the backward that runs in this thread, -1 if none does.
 
-    Why: a backward that raised tells nobody; the next forward sees that none runs any more. In its place: a
-    public way to ask whether backward runs.
+    Why: a backward that raised tells nobody; the next forward sees that none runs any more.
+    Since 2.0. In its place: a public way to ask whether backward runs.
     """
     return torch._C._current_graph_task_id()
 
@@ -27,8 +28,8 @@ def current_backward() -> int:
 def call_at_end_of_backward(call: Callable[[], None]) -> None:
     """Let autograd call `call` when the backward that runs now is over. To be called from a hook.
 
-    Why: only autograd knows that no further gradient will come. DDP and FSDP of PyTorch use it. In its place:
-    a public hook at the end of backward.
+    Why: only autograd knows that no further gradient will come. DDP and FSDP of PyTorch use it.
+    At least since 1.12. In its place: a public hook at the end of backward.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
@@ -36,21 +37,25 @@ def call_at_end_of_backward(call: Callable[[], None]) -> None:
 def next_operation() -> int:
     """The number that autograd will give to the next operation of this thread.
 
-    Why: an operation with a number from here on belongs to the unit whose forward begins now. In its place:
-    a public `grad_fn.sequence_number`.
+    Why: an operation with a number from here on belongs to the unit whose forward begins now.
+    Since 2.1. In its place: a public `grad_fn.sequence_number`.
     """
     return torch._C._autograd._get_sequence_nr()
 
 
 def operation_of(tensor: torch.Tensor) -> int:
-    """The number of the operation that made the tensor; -1 for a leaf. See `next_operation`."""
+    """The number of the operation that made the tensor; -1 for a leaf.
+
+    Why, since when, and in its place: as `next_operation`.
+    """
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
 
 
 def keeps_graph() -> bool:
     """Was the backward that is running called with retain_graph=True?
 
-    Why: if so another backward may ask for the same results again. In its place: a public property of the backward.
+    Why: if so another backward may ask for the same results again.
+    Since 2.5. In its place: a public property of the backward.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -58,7 +63,8 @@ def keeps_graph() -> bool:
 def hooks_of_saved_tensors() -> Any:
     """The pair of functions that `saved_tensors_hooks` has set around us, None if there is none.
 
-    Why: a checkpoint gives its inputs to the checkpoint around it, as autograd would. In its place: a public getter.
+    Why: a checkpoint gives its inputs to the checkpoint around it, as autograd would.
+    Since 2.8. In its place: a public getter.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -66,7 +72,8 @@ def hooks_of_saved_tensors() -> Any:
 def counting_no_version() -> Any:
     """A context in which `detach` gives a tensor that shares the version counter of the first.
 
-    Why: a result that is kept must notice later writes through its other names. In its place: `detach` as an option.
+    Why: a result that is kept must notice later writes through its other names.
+    Since 2.2. In its place: an option of `detach`.
     """
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
@@ -77,7 +84,8 @@ def counting_no_version() -> Any:
 def function_transform_is_active() -> bool:
     """Are we inside torch.func's grad, vmap or another of its transforms?
 
-    Why: they cannot go through a second run of a function. In its place: a public question of torch.func.
+    Why: they cannot go through a second run of a function.
+    Since 1.13. In its place: a public question of torch.func.
     """
     return torch._C._are_functorch_transforms_active()
 
@@ -85,7 +93,8 @@ def function_transform_is_active() -> bool:
 def function_mode_is_active() -> bool:
     """Is any TorchFunctionMode active, such as a default device?
 
-    Why: to ask for the default device takes 3 µs, and without a mode it is the CPU. In its place: a faster getter.
+    Why: to ask for the default device takes 3 µs, and without a mode it is the CPU.
+    Since 1.13. In its place: a faster getter.
     """
     return torch._C._len_torch_function_stack() > 0
 
@@ -93,14 +102,18 @@ def function_mode_is_active() -> bool:
 def consists_of_others(operator: Any) -> bool:
     """Does the operator only call other operators?
 
-    Why: what it returns is born in those. In its place: a public tag of such operators.
+    Why: what it returns is born in those.
+    Since 2.1. In its place: a public tag of such operators.
     """
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 without_modes = _disable_current_modes
-"""A context in which no TorchDispatchMode is active. Why: modes watch a function's own operators, and the copy of a
-generator's state is none of them. In its place: a public context of the same name."""
+"""A context in which no TorchDispatchMode is active.
+
+Why: modes watch a function's own operators, and the copy of a generator's state is none of them.
+Since 2.0. In its place: a public context of the same name.
+"""
 
 
 # Storages and modules.
@@ -109,7 +122,8 @@ generator's state is none of them. In its place: a public context of the same na
 def storage_id(storage: torch.UntypedStorage) -> int:
     """A number for the memory of tensors, the same for all its views, also while that memory is empty.
 
-    Why: `data_ptr()` is 0 for each empty storage. In its place: `UntypedStorage.__hash__` by identity.
+    Why: `data_ptr()` is 0 for each empty storage.
+    At least since 1.12. In its place: `UntypedStorage.__hash__` by identity.
     """
     return storage._cdata
 
@@ -117,13 +131,18 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def is_compiled(module: nn.Module) -> bool:
     """Did `module.compile()` compile the module, with its hooks?
 
-    Why: what is compiled must not hold units that come and go. In its place: a public property.
+    Why: what is compiled must not hold units that come and go.
+    Since 2.1, as `module.compile()`. In its place: a public property.
     """
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_compiled_inside(module: nn.Module) -> bool:
-    """Is it what `torch.compile(module)` returned, around the plain module and inside its hooks? See `is_compiled`."""
+    """Is it what `torch.compile(module)` returned, around the plain module and inside its hooks?
+
+    Why: as `is_compiled`.
+    Since 2.0, as `torch.compile`. In its place: a public property.
+    """
     return hasattr(module, "_orig_mod")
 
 
@@ -131,9 +150,14 @@ def not_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, which `torch.compile` leaves as it is.
 
     Why: the public `torch.compiler.disable` loads the compiler when it decorates, which takes seconds.
+    Since 2.1. In its place: that one, if it waited with the loading.
     """
     return torch._disable_dynamo(call)
 
 
 BatchNorm = nn.modules.batchnorm._NormBase
-"""The class of all norms with running statistics. Why: they have no public base."""
+"""The class of all norms with running statistics.
+
+Why: they have no public base.
+At least since 1.12. In its place: a public base.
+"""
