@@ -138,7 +138,7 @@ class Ahead:
 
     def start(self, unit: Unit) -> None:
         """Let the gather of a unit begin, unless it has."""
-        if not self.stage.has_replica(unit):
+        if unit.replica_is_stale():
             self.stage.make_room(unit)  # by this thread, whose ledger counts it
             self.gathering[unit] = self.gathers.start(self.stage.fill, unit)
 

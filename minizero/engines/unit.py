@@ -100,13 +100,13 @@ class Unit:
         self.shards, self.groups = cut(self)
 
     def replica_is_stale(self) -> bool:
-        """Has `master` been written since the replica was made from it?
+        """Must the replica be made from `master` (again)? `master` was written since, or the replica's memory is gone.
 
         `_version` is PyTorch's count of in-place writes. A parameter made of a view shares it, so optimizer.step() on a
         shard raises it. If the answer is yes, the rank enters an all-gather. So all ranks must give one answer: a step
         counts as a write on every rank, also where a shard is empty.
         """
-        return self.master._version != self.version
+        return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
 
     def replica_is_fresh_now(self) -> None:
         """Remember what `master` the replica was made from."""

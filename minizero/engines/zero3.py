@@ -1,12 +1,11 @@
 """ZeRO stage 3 (fully sharded, FSDP): each rank also keeps the parameters of its own chunk only.
 
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes
-    sent per step           3Ψ (N-1)/N elements: parameters gathered in forward and again in backward,
-                            gradients reduce-scattered; the root unit is gathered once
+    sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
-The replica of a unit exists only while the unit computes. `gather` fills its buffer from all ranks'
-chunks, `release` empties it. Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p);
-Zhao et al., 2023, "PyTorch FSDP".
+The replica of a unit exists only while the unit computes, in forward and again in backward: `gather`
+fills its buffer from all ranks' chunks, `release` empties it. The root unit is gathered once.
+Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
 from typing import Any
@@ -35,6 +34,7 @@ class Zero3(Engine):
     """
 
     frees_replicas = True
+    forward = torch_private.not_compiled(Engine.forward)  # torch.compile would trace memory that comes and goes
 
     def __init__(
         self,
@@ -53,27 +53,18 @@ class Zero3(Engine):
         super().__init__(module, comm, **options)
         self.ahead = Ahead(self, prefetch) if prefetch else None  # instead of gather and reduce, from the same parts
 
-    @torch_private.not_compiled  # around the engine, torch.compile would trace memory that comes and goes
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
-        mine = unit.chunk(full)
-        unit.master = to_host(mine, mine.dtype) if self.offload else mine.clone()
-        unit.cut_shards()
         unit.replica = full.to(unit.dtype)
         tag(unit.replica, "parameters")
+        unit.master = to_host(unit.chunk(full), full.dtype) if self.offload else unit.chunk(full).clone()
+        unit.cut_shards()
         self.release(unit)
 
     def gather(self, unit: Unit) -> None:
-        if not self.has_replica(unit):
+        if unit.replica_is_stale():
             self.make_room(unit)
             self.fill(unit)
         unit.point_parameters_at(unit.replica)
-
-    def has_replica(self, unit: Unit) -> bool:
-        """Is it whole, or about to be, since the last step? (A forward without backward can leave an old one.)"""
-        return bool(unit.replica.untyped_storage().nbytes()) and not unit.replica_is_stale()
 
     def make_room(self, unit: Unit) -> None:
         """Give the replica its memory back. From here on it counts as fresh: its gather has begun."""

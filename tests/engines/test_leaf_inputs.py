@@ -162,7 +162,7 @@ def test_no_unit_stays_gathered_longer_than_it_computes(use):
 
         def watched(unit):
             gather(unit)
-            whole.append(sum(model.has_replica(unit) for unit in model.units if unit.module))
+            whole.append(sum(not unit.replica_is_stale() for unit in model.units if unit.module))
 
         model.gather = watched
         gradients(model)

@@ -74,7 +74,7 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
 
         def watched(unit):
             begun = [u for u in model.units if u.module and u.gradient is not None and u.gradient.full is not None]
-            if begun and not model.has_replica(unit):
+            if begun and unit.replica_is_stale():
                 owed = model.backward.owed[begun[0]]
                 missing.append(sum(begun[0].parameters[number].numel() for number in owed) / begun[0].size)
             start(unit)
