@@ -5,13 +5,17 @@ memory.py     what a step holds, by category and by rank
 parts.py      what is held at one moment, as bars that add up
 timeline.py   what each rank does when
 schedule.py   which inputs a schedule keeps, and when
+ring.py       chunks on their way round a ring
+traffic.py    what ranks send, and how long it takes
 """
 
 from minizero.pictures.memory import draw_boxes, draw_curves, draw_losses, plot_curve
 from minizero.pictures.parts import draw_parts, draw_steps
+from minizero.pictures.ring import animate_ring, draw_ring
 from minizero.pictures.schedule import plot_schedule
 from minizero.pictures.style import COLORS, FONT, MIB, OTHER, PREDICTED
 from minizero.pictures.timeline import Event, plot_timeline, save_chrome_trace
+from minizero.pictures.traffic import draw_bound, draw_busiest, draw_message_times, draw_predicted_times
 
 __all__ = [
     "COLORS",
@@ -20,10 +24,16 @@ __all__ = [
     "OTHER",
     "PREDICTED",
     "Event",
+    "animate_ring",
+    "draw_bound",
     "draw_boxes",
+    "draw_busiest",
     "draw_curves",
     "draw_losses",
+    "draw_message_times",
     "draw_parts",
+    "draw_predicted_times",
+    "draw_ring",
     "draw_steps",
     "plot_curve",
     "plot_schedule",

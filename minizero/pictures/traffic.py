@@ -1,0 +1,122 @@
+"""What ranks send, and how long it takes: bytes beside their lower bound, seconds beside α + n/β."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from minizero.pictures.style import COLORS, FONT, PREDICTED, Look, label_axes, new_axes
+
+# By their order in a picture.
+WAYS: list[Look] = [
+    {"color": "#CC79A7", "linestyle": "dashed", "linewidth": 3, "marker": "s"},
+    {"color": "#0072B2", "linestyle": "dashdot", "linewidth": 3, "marker": "^"},
+    {"color": "#000000", "linestyle": "solid", "linewidth": 3, "marker": "o"},
+]
+SIZES = {0: "bytes", 10: "KiB", 20: "MiB", 30: "GiB"}
+
+
+def draw_busiest(loads: Mapping[str, Mapping[int, float]]) -> Axes:
+    """Draws what the busiest rank sends. loads: {way: {ranks: tensors sent}}, at most three ways."""
+    axes = new_axes(10, 4.8)
+    for (name, load), look, wider in zip(loads.items(), WAYS, (6, 0, 0)):  # two may coincide: then both show
+        line: Look = {**look, "linewidth": look["linewidth"] + wider, "markersize": 11 + 2 * wider}
+        axes.plot(list(load), list(load.values()), label=name, **line)
+        last, sent = max(load.items())
+        axes.annotate(f"{sent:.3g}", (last, sent), (14, -5), textcoords="offset points", fontsize=FONT)
+    sizes = sorted({size for load in loads.values() for size in load})
+    axes.set_xticks(sizes)
+    axes.set_ylim(0, None)
+    label_axes(axes, "ranks N", "sent by the busiest rank (tensors)")
+    axes.legend(frameon=False, fontsize=FONT)
+    return axes
+
+
+def draw_bound(sent: Mapping[int, tuple[float, float]]) -> Axes:
+    """Draws both halves of an all-reduce, on each other, and the bound 2(N-1)/N.
+
+    sent: {N: (tensors that a rank sends in a reduce-scatter, in an all-gather)}.
+    """
+    axes = new_axes(11.5, 5.2)
+    sizes, halves = list(sent), np.array(list(sent.values()))
+    places = range(len(sizes))
+    look: Look = {"width": 0.6, "edgecolor": "black"}
+    axes.bar(places, halves[:, 0], color=COLORS["gradients"], label="reduce-scatter, measured", **look)
+    blue = COLORS["parameters"]
+    axes.bar(places, halves[:, 1], bottom=halves[:, 0], color=blue, hatch="//", label="all-gather, measured", **look)
+    for place, size in enumerate(sizes):
+        bound = 2 * (size - 1) / size
+        line: Look = {**PREDICTED, "linestyle": "solid", "linewidth": 4}
+        axes.plot(
+            [place - 0.42, place + 0.42], [bound] * 2, label="the bound 2(N − 1)/N" if not place else None, **line
+        )
+        axes.text(place, bound + 0.06, f"{bound:.3g}", ha="center", fontsize=FONT)
+    axes.axhline(2, color=COLORS["communication"], linestyle="dotted", linewidth=2)
+    axes.text(-0.55, 2.04, "2", ha="left", fontsize=FONT)
+    axes.set_xticks(places, [str(size) for size in sizes])
+    axes.set_ylim(0, 2.75)
+    label_axes(axes, "ranks N", "sent by each rank (tensors)")
+    axes.legend(frameon=False, ncols=3, loc="upper center", fontsize=FONT, columnspacing=1.2, handlelength=1.4)
+    return axes
+
+
+def draw_message_times(measured: Mapping[str, Mapping[int, float]], fitted: Mapping[str, tuple[float, float]]) -> Axes:
+    """Draws points and the line α + n/β that was fitted to them, on logarithmic axes.
+
+    measured: {name: {bytes: seconds}}; fitted: {name: (α in seconds, β in bytes a second)}.
+    """
+    axes = new_axes(10, 5.4)
+    for (name, found), look in zip(measured.items(), WAYS[::-1]):
+        alpha, beta = fitted[name]
+        grid = np.geomspace(min(found), max(found))
+        point: Look = {"color": look["color"], "marker": look["marker"], "linestyle": "none", "markersize": 12}
+        axes.plot(list(found), [1e3 * t for t in found.values()], label=f"{name}: measured", **point)
+        axes.plot(grid, 1e3 * (alpha + grid / beta), label=f"{name}: fitted", **{**look, "marker": ""})
+    axes.set(xscale="log", yscale="log")
+    _size_ticks(axes, sorted({size for found in measured.values() for size in found}))
+    _plain_decades(axes)
+    label_axes(axes, "n, the size of a message", "time (milliseconds)")
+    axes.legend(frameon=False, fontsize=FONT)
+    return axes
+
+
+def draw_predicted_times(
+    sizes: Sequence[float], predicted: Mapping[str, Sequence[float]], marked: Mapping[float, str]
+) -> Axes:
+    """Draws predicted seconds over the size of a tensor, both logarithmic, at most three ways.
+
+    sizes: in bytes; marked: {bytes: words}, drawn as vertical lines.
+    """
+    axes = new_axes(10, 5.4)
+    for (name, seconds), look in zip(predicted.items(), WAYS):
+        axes.plot(sizes, [1e3 * t for t in seconds], label=name, **{**look, "marker": ""})
+    axes.set(xscale="log", yscale="log")
+    _size_ticks(axes, [2**k for k in range(0, 64, 5) if sizes[0] <= 2**k <= sizes[-1]])
+    _plain_decades(axes)
+    for size, words in marked.items():
+        axes.axvline(size, color=COLORS["communication"], linestyle="dotted", linewidth=2)
+        axes.annotate(words, (size, axes.get_ylim()[0]), (-6, 8), textcoords="offset points", ha="right", fontsize=FONT)
+    label_axes(axes, "size of the tensor", "predicted time (milliseconds)")
+    axes.legend(frameon=False, fontsize=FONT)
+    return axes
+
+
+def size_in_words(nbytes: int) -> str:
+    """A whole number of bytes, KiB, MiB or GiB."""
+    unit = max(unit for unit in SIZES if nbytes >= 2**unit)
+    return f"{nbytes / 2**unit:g} {SIZES[unit]}"
+
+
+def _size_ticks(axes: Axes, sizes: Sequence[int]) -> None:
+    axes.set_xticks(sizes, [size_in_words(size) for size in sizes])
+    axes.minorticks_off()
+
+
+def _plain_decades(axes: Axes) -> None:
+    """Writes 0.1, 1 and 10 on the y axis, in place of powers. The axis begins and ends at such a number."""
+    drawn = np.concatenate([np.asarray(line.get_ydata()) for line in axes.lines])
+    decades = range(math.floor(math.log10(drawn.min())), math.ceil(math.log10(drawn.max())) + 1)
+    axes.set_yticks([10.0**k for k in decades], [f"{10.0**k:,g}" for k in decades])
+    axes.set_ylim(10.0 ** decades[0], 10.0 ** decades[-1])
+    axes.minorticks_off()
