@@ -6,6 +6,11 @@ comm.py         what a rank sees of the others: send, recv, send_recv, split
 collectives.py  the rings: all-gather, reduce-scatter, all-reduce; broadcast, barrier
 world.py        N ranks as threads of one process, that end together
 
+To measure them:
+
+launch.py       a function on N processes
+timing.py       how long a message takes: t = α + n/β
+
 What stands behind them:
 
 errors.py       the three errors that end a run

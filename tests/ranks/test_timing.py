@@ -1,0 +1,81 @@
+"""Times of messages: the slowest rank counts, the fit finds α and β, and a function runs on processes as on threads."""
+
+import time
+
+import pytest
+import torch
+
+from minizero import World
+from minizero.ranks.launch import torchrun
+from minizero.ranks.timing import best_seconds, fit, time_messages
+
+
+def uneven(comm):
+    return best_seconds(lambda: time.sleep(0.03 * comm.rank), comm, rounds=2)
+
+
+def test_the_slowest_rank_counts_on_all():
+    first, second = World(2).run(uneven)
+    assert first == second >= 0.03
+
+
+def first_is_slow(comm):
+    calls = iter([0.3, 0.3, 0.0, 0.3])  # the first is to warm up
+    return best_seconds(lambda: time.sleep(next(calls)), comm, rounds=3)
+
+
+def test_the_best_round_counts():
+    assert World(2).run(first_is_slow)[0] < 0.2
+
+
+def test_the_fit_finds_what_the_times_were_made_of():
+    alpha, beta = fit({n: 2e-4 + n / 3e9 for n in (2**10, 2**16, 2**22)})
+    assert alpha == pytest.approx(2e-4) and beta == pytest.approx(3e9)
+
+
+def test_every_size_counts_alike():
+    """Large times would drown the small ones in a plain least squares: α would be far off."""
+    times = {n: 1e-4 + n / 1e9 for n in (2**10, 2**12, 2**14)} | {2**22: 1.1 * (1e-4 + 2**22 / 1e9)}
+    assert fit(times)[0] == pytest.approx(1e-4, rel=0.1)
+
+
+def counted(comm):
+    found = time_messages(comm)
+    return found, comm.bytes_sent
+
+
+def test_threads_have_no_peer_and_each_rank_sends_one_message_a_call():
+    (found, sent), (other, _) = World(2).run(counted)
+    assert found == other and list(found) == ["our ring"]
+    sizes = [2**k for k in range(10, 23, 2)]
+    assert list(found["our ring"]) == sizes and all(seconds > 0 for seconds in found["our ring"].values())
+    calls = {n: 61 if n < 2**18 else 13 for n in sizes}
+    assert sum(n * count for n, count in calls.items()) <= sent <= 1.01 * sum(n * count for n, count in calls.items())
+
+
+def doubled(x):
+    return 2 * x
+
+
+def double(comm):
+    return doubled(all_reduce(torch.tensor([comm.rank + 1.0]), comm))  # noqa: F821  the program imports it
+
+
+double.__module__ = doubled.__module__ = "__main__"  # as in a notebook
+
+
+@pytest.mark.slow
+def test_a_function_of_a_notebook_runs_on_processes_with_its_helpers():
+    assert [result.tolist() for result in torchrun(double, 3, doubled)] == [[12.0]] * 3
+
+
+@pytest.mark.slow
+def test_a_function_of_a_module_is_imported_and_meets_its_peer():
+    first, second = torchrun(time_messages, 2)
+    assert first == second and list(first) == ["our ring", "PyTorch's own"]
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_told_with_its_output():
+    with pytest.raises(RuntimeError, match=r"double failed in a process(.|\n)*NameError: name 'doubled'"):
+        torchrun(double, 2)
