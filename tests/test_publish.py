@@ -75,7 +75,7 @@ def test_what_answers_an_exercise_is_folded(published):
             if len(re.findall(r"^\s*(?:def |class |@triton)", outputs, re.MULTILINE)) and "return" in outputs:
                 assert cell["metadata"].get("jupyter", {}).get("outputs_hidden"), f"{name}: {outputs[:60]}"
                 shown += 1
-    assert shown >= 5
+    assert shown >= 4
     for kind in ("slides", "book"):
         for name in NAMES:
             text = published[f"{kind}/{name}"].read_text()
