@@ -45,7 +45,7 @@ def time_messages(comm: Comm) -> dict[str, dict[int, float]]:
         if dist.is_initialized():
             calls["PyTorch's own"] = partial(their_gather, out, shard)
         for name, call in calls.items():
-            found.setdefault(name, {})[nbytes] = best_seconds(call, comm, 60 if nbytes < 2**18 else 12)
+            found.setdefault(name, {})[nbytes] = best_seconds(call, comm, 60)
     return found
 
 
