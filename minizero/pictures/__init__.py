@@ -7,6 +7,9 @@ timeline.py   what each rank does when
 schedule.py   which inputs a schedule keeps, and when
 ring.py       chunks on their way round a ring
 traffic.py    what ranks send, and how long it takes
+bits.py       the fields of a number, and of formats
+numbers.py    where the numbers of a format lie, and where rounding takes the others
+clickable.py  bits that can be clicked, as HTML
 """
 
 from minizero.pictures.memory import draw_boxes, draw_curves, draw_losses, plot_curve

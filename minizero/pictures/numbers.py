@@ -1,0 +1,113 @@
+"""Where the numbers of a format lie, how far apart they are, and where rounding takes the others.
+
+The numbers come as plain floats: this file knows no format.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from minizero.pictures.bits import NORMAL, SUBNORMAL, power
+from minizero.pictures.style import COLORS, FONT, MIB, label_axes, new_axes
+
+
+def draw_bytes(held: Mapping[str, int]) -> Axes:
+    """A bar of MiB for each name: bytes of parameters."""
+    axes = new_axes(12, 0.8 * len(held) + 1.2)
+    axes.barh(list(held), [count / MIB for count in held.values()], 0.6, color=COLORS["parameters"])
+    for row, count in enumerate(held.values()):
+        axes.text(count / MIB + 0.6, row, f"{count / MIB:.0f} MiB", va="center", fontsize=FONT)
+    axes.invert_yaxis()
+    label_axes(axes, "MiB", "")
+    axes.margins(x=0.12)
+    return axes
+
+
+def draw_number_line(rows: Mapping[str, tuple[Sequence[float], Sequence[float], float]]) -> list[Axes]:
+    """For each title, its (normal numbers, subnormal numbers and zero, end of the axis) as lines on an axis from 0 on.
+
+    The ground changes its shade at each power of two. Subnormal numbers are shorter, thicker and coloured.
+    """
+    from matplotlib import pyplot
+
+    _, panels = pyplot.subplots(len(rows), 1, figsize=(15, 2.1 * len(rows)), squeeze=False, layout="constrained")
+    for axes, (title, (normal, subnormal, end)) in zip(panels[:, 0], rows.items()):
+        for exponent in range(round(math.log2(min(normal))), math.ceil(math.log2(end))):
+            shade = "#E4E4E4" if exponent % 2 else "#F3F3F3"
+            axes.axvspan(2.0**exponent, min(2.0 ** (exponent + 1), end), color=shade, linewidth=0)
+        axes.vlines([x for x in normal if x <= end], -0.35, 0.35, color="black", linewidth=2.5)
+        axes.vlines(subnormal, -0.22, 0.22, color=SUBNORMAL, linewidth=6)
+        axes.set_yticks([0], [title])
+        axes.set(xlim=(-end / 100, end), ylim=(-0.5, 0.5))
+        label_axes(axes, "", "")
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+    panels[-1, 0].set_xlabel("value", fontsize=FONT)
+    return list(panels[:, 0])
+
+
+def draw_spacing(numbers: Sequence[float], mark: float, turn: float) -> Axes:
+    """The distance from each number to the next, both axes by powers of two.
+
+    numbers: positive, ascending. mark: a number whose step is named. turn: below it the steps stay as they are.
+    """
+    values = np.asarray(numbers)
+    steps = np.diff(values)
+    axes = new_axes(13, 5)
+    below = values[:-1] < turn
+    axes.step(values[:-1][~below], steps[~below], where="post", color=NORMAL, linewidth=3)
+    axes.plot([*values[:-1][below], turn], [*steps[below], steps[below][-1]], color=SUBNORMAL, linewidth=5)
+    step = steps[values[:-1] == mark][0]
+    axes.plot(mark, step, "o", color="black", markersize=12)
+    axes.annotate(f"{mark:g}: the next number\nis {step:g} away", (mark, step), (mark / 2**11, step), fontsize=FONT)
+    axes.annotate(f"below {power(round(math.log2(turn)))} the steps\nstay equal (section 5)", (turn, steps[0]),
+                  (turn / 2**9, steps[0] * 2**5), fontsize=FONT, color=SUBNORMAL)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis, ticks in ((axes.xaxis, range(-24, 17, 4)), (axes.yaxis, range(-24, 9, 4))):
+        axis.set_ticks([2.0**exponent for exponent in ticks], [power(exponent) for exponent in ticks])
+    axes.minorticks_off()
+    axes.set(ylim=(2.0**-26, 2.0**8))
+    label_axes(axes, "number", "distance to the next")
+    return axes
+
+
+def draw_rounding(
+    x: Sequence[float], rounded: Mapping[str, Sequence[float]], ties: Mapping[str, Mapping[float, float]],
+    names: Mapping[float, str],
+) -> list[Axes]:  # fmt: skip
+    """A staircase for each way to round: where each x goes. ties: where the middles go, as large dots.
+
+    names: what stands at the y axis, by number of the format.
+    """
+    from matplotlib import pyplot
+
+    _, panels = pyplot.subplots(1, len(rounded), figsize=(15, 4.6), sharey=True, layout="constrained")
+    for axes, (name, values) in zip(panels, rounded.items()):
+        outside = [at not in ties[name] for at in x]
+        steps = np.where(outside, values, np.nan)
+        for number in names:
+            axes.plot(x, np.where(np.asarray(steps) == number, number, np.nan), color="black", linewidth=4)
+        axes.plot(x, x, color="#BBBBBB", linewidth=2, linestyle="dashed")
+        axes.plot(ties[name].keys(), ties[name].values(), "o", color="black", markersize=13)
+        axes.set_title(name, fontsize=FONT + 2)
+        axes.set_yticks(list(names), list(names.values()))
+        axes.set_xticks(range(math.ceil(min(x)), math.floor(max(x)) + 1))
+        axes.grid(axis="y", color="#DDDDDD")
+        label_axes(axes, "exact result", "", ticks=FONT - 2)
+    panels[0].set_ylabel("rounded to FP16", fontsize=FONT)
+    return list(panels)
+
+
+def draw_sums(exact: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Axes:
+    """Sums of ones against how many were added: the exact ones dashed, each of the others solid."""
+    axes = new_axes(12, 4.4)
+    count = range(1, len(exact) + 1)
+    axes.plot(count, exact, "--", color="#999999", linewidth=3, label="exact")
+    for name, sums in curves.items():
+        axes.plot(count, sums, color="black", linewidth=3, label=name)
+    label_axes(axes, "how many ones were added", "sum")
+    axes.legend(fontsize=FONT, frameon=False)
+    return axes
