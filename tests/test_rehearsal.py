@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearsal import left_out
-
 ROOT = Path(__file__).parent.parent
 # Together, since each process takes seconds to start.
-NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in left_out.NOTEBOOKS)
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 GROUPS = [["readme", "docstrings", "demo", "gpu"], NOTEBOOKS[:3], NOTEBOOKS[3:6], NOTEBOOKS[6:]]
 
 

@@ -3,7 +3,8 @@
 Both are plain HTML files that open from disk with the network off: scripts, styles, pictures and formulas are inside.
 
     slides   a file for each notebook, from its cells marked "slide" (the field's usual `slideshow` metadata), and
-             deck.html, 50 minutes from the cells that carry speaker `notes`; reveal.js, press S for the notes
+             deck.html, 50 minutes from the cells that carry speaker `notes`, unless their `deck` says false;
+             reveal.js, press S for the notes
     book     a page for each notebook, and a map
 
 Code is folded on slides. In the book it stands open, except where it answers an exercise (`jupyter.source_hidden`,
@@ -133,7 +134,7 @@ def slides(folder):
         notebook = read(path)
         marked = [c for c in notebook.cells if c.metadata.get("slideshow", {}).get("slide_type") == "slide"]
         drawn = [(draw(cell, fold=True), cell.metadata.get("notes", "")) for cell in marked]
-        talk += [slide for slide in drawn if slide[1]]
+        talk += [slide for slide, cell in zip(drawn, marked) if slide[1] and cell.metadata.get("deck", True)]
         paths.append(write(folder / f"{path.stem}.html", deck(title_of(notebook), drawn)))
     if len(talk) > DECK_SLIDES:
         raise ValueError(f"the deck has {len(talk)} slides, {DECK_SLIDES} fit into 50 minutes: take `notes` off some")

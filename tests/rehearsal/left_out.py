@@ -3,8 +3,6 @@
 Devices alone are judged, and what has no tensor of an engine on them need not run.
 """
 
-NOTEBOOKS = {"03_fp16_bits": "its numbers are on the CPU only"}
-
 # Of each notebook: words that only the cell has, and why it is left out.
 INSTALL = {"ADDRESS = ": "installs the packages"}
 CELLS = {
@@ -16,6 +14,7 @@ CELLS = {
         "assert found[last]": "compares seconds, which are not a card's here",
     },
     "02_zero": {**INSTALL, "init_device_mesh": "PyTorch's own engines need processes"},
+    "03_fp16_bits": INSTALL,
     "04_mixed_precision": {
         **INSTALL,
         "experiments.gradient_histograms": "trains on the CPU only",

@@ -21,7 +21,7 @@ import minizero.train
 from minizero import DDP, GPT, Comm, GPTConfig, World
 from precision import DynamicLossScaler
 from tests.rehearsal.device import ROOT, files
-from tests.rehearsal.left_out import CELLS, GPU_TESTS, GPU_VALUES, NOTEBOOKS, SHORTER
+from tests.rehearsal.left_out import CELLS, GPU_TESTS, GPU_VALUES, SHORTER
 
 ROOT = Path(ROOT)
 thread = threading.local()  # .comm: this rank's, for what torchrun would have started as a process
@@ -168,5 +168,5 @@ torch.set_num_threads = lambda count: None
 Animation.to_jshtml = lambda *args, **kwargs: ""  # drawn picture by picture, for seconds
 
 PARTS = {"readme": readme, "docstrings": docstrings, "demo": demo, "gpu": gpu}
-paths = [path for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if path.stem not in NOTEBOOKS]
+paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PARTS |= {path.stem: lambda path=path: notebook(path) for path in paths}
