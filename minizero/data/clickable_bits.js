@@ -1,6 +1,6 @@
 // Puts a button for each bit into every element of the class "clickable-bits" that has none yet. No library is needed.
 // The element says in its data-… attributes: bits (the pattern), exponent and mantissa (how many bits these fields
-// have), colors (of sign, exponent, mantissa) and presets (patterns by the words on their buttons). See clickable.py.
+// have), colors (of sign, exponent, mantissa) and presets (pairs of a word for a button and its pattern). See clickable.py.
 (function () {
   const raised = n => String(n).replace(/./g, c => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
   const written = n => Object.is(n, -0) ? "−0" : String(n).replaceAll("-", "−");
@@ -45,7 +45,7 @@
         row += button(`data-place="${place}" aria-label="bit ${place}, ${bit(place)}"`, bit(place),
           `width: 1.7em; padding: 0.2em 0; font-size: 1.3em; font-weight: bold; background: ${color}; margin-right: ${gap};`);
       }
-      for (const [name, to] of Object.entries(presets)) more += plain(`data-bits="${to}"`, name);
+      for (const [name, to] of presets) more += plain(`data-bits="${to}"`, name);
       const { value, lines } = decode();
       root.innerHTML = `<div>${row}</div><div class="value" data-value="${value}" style="line-height: 1.6; margin: 0.4em 0">` +
         `sign ${bits >= half ? "1: −" : "0: +"}<br>${lines.join("<br>")}</div><div>${more}</div>`;

@@ -42,7 +42,7 @@ def clickable_bits(
         "exponent": exponent_bits,
         "mantissa": mantissa_bits,
         "colors": json.dumps([SIGN, EXPONENT, MANTISSA]),
-        "presets": json.dumps(dict(presets or {}), ensure_ascii=False),
+        "presets": json.dumps(list((presets or {}).items()), ensure_ascii=False),
     }
     attributes = " ".join(f'data-{key}="{html.escape(str(entry), quote=True)}"' for key, entry in data.items())
     return (
