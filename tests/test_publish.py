@@ -1,5 +1,6 @@
 """Slides and book: complete, alone, folded where they answer an exercise, and alive in a real browser."""
 
+import html
 import json
 import re
 import shutil
@@ -46,6 +47,19 @@ def test_there_is_a_file_for_each_notebook_and_one_deck(published):
     text = published["slides/deck"].read_text()
     notes = re.findall(r"<aside class='notes'>(.*?)</aside>", text, re.DOTALL)
     assert 15 <= len(notes) <= DECK_SLIDES and all(len(note) > 40 for note in notes)
+
+
+def test_the_deck_leaves_out_what_says_so(published):
+    """A notebook's own slides have all its notes, the deck those of no cell whose `deck` is false."""
+    deck, left_out = published["slides/deck"].read_text(), 0
+    for name in NAMES:
+        own = published[f"slides/{name}"].read_text()
+        for cell in json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]:
+            if cell["metadata"].get("deck") is False and "slideshow" in cell["metadata"]:
+                note = f"<aside class='notes'>{html.escape(cell['metadata']['notes'])}</aside>"
+                assert note in own and note not in deck, f"{name}: {note}"
+                left_out += 1
+    assert left_out > 10
 
 
 def test_nothing_is_fetched_and_every_picture_has_words(published):
