@@ -48,6 +48,11 @@ def test_the_pieces_of_a_bar_stand_on_each_other_and_are_numbered():
     assert all(pyplot.matplotlib.colors.to_hex(key.get_facecolor()).upper() == COLORS[key.get_label()] for key in keys)
 
 
+def test_the_legend_tells_the_optimizers_states_from_its_step():
+    legend = draw_parts({"optimizer.step()": {"parameters": 4 * MIB, "optimizer": 8 * MIB}}).get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["optimizer states", "parameters"]
+
+
 def test_a_limit_is_drawn_in_the_axis_own_unit_and_stays_visible():
     axes = draw_parts({"one": {"parameters": 3e9}}, unit=(1e9, "memory (GB)"), limit=80e9, limit_name="the card")
     (line,) = axes.lines
@@ -61,7 +66,7 @@ def test_beside_a_step_stands_its_peak_and_the_parts_add_up_to_it():
     one, other, bars = draw_steps({"first": first, "second": second})
     expected = {"parameters": [(0, 4), (0, 3)], "gradients": [(4, 1), (3, 0)], "activations": [(5, 6), (3, 1)]}
     assert drawn(bars) == expected
-    assert {text.get_text() for text in one.texts} == {"forward", "backward", "optimizer step", "peak 11.00 MiB"}
-    assert "peak 4.00 MiB" in {text.get_text() for text in other.texts}
+    assert {text.get_text() for text in one.texts} == {"forward", "backward", "optimizer step", "peak 11.0 MiB"}
+    assert "peak 4.0 MiB" in {text.get_text() for text in other.texts}
     assert len({axes.get_ylim() for axes in (one, other, bars)}) == 1 and one.get_ylim()[1] > 11
     assert one.get_title() == "first" and "not time" in one.get_xlabel() and not other.get_ylabel()

@@ -15,6 +15,7 @@ from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, label_axes, 
 
 Held = Mapping[str, float]  # bytes by category; `total` beside them, or not
 Unit = tuple[float, str]  # bytes, and what the axis then counts: "memory (MiB)"
+NAMES = {"optimizer": "optimizer states"}  # in the legend: a phase of the step is called "optimizer", too
 
 
 def draw_parts(
@@ -43,7 +44,7 @@ def draw_parts(
         axes.axhline(limit / unit[0], color="black", linestyle="dashed", linewidth=2.5)
         axes.annotate(limit_name, (-0.47, limit / unit[0]), (0, 5), textcoords="offset points", fontsize=FONT)
     # From top to bottom, the legend's names stand in the bars' order.
-    keys = [Patch(label=name, color=COLORS.get(name, OTHER)) for name in reversed(names)]
+    keys = [Patch(label=NAMES.get(name, name), color=COLORS.get(name, OTHER)) for name in reversed(names)]
     axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT, frameon=False)
     return axes
 
@@ -69,6 +70,8 @@ def draw_steps(steps: Mapping[str, Sequence[Any]]) -> list[Axes]:
         # A peak that lasts one operator is narrower than a pixel: here it is drawn as a needle.
         length = axes.get_xlim()[1]
         _stack(axes, when, peaks[name], list(peaks[name])[:-1], MIB, None, width=length / 250)
+        (words,) = [text for text in axes.texts if text.get_text().startswith("peak")]
+        words.set_text(f"peak {peak:.1f} MiB")  # with one decimal, as above its bar
         axes.hlines(peak, when, length, color="black", linestyle="dotted", linewidth=1.5)
         axes.set_xlabel("operators, one after the other (not time)", fontsize=FONT)
         axes.set_title(name, fontsize=FONT + 2, pad=28)
