@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -26,11 +24,11 @@ from minizero.engines.engine import Engine
 from minizero.engines.unit import Unit
 from minizero.engines.zero3 import Zero3
 from minizero.models.gpt import GPT, GPTConfig
+from minizero.pictures.shards import STATES
 from minizero.pictures.style import COLORS
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World
 
-STATES = ("parameters", "gradients", "optimizer")
 LEVELS = "·▁▂▃▄▅▆▇█"
 Holding = dict[str, dict[str, float]]  # by unit, then by state: a share, from 0 (none of it) to 1 (all of it)
 
@@ -102,24 +100,6 @@ def draw_text(board: list[tuple[str, Holding]]) -> Table:
         table.add_row(f"rank {rank}", *cells)
     table.caption = board[0][0]
     return table
-
-
-def draw_board(board: list[Holding], ax: Axes) -> Axes:
-    """The board as boxes on a matplotlib Axes: a row for each rank, a column for each unit."""
-    names = list(board[0])
-    for row, units in enumerate(board):
-        for column, name in enumerate(names):
-            for number, state in enumerate(STATES):
-                left = column + 0.08 + 0.28 * number
-                height = -0.8 * units[name][state]  # upward: the axis runs down, from rank to rank
-                ax.add_patch(Rectangle((left, row + 0.9), 0.26, height, color=COLORS[state]))
-            ax.add_patch(Rectangle((column + 0.05, row + 0.05), 0.9, 0.9, fill=False, edgecolor="black", linewidth=0.8))
-    ax.set(xlim=(0, len(names)), ylim=(len(board), 0))
-    ax.set_xticks([column + 0.5 for column in range(len(names))], [name.removeprefix("blocks.") for name in names])
-    ax.set_yticks([row + 0.5 for row in range(len(board))], [f"rank {row}" for row in range(len(board))])
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    return ax
 
 
 def run(argv: list[str] | None, console: Console) -> None:

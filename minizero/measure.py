@@ -67,6 +67,6 @@ class Measured:
             "step_seconds": median(self.unwatched) if self.unwatched else None,
             "bytes_sent": self.sent,
             "ranks": [dict(zip(("persistent", "peak"), (dict(zip(KEYS, row)) for row in rank))) for rank in rows],
-            "curve": {"phase": [sample.phase for sample in curve]}
+            "curve": {"phase": [sample.phase for sample in curve], "number": [sample.number for sample in curve]}
             | {key: [sample[key] for sample in curve] for key in KEYS},
         }

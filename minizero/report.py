@@ -15,7 +15,7 @@ Everything here reads one dictionary, `results`. The file results.json holds the
         bytes_sent_formula   what the formula predicts for that
         ranks                for each rank: `persistent` and `peak` bytes by category
         predicted            persistent bytes per rank, by category
-        curve                rank 0 during one training step: the phase, and bytes by category
+        curve                rank 0 during one training step: the phase, the operator's number, and bytes by category
 
 Measured and predicted never share a column. One MiB is 2^20 bytes.
 """
@@ -36,7 +36,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minizero.pictures.memory import Results, describe_size, draw_boxes, draw_curves, draw_losses, shown_categories
+from minizero.pictures.memory import Results, describe_size, draw_curves, draw_losses, shown_categories
+from minizero.pictures.shards import draw_boxes
 from minizero.pictures.style import PREDICTED, mib
 
 

@@ -92,30 +92,43 @@ def test_what_was_not_measured_is_a_dash_and_says_why():
 
 
 @pytest.mark.parametrize(("stages", "world_size"), [((0, 1, 2, 3), 4), ((3,), 1), ((0, 2), 8)])
-def test_boxes_are_as_high_as_their_bytes(stages, world_size):
+def test_boxes_are_as_high_as_their_bytes_and_stand_at_their_place(stages, world_size):
     results = make_results(stages, world_size)
     (axes,) = pictures.draw_boxes(results).axes
-    drawn = []
-    for bars in axes.containers:
-        drawn += [(bars.get_label(), bar.get_y() * MIB, bar.get_height() * MIB) for bar in bars]
+    pieces = [bars for bars in axes.containers if bars.get_label() in STATES]
+    drawn = [(bars.get_label(), bar.get_y() * MIB, bar.get_height() * MIB) for bars in pieces for bar in bars]
+    held = {
+        (stage, name): [rank["persistent"][name] for rank in run["ranks"]]
+        for stage, run in zip(stages, results["runs"])
+        for name in STATES
+    }
+    first = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the stage that begins to cut it
+    whole = {
+        name: max(
+            sum(found) if stage >= first[name] else max(found) for (stage, its), found in held.items() if its == name
+        )
+        for name in STATES
+    }
     expected = []
-    for run in results["runs"]:
-        for place, name in enumerate(STATES):
-            for held in (rank["persistent"] for rank in run["ranks"]):
-                expected.append((name, sum(held[below] for below in STATES[:place]), held[name]))
-    assert drawn == expected
-    lefts = [bar.get_x() for bars in axes.containers for bar in bars]
-    assert len(set(lefts)) == len(stages) * world_size
+    for (stage, name), found in held.items():
+        below = sum(whole[other] for other in STATES[: STATES.index(name)])
+        for rank, height in enumerate(found):  # above the pieces of the ranks before it
+            expected.append((name, below + (sum(found[:rank]) if stage >= first[name] else 0), height))
+    assert [name for name, *_ in drawn] == [name for name, *_ in expected]
+    assert [numbers for _, *numbers in drawn] == [pytest.approx(numbers) for _, *numbers in expected]
+    assert len({bar.get_x() for bars in pieces for bar in bars}) == len(stages) * world_size
+    outlines = [bar.get_height() * MIB for bars in axes.containers if bars not in pieces for bar in bars]
+    assert sorted(set(outlines)) == pytest.approx(sorted(set(whole.values())))
 
 
 def test_curves_mark_the_measured_peak_and_the_predicted_total():
     results = make_results()
     panels = pictures.draw_curves(results).axes
-    assert len({panel.get_ylim() for panel in panels}) == 1
+    assert len({panel.get_ylim() for panel in panels}) == len({panel.get_xlim() for panel in panels}) == 1
     for panel, run in zip(panels, results["runs"], strict=True):
         peak, predicted = panel.lines
         highest = max(run["curve"]["total"]) / MIB
-        words = {text.get_text() for text in panel.texts}
+        words = {text.get_text().strip(" ▸◂") for text in panel.texts}
         assert words == {"forward", "backward", "optimizer step", f"peak {highest:.2f} MiB"}
         assert np.unique(predicted.get_ydata()) == [run["predicted"]["total"] / MIB]
         assert np.unique(peak.get_ydata()) == [highest]
@@ -200,7 +213,20 @@ def test_a_phase_that_comes_again_is_named_once_and_names_keep_clear_of_each_oth
     figure = Figure(figsize=(8, 4))
     axes = pictures.plot_curve(samples, figure.subplots())
     names = [text for text in axes.texts if not text.get_text().startswith("peak")]
-    assert sorted(text.get_text() for text in names) == ["backward", "forward", "optimizer step"]
+    assert sorted(text.get_text().strip(" ▸◂") for text in names) == ["backward", "forward", "optimizer step"]
     figure.canvas.draw()
     boxes = sorted((text.get_window_extent().x0, text.get_window_extent().x1) for text in names)
     assert all(right < left for (_, right), (left, _) in itertools.pairwise(boxes))
+
+
+def test_a_name_wider_than_its_phase_stands_beside_it_and_points_at_it():
+    class Sample(dict):
+        pass
+
+    phases = ["forward"] * 40 + ["backward"] * 55 + ["optimizer"] * 5
+    samples = [Sample(parameters=MIB, total=MIB) for _ in phases]
+    for sample, phase in zip(samples, phases, strict=True):
+        sample.phase = phase
+    axes = pictures.plot_curve(samples, Figure(figsize=(8, 4)).subplots())
+    places = {text.get_text(): text.xy[0] for text in axes.texts}
+    assert places["optimizer step ▸"] == 95 and places["forward"] == 0 and places["backward"] == 40

@@ -3,6 +3,8 @@
 style.py      colours, size of letters, units
 memory.py     what a step holds, by category and by rank
 parts.py      what is held at one moment, as bars that add up
+memory.py     what a step holds, by category
+shards.py     who holds which part of it
 timeline.py   what each rank does when
 schedule.py   which inputs a schedule keeps, and when
 ring.py       chunks on their way round a ring
@@ -16,6 +18,7 @@ from minizero.pictures.memory import draw_boxes, draw_curves, draw_losses, plot_
 from minizero.pictures.parts import draw_parts, draw_steps
 from minizero.pictures.ring import animate_ring, draw_ring
 from minizero.pictures.schedule import plot_schedule
+from minizero.pictures.shards import draw_board, draw_boards, draw_boxes, draw_numbers
 from minizero.pictures.style import COLORS, FONT, MIB, OTHER, PREDICTED
 from minizero.pictures.timeline import Event, plot_timeline, save_chrome_trace
 from minizero.pictures.traffic import draw_bound, draw_busiest, draw_message_times, draw_predicted_times
@@ -28,12 +31,15 @@ __all__ = [
     "PREDICTED",
     "Event",
     "animate_ring",
+    "draw_board",
+    "draw_boards",
     "draw_bound",
     "draw_boxes",
     "draw_busiest",
     "draw_curves",
     "draw_losses",
     "draw_message_times",
+    "draw_numbers",
     "draw_parts",
     "draw_predicted_times",
     "draw_ring",

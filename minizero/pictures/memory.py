@@ -36,15 +36,17 @@ def draw_curves(results: Results) -> Figure:
     peaks = [_peaks(run["curve"]) for run in runs]
     names = shown_categories(peaks)
     highest = max(one["total"] for one in [*peaks, *(run["predicted"] for run in runs)])
+    longest = max(_length(run["curve"]) for run in runs)
     figure = Figure(figsize=(16, 9))
     columns = min(len(runs), 2)
     for panel, run in enumerate(runs, start=1):
         axes = figure.add_subplot(-(-len(runs) // columns), columns, panel)
-        _draw_curve(axes, run["curve"], names)
+        _draw_curve(axes, run["curve"], names, longest)
         predicted = axes.axhline(run["predicted"]["total"] / MIB, **PREDICTED)
         predicted.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
         axes.set_title(run["name"], fontsize=FONT + 3, fontweight="bold", pad=28)
         axes.set_ylim(0, 1.2 * highest / MIB)
+        axes.set_xlim(0, longest)
     keys = [*_keys(names), Line2D([], [], label="predicted persistent", **PREDICTED)]
     return _finish(figure, f"Memory of rank 0 during one training step: {describe_size(results)}", keys)
 
@@ -65,30 +67,6 @@ def plot_curve(samples: Sequence[Any], axes: Axes | None = None, note: str = "")
     axes.set_xlabel("\n".join(filter(None, [axes.get_xlabel(), note])))
     axes.legend(handles=_keys(names), loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT, frameon=False)
     return axes
-
-
-def draw_boxes(results: Results) -> Figure:
-    """Draws the ZeRO paper's picture to scale: a column for each rank, a box for each state it keeps."""
-    runs, size = results["runs"], results["world_size"]
-    names = shown_categories(rank["persistent"] for run in runs for rank in run["ranks"])
-    figure = Figure(figsize=(16, 9))
-    axes = figure.subplots()
-    for group, run in enumerate(runs):
-        # A stage gets one unit of the x axis, and its ranks share 0.84 of that.
-        centres = [group - 0.42 + 0.84 * (rank + 0.5) / size for rank in range(size)]
-        below = np.zeros(size)
-        for name in names:
-            heights = np.array([rank["persistent"].get(name, 0) / MIB for rank in run["ranks"]])
-            edge: Look = {"edgecolor": "black", "linewidth": min(1, 8 / size)}
-            axes.bar(centres, heights, 0.75 / size, below, label=name, color=COLORS.get(name, OTHER), **edge)
-            below += heights
-        totals = [rank["persistent"]["total"] for rank in run["ranks"]]
-        text = " to ".join(dict.fromkeys(mib(end) for end in (min(totals), max(totals))))
-        _write_above(axes, f"{text} MiB\nper rank", (group, max(totals) / MIB))
-    axes.set_xticks(range(len(runs)), [run["name"] for run in runs], fontweight="bold")
-    label_axes(axes, "stage (one column per rank)", "persistent memory (MiB)")
-    axes.set(xlim=(-0.5, len(runs) - 0.5), ymargin=0.15)
-    return _finish(figure, f"Persistent memory of each rank: {describe_size(results)}", _keys(names))
 
 
 def draw_losses(results: Results) -> Figure:
@@ -132,29 +110,38 @@ def _keys(names: Iterable[str]) -> list[Any]:
 
 
 def _peaks(curve: Mapping[str, list[Any]]) -> dict[str, int]:
-    return {name: max(held) for name, held in curve.items() if name != "phase"}
+    return {name: max(held) for name, held in curve.items() if name not in ("phase", "number")}
 
 
-def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str]) -> None:
-    """Draws one curve, stacked by category, with its phases and its peak. The x axis counts operators if it can."""
+def _length(curve: Mapping[str, list[Any]]) -> int:
+    """Where the x axis of a curve ends."""
+    return int(_spread(curve.get("number", range(len(curve["total"]))))[-1]) + 1
+
+
+def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str], width: int | None = None) -> None:
+    """Draws one curve, stacked by category, with its phases and its peak. The x axis counts operators if it can.
+
+    width: where the x axis ends, by default with the curve.
+    """
     peak = max(curve["total"])
     places = _spread(curve.get("number", range(len(curve["total"]))))
     stacked = [name for name in names if name != "host"]  # the total leaves the host out
     layers = [[held / MIB for held in curve.get(name, [0] * len(places))] for name in stacked]
     colors = [COLORS.get(name, OTHER) for name in stacked]
     axes.stackplot(places, layers, step="post", colors=colors, linewidth=0)
-    length = int(places[-1]) + 1
+    length, width = _length(curve), width or _length(curve)
     highest = peak
     if "host" in names:
         axes.step(places, [held / MIB for held in curve["host"]], where="post", **HOST)
         highest = max(highest, *curve["host"])
+    axes.set_xlim(0, width)
     _mark_phases(axes, curve["phase"], [*places, length])
     when = places[curve["total"].index(peak)]
     axes.plot(when, peak / MIB, "o", color="black", markersize=8, zorder=4)
-    side = "left" if when < length / 3 else "right" if when > length * 0.6 else "center"
+    side = "left" if when < width / 3 else "right" if when > width * 0.6 else "center"
     _write_above(axes, f"peak {mib(peak)} MiB", (when, peak / MIB), side)
     label_axes(axes, "operators, in order" if "number" in curve else "allocations and frees, in order", "memory (MiB)")
-    axes.set(xlim=(0, length), ylim=(0, 1.2 * highest / MIB))
+    axes.set_ylim(0, 1.2 * highest / MIB)
 
 
 def _spread(numbers: Sequence[int]) -> list[float]:
@@ -167,25 +154,32 @@ def _spread(numbers: Sequence[int]) -> list[float]:
 def _mark_phases(axes: Axes, phases: list[str], places: Sequence[float]) -> None:
     """Draws a line where a phase starts and ends, and names it above the panel.
 
-    places: of each sample, and the end. A phase that comes again, with every micro-batch, is named once.
+    places: of each sample, and the end. A phase that comes again, with every micro-batch, is named once. A name that is
+    wider than its phase stands beside it, and points at it.
     """
     across = axes.get_xaxis_transform()
     taken: list[tuple[float, float]] = []  # from where to where the names reach
-    letter = places[-1] * 0.75 * FONT / 72 / (axes.get_window_extent().width / axes.figure.dpi)
+    end_of_axis = axes.get_xlim()[1]
+    letter = end_of_axis * 0.62 * FONT / 72 / (axes.get_window_extent().width / axes.figure.dpi)
     changes = [i for i in range(len(phases)) if i == 0 or phases[i] != phases[i - 1]] + [len(phases)]
     for phase, name in reversed(PHASES.items()):
         labels = []
         for start, end in [(places[i], places[j]) for i, j in pairwise(changes) if phases[i] == phase]:
             axes.vlines([start, end], 0, 1, color="black", linewidth=1.2, transform=across)
-            # A name begins where its phase begins or ends where it ends, since the phase may be too narrow for it.
-            width, late = letter * len(name), start > places[-1] * 0.6
-            labels += [(end - width, end, "right"), (start, start + width, "left")][:: 1 if late else -1]
-        # The first place that no other name takes, or the first at all.
+            width = letter * len(name)
+            if width <= end - start:
+                labels.append((start, start + width, "left", name))
+                continue
+            wide = letter * (len(name) + 2)
+            beside = [(start - wide, start, "right", f"{name} ▸"), (end, end + wide, "left", f"◂ {name}")]
+            labels += [label for label in beside if label[0] >= 0 and label[1] <= end_of_axis]
+            labels.append((end - width, end, "right", name))
+        # The first place that no other name takes, or the last at all.
         free = [label for label in labels if all(label[0] >= end or label[1] <= start for start, end in taken)]
-        for left, right, side in (free or labels)[:1]:
+        for left, right, side, words in (free + labels[-1:])[:1]:
             place, shift = (right, -4) if side == "right" else (left, 4)
             at: Look = {"xy": (place, 1.02), "xycoords": across, "xytext": (shift, 0), "textcoords": "offset points"}
-            axes.annotate(name, ha=side, fontsize=FONT, **at)
+            axes.annotate(words, ha=side, fontsize=FONT, **at)
             taken.append((left, right))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from minizero import GPT, Zero3, all_reduce
 from minizero.engines.timeline import Timeline
-from minizero.grid import STATES, draw_board, draw_text, step_by_step
+from minizero.grid import STATES, draw_text, step_by_step
 from minizero.grid import main as grid
 from minizero.pictures.timeline import LANES, Event, plot_timeline, save_chrome_trace
 from tests.support.helpers import SMALL, STAGES, batch, run
@@ -136,6 +136,3 @@ def test_the_grid_is_drawn(capsys):
     units = {"a": dict(zip(STATES, (1.0, 0.5, 0.0)))}
     cell = draw_text([("now", units)]).columns[1]._cells[0]
     assert cell.plain == "██ ▄▄ ·· "
-    ax = draw_board([units], matplotlib.figure.Figure().subplots())
-    heights = [abs(patch.get_height()) for patch in ax.patches]
-    assert heights == pytest.approx([0.8, 0.4, 0.0, 0.9])
