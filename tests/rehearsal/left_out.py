@@ -15,6 +15,11 @@ CELLS = {
     },
     "02_zero": {**INSTALL, "init_device_mesh": "PyTorch's own engines need processes"},
     "03_fp16_bits": INSTALL,
+    "02_zero": {
+        **INSTALL,
+        "beside_pytorch.measure": "PyTorch's own engines need processes",
+        "theirs, views": "compares with them",
+    },
     "04_mixed_precision": {
         **INSTALL,
         "experiments.gradient_histograms": "trains on the CPU only",
@@ -47,6 +52,7 @@ CELLS = {
 SHORTER = {
     "01_collectives": {"n, other = (4096 if": "n, other = (64 if"},
     "02_zero": {"for ranks in (4, 64)}": "for ranks in (4,)}"},
+    "02_zero": {"for ranks in (4, 64):": "for ranks in (4,):"},
     "04_mixed_precision": {
         "def real(steps=40)": "def real(steps=4)",
         "losses = real()": 'images, labels = experiments.images.load("train")\nlosses = real()',

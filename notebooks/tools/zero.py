@@ -1,0 +1,190 @@
+"""What notebook 02 measures, and how it prints: one training step of an engine, and the messages between ranks."""
+
+import contextlib
+import difflib
+import inspect
+import threading
+import time
+
+import torch
+from IPython.display import Markdown
+from torch import nn
+
+from minizero import GPT, World, Zero3, barrier
+from minizero.engines.timeline import Timeline
+from minizero.memory import Ledger
+from minizero.ranks.threads import ThreadTransport
+
+MIB = 2**20
+STATES = ("parameters", "gradients", "optimizer")
+
+
+def one_step(comm, stage, config, shape=(2, 64), steps=3, ledger=True, **options):
+    """Train a GPT with AdamW under a stage; returns a dictionary about the last step.
+
+    shape: (sequences, tokens in each), on every rank. options: the engine's. In bytes: `held` after the optimizer's
+    step, before zero_grad(), and `peak`, both by category; `states` held; `sent`; `curve`, as lists by category.
+    Besides, `seconds`, and the `losses` of all steps.
+    A ledger slows the step that it watches: without one there are seconds and bytes sent only.
+    """
+    engine = stage(GPT(config), comm, **options)
+    optimizer = torch.optim.AdamW(engine.parameters())
+    generator = torch.Generator().manual_seed(comm.rank)
+    losses = []
+    for step in range(steps):
+        x, y = torch.randint(config.vocabulary, (2, *shape), generator=generator).to(comm.device)
+        sent, began = comm.bytes_sent, time.perf_counter()
+        watched = Ledger(engine, optimizer) if ledger and step == steps - 1 else contextlib.nullcontext()
+        with watched:
+            loss = engine(x, y)
+            loss.backward()
+            optimizer.step()
+            held = watched.current if isinstance(watched, Ledger) else {}
+        losses.append(loss.item())
+        seconds, sent = time.perf_counter() - began, comm.bytes_sent - sent
+        optimizer.zero_grad()
+    found = {"sent": sent, "seconds": seconds, "losses": losses, "held": held}
+    if isinstance(watched, Ledger):
+        curve = watched.summary()["curve"]
+        del curve["operator"]
+        found |= {"peak": watched.peak, "states": sum(held[state] for state in STATES), "curve": curve}
+    return found
+
+
+@contextlib.contextmanager
+def each_message(call):
+    """While the block runs, `call(rank, other rank, bytes)` follows each message between two ranks of a World.
+
+    It runs in the sender's thread. A rank has one link: its messages, also those of its lanes, follow each other.
+    """
+    real, links = ThreadTransport.transfer, {}
+
+    def transfer(self, outgoing, dst, incoming, src):
+        real(self, outgoing, dst, incoming, src)
+        if outgoing is not None:
+            with links.setdefault(self.world_rank, threading.Lock()):
+                call(self.world_rank, self.ranks[dst], outgoing.nbytes)
+
+    ThreadTransport.transfer = transfer
+    try:
+        yield
+    finally:
+        ThreadTransport.transfer = real
+
+
+def slow_link(bytes_per_second):
+    """A substitute for a network: each message keeps its sender's link busy for bytes / bytes_per_second."""
+    return each_message(lambda rank, other, size: time.sleep(size / bytes_per_second))
+
+
+def sent_between(machine, size, fn, *args, **options):
+    """Bytes that all ranks together send from one machine to another in one step of `fn`, such as `one_step`.
+
+    machine: how many ranks stand in one. size: ranks in all. A run of two steps less a run of one.
+    """
+    crossed = []
+
+    def count(rank, other, sent):
+        if rank // machine != other // machine:
+            crossed.append(sent)
+
+    total = {}
+    for steps in (1, 2):
+        crossed.clear()
+        with each_message(count):
+            World(size).run(fn, *args, steps=steps, ledger=False, **options)
+        total[steps] = sum(crossed)
+    return total[2] - total[1]
+
+
+def changes(one, other):
+    """What another stage does differently: the lines of its methods that differ, method by method."""
+    names = ("keep", "before_forward", "gather", "make_room", "fill", "release", "reduce", "average")
+    text = ""
+    for name in names:
+        sources = [inspect.getsource(s.__dict__[name]).splitlines() if name in s.__dict__ else [] for s in (one, other)]
+        lines = list(difflib.unified_diff(*sources, lineterm="", n=1))[2:]
+        if lines:
+            text += "\n".join([f"{name}:", *(line for line in lines if not line.startswith("@@"))]) + "\n\n"
+    return f"- {one.__name__}\n+ {other.__name__}\n\n" + text.rstrip()
+
+
+def table(head, rows):
+    """A table: the first column to the left, the others to the right. Numbers get two decimals."""
+    cells = [[f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *cells]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+# A machine whose times are known: its computation and its network are pauses, so that the picture shows who waits.
+
+
+class Pause(torch.autograd.Function):
+    """The identity, after a pause in forward, and twice as long a one in backward."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Block(nn.Module):
+    """Three layers, each of which pretends to compute for `seconds` / 3 in forward, and twice as long in backward."""
+
+    def __init__(self, seconds, width=256):
+        super().__init__()
+        self.seconds = seconds
+        self.layers = nn.ParameterList([nn.Parameter(torch.eye(width)) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Pause.apply(x, self.seconds / 3) @ layer
+        return x
+
+
+BLOCK_BYTES = 3 * 256 * 256 * 4
+
+
+def pretend(compute=0.03, gather=0.03, blocks=4, **options):
+    """Train blocks under stage 3 on two ranks of a machine of pauses; returns what rank 0 saw.
+
+    compute: seconds of a block's forward. gather: seconds that a rank's link is busy with a block's all-gather, and
+    with its reduce-scatter. Of the fastest step: `events` (`Timeline`), `seconds`, bytes `sent`. Of another: the most
+    bytes of `parameters` at one moment. `losses` of all steps.
+    """
+    with slow_link(BLOCK_BYTES / 2 / gather):  # of two ranks each sends half
+        return World(2).run(_pretend, compute, blocks, options)[0]
+
+
+def _pretend(comm, compute, blocks, options):
+    model = nn.Sequential(*[Block(compute) for _ in range(blocks)])
+    engine = Zero3(model, comm, units=list(model), **options)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=1e-3)
+    losses = []
+
+    def step():
+        loss = engine(torch.ones(4, 256)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    step()  # a rank learns here in which order it uses the blocks
+    with Ledger(engine, optimizer) as ledger:
+        step()
+    best = {"seconds": float("inf")}
+    for _ in range(3):  # the fastest step counts: other work on the machine only slows one down
+        barrier(comm)
+        sent, began = comm.bytes_sent, time.perf_counter()
+        with Timeline(engine, optimizer) as timeline:
+            step()
+        seconds = time.perf_counter() - began
+        if seconds < best["seconds"]:
+            best = {"events": timeline.events, "seconds": seconds, "sent": comm.bytes_sent - sent}
+    return best | {"losses": losses, "parameters": ledger.peak["parameters"]}

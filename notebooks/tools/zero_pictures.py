@@ -1,0 +1,59 @@
+"""The pictures that only notebook 02 needs, from plain data."""
+
+from matplotlib.figure import Figure
+
+from minizero.pictures import FONT, MIB, plot_timeline
+from minizero.pictures.style import LINE_STYLES, label_axes
+
+ALONE, BETWEEN = "#CC79A7", "#5E2750"
+
+
+def draw_peaks(tokens, peaks):
+    """Peak memory over the tokens in a rank's batch: a line for each stage. peaks: bytes, by the stage's name."""
+    figure = Figure(figsize=(14, 6.2), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, held) in enumerate(peaks.items()):
+        look = {**LINE_STYLES[number], "linewidth": 4, "markersize": 10, "marker": "o"}
+        axes.plot(tokens, [bytes_ / MIB for bytes_ in held], label=name, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [str(count) for count in tokens])
+    axes.set(ylim=(0, None))
+    label_axes(axes, "tokens in a rank's batch", "peak of one step (MiB per rank)")
+    axes.legend(fontsize=FONT, frameon=False, handlelength=4, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def draw_factors(factors, states, crossing):
+    """For each sharding factor what a rank holds, and what travels between the machines. states, crossing: bytes."""
+    figure = Figure(figsize=(14, 5.2), layout="constrained")
+    panels = zip(figure.subplots(1, 2), (states, crossing), (ALONE, BETWEEN))
+    words = ("states of a rank (MiB)", "between machines, one step (MiB)")
+    for (axes, values, color), label in zip(panels, words):
+        bars = axes.bar([f"F = {factor}" for factor in factors], [value / MIB for value in values], color=color)
+        axes.bar_label(bars, fmt="%.1f", fontsize=FONT, padding=3)
+        axes.margins(y=0.12)
+        label_axes(axes, "ranks that share one copy", label)
+    return figure
+
+
+def draw_steps(events):
+    """One step of rank 0 for each title, one above the other, on one scale of time. events: by title."""
+    figure = Figure(figsize=(16, 3.2 * len(events)), layout="constrained")
+    panels = figure.subplots(len(events), 1, sharex=True)
+    lengths = []
+    for axes, (title, its) in zip(panels, events.items()):
+        its = [event for event in its if event.lane != "optimizer"]
+        plot_timeline(its, axes).set_title(title, fontsize=FONT, fontweight="bold", loc="left")
+        last = 1e3 * (max(event.end for event in its) - min(event.start for event in its))
+        axes.axvline(last, color="black", linewidth=2, linestyle="dashed")
+        axes.annotate(f"{last:.0f} ms", (last, -0.35), (5, 0), textcoords="offset points", fontsize=FONT, va="center")
+        lanes = [label.get_text().removeprefix("rank 0  ") for label in axes.get_yticklabels()]
+        axes.set_yticks(axes.get_yticks(), lanes)
+        axes.tick_params(labelsize=FONT - 1)
+        lengths.append(last)
+        if axes is not panels[0]:
+            axes.get_legend().remove()
+        if axes is not panels[-1]:
+            axes.set_xlabel("")
+    panels[0].set_xlim(0, 1.1 * max(lengths))
+    return figure

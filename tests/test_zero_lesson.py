@@ -1,0 +1,87 @@
+"""What notebook 02 measures with: a step, the messages, a machine of pauses; and the pictures that only it needs."""
+
+import time
+
+import pytest
+
+from minizero import DDP, GPTConfig, World, Zero1, Zero2, Zero3
+from minizero.memory import predict, predict_sent
+from notebooks.tools import zero, zero_pictures
+
+SMALL = GPTConfig(sequence_length=8, width=32, layers=2, heads=2)
+PSI, ROOT = SMALL.count_parameters()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_step_holds_and_sends_what_the_formulas_say(number):
+    stage = (DDP, Zero1, Zero2, Zero3)[number]
+    for found in World(2, "cpu").run(zero.one_step, stage, SMALL, (1, 8)):
+        assert found["states"] == pytest.approx(predict(PSI, 2, number)["total"], rel=0.01)
+        assert found["sent"] == pytest.approx(predict_sent(PSI, 2, number, n_root=ROOT), rel=0.01)
+        assert max(found["curve"]["total"]) == found["peak"]["total"] > found["states"]
+        assert len(found["losses"]) == 3
+
+
+def test_every_message_is_told_and_a_slow_link_takes_its_time():
+    def send(comm):
+        outgoing, incoming = comm.rank * zeros(), zeros()
+        began = time.perf_counter()
+        comm.send_recv(outgoing, 1 - comm.rank, incoming, 1 - comm.rank)
+        return time.perf_counter() - began
+
+    def zeros():
+        import torch
+
+        return torch.zeros(1000)
+
+    told = []
+    with zero.each_message(lambda *message: told.append(message)):
+        World(2, "cpu").run(send)
+    assert sorted(told) == [(0, 1, 4000), (1, 0, 4000)]
+    with zero.slow_link(4000 / 0.1):
+        assert min(World(2, "cpu").run(send)) >= 0.1
+    World(2, "cpu").run(send)
+    assert len(told) == 2, "after the block nobody is told any more"
+
+
+def test_between_machines_goes_what_leaves_one():
+    sent = {m: zero.sent_between(m, 4, zero.one_step, Zero3, SMALL, shape=(1, 8)) for m in (1, 2, 4)}
+    each = predict_sent(PSI, 4, 3, n_root=ROOT)
+    assert (
+        sent[4] == 0 and sent[1] == pytest.approx(4 * each, rel=0.01) and sent[2] == pytest.approx(2 * each, rel=0.01)
+    )
+
+
+def test_on_the_machine_of_pauses_prefetch_and_keeping_blocks_save_time_and_cost_memory():
+    plain, ahead, kept = (
+        zero.pretend(0.01, 0.01, **options)
+        for options in ({"prefetch": 0}, {"prefetch": 1}, {"prefetch": 0, "reshard_after_forward": False})
+    )
+    assert plain["losses"] == ahead["losses"] == kept["losses"]
+    assert [found["parameters"] / zero.BLOCK_BYTES for found in (plain, ahead, kept)] == [3, 4, 6]
+    assert [found["sent"] / zero.BLOCK_BYTES for found in (plain, ahead, kept)] == [6, 6, 4]
+    assert plain["seconds"] >= 4 * (0.02 + 0.04)
+    figure = zero_pictures.draw_steps({"plain": plain["events"], "ahead": ahead["events"]})
+    figure.draw_without_rendering()
+    lanes = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert lanes == ["compute", "all-gather", "reduce-scatter"]
+
+
+def test_changes_name_the_method_and_show_its_lines():
+    text = zero.changes(Zero1, Zero2)
+    assert text.startswith("- Zero1\n+ Zero2\n\nreduce:\n")
+    assert "keep:" not in text and "+        unit.set_gradient(reduce_scatter(" in text
+
+
+def test_a_table_has_two_decimals_and_its_first_column_to_the_left():
+    assert zero.table(["a", "b"], [["x", 1.0], ["y", 2]]).data == "| a | b |\n| --- | --: |\n| x | 1.00 |\n| y | 2 |"
+
+
+def test_peaks_and_factors_are_drawn_with_their_units():
+    (axes,) = zero_pictures.draw_peaks([8, 16], {"DDP": [2**20, 2**21], "Zero1": [2**20, 2**20]}).axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2], [1, 1]] and "MiB" in axes.get_ylabel()
+    left, right = zero_pictures.draw_factors((1, 2), [2**21, 2**20], [2**20, 2**22]).axes
+    assert [bar.get_height() for bar in left.patches] == [2, 1] and [bar.get_height() for bar in right.patches] == [
+        1,
+        4,
+    ]
