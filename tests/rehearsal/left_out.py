@@ -19,6 +19,7 @@ CELLS = {
         **INSTALL,
         "beside_pytorch.measure": "PyTorch's own engines need processes",
         "theirs, views": "compares with them",
+        "left[0] / other": "only compares bytes, which a lane of a card may let go of a moment later",
     },
     "04_mixed_precision": {
         **INSTALL,
