@@ -1,9 +1,8 @@
 """Pictures, drawn from plain data: nothing here knows where the data come from.
 
 style.py      colours, size of letters, units
-memory.py     what a step holds, by category and by rank
-parts.py      what is held at one moment, as bars that add up
 memory.py     what a step holds, by category
+parts.py      what is held at one moment, as bars that add up
 shards.py     who holds which part of it
 timeline.py   what each rank does when
 schedule.py   which inputs a schedule keeps, and when
@@ -14,7 +13,7 @@ numbers.py    where the numbers of a format lie, and where rounding takes the ot
 clickable.py  bits that can be clicked, as HTML
 """
 
-from minizero.pictures.memory import draw_boxes, draw_curves, draw_losses, plot_curve
+from minizero.pictures.memory import draw_curves, draw_losses, plot_curve
 from minizero.pictures.parts import draw_parts, draw_steps
 from minizero.pictures.ring import animate_ring, draw_ring
 from minizero.pictures.schedule import plot_schedule
