@@ -28,6 +28,7 @@ from rich.table import Table
 from minizero.pictures.style import FONT, MIB, label_axes, new_axes
 
 Row = Mapping[str, Any]
+COMMITTED = Path(__file__).parents[2] / "notebooks" / "results" / "table1" / "table1.json"
 
 BASELINE: dict[str, Any] = {"color": "#4D4D4D", "label": "FP32"}
 MIXED: dict[str, Any] = {"color": "#CC79A7", "label": "mixed precision"}

@@ -11,6 +11,7 @@ traffic.py    what ranks send, and how long it takes
 bits.py       the fields of a number, and of formats
 numbers.py    where the numbers of a format lie, and where rounding takes the others
 clickable.py  bits that can be clicked, as HTML
+mixed.py      what 16 bits break, and what mixed precision holds
 """
 
 from minizero.pictures.memory import draw_curves, draw_losses, plot_curve

@@ -1,0 +1,188 @@
+"""The pictures of mixed precision, drawn from plain data: losses, a loss scale, lost updates, sums, bytes.
+
+FP32 is dark grey and mixed precision pink, as in Table 1's picture; parameters, gradients and optimizer states have
+their colours of all other pictures.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from minizero.pictures.style import COLORS, FONT, MIB, Look, label_axes, new_axes
+
+GREY, PINK, ORANGE = "#4D4D4D", "#CC79A7", "#D55E00"
+# One for each curve, in the order in which they are given. The wide ones come first, so that of equal ones both show.
+RUNS: list[Look] = [
+    {"color": GREY, "linewidth": 6, "alpha": 0.45},
+    {"color": ORANGE, "linewidth": 3},
+    {"color": "#E69F00", "linewidth": 7},
+    {"color": "#000000", "linewidth": 2.5, "linestyle": "dashed"},
+    {"color": PINK, "linewidth": 3.5},
+    {"color": "#0072B2", "linewidth": 3, "linestyle": "dotted"},
+]
+
+
+def plot_runs(losses: Mapping[str, Sequence[float]], window: int = 10, axes: Axes | None = None) -> Axes:
+    """Draws the loss of up to six runs, each value the mean of the last `window` steps.
+
+    A run that becomes NaN is drawn up to there, and a cross marks its end.
+    """
+    axes = axes or new_axes(13, 6)
+    for (name, values), look in zip(losses.items(), RUNS):
+        finite = [value for value in values if isfinite(value)]
+        parts = [finite[max(0, step + 1 - window) : step + 1] for step in range(len(finite))]
+        means = [sum(part) / len(part) for part in parts]
+        axes.plot(range(1, len(means) + 1), means, label=name, **look)
+        if len(finite) < len(values):
+            axes.plot(len(means), means[-1], "X", color=look["color"], markersize=17, markeredgecolor="black", zorder=5)
+            words = f"NaN from step {len(means) + 1} on"
+            axes.annotate(words, (len(means), means[-1]), (14, 16), textcoords="offset points", fontsize=FONT)
+    label_axes(axes, "training step", f"loss (mean of {window} steps)", ticks=FONT - 2)
+    axes.set_ylim(0, 1.15 * max(means))
+    axes.legend(fontsize=FONT - 1, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1), handlelength=3)
+    return axes
+
+
+def plot_scale(scales: Sequence[float], skipped: Sequence[int], axes: Axes | None = None) -> Axes:
+    """Draws the loss scale of each step as a power of 2; crosses are the steps that were skipped."""
+    from math import log2
+
+    axes = axes or new_axes(12, 4.4)
+    powers = [log2(scale) for scale in scales]
+    axes.step(range(1, len(powers) + 1), powers, where="post", color=PINK, linewidth=3.5)
+    at = [step + 1 for step in skipped]
+    axes.plot(at, [powers[step] for step in skipped], "X", color="black", markersize=11, label="step skipped")
+    low, high = int(min(powers)) - 1, int(max(powers)) + 2
+    ticks = range(low, high + 1, 2)
+    axes.set_yticks(list(ticks), [f"$2^{{{power}}}$" for power in ticks])
+    label_axes(axes, "training step", "loss scale", ticks=FONT - 2)
+    axes.legend(fontsize=FONT - 1, frameon=False, loc="upper right")
+    return axes
+
+
+def plot_lost(ratios: Sequence[float], lost: Sequence[float], axes: Axes | None = None) -> Axes:
+    """Draws which share of updates is lost (0 to 1) against weight / update."""
+    axes = axes or new_axes(11, 4.4)
+    axes.plot(ratios, [100 * share for share in lost], color=COLORS["parameters"], linewidth=4)
+    for limit, side in ((2048, "right"), (4096, "left")):
+        axes.axvline(limit, color="black", linewidth=1.2, linestyle="dotted")
+        axes.text(limit, 50, f" {limit:,} ", ha=side, fontsize=FONT)
+    axes.set_xscale("log", base=2)
+    ticks = [2**power for power in range(9, 14)]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    label_axes(axes, "weight / update", "updates lost (%)", ticks=FONT - 2)
+    return axes
+
+
+def plot_sums(lengths: Sequence[int], errors: Mapping[str, Sequence[float]], axes: Axes | None = None) -> Axes:
+    """Draws the relative error of sums against the number of terms, a curve for each way to add."""
+    axes = axes or new_axes(11, 5)
+    looks: list[Look] = [
+        {"color": ORANGE, "marker": "o"},
+        {"color": "#E69F00", "marker": "s", "linestyle": "dashed"},
+        {"color": GREY, "marker": "D", "linestyle": "dashdot"},
+    ]
+    for (name, values), look in zip(errors.items(), looks):
+        axes.plot(lengths, values, label=name, linewidth=3.5, markersize=8, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    label_axes(axes, "numbers from 0 to 1 that are added", "relative error", ticks=FONT - 2)
+    axes.legend(fontsize=FONT - 1, frameon=False)
+    return axes
+
+
+def plot_bytes(columns: Mapping[str, Mapping[str, float]], axes: Axes | None = None) -> Axes:
+    """Draws the bytes of one parameter as a column of boxes: {column: {"weight, FP16": bytes, …}}.
+
+    The first word of a box decides its colour: weight, gradient, or else the optimizer's.
+    """
+    axes = axes or new_axes(12, 6.5)
+    colors = {"weight": COLORS["parameters"], "gradient": COLORS["gradients"]}
+    for place, boxes in enumerate(columns.values()):
+        below = 0.0
+        for part, size in boxes.items():
+            color = colors.get(part.split(",")[0].split()[0], COLORS["optimizer"])
+            axes.bar(place, size, 0.62, below, color=color, edgecolor="black", linewidth=1.2)
+            ink = "black" if color == COLORS["gradients"] else "white"
+            axes.text(
+                place, below + size / 2, f"{part}: {size:g}", ha="center", va="center", color=ink, fontsize=FONT - 2
+            )
+            below += size
+        axes.text(place, below + 0.3, f"{below:g} bytes", ha="center", fontsize=FONT + 1, fontweight="bold")
+    axes.set_xticks(range(len(columns)), list(columns))
+    label_axes(axes, "", "bytes for one parameter", ticks=FONT - 1)
+    axes.set_ylim(0, 23)
+    return axes
+
+
+def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]], axes: Axes | None = None) -> Axes:
+    """Draws the peak bytes of a step against the batch size, {"FP32": …, "mixed precision": …}."""
+    axes = axes or new_axes(11, 4.8)
+    looks: list[Look] = [{"color": GREY, "marker": "o"}, {"color": PINK, "marker": "s", "linestyle": "dashed"}]
+    for (name, held), look in zip(peaks.items(), looks):
+        axes.plot(batch_sizes, [size / MIB for size in held], label=name, linewidth=3.5, markersize=9, **look)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(list(batch_sizes))
+    label_axes(axes, "images in the batch", "peak of one step (MiB)", ticks=FONT - 2)
+    axes.legend(fontsize=FONT - 1, frameon=False, loc="upper left")
+    return axes
+
+
+def draw_step(sizes: Mapping[str, tuple[int, int]], axes: Axes | None = None) -> Axes:
+    """Draws one step of one layer: what is kept in how many bits, and what comes out of what.
+
+    sizes: (bits, bytes) of "input", "weight", "output", "gradient", "gradient of the output", "FP32 gradient", "master"
+    and "moments".
+    """
+    axes = axes or new_axes(15, 8)
+    for name, (left, bottom, words) in _BOXES.items():
+        bits, size = sizes.get(name, (32, 4))
+        color = _KINDS.get(name, COLORS["temporary"])
+        edge: Look = {"edgecolor": "black", "linewidth": 4 if bits == 32 else 1.2}
+        axes.add_patch(Rectangle((left, bottom), 2.3, 1.1, facecolor=color, **edge))
+        ink = "white" if color in (COLORS["parameters"], COLORS["optimizer"]) else "black"
+        text = f"{words}\nFP{bits}, {size / 1024:,.0f} KiB" if name in sizes else f"{words}\nFP{bits}"
+        axes.text(left + 1.15, bottom + 0.55, text, ha="center", va="center", fontsize=FONT - 2, color=ink)
+    for start, end, words, (x, y), side in _ARROWS:
+        arrow = FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=22, linewidth=2.2, color="black")
+        axes.add_patch(arrow)
+        axes.text(x, y, words, ha=side, va="center", fontsize=FONT - 2)
+    axes.set(xlim=(-0.1, 14.2), ylim=(-0.2, 6.5))
+    axes.axis("off")
+    return axes
+
+
+# Left, bottom and words of each box, 2.3 wide and 1.1 high; then from where to where an arrow goes, and its words.
+_BOXES: dict[str, tuple[float, float, str]] = {
+    "input": (0, 5, "activation in"),
+    "weight": (3.9, 5, "weight"),
+    "output": (7.8, 5, "activation out"),
+    "loss": (11.7, 5, "loss"),
+    "gradient": (3.9, 2.6, "gradient × s"),
+    "gradient of the output": (7.8, 2.6, "its gradient × s"),
+    "scaled loss": (11.7, 2.6, "s × loss"),
+    "FP32 gradient": (3.9, 0.2, "gradient"),
+    "master": (0, 0.2, "master weight"),
+    "moments": (7.8, 0.2, "Adam's moments"),
+}
+_KINDS = {
+    "weight": COLORS["parameters"],
+    "gradient": COLORS["gradients"],
+    "FP32 gradient": COLORS["gradients"],
+    "master": COLORS["optimizer"],
+    "moments": COLORS["optimizer"],
+}
+_ARROWS: list[tuple[tuple[float, float], tuple[float, float], str, tuple[float, float], str]] = [
+    ((2.3, 5.55), (3.9, 5.55), "forward", (3.1, 5.85), "center"),
+    ((6.2, 5.55), (7.8, 5.55), "forward", (7.0, 5.85), "center"),
+    ((10.1, 5.55), (11.7, 5.55), "mean", (10.9, 5.85), "center"),
+    ((12.85, 5), (12.85, 3.7), " 1 scale", (12.9, 4.35), "left"),
+    ((11.7, 3.15), (10.1, 3.15), "backward", (10.9, 3.45), "center"),
+    ((7.8, 3.15), (6.2, 3.15), "backward", (7.0, 3.45), "center"),
+    ((5.05, 2.6), (5.05, 1.3), " 2 copy to FP32, 3 divide by s", (5.1, 1.95), "left"),
+    ((3.9, 0.75), (2.3, 0.75), "4 step", (3.1, 1.05), "center"),
+    ((7.8, 0.75), (6.2, 0.75), "", (7.0, 1.0), "center"),
+    ((1.15, 1.3), (3.9, 5.1), "5 round ", (2.2, 3.3), "right"),
+]

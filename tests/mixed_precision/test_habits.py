@@ -1,0 +1,101 @@
+"""What the lesson on mixed precision measures: dropped gradients, FP16 sums, bytes that move; and its pictures."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from minizero.mixed_precision import experiments, report, table1
+from minizero.pictures import mixed
+from precision.formats import FP16, FP32
+
+
+def test_gradients_of_one_range_are_dropped_and_no_others():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 1, bias=False))
+    experiments.drop_gradients(model, 0.5, 2.0)
+    x = torch.tensor([[0.25, 0.5, -1.0, 2.0]])
+    (3 * model(x)).sum().backward()  # the output's gradient, 3, stays; the weights' are 3 x
+    assert model[1].weight.grad.tolist() == [[0, 0, -3, 6]]
+    model[1].weight.grad = None
+    model(x).sum().backward()  # here the output's, 1, is dropped, and all with it
+    assert not model[1].weight.grad.any()
+
+
+def test_batch_norm_overflows_with_fp16_sums_alone():
+    right, wrong = (experiments.train_batch_norm(accumulator, steps=30) for accumulator in (FP32, FP16))
+    assert right.losses[-1] < 1.6 and 5000 < right.variance < 20000
+    assert min(wrong.losses) > 2.2 and wrong.variance == math.inf
+
+
+def test_a_softmax_with_an_fp16_sum_reports_too_low_a_loss():
+    right, wrong = (experiments.train_softmax(accumulator, steps=1) for accumulator in (FP32, FP16))
+    assert right.true == wrong.true and right.true[0] == pytest.approx(math.log(4096), abs=0.02)
+    assert right.total[0] == pytest.approx(1, abs=0.01) and wrong.total[0] > 1.5
+    assert wrong.true[0] - wrong.reported[0] == pytest.approx(math.log(wrong.total[0]), abs=0.02)
+
+
+def test_bytes_moved_are_counted_by_operator_and_views_are_free():
+    x, y = torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)
+    with experiments._Traffic() as traffic:
+        x.view(4).add(1)
+    assert traffic.bytes == 2 * 16, "four numbers in, four out"
+    wide, narrow = (experiments.bytes_moved(nn.Linear(4, 3).to(t), x.to(t), y) for t in (torch.float32, torch.float16))
+    assert wide > narrow > wide / 3
+
+
+def test_the_committed_table_holds_what_it_claims():
+    """No difference beyond another seed's; activations half; the published figures are the paper's."""
+    results = json.loads(report.COMMITTED.read_text())
+    assert not results["short"] and results["plan"]["seeds"] == 3
+    assert {row["network"]: row["published"] and tuple(row["published"]) for row in results["rows"]} == {
+        **table1.PUBLISHED,
+        "gpt": None,
+    }
+    for row in results["rows"]:
+        assert abs(report.difference(row)) < 1.1 * report.seed_noise(row)
+        assert 0.5 <= report.saved(row) < 0.52
+
+
+# The pictures.
+
+
+def words(axes):
+    return " ".join(text.get_text() for text in axes.texts)
+
+
+def test_a_run_is_drawn_up_to_its_nan():
+    axes = mixed.plot_runs({"lives": [3.0, 2.0, 1.0], "dies": [3.0, math.nan, math.nan]}, window=2)
+    lives, dies, cross = axes.lines
+    assert list(lives.get_ydata()) == [3, 2.5, 1.5] and list(dies.get_ydata()) == [3]
+    assert list(cross.get_xdata()) == [1] and "NaN from step 2 on" in words(axes)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lives", "dies"]
+
+
+def test_the_scale_and_its_skipped_steps():
+    axes = mixed.plot_scale([16.0, 8.0, 8.0, 16.0], [0])
+    assert list(axes.lines[0].get_ydata()) == [4, 3, 3, 4]
+    assert list(axes.lines[1].get_xdata()) == [1] and list(axes.lines[1].get_ydata()) == [4]
+
+
+def test_columns_of_bytes_add_up_and_have_the_colours_of_all_pictures():
+    axes = mixed.plot_bytes({"one": {"weight, FP16": 2, "gradient": 4, "master": 4}, "two": {"weight": 4}})
+    assert "10 bytes" in words(axes) and "4 bytes" in words(axes) and "weight, FP16: 2" in words(axes)
+    heights = [(bar.get_y(), bar.get_height()) for bar in axes.patches]
+    assert heights == [(0, 2), (2, 4), (6, 4), (0, 4)]
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 3
+
+
+def test_curves_have_the_numbers_that_were_given():
+    assert list(mixed.plot_lost([1024, 4096], [0, 0.5]).lines[0].get_ydata()) == [0, 50]
+    assert list(mixed.plot_sums([2, 4], {"FP16": [0.1, 0.2]}).lines[0].get_ydata()) == [0.1, 0.2]
+    axes = mixed.plot_peaks([1, 2], {"FP32": [2**20, 2**21], "mixed precision": [2**20, 2**20]})
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2], [1, 1]]
+
+
+def test_a_step_shows_bits_and_bytes():
+    axes = mixed.draw_step({"weight": (16, 2048), "master": (32, 4096)})
+    assert "weight\nFP16, 2 KiB" in words(axes) and "master weight\nFP32, 4 KiB" in words(axes)
+    edges = {bool(box.get_linewidth() > 2) for box in axes.patches if hasattr(box, "get_height")}
+    assert edges == {True, False}, "FP32 has a thick edge"
