@@ -15,9 +15,9 @@ from precision.formats import FP16, FP32
 def test_gradients_of_one_range_are_dropped_and_no_others():
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 1, bias=False))
     experiments.drop_gradients(model, 0.5, 2.0)
-    x = torch.tensor([[0.25, 0.5, -1.0, 2.0]])
+    x = torch.tensor([[0.125, 0.5, -1.0, 2.0]])
     (3 * model(x)).sum().backward()  # the output's gradient, 3, stays; the weights' are 3 x
-    assert model[1].weight.grad.tolist() == [[0, 0, -3, 6]]
+    assert model[1].weight.grad.tolist() == [[0.375, 0, -3, 6]]
     model[1].weight.grad = None
     model(x).sum().backward()  # here the output's, 1, is dropped, and all with it
     assert not model[1].weight.grad.any()
