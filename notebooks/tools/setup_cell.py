@@ -30,7 +30,7 @@ sys.path += checkouts[:1]
 if not checkouts and not find_spec("minizero") and "{nobody}" not in ADDRESS:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", ADDRESS], capture_output=True)
 if missing := [name for name in needed if not find_spec(name)]:
-    sys.exit(f"Not found: {{', '.join(missing)}}. Run `make setup` in a checkout, and choose its environment as kernel.")"""
+    sys.exit(f"Not found: {{', '.join(missing)}}. Run `make setup` in a checkout; its environment is the kernel.")"""
 
 
 def source():

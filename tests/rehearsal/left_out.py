@@ -13,14 +13,13 @@ CELLS = {
         'assert t["multiply"]': "compares seconds, which are not a card's here",
         "assert found[last]": "compares seconds, which are not a card's here",
     },
-    "02_zero": {**INSTALL, "init_device_mesh": "PyTorch's own engines need processes"},
-    "03_fp16_bits": INSTALL,
     "02_zero": {
         **INSTALL,
         "beside_pytorch.measure": "PyTorch's own engines need processes",
         "theirs, views": "compares with them",
         "left[0] / other": "only compares bytes, which a lane of a card may let go of a moment later",
     },
+    "03_fp16_bits": INSTALL,
     "04_mixed_precision": {
         **INSTALL,
         "middle, low =": "judges the values of long training",
@@ -57,7 +56,6 @@ CELLS = {
 # Of each notebook: what makes a cell long, or needs a cell that is left out, and what stands in for it.
 SHORTER = {
     "01_collectives": {"n, other = (4096 if": "n, other = (64 if"},
-    "02_zero": {"for ranks in (4, 64)}": "for ranks in (4,)}"},
     "02_zero": {"for ranks in (4, 64):": "for ranks in (4,):"},
     "04_mixed_precision": {
         "steps=200": "steps=2",
