@@ -90,14 +90,14 @@ def draw_predicted_times(
     """
     axes = new_axes(10, 5.4)
     for (name, seconds), look in zip(predicted.items(), WAYS):
-        axes.plot(sizes, [1e3 * t for t in seconds], label=name, **{**look, "marker": ""})
+        axes.plot(sizes, seconds, label=name, **{**look, "marker": ""})
     axes.set(xscale="log", yscale="log")
     _size_ticks(axes, [2**k for k in range(0, 64, 5) if sizes[0] <= 2**k <= sizes[-1]])
     _plain_decades(axes)
     for size, words in marked.items():
         axes.axvline(size, color=COLORS["communication"], linestyle="dotted", linewidth=2)
         axes.annotate(words, (size, axes.get_ylim()[0]), (-6, 8), textcoords="offset points", ha="right", fontsize=FONT)
-    label_axes(axes, "size of the tensor", "predicted time (milliseconds)")
+    label_axes(axes, "size of the tensor", "predicted time (seconds)")
     axes.legend(frameon=False, fontsize=FONT)
     return axes
 

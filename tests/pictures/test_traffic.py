@@ -46,12 +46,12 @@ def test_points_are_measured_and_lines_are_fitted():
     assert labels(axes) == ["ours: measured", "ours: fitted"]
 
 
-def test_predictions_in_milliseconds_with_marked_sizes():
+def test_predictions_in_seconds_with_marked_sizes():
     axes = draw_predicted_times([2**10, 2**30], {"ring": [1e-3, 1.0]}, {1e9: "one"})
-    assert list(axes.lines[0].get_ydata()) == [1.0, 1000.0]
+    assert list(axes.lines[0].get_ydata()) == [1e-3, 1.0]
     assert axes.lines[1].get_xdata()[0] == 1e9 and "one" in [text.get_text() for text in axes.texts]
     assert "predicted" in axes.get_ylabel()
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "10", "100", "1,000"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0.001", "0.01", "0.1", "1"]
 
 
 def test_sizes_in_words():
