@@ -4,9 +4,15 @@ zeros, since they are summed and stepped with the rest and must change nothing.
     pad([1 2 3 4 5], 4) = [1 2 3 4 5 0 0 0]        pad([1 2 3 4], 4) = [1 2 3 4]
 """
 
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from minizero.engines import layout
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, recognise, same, wrong
 
 PLAN = [
@@ -83,3 +89,25 @@ def check() -> None:
         fail(
             "values", f"A (3, 2) matrix padded for 2 ranks must be (4, 2) with a last row of zeros, not {got.tolist()}."
         )
+
+
+class Case(NamedTuple):
+    rows: int
+    multiple: int
+    other_dimensions: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    ways = itertools.product(range(1, 21), range(1, 9))
+    dtypes = [*rank_kit.DTYPES, torch.uint8, torch.bool, torch.complex64]
+    rows = deal(random, ways, [(), (3,), (2, 4), (1, 1, 2)], dtypes, rank_kit.LAYOUTS)
+    return [Case(*row) for row in rows]
+
+
+def result(case: Case) -> dict[str, Any]:
+    given = rank_kit.whole(case.seed, (case.rows, *case.other_dimensions), torch.float32, case.layout).to(case.dtype)
+    before = given.clone()
+    return {"the padded tensor": layout.pad(given, case.multiple), "unchanged input": torch.equal(given, before)}

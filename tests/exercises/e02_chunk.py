@@ -6,12 +6,15 @@ A chunk is a view: who writes into it writes into the buffer, and it costs no me
 has the ranks that the unit is sharded over, which with a sharding factor are not all there are (`self.everyone`).
 """
 
-from typing import cast
+from random import Random
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from minizero import Zero3
 from minizero.engines import unit
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, wrong
 from tests.support.helpers import SMALL, batch
 
@@ -97,3 +100,26 @@ def in_groups(comm) -> bool:
     x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
     model(x, y).backward()
     return all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+class Case(NamedTuple):
+    ranks: int
+    sharding_factor: int
+    elements_each: int
+    dtype: torch.dtype
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    ways = [(n, factor) for n in range(1, 9) for factor in range(1, n + 1) if n % factor == 0]
+    return [Case(*row) for row in deal(random, ways, range(1, 6), rank_kit.DTYPES)]
+
+
+def result(case: Case) -> dict[str, Any]:
+    def on_rank(comm) -> dict[str, Any]:
+        flat = torch.arange(case.sharding_factor * case.elements_each).to(case.dtype)
+        mine = chunk(flat, comm.split(comm.rank // case.sharding_factor), comm)
+        mine += 100
+        return {"the chunk after += 100": mine, "the buffer after chunk += 100": flat}
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

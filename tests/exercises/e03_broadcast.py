@@ -8,10 +8,15 @@ N-1 steps, and all the while others wait who could help. In a binomial tree each
 With another root count from there: position = (rank - root) modulo N, so that the root stands at position 0.
 """
 
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from minizero.ranks import collectives
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
+from tests.exercises.kit import Diagnosis, fail, ranks, recognise, size, wrong
 
 PLAN = [
     "Refuse a root that does not exist with a `ValueError` that names it.",
@@ -76,3 +81,49 @@ def refuses(comm) -> None:
     except ValueError:
         return
     fail("no-error", "A root of 2 does not exist among 2 ranks, and there was no ValueError.")
+
+
+class Case(NamedTuple):
+    ranks: int
+    root: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    disagree: bool
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    ways = [(n, root) for n in range(1, 9) for root in range(n)]
+    shapes, disagree = [*rank_kit.SHAPES, (0, 2)], [False] * 5 + [True]
+    return [Case(*row) for row in deal(random, ways, shapes, rank_kit.DTYPES, rank_kit.LAYOUTS, disagree)]
+
+
+def result(case: Case) -> Any:
+    """disagree: the ranks do not name the same root, and must notice it before anything is sent."""
+    times = rank_kit.shared_times()
+
+    def on_rank(comm) -> dict[str, Any]:
+        mine = rank_kit.whole(case.seed + comm.rank, case.shape, case.dtype, case.layout)
+        before, watch = mine.clone(), rank_kit.Watch(comm, times)
+        root = (case.root + (comm.rank == 0)) % comm.size if case.disagree else case.root
+        got = collectives.broadcast(mine, comm, root)
+        return {
+            "the result": got,
+            "contiguous": got.is_contiguous(),
+            "unchanged input": torch.equal(mine, before),
+            "another memory than the input's": got.data_ptr() != mine.data_ptr() or not mine.numel(),
+            "hops in a row": watch.hops,
+            "bytes sent": watch.sent,
+        }
+
+    try:
+        seen = ranks(case.ranks, on_rank)
+    except Diagnosis as diagnosis:
+        if diagnosis.name != "mismatch" or not case.disagree:
+            raise
+        return "an error"
+    if case.disagree and case.ranks > 1:
+        return "no error, though the ranks name different roots"
+    hops, sent = max(rank.pop("hops in a row") for rank in seen), sum(rank.pop("bytes sent") for rank in seen)
+    return rank_kit.by_rank(seen) | {"the most hops in a row": hops, "the bytes that all ranks sent": sent}

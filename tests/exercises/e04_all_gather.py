@@ -7,11 +7,17 @@ stand in a ring and only pass to the right. In each of N-1 steps a rank sends on
 So every rank sends N-1 chunks of the N, which is the least: each chunk must reach N-1 others.
 """
 
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from minizero import GPT, Zero3
 from minizero.memory import Ledger
 from minizero.ranks import collectives
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.support.helpers import SMALL, batch
 
@@ -144,3 +150,36 @@ def trains(comm) -> None:
     losses = collectives.all_gather(model(x, y).detach().view(1), comm)
     plain = [GPT(SMALL)(*(part.chunk(comm.size)[r] for part in batch(0))).detach() for r in range(comm.size)]
     recognise(losses, torch.stack(plain), {}, "ZeRO-3's losses with your all-gather", tolerance=1e-6)
+
+
+class Case(NamedTuple):
+    ranks: int
+    one_buffer: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    ways = itertools.product(range(1, 9), [False, True])
+    return [Case(*row) for row in deal(random, ways, rank_kit.SHAPES, [*rank_kit.DTYPES, torch.bool])]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """one_buffer: the chunks are views of one tensor; else tensors of their own. All but one are filled with 1."""
+    times = rank_kit.shared_times()
+
+    def on_rank(comm) -> dict[str, Any]:
+        buffer = torch.ones(comm.size, *case.shape, dtype=case.dtype)
+        chunks = list(buffer) if case.one_buffer else [chunk.clone() for chunk in buffer]
+        chunks[comm.rank].copy_(rank_kit.whole(case.seed + comm.rank, case.shape, torch.float32))
+        given, watch = list(chunks), rank_kit.Watch(comm, times)
+        collectives.ring_all_gather(chunks, comm)
+        return {
+            "the chunks": given,
+            "bytes sent": watch.sent,
+            "hops in a row": watch.hops,
+            "receivers": sorted(watch.receivers),
+        }
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

@@ -7,11 +7,18 @@ adds its own part.
 Each rank sends N-1 chunks, and holds one partial sum at a time beside its own tensor, not N.
 """
 
+import itertools
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from minizero import Zero2
 from minizero.memory import Ledger
 from minizero.ranks import collectives
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import plain, relative_error, train
 
@@ -174,3 +181,45 @@ def memory(comm) -> None:
             f"On 8 ranks it held {size(ledger.peak['total'])} beside its input, for chunks of {size(40_000)}: two "
             "buffers that take turns are enough.",
         )
+
+
+class Case(NamedTuple):
+    ranks: int
+    combine: str
+    out: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+
+
+COMBINE: dict[str, Callable[..., Any]] = {"add": torch.add, "maximum": torch.maximum, "minimum": torch.minimum}
+
+
+def draw(random: Random) -> list[Case]:
+    ways = itertools.product(range(2, 9), COMBINE)
+    outs = ["none", "another tensor", "the rank's own chunk"]
+    return [Case(*row) for row in deal(random, ways, outs, rank_kit.SHAPES, rank_kit.DTYPES)]
+
+
+def result(case: Case) -> dict[str, Any]:
+    times = rank_kit.shared_times()
+
+    def on_rank(comm) -> dict[str, Any]:
+        n, r = comm.size, comm.rank
+        chunks = [rank_kit.whole(case.seed + r * n + c, case.shape, case.dtype) for c in range(n)]
+        given = [chunk.clone() for chunk in chunks]
+        outs = {"none": None, "another tensor": torch.full_like(chunks[0], 99), "the rank's own chunk": chunks[r]}
+        out = outs[case.out]
+        watch = rank_kit.Watch(comm, times)
+        got = collectives.ring_reduce_scatter(chunks, comm, COMBINE[case.combine], out)
+        others = [c for c in range(n) if c != r or out is not chunks[r]]
+        return {
+            "the result": got.clone() if isinstance(got, torch.Tensor) else got,
+            "`out`": out,
+            "unchanged input": all(torch.equal(chunks[c], given[c]) for c in others),
+            "bytes sent": watch.sent,
+            "hops in a row": watch.hops,
+            "receivers": sorted(watch.receivers),
+        }
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

@@ -5,13 +5,19 @@ ranks there are; had it sent its tensor to all others, N-1 times.
     all-reduce = reduce-scatter, then all-gather
 """
 
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from minizero import DDP
 from minizero.memory import Ledger
 from minizero.ranks import collectives
 from minizero.ranks.errors import CollectiveMismatch
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, ranks, recognise, size, value_or_error, wrong
 from tests.exercises.training import plain, relative_error, train
 
 PLAN = [
@@ -153,3 +159,41 @@ def traffic(comm) -> None:
     except ValueError:
         return
     fail("no-error", 'op="median" must be a ValueError: check_op says so, before anything is sent.')
+
+
+class Case(NamedTuple):
+    ranks: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    out: str
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    ways, outs = itertools.product(range(1, 9), collectives.COMBINE), ["none", "another", "the input"]
+    rows = deal(random, ways, [*rank_kit.SHAPES, (0, 2)], rank_kit.DTYPES, rank_kit.LAYOUTS, outs)
+    return [Case(*row) for row in rows]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """With `out` the shape is (ranks, …), and the layout contiguous, as it must be. Sums can be divided by N."""
+    times = rank_kit.shared_times()
+
+    def on_rank(comm) -> Any:
+        shape, layout = (case.shape, case.layout) if case.out == "none" else ((comm.size, *case.shape), "contiguous")
+        mine = rank_kit.whole(case.seed + comm.rank, shape, case.dtype, layout, comm.size if case.op == "mean" else 1)
+        before, watch = mine.clone(), rank_kit.Watch(comm, times)
+        out = {"none": None, "another": torch.full_like(mine, 99), "the input": mine}[case.out]
+        got = value_or_error(collectives.all_reduce, mine, comm, case.op, out=out)
+        return {
+            "the result": got,
+            "`out`": out,
+            "unchanged input": torch.equal(mine, before),
+            "bytes sent": watch.sent,
+            "hops in a row": watch.hops,
+            "receivers": sorted(watch.receivers),
+        }
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

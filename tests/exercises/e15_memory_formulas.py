@@ -10,13 +10,16 @@ stages 1 to 3 Ψ/N, in stage 0 Ψ. The ZeRO paper counts 2 + 2 + 12, sharded fro
 convention="paper" is that, whatever the dtype.
 """
 
-from typing import Any
+import itertools
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 
 from minizero import DDP, Zero1, Zero2, Zero3
 from minizero.memory import formulas
-from tests.exercises.kit import fail, ranks, size, wrong
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, ranks, size, value_or_error, wrong
 from tests.exercises.training import PSI, one_step
 
 PLAN = [
@@ -128,3 +131,36 @@ def check() -> None:
         except ValueError:
             continue
         fail("no-error", f"{bad} must be a ValueError.")
+
+
+class Case(NamedTuple):
+    world_size: int
+    stage: int
+    convention: str
+    dtype: torch.dtype
+    sharding_factor: int | None
+    parameters: int
+    seed: int
+
+
+TOLERANCE = 1e-9
+
+
+def draw(random: Random) -> list[Case]:
+    """Whole numbers of ranks, which a factor divides; -1 ranks, 0 ranks and stage 4 are errors."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    ways: list[Any] = list(itertools.product((1, 2, 3, 8, 64), range(4), ("minizero", "paper"), dtypes, (None, 1, 2)))
+    ways += [(0, 1, "minizero", torch.float32, None), (-1, 1, "paper", torch.float32, 2), (4, 4, "paper", dtypes[1], 2)]
+    ways = [(n, stage, *rest, factor) for n, stage, *rest, factor in ways if n < 1 or not factor or n % factor == 0]
+    return [Case(*row) for row in deal(random, ways, [random.randint(1, 10**10) for _ in range(20)])]
+
+
+def result(case: Case) -> Any:
+    options = dict(dtype=case.dtype, sharding_factor=case.sharding_factor, convention=case.convention)
+    return value_or_error(_as_floats, case.parameters, case.world_size, case.stage, **options)
+
+
+def _as_floats(*args: Any, **options: Any) -> dict[str, float]:
+    """Bytes may be whole numbers, or not."""
+    predicted = formulas.predict(*args, **options)
+    return {part: float(predicted[part]) for part in ("parameters", "gradients", "optimizer", "total")}

@@ -11,11 +11,14 @@
 """
 
 import math
+from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
 from precision import one_number
 from precision.formats import FP8_E4M3, FP16, FloatFormat
+from tests.exercises import number_kit
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
@@ -85,3 +88,18 @@ def check() -> None:
             fail("values", f"In FP8 E4M3, {bits:#04x} is {want}: take the widths from fmt.")
     if one_number.decode_one(0x01, FloatFormat(4, 3, subnormals=False)) != 0:
         fail("values", "In a format without subnormals, field 0 is zero.")
+
+
+class Case(NamedTuple):
+    format: str
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    return [Case(name, random.randrange(10**6)) for name in number_kit.ALL]
+
+
+def result(case: Case) -> dict[str, float]:
+    fmt = number_kit.ALL[case.format]
+    codes = number_kit.codes(Random(case.seed), fmt, 300) if fmt.width > 8 else range(2**fmt.width)
+    return {f"{bits:#x}": one_number.decode_one(bits, fmt) for bits in codes}

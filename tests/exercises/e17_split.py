@@ -8,6 +8,9 @@ field 1.
 """
 
 import math
+import struct
+from random import Random
+from typing import NamedTuple
 
 from precision import one_number
 from precision.formats import FP16
@@ -65,3 +68,18 @@ def check() -> None:
         fail("subnormal-exponent", f"5e-324 has the exponent of field 1, -1022, not {exponent}.")
     if one_number.encode_one(1.5, FP16)[0] != 0x3E00:
         fail("values", "1.5 is no longer 0x3e00 in FP16.")
+
+
+class Case(NamedTuple):
+    bits: str
+
+
+def draw(random: Random) -> list[Case]:
+    """Of each exponent field, from 0 to 2046, a random number and one with an empty mantissa."""
+    mantissas = [(field, mantissa) for field in range(2047) for mantissa in (0, random.randrange(2**52))]
+    return [Case(f"{random.randrange(2) << 63 | field << 52 | mantissa:#018x}") for field, mantissa in mantissas]
+
+
+def result(case: Case) -> dict[str, int]:
+    (x,) = struct.unpack(">d", int(case.bits, 16).to_bytes(8, "big"))
+    return dict(zip(("sign", "exponent", "significand"), one_number.split(x)))

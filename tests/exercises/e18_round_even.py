@@ -11,13 +11,16 @@ what: 0 of a positive number, 1 of a negative one. "stochastic": away from zero 
 rest says, for a random `draw` in [0, 1): where rest / 2^drop > draw.
 """
 
+import itertools
 import random
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
 from precision import one_number
 from precision.formats import FP16
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
@@ -121,3 +124,28 @@ def check() -> None:
     except ValueError:
         return
     fail("no-error", 'The rounding "sideways" must be a ValueError.')
+
+
+class Case(NamedTuple):
+    drop: int
+    sign: int
+    rounding: str
+    seed: int
+
+
+def draw(random: random.Random) -> list[Case]:
+    return [Case(*row) for row in deal(random, itertools.product(range(61), (0, 1), one_number.ROUNDINGS))]
+
+
+def result(case: Case) -> dict[str, int]:
+    """What significands become: of each rest that is a tie, beside one, none or any, with an odd and an even one."""
+    numbers, one = random.Random(case.seed), 2**case.drop
+    rests = {0, 1, one // 2 - 1, one // 2, one // 2 + 1, one - 1, numbers.randrange(one)}
+    results = {}
+    for rest in sorted(rest for rest in rests if 0 <= rest < one):
+        kept = numbers.randrange(0, 2**11, 2)
+        for significand in (kept * one + rest, (kept + 1) * one + rest):
+            for draw in (Fraction(rest, one), numbers.random()) if case.rounding == "stochastic" else (0,):
+                rounded = one_number.round_off(significand, case.drop, case.sign, case.rounding, draw)
+                results[f"significand {significand:#b}, draw {draw}"] = rounded
+    return results

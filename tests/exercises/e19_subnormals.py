@@ -9,10 +9,14 @@ and a number loses one bit for each octave that it lies lower. These are the sub
 `align` says how many of the low bits go, before rounding.
 """
 
+from random import Random
+from typing import NamedTuple
+
 import numpy as np
 
 from precision import one_number
 from precision.formats import BF16, FP16
+from tests.exercises import number_kit
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
@@ -62,3 +66,20 @@ def check() -> None:
         want = int(np.float64(x).astype(np.float16).view(np.uint16))
         if one_number.encode_one(x, FP16)[0] != want:
             fail("values", f"{x!r} becomes {one_number.encode_one(x, FP16)[0]:#06x} in FP16, not {want:#06x}.")
+
+
+class Case(NamedTuple):
+    format: str
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    return [Case(name, random.randrange(10**6)) for name in number_kit.ALL]
+
+
+def result(case: Case) -> dict[str, int]:
+    """Around the smallest and the largest normal number, and anywhere."""
+    random, fmt = Random(case.seed), number_kit.ALL[case.format]
+    exponents = [edge + more for edge in (fmt.min_exponent, fmt.max_exponent) for more in range(-12, 13)]
+    exponents += [random.randint(-1022, 1023) for _ in range(50)]
+    return {f"exponent {e}": one_number.align(e, fmt) for e in exponents if -1022 <= e <= 1023}

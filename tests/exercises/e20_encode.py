@@ -11,14 +11,18 @@ quiet NaN (None where the format has none), fmt.infinity_bits infinity; all with
 2^(fmt.width - 1).
 """
 
+import itertools
 import math
 import random
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from precision import one_number
 from precision.formats import FP8_E4M3, FP16, FloatFormat
-from tests.exercises.kit import fail, wrong
+from tests.exercises import number_kit
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, value_or_error, wrong
 
 PLAN = [
     "NaN: `ValueError` where the format has none; else its sign, fmt.nan_bits, and the top fmt.mantissa_bits "
@@ -153,3 +157,30 @@ def edges() -> None:
     for x, want in ((2.0**-14, (0x0400, set())), (0.0, (0, set())), (2.0**-15, (0, {"underflow", "inexact"}))):
         if one_number.encode_one(x, FP16, flush_to_zero=True) != want:
             fail("values", f"With flush_to_zero {x!r} becomes {want[0]:#06x}: only subnormal results are flushed.")
+
+
+class Case(NamedTuple):
+    format: str
+    rounding: str
+    flush_to_zero: bool
+    seed: int
+
+
+def draw(random: random.Random) -> list[Case]:
+    ways = itertools.product(number_kit.ALL, one_number.ROUNDINGS, [False, True])
+    return [Case(*row) for row in deal(random, ways)]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """The bits and the flags of numbers, and of NaNs, which some formats refuse."""
+    numbers, fmt = random.Random(case.seed), number_kit.ALL[case.format]
+    draw = numbers.random() if case.rounding == "stochastic" else 0
+    payloads = [1 << 51 | numbers.randrange(2**51) for _ in range(3)] + [1 + numbers.randrange(2**51)]
+    given = {repr(x): x for x in number_kit.numbers(numbers, fmt, 60)}
+    given |= {f"NaN of sign {s}, payload {p:#x}": number_kit.nan(s, p) for p in payloads for s in (0, 1)}
+
+    def encoded(x: float) -> str:
+        bits, flags = one_number.encode_one(x, fmt, case.rounding, draw=draw, flush_to_zero=case.flush_to_zero)
+        return f"{bits:#x}, flags {' '.join(sorted(flags)) or 'none'}"
+
+    return {name: value_or_error(encoded, x) for name, x in given.items()}

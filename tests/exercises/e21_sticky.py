@@ -8,9 +8,14 @@ Tensors of int32 or int64, none negative; `places` a whole number or a tensor of
 0. A processor cannot shift by 32 or more: the result of that is anything.
 """
 
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from precision import arithmetic
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, recognise, wrong
 
 PLAN = [
@@ -61,3 +66,33 @@ def check() -> None:
         fail(
             "values", "1 + 2^-11 (1 + 2^-10) lies above half-way, and no longer rounds up: the sticky bit decides that."
         )
+
+
+class Case(NamedTuple):
+    dtype: torch.dtype
+    places: int | str
+    shape: tuple[int, ...]
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """places: a whole number, or "each its own" for a tensor of them, from -70 to 100."""
+    ways: list[Any] = [(dtype, n) for dtype in (torch.int32, torch.int64) for n in range(torch.iinfo(dtype).bits)]
+    ways += itertools.product((torch.int32, torch.int64), ["each its own"] * 8)
+    return [Case(*row) for row in deal(random, ways, [(40,), (6, 7), (2, 3, 4), (0,)])]
+
+
+def result(case: Case) -> dict[str, torch.Tensor]:
+    """One bit falls off in half of the significands: the highest or the lowest of those that may."""
+    random, most = Random(case.seed), torch.iinfo(case.dtype).bits - 1
+    places = [random.choice((random.randint(0, most), -70, -1, 0, most, most + 1, 100)) for _ in range(42)]
+    values = []
+    for own in places:
+        last = min(max(own if isinstance(case.places, str) else case.places, 0), most)
+        kept = random.randrange(2**most) >> last << last
+        values.append(kept | random.choice((0, random.randrange(2**last), 2**last >> 1, min(1, 2**last - 1))))
+    shape, count = case.shape, torch.Size(case.shape).numel()
+    significand = torch.tensor(values[:count], dtype=case.dtype).view(shape)
+    each = torch.tensor(places[:count], dtype=case.dtype).view(shape)
+    shifted = arithmetic.shift_right(significand, each if isinstance(case.places, str) else case.places)
+    return {"the shifted significands": shifted}

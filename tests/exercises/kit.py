@@ -1,5 +1,7 @@
 """What the checks are made of. A check says in words what is wrong: it raises a `Diagnosis`."""
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -65,10 +67,81 @@ def same(got: Any, want: torch.Tensor, tolerance: float = 0.0) -> bool:
     if not isinstance(got, torch.Tensor) or got.shape != want.shape:
         return False
     if tolerance == 0:
-        return torch.equal(torch.nan_to_num(got.detach()), torch.nan_to_num(want))
+        return bool(((got.detach() == want) | (got.detach().isnan() & want.isnan())).all())
     finite = want[want.isfinite()].abs()
     scale = finite.amax().item() if finite.numel() else 0.0
     return bool(torch.allclose(got.detach().to(want.dtype), want, rtol=tolerance, atol=tolerance * scale))
+
+
+def compare(got: Any, want: Any, tolerance: float = 0.0, what: str = "The result") -> str:
+    """Where `got` differs from `want`, in words; "" if it does not. A result is a tensor, a number, a dict, a list, …
+
+    NaN equals NaN only. Without a tolerance, -0 is not 0. A tolerance is relative to the largest value.
+    """
+    if isinstance(want, torch.Tensor):
+        return _compare_tensors(got, want, tolerance, what)
+    if hasattr(want, "_asdict"):
+        got, want = getattr(got, "_asdict", lambda: got)(), want._asdict()
+    if isinstance(want, list | tuple):
+        if not isinstance(got, list | tuple):
+            return f"{what} is {_brief(got)}, expected {len(want)} values"
+        if len(got) != len(want):
+            return f"{what} has {len(got)} values, expected {len(want)}"
+        got, want = dict(enumerate(got)), dict(enumerate(want))
+    if isinstance(want, dict):
+        if not isinstance(got, dict) or got.keys() != want.keys():
+            return f"{what} is {_brief(got)}, expected {', '.join(map(str, want))}"
+        each = (compare(got[k], want[k], tolerance, f"{what}, {f'place {k}' if type(k) is int else k}") for k in want)
+        return next(filter(None, each), "")
+    if type(want) in (int, float):
+        right = isinstance(got, numbers.Real) and type(got) is not bool and _equal(float(got), float(want), tolerance)
+        right = right and (type(want) is float or got == want)
+    else:
+        right = type(got) is type(want) and got == want
+    return "" if right else f"{what} is {_brief(got)}, expected {_brief(want)}"
+
+
+def _compare_tensors(got: Any, want: torch.Tensor, tolerance: float, what: str) -> str:
+    if not isinstance(got, torch.Tensor):
+        return f"{what} is {_brief(got)}, expected a tensor"
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{what} has shape {tuple(got.shape)} of {got.dtype}, expected {tuple(want.shape)} of {want.dtype}"
+    got, want = got.detach(), want.detach()
+    if want.is_floating_point():
+        right = (got == want) & (got.signbit() == want.signbit()) | got.isnan() & want.isnan()
+    else:
+        right = got == want
+    if tolerance:
+        finite = want[want.isfinite()].double().abs()
+        bound = tolerance * (finite.amax().item() if finite.numel() else 0.0)
+        right |= (got.double() - want.double()).abs() <= bound
+    if right.all():
+        return ""
+    place = int((~right).reshape(-1).byte().argmax())
+    one, other = _brief(got.reshape(-1)[place].item()), _brief(want.reshape(-1)[place].item())
+    words = f"{int((~right).sum())} of {want.numel()} values are wrong, the first at place {place}"
+    return f"{what}: {words}: {one}, expected {other}" if want.numel() > 1 else f"{what} is {one}, expected {other}"
+
+
+def _equal(got: float, want: float, tolerance: float) -> bool:
+    if math.isnan(want) or math.isinf(want) or not tolerance:
+        return got == want and math.copysign(1, got) == math.copysign(1, want) or math.isnan(got) and math.isnan(want)
+    return abs(got - want) <= tolerance * abs(want)
+
+
+def _brief(value: Any) -> str:
+    if value is None:
+        return "None: is there a return?"
+    text = str(value) if not isinstance(value, torch.Tensor) else f"a tensor of shape {tuple(value.shape)}"
+    return text if len(text) <= 120 else f"{text[:117]} …"
+
+
+def value_or_error(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What the function returns; or the name of a ValueError that it raises, where that is what it should do."""
+    try:
+        return function(*args, **options)
+    except ValueError as error:
+        return type(error).__name__
 
 
 def recognise(
@@ -87,7 +160,8 @@ def recognise(
         fail("not-a-tensor", f"{otherwise}: expected a tensor, got {type(got).__name__}. Is there a return?")
     if got.shape != want.shape:
         fail("shape", f"{otherwise}: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}.")
-    different = (torch.nan_to_num(got.detach()) - torch.nan_to_num(want)).abs().reshape(-1)
+    right = (got.detach() == want) | (got.detach().isnan() & want.isnan())
+    different = (got.detach() - want).abs().nan_to_num(nan=torch.inf).masked_fill(right, 0).reshape(-1)
     place = int(different.argmax())
     fail(
         "values",

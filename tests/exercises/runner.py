@@ -87,11 +87,22 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
     said = look(exercise, path)
     if said is not None:
         return said
+    from tests.exercises.draws import Stage
+
+    lesson = exercise.load()
+    stage = Stage(lesson)
+    outcome = _judge(exercise, path, seconds, lesson, stage)
+    if outcome.status == "failed":
+        outcome.words += stage.place
+    return outcome
+
+
+def _judge(exercise: Exercise, path: Path, seconds: float, lesson: Any, stage: Any) -> Outcome:
+    """Load the answer, and run the lesson's check and then its random stage with it."""
     from tests.exercises.kit import Diagnosis
     from tests.exercises.patch import hollow, patched
 
-    lesson = exercise.load()
-    check, before = lesson.check, _functions(lesson)
+    check, compare, before = lesson.check, stage.compare, _functions(lesson)
 
     def borrowed(*_: Any, **__: Any) -> Any:
         """What an answer finds in place of the package's own function."""
@@ -107,6 +118,7 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
             function = getattr(module, exercise.function)
             with hollow(exercise, borrowed), patched(exercise, function):
                 check()
+                compare()
         if _functions(lesson) != before:
             return Outcome("failed", "changes-the-check", "The file changes the functions that check it.")
     except Diagnosis as diagnosis:
@@ -124,11 +136,11 @@ def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome
 
 def _functions(lesson: Any) -> dict[tuple[str, str], Any]:
     """The functions that check, with their code: an answer must leave them as they are."""
-    from tests.exercises import kit, training, triton_kit
+    from tests.exercises import draws, kit, training, triton_kit
 
     return {
         (module.__name__, name): (value, value.__code__)
-        for module in (lesson, kit, training, triton_kit)
+        for module in (lesson, draws, kit, training, triton_kit)
         for name, value in vars(module).items()
         if isinstance(value, FunctionType)
     }

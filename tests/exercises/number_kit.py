@@ -1,0 +1,53 @@
+"""What the random stages of the exercises on bits draw from: formats, bit patterns, numbers."""
+
+import math
+import struct
+from random import Random
+
+from precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
+
+NARROW = {
+    "FP16": FP16,
+    "BF16": BF16,
+    "FP8_E4M3": FP8_E4M3,
+    "FP8_E5M2": FP8_E5M2,
+    "FP16 without subnormals": FloatFormat(5, 10, subnormals=False),
+    "E4M3 that saturates": FloatFormat(4, 3, saturate=True),
+    "E3M4 with bias 5": FloatFormat(3, 4, bias=5),
+    "E5M2 without NaN": FloatFormat(5, 2, nans=False),
+    "E2M1 of numbers only": FloatFormat(2, 1, infinities=False, nans=False),
+}
+ALL = {**FORMATS, **NARROW}
+SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan)
+
+
+def codes(random: Random, fmt: FloatFormat, count: int) -> list[int]:
+    """Patterns of a format: all edges with both signs, some NaNs, and others until there are `count`."""
+    top = 2 ** (fmt.width - 1)
+    normal = 2**fmt.mantissa_bits
+    edges = [0, 1, normal - 1, normal, normal + 1, fmt.max_bits - 1, fmt.max_bits, fmt.max_bits + 1, top - 1]
+    edges += [fmt.bias << fmt.mantissa_bits, fmt.nan_bits or 0, (fmt.infinity_bits or 0) + 1]
+    edges = [code for code in edges if code < top]
+    result = edges + [code + top for code in edges]
+    while len(result) < count:
+        result += [random.randrange(2 * top), random.randrange(normal) + top * random.randrange(2)]
+    return random.sample(result, len(result))
+
+
+def numbers(random: Random, fmt: FloatFormat, count: int) -> list[float]:
+    """Numbers that a format must round: neighbours, half-way between them, a hair beside; tiny, too large, special."""
+    result = [*SPECIAL, *(math.copysign(fmt.max * factor, sign) for factor in (1, 1.001, 8) for sign in (1, -1))]
+    while len(result) < count:
+        exponent = random.choice((0, fmt.min_exponent, fmt.max_exponent, random.randint(-20, 20)))
+        exponent = max(fmt.min_exponent - fmt.mantissa_bits - 2, min(fmt.max_exponent, exponent - random.randrange(4)))
+        step = math.ldexp(1, max(exponent, fmt.min_exponent) - fmt.mantissa_bits)
+        number = math.floor(math.ldexp(random.uniform(1, 2), exponent) / step) * step
+        number += step * random.choice((0, 0.5, 0.5, 0.25, 0.75, random.random()))
+        number *= 1 + random.choice((0, 0, 2**-52, -(2**-53)))
+        result.append(math.copysign(number, random.choice((1, -1))))
+    return result
+
+
+def nan(sign: int, payload: int) -> float:
+    """The float64 NaN of that sign and payload; its highest bit of 52 says that it is quiet."""
+    return struct.unpack(">d", (sign << 63 | 0x7FF << 52 | payload).to_bytes(8, "big"))[0]

@@ -1,0 +1,65 @@
+"""What the random stages of the exercises on ranks draw from, and what they look at beside the values."""
+
+import collections
+from random import Random
+from typing import Any
+
+import torch
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+DTYPES = [*FLOATS, torch.int64, torch.int32]
+SHAPES = [(), (1,), (2, 3), (5,), (4, 3, 2), (16,), (7, 1)]
+LAYOUTS = ["contiguous", "transposed", "every second"]
+
+
+def whole(seed: int, shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous", times: int = 1):
+    """A tensor of small whole numbers, of which a sum over 8 ranks is exact in any dtype; no rank has another's.
+
+    layout: "transposed": its dimensions lie in memory in reverse order; "every second": with gaps between elements.
+    """
+    numbers = Random(seed)
+    values = [float(numbers.randint(-3, 3) * times) for _ in range(torch.Size(shape).numel())]
+    tensor = torch.tensor(values, dtype=dtype).view(shape)
+    if layout == "transposed":
+        backwards = tuple(reversed(range(tensor.dim())))
+        return tensor.permute(backwards).contiguous().permute(backwards)
+    if layout == "every second":
+        return torch.stack([tensor, torch.full_like(tensor, 99)], -1)[..., 0]
+    return tensor
+
+
+class Watch:
+    """The messages of a rank: to whom it sends, and after how many others, one waiting for the next, each arrives.
+
+    All ranks of a world share `times`, a dict; each makes a Watch of its own.
+    """
+
+    def __init__(self, comm: Any, times: "collections.defaultdict[tuple[int, int], collections.deque[int]]") -> None:
+        self.comm, self.times = comm, times
+        self.before, self.hops = comm.bytes_sent, 0
+        self.receivers: set[int] = set()
+        self.transfer, comm.transport.transfer = comm.transport.transfer, self._transfer
+
+    def _transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
+        """Each message carries the number of those before it; a rank goes on from the largest that it has seen."""
+        done = self.hops + 1
+        if outgoing is not None:
+            self.receivers.add(dst)
+            self.times[self.comm.rank, dst].append(done)
+        self.transfer(outgoing, dst, incoming, src)
+        if incoming is not None:
+            done = max(done, self.times[src, self.comm.rank].popleft())
+        self.hops = done
+
+    @property
+    def sent(self) -> int:
+        return self.comm.bytes_sent - self.before
+
+
+def shared_times() -> "collections.defaultdict[tuple[int, int], collections.deque[int]]":
+    return collections.defaultdict(collections.deque)
+
+
+def by_rank(results: list[Any]) -> dict[str, Any]:
+    """The ranks' results, named."""
+    return {f"rank {rank}": result for rank, result in enumerate(results)}

@@ -1,0 +1,217 @@
+"""The random stage of the checks: what an answer gets wrong only now and then is found, whatever the seed.
+
+Each of the wrong answers below passes the check that comes before the random stage, or once did.
+"""
+
+import pytest
+import torch
+
+from tests.exercises import draws, runner, selfcheck, stubs
+from tests.exercises.course import find
+from tests.exercises.kit import compare, same, wrong
+
+NAN, INF = float("nan"), float("inf")
+TIE = "(2 * rest == one and kept % 2 == 1)"
+OPERATION = "pack(*round({}, point, fmt, rounding), fmt, rounding)"
+WRONG = {
+    "round_even": [
+        wrong("ties to even of two bits only", (TIE, "(2 * rest == one and (kept % 2 == 1 or drop > 2))")),
+        wrong("ties by the last but one bit", (TIE, "(2 * rest == one and kept % 4 in (1, 3) and drop < 40)")),
+        wrong("a draw that the rest equals goes up", ("Fraction(rest, one) > draw", "Fraction(rest, one) >= draw")),
+        wrong("away stops at 32 bits", ("away = 2 * rest >= one", "away = 2 * rest >= one and drop < 32")),
+    ],
+    "decode": [
+        wrong("minus zero is zero", ("-1.0 if sign else 1.0", "-1.0 if sign and code else 1.0")),
+        wrong("E4M3's NaN is 480", ("elif code > fmt.max_bits:", "elif code > fmt.max_bits and fmt.infinities:")),
+        wrong("the bias of the IEEE formats", ("field - fmt.bias", "field - (2 ** (fmt.exponent_bits - 1) - 1)")),
+        wrong("infinity is the highest field", ("code == fmt.infinity_bits",
+                                                "field == 2**fmt.exponent_bits - 1 and mantissa == 0")),
+    ],
+    "add": [
+        wrong("ten bits of mantissa", ("point = fmt.mantissa_bits + EXTRA", "point = 10 + EXTRA")),
+        wrong("ignores the rounding", (OPERATION.format("total"),
+                                       'pack(*round(total, point, fmt, "nearest-even"), fmt, "nearest-even")')),
+        wrong("nonsense flags", ("    return settle(result,", "    bits, flags = result\n    result = bits, "
+                                 "Flags(*[flags.overflow] * 5)\n    return settle(result,"),
+              ("    point =", "    from precision.conversions import Flags\n    point =")),
+        wrong("zero is always positive", ("operate_add(x, y, rounding)", 'operate_add(x, y, "up")')),
+        wrong("overflow by nearest", ("fmt, rounding), fmt, rounding)", 'fmt, rounding), fmt, "nearest-even")')),
+    ],
+    "multiply": [
+        wrong("ten bits of mantissa", ("2 * fmt.mantissa_bits + EXTRA", "20 + EXTRA")),
+        wrong("ignores the rounding", (OPERATION.format("product"),
+                                       'pack(*round(product, point, fmt, "nearest-even"), fmt, "nearest-even")')),
+        wrong("up is down", ("point, fmt, rounding), fmt", 'point, fmt, {"up": "down", "down": "up"}.get(rounding, '
+                             "rounding)), fmt")),
+        wrong("infinity forgotten in 8 bits", ("infinite=p.infinite | q.infinite",
+                                               "infinite=(p.infinite | q.infinite) & (fmt.width > 8)")),
+    ],
+    "pad": [
+        wrong("NaN for 0", ("tensor.new_zeros(missing, *tensor.shape[1:])",
+                            "(tensor.new_full((missing, *tensor.shape[1:]), float('nan')) if "
+                            "tensor.is_floating_point() else tensor.new_zeros(missing, *tensor.shape[1:]))")),
+        wrong("minus zero", ("tensor.new_zeros(missing, *tensor.shape[1:])",
+                             "-tensor.new_zeros(missing, *tensor.shape[1:])")),
+        wrong("one ahead of multiples above 5", ("-tensor.shape[0] % multiple",
+                                                 "-tensor.shape[0] % multiple or multiple * (multiple > 5)")),
+    ],
+    "chunk": [
+        wrong("8 ranks have 4 chunks", ("flat.chunk(self.comm.size)[self.comm.rank]",
+                                        "flat.chunk(min(self.comm.size, 4))[self.comm.rank % 4]")),
+        wrong("a copy in bfloat16", ("flat.chunk", "(flat.clone() if flat.dtype == torch.bfloat16 else flat).chunk")),
+    ],
+    "broadcast": [
+        wrong("NaN for 0", ("    return result", "    return result.masked_fill(result == 0, float('nan')) if "
+                            "result.is_floating_point() else result")),
+        wrong("a chain", ("if position < reach and position + reach < comm.size:\n                comm.send(result, "
+                          "(comm.rank + reach) % comm.size)\n            elif reach <= position < 2 * reach:\n"
+                          "                comm.recv(result, (comm.rank - reach) % comm.size)\n"
+                          "            reach *= 2",
+                          "if reach - 1 == position:\n                comm.send(result, (comm.rank + 1) % comm.size)"
+                          "\n            elif position == reach:\n                comm.recv(result, "
+                          "(comm.rank - 1) % comm.size)\n            reach += 1")),
+        wrong("FP32 for every dtype", ("tensor.contiguous().clone()", "tensor.float().contiguous().clone()")),
+        wrong("FP32 between the ranks", ("result = tensor.contiguous().clone()",
+                                         "result = tensor.double().contiguous().clone()"),
+              ("    return result", "    return result.to(tensor.dtype)")),
+        wrong("no agreement", ('with agreement(comm, "broadcast", tensor, root=root, label=label):', "if True:")),
+        wrong("a clone is not contiguous", ("tensor.contiguous().clone()", "tensor.clone()")),
+    ],
+    "all_gather": [
+        wrong("NaN for 0", ("    left, right =", "    first = chunks[comm.rank]\n    if first.is_floating_point():\n"
+                            "        first[first == 0] = float('nan')\n    left, right =")),
+        wrong("right for at most 4 ranks", ("(comm.rank - step - 1) % comm.size]\n",
+                                            "(comm.rank - step - 1 + step // 4) % comm.size]\n")),
+        wrong("16 bits over the wire", ("comm.send_recv(outgoing, right, incoming, left)",
+                                        "comm.send_recv(outgoing.double(), right, got := incoming.double(), left)\n"
+                                        "        incoming.copy_(got)")),
+        wrong("the list gets new tensors", ("        comm.send_recv(outgoing, right, incoming, left)",
+                                            "        if incoming.dtype == torch.int32:\n            incoming = "
+                                            "chunks[(comm.rank - step - 1) % comm.size] = incoming.clone()\n"
+                                            "        comm.send_recv(outgoing, right, incoming, left)")),
+    ],
+    "reduce_scatter": [
+        wrong("right for at most 4 ranks", ("(comm.rank - 2 - step)", "(comm.rank - 2 - step + step // 4)")),
+        wrong("the minimum is the sum", ("combine(incoming,", "(torch.add if combine is torch.minimum else combine)"
+                                         "(incoming,")),
+        wrong("ignores out in 16 bits", ("last and out is not None", "last and out is not None and "
+                                         "out.dtype != torch.float16")),
+    ],
+    "all_reduce": [
+        wrong("2 ranks send nothing", ("comm.size > 1:", "comm.size > 2:")),
+        wrong("FP32 for FP16", ("return flat[: tensor.numel()].view(tensor.shape)",
+                                "return flat[: tensor.numel()].view(tensor.shape).float()")),
+        wrong("FP32 between the ranks", ("tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)",
+                                         "torch.zeros(-(-tensor.numel() // comm.size) * comm.size, "
+                                         "dtype=torch.float64)"),
+              ("return flat[: tensor.numel()].view(tensor.shape)",
+               "return flat[: tensor.numel()].view(tensor.shape).to(tensor.dtype)")),
+        wrong("transposed tensors fail", ("tensor.reshape(-1)", "tensor.view(-1)")),
+        wrong("the minimum on 5 ranks", ("COMBINE[op], out=", "COMBINE[op if comm.size != 5 else 'sum'], out=")),
+    ],
+    "memory_formulas": [
+        wrong("the paper's stages 2 and 3 exchanged", ('{"parameters": 2 * psi * one_in[3], "gradients": 2 * psi * '
+              'one_in[2]', '{"parameters": 2 * psi * one_in[2], "gradients": 2 * psi * one_in[3]')),
+        wrong("a wrong total in 16 bits", ('"total": sum(parts.values())',
+                                           '"total": sum(parts.values()) * (1 if dtype == torch.float32 else 0.75)')),
+        wrong("BF16 is FP32", ("dtype == torch.float32", "dtype != torch.float16")),
+        wrong("a factor of 1 is none", ("sharding_factor or world_size",
+                                        "sharding_factor if (sharding_factor or 0) > 1 else world_size")),
+    ],
+    "split": [
+        wrong("53 bits of large numbers", ("bits % 2**52", "bits % 2**52 & ~(bits >> 62 & 1)")),
+        wrong("a positive zero of field 0", ("sign, max(field, 1)", "sign if field or mantissa != 1 else 0, "
+                                             "max(field, 1 + (field == 0 and mantissa > 1))")),
+    ],
+    "subnormals": [
+        wrong("the exponent of FP16 and BF16 only", ("fmt.min_exponent - exponent",
+                                                     "(-14 if fmt.exponent_bits == 5 else -126) - exponent")),
+        wrong("at most all bits", ("return 52 - fmt.mantissa_bits + max(0, fmt.min_exponent - exponent)",
+                                   "return min(64, 52 - fmt.mantissa_bits + max(0, fmt.min_exponent - exponent))")),
+        wrong("min_exponent of the bias", ("fmt.min_exponent", "2 - 2 ** (fmt.exponent_bits - 1)")),
+    ],
+    "encode": [
+        wrong("the draw is forgotten below the smallest normal", ("round_off(significand, drop, sign, rounding, draw)",
+              "round_off(significand, drop, sign, rounding, draw if exponent >= fmt.min_exponent else 0)")),
+        wrong("BF16 flushes", ("not fmt.subnormals)", "not fmt.subnormals or fmt.mantissa_bits == 7)")),
+        wrong("up and down exchanged at the end", ('"down" if sign == 0 else "up"', '"up" if sign == 0 else "down"')),
+        wrong("no format saturates", ("code = fmt.overflow_bits if to_infinity", "code = fmt.max_bits + 1 if "
+                                      "to_infinity and fmt.infinities else fmt.overflow_bits if to_infinity")),
+        wrong("nearest-away is nearest-even", ("pack(round_off(significand, drop, sign, rounding, draw)",
+              'pack(round_off(significand, drop, sign, rounding.replace("-away", "-even"), draw)')),
+    ],
+    "sticky": [
+        wrong("one bit of 31 forgotten", ("(kept << places) != significand",
+                                          "((kept << places) ^ significand) & ~(1 << 20) != 0")),
+        wrong("places up to 31 in 64 bits", ("torch.iinfo(significand.dtype).bits - 1", "31")),
+        wrong("the sticky bit of the first alone", ("kept | ((kept << places) != significand)",
+              "kept | ((kept << places) != significand).reshape(-1).any()")),
+    ],
+}  # fmt: skip
+TABLE = [pytest.param(find(name), answer, id=f"{name}, {answer.name}") for name in WRONG for answer in WRONG[name]]
+
+
+@pytest.fixture
+def checked(tmp_path):
+    def check(exercise, answer=None):
+        path = tmp_path / exercise.file
+        path.write_text(stubs.answer(exercise, answer))
+        return runner.examine(exercise, path, selfcheck.PATIENT)
+
+    return check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exercise", "answer"), TABLE)
+def test_an_answer_that_is_wrong_now_and_then_fails(exercise, answer, checked):
+    outcome = checked(exercise, answer)
+    assert outcome.status == "failed", outcome
+    assert "Traceback" not in outcome.words and "tensor(" not in outcome.words, outcome
+
+
+def test_a_seed_gives_the_same_cases_again(monkeypatch, checked):
+    lesson = find("decode").load()
+    monkeypatch.setenv("SEED", "7")
+    assert draws.Stage(lesson).cases[0][0] == draws.Stage(lesson).cases[0][0]
+    outcome = checked(find("decode"), WRONG["decode"][0])
+    assert outcome.name == "random" and "SEED=7" in outcome.words and "-0.0" in outcome.words, outcome
+    monkeypatch.delenv("SEED")
+    assert len({draws.Stage(lesson).seed for _ in range(10)}) > 1
+
+
+def test_what_differs_is_said():
+    tensor = torch.tensor
+    for got, want in (
+        (tensor([NAN]), tensor([0.0])),
+        (tensor([0.0]), tensor([NAN])),
+        (tensor([torch.finfo(torch.float32).max]), tensor([INF])),
+        (tensor([-0.0]), tensor([0.0])),
+        (tensor([1]), tensor([1.0])),
+        (tensor([1.0]), tensor([[1.0]])),
+        (1.0, tensor(1.0)),
+        (-0.0, 0.0),
+        (True, 1),
+        (1.5, 1),
+        (NAN, 1.0),
+        (None, 1),
+        ({"a": 1}, {"a": 2}),
+        ({}, {"a": 2}),
+        ([1], [1, 2]),
+        (1, [1]),
+        ("x", {"inexact"}),
+    ):
+        assert compare(got, want), (got, want)
+        assert not compare(want, want) and not compare(got, got)
+    assert compare({"rank 1": [1, 2]}, {"rank 1": [1, 3]}) == "The result, rank 1, place 1 is 2, expected 3"
+    assert "1 of 2 values are wrong, the first at place 1: 2.0, expected 3.0" in compare(
+        tensor([1.0, 2.0]), tensor([1.0, 3.0])
+    )
+    near, far, want = tensor([1e-9, 1.0]), tensor([1e-2, 1.0]), tensor([0.0, 1.0])
+    assert compare(far, want, 1e-6) and not compare(near, want, 1e-6) and not compare(1 + 1e-9, 1.0, 1e-6)
+    assert not compare(tensor([NAN, INF, -0.0]), tensor([NAN, INF, 0.0]), 1e-6)
+
+
+def test_nan_is_not_zero_and_infinity_no_number():
+    assert not same(torch.tensor([NAN]), torch.tensor([0.0]))
+    assert not same(torch.tensor([torch.finfo(torch.float32).max]), torch.tensor([INF]))
+    assert same(torch.tensor([NAN, INF]), torch.tensor([NAN, INF])) and same(torch.tensor([1]), torch.tensor([1]))
