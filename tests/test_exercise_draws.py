@@ -147,6 +147,83 @@ WRONG = {
         wrong("the sticky bit of the first alone", ("kept | ((kept << places) != significand)",
               "kept | ((kept << places) != significand).reshape(-1).any()")),
     ],
+    "dynamic_scaler": [
+        wrong("one late after an overflow", ("0 if overflow else", "-1 if overflow else")),
+        wrong("bounds before rounding", ("min(_float32(self._scale * self.growth_factor), self.max_scale)",
+                                         "_float32(min(self._scale * self.growth_factor, self.max_scale * 0.99))")),
+        wrong("the tracker stays at the upper bound", ("self.max_scale)\n        self._growth_tracker = 0",
+              "self.max_scale)\n        self._growth_tracker = 0 if self._scale < self.max_scale else 1")),
+    ],
+    "unscale": [
+        wrong("minus infinity overlooked", ("found_inf(gradients)", "found_inf([g.clamp(min=-1e30) if not "
+                                            "bool(g.isnan().any()) else g for g in gradients])")),
+        wrong("divides in BF16", ("gradient.mul_(inverse)", "gradient.mul_(torch.tensor(inverse).to(gradient.dtype))")),
+        wrong("the combined finding of the first group", ("found if self.combine is None else self.combine(found)",
+              "found if self.combine is None or found else self.combine(found)")),
+    ],
+    "fp32_accumulation": [
+        wrong("BF16 accumulates as FP16", ("rounding_to(accumulator)", "rounding_to(accumulator if "
+                                           "accumulator.exponent_bits != 8 or accumulator.mantissa_bits > 7 else "
+                                           "FP32)")),
+        wrong("no broadcasting", ("(x.dim() and y.dim() and", "(x.shape == y.shape and")),
+        wrong("the order of the terms", ("sequential(products,", "sequential(products.flip(0),")),
+    ],
+    "sqrt_schedule": [
+        wrong("at most 7 in a segment", ("(i // k + 1) * k", "(i // min(k, 7) + 1) * min(k, 7)")),
+        wrong("k of at most n", ('_at_least_one("every_k", "k", k)', '_at_least_one("every_k", "k", k)\n'
+                                 "    if k > n:\n        raise ValueError")),
+    ],
+    "optimal_schedule": [
+        wrong("at most the first 6 places", ("choice[i, j] = i + 1 + largest.argmin()\n            "
+              "least[i, j] = largest.min()", "largest = largest[:6]\n            "
+              "choice[i, j] = i + 1 + largest.argmin()\n            least[i, j] = largest.min()")),
+        wrong("outputs are forgotten", ("backward_sizes(stages)", "backward_sizes([type(s)(s.forward, s.backward, "
+                                        "s.boundary, s.tape) for s in stages])")),
+    ],
+    "online_softmax": [
+        wrong("softmax of all so far", ("        maximum = larger\n", "        maximum = larger\n        output = "
+              "total * (scores[: start + block].softmax(0) @ values[: start + block])\n")),
+        wrong("each block twice", ("total = rescale * total", "total = 0 * (s - larger).exp().sum().item() + "
+                                   "rescale * total")),
+        wrong("FP32", ("p = (s - larger).exp()", "p = (s - larger).float().exp().to(s.dtype)")),
+    ],
+    "traffic": [
+        wrong("the batch of naive stores", ("Traffic(batch * traffic.loads, batch * traffic.stores)", "Traffic("
+              "batch * traffic.loads, (batch if causal is not True else 1) * traffic.stores)")),
+        wrong("the window ignored", ("_band(n_q, n_k, causal, window)", "_band(n_q, n_k, causal, None)")),
+        wrong("the batch of the kernels", ("        return Traffic(batch * loads, batch * stores)\n\n    # delta",
+              "        batch = batch if algorithm == 'tiled' else 1\n        return Traffic(batch * loads, "
+              "batch * stores)\n\n    # delta")),
+        wrong("kernels see all keys", ("_visited(n_q, n_k, block_q, block_k, band)", "_visited(n_q, n_k, block_q, "
+              "block_k, band if algorithm == 'tiled' else (float('inf'), float('inf')))")),
+    ],
+    "tiled_forward": [
+        wrong("a plain softmax over all keys of a block of rows", ("for keys in part.keys_seen_by(rows):",
+              "for keys in [range(part.keys_seen_by(rows)[0].start, part.keys_seen_by(rows)[-1].stop)] "
+              "if list(part.keys_seen_by(rows)) else []:"), ("scores(q_i, k_j, tile)", "q_i @ k_j.mT")),
+        wrong("dropout left out", ("times(p, part.dropout_mask(rows, keys, p))", "p")),
+        wrong("dropout in the sum", ("l.mul_(rescale).add_(p.sum(-1, keepdim=True))",
+              "p = times(p, part.dropout_mask(rows, keys, p))\n                l.mul_(rescale).add_(p.sum(-1, "
+              "keepdim=True))"), ("baddbmm_(times(p, part.dropout_mask(rows, keys, p)), v_j)", "baddbmm_(p, v_j)")),
+        wrong("loads each block of keys once, and keeps it", ("tile = part.empty_tile(q)",
+              "tile, kept = part.empty_tile(q), {}"), ("part.load(K, keys).mul_(options.scale), part.load(V, keys)",
+              "kept[keys] if keys in kept else kept.setdefault(keys, (part.load(K, keys).mul_(options.scale), "
+              "part.load(V, keys)))")),
+    ],
+    "lse_backward": [
+        wrong("dropout left out", ("mask = part.dropout_mask(rows, keys, p)", "mask = None")),
+        wrong("dropout in dV only", ("times(scores(do_i, v_j, other_tile), mask)", "scores(do_i, v_j, other_tile)")),
+        wrong("the window forgotten", ("part.hide(s, rows, keys)", "part.hide(s, rows, keys) if options.right == 0 "
+                                       "else None")),
+        wrong("all rows at once", ("for rows in part.rows_that_see(keys):", "for rows in [range(part.n_q)]:"),
+              ("s = scores(q_i, k_j, tile)", "s = q_i @ k_j.mT"),
+              ("scores(do_i, v_j, other_tile)", "(do_i @ v_j.mT)")),
+    ],
+    "alpha_beta": [
+        wrong("the stride ignored", ("self.hosts(members, stride)", "self.hosts(members)")),
+        wrong("cards count in one host", ("    if hosts > 1:\n        bandwidth", "    if True:\n        bandwidth")),
+        wrong("base for each hop between", ("self.base_latency +", "self.base_latency * max(1, hosts - 1) +")),
+    ],
 }  # fmt: skip
 TABLE = [pytest.param(find(name), answer, id=f"{name}, {answer.name}") for name in WRONG for answer in WRONG[name]]
 

@@ -1,9 +1,10 @@
 """The random stage of a check: cases are drawn anew each time, and the package's own function says what is right.
 
-A lesson has a random stage if its module defines two functions:
+A lesson has a random stage if its module defines these functions:
 
     draw(random)    the cases: tuples of plain data, such as ranks, dtypes, formats, roundings
-    result(case)    what the package does in that case: values, bytes, … ; TOLERANCE, if it is not 0, is the lesson's
+    result(case)    what the package does in that case: values, bytes, …
+    tolerance(case) how much, relative to the largest value, a right answer may be off; without it, nothing
 
 `Stage` calls `result` before the answer is loaded, and again with the answer inside.
 """
@@ -37,7 +38,8 @@ class Stage:
                 f" (In drawn case {number} of {len(self.cases)}: {_show(case)}. The same cases again: "
                 f"SEED={self.seed}, in the environment or behind make check.)"
             )
-            words = compare(self.lesson.result(case), want, getattr(self.lesson, "TOLERANCE", 0.0))
+            tolerance = self.lesson.tolerance(case) if hasattr(self.lesson, "tolerance") else 0.0
+            words = compare(self.lesson.result(case), want, tolerance)
             if words:
                 fail("random", f"{words}.")
         self.place = ""

@@ -143,9 +143,6 @@ class Case(NamedTuple):
     seed: int
 
 
-TOLERANCE = 1e-9
-
-
 def draw(random: Random) -> list[Case]:
     """Whole numbers of ranks, which a factor divides; -1 ranks, 0 ranks and stage 4 are errors."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -164,3 +161,7 @@ def _as_floats(*args: Any, **options: Any) -> dict[str, float]:
     """Bytes may be whole numbers, or not."""
     predicted = formulas.predict(*args, **options)
     return {part: float(predicted[part]) for part in ("parameters", "gradients", "optimizer", "total")}
+
+
+def tolerance(_: Case) -> float:
+    return 1e-9

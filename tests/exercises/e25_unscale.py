@@ -10,10 +10,15 @@ self._check_has_scaled("unscale_") complains where nothing was scaled. found_inf
 where it is not None, makes this rank's finding that of all ranks, so that all skip a step or none does.
 """
 
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from precision.master import MasterWeights
 from precision.scaling import StaticLossScaler
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, recognise, wrong
 
 PLAN = [
@@ -120,3 +125,60 @@ def _expect_error(scaler, optimizer, kind, name, words) -> None:
     except kind:
         return
     fail(name, words)
+
+
+class Case(NamedTuple):
+    spoilt_by: float
+    masters: bool
+    other_rank: str
+    scale: float
+    groups: int
+    sparse: bool
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """spoilt_by: what one value of one gradient is; 1.0 does no harm. other_rank: what `combine` brings, if any."""
+    ways = itertools.product((1.0, torch.inf, -torch.inf, torch.nan), (False, True), ("none", "0", "1"))
+    rows = deal(random, [*ways] * 2, [2.0**10, 3.0, 2.0**20], [1, 2, 3], [False, True])
+    return [Case(*row) for row in rows]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """Three gradients, of which one may be sparse, one may be None, and one may be spoilt."""
+    random, calls = Random(case.seed), []
+    dtypes = (
+        [torch.float16] * 3 if case.masters else random.choices((torch.float32, torch.bfloat16, torch.float64), k=3)
+    )
+    weights = [torch.nn.Parameter(torch.ones(4, 2, dtype=dtype)) for dtype in dtypes]
+    spoilt, missing = random.randrange(3), random.randrange(6)
+    for number, weight in enumerate(weights):
+        gradient = torch.tensor([random.randint(-9, 9) for _ in range(8)]).view(4, 2).to(weight.dtype)
+        if number == spoilt:
+            gradient[random.randrange(1, 3), 0] = case.spoilt_by
+        if case.sparse and number == 1 and not case.masters:
+            gradient = torch.sparse_coo_tensor(torch.tensor([[1, 2]]), gradient[1:3], (4, 2), check_invariants=False)
+        weight.grad = None if number == missing else gradient
+    groups = [{"params": weights[start :: case.groups]} for start in range(case.groups)]
+    optimizer: Any = (
+        MasterWeights(weights, torch.optim.SGD, lr=1.0) if case.masters else torch.optim.SGD(groups, lr=1.0)
+    )
+
+    def combine(found: torch.Tensor) -> torch.Tensor:
+        calls.append(found)
+        return torch.maximum(found, torch.tensor(float(case.other_rank)))
+
+    scaler = StaticLossScaler(case.scale, None if case.other_rank == "none" else combine)
+    scaler.scale(torch.ones(()))
+    before = [None if p.grad is None else p.grad.data_ptr() if not p.grad.is_sparse else 0 for p in weights]
+    scaler.unscale_(optimizer)
+    after = [None if p.grad is None else p.grad.data_ptr() if not p.grad.is_sparse else 0 for p in weights]
+    owners = optimizer.masters if case.masters else weights
+    progress = scaler._progress[optimizer]
+    return {
+        "the gradients": [None if p.grad is None else p.grad.to_dense() for p in owners],
+        "the gradients are the same tensors": before == after,
+        "found": None if progress.found is None else bool(progress.found),
+        "calls of combine": len(calls),
+        "stage": progress.stage,
+    }

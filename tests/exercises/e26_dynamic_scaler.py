@@ -9,11 +9,14 @@ skipped) it backs off, at once.
 The scale is kept as an FP32 number: _float32(value).
 """
 
-from typing import Any
+import itertools
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from precision.scaling import DynamicLossScaler
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
@@ -93,3 +96,33 @@ def check() -> None:
         fail(
             "not-an-fp32-number", f"With growth_factor 1.1 the scale is {grown!r}, which FP32 does not have: _float32."
         )
+
+
+class Case(NamedTuple):
+    growth_interval: int
+    growth_factor: float
+    backoff_factor: float
+    init_scale: float
+    bounds: tuple[float, float]
+    updates: str
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """updates: "." without an overflow, "x" with one."""
+    ways = itertools.product((1, 2, 3, 4, 7), (2.0, 1.1, 4.0), (0.5, 0.3, 0.9))
+    bounds = [(1.0, 2.0**24), (512.0, 65536.0), (900.0, 70000.0)]
+    sequences = ["".join(random.choices("..........x", k=40)) for _ in range(45)]
+    rows = deal(random, ways, [1024.0, 65536.0, 1000.1], bounds, sequences)
+    return [Case(*row) for row in rows]
+
+
+def result(case: Case) -> dict[str, Any]:
+    low, high = case.bounds
+    scaler = DynamicLossScaler(case.init_scale, *case[1:3], case.growth_interval, low, high)
+    seen = {}
+    for number, update in enumerate(case.updates, 1):
+        scaler._adapt(update == "x")
+        seen[f"after update {number} ({update}) the scale"] = scaler.get_scale()
+        seen[f"after update {number} ({update}) the tracker"] = scaler._growth_tracker
+    return seen

@@ -10,12 +10,15 @@ a's kind.
 """
 
 import math
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 
 from precision import accumulate
-from precision.formats import FP16, FP32
-from tests.exercises.kit import fail, wrong
+from precision.formats import FORMATS, FP16, FP32
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, value_or_error, wrong
 
 PLAN = [
     "Both operands as values; `ValueError` unless they are (…, n) and (…, n), with at least one dimension.",
@@ -100,3 +103,32 @@ def _plain(a, b, fmt=FP16):
     for x, y in zip(a.double(), b.double()):
         total = float(fmt.quantize(torch.tensor(total + float(fmt.quantize(x * y)), dtype=torch.float64)))
     return torch.tensor(total).half()
+
+
+class Case(NamedTuple):
+    accumulator: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+    exponent: int
+    numpy: bool
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """The values have about 2^exponent. Shapes may broadcast; those that do not fit are an error."""
+    n = random.randint(20, 40)
+    shapes = [((n,), (n,)), ((3, n), (3, n)), ((2, 1, n), (4, n)), ((2, 3, 1), (2, 3, 1)), ((n,), (n - 1,)), ((), (n,))]
+    ways = [(name, pair) for name in FORMATS for pair in shapes]
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    return [Case(*row) for row in deal(random, ways, dtypes, [0, 0, -4, -12, 2, 8], [False, False, True])]
+
+
+def result(case: Case) -> Any:
+    generator = torch.Generator().manual_seed(case.seed)
+    scale = 2.0**case.exponent
+    a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale for shape in case.shapes)
+    given: list[Any] = [x.to(case.dtype) for x in (a, b)]
+    if case.numpy:
+        given = [x.float().numpy() for x in given]
+    got = value_or_error(accumulate.dot, *given, FORMATS[case.accumulator])
+    return got if isinstance(got, str) else torch.as_tensor(got)

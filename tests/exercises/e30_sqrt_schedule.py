@@ -11,10 +11,12 @@ kept next?
 """
 
 import math
+from random import Random
+from typing import Any, NamedTuple
 
 from minizero.schedules import rules
 from minizero.schedules.chain import Schedule, Step
-from tests.exercises.kit import fail, guard_unfold, wrong
+from tests.exercises.kit import fail, guard_unfold, value_or_error, wrong
 
 PLAN = [
     'stages = _equal_stages("every_k", n), and _at_least_one("every_k", "k", k) refuse what is wrong.',
@@ -97,3 +99,22 @@ def check() -> None:
 
 def _show(steps) -> str:
     return ", ".join(f"{step.action} {step.stage}" for step in steps[:12]) + (" …" if len(steps) > 12 else "")
+
+
+class Case(NamedTuple):
+    n: int
+    k: int
+
+
+def draw(random: Random) -> list[Case]:
+    """All short chains, and some long ones. 0 and -1 are errors."""
+    cases = [Case(n, k) for n in range(1, 13) for k in range(-1, n + 2)] + [Case(0, 1)]
+    cases += [Case(random.randint(13, 60), random.randint(1, 20)) for _ in range(20)]
+    return random.sample(cases, len(cases))
+
+
+def result(case: Case) -> Any:
+    schedule = value_or_error(rules.every_k, case.n, case.k)
+    if isinstance(schedule, str):
+        return schedule
+    return {"the steps": [f"{step.action} {step.stage}" for step in schedule.steps]}

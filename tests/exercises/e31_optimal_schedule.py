@@ -12,6 +12,9 @@ backward_sizes(stages) gives what each stage's backward needs. unfold(stages, sp
 split(i, end, kept) says which k was best.
 """
 
+from random import Random
+from typing import Any, NamedTuple
+
 from minizero.schedules import optimal, rules
 from minizero.schedules.chain import Stage
 from tests.exercises.kit import fail, guard_unfold, wrong
@@ -105,3 +108,35 @@ def check() -> None:
     budget = optimal.least_budget(CHAINS[0])[0]
     if rules.optimal_schedule(CHAINS[0], budget).peak > budget:
         fail("values", "optimal_schedule no longer keeps within its budget.")
+
+
+class Case(NamedTuple):
+    boundaries: list[float]
+    tapes: list[float]
+    outputs: list[float | None]
+
+
+def draw(random: Random) -> list[Case]:
+    """Chains of 1 to 14 stages, of whole sizes and others. outputs: None stands for the next stage's boundary."""
+    cases = []
+    for n in [*range(1, 15)] * 2:
+        divisor = random.choice((1, 1, 10, 7))
+        boundaries, tapes, outputs = ([random.randint(0, 20) / divisor for _ in range(n)] for _ in range(3))
+        cases.append(Case(boundaries, tapes, [random.choice((None, size)) for size in outputs]))
+    return cases
+
+
+def result(case: Case) -> dict[str, Any]:
+    """Of the schedules that need so little any is right: two choices may be equally good."""
+    stages = [Stage(1, 2, boundary=b, tape=t, output=o) for b, t, o in zip(*case)]
+    total, schedule = optimal.least_budget(stages)
+    actions = [step.action for step in schedule.steps]
+    return {
+        "the total": float(total),
+        "the schedule's peak is within the total": bool(schedule.peak <= total),
+        "stages that go backward": actions.count("backward"),
+    }
+
+
+def tolerance(_: Case) -> float:
+    return 1e-9

@@ -8,12 +8,16 @@ far was measured against the old maximum, and is scaled down:
 One row of attention: scores (Nk,), values (Nk, head dim), `block` keys at a time, a `Step` for each block.
 """
 
+import itertools
 import math
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash import tiled
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, same, wrong
 
 PLAN = [
@@ -126,16 +130,20 @@ def check() -> None:
     each_step(rising, values)
 
 
+EXPONENTIALS = {"exp", "exp_", "exp2", "exp2_", "expm1", "_softmax", "_log_softmax", "logsumexp", "sigmoid", "pow"}
+
+
 class LargestExp(TorchDispatchMode):
-    """The most scores that one exp is given."""
+    """The most scores that one exp is given, and how many exponentials there are in all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.most = self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.__name__.startswith("exp"):
-            self.most = max(self.most, args[0].numel())
+        if func.__name__.split(".")[0] in EXPONENTIALS:
+            numbers = max(x.numel() for x in args if isinstance(x, torch.Tensor))
+            self.most, self.total = max(self.most, numbers), self.total + numbers
         return func(*args, **(kwargs or {}))
 
 
@@ -171,3 +179,48 @@ def each_step(scores: torch.Tensor, values: torch.Tensor) -> None:
                 "has its own.",
             )
         before = float(step.maximum)
+
+
+class Case(NamedTuple):
+    keys: int
+    block: int
+    dtype: torch.dtype
+    spread: float
+    order: str
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    ways = itertools.product((1, 2, 7, 16, 40), (1, 3, 16, 64))
+    orders = ["rising", "falling", "as they come"]
+    return [Case(*row) for row in deal(random, ways, [torch.float64, torch.float32], [1.0, 10.0, 300.0], orders)]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """Each exponential once: one for every score, and for every block perhaps one that rescales."""
+    generator = torch.Generator().manual_seed(case.seed)
+    scores = torch.randn(case.keys, generator=generator, dtype=torch.float64) * case.spread
+    if case.order != "as they come":
+        scores = scores.sort(descending=case.order == "falling").values
+    values = torch.randn(case.keys, 3, generator=generator, dtype=torch.float64).to(case.dtype)
+    with LargestExp() as seen:
+        steps = tiled.online_softmax(scores.to(case.dtype), values, case.block)
+    enough = case.keys + -(-case.keys // case.block)
+    return {
+        "steps": [
+            {
+                "keys": list(step.keys),
+                "maximum": float(step.maximum),
+                "rescale": torch.tensor([float(step.rescale), 1.0]),  # a tolerance is relative to the 1
+                "total": float(step.total),
+                "output": step.output,
+            }
+            for step in steps
+        ],
+        "exponentials, if they are too many": seen.total if seen.total > enough else 0,
+        "the largest exp, if it is too large": seen.most if seen.most > case.block else 0,
+    }
+
+
+def tolerance(case: Case) -> float:
+    return 1e-9 if case.dtype == torch.float64 else 1e-4

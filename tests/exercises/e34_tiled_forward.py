@@ -15,13 +15,18 @@ A `part` (flash/tiles.py) is as many heads as fill a tile:
     part.dropout_mask(rows, keys, p)                 None without dropout; times(p, mask) applies it
 """
 
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from flash import attention_reference, tiled
 from flash.checks import check as check_options
 from flash.traffic import count, hbm_bytes
 from minizero.memory import Ledger
-from tests.exercises.kit import fail, same, size, wrong
+from tests.exercises.draws import deal
+from tests.exercises.kit import AtMost, fail, same, size, wrong
 
 PLAN = [
     "For each part: its views, and one tile. For each block of rows: load q_i; o zeros like it; l zeros and m, "
@@ -113,3 +118,58 @@ def check() -> None:
             f"With causal=True it loaded {size(moved.loads)}, where {size(enough.loads)} are enough: skip the "
             "blocks of keys that no row of the block sees.",
         )
+
+
+class Case(NamedTuple):
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    dropout: float
+    dtype: torch.dtype
+    batch: int
+    heads: tuple[int, int]
+    lengths: tuple[int, int]
+    head_dim: int
+    scale: float | None
+    blocks: tuple[int, int]
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """heads: those of q, and those of k and v. lengths: rows, and keys."""
+    ways = itertools.product((False, True, "bottom-right"), (None, (20, None), (None, 3), (9, 0)), (0.0, 0.3))
+    dtypes = [torch.float32, torch.float16, torch.float64, torch.bfloat16]
+    lengths = [(50, 50), (20, 60), (60, 20), (80, 17), (1, 70), (16, 200)]
+    columns = (
+        [1, 2],
+        [(1, 1), (2, 2), (4, 2), (3, 1)],
+        lengths,
+        [8, 5, 16],
+        [None, 0.7],
+        [(16, 16), (8, 32), (24, 8)],
+    )
+    return [Case(*row) for row in deal(random, ways, dtypes, *columns)]
+
+
+def given(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+    """q, k, v and the options. k and v have gaps between their rows in memory."""
+    generator = torch.Generator().manual_seed(case.seed)
+    sizes = [(heads, n) for heads, n in zip((*case.heads, case.heads[1]), (*case.lengths, case.lengths[1]))]
+    q, k, v = (torch.randn(case.batch, *size, 2 * case.head_dim, generator=generator) * 2 for size in sizes)
+    q, k, v = (x[..., : case.head_dim].to(case.dtype) for x in (q, k, v))
+    seed = case.seed if case.dropout else None
+    options = check_options("exercise", q, k, v, case.causal, case.scale, case.window, case.dropout, seed)
+    return q, k, v, options.with_lengths(*case.lengths)
+
+
+def result(case: Case) -> dict[str, Any]:
+    """Values, the bytes that are loaded, neither more nor fewer, and the peak of what is held beside them."""
+    q, k, v, options = given(case)
+    with Ledger() as ledger:
+        out, lse = tiled.forward(q, k, v, options, case.blocks)
+    moved = count(tiled.forward_tiles, q, k, v, torch.empty_like(out), torch.empty_like(lse), options, case.blocks)
+    held = ledger.peak["total"] - out.nbytes - lse.nbytes
+    return {"the output": out, "lse": lse, "bytes loaded": moved.loads, "bytes at the peak": AtMost(held)}
+
+
+def tolerance(case: Case) -> float:
+    return {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[case.dtype]

@@ -11,11 +11,17 @@ The helpers are those of the forward pass; part.key_blocks() and part.rows_that_
 part.add(DQ, rows, block) loads, adds and stores: dQ is summed up over the blocks of keys, in FP32.
 """
 
+from random import Random
+from typing import Any
+
 import torch
 
 from flash import attention_reference, tiled
 from flash.checks import check as check_options
-from tests.exercises.kit import fail, recognise, wrong
+from flash.traffic import count
+from minizero.memory import Ledger
+from tests.exercises import e34_tiled_forward as forward
+from tests.exercises.kit import AtMost, fail, recognise, wrong
 
 PLAN = [
     "dq begins at zero. For each part: views of rows (dout, q, dq, lse, delta) and of keys (k, v, dk, dv), and "
@@ -98,3 +104,29 @@ def check() -> None:
         fail(
             "forgets-the-mask", "With causal=True gradients come from keys in the future: hide them in S as in forward."
         )
+
+
+def draw(random: Random) -> list[forward.Case]:
+    return forward.draw(random)
+
+
+def result(case: forward.Case) -> dict[str, Any]:
+    """Gradients, the bytes that are loaded, neither more nor fewer, and the peak of what is held beside them."""
+    q, k, v, options = forward.given(case)
+    out, lse = tiled.forward(q, k, v, options, case.blocks)
+    generator = torch.Generator().manual_seed(case.seed)
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    delta, no = torch.empty_like(lse), torch.zeros_like(lse)
+    tiled.delta_tiles(dout, out, no, delta, q, k, options, case.blocks)
+    dq, dk, dv = torch.full_like(q, 7.0, dtype=lse.dtype), torch.full_like(k, 7.0), torch.full_like(v, 7.0)
+    with Ledger() as ledger:
+        tiled.backward_tiles(dout, q, k, v, lse, delta, dq, dk, dv, options, case.blocks)
+    others = (torch.empty_like(gradient) for gradient in (dq, dk, dv))
+    moved = count(tiled.backward_tiles, dout, q, k, v, lse, delta, *others, options, case.blocks)
+    peak = AtMost(ledger.peak["total"])
+    return {"dQ": dq, "dK": dk, "dV": dv, "bytes loaded": moved.loads, "bytes at the peak": peak}
+
+
+def tolerance(case: forward.Case) -> float:
+    return forward.tolerance(case) * 2

@@ -15,14 +15,17 @@ store of FP32; dQ is set to zero before: a store). "kernels" has a kernel for dQ
 lse, delta once and K, V as forward does.
 """
 
-from typing import Any
+import itertools
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 
 from flash import tiled, traffic
 from flash.checks import check as check_options
 from flash.traffic import count
-from tests.exercises.kit import fail, size, wrong
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, size, value_or_error, wrong
 
 PLAN = [
     'Refuse an unknown algorithm ("naive", "tiled", "kernels"), blocks below 1, heads that kv_heads do not divide.',
@@ -150,3 +153,37 @@ def by_hand() -> None:
         got = tuple(traffic.hbm_bytes(**case, algorithm=algorithm, backward=backward))
         if got != want:
             fail("values", f"{case}, algorithm={algorithm!r}, backward={backward}: expected {want}, got {got}.")
+
+
+class Case(NamedTuple):
+    algorithm: str
+    backward: bool
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    n_q: int
+    n_k: int
+    head_dim: int
+    blocks: tuple[int, int]
+    batch: int
+    heads: tuple[int, int]
+    itemsize: int
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """heads: those of q, and those of k and v."""
+    windows = (None, (5, None), (None, 3), (20, 0), (2, 7))
+    ways = itertools.product(("naive", "tiled", "kernels"), (False, True), (False, True, "bottom-right"), windows)
+    lengths = [[random.randint(1, 90) for _ in range(30)] for _ in "qk"]
+    blocks = [(random.randint(1, 40), random.randint(1, 40)) for _ in range(20)]
+    heads = [(1, 1), (4, 2), (6, 3), (8, 1), (3, 2)]
+    return [Case(*row) for row in deal(random, ways, *lengths, [8, 64, 5], blocks, [1, 2, 5], heads, [2, 4, 8])]
+
+
+def result(case: Case) -> Any:
+    options = dict(zip(("block_q", "block_k", "heads", "kv_heads"), (*case.blocks, *case.heads)))
+    moved = value_or_error(
+        traffic.hbm_bytes, case.n_q, case.head_dim, algorithm=case.algorithm, backward=case.backward, n_k=case.n_k,
+        batch=case.batch, itemsize=case.itemsize, causal=case.causal, window=case.window, **options,
+    )  # fmt: skip
+    return moved if isinstance(moved, str) else {"loads": int(moved[0]), "stores": int(moved[1])}

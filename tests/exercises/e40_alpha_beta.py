@@ -9,8 +9,13 @@ one GPU's link; between hosts the network cards of all g/h ranks of a host work 
     self.base_latency    self.inside, self.between: links with .latency and .bandwidth    self.hosts(members, stride)
 """
 
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 from minizero.simulate.clusters import GPU, Cluster, Link
-from tests.exercises.kit import fail, wrong
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, value_or_error, wrong
 
 PLAN = [
     "One rank, or nothing to send: no time.",
@@ -88,3 +93,37 @@ def check() -> None:
     fast = seconds(32e9, 32, cards=1e9) / (31 / 32 * 32e9 / 4e9)
     if abs(slow - 1) > 1e-6 or abs(fast - 1) > 1e-6:
         fail("values", f"32 ranks on 4 hosts: {slow:.3f} and {fast:.3f} times the time expected.")
+
+
+class Case(NamedTuple):
+    gpus_per_host: int
+    members: int
+    stride: int
+    size: float
+    latency_inside: float
+    latency_between: float
+    bandwidth_inside: float
+    bandwidth_between: float
+    base: float
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """Groups that do not lie evenly on hosts are an error."""
+    ways = itertools.product((1, 2, 4, 8), (1, 2, 3, 4, 8, 16, 32), (1, 2, 4, 8, 16))
+    latencies, bandwidths = [0.0, 1e-6, 5e-6, 1e-5], [1e9, 4e9, 25e9, 400e9]
+    columns = ([0, 1e3, 1e6, 8e9], latencies, latencies, bandwidths, bandwidths, [0.0, 1e-5])
+    return [Case(*row) for row in deal(random, ways, *columns)]
+
+
+def result(case: Case) -> Any:
+    inside = Link(case.latency_inside, case.bandwidth_inside, "made up")
+    between = Link(case.latency_between, case.bandwidth_between, "made up")
+    links = inside, between, Link(0.0, 1e9, "made up")
+    cluster = Cluster(A_GPU, case.gpus_per_host, *links, 1e12, 1e11, base_latency=case.base)
+    seconds = value_or_error(cluster.ring, case.size, case.members, case.stride)
+    return seconds if isinstance(seconds, str) else float(seconds)
+
+
+def tolerance(_: Case) -> float:
+    return 1e-9

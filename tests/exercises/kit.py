@@ -73,6 +73,10 @@ def same(got: Any, want: torch.Tensor, tolerance: float = 0.0) -> bool:
     return bool(torch.allclose(got.detach().to(want.dtype), want, rtol=tolerance, atol=tolerance * scale))
 
 
+class AtMost(float):
+    """A number, such as a peak, of which less is right as well, and up to a half more."""
+
+
 def compare(got: Any, want: Any, tolerance: float = 0.0, what: str = "The result") -> str:
     """Where `got` differs from `want`, in words; "" if it does not. A result is a tensor, a number, a dict, a list, …
 
@@ -85,14 +89,16 @@ def compare(got: Any, want: Any, tolerance: float = 0.0, what: str = "The result
     if isinstance(want, list | tuple):
         if not isinstance(got, list | tuple):
             return f"{what} is {_brief(got)}, expected {len(want)} values"
-        if len(got) != len(want):
-            return f"{what} has {len(got)} values, expected {len(want)}"
-        got, want = dict(enumerate(got)), dict(enumerate(want))
+        got, want = ({f"place {i}": value for i, value in enumerate(values)} for values in (got, want))
     if isinstance(want, dict):
-        if not isinstance(got, dict) or got.keys() != want.keys():
+        if not isinstance(got, dict):
             return f"{what} is {_brief(got)}, expected {', '.join(map(str, want))}"
-        each = (compare(got[k], want[k], tolerance, f"{what}, {f'place {k}' if type(k) is int else k}") for k in want)
-        return next(filter(None, each), "")
+        each = (compare(got[key], want[key], tolerance, f"{what}, {key}") for key in want if key in got)
+        missing, more = want.keys() - got.keys(), got.keys() - want.keys()
+        lengths = f"{what} has {len(got)} values, expected {len(want)}" if missing or more else ""
+        return next(filter(None, each), lengths)
+    if isinstance(want, AtMost):
+        return f"{what} is {_brief(got)}, expected about {want:g}, or less" if got > 1.5 * want else ""
     if type(want) in (int, float):
         right = isinstance(got, numbers.Real) and type(got) is not bool and _equal(float(got), float(want), tolerance)
         right = right and (type(want) is float or got == want)
