@@ -219,6 +219,36 @@ WRONG = {
               ("s = scores(q_i, k_j, tile)", "s = q_i @ k_j.mT"),
               ("scores(do_i, v_j, other_tile)", "(do_i @ v_j.mT)")),
     ],
+    "zero1_keep": [
+        wrong("masters of rounded weights", ("unit.chunk(full).clone()", "unit.chunk(unit.replica).float()")),
+        wrong("BF16 is FP16", ("full.to(unit.dtype)", "full.to(unit.dtype if unit.dtype == torch.float32 else "
+                               "torch.float16)")),
+        wrong("a master of 16 bits", ("unit.chunk(full).clone()", "unit.chunk(unit.replica).clone()")),
+    ],
+    "zero1_step": [
+        wrong("the FP16 replica halved", ("unit.replica_is_fresh_now()", "if unit.replica.dtype == torch.float16:\n"
+                                          "                unit.replica.mul_(0.5)\n            "
+                                          "unit.replica_is_fresh_now()")),
+        wrong("cut off, not rounded", ("mine.copy_(unit.master)", "mine.copy_(unit.master if mine.dtype == "
+              "torch.float32 else unit.master.view(torch.int32).bitwise_and(-8192).view(torch.float32))")),
+        wrong("FP32 is sent", ("mine.copy_(unit.master)", "mine.copy_(unit.master)\n            "
+                               "all_gather(unit.master, self.comm) if mine.dtype != torch.float32 else None")),
+        wrong("one stale unit, all gathered", ("if unit.replica_is_stale():",
+                                               "if any(other.replica_is_stale() for other in self.units):")),
+    ],
+    "hybrid": [
+        wrong("two groups", (', across, "mean", out=shard, label=label)',
+                             ', across, "sum", out=shard, label=label).div_(2 if across.size > 1 else 1)')),
+        wrong("in FP32", ("reduce_scatter(gradient, inside", "reduce_scatter(gradient.float(), inside")),
+        wrong("no group of one", ("    return all_reduce", "    if inside.size == 1:\n        return shard\n"
+                                  "    return all_reduce")),
+    ],
+    "accumulation": [
+        wrong("the count of dicts", ("_checked_count(micro_batch, count)", "_checked_count(micro_batch, targets_in)")),
+        wrong("engines always wait", ("window, counts, no_sync)", "window, counts, True)")),
+        wrong("a single micro-batch by itself", ("targets / total)", "targets / total if len(window) < 5 else "
+                                                 "1 / len(window))")),
+    ],
     "alpha_beta": [
         wrong("the stride ignored", ("self.hosts(members, stride)", "self.hosts(members)")),
         wrong("cards count in one host", ("    if hosts > 1:\n        bandwidth", "    if True:\n        bandwidth")),

@@ -9,10 +9,18 @@ In FP32 the master is a view into the replica, and costs nothing. In 16 bits it 
 `full` would keep all of `full` alive.
 """
 
+import copy
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from minizero import GPT, Zero1
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from minizero.engines.unit import Unit
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
+from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
 from tests.exercises.training import PSI, SMALL, check_training, one_step, train
 
 PLAN = [
@@ -85,3 +93,54 @@ def wraps(comm) -> None:
 
 def half(comm):
     return one_step(comm, Zero1, torch.optim.AdamW, dtype=torch.float16)
+
+
+class Case(NamedTuple):
+    ranks: int
+    dtype: torch.dtype
+    sizes: tuple[int, int]
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """sizes: of the matrix of a linear layer."""
+    ways = itertools.product(range(1, 9), (torch.float32, torch.float16, torch.bfloat16))
+    return [Case(*row) for row in deal(random, ways, [(3, 5), (1, 1), (8, 4), (2, 11)])]
+
+
+def unit_of(case: Case, comm: Any, module: torch.nn.Module) -> tuple[Unit, torch.Tensor]:
+    """A unit of one linear layer, and all of its values."""
+    module = copy.deepcopy(module)
+    unit = Unit("drawn", module, dict(module.named_parameters()), comm, comm, case.dtype, None)
+    return unit, unit.flatten()
+
+
+def layer(case: Case) -> torch.nn.Module:
+    """Made before there are ranks: they share the random numbers."""
+    module, generator = torch.nn.Linear(*case.sizes), torch.Generator().manual_seed(case.seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+    return module
+
+
+def result(case: Case) -> dict[str, Any]:
+    module = layer(case)
+
+    def on_rank(comm) -> dict[str, Any]:
+        unit, full = unit_of(case, comm, module)
+        Zero1.keep(None, unit, full)  # type: ignore[arg-type]
+        replica, master = (x.untyped_storage() for x in (unit.replica, unit.master))
+        return {
+            "the replica": unit.replica,
+            "the parameters": [p.detach() for p in unit.parameters],
+            "the parameters are views of the replica": all(
+                p.untyped_storage().data_ptr() == replica.data_ptr() for p in unit.parameters
+            ),
+            "the master": unit.master.detach(),
+            "the master lies in the replica": master.data_ptr() == replica.data_ptr(),
+            "bytes that the master keeps alive": AtMost(master.nbytes()),
+            "the optimizer's parameters": [shard.detach() for shard in unit.shards],
+        }
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

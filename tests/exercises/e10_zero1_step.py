@@ -8,9 +8,15 @@ of gradients.
 In FP32 the master is a view into the replica. In 16 bits it must be rounded into the replica first: copy_ rounds.
 """
 
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 from minizero import Zero1
+from tests.exercises import e09_zero1_keep as keep
+from tests.exercises import rank_kit
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import check_training, local_gradients, one_step, train
 
@@ -106,3 +112,33 @@ def half(comm) -> bool:
     with torch.no_grad():
         model(*part(comm))
     return not torch.equal(before, vector(dict(module.named_parameters())))
+
+
+def draw(random: Random) -> list[keep.Case]:
+    return keep.draw(random)
+
+
+def result(case: keep.Case) -> dict[str, Any]:
+    """Three units. Two of them are stepped, and later one; in between and in the end nothing is stale."""
+    module = keep.layer(case)
+
+    def on_rank(comm) -> dict[str, Any]:
+        units = [keep.unit_of(case, comm, module) for _ in range(3)]
+        for unit, full in units:
+            Zero1.keep(None, unit, full)  # type: ignore[arg-type]
+            unit.replica_is_fresh_now()
+        engine: Any = SimpleNamespace(units=[unit for unit, _ in units], comm=comm)
+        seen: dict[str, Any] = {}
+        for name, stepped in {"two steps": (0, 2), "no step": (), "a step": (1,), "no other step": ()}.items():
+            with torch.no_grad():
+                for number in stepped:
+                    unit = engine.units[number]
+                    unit.master.mul_(1.01).add_(comm.rank)
+            before = comm.bytes_sent
+            Zero1.before_forward(engine)
+            seen[f"after {name} the replicas"] = [unit.replica.clone() for unit in engine.units]
+            seen[f"after {name} bytes sent"] = comm.bytes_sent - before
+            seen[f"after {name} something is stale"] = any(unit.replica_is_stale() for unit in engine.units)
+        return seen
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

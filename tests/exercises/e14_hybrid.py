@@ -8,7 +8,15 @@ group, and then, of the chunk only, all-reduce across the groups.
 the gradient.
 """
 
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+
 from minizero import Zero3
+from minizero.engines import hybrid
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
 from tests.exercises.training import PSI, check_training, local_gradients, one_step, train
 
@@ -89,3 +97,34 @@ def in_groups(comm):
 
 def trained(comm):
     return train(comm, lambda module, comm, dtype: Zero3(module, comm, sharding_factor=2), 2)
+
+
+class Case(NamedTuple):
+    ranks: int
+    sharding_factor: int
+    elements_each: int
+    dtype: torch.dtype
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    ways = [(n, factor) for n in range(1, 9) for factor in range(1, n + 1) if n % factor == 0]
+    return [Case(*row) for row in deal(random, ways, [1, 2, 5], [torch.float32, torch.float16, torch.bfloat16])]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """Each gradient is a multiple of N, so that every mean is exact."""
+
+    def on_rank(comm) -> dict[str, Any]:
+        inside, across = comm.split(comm.rank // case.sharding_factor), comm.split(comm.rank % case.sharding_factor)
+        shape = (comm.size * case.elements_each,)
+        gradient = rank_kit.whole(case.seed + comm.rank, shape, case.dtype, times=comm.size)
+        sent = inside.bytes_sent, across.bytes_sent
+        mine = hybrid.average_in_two_steps(gradient, inside, across, "drawn")
+        return {
+            "the chunk": mine,
+            "bytes sent inside": inside.bytes_sent - sent[0],
+            "bytes sent across": across.bytes_sent - sent[1],
+        }
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

@@ -11,6 +11,10 @@ For an engine of minizero, whose ranks must agree, `_accumulate_on_ranks(model, 
 """
 
 import copy
+import itertools
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +23,9 @@ from torch.nn import functional as F
 from minizero import Zero2
 from minizero import accumulate as module
 from minizero.memory import Ledger
-from tests.exercises.kit import fail, ranks, recognise, same, size, wrong
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, ranks, recognise, same, size, value_or_error, wrong
 
 PLAN = [
     "window: the list of the micro-batches. counts: how many targets each has; _checked_count(micro_batch, count) asks "
@@ -208,3 +214,83 @@ def on_ranks(comm, same_model):
     optimizer.step()
     after = model.gather_state_dict()
     return torch.cat([(before[name] - after[name]).view(-1) for name, _ in same_model.named_parameters()])
+
+
+class Small(nn.Module):
+    """A mean loss, as `Model`, of a tensor or in a dict; the first target of a row is not seen if `shifts`."""
+
+    def __init__(self, shifts: bool) -> None:
+        super().__init__()
+        self.layer, self.shifts, self.calls = nn.Linear(4, 6), shifts, 0
+
+    def forward(self, x, labels):
+        self.calls += 1
+        seen = labels[:, 1:] if self.shifts else labels
+        scores = self.layer(x)[:, -seen.shape[1] :].flatten(0, 1)
+        loss = F.cross_entropy(scores, seen.flatten())
+        return SimpleNamespace(loss=loss) if self.shifts else loss
+
+
+class Case(NamedTuple):
+    ranks: int
+    form: str
+    micro_batches: int
+    dtype: torch.dtype
+    no_sync: bool
+    empty: float
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """ranks: 1 is a plain module. form: dicts are counted by a `count` of their own. empty: without any target."""
+    ways = itertools.product((1, 1, 1, 2, 3), ("pairs", "dicts"), range(1, 6))
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    return [Case(*row) for row in deal(random, ways, dtypes, [False, True], [0.0, 0.0, 0.4, 1.0])]
+
+
+def result(case: Case) -> Any:
+    """An engine computes in FP32 here, and each of its ranks has another window with a target."""
+    dicts, dtype = case.form == "dicts", case.dtype if case.ranks == 1 else torch.float32
+    generator = torch.Generator().manual_seed(case.seed)
+    model = Small(dicts).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    windows = [drawn_window(case, generator, dtype, rank) for rank in range(case.ranks)]
+    options: dict[str, Any] = {"no_sync": case.no_sync}
+    if dicts:
+        options["count"] = lambda given: (given["labels"][:, 1:] != -100).sum()
+    if case.ranks == 1:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        loss = value_or_error(module.accumulate, model, iter(windows[0]), **options)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return {"the loss": loss, "the gradients, added to ones": gradients, "forwards": model.calls}
+
+    def on_rank(comm) -> dict[str, Any]:
+        engine = Zero2(copy.deepcopy(model), comm)
+        before = comm.bytes_sent
+        loss = module.accumulate(engine, windows[comm.rank], **options)
+        gradients = [parameter.grad for parameter in engine.parameters()]
+        return {"the loss": loss, "the gradients": gradients, "bytes sent": comm.bytes_sent - before}
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))
+
+
+def drawn_window(case: Case, generator: torch.Generator, dtype: torch.dtype, rank: int) -> list[Any]:
+    window: list[Any] = []
+    for number in range(case.micro_batches + rank):
+        rows = int(torch.randint(1, 4, (), generator=generator))
+        x = torch.randn(rows, 7, 4, generator=generator).to(dtype)
+        y = torch.randint(6, (rows, 7), generator=generator)
+        y[torch.rand(rows, 7, generator=generator) < 0.4] = -100
+        if float(torch.rand((), generator=generator)) < case.empty and (case.ranks == 1 or number):
+            y[:] = -100
+        elif case.ranks > 1:
+            y[0, 3] = 1
+        window.append({"x": x, "labels": y} if case.form == "dicts" else (x, y))
+    return window
+
+
+def tolerance(case: Case) -> float:
+    return 1e-2 if case.dtype == torch.bfloat16 else 1e-5
