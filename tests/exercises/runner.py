@@ -135,13 +135,13 @@ def _judge(exercise: Exercise, path: Path, seconds: float, lesson: Any, stage: A
 
 
 def _functions(lesson: Any) -> dict[tuple[str, str], Any]:
-    """The functions that check, with their code: an answer must leave them as they are."""
+    """The functions and methods that check, with their code: an answer must leave them as they are."""
     from tests.exercises import draws, kit, training, triton_kit
 
     return {
-        (module.__name__, name): (value, value.__code__)
-        for module in (lesson, draws, kit, training, triton_kit)
-        for name, value in vars(module).items()
+        (holder.__name__, name): (value, value.__code__)
+        for holder in (lesson, draws, draws.Stage, kit, training, triton_kit)
+        for name, value in vars(holder).items()
         if isinstance(value, FunctionType)
     }
 
