@@ -44,7 +44,7 @@ STRANGE = {
 @pytest.fixture
 def submissions(tmp_path, monkeypatch):
     monkeypatch.setattr(gradebook, "COURSE", [PAD])
-    monkeypatch.setattr(checker.Checker.__init__, "__defaults__", ((), 5.0))
+    monkeypatch.setattr(checker.Checker.__init__, "__defaults__", ((), 5.0, ""))
     folder = tmp_path / "submissions"
     folder.mkdir()
     return folder
@@ -91,7 +91,7 @@ def test_a_table_is_written_after_each_student(submissions, monkeypatch):
     for name in ("ada", "bob"):
         student(submissions, name, RIGHT)
 
-    def grade(path, _):
+    def grade(path, *_):
         if path.name == "bob":
             raise KeyboardInterrupt
         return gradebook.Grades(path.name, {PAD.id: "passed"}, [])

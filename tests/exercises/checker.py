@@ -46,10 +46,11 @@ class Checker:
     """A host process, started at the first check, and again if an answer ended it.
 
     wall: the words of a command that shuts the host in (`sandbox.py`). wait: seconds that an answer may do nothing.
+    seed: of the random stage (`draws.py`); without one, each check draws its own.
     """
 
-    def __init__(self, wall: Sequence[str] = (), wait: float = WAIT_SECONDS) -> None:
-        self.wall, self.wait = list(wall), wait
+    def __init__(self, wall: Sequence[str] = (), wait: float = WAIT_SECONDS, seed: str = "") -> None:
+        self.wall, self.wait, self.seed = list(wall), wait, seed
         self.host: subprocess.Popen[bytes] | None = None
         self.replies: queue.Queue[bytes] = queue.Queue()
 
@@ -98,8 +99,9 @@ class Checker:
     def _start(self) -> None:
         command = [*self.wall, sys.executable, "-m", "tests.exercises.checker"]
         given = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp"} if self.wall else os.environ
+        seed = {"SEED": self.seed} if self.seed else {}
         self.host = subprocess.Popen(
-            command, cwd=ROOT, env={**given, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            command, cwd=ROOT, env={**given, **ENVIRONMENT, **seed}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self.replies = queue.Queue()

@@ -15,6 +15,7 @@ import csv
 import io
 import json
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,9 +54,11 @@ def write(folder: Path, output: Path | None, console: Any) -> int:
         raise ValueError(f"gradebook: {folder} has no folders: put each student's files into one")
     if not sandbox.has_one():
         console.print(sandbox.OPEN)
+    seed = os.environ.get("SEED") or str(secrets.randbelow(10**6))
+    console.print(f"SEED={seed}: the cases that are drawn, the same for all students")
     done: list[Grades] = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        waiting = [pool.submit(grade, student, folder) for student in students]
+        waiting = [pool.submit(grade, student, folder, seed) for student in students]
         try:
             for future in concurrent.futures.as_completed(waiting):
                 grades = future.result()
@@ -75,11 +78,11 @@ def write(folder: Path, output: Path | None, console: Any) -> int:
     return 0
 
 
-def grade(student: Path, submissions: Path) -> Grades:
+def grade(student: Path, submissions: Path, seed: str) -> Grades:
     """All answers of one student, in one sandbox."""
     files, notes = _files(student)
     cells = {}
-    with Checker(sandbox.wall(submissions, student)) as checker:
+    with Checker(sandbox.wall(submissions, student), seed=seed) as checker:
         for exercise in COURSE:
             if exercise.file not in files:
                 cells[exercise.id] = "not handed in"
