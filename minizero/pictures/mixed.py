@@ -34,9 +34,11 @@ def plot_runs(losses: Mapping[str, Sequence[float]], window: int = 10, axes: Axe
         finite = [value for value in values if isfinite(value)]
         parts = [finite[max(0, step + 1 - window) : step + 1] for step in range(len(finite))]
         means = [sum(part) / len(part) for part in parts]
-        axes.plot(range(1, len(means) + 1), means, label=name, **look)
-        if len(finite) < len(values):
-            axes.plot(len(means), means[-1], "X", color=look["color"], markersize=17, markeredgecolor="black", zorder=5)
+        ends = len(finite) < len(values)
+        axes.plot(range(1, len(means) + 1), means, label=None if ends else name, **look)
+        if ends:  # the legend has the cross, since the line may be a single point
+            cross: Look = {"color": look["color"], "markersize": 17, "markeredgecolor": "black", "zorder": 5}
+            axes.plot(len(means), means[-1], "X", label=name, **cross)
             words = f"NaN from step {len(means) + 1} on"
             axes.annotate(words, (len(means), means[-1]), (14, 16), textcoords="offset points", fontsize=FONT)
     label_axes(axes, "training step", f"loss (mean of {window} steps)", ticks=FONT - 2)
@@ -149,7 +151,10 @@ def draw_step(sizes: Mapping[str, tuple[int, int]], axes: Axes | None = None) ->
         arrow = FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=22, linewidth=2.2, color="black")
         axes.add_patch(arrow)
         axes.text(x, y, words, ha=side, va="center", fontsize=FONT - 2)
-    axes.set(xlim=(-0.1, 14.2), ylim=(-0.2, 6.5))
+    # Adam reads its moments beside the gradient, and writes them.
+    moments: Look = {"arrowstyle": "<|-|>", "mutation_scale": 22, "linewidth": 2.2, "color": "black"}
+    axes.add_patch(FancyArrowPatch((8.95, 0.2), (1.15, 0.2), connectionstyle="arc3,rad=-0.15", **moments))
+    axes.set(xlim=(-0.1, 14.2), ylim=(-0.7, 6.5))
     axes.axis("off")
     return axes
 
@@ -183,6 +188,5 @@ _ARROWS: list[tuple[tuple[float, float], tuple[float, float], str, tuple[float, 
     ((7.8, 3.15), (6.2, 3.15), "backward", (7.0, 3.45), "center"),
     ((5.05, 2.6), (5.05, 1.3), " 2 copy to FP32, 3 divide by s", (5.1, 1.95), "left"),
     ((3.9, 0.75), (2.3, 0.75), "4 step", (3.1, 1.05), "center"),
-    ((7.8, 0.75), (6.2, 0.75), "", (7.0, 1.0), "center"),
     ((1.15, 1.3), (3.9, 5.1), "5 round ", (2.2, 3.3), "right"),
 ]

@@ -71,6 +71,7 @@ def test_a_run_is_drawn_up_to_its_nan():
     assert list(lives.get_ydata()) == [3, 2.5, 1.5] and list(dies.get_ydata()) == [3]
     assert list(cross.get_xdata()) == [1] and "NaN from step 2 on" in words(axes)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lives", "dies"]
+    assert cross.get_label() == "dies" and dies.get_label() != "dies", "a line of one point cannot be seen"
 
 
 def test_the_scale_and_its_skipped_steps():
@@ -97,5 +98,7 @@ def test_curves_have_the_numbers_that_were_given():
 def test_a_step_shows_bits_and_bytes():
     axes = mixed.draw_step({"weight": (16, 2048), "master": (32, 4096)})
     assert "weight\nFP16, 2 KiB" in words(axes) and "master weight\nFP32, 4 KiB" in words(axes)
+    curved = [arrow for arrow in axes.patches if hasattr(arrow, "get_arrowstyle")]
+    assert len(curved) == len(mixed._ARROWS) + 1, "the moments' arrow goes to the step, not to the gradient"
     edges = {bool(box.get_linewidth() > 2) for box in axes.patches if hasattr(box, "get_height")}
     assert edges == {True, False}, "FP32 has a thick edge"
