@@ -68,9 +68,10 @@ def test_on_the_machine_of_pauses_prefetch_and_keeping_blocks_save_time_and_cost
 
 
 def test_changes_name_the_method_and_show_its_lines():
-    text = zero.changes(Zero1, Zero2)
+    text = zero.changes(Zero1, Zero2, "keep", "reduce")
     assert text.startswith("- Zero1\n+ Zero2\n\nreduce:\n")
-    assert "keep:" not in text and "+        unit.set_gradient(reduce_scatter(" in text
+    assert zero.changes(DDP, Zero1, "before_forward").count(":\n") == 1
+    assert "+        unit.set_gradient(reduce_scatter(" in text
 
 
 def test_a_table_has_two_decimals_and_its_first_column_to_the_left():

@@ -97,9 +97,8 @@ def sent_between(machine, size, fn, *args, **options):
     return total[2] - total[1]
 
 
-def changes(one, other):
-    """What another stage does differently: the lines of its methods that differ, method by method."""
-    names = ("keep", "before_forward", "gather", "make_room", "fill", "release", "reduce", "average")
+def changes(one, other, *names):
+    """What another stage does differently: the lines that differ of its methods with these names, one by one."""
     text = ""
     for name in names:
         sources = [inspect.getsource(s.__dict__[name]).splitlines() if name in s.__dict__ else [] for s in (one, other)]
@@ -144,7 +143,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = Pause.apply(x, self.seconds / 3) @ layer
+            x = Pause.apply(x @ layer, self.seconds / 3)  # so backward computes before the layer has its gradient
         return x
 
 

@@ -27,7 +27,7 @@ def draw_factors(factors, states, crossing):
     """For each sharding factor what a rank holds, and what travels between the machines. states, crossing: bytes."""
     figure = Figure(figsize=(14, 5.2), layout="constrained")
     panels = zip(figure.subplots(1, 2), (states, crossing), (ALONE, BETWEEN))
-    words = ("states of a rank (MiB)", "between machines, one step (MiB)")
+    words = ("states of a rank (MiB)", "between machines, all ranks,\none step (MiB)")
     for (axes, values, color), label in zip(panels, words):
         bars = axes.bar([f"F = {factor}" for factor in factors], [value / MIB for value in values], color=color)
         axes.bar_label(bars, fmt="%.1f", fontsize=FONT, padding=3)
