@@ -150,7 +150,7 @@ class Block(nn.Module):
 BLOCK_BYTES = 3 * 256 * 256 * 4
 
 
-def pretend(compute=0.04, gather=0.03, blocks=4, **options):
+def pretend(compute=0.04, gather=0.02, blocks=4, **options):
     """Train blocks under stage 3 on two ranks of a machine of pauses; returns what rank 0 saw.
 
     compute: seconds of a block's forward. gather: seconds that a rank's link is busy with a block's all-gather, and

@@ -5,6 +5,7 @@ from matplotlib.figure import Figure
 from minizero.pictures import FONT, MIB, plot_timeline
 from minizero.pictures.style import LINE_STYLES, label_axes
 
+SHORTEST = 0.002  # seconds: a shorter event is not drawn
 ALONE, BETWEEN = "#CC79A7", "#5E2750"
 
 
@@ -42,7 +43,7 @@ def draw_steps(events):
     panels = figure.subplots(len(events), 1, sharex=True)
     lengths = []
     for axes, (title, its) in zip(panels, events.items()):
-        its = [event for event in its if event.lane != "optimizer"]
+        its = [event for event in its if event.lane != "optimizer" and event.end - event.start > SHORTEST]
         plot_timeline(its, axes).set_title(title, fontsize=FONT, fontweight="bold", loc="left")
         last = 1e3 * (max(event.end for event in its) - min(event.start for event in its))
         axes.axvline(last, color="black", linewidth=2, linestyle="dashed")
