@@ -70,7 +70,7 @@ def test_on_the_machine_of_pauses_prefetch_and_keeping_blocks_save_time_and_cost
 def test_changes_name_the_method_and_show_its_lines():
     text = zero.changes(Zero1, Zero2, "keep", "reduce")
     assert text.startswith("- Zero1\n+ Zero2\n\nreduce:\n")
-    assert zero.changes(DDP, Zero1, "before_forward").count(":\n") == 1
+    assert "\nreduce:" not in zero.changes(DDP, Zero1, "before_forward")
     assert "+        unit.set_gradient(reduce_scatter(" in text
 
 
