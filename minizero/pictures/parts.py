@@ -58,9 +58,10 @@ def draw_steps(steps: Mapping[str, Sequence[Any]]) -> list[Axes]:
 
     widths = [5.0] * len(steps) + [1.1 * len(steps)]
     look: Look = {"figsize": (16, 6), "layout": "constrained", "gridspec_kw": {"width_ratios": widths}}
-    _, panels = pyplot.subplots(1, len(widths), sharey=True, **look)
+    figure, panels = pyplot.subplots(1, len(widths), sharey=True, **look)
     peaks = {name: max(samples, key=lambda sample: sample["total"]) for name, samples in steps.items()}
     draw_parts(peaks, panels[-1])
+    figure.draw_without_rendering()  # lays the panels out: a name of a phase is placed by the room that it has
     for axes, (name, samples) in zip(panels, steps.items()):
         plot_curve(samples, axes)
         if (legend := axes.get_legend()) is not None:
