@@ -1,10 +1,11 @@
 """What the four stages share: *when* things happen. *What* happens then is each stage's own file.
 
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
-    backward    gather 1   deposit, deposit, …   reduce 1   release 1   gather 0   …   reduce root   finish
+    backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release root
 
-The root unit holds what lies outside every block, such as the embeddings. The engine hears of these moments by hooks:
-passes.py has those of the whole model and of its parameters, uses.py those of each unit.
+The root unit holds what lies outside every block, such as the embeddings. The engine hears of these moments by hooks of
+PyTorch. passes.py has those of the model and of each parameter: a parameter's gradient has come, so `deposit`; it was
+the unit's last one, so `reduce(unit, unit.gradient.take())`. uses.py has those of each unit.
 """
 
 import abc
@@ -39,6 +40,8 @@ class Engine(Wrapped, abc.ABC):
     forward moves every tensor in its arguments, and in tuples, lists and dicts among them, to `comm.device`, as
     `fully_shard` does, and with a 16-bit `dtype` casts those of floating point. It does not change other objects, such
     as dataclasses. It does not change what the module returns.
+
+    The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
     """
 
     inside: Comm | None = None  # the ranks that a unit is sharded over, if that is not all of `comm`

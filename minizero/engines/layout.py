@@ -1,7 +1,7 @@
 """Flat buffers: parameters end to end, padded, so that N ranks can each own one of N equal chunks.
 
     |  weight  | bias |    weight    | bias |pad|      one unit (say, a transformer block)
-    |   rank 0   |   rank 1   |  rank 2  |  rank 3  |  its N chunks; rank r owns chunk r
+    |  rank 0  |  rank 1  |  rank 2  |  rank 3  |      its N chunks; rank r owns chunk r
 
 One collective then moves a whole unit. A cut may fall inside a parameter.
 Rajbhandari et al., 2019, "ZeRO", section 5; Zhao et al., 2023, "PyTorch FSDP", section 3.2.

@@ -135,7 +135,7 @@ class Unit:
             shard.grad = None
 
     def restore_gradient(self) -> None:
-        """The backward brought nothing, or raised. FP32 DDP: give back the .grad of before, unless zero_grad() took it.
+        """The backward brought nothing, or raised. FP32 DDP: give back the .grad of before, if none is there.
 
         In the other stages .grad has stayed where it was; what no_sync had added up is gone.
         """
