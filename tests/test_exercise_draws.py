@@ -270,7 +270,8 @@ def checked(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "answer"), TABLE)
-def test_an_answer_that_is_wrong_now_and_then_fails(exercise, answer, checked):
+def test_an_answer_that_is_wrong_now_and_then_fails(exercise, answer, checked, monkeypatch):
+    monkeypatch.setenv("SEED", "1")  # a draw may miss what is wrong in one case of many
     outcome = checked(exercise, answer)
     assert outcome.status == "failed", outcome
     assert "Traceback" not in outcome.words and "tensor(" not in outcome.words, outcome

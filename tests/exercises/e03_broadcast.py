@@ -96,7 +96,9 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     ways = [(n, root) for n in range(1, 9) for root in range(n)]
     shapes, disagree = [*rank_kit.SHAPES, (0, 2)], [False] * 5 + [True]
-    return [Case(*row) for row in deal(random, ways, shapes, rank_kit.DTYPES, rank_kit.LAYOUTS, disagree)]
+    seed = random.randrange(10**6)
+    whole = [Case(3, 1, (4, 3, 2), torch.float32, layout, False, seed) for layout in rank_kit.LAYOUTS]
+    return whole + [Case(*row) for row in deal(random, ways, shapes, rank_kit.DTYPES, rank_kit.LAYOUTS, disagree)]
 
 
 def result(case: Case) -> Any:

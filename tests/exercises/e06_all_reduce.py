@@ -174,7 +174,11 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     ways, outs = itertools.product(range(1, 9), collectives.COMBINE), ["none", "another", "the input"]
     rows = deal(random, ways, [*rank_kit.SHAPES, (0, 2)], rank_kit.DTYPES, rank_kit.LAYOUTS, outs)
-    return [Case(*row) for row in rows]
+    whole = [
+        Case(random.randint(2, 8), "sum", (4, 3, 2), torch.float32, layout, "none", random.randrange(10**6))
+        for layout in rank_kit.LAYOUTS
+    ]
+    return whole + [Case(*row) for row in rows]
 
 
 def result(case: Case) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def wall(hidden: Path, shown: Path) -> list[str]:
     if not has_one():
         return []
     words = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
-    for folder in (ROOT, Path(sys.prefix)):  # they may lie in /tmp
+    for folder in (ROOT, Path(sys.prefix).resolve()):  # they may lie in /tmp
         words += ["--ro-bind", str(folder), str(folder)]
     words += ["--tmpfs", str(hidden), "--ro-bind", str(shown), str(shown)]
     return [*words, "--unshare-all", "--die-with-parent", "--new-session"]
