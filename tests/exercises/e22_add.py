@@ -11,17 +11,10 @@ a finite number is settled last: classify(bits, fmt) has .zero .infinite .nan, a
 sign=…, infinite=…, invalid=…) puts infinity, of that sign, or NaN where it belongs.
 """
 
-import itertools
-from random import Random
-from typing import Any, NamedTuple
-
 import numpy as np
-import torch
 
 from precision import arithmetic
-from precision.one_number import ROUNDINGS
 from tests.exercises import number_kit
-from tests.exercises.draws import deal
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
@@ -99,26 +92,8 @@ def check() -> None:
         fail("values", f"{a.view(np.float16)[i]} + {b.view(np.float16)[i]} is {want[i]}, not {got[i]}.")
 
 
-class Case(NamedTuple):
-    format: str
-    rounding: str
-    seed: int
+draw = number_kit.operations
 
 
-def draw(random: Random) -> list[Case]:
-    return [Case(*row) for row in deal(random, itertools.product(number_kit.NARROW, ROUNDINGS[:-1]))]
-
-
-def result(case: Case) -> Any:
-    """Of each pair of patterns the result's bits and flags. In a format without NaN, of finite numbers only."""
-    random, fmt = Random(case.seed), number_kit.NARROW[case.format]
-    a, b = (torch.tensor(number_kit.codes(random, fmt, 300)[:300]) for _ in "ab")
-    if fmt.nan_bits is None:
-        finite = [pattern % 2 ** (fmt.width - 1) <= fmt.max_bits for pattern in (a, b)]
-        a, b = a[finite[0] & finite[1]], b[finite[0] & finite[1]]
-    bits, flags = arithmetic.add(a, b, fmt, case.rounding, return_flags=True)
-    raised = zip(*([name * flag for flag in raised.tolist()] for name, raised in vars(flags).items()))
-    return {
-        f"{x:#x} + {y:#x}": f"{z:#x}, flags {' '.join(filter(None, names)) or 'none'}"
-        for x, y, z, names in zip(a.tolist(), b.tolist(), bits.tolist(), raised)
-    }
+def result(case: number_kit.Operation) -> dict[str, str]:
+    return number_kit.bits_and_flags(case, arithmetic.add, "+")

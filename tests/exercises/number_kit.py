@@ -1,10 +1,17 @@
 """What the random stages of the exercises on bits draw from: formats, bit patterns, numbers."""
 
+import itertools
 import math
 import struct
+from collections.abc import Callable
 from random import Random
+from typing import Any, NamedTuple
+
+import torch
 
 from precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
+from precision.one_number import ROUNDINGS
+from tests.exercises.draws import deal
 
 NARROW = {
     "FP16": FP16,
@@ -51,3 +58,31 @@ def numbers(random: Random, fmt: FloatFormat, count: int) -> list[float]:
 def nan(sign: int, payload: int) -> float:
     """The float64 NaN of that sign and payload; its highest bit of 52 says that it is quiet."""
     return struct.unpack(">d", (sign << 63 | 0x7FF << 52 | payload).to_bytes(8, "big"))[0]
+
+
+class Operation(NamedTuple):
+    """A case of arithmetic: pairs of patterns of a format, drawn from the seed, under a rounding."""
+
+    format: str
+    rounding: str
+    seed: int
+
+
+def operations(random: Random) -> list[Operation]:
+    """Every format under every rounding of IEEE 754, once."""
+    return [Operation(*row) for row in deal(random, itertools.product(NARROW, ROUNDINGS[:-1]))]
+
+
+def bits_and_flags(case: Operation, operate: Callable[..., Any], sign: str) -> dict[str, str]:
+    """Of each pair of patterns the result's bits and flags. In a format without NaN, of finite numbers only."""
+    random, fmt = Random(case.seed), NARROW[case.format]
+    a, b = (torch.tensor(codes(random, fmt, 300)[:300]) for _ in "ab")
+    if fmt.nan_bits is None:
+        finite = [pattern % 2 ** (fmt.width - 1) <= fmt.max_bits for pattern in (a, b)]
+        a, b = a[finite[0] & finite[1]], b[finite[0] & finite[1]]
+    bits, flags = operate(a, b, fmt, case.rounding, return_flags=True)
+    raised = zip(*([name * flag for flag in raised.tolist()] for name, raised in vars(flags).items()))
+    return {
+        f"{x:#x} {sign} {y:#x}": f"{z:#x}, flags {' '.join(filter(None, names)) or 'none'}"
+        for x, y, z, names in zip(a.tolist(), b.tolist(), bits.tolist(), raised)
+    }
