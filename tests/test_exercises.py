@@ -263,6 +263,7 @@ def test_the_package_s_own_function_is_not_to_be_had(name, tmp_path):
     "change",
     [
         "lesson.check = print",
+        "rank_kit.more = rank_kit.whole",
         "kit.fail = kit.recognise = print",
         "kit.same.__code__ = (lambda *_: True).__code__",
         "draws.Stage.compare.__code__ = (lambda self: None).__code__",
@@ -271,7 +272,8 @@ def test_the_package_s_own_function_is_not_to_be_had(name, tmp_path):
 def test_an_answer_that_changes_the_check_does_not_pass(change, tmp_path):
     path = tmp_path / RING.file
     path.write_text(
-        f"from tests.exercises import draws, kit, e05_reduce_scatter as lesson\n{change}\n" + stubs.answer(RING)
+        f"from tests.exercises import draws, kit, rank_kit, e05_reduce_scatter as lesson\n{change}\n"
+        + stubs.answer(RING)
     )
     assert checker.run(RING, path).name == "changes-the-check"
 
