@@ -103,8 +103,11 @@ def test_train(tmp_path):
     report = gpu_tools.Report(tmp_path, "train")
     lines = gpu_train.run(report, tiny=True)
     assert not report.missing and len(lines) == 6
-    for name, figures in report.figures["arithmetic"].items():
-        assert 0 < figures["FP32"]["error"] < figures["FP16"]["error"] < 0.02, name
+    found = report.figures["arithmetic"]
+    for name, figures in found.items():
+        assert 0 < figures["FP32"]["error"] <= figures["FP16"]["error"] < 0.02, name
+    # Softmax rounds its largest weight to FP16 in both: of so few numbers that may be the largest error.
+    assert found["batch norm"]["FP32"]["error"] < found["batch norm"]["FP16"]["error"]
     assert set(report.figures["conversions"]) == {"encode", "decode", "half()"}
     assert (tmp_path / "train" / "curves.png").exists()
 
