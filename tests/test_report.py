@@ -165,6 +165,7 @@ def test_every_axis_is_labelled_and_the_legend_hides_nothing(stages, world_size)
             assert not axes.get_tightbbox().overlaps(legend)
 
 
+@pytest.mark.slow
 def test_the_json_alone_draws_the_same_pictures_again(tmp_path, monkeypatch, capsys):
     results = make_results()
     paths = report.save(results, tmp_path / "new" / "folder")
@@ -180,6 +181,7 @@ def test_the_json_alone_draws_the_same_pictures_again(tmp_path, monkeypatch, cap
     assert "joint total" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_failed_save_leaves_no_partial_file(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError):

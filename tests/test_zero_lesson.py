@@ -52,6 +52,7 @@ def test_between_machines_goes_what_leaves_one():
     )
 
 
+@pytest.mark.slow
 def test_on_the_machine_of_pauses_prefetch_and_keeping_blocks_save_time_and_cost_memory():
     plain, ahead, kept = (
         zero.pretend(0.01, 0.01, **options)

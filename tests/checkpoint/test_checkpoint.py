@@ -63,6 +63,7 @@ class Crashing:
                     raise Crash(event)
 
 
+@pytest.mark.slow
 def test_a_crash_before_any_operation_leaves_a_whole_checkpoint(tmp_path):
     run(2, tiny_save, tmp_path, 1)
     crashing, found = Crashing(), []

@@ -9,6 +9,8 @@ from tests.support.helpers import SMALL, STAGES, run
 from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_odd_shapes_and_more_ranks_than_some_parameters():
     for world_size in (2, 3, 4, 6):
         check(seeded(Blocks), world_size)

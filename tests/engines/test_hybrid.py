@@ -21,7 +21,14 @@ def factored(factor, **options):
     return lambda module, comm, **more: Zero3(module, comm, sharding_factor=factor, **options, **more)
 
 
-@pytest.mark.parametrize(("world_size", "factor"), [(4, 1), (4, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "factor"),
+    [
+        (4, 2),
+        (6, 3),
+        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.accuracy]) for case in ((4, 1), (6, 2))),
+    ],
+)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_the_training_is_the_same(world_size, factor, clip):
     results = run(world_size, train, factored(factor), 10, eps=1e-4, clip=clip)

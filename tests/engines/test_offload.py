@@ -19,6 +19,8 @@ def offloaded(offload=True, **options):
     return lambda module, comm, **more: Zero3(module, comm, offload=offload, **options, **more)
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"sharding_factor": 2}, {"sharding_factor": 1}])
 def test_the_bits_are_those_without(options, dtype):

@@ -94,6 +94,8 @@ class Plain(Blocks):
         return super().forward(x, order=(0, 0, 1, 1, 2, 2))
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @options
 def test_recompute_inside_units(options):
     expected = fit_plain(seeded(Plain))

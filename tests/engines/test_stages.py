@@ -52,6 +52,8 @@ def test_any_elementwise_optimizer(optimizer, options):
         assert got[0] == expected[0] and same_state(got[1], expected[1]), stage.__name__
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_are_bit_identical_too_and_keep_fp32_masters(dtype):
     results = {stage: run(3, train, stage, 12, dtype=dtype, clip=1.0)[0] for stage in STAGES}

@@ -94,6 +94,8 @@ WRITERS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @engines
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_all_ranks_see_that_the_shards_were_written(stage, options, write):
@@ -112,6 +114,8 @@ def test_all_ranks_see_that_the_shards_were_written(stage, options, write):
         assert torch.equal(found, plain(state, found.dtype)) and not torch.equal(found, before)
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @engines
 @pytest.mark.parametrize("saved_by", [DDP, Zero3])
 def test_a_checkpoint_of_a_tiny_model_loads_everywhere(tmp_path, saved_by, stage, options):

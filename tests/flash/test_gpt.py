@@ -60,6 +60,8 @@ def test_activations_grow_with_the_sequence_not_with_its_square(attention):
     assert long["total"] < 2000**2 * 4, "there never is a matrix of all positions, not even a mask"
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_the_main_job_trains_to_the_same_loss_with_fewer_activations(tmp_path):
     runs = {}
     for attention in ("naive", "flash"):

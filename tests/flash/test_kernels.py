@@ -196,6 +196,8 @@ def guarded(shape, dtype, value=None):
     return inside, torch.cat([memory[:256], memory[256 + elements :]]), memory
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @pytest.mark.parametrize("head_dim", [16, 24])
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
 def test_bands_of_nan_around_every_buffer_stay_outside(head_dim, causal):

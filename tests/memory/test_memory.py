@@ -18,7 +18,7 @@ from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_persistent_bytes_are_the_formulas(world_size, dtype):
     for number, stage in enumerate(STAGES):
         expected = predict(TOTAL, world_size, number, dtype=dtype)

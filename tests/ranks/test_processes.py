@@ -87,7 +87,8 @@ def assert_same(a, b, where):
         assert a == b, where
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_processes_give_what_threads_give(size, tmp_path):
     threads, processes = World(size).run(everything), run(everything, size, tmp_path)
     for rank, (expected, found) in enumerate(zip(threads, processes)):

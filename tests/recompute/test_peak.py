@@ -31,6 +31,7 @@ def no_collector():
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["by_function", "by_hooks", "checkpoint", "verified", "selective", "nested"])
 @pytest.mark.parametrize("backward", [True, False])
 def test_memory_returns_without_the_garbage_collector(way, backward):
