@@ -16,7 +16,7 @@ def show(unit: Any) -> None:
     """A backward under no_sync is over: let the shards' .grad be views of the sum so far."""
     gradient = unit.gradient
     if gradient.full is None:  # unused on this rank
-        unit.restore_gradient()
+        unit.gradient = None
         return
     mine = gradient.full if unit.whole else unit.chunk(gradient.full)
     for shard, piece in zip(unit.shards, pieces(mine, unit.shards), strict=True):

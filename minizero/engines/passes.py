@@ -35,7 +35,10 @@ def watch_passes(engine: Any) -> None:
     engine.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     for unit in engine.in_order:
         for number, parameter in enumerate(unit.parameters):
-            parameter.register_post_accumulate_grad_hook(arrival(engine, unit, number))
+            aside: list[torch.Tensor | None] = []
+            if unit.original:  # autograd would add to the .grad of before
+                unit.nodes.append(put_aside(parameter, aside))
+            parameter.register_post_accumulate_grad_hook(arrival(engine, unit, number, aside))
 
 
 def begin_forward(engine: Any) -> None:
@@ -48,7 +51,7 @@ def begin_forward(engine: Any) -> None:
             engine.backward = None
             release_all(engine)
             for unit in engine.in_order:
-                unit.restore_gradient()
+                unit.gradient = None  # the shards' .grad are as they were
         engine.uses.running.clear()  # what is left there ended by an exception
     engine.do(engine.when.before_forward)
     for unit in engine.roots:
@@ -69,7 +72,25 @@ def end_forward(engine: Any, output: Any) -> None:
         release_all(engine)
 
 
-def arrival(engine: Any, unit: Unit, number: int) -> Any:
+def put_aside(parameter: nn.Parameter, aside: list[torch.Tensor | None]) -> Any:
+    """Keep the parameter's .grad of before in `aside` while autograd writes a new one.
+
+    Returns autograd's node that writes it. Somebody must hold the node: autograd itself would make a new one.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    weak = weakref.ref(parameter)  # the node is out of the garbage collector's sight, as in `arrival`
+
+    def writes(_: Any) -> None:
+        parameter = weak()
+        if parameter is not None:
+            aside[:] = [parameter.grad]
+            parameter.grad = None
+
+    node.register_prehook(writes)
+    return node
+
+
+def arrival(engine: Any, unit: Unit, number: int, aside: list[torch.Tensor | None]) -> Any:
     """The hook of a parameter. It is given the parameter, not the gradient."""
     # Autograd holds this hook out of the garbage collector's sight, so a strong reference would leak the engine.
     weak_engine, weak_unit = weakref.ref(engine), weakref.ref(unit)
@@ -78,7 +99,7 @@ def arrival(engine: Any, unit: Unit, number: int) -> Any:
         engine, unit = weak_engine(), weak_unit()
         if engine is None or unit is None:
             return
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = parameter.grad, aside.pop() if aside else None
         backward = begin_backward(engine)
         backward.bring(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some

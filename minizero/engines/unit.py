@@ -54,6 +54,7 @@ class Unit:
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
+        self.nodes: list[Any] = []  # of autograd, which write .grad: see `put_aside` in passes.py
         self.version = -1  # of `master` when the replica was last made from it
 
     @property
@@ -124,26 +125,12 @@ class Unit:
         if all(shard.grad is None for shard in self.shards):
             self.gradient = None
         if self.gradient is None:
+            # .grad stays on the shard meanwhile: so zero_grad() still clears it, even if this backward raises.
             self.gradient = LocalGradient(self.layout, self.shards, self.dtype, self.comm.device)
-            # In FP32 DDP autograd adds to .grad itself, so it must be None. In every other case .grad stays on the
-            # shard: so zero_grad() still clears it, even if this backward raises.
-            clear = self.original
-        else:
-            check_unwritten(self)
-            clear = True  # it is a view of the sum that backward goes on adding to
-        for shard in self.shards if clear else ():
+            return
+        check_unwritten(self)
+        for shard in self.shards:
             shard.grad = None
-
-    def restore_gradient(self) -> None:
-        """The backward brought nothing, or raised. FP32 DDP: give back the .grad of before, if none is there.
-
-        In the other stages .grad has stayed where it was; what no_sync had added up is gone.
-        """
-        before = self.gradient.before if self.gradient is not None else []
-        self.gradient = None
-        for shard, gradient in zip(self.shards, before) if self.original else ():
-            if shard.grad is None:
-                shard.grad = gradient
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Let the shards' .grad be the average plus what they had before. average: flat, perhaps with padding behind.

@@ -74,6 +74,22 @@ def test_a_backward_that_broke_off_does_not_spoil_the_next():
     check(seeded(Blocks), forward=forward)
 
 
+def test_zero_grad_clears_what_was_there_before_a_backward_that_broke_off():
+    """A loop that runs out of memory drops the whole window. Of the gradients some have come by then, and some not."""
+
+    def forward(model, x, rank):
+        model(x).square().mean().backward()
+        block = getattr(model, "module", model).blocks[1]
+        hook = block.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: 1 / 0) and None)
+        with pytest.raises(ZeroDivisionError):
+            model(2 * x).square().mean().backward()
+        hook.remove()
+        model.zero_grad()
+        return model(x).square().mean()
+
+    check(seeded(Blocks), forward=forward)
+
+
 def test_a_forward_that_raises_leaves_nothing_gathered():
     def forward(model, x, rank):
         with pytest.raises(TypeError):
