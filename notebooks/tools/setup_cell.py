@@ -16,13 +16,13 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 NOBODY = "/OWNER/"  # stands in the address as long as nobody has published a copy
 
 CELL = """\
-# Finds the packages: those installed, or a checkout around this notebook. Alone, as in Colab, it installs them.
+# Finds the packages: those installed, or a checkout around this notebook. Alone, as in Colab, it installs ADDRESS.
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-ADDRESS = "{address}"  # from pyproject.toml, by `make notebooks`
+ADDRESS = "{address}"  # from pyproject.toml; if it says OWNER, no copy is published
 needed = {names}
 places = [Path.cwd(), *Path.cwd().parents, Path.cwd() / "minizero"]
 checkouts = [str(place) for place in places if (place / "minizero" / "train.py").exists()]
