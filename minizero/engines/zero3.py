@@ -79,7 +79,7 @@ class Zero3(Engine):
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, not only the parameter: autograd still holds views of it, which `fill` fills again.
-        # Autograd refuses what was written since; parameters set by `.data =` do not count the replica's writes.
+        # Autograd does not notice: a parameter set by `.data =` does not share the replica's count of writes.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 
