@@ -65,6 +65,12 @@ WRONG = [
           ("comm.send_recv(partial, right, incoming, left)", "comm.send_recv(chunks[right], right, incoming, left)\n"
            "        right, left = (right + 1) % comm.size, (left - 1) % comm.size"),
           ("mine = chunks[(comm.rank - 2 - step) % comm.size]", "mine = partial")),
+    wrong("sends-left", ("left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size",
+                         "left, right = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size")),
+    wrong("the-ring-the-other-way", ("left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size",
+                                     "left, right = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size"),
+          ("chunks[(comm.rank - 1) % comm.size]", "chunks[(comm.rank + 1) % comm.size]"),
+          ("(comm.rank - 2 - step)", "(comm.rank + 2 + step)"), says="sends-left"),
     wrong("sends-fp32", ("[torch.empty_like(partial) for", "[torch.empty(partial.shape) for"),
           ("comm.send_recv(partial, right", "comm.send_recv(partial.float(), right")),
     wrong("returns-nothing-with-out", ("    return partial", "    return partial if out is None else None")),
@@ -72,14 +78,17 @@ WRONG = [
 
 
 def check() -> None:
+    sent_to = set(ranks(4, receivers)[0])
+    if len(sent_to) > 1:
+        fail(
+            "not-a-ring", "Rank 0 sends to several ranks. In a ring each sends to its neighbour only, always the same."
+        )
+    if sent_to == {3}:
+        fail("sends-left", "Rank 0 of 4 sends to rank 3, on its left: send to rank r+1, and receive from rank r-1.")
     for n in (4, 3, 2, 1):
         ranks(n, on_rank)
     ranks(4, out_is_the_chunk)
     ranks(4, in_16_bits)
-    if len(set(ranks(4, receivers)[0])) > 1:
-        fail(
-            "not-a-ring", "Rank 0 sends to several ranks. In a ring each sends to its neighbour only, always the same."
-        )
     ranks(8, memory)
     (losses, state, _), *_ = ranks(4, train, Zero2, 2)
     want = plain(2)[1]

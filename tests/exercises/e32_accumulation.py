@@ -25,7 +25,7 @@ from minizero import accumulate as module
 from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, same, size, value_or_error, wrong
+from tests.exercises.kit import fail, ranks, recognise, size, value_or_error, wrong
 
 PLAN = [
     "window: the list of the micro-batches. counts: how many targets each has; _checked_count(micro_batch, count) asks "
@@ -50,6 +50,9 @@ WRONG = [
     wrong("forgets-to-divide", ("targets / total)", "float(targets))")),
     wrong("counts-ignored", ("(micro_batch, count)", "(micro_batch, lambda pair: pair[1].numel())")),
     wrong("nan-without-targets", ("if targets:", "if True:")),
+    wrong("mean-of-means-and-nan", ("if targets:", "if True:"), ("targets / total)", "1 / len(window))"),
+          says="mean-of-means"),
+    wrong("sums-the-means-and-nan", ("if targets:", "if True:"), ("targets / total)", "1.0)"), says="sums-the-means"),
     wrong("all-at-once", (LOOP, "loss = loss + model(*micro_batch) * (targets / total)"),
           ("    return loss", "    loss.backward()\n    return loss.detach()")),
     wrong("last-only", ("if targets:", "model.zero_grad()\n            if targets:")),
@@ -83,10 +86,10 @@ class Model(nn.Module):
 def window() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     pairs = []
-    for targets in (3, 20, 9, 0, 14):
-        y = torch.randint(8, (1, 20), generator=generator)
-        y[0, targets:] = -100
-        pairs.append((torch.randn(1, 20, 4, generator=generator), y))
+    for rows, targets in ((1, 3), (2, 20), (1, 9), (1, 0), (2, 14)):
+        y = torch.randint(8, (rows, 10), generator=generator)
+        y.view(-1)[targets:] = -100
+        pairs.append((torch.randn(rows, 10, 4, generator=generator), y))
     return pairs
 
 
@@ -127,22 +130,13 @@ def check() -> None:
     if bool(got.isnan().any()):
         model, rest = Model(), [pair for pair in window() if (pair[1] != -100).any()]
         module.accumulate(model, rest)
-        if not same(gradient(model), want, 1e-4):
-            fail("counts-ignored", "Positions with target -100 were counted: count those that have one.")
+        what = "The gradient is NaN, and without the micro-batch that has no target it is wrong as well"
+        recognise(gradient(model), want, mistakes(rest, want), what, tolerance=1e-4)
         fail(
             "nan-without-targets",
             "The gradients are NaN: a micro-batch without targets has a mean of 0/0. Leave it out.",
         )
-    mistakes = {
-        "mean-of-means": (
-            weighted([0.2, 0.2, 0.2, 0, 0.2]),
-            "It is the mean of the micro-batches' means: a token in a short one weighs more. Weight by targets.",
-        ),
-        "sums-the-means": (weighted([1, 1, 1, 0, 1]), "The means were added up, unweighted: Σ nᵢ Lᵢ / Σ nᵢ."),
-        "forgets-to-divide": (want * 46, "The gradient is 46 times too large, for 46 targets: divide by their number."),
-        "last-only": (weighted([0, 0, 0, 0, 14 / 46]), "Only the last micro-batch counts: gradients add up in .grad."),
-    }
-    recognise(got, want, mistakes, "The gradient of the window", tolerance=1e-4)
+    recognise(got, want, mistakes(window(), want), "The gradient of the window", tolerance=1e-4)
     if ledger.peak["activations"] > 3 * 20 * 1024 * 4:
         fail(
             "all-at-once",
@@ -175,6 +169,24 @@ def check() -> None:
     except TypeError:
         return
     fail("no-error", "A wrapper that averages over ranks by itself (it has `no_sync`) must be a TypeError.")
+
+
+def mistakes(given: list[Any], want: torch.Tensor) -> dict[str, tuple[Any, str]]:
+    """What wrong weights make of the micro-batches. given: all of them, or those that have targets."""
+    mean, places = 1 / len(given), sum(y.numel() for _, y in given)
+    return {
+        "mean-of-means": (
+            weighted([mean, mean, mean, 0, mean]),
+            "It is the mean of the micro-batches' means: a token in a short one weighs more. Weight by targets.",
+        ),
+        "counts-ignored": (
+            weighted([y.numel() / places if (y != -100).any() else 0 for _, y in window()]),
+            "Positions with target -100 were counted: count those that have one.",
+        ),
+        "sums-the-means": (weighted([1, 1, 1, 0, 1]), "The means were added up, unweighted: Σ nᵢ Lᵢ / Σ nᵢ."),
+        "forgets-to-divide": (want * 46, "The gradient is 46 times too large, for 46 targets: divide by their number."),
+        "last-only": (weighted([0, 0, 0, 0, 14 / 46]), "Only the last micro-batch counts: gradients add up in .grad."),
+    }
 
 
 class Averages(Model):

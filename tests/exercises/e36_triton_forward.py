@@ -12,7 +12,7 @@ need a mask, those in b … c none.
 
 import torch
 
-from tests.exercises.kit import fail, wrong
+from tests.exercises.kit import fail, same, wrong
 from tests.exercises.triton_kit import expect, small_blocks, tensors, with_options
 
 PLAN = [
@@ -45,6 +45,14 @@ WRONG = [
           ("(m - larger) * (scale * LOG2_E)", "(m - larger) * scale")),
     wrong("lse-in-base-2", ("tl.log2(l) / LOG2_E)", "tl.log2(l))")),
     wrong("forgets-the-maximum", ("            m = larger\n", "")),
+    wrong("forgets-to-rescale", ("rescale = tl.exp2(", "rescale = 1 + 0 * tl.exp2(")),
+    wrong("each-head-its-own-keys", ("K = head_of(k_ptr, k_strides, batch, head // GROUP",
+                                     "K = head_of(k_ptr, k_strides, batch, head"),
+          ("V = head_of(v_ptr, v_strides, batch, head // GROUP", "V = head_of(v_ptr, v_strides, batch, head")),
+    wrong("each-head-its-own-values", ("V = head_of(v_ptr, v_strides, batch, head // GROUP",
+                                       "V = head_of(v_ptr, v_strides, batch, head"), says="each-head-its-own-keys"),
+    wrong("the-first-keys-again", ("keys = start_k + tl.arange(0, BLOCK_K)", "keys = tl.arange(0, BLOCK_K)"),
+          says="values"),
 ]  # fmt: skip
 
 
@@ -65,22 +73,45 @@ def check() -> None:
                 (s * torch.log(torch.tensor(2.0))).softmax(-1) @ values,
                 "The weights are those of 2^s: exp(x) is exp2(x · LOG2_E).",
             ),
+            "rescales-the-sum-only": (
+                online(s, values, rescale_sum=True),
+                "The sum l is rescaled and the output is not: both were measured against the old maximum.",
+            ),
+            "rescales-the-output-only": (
+                online(s, values, rescale_output=True),
+                "The output is rescaled and the sum l is not: both were measured against the old maximum.",
+            ),
+            "forgets-to-rescale": (
+                online(s, values),
+                "Blocks are measured against different maxima: when m rises to `larger`, rescale l and o.",
+            ),
+            "forgets-the-maximum": (
+                s[..., -16:].softmax(-1) @ values[..., -16:, :],
+                "Only the last block of keys counts. If m stays where it began, each rescale is 0: m becomes `larger`.",
+            ),
         }
-        right_lse = torch.allclose(lse.double(), want_lse, atol=1e-4)
-        if not torch.allclose(out.double(), want, atol=1e-4) and not any(
-            torch.allclose(out.double(), value, rtol=1e-3, atol=1e-4) for value, _ in mistakes.values()
-        ):
-            ratio = out.double() / want
-            one = (ratio - ratio[..., :1]).abs().amax() < 1e-2 * ratio.abs().amax()
-            if right_lse:
-                fail("rescales-the-sum-only", "lse is right and the output is not: rescale the output as the sum.")
-            if bool(one):
-                fail("rescales-the-output-only", "Each row is a multiple of the right one: rescale the sum l as well.")
-            fail("forgets-the-maximum", "Blocks are measured against different maxima: m becomes `larger` after each.")
+        if same(out[:, :1].double(), want[:, :1], 1e-4) and not same(out[:, 1:].double(), want[:, 1:], 1e-4):
+            fail(
+                "each-head-its-own-keys",
+                "Head 0 is right, and head 1 is not. The two share one key/value head: K and V of head // GROUP.",
+            )
         expect(out, want, mistakes, "The output")
-        if not right_lse:
+        if not torch.allclose(lse.double(), want_lse, atol=1e-4):
             fail("lse-in-base-2", f"lse is {lse[0, 0, 0]:.3f}, expected {want_lse[0, 0, 0]:.3f}: m · scale + ln l.")
     with_options((0, 4))
+
+
+def online(s, values, rescale_sum=False, rescale_output=False):
+    """Attention with blocks of 16 keys, of which some sum is not rescaled when the maximum rises."""
+    m, l, o = torch.tensor(-torch.inf), torch.tensor(0.0), torch.tensor(0.0)
+    for start in range(0, s.shape[-1], 16):
+        block = s[..., start : start + 16]
+        larger = torch.maximum(m, block.amax(-1, keepdim=True))
+        rescale, p = torch.exp(m - larger), torch.exp(block - larger)
+        l = l * (rescale if rescale_sum else 1) + p.sum(-1, keepdim=True)
+        o = o * (rescale if rescale_output else 1) + p @ values[..., start : start + 16, :]
+        m = larger
+    return o / l
 
 
 def _forward(q, k, v, options):
