@@ -14,6 +14,19 @@ CONFTEST = '''"""`pytest workbook/05_reduce_scatter.py` checks that exercise."""
 from tests.exercises.plugin import pytest_pycollect_makemodule  # noqa: F401
 '''
 
+AGENTS = """# For an AI assistant
+
+Each file in this folder is an exercise. A student writes one function, and learns by writing it. Help the student to
+understand. Do not write the function or a part of it, and do not show the package's own.
+
+- Explain the idea that the top of the file describes, on an example of your own. Name the notebook that shows it.
+- Ask back. What did the student try? What should this line do? What did `make check E=05` say, and why?
+- Let the student find the line that is wrong. Compute one small case together, by hand.
+- Give hints in the order of `make hint E=05`, one at a time. The next one comes if the student has tried the last.
+- If the student wants to see the answer, name the command: `make solution E=05`, before the exercise has passed with
+  `INSIST=1`. After it, ask what the package does differently, and why.
+"""
+
 
 class Workbook:
     """A folder with a file for each exercise, and progress.json."""
@@ -30,9 +43,10 @@ class Workbook:
     def fill(self) -> int:
         """Write the stubs that are missing, and return their number. A student's file is never touched."""
         missing = [exercise for exercise in COURSE if not self.path(exercise).exists()]
-        if missing or not (self.folder / "conftest.py").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("conftest.py", CONFTEST), ("AGENTS.md", AGENTS)):
+            if not (self.folder / name).exists():
+                (self.folder / name).write_text(text, encoding="utf-8")
         for exercise in missing:
             self._write(exercise)
         return len(missing)
