@@ -99,14 +99,15 @@ def check(arguments: argparse.Namespace, workbook: Workbook) -> int:
 
 
 def check_one(exercise: Exercise, workbook: Workbook) -> Outcome:
-    """Check an exercise, print the outcome, and write down that it passed."""
+    """Check an exercise, print the outcome, and write down whether it passed."""
     outcome = run(exercise, workbook.path(exercise))
+    if outcome.status != "impossible":
+        workbook.note(exercise, passed=outcome.status == "passed")
     name = f"{exercise.id} {exercise.title}"
     if outcome.printed:
         console.print("Your code printed:", style="dim")
         say("\n".join(outcome.printed.splitlines()[-12:]))
     if outcome.status == "passed":
-        workbook.note_passed(exercise)
         console.print(f"[green]✓ {name}: passed.[/] The package ran with your {exercise.function} inside.")
         following = workbook.current()
         if following is not None:

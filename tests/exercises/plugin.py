@@ -24,9 +24,9 @@ class Check(pytest.Item):
         outcome: Outcome = run(exercise, self.path)
         if outcome.status == "impossible":
             pytest.skip(outcome.words)
+        Workbook(self.path.parent).note(exercise, passed=outcome.status == "passed")
         if outcome.status != "passed":
             raise NotPassed(f"{outcome.words}\n{outcome.printed}".strip())
-        Workbook(self.path.parent).note_passed(exercise)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
         return str(excinfo.value) if isinstance(excinfo.value, NotPassed) else super().repr_failure(excinfo, style)

@@ -61,7 +61,7 @@ class Workbook:
             kept = next(p for i in range(1, 10**6) if not (p := old / f"{path.stem}.{i}.py").exists())
             path.replace(kept)
             self._write(exercise)
-        if exercise.name in self.state["passed"]:
+        if self.has_passed(exercise):
             self.state["passed"].remove(exercise.name)
         self.state["hints"].pop(exercise.name, None)
         self.save()
@@ -70,10 +70,15 @@ class Workbook:
     def has_passed(self, exercise: Exercise) -> bool:
         return exercise.name in self.state["passed"]
 
-    def note_passed(self, exercise: Exercise) -> None:
-        if not self.has_passed(exercise):
+    def note(self, exercise: Exercise, *, passed: bool) -> None:
+        """What the last check said."""
+        if passed == self.has_passed(exercise):
+            return
+        if passed:
             self.state["passed"].append(exercise.name)
-            self.save()
+        else:
+            self.state["passed"].remove(exercise.name)
+        self.save()
 
     def hints_given(self, exercise: Exercise) -> int:
         return self.state["hints"].get(exercise.name, 0)
