@@ -32,20 +32,23 @@ book: setup  ## the notebooks as pages to be read from disk, in results/book: py
 exercises: setup  ## the course: all exercises, and where you are: python -m tests.exercises list
 	@$(PY) -m tests.exercises list
 
+# A command has said in words that an exercise has not passed (1), or that the line was wrong (2). Then make says no more.
+SAID := || test $$? -le 2
+
 check: setup  ## check the exercise you are at, or one by number, E=05: python -m tests.exercises check 05
-	@$(PY) -m tests.exercises check $(E)
+	@$(PY) -m tests.exercises check $(E) $(SAID)
 
 hint: setup  ## one more hint for it: python -m tests.exercises hint 05
-	@$(PY) -m tests.exercises hint $(E)
+	@$(PY) -m tests.exercises hint $(E) $(SAID)
 
 watch: setup  ## check exercises on every save: python -m tests.exercises watch
 	@$(PY) -m tests.exercises watch
 
 solution: setup  ## the package's own function; before you have passed with INSIST=1: python -m tests.exercises solution 05
-	@$(PY) -m tests.exercises solution $(E) $(if $(INSIST),--insist)
+	@$(PY) -m tests.exercises solution $(E) $(if $(INSIST),--insist) $(SAID)
 
 reset: setup  ## begin an exercise anew, make reset E=05: python -m tests.exercises reset 05
-	@$(PY) -m tests.exercises reset $(E)
+	@$(PY) -m tests.exercises reset $(E) $(SAID)
 
 gradebook: setup  ## for lecturers: check submissions, DIR=folder: python -m tests.exercises gradebook folder
 	@$(PY) -m tests.exercises gradebook $(DIR)

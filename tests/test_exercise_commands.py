@@ -4,15 +4,17 @@ import csv
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.exercises import checker, stubs
+from tests.exercises import checker, commands, stubs
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.demo import main as demo
+from tests.exercises.runner import Outcome
 from tests.exercises.workbook import Workbook
 
 RING = find("reduce_scatter")
@@ -49,7 +51,7 @@ def test_a_student_s_way_through_the_commands(workbook):
     hints = find("01").text().hints
     for number in range(1, len(hints) + 1):
         assert f"Hint {number} of {len(hints)}" in say("hint")
-    assert "the last one" in say("hint")
+    assert "make solution E=01 INSIST=1" in say("hint")
     assert "INSIST" in say("solution", "01", expect=1)
     pad = workbook.path(find("01"))
     pad.write_text(stubs.answer(find("01"), find("01").load().WRONG[0]))
@@ -59,6 +61,7 @@ def test_a_student_s_way_through_the_commands(workbook):
     assert "def pad(" in say("solution", "pad")
     assert f"1 of {len(COURSE)} passed" in say("list")
     assert "02_chunk.py" in say("list")
+    assert "make solution E=01\n" in say("hint", "01")
     assert "old/01_pad.1.py" in say("reset", "01").replace("\n", "")
     command(workbook, "check", "99", expect=2)
     assert max(len(line) for text in seen for line in text.splitlines() if str(workbook.folder) not in line) <= 80
@@ -80,6 +83,53 @@ def test_pytest_checks_a_file_of_the_workbook(workbook):
     done = pytest_says("reduce_scatter")
     assert done.returncode == 1 and "Python cannot read the file" in done.stdout, done.stdout
     assert "Traceback" not in done.stdout
+    pad.write_text("def pad(:")
+    assert pytest_says("pad").returncode == 1
+    assert not Workbook(workbook.folder).has_passed(find("pad"))
+
+
+def test_an_exercise_that_fails_after_it_had_passed_counts_no_more(workbook, monkeypatch):
+    monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
+    for status in ("passed", "failed", "passed", "impossible", "todo"):
+        before = Workbook(workbook.folder).has_passed(RING)
+        monkeypatch.setattr(commands, "run", lambda *_, status=status: Outcome(status, status, "So."))
+        assert commands.main(["check", "05"]) == (status in ("failed", "todo"))
+        after = before if status == "impossible" else status == "passed"
+        assert Workbook(workbook.folder).has_passed(RING) == after
+
+
+def test_a_reset_without_an_exercise_says_how_to_name_one(workbook, monkeypatch, capsys):
+    monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
+    assert commands.main(["reset"]) == 2
+    assert "make reset E=05" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_adds_no_error_of_its_own(workbook):
+    """An exercise that has not passed, and a word that is missing, are said by the command."""
+    environment = os.environ | {"MINIZERO_WORKBOOK": str(workbook.folder), "PYTHONIOENCODING": "utf-8"}
+    for words, said in (
+        (["check", "E=01"], "Not begun"),
+        (["solution", "E=01"], "has not passed yet"),
+        (["reset"], "make reset E=05"),
+        (["hint", "E=99"], "there is no exercise '99'"),
+    ):
+        done = subprocess.run(
+            ["make", "--old-file", "setup", f"PY={sys.executable}", *words], cwd=ROOT, env=environment,
+            capture_output=True, encoding="utf-8", timeout=600,
+        )  # fmt: skip
+        printed = done.stdout + done.stderr
+        assert said in printed and "***" not in printed, printed
+
+
+def test_an_assistant_is_told_to_help_and_not_to_write(workbook):
+    path = workbook.folder / "AGENTS.md"
+    text = path.read_text(encoding="utf-8")
+    assert "make hint" in text and len(text.splitlines()) < 30
+    path.write_text("ours")
+    workbook.path(RING).unlink()
+    assert workbook.fill() == 1 and path.read_text() == "ours"
+    assert "AGENTS.md" in Path(ROOT, "notebooks/README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

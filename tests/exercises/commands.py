@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, (_, help_) in chosen.items():
         command = commands.add_parser(name, help=help_, description=help_)
         if name not in ("list", "watch"):
-            command.add_argument("exercise", nargs="?" if name != "reset" else None, help="05, or reduce_scatter")
+            command.add_argument("exercise", nargs="?", help="05, or reduce_scatter")
         if name == "solution":
             command.add_argument("--insist", action="store_true", help="show it although you have not passed")
     book = commands.add_parser("gradebook", help="check a folder of submissions: a CSV of exercise × student")
@@ -179,6 +179,8 @@ def solution(arguments: argparse.Namespace, workbook: Workbook) -> int:
 
 
 def reset(arguments: argparse.Namespace, workbook: Workbook) -> int:
+    if arguments.exercise is None:
+        raise ValueError("name the exercise that begins anew, such as make reset E=05")
     exercise = find(arguments.exercise)
     kept = workbook.reset(exercise)
     console.print(f"{exercise.id} {exercise.title} begins anew: {_short(workbook.path(exercise))}")
