@@ -55,10 +55,11 @@ def test_a_student_s_way_through_the_commands(workbook):
     assert "INSIST" in say("solution", "01", expect=1)
     pad = workbook.path(find("01"))
     pad.write_text(stubs.answer(find("01"), find("01").load().WRONG[0]))
-    assert "append nothing" in say("check", "01", expect=1)
+    assert "append nothing" in say("check", "01", expect=1) and "Read next" not in seen[-1]
     pad.write_text(stubs.answer(find("01")))
-    assert "passed" in say("check")
-    assert "def pad(" in say("solution", "pad")
+    for text in (say("check"), say("solution", "pad")):
+        assert " ".join(find("01").text().after.split()) in " ".join(text.split())
+    assert "passed" in seen[-2] and "def pad(" in seen[-1]
     assert f"1 of {len(COURSE)} passed" in say("list")
     assert "02_chunk.py" in say("list")
     assert "make solution E=01\n" in say("hint", "01")
@@ -96,6 +97,14 @@ def test_an_exercise_that_fails_after_it_had_passed_counts_no_more(workbook, mon
         assert commands.main(["check", "05"]) == (status in ("failed", "todo"))
         after = before if status == "impossible" else status == "passed"
         assert Workbook(workbook.folder).has_passed(RING) == after
+
+
+def test_what_the_package_does_differently_is_told_after_a_pass_but_not_forty_times(workbook, monkeypatch, capsys):
+    monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
+    monkeypatch.setattr(commands, "run", lambda *_: Outcome("passed", "passed", "Passed."))
+    for word, times in (("05", 1), ("all", 0)):
+        assert commands.main(["check", word]) == 0
+        assert " ".join(capsys.readouterr().out.split()).count(RING.text().after) == times
 
 
 def test_a_reset_without_an_exercise_says_how_to_name_one(workbook, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import ast
 import concurrent.futures
 import multiprocessing
+import re
 import subprocess
 import time
 
@@ -70,13 +71,35 @@ def test_the_course_is_whole():
     assert all(10 <= exercise.minutes <= 40 for exercise in COURSE)
     assert all((ROOT / "notebooks" / f"{exercise.notebook}.ipynb").is_file() for exercise in COURSE)
     lessons = [exercise.load() for exercise in COURSE]
-    assert [exercise.text()[1:] for exercise in COURSE] == [(lesson.PLAN, lesson.HINTS) for lesson in lessons]
+    texts = [(lesson.PLAN, lesson.HINTS, getattr(lesson, "AFTER", "")) for lesson in lessons]
+    assert [exercise.text()[1:] for exercise in COURSE] == texts
     assert sum(len(lesson.WRONG) for lesson in lessons) >= 120
     for lesson in lessons:
         names = [wrong.name for wrong in lesson.WRONG]
         assert len(names) >= 4 and len(set(names)) == len(names), lesson.__name__
         assert 2 <= len(lesson.HINTS) <= 4 and all(hint.strip() for hint in lesson.HINTS), lesson.__name__
         assert lesson.PLAN and lesson.__doc__
+
+
+def test_what_is_told_after_an_exercise_is_short_and_ends_with_what_to_read():
+    told = {exercise.id: exercise.text().after for exercise in COURSE}
+    told = {id_: words for id_, words in told.items() if id_ not in {"07", "08", "11", "12", "13", "14", "19", "24"}}
+    for id_, words in told.items():
+        *sentences, last = re.split(r"(?<=[.!?]) ", words)
+        assert 2 <= len(sentences) <= 5 and len(words.split()) <= 110, id_
+        assert last.startswith("Read next: ") and ("/" in last or ", section " in last), id_
+
+
+def test_what_an_exercise_names_is_there():
+    """A file of ours; a function in it, a section of it by its number, or by its title."""
+    place = r"(?:minizero|flash|precision|notebooks|tests)/[\w/]+\.\w+"
+    for exercise in COURSE:
+        for function, number, title, path in re.findall(
+            rf'(?:`(\w+)` in |section (\d+) of |"([^"]+)" in )?({place})', exercise.text().after
+        ):
+            assert (ROOT / path).is_file(), f"{exercise.id}: {path}"
+            words = f"def {function}(" if function else f"## {number}. " if number else f"# {title}" if title else ""
+            assert words in (ROOT / path).read_text(encoding="utf-8"), f"{exercise.id}: {words} in {path}"
 
 
 @each

@@ -92,14 +92,17 @@ def show_list(_: argparse.Namespace, workbook: Workbook) -> int:
 def check(arguments: argparse.Namespace, workbook: Workbook) -> int:
     workbook.fill()
     if arguments.exercise == "all":
-        outcomes = [check_one(exercise, workbook) for exercise in COURSE]
+        outcomes = [check_one(exercise, workbook, with_after=False) for exercise in COURSE]
         return int(any(outcome.status in ("failed", "todo") for outcome in outcomes))
     exercise = _chosen(arguments.exercise, workbook)
     return int(check_one(exercise, workbook).status in ("failed", "todo"))
 
 
-def check_one(exercise: Exercise, workbook: Workbook) -> Outcome:
-    """Check an exercise, print the outcome, and write down whether it passed."""
+def check_one(exercise: Exercise, workbook: Workbook, *, with_after: bool = True) -> Outcome:
+    """Check an exercise, print the outcome, and write down whether it passed.
+
+    with_after: if it has passed, also print what the package does differently.
+    """
     outcome = run(exercise, workbook.path(exercise))
     if outcome.status != "impossible":
         workbook.note(exercise, passed=outcome.status == "passed")
@@ -109,6 +112,8 @@ def check_one(exercise: Exercise, workbook: Workbook) -> Outcome:
         say("\n".join(outcome.printed.splitlines()[-12:]))
     if outcome.status == "passed":
         console.print(f"[green]✓ {name}: passed.[/] The package ran with your {exercise.function} inside.")
+        if with_after:
+            say(exercise.text().after)
         following = workbook.current()
         if following is not None:
             console.print(f"  Next: {_short(workbook.path(following))}")
@@ -175,6 +180,8 @@ def solution(arguments: argparse.Namespace, workbook: Workbook) -> int:
 
     console.print(f"{definition(exercise).full_name}, as the package has it:\n")
     console.print(Syntax(reference(exercise), "python", word_wrap=True, background_color="default"))
+    console.print()
+    say(exercise.text().after)
     return 0
 
 

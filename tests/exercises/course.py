@@ -12,11 +12,15 @@ NO_TRITON = "This exercise needs Triton, which exists for Linux, WSL or Colab on
 
 
 class Text(NamedTuple):
-    """What an exercise is about; the steps to follow; hints that give away more and more."""
+    """What an exercise is about; the steps to follow; hints that give away more and more.
+
+    after: what the package does differently, and what to read next. For who has passed.
+    """
 
     about: str
     plan: list[str]
     hints: list[str]
+    after: str
 
 
 class Exercise(NamedTuple):
@@ -61,12 +65,12 @@ class Exercise(NamedTuple):
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             and isinstance(statement.targets[0], ast.Name)
-            and statement.targets[0].id in ("PLAN", "HINTS")
+            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER")
         }
-        return Text(ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"])
+        return Text(ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values.get("AFTER", ""))
 
     def load(self) -> ModuleType:
-        """The exercise's module: PLAN, HINTS, WRONG, check()."""
+        """The exercise's module: PLAN, HINTS, AFTER, WRONG, check()."""
         return importlib.import_module(f"tests.exercises.e{self.id}_{self.name}")
 
     def is_possible(self) -> bool:

@@ -26,6 +26,13 @@ HINTS = [
     "tensor.new_zeros(rows, *tensor.shape[1:]) has the tensor's dtype and device.",
     "torch.cat([first, second]) puts two tensors behind each other along dimension 0.",
 ]
+AFTER = (
+    "The package counts the missing rows with `-rows % multiple`: in Python the result is never below 0. If nothing "
+    "is missing, it returns the tensor itself, so a tensor that fits costs no copy. `new_zeros` takes dtype and "
+    "device from the tensor, so nobody has to name them. The engines need no `pad` for their parameters: they know "
+    "the padded size before, and make the buffer of that size at once. Read next: `flatten` in "
+    "minizero/engines/unit.py."
+)
 WRONG = [
     wrong("pads-a-whole-multiple", ("-tensor.shape[0] % multiple", "multiple - tensor.shape[0] % multiple")),
     wrong("pads-the-remainder", ("-tensor.shape[0] % multiple", "tensor.shape[0] % multiple")),

@@ -23,6 +23,12 @@ HINTS = [
     "self.comm.size is the number of ranks, self.comm.rank this one's number.",
     "tensor.chunk(n) gives n views, one behind the other.",
 ]
+AFTER = (
+    "The package cuts by `self.comm`, not by all ranks. With a sharding factor a unit belongs to the ranks of one "
+    "group, and each group has a whole copy. All pieces have the same length, because the buffer was padded for the "
+    "number of all ranks, which the size of a group divides. The piece is a view: ZeRO-1 lets its reduce-scatter "
+    "write straight into this rank's chunk of the gradient. Read next: `reduce` in minizero/engines/zero1.py."
+)
 WRONG = [
     wrong("copies", ("[self.comm.rank]", "[self.comm.rank].clone()")),
     wrong("wrong-neighbour", ("[self.comm.rank]", "[(self.comm.rank + 1) % self.comm.size]")),

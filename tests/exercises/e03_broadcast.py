@@ -34,6 +34,12 @@ HINTS = [
     "The rank that stands `reach` positions further is (comm.rank + reach) % comm.size, whoever the root is.",
     "In each step a rank sends, or receives, or (while its turn has not come) does nothing: if … elif …",
 ]
+AFTER = (
+    "Before anything is sent, the ranks agree on operation, shape, dtype and root. If one rank names another root, "
+    "all of them get an error that says so, instead of waiting for each other. Positions are counted from the root, "
+    "so one loop serves every root. A number of ranks that is no power of 2 needs no case of its own: a partner that "
+    "does not exist is left out. Read next: `agreement` in minizero/ranks/agreement.py."
+)
 WRONG = [
     wrong("root-is-always-zero", ("(comm.rank - root) % comm.size", "comm.rank")),
     wrong("root-does-all", ("if position < reach and position + reach < comm.size:\n                comm.send(result, "

@@ -32,6 +32,13 @@ HINTS = [
     "In step 1 rank r passes that on: chunks[r - 1] goes out, chunks[r - 2] comes in.",
     "Index (comm.rank - step) % comm.size goes out. One less comes in.",
 ]
+AFTER = (
+    "The package has your loop, and one line before it. `soon` names all tensors that are going to be received, in "
+    "their order. Processes on a CPU then post all receives at once, and each message finds its place ready. What has "
+    "come round the ring has passed through every rank, so it also proves that all ranks agree: one exchange of "
+    "messages is saved. Threads ignore the call, and the ring is right without it. Read next: `soon` in "
+    "minizero/ranks/processes.py."
+)
 LOOP = "for step in range(comm.size - 1):\n        # First"
 WRONG = [
     wrong("one-step-short", (LOOP, "for step in range(comm.size - 2):\n        # First")),

@@ -41,6 +41,12 @@ HINTS = [
     "combine(incoming, mine, out=incoming) makes the sum in the buffer that was received into.",
     "With one buffer the outgoing tensor would be overwritten by the incoming one: use buffers[step % 2].",
 ]
+AFTER = (
+    "The package asks the transport for the number of buffers. Threads take two at most. Processes take more if "
+    "chunks are small: they post several receives beforehand and wake up less often. The last sum goes straight into "
+    "`out`, so the all-reduce needs no copy after it. Each chunk is summed by one chain of ranks, in one order that "
+    "never changes, so every run gives the same bits. Read next: section 7 of notebooks/01_collectives.ipynb."
+)
 WRONG = [
     wrong("wrong-chunk", ("partial = chunks[(comm.rank - 1) % comm.size]", "partial = chunks[comm.rank]"),
           ("chunks[(comm.rank - 2 - step) % comm.size]", "chunks[(comm.rank - 1 - step) % comm.size]")),

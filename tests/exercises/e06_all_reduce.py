@@ -36,6 +36,13 @@ HINTS = [
     "flat.chunk(comm.size) gives views: what is written to a chunk is written to flat.",
     "The reduced chunk of rank r is chunks[comm.rank]; with out=chunks[comm.rank] nothing has to be copied.",
 ]
+AFTER = (
+    "Each rank divides only its own chunk, before the all-gather. That is one N-th of the work of dividing everything "
+    "at the end. One rank makes each number and sends it on, so all ranks have the same bits. Padding travels too, "
+    "and changes nothing: it is combined with other ranks' padding only. With `out` the sum is made in the caller's "
+    "memory, and reduce-scatter writes chunk r into chunk r itself. Read next: section 4 of "
+    "notebooks/01_collectives.ipynb."
+)
 WRONG = [
     wrong("forgot-divide", ('if op == "mean":\n                chunks[comm.rank].div_(comm.size)\n            ', "")),
     wrong("divides-everything", ("ring_all_gather(chunks, comm)", "ring_all_gather(chunks, comm)\n            "

@@ -30,6 +30,13 @@ HINTS = [
     "unit.chunk(unit.replica) is a view: what is written to it is in unit.replica.",
     "With out=unit.replica the gathered chunks land in the replica; what all_gather returns is not needed.",
 ]
+AFTER = (
+    "The package gathers before a forward, and not after the step, so it needs no hook on the optimizer. It looks at "
+    "PyTorch's count of in-place writes, `_version`, so a second forward without a step sends nothing. The replica is "
+    "called fresh last. Gathering writes into the replica, and in FP32 the master shares its memory and its count: "
+    "noted earlier, it would look stale again, and every forward would gather. Read next: `replica_is_stale` in "
+    "minizero/engines/unit.py."
+)
 GATHER = "all_gather(mine, self.comm, out=unit.replica, label=unit.name)"
 WRONG = [
     wrong("forgets-the-gather", (GATHER, "pass")),

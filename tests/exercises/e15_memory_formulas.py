@@ -34,6 +34,13 @@ HINTS = [
     "16 bits: gradients are 2Ψ in stages 0 and 1, else 0, plus 4Ψ (stage 1 and up: /N).",
     "A small table helps: one_in[k] is what is left of something that stage k is the first to shard: 1/N or 1.",
 ]
+AFTER = (
+    "The package computes one factor for each stage first: `one_in[k]` is what stage k shards. The full 16-bit "
+    "gradient counts in stages 0 and 1 only, because stage 2 drops it as soon as it is reduced. The FP32 gradient "
+    "beside it exists because PyTorch refuses a 16-bit gradient on an FP32 parameter; the paper has none. In 16 bits "
+    'stage 3 holds no working copies between steps, so they count as 0. Read next: Rajbhandari et al., 2019, "ZeRO", '
+    "section 3.1."
+)
 WRONG = [
     wrong("shards-nothing", ("1 / shards if stage >= k else 1", "1")),
     wrong("shards-everything", ("1 / shards if stage >= k else 1", "1 / shards")),

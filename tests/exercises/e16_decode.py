@@ -36,6 +36,12 @@ HINTS = [
     "One step of a normal number is 2^(field - bias - mantissa_bits).",
     "math.copysign(magnitude, -1.0) also makes -0.0.",
 ]
+AFTER = (
+    "The package computes with whole numbers and scales once, with `math.ldexp`, which multiplies by a power of 2. "
+    "Every code above the largest number's and not infinity's is NaN, so the same lines decode formats without "
+    "infinity, such as E4M3. It writes the 64 bits of a NaN itself, because then the payload is kept. `copysign` "
+    "comes last and gives its sign to zero, infinity and NaN as well. Read next: precision/layout.py."
+)
 WRONG = [
     wrong("forgets-the-leading-1", ("2**fmt.mantissa_bits + mantissa, field", "mantissa, field")),
     wrong("wrong-bias", ("field - fmt.bias - fmt", "field - fmt.bias - 1 - fmt")),

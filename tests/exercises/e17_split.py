@@ -27,6 +27,12 @@ HINTS = [
     "bits % 2**52 is the mantissa.",
     "max(field, 1) treats field 0 as field 1.",
 ]
+AFTER = (
+    "The package reads the bits and computes nothing with x. So zero, subnormal numbers, infinity and NaN all go "
+    "through the same three lines. Field 0 has the exponent of field 1, and `max(field, 1)` says that without a case "
+    "of its own. Nothing is rounded, because whole numbers of Python have no end. `encode_one` later takes the "
+    "payload of a NaN from the same significand. Read next: `_round` in precision/fast.py."
+)
 WRONG = [
     wrong("forgets-the-leading-1", ("mantissa + (2**52 if field else 0)", "mantissa")),
     wrong("leading-1-always", ("(2**52 if field else 0)", "2**52")),

@@ -35,6 +35,12 @@ HINTS = [
     "up: only positive numbers (sign 0) with a rest go away from zero; down: only negative ones.",
     "Fraction(rest, 2**drop) > draw compares exactly.",
 ]
+AFTER = (
+    "The package compares twice the rest with a whole unit, and not the rest with half a unit. For `drop` 0 half a "
+    "unit is no whole number: `one // 2` would be 0, and an exact number would look like a tie. Only the magnitude is "
+    'rounded, so "up" adds 1 to positive numbers and "down" to negative ones. For "stochastic" it compares fractions, '
+    "since a rest of 60 bits does not fit into a float. Read next: section 4 of notebooks/03_fp16_bits.ipynb."
+)
 TIE = "(2 * rest == one and kept % 2 == 1)"
 WRONG = [
     wrong("half-up", (TIE, "2 * rest == one")),

@@ -45,6 +45,13 @@ HINTS = [
     'to_infinity = rounding not in ("toward-zero", "down" if sign == 0 else "up")',
     "The order matters: overflow, then underflow, then flushing, then the sign.",
 ]
+AFTER = (
+    "A significand that is rounded up to the next power of 2 has no case of its own. `pack` adds it to the exponent "
+    "field, so the carry raises the exponent. If the largest number is rounded up, the code lies above "
+    "`fmt.max_bits`, and one comparison finds every overflow. Whether a number is tiny is decided after rounding, as "
+    "if exponents had no end; IEEE 754 also allows to decide before. Read next: `_round` in precision/fast.py, which "
+    "takes these steps for whole arrays."
+)
 WRONG = [
     wrong("overflow-becomes-max", ("fmt.overflow_bits if to_infinity else fmt.max_bits", "fmt.max_bits")),
     wrong("overflow-always-infinity", ("fmt.overflow_bits if to_infinity else fmt.max_bits", "fmt.overflow_bits")),

@@ -27,6 +27,12 @@ HINTS = [
     "torch.iinfo(significand.dtype).bits is 32 or 64.",
     "(kept << places) != significand is True where something was lost, and | with a boolean tensor works.",
 ]
+AFTER = (
+    "The package needs no mask of the bits that fall off: it shifts back and compares. The comparison is a tensor of "
+    "0 and 1, so `|` sets the last bit. Negative places are clamped to 0, which saves the callers a case: `round` "
+    "passes 1 - exponent, and that is positive only below the normal numbers. The upper clamp is there because a "
+    "processor cannot shift by as many bits as it has. Read next: `round` in precision/arithmetic.py."
+)
 LAST = "kept | ((kept << places) != significand)"
 WRONG = [
     wrong("forgets-sticky", (LAST, "kept")),

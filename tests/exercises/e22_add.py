@@ -29,6 +29,13 @@ HINTS = [
     "x, y = align(unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA)) keeps the signs in x.sign and y.sign.",
     "torch.where(condition, this, that) is imported as `where`: sign = where(p.infinite, x.sign, y.sign).",
 ]
+AFTER = (
+    "The package has no branch on the data. All numbers go through all steps, and `settle` puts infinity and NaN in "
+    "their places afterwards. Subtraction is no case of its own, because `operate_add` adds signed whole numbers. "
+    "Three more places are enough for every rounding, since the lowest is sticky. There is one rounding, at the end, "
+    "so the result is the exact sum, rounded once. Read next: `fma` in precision/arithmetic.py, which adds a product "
+    "that was never rounded."
+)
 ALIGN = "align(unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA))"
 WRONG = [
     wrong("forgets-to-align", (ALIGN, "unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA)")),

@@ -24,6 +24,12 @@ HINTS = [
     "The product has its sign in product.sign, also where it is infinite.",
     "(p.infinite & q.zero) | (p.zero & q.infinite)",
 ]
+AFTER = (
+    "The product of two significands is exact as a whole number, so only one rounding happens. The places behind the "
+    "two points add up, and `point` tells that to `normalise` and `round`. One operand brings the extra places; the "
+    "other needs none. The whole numbers know nothing of infinity and NaN: `settle` replaces what they gave. Read "
+    "next: `divide` in precision/arithmetic.py, where a remainder makes the last bit sticky."
+)
 WRONG = [
     wrong("point-of-a-sum", ("2 * fmt.mantissa_bits + EXTRA", "fmt.mantissa_bits + EXTRA")),
     wrong("extra-twice", ("unpack(b, fmt)", "unpack(b, fmt, EXTRA)")),

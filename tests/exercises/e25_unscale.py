@@ -35,6 +35,13 @@ HINTS = [
     'An optimizer has groups: optimizer.param_groups is a list of dicts, each with its parameters under "params".',
     "gradient.mul_(_float32(1 / self._scale)) divides in place.",
 ]
+AFTER = (
+    "FP16 gradients, a second `unscale_`, and one after `step` are errors in the package, because nothing later would "
+    "show these mistakes. `found_inf` looks at the largest magnitude of each tensor. It is finite exactly if all "
+    "values are, and a mask of the values would need memory. The finding stays a tensor, so no GPU is waited for "
+    "until `step` asks. Multiplying by 1/s is one division for all gradients. Read next: Micikevicius et al., 2018, "
+    '"Mixed Precision Training", section 3.2.'
+)
 WRONG = [
     wrong("multiplies", ("gradient.mul_(inverse)", "gradient.mul_(self._scale)")),
     wrong("unscales-twice", ('progress.stage = "unscaled"', "pass")),

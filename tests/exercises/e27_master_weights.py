@@ -27,6 +27,13 @@ HINTS = [
     "self.optimizer.step(lambda: self._evaluate(closure))",
     "Rounding comes last, after the masters have moved.",
 ]
+AFTER = (
+    "Before it steps, the package looks at PyTorch's counts of in-place writes. If somebody wrote to a 16-bit "
+    "parameter, the masters would undo that in silence, so it is an error. `taken` says that a scaler has copied and "
+    "unscaled the gradients: to copy them again would bring back the scaled ones. With a closure every evaluation "
+    "first rounds the masters into the weights, because LBFGS moves the masters several times in one step. Read next: "
+    "section 6 of notebooks/04_mixed_precision.ipynb."
+)
 WRONG = [
     wrong("forgets-to-round-back", ("    self._round_back()", "    pass")),
     wrong("undoes-the-unscaling", ("        if self.taken is None:", "        if True:")),

@@ -29,6 +29,12 @@ HINTS = [
     "torch.autograd.backward(outputs, gradients) also reaches the parameters; torch.autograd.grad for the inputs "
     "would not.",
 ]
+AFTER = (
+    "This way is short, and has limits. If no input requires a gradient, the parameters get none; there is no second "
+    "derivative; and all of fn runs twice. The package's full version keeps the plain graph and drops only what it "
+    "saves. Its second forward stops as soon as it has the last tensor that backward needs. PyTorch's checkpoint has "
+    "both ways: `use_reentrant=True` is yours. Read next: `by_hooks` in minizero/recompute/two_ways.py."
+)
 DETACH = "[tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]"
 BACK = "torch.autograd.backward(outputs, gradients)"
 WRONG = [

@@ -29,6 +29,12 @@ HINTS = [
     "n = 9, k = 3: first the inputs of 0, 3, 6 are kept; then, in the last segment, that of 7; 8 is used "
     "straight away.",
 ]
+AFTER = (
+    "In the package a rule is only the answer to one question, and `unfold` makes all steps of it. So each rule is a "
+    "few lines, and no rule can forget to drop an input. Multiples of k are counted from stage 0, not from i, so one "
+    "line decides inside a segment and outside. An input at the end of the stretch is used straight away: `unfold` "
+    "sees that and does not keep it. Read next: `binomial` in minizero/schedules/rules.py."
+)
 NEXT = "(i // k + 1) * k"
 RETURN = "return next_segment if next_segment < end else i + 1"
 WRONG = [

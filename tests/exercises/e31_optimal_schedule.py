@@ -33,6 +33,12 @@ HINTS = [
     "numpy's argmin gives the place of the least; k is i + 1 more.",
     "unfold(stages, lambda i, end, kept: int(choice[i, end]))",
 ]
+AFTER = (
+    "The package tries all k of a stretch in one line of NumPy. The time is still cubic in n, but Python takes only "
+    "about n²/2 steps of it. `choice` remembers each best k, so `unfold` reads the schedule off and searches nothing. "
+    "Sums of numbers that are not whole are rounded: without the hair more, a schedule could miss its own budget. "
+    "This is the least memory, in whatever time. Read next: `fastest_within` in minizero/schedules/optimal.py."
+)
 LARGEST = "np.maximum(boundary[i + 1 : j] + least[i + 1 : j, j], least[i, i + 1 : j])"
 WRONG = [
     wrong("adds-instead", (LARGEST, "boundary[i + 1 : j] + least[i + 1 : j, j] + least[i, i + 1 : j]")),

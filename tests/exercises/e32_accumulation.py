@@ -43,6 +43,13 @@ HINTS = [
     "weight = targets / total: the weights add up to 1.",
     "loss = torch.zeros(()) and loss += _backward(…) keeps no graph, since _backward returns a detached value.",
 ]
+AFTER = (
+    "The package makes a list of the window before anything runs, because every weight needs all counts. A "
+    "micro-batch without targets is skipped, and not weighted by 0, since 0 times NaN is NaN. The loss stays a "
+    "tensor, so the loop waits for no GPU. In 16 bits the gradients add up in FP32, and are rounded once, at the end. "
+    "Read next: `_accumulate_on_ranks` in minizero/accumulate.py, where a rank without a micro-batch takes part with "
+    "weight 0."
+)
 LOOP = "loss += _backward(model, micro_batch, targets / total)"
 WRONG = [
     wrong("mean-of-means", ("targets / total)", "1 / len(window))")),

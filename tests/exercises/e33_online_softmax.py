@@ -33,6 +33,12 @@ HINTS = [
     "A block is scores[start : start + block]; the last one may be shorter.",
     "total and output measure against the same maximum: what rescales one rescales the other.",
 ]
+AFTER = (
+    "The running output stays undivided. The package divides for the `Step` that it notes; attention itself divides "
+    "once, at the end of a row. The maximum begins at -∞ and exp(-∞) is 0, so the first block is no case of its own. "
+    "For a row that sees no key it would make -∞ - -∞, which is NaN. So the tiled version begins at the lowest finite "
+    "number. Read next: `forward_tiles` in flash/tiled.py."
+)
 OUTPUT, TOTAL = "output = rescale * output + p @ v", "total = rescale * total + p.sum().item()"
 WRONG = [
     wrong("rescales-the-sum-only", (OUTPUT, "output = output + p @ v")),

@@ -41,6 +41,12 @@ HINTS = [
     "exp_(x) overwrites x; o.mul_(rescale).baddbmm_(p, v_j) rescales and adds the product.",
     "l.masked_fill_(l == 0, 1) keeps 0/0 away.",
 ]
+AFTER = (
+    "The package scales the block of keys, and not the scores, which are more numbers if a block has more rows than "
+    "the head dimension. exp works in the tile's own memory. It is made of exp2, because a CPU's exp is very slow if "
+    "the result underflows, as for every hidden score. The sum l is taken before dropout, because softmax knows "
+    'nothing of it. The output is divided once, at the end. Read next: Dao, 2023, "FlashAttention-2", section 3.1.'
+)
 O_LINE = "o.mul_(rescale).baddbmm_("
 WRONG = [
     wrong("rescales-the-sum-only", (O_LINE, "o.baddbmm_(")),

@@ -39,6 +39,12 @@ HINTS = [
     "dv_j.baddbmm_(p.mT, do_i) adds the product of each head.",
     "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dO V must go as well.",
 ]
+AFTER = (
+    "The loop over keys is the outer one, so dK and dV of a block are complete when they are stored. Only dQ adds up "
+    "in HBM, in the dtype of the computation. Keys are scaled when they are loaded, so dQ needs no scale, and dK gets "
+    "its own once. If a row sees one key, its weight is 1 whatever the score: for dP the package sets its dO to 0, "
+    "because two sums that should cancel are rounded in different orders. Read next: `dq_kernel` in flash/kernels.py."
+)
 WRONG = [
     wrong("forgets-delta", ("dp.sub_(d).mul_(p)", "dp.mul_(p)")),
     wrong("forgets-the-scale-in-dk", ("part.store(DK, keys, dk_j.mul_(options.scale))", "part.store(DK, keys, dk_j)")),

@@ -34,6 +34,12 @@ HINTS = [
     "output.",
     "ln l = tl.log2(l) / LOG2_E.",
 ]
+AFTER = (
+    "Only blocks at the edge of the mask or of the tensor are masked. `spans` sorts the blocks into three parts, and "
+    "`tl.static_range` makes code for each, so whole blocks pay nothing. scale · LOG2_E is one factor: base 2 costs "
+    "no multiplication of its own. The scale's sign goes to q, so that the largest score stays the largest when it is "
+    "scaled. m begins at -3.4e38, since -∞ - -∞ is NaN. Read next: flash/launch.py, which chooses the blocks."
+)
 WRONG = [
     wrong("rescales-the-sum-only", ("v, o * rescale[:, None], input", "v, o, input")),
     wrong("rescales-the-output-only", ("l = l * rescale + tl.sum(p, 1)", "l = l + tl.sum(p, 1)")),

@@ -30,6 +30,13 @@ HINTS = [
     "visible(rows[None, :], keys[:, None], n_k, offset, left, right) is the mask in this orientation.",
     "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dp must go as well.",
 ]
+AFTER = (
+    "A program owns its keys. It sums over all rows, and over all query heads that share the keys, on the chip, and "
+    "stores once. So it needs no atomic additions, and the gradients are the same bits in every run. S is made as "
+    "(keys, rows), so the products with dO and Q take P and dS as they are. It subtracts lse before it multiplies by "
+    "LOG2_E: the difference of two large numbers, each rounded after a product, would be off. Read next: `sees_one` "
+    "in flash/masks.py."
+)
 WRONG = [
     wrong("forgets-delta", ("p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])", "p * dp")),
     wrong("forgets-the-scale", ("dk * scale", "dk")),

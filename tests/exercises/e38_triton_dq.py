@@ -20,6 +20,12 @@ HINTS = [
     "dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION) adds to what is there.",
     "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dO V must go as well.",
 ]
+AFTER = (
+    "Backward computes S in both kernels. In return one program makes each sum, in one order. FlashAttention-2 has "
+    "one kernel for both: its programs add to dQ with atomics, so the order, and with it the last bits, may change "
+    "from run to run. dO of the rows that see one key is set to 0 once, before the loop. The scale is applied once, "
+    'to the stored dQ. Read next: Dao, 2023, "FlashAttention-2", section 3.2.'
+)
 WRONG = [
     wrong("forgets-delta", ("ds = p * (dp - delta[:, None])", "ds = p * dp")),
     wrong("forgets-the-scale", ("dq * scale", "dq")),

@@ -42,6 +42,12 @@ HINTS = [
     "delta: loads 2q + heads·n_q·number, stores heads·n_q·number.",
     "rows_for_keys rows of a head are loaded for dK and dV: each brings q, dO (2 rows) and lse, delta (2 numbers).",
 ]
+AFTER = (
+    "The package takes the visited keys from the mask, so causal attention and windows pay only for the blocks that "
+    'they see. "tiled" loads keys once for all heads that share them, "kernels" once for each head, as their code '
+    "does. lse, delta and the sum of dQ have at least 4 bytes a number, whatever q has. A model may be wrong, so the "
+    "tiled code is also measured: tests hold that both numbers are equal. Read next: `count` in flash/traffic.py."
+)
 FORWARD = "loads = q + 2 * keys_for_rows * row\n"
 WRONG = [
     wrong("keys-only-once", (FORWARD, "loads = q + 2 * k\n")),

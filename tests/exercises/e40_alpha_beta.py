@@ -29,6 +29,12 @@ HINTS = [
     "members // hosts is the number of ranks in a host.",
     "Begin with the inside bandwidth (infinite where no two ranks share a host), and take the minimum with the other.",
 ]
+AFTER = (
+    "The slowest link sets the pace, so the package takes a minimum, and leaves out links that the ring does not use: "
+    "the inner one if every host has one rank of the ring. The ranks of a host use their network cards side by side, "
+    "so few ranks in each host are slow. The formula knows no other traffic and no waiting for slow ranks. Such "
+    "constants are fitted to published runs. Read next: minizero/simulate/fits.py."
+)
 HOPS = "(members - hosts) * self.inside.latency + (hosts - 1) * self.between.latency"
 WRONG = [
     wrong("forgets-the-fraction", ("(members - 1) / members * size", "size")),
