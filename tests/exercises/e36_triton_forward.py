@@ -57,8 +57,7 @@ WRONG = [
           ("V = head_of(v_ptr, v_strides, batch, head // GROUP", "V = head_of(v_ptr, v_strides, batch, head")),
     wrong("each-head-its-own-values", ("V = head_of(v_ptr, v_strides, batch, head // GROUP",
                                        "V = head_of(v_ptr, v_strides, batch, head"), says="each-head-its-own-keys"),
-    wrong("the-first-keys-again", ("keys = start_k + tl.arange(0, BLOCK_K)", "keys = tl.arange(0, BLOCK_K)"),
-          says="values"),
+    wrong("the-first-keys-again", ("keys = start_k + tl.arange(0, BLOCK_K)", "keys = tl.arange(0, BLOCK_K)")),
 ]  # fmt: skip
 
 
@@ -94,6 +93,10 @@ def check() -> None:
             "forgets-the-maximum": (
                 s[..., -16:].softmax(-1) @ values[..., -16:, :],
                 "Only the last block of keys counts. If m stays where it began, each rescale is 0: m becomes `larger`.",
+            ),
+            "the-first-keys-again": (
+                s[..., :16].softmax(-1) @ values[..., :16, :],
+                "Only the first block of keys counts: the others begin at start_k.",
             ),
         }
         if same(out[:, :1].double(), want[:, :1], 1e-4) and not same(out[:, 1:].double(), want[:, 1:], 1e-4):
