@@ -1,7 +1,13 @@
-"""Every test runs with one thread per rank: the same bits everywhere, and no crowd on few cores."""
+"""Every test runs with one thread per rank: the same bits everywhere, and no crowd on few cores.
+
+Two threads share each operator, and wait for each other at its end. If one of them has to wait for a busy processor, so
+has the other: a notebook took ten times as long.
+"""
 
 import os
 import signal
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that tests start, too: before torch is imported
 
 import pytest
 import torch
@@ -43,7 +49,7 @@ def pytest_collection_modifyitems(items):
 
     What computes with a library, whose sums have another order on another processor, is for `tests.portable`.
     """
-    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+    items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_rehearsal.py", "test_publish.py"))
     for item in items:
         if {"torch", "numpy", "np"} & vars(item.module).keys():
             item.add_marker("numbers")
