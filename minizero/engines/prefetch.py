@@ -54,14 +54,16 @@ class Lane:
                 stream.wait_event(ready)  # what the call reads is written
                 result = call(*args)
                 done.record()
-                return result  # its arguments live on until the stream is waited for
+                return result
 
         future = self.thread.submit(work_in_stream)
 
         def wait() -> Any:
+            nonlocal args
             result = future.result()
             here = torch.cuda.current_stream()
             here.wait_event(done)
+            args = ()  # what it was given is free for what this stream does next, and not before
             if isinstance(result, torch.Tensor) and result.is_cuda:
                 result.record_stream(here)  # or its memory might be given away before it is read
             return result

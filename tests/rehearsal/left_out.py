@@ -17,8 +17,6 @@ CELLS = {
         **INSTALL,
         "beside_pytorch.measure": "PyTorch's own engines need processes",
         "theirs, views": "compares with them",
-        "left[0] / other": "only compares bytes, which a lane of a card may let go of a moment later",
-        "run, crossed in zip": "only compares bytes, as above",
     },
     "03_fp16_bits": INSTALL,
     "04_mixed_precision": {
