@@ -136,8 +136,17 @@ OTHER_ANSWERS = {
         partial = combine(incoming, chunks[(comm.rank - step - 2) % comm.size])
     return partial if out is None else out.copy_(partial)""",
     "ddp_hook": """(self, unit, gradient):
-    averaged = all_reduce(gradient, self.comm, "mean", label=unit.name)
-    unit.set_gradient(averaged, full=averaged)""",
+    if unit is self.in_order[0]:
+        self.waiting = []
+    self.waiting.append((unit, gradient))
+    last = unit is self.in_order[-1]
+    for dtype in dict.fromkeys(u.dtype for u, _ in self.waiting):
+        full = [(u, g) for u, g in self.waiting if u.dtype == dtype]
+        if last or sum(g.nbytes for _, g in full) >= BUCKET_BYTES:
+            self.waiting = [(u, g) for u, g in self.waiting if u.dtype != dtype]
+            averages = all_reduce(torch.cat([g for _, g in full]), self.comm, "mean")
+            for (u, _), average in zip(full, averages.split([u.size for u, _ in full])):
+                u.set_gradient(average, full=average)""",
     "zero2_free": """(self, unit, gradient):
     mine = reduce_scatter(gradient, self.comm, label=unit.name)
     unit.set_gradient(mine / self.comm.size)""",

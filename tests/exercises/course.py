@@ -84,7 +84,7 @@ _rows = [
     ("all_reduce", "All-reduce from the two rings", "minizero.ranks", "all_reduce", 25, False),
     # Data parallelism, and what ZeRO shards.
     ("views", "Parameters as views of a flat buffer", "minizero.engines", "Layout.views", 10, False),
-    ("ddp_hook", "DDP: average in backward", "minizero.engines", "DDP.reduce", 20, True),
+    ("ddp_hook", "DDP: average in backward, in buckets", "minizero.engines", "DDP.reduce", 35, True),
     ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.engines", "Zero1.keep", 20, False),
     ("zero1_step", "ZeRO-1: after the step", "minizero.engines", "Zero1.before_forward", 20, False),
     ("zero2_free", "ZeRO-2: reduce, and free", "minizero.engines", "Zero2.reduce", 15, True),
