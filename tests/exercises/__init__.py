@@ -2,6 +2,7 @@
 
     course.py      the exercises in their order
     e05_….py       one exercise: its idea, plan, hints, check, and wrong answers with the diagnosis each provokes
+    tasks/         functions that are exercises and no part of a package
     kit.py         what the checks are made of; training.py and triton_kit.py: for some of them
     definition.py  where a package defines the function of an exercise
     stubs.py       a function of a package becomes a stub, a wrong answer, or the reference, in a file

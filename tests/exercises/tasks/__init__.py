@@ -1,0 +1,4 @@
+"""Functions that are exercises and no part of a package: each asks what must happen, in a world of its own.
+
+    zero2.py       a backward of ZeRO-2, on flat gradients            11
+"""
