@@ -89,8 +89,8 @@ _rows = [
     ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.engines", "Zero1.keep", 20, False),
     ("zero1_step", "ZeRO-1: after the step", "minizero.engines", "Zero1.before_forward", 20, False),
     ("zero2_free", "ZeRO-2: reduce, and free", TASKS, "backward", 25, True),
-    ("zero3_unshard", "ZeRO-3: unshard a unit", "minizero.engines", "Zero3.fill", 20, True),
-    ("zero3_reshard", "ZeRO-3: reshard it", "minizero.engines", "Zero3.release", 15, False),
+    ("zero3_unshard", "ZeRO-3: unshard a unit", TASKS, "unshard", 30, True),
+    ("zero3_reshard", "ZeRO-3: reshard it", TASKS, "reshard", 25, False),
     ("hybrid", "Sharding factor: groups of ranks", "minizero.engines", "average_in_two_steps", 20, False),
     ("memory_formulas", "The bytes of each stage", "minizero.memory", "predict", 25, True),
     # Numbers in 16 bits.

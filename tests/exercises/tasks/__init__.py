@@ -1,4 +1,5 @@
 """Functions that are exercises and no part of a package: each asks what must happen, in a world of its own.
 
-    zero2.py       a backward of ZeRO-2, on flat gradients            11
+zero2.py       a backward of ZeRO-2, on flat gradients            11
+    zero3.py       ZeRO-3 on a few layers: unshard, reshard           12, 13
 """
