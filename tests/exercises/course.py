@@ -103,7 +103,7 @@ _rows = [
     ("add", "FP16 addition on bits", "precision", "add", 30, False),
     ("multiply", "FP16 multiplication on bits", "precision", "multiply", 25, False),
     # Training with them.
-    ("lost_update", "The update that underflows", "minizero.mixed_precision", "round_weights", 10, False),
+    ("lost_update", "How small an update is lost", TASKS, "border", 25, False),
     ("unscale", "Loss scaling: unscale, once", "precision", "LossScaler.unscale_", 25, False),
     ("dynamic_scaler", "The dynamic loss scale", "precision", "DynamicLossScaler._adapt", 20, True),
     ("master_weights", "FP32 master weights", "precision", "MasterWeights.step", 25, False),

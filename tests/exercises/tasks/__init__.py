@@ -2,4 +2,5 @@
 
 zero2.py       a backward of ZeRO-2, on flat gradients            11
     zero3.py       ZeRO-3 on a few layers: unshard, reshard           12, 13
+    lost.py        how small an update of a weight is lost            24
 """
