@@ -237,11 +237,13 @@ WRONG = {
                                                "if any(other.replica_is_stale() for other in self.units):")),
     ],
     "hybrid": [
-        wrong("two groups", (', across, "mean", out=shard, label=label)',
-                             ', across, "sum", out=shard, label=label).div_(2 if across.size > 1 else 1)')),
-        wrong("in FP32", ("reduce_scatter(gradient, inside", "reduce_scatter(gradient.float(), inside")),
-        wrong("no group of one", ("    return all_reduce", "    if inside.size == 1:\n        return shard\n"
-                                  "    return all_reduce")),
+        wrong("two groups", ('all_reduce(mine, across, "mean")',
+                             '(all_reduce(mine, across, "sum") / (2 if across.size > 1 else 1))')),
+        wrong("in FP32", ("reduce_scatter(gradient, inside", "reduce_scatter(gradient.float(), inside"),
+              ("return shard", "return (shard"),
+              ('all_reduce(mine, across, "mean")', 'all_reduce(mine, across, "mean")).to(shard.dtype)')),
+        wrong("no group of one", ("    return shard", "    if inside.size == 1:\n        return shard - rate * mine\n"
+                                  "    return shard")),
     ],
     "accumulation": [
         wrong("the count of dicts", ("_checked_count(micro_batch, count)", "_checked_count(micro_batch, targets_in)")),

@@ -91,7 +91,7 @@ _rows = [
     ("zero2_free", "ZeRO-2: reduce, and free", TASKS, "backward", 25, True),
     ("zero3_unshard", "ZeRO-3: unshard a unit", TASKS, "unshard", 30, True),
     ("zero3_reshard", "ZeRO-3: reshard it", TASKS, "reshard", 25, False),
-    ("hybrid", "Sharding factor: groups of ranks", "minizero.engines", "average_in_two_steps", 20, False),
+    ("hybrid", "Sharding factor: groups of ranks", TASKS, "hybrid_step", 25, False),
     ("memory_formulas", "The bytes of each stage", "minizero.memory", "predict", 25, True),
     # Numbers in 16 bits.
     ("decode", "What 16 bits stand for", "precision", "decode_one", 25, False),
