@@ -84,7 +84,7 @@ _rows = [
     ("reduce_scatter", "Ring reduce-scatter", "minizero.ranks", "ring_reduce_scatter", 30, True),
     ("all_reduce", "All-reduce from the two rings", "minizero.ranks", "all_reduce", 25, False),
     # Data parallelism, and what ZeRO shards.
-    ("views", "Parameters as views of a flat buffer", "minizero.engines", "Layout.views", 10, False),
+    ("views", "Parameters as views of a flat buffer", TASKS, "flatten", 20, False),
     ("ddp_hook", "DDP: average in backward, in buckets", "minizero.engines", "DDP.reduce", 35, True),
     ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.engines", "Zero1.keep", 20, False),
     ("zero1_step", "ZeRO-1: after the step", "minizero.engines", "Zero1.before_forward", 20, False),
