@@ -124,11 +124,10 @@ WRONG = {
                                              "max(field, 1 + (field == 0 and mantissa > 1))")),
     ],
     "subnormals": [
-        wrong("the exponent of FP16 and BF16 only", ("fmt.min_exponent - exponent",
-                                                     "(-14 if fmt.exponent_bits == 5 else -126) - exponent")),
-        wrong("at most all bits", ("return 52 - fmt.mantissa_bits + max(0, fmt.min_exponent - exponent)",
-                                   "return min(64, 52 - fmt.mantissa_bits + max(0, fmt.min_exponent - exponent))")),
-        wrong("min_exponent of the bias", ("fmt.min_exponent", "2 - 2 ** (fmt.exponent_bits - 1)")),
+        wrong("the exponent of FP16 and BF16 only", ("1, fmt.min_exponent",
+                                                     "1, -14 if fmt.exponent_bits == 5 else -126")),
+        wrong("min_exponent of the bias", ("1, fmt.min_exponent", "1, 2 - 2 ** (fmt.exponent_bits - 1)")),
+        wrong("only positive numbers are flushed", ("not fmt.subnormals and", "not fmt.subnormals and x > 0 and")),
     ],
     "encode": [
         wrong("the draw is forgotten below the smallest normal", ("round_off(significand, drop, sign, rounding, draw)",

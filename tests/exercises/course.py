@@ -97,7 +97,7 @@ _rows = [
     ("decode", "What 16 bits stand for", "precision", "decode_one", 25, False),
     ("split", "A float64 in three fields", "precision", "split", 15, False),
     ("round_even", "Rounding to nearest, ties to even", "precision.one_number", "round_off", 20, True),
-    ("subnormals", "Where the normal numbers end", "precision.one_number", "align", 15, False),
+    ("subnormals", "Where the normal numbers end", TASKS, "nearest", 25, False),
     ("encode", "A number into its bits", "precision", "encode_one", 40, False),
     ("sticky", "Shift right, and remember", "precision", "shift_right", 15, False),
     ("add", "FP16 addition on bits", "precision", "add", 30, False),
