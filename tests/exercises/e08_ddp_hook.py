@@ -8,9 +8,9 @@ and travel together. But they must not wait too long: while backward computes on
 
     self.comm                       the ranks
     self.in_order                   the units, in the order in which `reduce` is called in each backward
-    unit.dtype, unit.name           of its gradient; for an error's message
+    unit.dtype, unit.size           of its gradient: the dtype, and how many elements
     gradient                        flat and local, and yours: it may be overwritten
-    all_reduce(tensor, self.comm, op, out=…, label=unit.name)
+    all_reduce(tensor, self.comm, op)
     unit.set_gradient(g, full=g)    makes g what the optimizer sees: once for each unit, during this backward
 
 What waits must outlive the call: `self` may get an attribute of yours.
