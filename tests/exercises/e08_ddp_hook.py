@@ -254,11 +254,15 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
+    """A bucket has room for a share of all gradients."""
+    dtypes = [[torch.float32], [torch.float16], [torch.bfloat16, torch.float32]]
     cases = []
-    for number, limit, breaks_off, seed in deal(random, [(n,) for n in range(1, 9)], [1, 200, 700, 10**6], [0, 1]):
-        dtypes = random.choice(([torch.float32], [torch.float16], [torch.bfloat16, torch.float32]))
-        units = [(number * random.randint(1, 40), random.choice(dtypes)) for _ in range(random.randint(1, 7))]
-        cases.append(Case(number, limit, units, seed, bool(breaks_off)))
+    for number, share, kinds, breaks_off, seed in deal(
+        random, [(n,) for n in range(1, 9)], [0, 1 / 4, 1 / 2, 2], dtypes, [False, True]
+    ):
+        units = [(number * random.randint(1, 40), random.choice(kinds)) for _ in range(random.randint(3, 7))]
+        total = sum(elements * dtype.itemsize for elements, dtype in units)
+        cases.append(Case(number, max(1, int(share * total)), units, seed, breaks_off))
     return cases
 
 
