@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from precision.formats import BF16, FP16
+from precision import formats
 from tests.exercises import number_kit
 from tests.exercises.kit import fail, wrong
 from tests.exercises.tasks import nearest as task
@@ -72,7 +72,8 @@ WRONG = [
     wrong("rounds-infinity", (" or not math.isfinite(x)", ""), says="OverflowError"),
     wrong("fp16-only", ("exponent - fmt.mantissa_bits", "exponent - 10")),
 ]  # fmt: skip
-WITHOUT = number_kit.NARROW["FP16 without subnormals"]
+FP16, BF16 = number_kit.bare(formats.FP16), number_kit.bare(formats.BF16)
+WITHOUT = number_kit.bare(number_kit.NARROW["FP16 without subnormals"])
 
 
 def check() -> None:
@@ -153,4 +154,6 @@ def result(case: Case) -> dict[str, float]:
     random, fmt = Random(case.seed), number_kit.ALL[case.format]
     edges = [edge * (1 + random.choice((-1, 1)) * 2.0**-bits) for edge in (fmt.max, fmt.smallest_normal)
              for bits in range(1, fmt.mantissa_bits + 4)]  # fmt: skip
-    return {repr(x): float(task.nearest(x, fmt)) for x in [*edges, *number_kit.numbers(random, fmt, 150)]}
+    return {
+        repr(x): float(task.nearest(x, number_kit.bare(fmt))) for x in [*edges, *number_kit.numbers(random, fmt, 150)]
+    }

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from precision.formats import BF16, FP8_E4M3, FP16
+from precision import formats
 from precision.one_number import decode_one
 from tests.exercises import number_kit
 from tests.exercises.draws import deal
@@ -76,6 +76,8 @@ WRONG = [
     wrong("ten-bits", (STEP, STEP.replace("fmt.mantissa_bits", "10")), says="fp16-only"),
 ]  # fmt: skip
 
+FP16 = number_kit.bare(formats.FP16)
+
 
 def check() -> None:
     one = lost.border(1.5, True, FP16)
@@ -109,16 +111,17 @@ def check() -> None:
                 f"From 0 {'up' if up else 'down'} you say {lost.border(0.0, up, FP16)}. 0 has the neighbours ±2^-24: "
                 "half of that, 2^-25, is the border, and a tie goes back to 0, which is even.",
             )
-    for fmt, name, step in ((BF16, "BF16", 2.0**-7), (FP8_E4M3, "E4M3", 0.125)):
-        if lost.border(1.5, True, fmt)[0] != step / 2:
+    for fmt, name, step in ((formats.BF16, "BF16", 2.0**-7), (formats.FP8_E4M3, "E4M3", 0.125)):
+        got = lost.border(1.5, True, number_kit.bare(fmt))[0]
+        if got != step / 2:
             fail(
                 "fp16-only",
-                f"In {name} the neighbour above 1.5 is {step} away, and you say {lost.border(1.5, True, fmt)[0]}: take "
-                "the format's own number of bits.",
+                f"In {name} the neighbour above 1.5 is {step} away, and you say that the border is {got}: take the "
+                "format's own number of bits.",
             )
     for weight in (0.1, 3.14159, -0.02, 6e-5, 1e-6, -7e-7, 300.0):
         for up in (True, False):
-            moves(FP16.quantize(torch.tensor(weight, dtype=torch.float64)).item(), up)
+            moves(formats.FP16.quantize(torch.tensor(weight, dtype=torch.float64)).item(), up)
 
 
 def expect(weight: float, up: bool, mistakes: dict[str, tuple[float, str]]) -> None:
@@ -157,7 +160,7 @@ def moves(weight: float, up: bool) -> None:
     size, tie_is_lost = lost.border(weight, up, FP16)
     for factor, stays in ((0.999, True), (1.001, False), (1.0, tie_is_lost)):
         after = weight + (size if up else -size) * factor
-        rounded = FP16.quantize(torch.tensor(after, dtype=torch.float64)).item()
+        rounded = formats.FP16.quantize(torch.tensor(after, dtype=torch.float64)).item()
         if (rounded == weight) != stays:
             fail(
                 "values",
@@ -190,6 +193,6 @@ def result(case: Case) -> dict[str, tuple[float, bool]]:
         if code < fmt.max_bits:
             for weight in (decode_one(code, fmt), -decode_one(code, fmt)):
                 for up in (True, False):
-                    size, is_lost = lost.border(weight, up, fmt)
+                    size, is_lost = lost.border(weight, up, number_kit.bare(fmt))
                     found[f"{weight!r} {'up' if up else 'down'}"] = float(size), bool(is_lost)
     return found

@@ -5,10 +5,10 @@ Micikevicius et al., 2018, "Mixed Precision Training", section 3.1.
 
 import math
 
-from precision.formats import FloatFormat
+from precision.layout import BitLayout
 
 
-def border(weight: float, up: bool, fmt: FloatFormat) -> tuple[float, bool]:
+def border(weight: float, up: bool, fmt: BitLayout) -> tuple[float, bool]:
     """The border between updates that are lost and those that are not; and whether one of just this size is lost.
 
     weight: a number of the format, smaller than its largest. up: the update is added to it; otherwise it is subtracted.

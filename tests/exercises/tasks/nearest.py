@@ -5,10 +5,10 @@ IEEE 754-2019, section 4.3.1.
 
 import math
 
-from precision.formats import FloatFormat
+from precision.layout import BitLayout
 
 
-def nearest(x: float, fmt: FloatFormat) -> float:
+def nearest(x: float, fmt: BitLayout) -> float:
     """The number of the format that is nearest to x; of two that are equally near, the one that ends in 0.
 
     fmt: a format with infinities, which what is too large becomes. Zeros, infinities and NaN stay what they are.
