@@ -37,14 +37,22 @@ def reference(exercise: Exercise) -> str:
 
 def answer(exercise: Exercise, wrong: "Wrong | None" = None) -> str:
     """A whole file with the reference, or with what a wrong answer makes of it."""
+    return f"{_top(exercise)}\n{_edited(exercise, wrong)}\n"
+
+
+def mistaken(exercise: Exercise, wrong: "Wrong") -> str:
+    """A file with a wrong answer, and no text about it: the target need not be an exercise's."""
+    return f"{_imports(exercise)}\n\n{_edited(exercise, wrong)}\n"
+
+
+def _edited(exercise: Exercise, wrong: "Wrong | None") -> str:
     code = reference(exercise)
-    if wrong is not None:
-        for old, new in wrong.edits:
-            if code.count(old) != 1:
-                words = f"the reference has {code.count(old)} times, not once"
-                raise ValueError(f"{exercise.id}, {wrong.name}: {words}:\n{old}")
-            code = code.replace(old, new)
-    return f"{_top(exercise)}\n{code}\n"
+    for old, new in wrong.edits if wrong is not None else ():
+        if code.count(old) != 1:
+            words = f"the reference has {code.count(old)} times, not once"
+            raise ValueError(f"{exercise.id}, {wrong.name if wrong else ''}: {words}:\n{old}")
+        code = code.replace(old, new)
+    return code
 
 
 @functools.cache
