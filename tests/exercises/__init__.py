@@ -1,4 +1,4 @@
-"""The course: exercises cut from the packages' own functions, with checks that are checked themselves.
+"""The course: exercises cut from functions of the packages, or from tasks/, with checks that are checked themselves.
 
     course.py      the exercises in their order
     e05_….py       one exercise: its idea, plan, hints, check, and wrong answers with the diagnosis each provokes

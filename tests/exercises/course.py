@@ -23,7 +23,8 @@ class Text(NamedTuple):
 class Exercise(NamedTuple):
     """target: the function or method that the student writes. core: part of the short course.
 
-    place: the folder of a package that defines the target, in any of its files. If two files do, the one that is meant.
+    place: the folder that defines the target in any of its files: a package's, or TASKS. If two files do, the one that
+    is meant.
     """
 
     number: int
@@ -50,6 +51,11 @@ class Exercise(NamedTuple):
     def notebook(self) -> str:
         """The notebook that shows the idea."""
         return next(notebook for last, notebook in NOTEBOOKS.items() if self.number <= last)
+
+    @property
+    def runs(self) -> str:
+        """What runs with the student's function inside."""
+        return "check" if self.place == TASKS else "package"
 
     def is_method(self) -> bool:
         return "." in self.target

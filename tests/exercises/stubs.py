@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tests.exercises.course import TASKS, Exercise
+from tests.exercises.course import Exercise
 from tests.exercises.definition import definition
 
 if TYPE_CHECKING:  # it would load torch
@@ -85,8 +85,7 @@ def _top(exercise: Exercise) -> str:
     *classes, name = exercise.target.split(".")
     kind = f"method {name} of {classes[0]}" if classes else f"function {name}"
     about = exercise.text().about
-    who = "check" if exercise.place == TASKS else "package"
-    place = f"It takes the place of {module}, {kind}: the {who} will run with yours inside."
+    place = f"It takes the place of {module}, {kind}: the {exercise.runs} will run with yours inside."
     words = textwrap.fill(
         f"{place} To read: notebooks/{exercise.notebook}.ipynb. Check it: make check E={exercise.id}. Stuck: make hint "
         f"E={exercise.id}. About {exercise.minutes} minutes{', core' if exercise.core else ''}.",
