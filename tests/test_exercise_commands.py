@@ -205,10 +205,10 @@ def test_the_makefile_has_the_commands():
 
 @pytest.mark.slow
 def test_the_demo_shows_what_a_mistake_does(tmp_path, capsys):
-    assert demo(["zero2_free/does-not-free", "--steps", "2", "--output", str(tmp_path)]) == 0
+    assert demo(["zero2/does-not-free", "--steps", "2", "--output", str(tmp_path)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Zero2")]
     right, wrong = (float(re.search(r"zero_grad ([\d.]+)", line)[1]) for line in lines)
     assert wrong > 1.3 * right, "gradients that are not freed stay until then"
-    assert (tmp_path / "broken-zero2_free-does-not-free.png").stat().st_size > 10_000
+    assert (tmp_path / "broken-zero2-does-not-free.png").stat().st_size > 10_000
     assert demo(["forgot-devide"]) == 2
     assert "forgot-divide" in capsys.readouterr().err

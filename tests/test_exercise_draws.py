@@ -124,11 +124,10 @@ WRONG = {
                                              "max(field, 1 + (field == 0 and mantissa > 1))")),
     ],
     "subnormals": [
-        wrong("the exponent of FP16 and BF16 only", ("fmt.min_exponent - exponent",
-                                                     "(-14 if fmt.exponent_bits == 5 else -126) - exponent")),
-        wrong("at most all bits", ("return 52 - fmt.mantissa_bits + max(0, fmt.min_exponent - exponent)",
-                                   "return min(64, 52 - fmt.mantissa_bits + max(0, fmt.min_exponent - exponent))")),
-        wrong("min_exponent of the bias", ("fmt.min_exponent", "2 - 2 ** (fmt.exponent_bits - 1)")),
+        wrong("the exponent of FP16 and BF16 only", ("1, fmt.min_exponent",
+                                                     "1, -14 if fmt.exponent_bits == 5 else -126")),
+        wrong("min_exponent of the bias", ("1, fmt.min_exponent", "1, 2 - 2 ** (fmt.exponent_bits - 1)")),
+        wrong("only positive numbers are flushed", ("not fmt.subnormals and", "not fmt.subnormals and x > 0 and")),
     ],
     "encode": [
         wrong("the draw is forgotten below the smallest normal", ("round_off(significand, drop, sign, rounding, draw)",
@@ -236,12 +235,47 @@ WRONG = {
         wrong("one stale unit, all gathered", ("if unit.replica_is_stale():",
                                                "if any(other.replica_is_stale() for other in self.units):")),
     ],
+    "views": [
+        wrong("a number is a vector", (".view(parameter.shape)", ".view(parameter.shape or (1,))")),
+        wrong("one tie", ("list(dict.fromkeys(parameters))",
+                          "list(parameters[:-1] if parameters[-1] is parameters[0] else parameters)")),
+        wrong("FP32 for float64", ("values[0].new_zeros(missing)])", "values[0].new_zeros(missing)])\n    flat = "
+                                   "flat.float() if flat.dtype == torch.float64 else flat")),
+    ],
+    "ddp_hook": [
+        wrong("16 bits count as FP32", ("sum(g.nbytes for _, g in bucket)", "sum(4 * g.numel() for _, g in bucket)")),
+        wrong("a single rank has no average", ("bucket.append((unit, gradient))", "bucket.append((unit, gradient))\n"
+              "    if self.comm.size == 1:\n        return")),
+    ],
+    "zero2_free": [
+        wrong("a multiple of four", ("pad(gradient, comm.size)", "pad(gradient, -(-4 // comm.size) * comm.size)")),
+        wrong("FP16 is sent as FP32", ("reduce_scatter(full,", "reduce_scatter(full.float() if full.dtype == "
+                                       "torch.float16 else full,")),
+    ],
+    "zero3_unshard": [
+        wrong("two steps are none", ("unit.version != unit", "(unit.version - unit"),
+              ("_version or", "_version) % 2 or")),
+        wrong("BF16 is cut off", ("mine.copy_(unit.shard)", "mine.copy_(unit.shard if mine.dtype != torch.bfloat16 "
+              "else unit.shard.view(torch.int32).bitwise_and(-65536).view(torch.float32))")),
+    ],
+    "zero3_reshard": [
+        wrong("two uses at most", ("    if unit.uses:", "    if unit.uses == 1:")),
+        wrong("FP16 is sent as FP32", ("reduce_scatter(full,", "reduce_scatter(full.float() if full.dtype == "
+                                       "torch.float16 else full,")),
+    ],
+    "lost_update": [
+        wrong("min_exponent of the bias", ("1, fmt.min_exponent)", "1, 2 - 2 ** (fmt.exponent_bits - 1))")),
+        wrong("the last power of two is none", ("towards_zero and fraction", "towards_zero and abs(weight) < fmt.max "
+                                                "/ 2 and fraction")),
+    ],
     "hybrid": [
-        wrong("two groups", (', across, "mean", out=shard, label=label)',
-                             ', across, "sum", out=shard, label=label).div_(2 if across.size > 1 else 1)')),
-        wrong("in FP32", ("reduce_scatter(gradient, inside", "reduce_scatter(gradient.float(), inside")),
-        wrong("no group of one", ("    return all_reduce", "    if inside.size == 1:\n        return shard\n"
-                                  "    return all_reduce")),
+        wrong("two groups", ('all_reduce(mine, across, "mean")',
+                             '(all_reduce(mine, across, "sum") / (2 if across.size > 1 else 1))')),
+        wrong("in FP32", ("reduce_scatter(gradient, inside", "reduce_scatter(gradient.float(), inside"),
+              ("return shard", "return (shard"),
+              ('all_reduce(mine, across, "mean")', 'all_reduce(mine, across, "mean")).to(shard.dtype)')),
+        wrong("no group of one", ("    return shard", "    if inside.size == 1:\n        return shard - rate * mine\n"
+                                  "    return shard")),
     ],
     "accumulation": [
         wrong("the count of dicts", ("_checked_count(micro_batch, count)", "_checked_count(micro_batch, targets_in)")),

@@ -159,11 +159,91 @@ OTHER_ANSWERS = {
         partial = combine(incoming, chunks[(comm.rank - step - 2) % comm.size])
     return partial if out is None else out.copy_(partial)""",
     "ddp_hook": """(self, unit, gradient):
-    averaged = all_reduce(gradient, self.comm, "mean", label=unit.name)
-    unit.set_gradient(averaged, full=averaged)""",
-    "zero2_free": """(self, unit, gradient):
-    mine = reduce_scatter(gradient, self.comm, label=unit.name)
-    unit.set_gradient(mine / self.comm.size)""",
+    if unit is self.in_order[0]:
+        self.waiting = []
+    self.waiting.append((unit, gradient))
+    last = unit is self.in_order[-1]
+    for dtype in dict.fromkeys(u.dtype for u, _ in self.waiting):
+        full = [(u, g) for u, g in self.waiting if u.dtype == dtype]
+        if last or sum(g.nbytes for _, g in full) >= BUCKET_BYTES:
+            self.waiting = [(u, g) for u, g in self.waiting if u.dtype != dtype]
+            averages = all_reduce(torch.cat([g for _, g in full]), self.comm, "mean")
+            for (u, _), average in zip(full, averages.split([u.size for u, _ in full])):
+                u.set_gradient(average, full=average)""",
+    "zero2_free": """(arrivals, shards, comm):
+    while True:
+        name, gradient = next(arrivals, (None, None))
+        if name is None:
+            return
+        gradient = reduce_scatter(pad(gradient, comm.size), comm)
+        before = shards.get(name, torch.zeros(gradient.shape))
+        shards[name] = before + gradient.float() / comm.size
+        del gradient""",
+    "views": """(parameters, ranks):
+    places, offset = {}, 0
+    for p in parameters:
+        if id(p) not in places:
+            places[id(p)] = slice(offset, offset + p.numel())
+            offset += p.numel()
+    flat = parameters[0].detach().new_zeros((offset + ranks - 1) // ranks * ranks)
+    for p in parameters:
+        values = p.detach().clone()
+        p.data = flat[places[id(p)]].view(p.shape)
+        p.data.copy_(values)
+    return flat""",
+    "zero3_unshard": """(unit):
+    storage = unit.replica.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(unit.replica.numel() * unit.replica.element_size())
+        unit.version = None
+    if unit.version != unit.shard._version:
+        unit.version = unit.shard._version
+        all_gather(unit.shard.to(unit.replica.dtype), unit.comm, out=unit.replica)
+    unit.point_parameters_at(unit.replica)""",
+    "zero3_reshard": """(unit, gradient):
+    unit.point_parameters_at(None)
+    unit.replica.untyped_storage().resize_(0)
+    if gradient is not None:
+        if unit.gradient is not None:
+            gradient += unit.gradient
+        unit.gradient = gradient
+        if unit.uses == 0:
+            mine = reduce_scatter(gradient, unit.comm).float() / unit.comm.size
+            unit.average = mine if unit.average is None else unit.average + mine
+            unit.gradient = None""",
+    "hybrid": """(shard, gradient_of, comm, factor, rate):
+    machine = comm.split(comm.rank // factor)
+    mine = reduce_scatter(gradient_of(all_gather(shard, machine)), machine) / comm.size
+    others = comm.split(comm.rank % factor)
+    return shard - rate * all_reduce(mine, others)""",
+    "subnormals": """(x, fmt):
+    if x == 0 or math.isinf(x) or math.isnan(x):
+        return x
+    step = fmt.smallest_normal / 2**fmt.mantissa_bits
+    while abs(x) >= step * 2 ** (fmt.mantissa_bits + 1):
+        step *= 2
+    steps, rest = divmod(abs(x) / step, 1)
+    steps += rest > 0.5 or (rest == 0.5 and steps % 2 == 1)
+    result = steps * step
+    if result > fmt.max:
+        result = math.inf
+    if result < fmt.smallest_normal and not fmt.subnormals:
+        result = 0.0
+    return -result if x < 0 else result""",
+    "lost_update": """(weight, up, fmt):
+    size = abs(weight)
+    low, high = 0, fmt.max_bits
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if number(middle, fmt) < size else (low, middle)
+    if weight == 0 or up == (weight > 0):
+        return (number(low + 1, fmt) - size) / 2, low % 2 == 0
+    return (size - number(low - 1, fmt)) / 2, low % 2 == 0
+
+
+def number(code, fmt):
+    field, mantissa = divmod(code, 2**fmt.mantissa_bits)
+    return math.ldexp(mantissa + 2**fmt.mantissa_bits * (field > 0), max(field, 1) - fmt.bias - fmt.mantissa_bits)""",
     "decode": """(bits, fmt):
     sign, code = bits >> (fmt.width - 1), bits & (2 ** (fmt.width - 1) - 1)
     field, mantissa = code >> fmt.mantissa_bits, code & (2**fmt.mantissa_bits - 1)

@@ -111,7 +111,7 @@ def check_one(exercise: Exercise, workbook: Workbook, *, with_after: bool = True
         console.print("Your code printed:", style="dim")
         say("\n".join(outcome.printed.splitlines()[-12:]))
     if outcome.status == "passed":
-        console.print(f"[green]✓ {name}: passed.[/] The package ran with your {exercise.function} inside.")
+        console.print(f"[green]✓ {name}: passed.[/] The {exercise.runs} ran with your {exercise.function} inside.")
         if with_after:
             say(exercise.text().after)
         following = workbook.current()
@@ -178,7 +178,7 @@ def solution(arguments: argparse.Namespace, workbook: Workbook) -> int:
     from tests.exercises.definition import definition
     from tests.exercises.stubs import reference
 
-    console.print(f"{definition(exercise).full_name}, as the package has it:\n")
+    console.print(f"{definition(exercise).full_name}, the reference:\n")
     console.print(Syntax(reference(exercise), "python", word_wrap=True, background_color="default"))
     console.print()
     say(exercise.text().after)

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
+TASKS = "tests.exercises.tasks"  # the folder of targets that are no part of a package
 NO_TRITON = "This exercise needs Triton, which exists for Linux, WSL or Colab only. It blocks nothing: go on."
 
 
@@ -26,7 +27,8 @@ class Text(NamedTuple):
 class Exercise(NamedTuple):
     """target: the function or method that the student writes. core: part of the short course.
 
-    place: the folder of a package that defines the target, in any of its files. If two files do, the one that is meant.
+    place: the folder that defines the target in any of its files: a package's, or TASKS. If two files do, the one that
+    is meant.
     """
 
     number: int
@@ -53,6 +55,11 @@ class Exercise(NamedTuple):
     def notebook(self) -> str:
         """The notebook that shows the idea."""
         return next(notebook for last, notebook in NOTEBOOKS.items() if self.number <= last)
+
+    @property
+    def runs(self) -> str:
+        """What runs with the student's function inside."""
+        return "check" if self.place == TASKS else "package"
 
     def is_method(self) -> bool:
         return "." in self.target
@@ -87,26 +94,26 @@ _rows = [
     ("reduce_scatter", "Ring reduce-scatter", "minizero.ranks", "ring_reduce_scatter", 30, True),
     ("all_reduce", "All-reduce from the two rings", "minizero.ranks", "all_reduce", 25, False),
     # Data parallelism, and what ZeRO shards.
-    ("views", "Parameters as views of a flat buffer", "minizero.engines", "Layout.views", 10, False),
-    ("ddp_hook", "DDP: average in backward", "minizero.engines", "DDP.reduce", 20, True),
+    ("views", "Parameters as views of a flat buffer", TASKS, "flatten", 20, False),
+    ("ddp_hook", "DDP: average in backward, in buckets", "minizero.engines", "DDP.reduce", 35, True),
     ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.engines", "Zero1.keep", 20, False),
     ("zero1_step", "ZeRO-1: after the step", "minizero.engines", "Zero1.before_forward", 20, False),
-    ("zero2_free", "ZeRO-2: reduce, and free", "minizero.engines", "Zero2.reduce", 15, True),
-    ("zero3_unshard", "ZeRO-3: unshard a unit", "minizero.engines", "Zero3.fill", 20, True),
-    ("zero3_reshard", "ZeRO-3: reshard it", "minizero.engines", "Zero3.release", 15, False),
-    ("hybrid", "Sharding factor: groups of ranks", "minizero.engines", "average_in_two_steps", 20, False),
+    ("zero2_free", "ZeRO-2: reduce, and free", TASKS, "backward", 25, True),
+    ("zero3_unshard", "ZeRO-3: unshard a unit", TASKS, "unshard", 30, True),
+    ("zero3_reshard", "ZeRO-3: reshard it", TASKS, "reshard", 25, False),
+    ("hybrid", "Sharding factor: groups of ranks", TASKS, "hybrid_step", 25, False),
     ("memory_formulas", "The bytes of each stage", "minizero.memory", "predict", 25, True),
     # Numbers in 16 bits.
     ("decode", "What 16 bits stand for", "precision", "decode_one", 25, False),
     ("split", "A float64 in three fields", "precision", "split", 15, False),
     ("round_even", "Rounding to nearest, ties to even", "precision.one_number", "round_off", 20, True),
-    ("subnormals", "Where the normal numbers end", "precision.one_number", "align", 15, False),
+    ("subnormals", "Where the normal numbers end", TASKS, "nearest", 25, False),
     ("encode", "A number into its bits", "precision", "encode_one", 40, False),
     ("sticky", "Shift right, and remember", "precision", "shift_right", 15, False),
     ("add", "FP16 addition on bits", "precision", "add", 30, False),
     ("multiply", "FP16 multiplication on bits", "precision", "multiply", 25, False),
     # Training with them.
-    ("lost_update", "The update that underflows", "minizero.mixed_precision", "round_weights", 10, False),
+    ("lost_update", "How small an update is lost", TASKS, "border", 25, False),
     ("unscale", "Loss scaling: unscale, once", "precision", "LossScaler.unscale_", 25, False),
     ("dynamic_scaler", "The dynamic loss scale", "precision", "DynamicLossScaler._adapt", 20, True),
     ("master_weights", "FP32 master weights", "precision", "MasterWeights.step", 25, False),

@@ -1,4 +1,4 @@
-"""Where a package defines what a student writes.
+"""Where a package, or tasks/, defines what a student writes.
 
 The course names a folder and a function, so that the function may move to another file of the folder.
 """

@@ -1,82 +1,211 @@
 """A unit (say, a transformer block) has many parameters, but one flat buffer, so that one message moves them all. The
 parameters are views into it, each in its own shape: writing to the buffer is writing to them.
 
-    flat      | 0 1 2 3 4 5 | 6 7 | 8 9 10 11 | pad |    self.numel = 12, without the padding
-    offsets     0             6     8
-    shapes      (2, 3)        (2,)  (2, 2)
+    flat      | 0 1 2 3 4 5 | 6 7 | 8 9 10 11 | 0 0 0 0 |    12 elements, 4 more for 8 ranks: chunks of 2
+    shapes      (2, 3)        (2,)  (2, 2)      padding
 
-`self` is the unit's layout: self.shapes and self.offsets, one of each for each parameter. A shape's .numel() is its
-elements.
+Three things make it harder than it looks. Two modules may share one parameter: it is *tied*, and there only once. A
+parameter may lie in memory in another order than its rows say, as a transposed one does. And the model, autograd and
+an optimizer hold the parameters already: these must be the same objects afterwards.
+
+    parameter.data = view     lets a parameter have other memory, and perhaps another shape; it stays the same object
+    x.view(shape)             the same memory in another shape; x.reshape(-1): flat, row by row, a copy if it must be
 """
 
-import torch
+from random import Random
+from typing import Any, NamedTuple
 
-from minizero import Zero1
-from minizero.engines.layout import Layout
-from tests.exercises.kit import fail, ranks, recognise, wrong
-from tests.exercises.training import check_training, train
+import torch
+from torch import nn
+
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, recognise, wrong
+from tests.exercises.tasks import flat as task
 
 PLAN = [
-    "Cut `flat`, without its padding, into one piece for each parameter, as many elements as its shape has.",
-    "Each piece as a view in its shape. No copies. Return the list.",
+    "The buffer has the values of all parameters, in their order, row by row. A tied parameter is in it once.",
+    "`ranks` divides its length. No more zeros than needed, and all of them at the end.",
+    "Each parameter keeps its shape and its values, and has no memory of its own: what is written into the buffer is "
+    "in the parameter.",
+    "The parameters are the same objects as before. The buffer is plain memory: it has no gradient.",
 ]
 HINTS = [
-    "flat[a:b] is a view; so are the pieces of .split(sizes); so is .view(shape).",
-    "The sizes that .split takes must add up to the whole: leave the padding out first.",
-    "zip(pieces, self.shapes, strict=True) gives both together.",
+    "Go through the parameters twice: first to know how long the buffer is and what is in it, then to say where each "
+    "parameter lies. Where one ends, the next one begins.",
+    "How do you see that two entries of the list are the same parameter? Not by their values. How do you copy without "
+    "autograd taking note of it? And which lengths are already divided by `ranks`?",
+    "dict.fromkeys(parameters) has each object once, in order. .detach() leaves autograd out, -n % ranks is what is "
+    "missing, torch.cat makes the buffer, flat[a:b].view(shape) is a view.",
 ]
-CUT = "flat[: self.numel].split([s.numel() for s in self.shapes])"
-VIEW = "piece.view(s)"
+AFTER = (
+    "In the package these are three parts. `Layout` in minizero/engines/layout.py knows shapes and offsets, without "
+    "any memory, because a gradient's buffer is cut at the same places. `Unit.flatten` in minizero/engines/unit.py "
+    "fills the buffer in FP32 and sends rank 0's values to all. `point_parameters_at` makes the views, and in stage 3 "
+    "it does so again at each use. A parameter that is tied between two blocks belongs to neither: "
+    'minizero/engines/units.py gives it to the root unit, which stays gathered while both compute. Read next: "From '
+    'eight numbers to layers" in notebooks/02_zero.ipynb, and Zhao et al., 2023, "PyTorch FSDP", section 3.2.'
+)
+ONCE = "list(dict.fromkeys(parameters))"
+ROWS = "parameter.detach().reshape(-1)"
+MISSING = "-sum(len(value) for value in values) % ranks"
+CAT = "torch.cat([*values, values[0].new_zeros(missing)])"
+VIEW = "parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)"
 WRONG = [
-    wrong("copies", (VIEW, "piece.view(s).clone()")),
-    wrong("ignores-the-offset", (CUT, "[flat[: s.numel()] for s in self.shapes]")),
-    wrong("loses-the-shape", (VIEW, "piece")),
-    wrong("one-too-far", (CUT, CUT.replace("[: self.numel]", "[1 : self.numel + 1]"))),
-    wrong("transposes", (VIEW, "piece.view(*reversed(s)).permute(*reversed(range(len(s))))")),
-    wrong("with-the-padding", (CUT, CUT.replace("[: self.numel]", "")), says="RuntimeError"),
-    wrong("to-the-end", (CUT, "[flat[o:] for o in self.offsets]"), says="RuntimeError"),
-    wrong(
-        "knows-matrices-only",
-        (VIEW, "piece.view(*((s[0], -1) if len(s) > 1 else (-1,)))"),
-        says="loses-the-shape",
-    ),
-    wrong("in-fp32", (CUT, CUT.replace("flat", "flat.float()")), says="copies"),
-]
+    wrong("ties-twice", (ONCE, "list(parameters)")),
+    wrong("same-values-are-one", (ONCE, "list({tuple(p.reshape(-1).tolist()): p for p in parameters}.values())")),
+    wrong("memory-order", (ROWS, "parameter.detach().as_strided((parameter.numel(),), (1,))")),
+    wrong("transposes", (VIEW, VIEW.replace("view(parameter.shape)", "view(*reversed(parameter.shape)).permute("
+                                            "*reversed(range(parameter.dim())))"))),
+    wrong("no-padding", (MISSING, "0")),
+    wrong("pads-a-whole-multiple", (MISSING, "ranks - sum(len(value) for value in values) % ranks")),
+    wrong("pads-each", ("for parameter in distinct]\n", "for parameter in distinct]\n    values = [torch.cat([v, "
+          "v.new_zeros(-len(v) % ranks)]) for v in values]\n"), ("offset += parameter.numel()",
+          "offset += -(-parameter.numel() // ranks) * ranks")),
+    wrong("padding-first", (CAT, "torch.cat([values[0].new_zeros(missing), *values])"), ("offset = 0",
+                            "offset = missing"), says="padding-not-behind"),
+    wrong("copies", (VIEW, VIEW + ".clone()")),
+    wrong("other-memory", (VIEW, "pass"), says="copies"),
+    wrong("rebinds", (VIEW, VIEW.replace("parameter.data =", "parameter =")), says="copies"),
+    wrong("loses-the-shape", (VIEW, VIEW.replace(".view(parameter.shape)", ""))),
+    wrong("ignores-the-offset", ("    offset += parameter.numel()", "    pass"), says="another-place"),
+    wrong("loses-the-values", (CAT, f"torch.zeros_like({CAT})")),
+    wrong("in-the-graph", (ROWS, "parameter.reshape(-1)")),
+    wrong("in-fp32", (ROWS, ROWS + ".float()")),
+]  # fmt: skip
+
+
+class Tied(nn.Module):
+    """20 + 12 + 12 + 3 = 47 elements; the last weight is the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.randn(5, 4))
+        self.turned = nn.Parameter(torch.randn(3, 4).t())  # its rows are columns in memory
+        self.twin = nn.Parameter(self.turned.detach().contiguous())  # the same values, but another parameter
+        self.bias = nn.Parameter(torch.randn(3))
+        self.last = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(x @ self.first @ self.turned @ self.twin.t() + self.bias.sum())
+        return hidden @ self.last.t()
 
 
 def check() -> None:
-    layout = Layout(["a", "b", "c"], [torch.Size((2, 3)), torch.Size((2,)), torch.Size((2, 2))], ranks=8)
-    flat = torch.arange(16.0)
-    got = layout.views(flat)
-    if not isinstance(got, list) or len(got) != 3:
-        fail("not-a-list", "Expected a list of three views, one for each parameter.")
-    for view, shape, offset in zip(got, layout.shapes, layout.offsets):
-        n = shape.numel()
-        want = flat[offset : offset + n].view(shape)
-        if view.shape != shape:
-            fail("loses-the-shape", f"A parameter of shape {tuple(shape)} came out as {tuple(view.shape)}: view it so.")
-        mistakes = {
-            "ignores-the-offset": (flat[:n].view(shape), f"The parameter at offset {offset} was taken from the start."),
-            "one-too-far": (
-                flat[offset + 1 : offset + 1 + n].view(shape),
-                f"The parameter at offset {offset} begins one element too late.",
-            ),
-            "transposes": (
-                want.reshape(-1).view(*reversed(shape)).permute(*reversed(range(len(shape)))),
-                "A matrix came out with rows and columns exchanged.",
-            ),
-        }
-        recognise(view, want, mistakes, f"The parameter of shape {tuple(shape)}")
-        if view.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+    model = Tied()
+    parameters = [model.first, model.turned, model.twin, model.bias, model.last]
+    values = [p.detach().clone() for p in parameters[:4]]
+    x = torch.linspace(-1, 1, 10).view(2, 5)
+    model(x).sum().backward()
+    before, gradients = model(x).detach(), [p.grad.clone() for p in parameters if p.grad is not None]
+    flat = task.flatten(parameters, 8)
+    if not isinstance(flat, torch.Tensor):
+        fail("not-a-tensor", f"Expected the flat buffer, got {type(flat).__name__}. Is there a return?")
+    if flat.requires_grad:
+        fail("in-the-graph", "Autograd keeps the buffer's history: it is memory, no result. Copy without autograd.")
+    want = torch.cat([value.reshape(-1) for value in values] + [torch.zeros(1)])
+    if len(flat) != len(want):
+        length_is_wrong(len(flat))
+    if not flat.any():
+        fail("loses-the-values", "The buffer is all zeros: the model has lost its parameters.")
+    if flat[0] == 0 and torch.equal(flat[1:], want[:-1]):
+        fail("padding-not-behind", "The zeros stand at the beginning: they belong to the end of the last chunk.")
+    turned = torch.cat([values[0].reshape(-1), values[1].t().reshape(-1), *(v.reshape(-1) for v in values[2:])])
+    memory = "A transposed parameter went into the buffer in the order of its memory: go row by row, in its shape."
+    recognise(flat, want, {"memory-order": (torch.cat([turned, torch.zeros(1)]), memory)}, "The buffer")
+    offset = 0
+    for parameter, value in zip(parameters, values):
+        place = flat[offset : offset + value.numel()]
+        if parameter.shape != value.shape:
             fail(
-                "copies", "A parameter is a copy: what the optimizer writes to the buffer would never reach the model."
+                "loses-the-shape",
+                f"A parameter of shape {tuple(value.shape)} came out as {tuple(parameter.shape)}: view it so.",
             )
-    # A tensor of three dimensions, and a single number.
-    other = Layout(["d", "e"], [torch.Size((2, 1, 3)), torch.Size(())], ranks=8)
-    half = torch.arange(8, dtype=torch.float16)
-    for view, shape in zip(other.views(half), other.shapes, strict=True):
-        if view.shape != shape:
-            fail("loses-the-shape", f"A parameter of shape {tuple(shape)} came out as {tuple(view.shape)}: view it so.")
-        if view.untyped_storage().data_ptr() != half.untyped_storage().data_ptr():
-            fail("copies", "Of a float16 buffer the parameters are copies: what is written to it never reaches them.")
-    check_training(ranks(2, train, Zero1, 2), "ZeRO-1")
+        if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+            fail(
+                "copies",
+                "A parameter has memory of its own: what is written into the buffer never reaches the model.",
+            )
+        if parameter.data_ptr() != place.data_ptr():
+            fail(
+                "another-place",
+                f"The parameter that begins at element {offset} of the buffer is a view of another place.",
+            )
+        rows = "A matrix came out with rows and columns exchanged."
+        mistakes = {"transposes": (place.view(*reversed(value.shape)).permute(*reversed(range(value.dim()))), rows)}
+        recognise(parameter.detach(), value, mistakes, f"The parameter of shape {tuple(value.shape)}")
+        offset += value.numel()
+    in_training(model, x, before, gradients, flat)
+    divided = task.flatten([nn.Parameter(torch.ones(2, 8))], 8)
+    if len(divided) != 16:
+        fail(
+            "pads-a-whole-multiple",
+            f"16 elements became {len(divided)}: 8 ranks divide 16 already. Append nothing then.",
+        )
+    half = task.flatten([nn.Parameter(torch.ones(3, dtype=torch.float16))], 2)
+    if half.dtype != torch.float16:
+        fail("in-fp32", f"Parameters of float16 got a buffer of {half.dtype}: twice the bytes.")
+
+
+def length_is_wrong(length: int) -> None:
+    known = {
+        72: ("ties-twice", "a tied parameter, of 20, is in it twice: the second place would never be read"),
+        40: ("same-values-are-one", "two parameters with the same values became one: they will be trained apart"),
+        47: ("no-padding", "8 ranks do not divide it: what is missing is zeros at the end"),
+        64: ("pads-each", "zeros stand between the parameters, or there are too many: pad once, at the end"),
+    }
+    name, words = known.get(length, ("values", "47 elements and one zero are expected"))
+    fail(name, f"The parameters have 47 elements, for 8 ranks, and the buffer has {length}: {words}.")
+
+
+def in_training(
+    model: nn.Module, x: torch.Tensor, before: torch.Tensor, gradients: list[torch.Tensor], flat: torch.Tensor
+) -> None:
+    """The model computes what it did; its gradients come; an optimizer's write to the buffer is seen."""
+    recognise(model(x).detach(), before, {}, "What the model computes afterwards", tolerance=1e-6)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).sum().backward()
+    for parameter, gradient in zip(model.parameters(), gradients):
+        if parameter.grad is None:
+            fail("no-gradient", "A parameter of the model gets no gradient any more: it is another object than before.")
+        recognise(parameter.grad, gradient, {}, "A gradient afterwards", tolerance=1e-5)
+    flat.zero_()
+    if model(x).any():
+        fail("copies", "Zeros in the buffer do not reach the model: a parameter has memory of its own.")
+
+
+class Case(NamedTuple):
+    """shapes: with the layout of each in memory. tied: how many of them come a second time."""
+
+    ranks: int
+    dtype: torch.dtype
+    shapes: list[tuple[tuple[int, ...], str]]
+    tied: int
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    rows = deal(random, [(n,) for n in range(1, 9)], rank_kit.FLOATS, [0, 1, 2])
+    return [
+        Case(
+            n,
+            dtype,
+            [(random.choice(rank_kit.SHAPES), random.choice(rank_kit.LAYOUTS)) for _ in range(random.randint(2, 5))],
+            tied,
+            seed,
+        )
+        for n, dtype, tied, seed in rows
+    ]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """The buffer; then it is written, and the parameters are read."""
+    tensors = [rank_kit.whole(case.seed + i, *spec[:1], case.dtype, spec[1]) for i, spec in enumerate(case.shapes)]
+    parameters = [nn.Parameter(tensor) for tensor in tensors]
+    parameters += parameters[: case.tied]
+    flat = task.flatten(parameters, case.ranks)
+    found: dict[str, Any] = {"the buffer": flat.clone()}
+    flat.copy_(torch.arange(len(flat)))
+    return found | {f"parameter {i}": p.detach().clone() for i, p in enumerate(parameters)}

@@ -1,147 +1,235 @@
-"""ZeRO stage 2: a rank needs the averaged gradient of its own chunk only, so that is what it keeps. The engine
-calls `reduce(unit, gradient)` in the middle of backward; `gradient`, flat and as long as the unit, is the last
-reference to the full local gradient. Once its chunk is reduced, its memory must be free for the next unit's.
+"""ZeRO stage 2: a rank needs the averaged gradient of its own chunk only, so that is all it keeps. Backward brings one
+full gradient after the other, from the last unit to the first. Here is such a backward without an engine: an iterator
+computes the next gradient when you ask for it, and you say what becomes of it.
 
-    self.comm                  the ranks               unit.set_gradient(g)    makes g what the optimizer sees
+    for name, gradient in arrivals                       e.g. "blocks.2", 1000 elements of BF16, then "blocks.1", …
+    reduce_scatter(tensor, comm, op, label=name)         new: this rank's chunk, if N divides dimension 0
+    pad(tensor, multiple)                                with zeros behind; a copy, unless nothing is missing
+
+Memory lives as long as a name, an attribute, a list or a view refers to it. A name of a loop still refers to the last
+gradient while the iterator computes the next one: `del name` ends that.
 """
 
 import weakref
-from typing import Any, cast
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 
-from minizero import Zero2
 from minizero.memory import Ledger
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, size, wrong
-from tests.exercises.training import PSI, check_training, local_gradients, one_step, train
+from tests.exercises.tasks import zero2
 
 PLAN = [
-    "Reduce-scatter the gradient over self.comm: the mean of this rank's chunk (label=unit.name).",
-    "Give it to the unit. A chunk that is a view of `gradient` would keep all of `gradient` in memory.",
+    "At the end shards[name] is the average over the ranks of this rank's chunk, for every unit that came; if an "
+    "earlier micro-batch left something there, the sum of both.",
+    "While the next gradient is computed, no full one is alive, and nothing as long as one: of each unit only 1/N.",
+    "That holds in every micro-batch: no full sum waits for the last one.",
+    "N may not divide a gradient. Chunks are equal all the same.",
+    "Between the ranks goes the gradient's own dtype. What is kept and added up is FP32.",
+    "Each gradient is sent once, (N-1)/N of its bytes.",
 ]
 HINTS = [
-    'reduce_scatter(tensor, comm, "mean") returns a new tensor, 1/N as long: this rank\'s chunk of the average.',
-    "Nothing may refer to `gradient` when the method is over: no attribute, no view.",
+    "For each gradient there are four things to do: make its length fit, average, let go of it, keep what is left. Ask "
+    "after each of them which tensors are alive, and by which name.",
+    "The order is: pad, reduce-scatter, FP32, add. Padding may copy. Then two full tensors are alive, and both "
+    "must be gone before the loop asks for the next gradient.",
+    "`full = pad(gradient, comm.size)`, `del gradient`, the average of your chunk as .float(), `del full`; then add it "
+    "to shards[name], or put it there.",
 ]
-CALL = 'unit.set_gradient(reduce_scatter(gradient, self.comm, "mean", label=unit.name))'
+AFTER = (
+    "Zero2.reduce in minizero/engines/zero2.py has one line of this, since the rest happens elsewhere. The padding is "
+    "made only once, because a unit's gradient is collected in a padded buffer from the beginning "
+    "(minizero/engines/gradient.py), and `take` hands over the last reference to it. A rank that did not use a unit "
+    "brings a gradient of zeros there. In your loop it would bring none, and the other ranks would wait for ever. "
+    "With many micro-batches your answer sends each of them; `no_sync` sends once, and pays with a full gradient "
+    '(minizero/engines/no_sync.py). Read next: "When does ZeRO-2 pay?" in notebooks/02_zero.ipynb, and '
+    'Rajbhandari et al., 2019, "ZeRO", section 5.2.'
+)
+CALL = 'reduce_scatter(full, comm, "mean", label=name)'
+ADD = "shards[name] = shards[name].add_(mine) if name in shards else mine"
+FREE, FREE_FULL = "        del gradient\n", "    del full  # before the next one is computed\n"
 WRONG = [
-    wrong("does-not-free", (CALL, "mine = unit.chunk(gradient)\n    reduce_scatter(gradient, self.comm, "
-          '"mean", out=mine, label=unit.name)\n    unit.set_gradient(mine)')),
-    wrong("keeps-a-list", (CALL, CALL + '\n    self.__dict__.setdefault("full", []).append(gradient)'),
+    wrong("keeps-the-last", (FREE, ""), (FREE_FULL, "\n")),
+    wrong("keeps-the-padded", (FREE_FULL, "\n")),
+    wrong("keeps-all", (FREE, FREE + '        backward.__dict__.setdefault("all", []).append(full)\n'),
           says="does-not-free"),
+    wrong("all-at-once", ("in arrivals:", "in list(arrivals):"), says="does-not-free"),
+    wrong("a-view-of-all", (CALL, "full.chunk(comm.size)[comm.rank].copy_(" + CALL + ")"), says="does-not-free"),
     wrong("forgot-divide", ('"mean"', '"sum"')),
-    wrong("divides-twice", (CALL, CALL.replace("label=unit.name)", "label=unit.name) / self.comm.size"))),
+    wrong("divides-twice", (CALL + ".float()", CALL + ".float() / comm.size")),
+    wrong("divides-by-four", (CALL + ".float()", CALL.replace('"mean"', '"sum"') + ".float() / 4")),
     wrong("takes-the-largest", ('"mean"', '"max"')),
-    wrong("no-communication", (CALL, "unit.set_gradient(unit.chunk(gradient).clone())")),
-    wrong("reduces-everything", (CALL, "from minizero.ranks.collectives import all_reduce\n    unit.set_gradient("
-          'unit.chunk(all_reduce(gradient, self.comm, "mean", label=unit.name)).clone())')),
-    wrong("divides-by-four", (CALL, "unit.set_gradient(reduce_scatter(gradient, self.comm, label=unit.name) / 4)")),
-    wrong("keeps-the-last", (CALL, CALL + '\n    self.__dict__["last"] = gradient'), says="frees-late"),
-    wrong("frees-at-the-end", (CALL, 'kept = self.__dict__.setdefault("kept", [])\n    kept.append(gradient)\n    '
-          + CALL + "\n    if len(kept) == len(self.units):\n        kept.clear()"), says="frees-late"),
-    wrong("copies-first", (CALL, CALL.replace("(gradient,", "(gradient.clone(),"))),
-    wrong("sends-some-twice", (CALL, "n = gradient.numel() // 40 * 4\n    reduce_scatter(gradient[:n], self.comm)\n    "
-          + CALL), says="reduces-everything"),
-    wrong("sends-fp32", (CALL, CALL.replace("(gradient,", "(gradient.float(),"))),
+    wrong("no-communication", (CALL, "full.chunk(comm.size)[comm.rank].clone()")),
+    wrong("reduces-everything", (CALL, "__import__('minizero').all_reduce(full, comm, 'mean').chunk(comm.size)"
+                                 "[comm.rank].clone()")),
+    wrong("forgets-the-micro-batch-before", (ADD, "shards[name] = mine")),
+    wrong("leaves-the-first", (ADD, "shards.setdefault(name, mine)"), says="loses-a-micro-batch"),
+    wrong("sends-fp32", (CALL, CALL.replace("full,", "full.float(),"))),
+    wrong("adds-in-16-bits", (CALL + ".float()", CALL), (ADD, "shards[name] = (shards[name].to(mine.dtype) + mine if "
+                              "name in shards else mine).float()")),
+    wrong("keeps-16-bits", (CALL + ".float()", CALL)),
+    wrong("does-not-pad", ("pad(gradient, comm.size)", "gradient"), says="ValueError"),
+    wrong("cuts-off", ("pad(gradient, comm.size)", "gradient[: len(gradient) // comm.size * comm.size].clone()")),
 ]  # fmt: skip
 
 
 def check() -> None:
-    steps = ranks(4, one_step, Zero2)
-    local = local_gradients(4)
-    mean = local.mean(0)
-    held = [step.held["gradients"] for step in steps]
-    if max(held) > 1.5 * 4 * PSI / 4:
-        r = held.index(max(held))
-        fail(
-            "does-not-free",
-            f"Rank {r} still holds {size(held[r])} of gradients after backward, where its own chunks are "
-            f"{size(4 * PSI / 4)}: free the full gradient once it is reduced. A view of it keeps all of it.",
-        )
-    mistakes = {
-        "forgot-divide": (mean * 4, "The gradient is the sum over the 4 ranks, 4 times too large: take the mean."),
-        "divides-twice": (mean / 4, "The gradient is 4 times too small: the mean was divided by 4 again."),
-        "takes-the-largest": (local.amax(0), "Each gradient is the largest of the ranks', not their mean."),
-    }
-    by_rank = sum(abs(step.gradient - mean).max() for step in steps)
-    if by_rank > 1e-3 * mean.abs().max() and not any(_is(steps[0].gradient, value) for value, _ in mistakes.values()):
-        if all(_mixes(steps[0].gradient, local)):
-            fail(
-                "no-communication",
-                "Each chunk of the gradient is its owner's own, not the average: nothing was sent. Reduce over "
-                "the ranks.",
-            )
-    for r, step in enumerate(steps):
-        recognise(step.gradient, mean, mistakes, f"The gradient that rank {r} applies", tolerance=1e-4)
-    sent = max(step.sent for step in steps)
-    if sent > 1.04 * 2 * 4 * PSI * 3 / 4:  # padding
-        fail(
-            "reduces-everything",
-            f"A rank sent {size(sent)} in a step, where {size(2 * 4 * PSI * 3 / 4)} are enough: all-reduce also "
-            "gathers the average on all ranks, which need their own chunk only. Reduce-scatter.",
-        )
-    for step in ranks(2, one_step, Zero2):
-        if _is(step.gradient, local_gradients(2).mean(0) / 2):
-            fail("divides-by-four", "On 2 ranks the gradient is half of the mean: divide by self.comm.size, not by 4.")
-    ranks(4, one_unit)
-    sent = max(step.sent for step in ranks(4, in_16_bits))
-    if sent > 1.2 * 2 * 2 * PSI * 3 / 4:
+    ranks(4, values_on_a_rank)
+    for rank, found in enumerate(ranks(4, memory)):
+        for unit, alive, held in reversed(found):
+            if alive > 1 or held > 1000 * unit + 9000:
+                fail(
+                    "does-not-free",
+                    f"When {unit} units of {size(4000)} each had come, rank {rank} still held {size(held)}: of each "
+                    f"unit only 1/N, {size(1000)}, may be left. A view of a full gradient keeps all of it.",
+                )
+            if alive or held > 1000 * unit + 3000:
+                fail(
+                    "keeps-the-last" if alive else "keeps-the-padded",
+                    f"While the next gradient was computed, the {'' if alive else 'padded copy of the '}full gradient "
+                    f"of the unit before, {size(4000)}, was still alive: a name refers to it until it gets its next "
+                    "value. `del` it.",
+                )
+    small = ranks(2, of_ones)
+    if small[0] == 0.5:
+        fail("divides-by-four", "On 2 ranks the gradient is half of the mean: divide by comm.size, not by 4.")
+    sent = max(ranks(4, in_bf16))
+    if sent > 2 * 1000 * 3 // 4:
         fail(
             "sends-fp32",
-            f"In 16 bits a rank sent {size(sent)} in a step, where {size(2 * 2 * PSI * 3 / 4)} are enough: reduce the "
-            "gradient as it comes; the unit makes it FP32.",
+            f"For a BF16 gradient of 1,000 elements a rank sent {sent:,} bytes, where {2 * 1000 * 3 // 4:,} are "
+            "enough: reduce it as it comes, and make FP32 of what is left.",
         )
-    check_training(ranks(4, train, Zero2, 2), "ZeRO-2")
 
 
-class Unit:
-    """As much of a unit as the method needs."""
+def values_on_a_rank(comm) -> None:
+    """Two micro-batches of two units, of which 4 divides one only."""
+    sizes = {"blocks.1": 1000, "blocks.0": 30}
+    local = {name: torch.stack([gradients(n, rank) for rank in range(4)]) for name, n in sizes.items()}
+    shards: dict[str, torch.Tensor] = {}
+    before = comm.bytes_sent
+    zero2.backward(iter([(name, local[name][comm.rank, 0].clone()) for name in sizes]), shards, comm)
+    sent, first = comm.bytes_sent - before, {name: shard.clone() for name, shard in shards.items()}
+    zero2.backward(iter([(name, local[name][comm.rank, 1].clone()) for name in sizes]), shards, comm)
+    if sent == 0:
+        fail(
+            "no-communication",
+            "Each rank kept its own gradient of its chunk, not the average: nothing was sent. Reduce over the ranks.",
+        )
+    enough = 4 * (1000 + 32) * 3 // 4
+    if sent > enough:
+        fail(
+            "reduces-everything",
+            f"For gradients of {size(4 * 1030)} a rank sent {size(sent)} in a backward, where {size(enough)} are "
+            "enough: it needs its own chunk of the average only, and sends each gradient once.",
+        )
+    for name, n in sizes.items():
+        if name not in shards:
+            fail("forgets-a-unit", f"{name} came, and shards has {', '.join(shards) or 'nothing'}.")
+        rows = torch.nn.functional.pad(local[name], (0, -n % 4)).chunk(4, -1)[comm.rank]  # by rank and micro-batch
+        mean, got = rows.mean(0), shards[name]
+        if got.numel() == n // 4 < mean.shape[1]:
+            fail("cuts-off", f"Of {n} elements on 4 ranks the shards have {n // 4} each, and some are lost: pad.")
+        mistakes = {
+            "forgot-divide": (mean[0] * 4, "The gradient is the sum over the 4 ranks: take the mean."),
+            "divides-twice": (mean[0] / 4, "The gradient is 4 times too small: the mean was divided by 4 again."),
+            "takes-the-largest": (rows[:, 0].amax(0), "Each gradient is the largest of the ranks', not the mean."),
+        }
+        recognise(first[name], mean[0], mistakes, f"Rank {comm.rank}'s shard of {name}")
+        mistakes = {
+            "forgets-the-micro-batch-before": (
+                mean[1],
+                "After the second micro-batch only its own gradient is there: add it to what the first one left.",
+            ),
+            "loses-a-micro-batch": (
+                mean[0],
+                "After the second micro-batch only the first one's gradient is there: add the new one to it.",
+            ),
+        }
+        recognise(got, mean.sum(0), mistakes, f"Rank {comm.rank}'s shard of {name} after two micro-batches")
 
-    name = "blocks.0"
 
-    def set_gradient(self, gradient, full=None):
-        self.gradient = gradient
-
-    def chunk(self, flat):
-        return flat.chunk(4)[0]
+def gradients(n: int, rank: int) -> torch.Tensor:
+    """Those of a unit on a rank, in two micro-batches: multiples of 4, so that the mean is exact."""
+    return torch.stack([rank_kit.whole(n + 10 * rank + m, (n,), torch.float32, times=4) for m in range(2)])
 
 
-class Engine:
-    """As much of an engine."""
-
-    def __init__(self, comm):
-        self.comm, self.units = comm, [Unit(), Unit(), Unit()]
-        self.in_order = self.units
-
-
-def in_16_bits(comm):
-    return one_step(comm, Zero2, dtype=torch.bfloat16)
-
-
-def one_unit(comm) -> None:
-    engine, gradient = Engine(comm), torch.ones(40_000)
-    alive = weakref.ref(gradient)
+def memory(comm) -> list[tuple[int, int, int]]:
+    """At each moment when the next gradient is computed: units so far, full gradients that live, bytes held."""
+    found: list[tuple[int, int, int]] = []
     with Ledger() as ledger:
-        Zero2.reduce(cast(Zero2, engine), cast(Any, engine.units[1]), gradient)
-    del gradient
-    if alive() is not None:
+
+        def arrivals(n):
+            given: list[weakref.ref] = []
+            for unit in range(6):
+                if unit:
+                    found.append((unit, sum(each() is not None for each in given), ledger.current["total"]))
+                gradient = torch.ones(n)
+                given.append(weakref.ref(gradient))
+                yield f"blocks.{unit}", gradient
+                del gradient
+
+        for n in (1000, 998):  # of the second, 4 divides a padded copy only
+            shards: dict[str, torch.Tensor] = {}
+            zero2.backward(arrivals(n), shards, comm)
+            del shards
+    return found
+
+
+def of_ones(comm) -> float:
+    shards: dict[str, torch.Tensor] = {}
+    zero2.backward(iter([("root", torch.ones(8))]), shards, comm)
+    return shards["root"][0].item()
+
+
+def in_bf16(comm) -> int:
+    before = comm.bytes_sent
+    shards: dict[str, torch.Tensor] = {}
+    for value in (256.0, 1.0):  # in BF16 their sum is 256
+        zero2.backward(iter([("root", torch.full((1000,), value, dtype=torch.bfloat16))]), shards, comm)
+        if shards["root"].dtype != torch.float32:
+            fail("keeps-16-bits", f"A shard is {shards['root'].dtype}: the optimizer wants FP32, and so does a sum.")
+    if shards["root"][0] == 256:
         fail(
-            "frees-late",
-            f"The unit is reduced, and its full gradient, {size(160_000)}, is still referred to: so they pile up, or "
-            "one stays, until much later. Keep no reference to it.",
+            "adds-in-16-bits",
+            "A micro-batch brought 256, the next one 1, and the shard is 256: in BF16 the sum is rounded back. "
+            "Turn each average into FP32 before you add it.",
         )
-    if ledger.peak["total"] > 160_000:
-        fail(
-            "copies-first",
-            f"To reduce a gradient of {size(160_000)} it took {size(ledger.peak['total'])} more: a second full "
-            "gradient. Reduce the one that is there.",
-        )
+    return (comm.bytes_sent - before) // 2
 
 
-def _is(a, b) -> bool:
-    return bool((a - b).abs().max() < 1e-4 * b.abs().max())
+class Case(NamedTuple):
+    ranks: int
+    dtype: torch.dtype
+    micro_batches: int
+    elements: list[int]
+    seed: int
 
 
-def _mixes(gradient, local):
-    """Is every element some rank's own?"""
-    yield bool(((gradient - local).abs().amin(0) < 1e-4 * local.abs().max()).float().mean() > 0.99)
+def draw(random: Random) -> list[Case]:
+    rows = deal(random, [(n,) for n in range(1, 9)], [torch.float32, torch.float16, torch.bfloat16], [1, 2, 3])
+    return [
+        Case(n, dtype, micro, [random.randint(1, 40) for _ in range(random.randint(1, 4))], seed)
+        for n, dtype, micro, seed in rows
+    ]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """Each gradient is a multiple of N, so that every mean is exact."""
+
+    def on_rank(comm) -> dict[str, Any]:
+        before, shards = comm.bytes_sent, dict[str, torch.Tensor]()
+        for m in range(case.micro_batches):
+
+            def arrivals(m=m):
+                for i, n in enumerate(case.elements):
+                    seed = case.seed + 100 * m + 10 * i + comm.rank
+                    yield f"unit {i}", rank_kit.whole(seed, (n,), case.dtype, times=comm.size)
+
+            zero2.backward(arrivals(), shards, comm)
+        return {"shards": shards, "bytes sent": comm.bytes_sent - before}
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

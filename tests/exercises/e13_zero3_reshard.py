@@ -1,94 +1,272 @@
-"""ZeRO stage 3: when a unit has computed, its replica must go, or every rank soon holds all parameters. But
-autograd has saved views of it for backward: setting the parameters to something else frees nothing, because
-those views keep the storage alive. So the storage itself is emptied; before backward it is given memory again
-and filled.
+"""ZeRO stage 3: when a unit has computed, its replica must go, or every rank soon holds all parameters. After a
+backward the gradient must go, too: of both, a rank keeps its own chunk. Here is a stage 3 without an engine. It calls
+`reshard(unit, None)` when a use of the unit is over in forward, and `reshard(unit, gradient)` when one is over in
+backward. A unit may be used twice, with others in between: forward 0 1 2 1, backward 1 2 1 0.
 
-    unit.replica    the replica; `unit.replica.untyped_storage()` is its memory, `.resize_(bytes)` changes how much
-    unit.master     this rank's chunk, which stays
-    unit.point_parameters_at(None)   makes the parameters empty, so that using one is an error and not nonsense
+    unit.replica      the replica; autograd has saved views of it for backward, which keep its storage alive
+    unit.shard        this rank's chunk of the parameters, FP32
+    unit.uses         how many uses are still to go backward, without this one
+    unit.gradient     yours: what waits of this micro-batch; None at its beginning
+    unit.average      what the optimizer will see: this rank's chunk, FP32; None after a step
+    unit.point_parameters_at(None)          makes the layer's parameters empty: using one is an error then
+    reduce_scatter(full, unit.comm, op)     this rank's chunk; it needs buffers of its own
+    x.untyped_storage()                     .nbytes() is its size in bytes, .resize_(bytes) changes it
 """
 
-from typing import Any, cast
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 
-from minizero import GPT, Zero3
 from minizero.memory import Ledger
-from tests.exercises.kit import fail, ranks, size, wrong
-from tests.exercises.training import PSI, SMALL, check_training, part, train
+from tests.exercises import rank_kit
+from tests.exercises.draws import deal
+from tests.exercises.e12_zero3_unshard import train_as_one
+from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.tasks import zero3
 
-PLAN = ["Empty the storage of the replica: 0 bytes.", "Make the module's parameters empty."]
-HINTS = [
-    "`del`, or assigning a new tensor, only drops one reference of several. The storage has a method to change "
-    "its size.",
-    "unit.replica.untyped_storage().resize_(0)",
+PLAN = [
+    "After every use no byte of the replica is left, though views of it live on. A layer that touched its parameters "
+    "now would raise. The shard stays.",
+    "That holds between two uses, too: other units compute in between.",
+    "The gradient of a unit is the sum over its uses. It is sent once, when it is complete, in its own dtype.",
+    "While it is sent, the replica's memory is free already: the ring needs buffers.",
+    "At the end of the micro-batch no full gradient is left. unit.average has the mean over the ranks; if an earlier "
+    "micro-batch left something there, the sum of both, in FP32.",
+    "A sum of two full gradients needs no third one.",
 ]
+HINTS = [
+    "Sort what is to be done by when it may be done: after every use; after every use in backward; after the last "
+    "one in backward. What needs memory comes after what gives memory back.",
+    "`del`, or assigning a new tensor, only drops one reference of several: the storage itself must shrink. For the "
+    "gradient it is the other way round: there dropping every name is what frees it.",
+    "unit.replica.untyped_storage().resize_(0) empties it. Add with .add_ to what waits. When unit.uses is 0, "
+    'take it out of unit.gradient, reduce-scatter it with "mean", and turn the result into FP32.',
+]
+AFTER = (
+    "In the package these are two functions: `release` and `reduce` in minizero/engines/zero3.py, and other files say "
+    "when they are called. Its order is the other one: autograd brings a unit's last gradient before the unit's "
+    "input has its own, so `reduce` comes before `release`, and both are in memory for a moment. `Ahead` in "
+    "minizero/engines/prefetch.py gives the gradient to another thread and lets backward go on. Nothing counts uses "
+    "beforehand there: autograd adds the gradients of all uses by itself and calls a hook when a parameter's sum is "
+    'complete (minizero/engines/passes.py). Read next: minizero/engines/uses.py, and "Who holds what, inside a step of '
+    'stage 3" in notebooks/02_zero.ipynb.'
+)
 EMPTY = "unit.replica.untyped_storage().resize_(0)"
+POINT = "unit.point_parameters_at(None)"
+SUM = "unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)"
+TAKE = "full, unit.gradient = unit.gradient, None"
+MEAN = 'reduce_scatter(full, unit.comm, "mean").float()'
+KEEP = "unit.average = mean if unit.average is None else unit.average.add_(mean)"
+BACK = "    if gradient is None:\n        return\n"
+MORE = "    if unit.uses:\n        return\n"
+FREE = f"    {EMPTY}\n    {POINT}\n"
 WRONG = [
     wrong("frees-nothing", (EMPTY, "pass")),
     wrong("zeros", (EMPTY, "unit.replica.zero_()")),
-    wrong("another-buffer", (EMPTY, "unit.replica = torch.empty(0, dtype=unit.dtype)")),
-    wrong("parameters-dangle", ("unit.point_parameters_at(None)", "pass")),
-    wrong("frees-the-shard", (EMPTY, EMPTY + "\n    unit.master.untyped_storage().resize_(0)")),
+    wrong("another-buffer", (EMPTY, "unit.replica = unit.replica.new_empty(0)")),
     wrong("half-of-it", ("resize_(0)", "resize_(unit.replica.nbytes // 2)")),
-]
-
-
-class Unit:
-    """As much of a unit as the method needs."""
-
-    name, dtype, size = "blocks.0", torch.float32, 12_000
-
-    def __init__(self) -> None:
-        self.replica = torch.ones(self.size)
-        self.master = self.replica[:3000].clone()
-        self.parameters = [torch.nn.Parameter(torch.empty(0))]
-        self.point_parameters_at(self.replica)
-
-    def point_parameters_at(self, flat):
-        self.parameters[0].data = torch.empty(0, 0) if flat is None else flat.view(3, 4000)
+    wrong("frees-the-shard", (EMPTY, EMPTY + "\n    unit.shard.untyped_storage().resize_(0)")),
+    wrong("parameters-dangle", (POINT, "pass")),
+    wrong("in-forward-only", (FREE + BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n"
+          "        return\n"), says="stays-after-backward"),
+    wrong("waits-for-the-last-use", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n"
+          "        return\n"), (MORE, f"{MORE}    {EMPTY}\n    {POINT}\n"), says="stays-between-uses"),
+    wrong("reduces-first", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n"
+          "        return\n"), (MORE, f"    if unit.uses:\n        {EMPTY}\n        {POINT}\n        return\n"),
+          (KEEP, f"{EMPTY}\n    {POINT}\n    {KEEP}")),
+    wrong("the-last-use-only", (SUM, "unit.gradient = gradient"), says="loses-a-use"),
+    wrong("the-first-use-only", (SUM, "unit.gradient = gradient if unit.gradient is None else unit.gradient"),
+          says="loses-a-use"),
+    wrong("sends-each-use", (MORE, "")),
+    wrong("keeps-the-gradient", (TAKE, "full = unit.gradient")),
+    wrong("a-third-gradient", ("unit.gradient.add_(gradient)", "unit.gradient + gradient")),
+    wrong("loses-a-micro-batch", (KEEP, "unit.average = mean")),
+    wrong("forgot-divide", ('"mean"', '"sum"')),
+    wrong("no-communication", (MEAN, "full.chunk(unit.comm.size)[unit.comm.rank].float()")),
+    wrong("sends-fp32", (MEAN, 'reduce_scatter(full.float(), unit.comm, "mean")')),
+    wrong("adds-in-16-bits", (".float()", "")),
+]  # fmt: skip
 
 
 def check() -> None:
-    releases()
-    for rank, held in enumerate(ranks(4, step)):
-        if held > 1.5 * 4 * PSI / 4:
-            fail("frees-nothing", f"Rank {rank} holds {size(held)} of parameters after a step, all of them.")
-    check_training(ranks(4, train, Zero3, 2), "ZeRO-3")
+    ranks(4, memory)
+    ranks(4, gradients)
+    ranks(4, in_bf16)
+    train_as_one()
 
 
-def releases() -> None:
-    unit = Unit()
-    buffer, view = unit.replica, unit.replica[:10]  # as autograd has one
-    Zero3.release(cast(Zero3, None), cast(Any, unit))
-    held = buffer.untyped_storage().nbytes()
-    if unit.replica is not buffer:
+def fresh(comm, elements: int, dtype: torch.dtype = torch.float32) -> zero3.Unit:
+    return zero3.Unit([torch.zeros(elements // 4, 4)], comm, dtype)
+
+
+def memory(comm) -> None:
+    """One use, from forward to backward."""
+    unit = fresh(comm, 12_000)
+    for moment in ("forward", "backward"):
+        zero3.unshard(unit)
+        unit.replica.fill_(1)
+        buffer, storage, view = unit.replica, unit.replica.untyped_storage(), unit.replica[:10]  # as autograd has one
+        still_full: list[bool] = []
+        comm.observers[:] = [lambda *_, storage=storage, full=still_full: full.append(storage.nbytes() > 0)]
+        zero3.reshard(unit, None if moment == "forward" else torch.ones(12_000))
+        comm.observers.clear()
+        held = storage.nbytes()
+        if unit.replica is not buffer:
+            fail(
+                "another-buffer",
+                f"unit.replica is a new tensor, and the old one's {size(held)} live on in the views that autograd has "
+                "saved: empty the storage that is there.",
+            )
+        if not unit.shard.untyped_storage().nbytes():
+            fail("frees-the-shard", "This rank's own chunk, unit.shard, was emptied too: nobody has it any more.")
+        if held == 48_000 and not view.any():
+            fail("zeros", f"The replica is full of zeros now, and still has its {size(held)}: give the memory back.")
+        if held == 48_000 and moment == "forward":
+            fail(
+                "frees-nothing",
+                f"After the unit's forward a rank still holds all {size(held)} of its replica: empty the storage. "
+                "Autograd's views keep it alive.",
+            )
+        if held == 48_000:
+            fail(
+                "stays-after-backward",
+                f"After the unit's backward a rank still holds all {size(held)} of its replica: it must go after "
+                "every use.",
+            )
+        if held:
+            fail("half-of-it", f"{size(held)} of the replica are still there: give all of it back, 0 bytes.")
+        if any(p.numel() for p in unit.parameters):
+            fail(
+                "parameters-dangle",
+                "The parameters still point into memory that is gone: make them empty, so that using one is an error.",
+            )
+        if any(still_full):
+            fail(
+                "reduces-first",
+                f"While the gradient was sent, the replica's {size(48_000)} were still there: nothing needs them "
+                "any more. First give memory back, then do what takes some.",
+            )
+
+
+def gradients(comm) -> None:
+    """Two uses in a micro-batch, and two micro-batches."""
+    unit, n = fresh(comm, 12_000), 12_000
+    local = torch.stack([torch.stack([rank_kit.whole(9 * r + i, (n,), torch.float32, times=4) for i in range(4)])
+                         for r in range(4)]).view(4, 2, 2, n)  # fmt: skip
+    mean = local.chunk(4, -1)[comm.rank].mean(0)  # (micro-batches, uses, n / 4)
+    for m in range(2):
+        unit.uses = 1
+        zero3.unshard(unit)
+        gathered = comm.bytes_sent
+        zero3.reshard(unit, local[comm.rank, m, 0].clone())
+        if unit.replica.untyped_storage().nbytes():
+            fail(
+                "stays-between-uses",
+                "One of two uses went backward, and the replica stays for the other one. Units in between compute "
+                "meanwhile: it must go, and is unsharded again.",
+            )
+        early = comm.bytes_sent - gathered
+        zero3.unshard(unit)
+        gathered, unit.uses = comm.bytes_sent, 0
+        with Ledger() as ledger:
+            zero3.reshard(unit, local[comm.rank, m, 1].clone())
+        if ledger.peak["total"] > 4 * n * 1.75:
+            fail(
+                "a-third-gradient",
+                f"Two full gradients of {size(4 * n)} were added up into a third one: add in place to the one that "
+                "waits.",
+            )
+        if early:
+            fail(
+                "sends-each-use",
+                f"A unit that is used twice sent {size(early)} after the first use in backward, and as much "
+                "after the second. Add up on this rank what belongs together, and send it once.",
+            )
+        if unit.gradient is not None:
+            fail(
+                "keeps-the-gradient",
+                f"The unit's backward is over, and unit.gradient still holds all {size(4 * n)} of its gradient, where "
+                f"the chunk has {size(n)}; the next micro-batch would add to it.",
+            )
+        if unit.average is None:
+            fail("no-average", "Both uses went backward, and unit.average is None: the optimizer finds no gradient.")
+        if comm.bytes_sent == gathered:
+            fail(
+                "no-communication",
+                "unit.average is this rank's own gradient: nothing was sent. Reduce over the ranks.",
+            )
+        mistakes = {"forgot-divide": (4 * mean[0].sum(0), "unit.average is the sum over the 4 ranks: take the mean.")}
+        one_use = "The unit was used twice, and the gradient of one use is missing: it is the sum of both."
+        if m == 0:
+            for use in range(2):
+                recognise_not(unit.average, mean[0, use], "loses-a-use", one_use)
+            recognise(unit.average, mean[0].sum(0), mistakes, f"Rank {comm.rank}'s average")
+    recognise_not(
+        unit.average,
+        mean[1].sum(0),
+        "loses-a-micro-batch",
+        "After the second micro-batch only its own gradient is there: add it to what the first one left.",
+    )
+    recognise(unit.average, mean.sum((0, 1)), {}, f"Rank {comm.rank}'s average of two micro-batches")
+
+
+def recognise_not(got: Any, mistake: torch.Tensor, name: str, words: str) -> None:
+    if isinstance(got, torch.Tensor) and got.shape == mistake.shape and torch.equal(got, mistake):
+        fail(name, words)
+
+
+def in_bf16(comm) -> None:
+    unit = fresh(comm, 1000, torch.bfloat16)
+    for value in (256.0, 1.0):  # in BF16 their sum is 256
+        zero3.unshard(unit)
+        before = comm.bytes_sent
+        zero3.reshard(unit, torch.full((1000,), value, dtype=torch.bfloat16))
+        sent = comm.bytes_sent - before
+    if sent > 2 * 1000 * 3 // 4:
         fail(
-            "another-buffer",
-            f"unit.replica is a new tensor, and the old one's {size(held)} live on in the views that autograd has "
-            "saved: empty the storage that is there.",
+            "sends-fp32",
+            f"For a BF16 gradient of 1,000 elements a rank sent {sent:,} bytes, where {2 * 1000 * 3 // 4:,} are "
+            "enough: reduce it as it comes, and make FP32 of what is left.",
         )
-    if not unit.master.untyped_storage().nbytes():
-        fail("frees-the-shard", "This rank's own chunk, unit.master, was emptied too: nobody has it any more.")
-    if held == 48_000 and not view.any():
-        fail("zeros", f"The replica is full of zeros now, and still has its {size(held)}: give the memory back.")
-    if held == 48_000:
+    if unit.average is not None and (unit.average.dtype != torch.float32 or unit.average[0] == 256):
         fail(
-            "frees-nothing",
-            f"A rank still holds all {size(held)} of the unit's replica after its forward: empty the storage. "
-            "Autograd's views keep it alive.",
-        )
-    if held:
-        fail("half-of-it", f"{size(held)} of the replica are still there: give all of it back, 0 bytes.")
-    if any(p.numel() for p in unit.parameters):
-        fail(
-            "parameters-dangle",
-            "The parameters still point into memory that is gone: make them empty, so that using one is an error.",
+            "adds-in-16-bits",
+            "A micro-batch brought 256, the next one 1, and unit.average is 256 or not FP32: turn each mean into FP32 "
+            "before you add it.",
         )
 
 
-def step(comm) -> int:
-    model = Zero3(GPT(SMALL), comm, prefetch=0)
-    with Ledger(model) as ledger:
-        model(*part(comm)).backward()
-    return ledger.current["parameters"]
+class Case(NamedTuple):
+    """uses: of the unit, in each micro-batch."""
+
+    ranks: int
+    dtype: torch.dtype
+    elements_each: int
+    uses: tuple[int, ...]
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    return [Case(*row) for row in deal(random, [(n,) for n in range(1, 9)], dtypes, [1, 3, 8], [(1, 3), (2, 1), (3,)])]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """After each use: the bytes of the replica, and those sent; at the end the average. All sums are exact."""
+
+    def on_rank(comm) -> dict[str, Any]:
+        n = case.elements_each * comm.size
+        unit, found, number = zero3.Unit([torch.zeros(n)], comm, case.dtype), dict[str, Any](), 0
+        for uses in case.uses:
+            for unit.uses in reversed(range(uses)):
+                zero3.unshard(unit)
+                before, number = comm.bytes_sent, number + 1
+                seed = case.seed + 10 * number + comm.rank
+                zero3.reshard(unit, rank_kit.whole(seed, (n,), case.dtype, times=comm.size))
+                found[f"use {number}, bytes sent"] = comm.bytes_sent - before
+                found[f"use {number}, bytes of the replica"] = unit.replica.untyped_storage().nbytes()
+            found[f"after use {number}, average"] = unit.average if unit.average is None else unit.average.clone()
+        return found
+
+    return rank_kit.by_rank(ranks(case.ranks, on_rank))

@@ -1,5 +1,6 @@
 """What the random stages of the exercises on bits draw from: formats, bit patterns, numbers."""
 
+import dataclasses
 import itertools
 import math
 import struct
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
+from precision.layout import BitLayout
 from precision.one_number import ROUNDINGS
 from tests.exercises.draws import deal
 
@@ -25,6 +27,13 @@ NARROW = {
     "E2M1 of numbers only": FloatFormat(2, 1, infinities=False, nans=False),
 }
 ALL = {**FORMATS, **NARROW}
+
+
+def bare(fmt: FloatFormat) -> BitLayout:
+    """The format as plain data, without the conversions that would be the answer."""
+    return BitLayout(**{field.name: getattr(fmt, field.name) for field in dataclasses.fields(fmt)})
+
+
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan)
 
 

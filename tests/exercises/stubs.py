@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it would load torch
     from tests.exercises.kit import Wrong
 
 WIDTH = 100
-OURS = ("minizero", "flash", "precision")
+OURS = ("minizero", "flash", "precision", "tests")
 
 
 def stub(exercise: Exercise) -> str:
@@ -37,14 +37,22 @@ def reference(exercise: Exercise) -> str:
 
 def answer(exercise: Exercise, wrong: "Wrong | None" = None) -> str:
     """A whole file with the reference, or with what a wrong answer makes of it."""
+    return f"{_top(exercise)}\n{_edited(exercise, wrong)}\n"
+
+
+def mistaken(exercise: Exercise, wrong: "Wrong") -> str:
+    """A file with a wrong answer, and no text about it: the target need not be an exercise's."""
+    return f"{_imports(exercise)}\n\n{_edited(exercise, wrong)}\n"
+
+
+def _edited(exercise: Exercise, wrong: "Wrong | None") -> str:
     code = reference(exercise)
-    if wrong is not None:
-        for old, new in wrong.edits:
-            if code.count(old) != 1:
-                words = f"the reference has {code.count(old)} times, not once"
-                raise ValueError(f"{exercise.id}, {wrong.name}: {words}:\n{old}")
-            code = code.replace(old, new)
-    return f"{_top(exercise)}\n{code}\n"
+    for old, new in wrong.edits if wrong is not None else ():
+        if code.count(old) != 1:
+            words = f"the reference has {code.count(old)} times, not once"
+            raise ValueError(f"{exercise.id}, {wrong.name if wrong else ''}: {words}:\n{old}")
+        code = code.replace(old, new)
+    return code
 
 
 @functools.cache
@@ -77,7 +85,7 @@ def _top(exercise: Exercise) -> str:
     *classes, name = exercise.target.split(".")
     kind = f"method {name} of {classes[0]}" if classes else f"function {name}"
     about = exercise.text().about
-    place = f"It takes the place of {module}, {kind}: the package will run with yours inside."
+    place = f"It takes the place of {module}, {kind}: the {exercise.runs} will run with yours inside."
     words = textwrap.fill(
         f"{place} To read: notebooks/{exercise.notebook}.ipynb. Check it: make check E={exercise.id}. Stuck: make hint "
         f"E={exercise.id}. About {exercise.minutes} minutes{', core' if exercise.core else ''}.",
