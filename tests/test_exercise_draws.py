@@ -249,6 +249,11 @@ WRONG = {
         wrong("a single micro-batch by itself", ("targets / total)", "targets / total if len(window) < 5 else "
                                                  "1 / len(window))")),
     ],
+    "attention_backward": [
+        wrong("the scale of one head dimension", ("q.shape[-1] ** -0.5", "8**-0.5")),
+        wrong("the last row sees the last key", (".triu(1)", ".triu(1 + s.shape[-1] - s.shape[-2])")),
+        wrong("the first sequence's dout", ("dp = dout @ v.mT", "dp = dout[:1] @ v.mT")),
+    ],
     "alpha_beta": [
         wrong("the stride ignored", ("self.hosts(members, stride)", "self.hosts(members)")),
         wrong("cards count in one host", ("    if hosts > 1:\n        bandwidth", "    if True:\n        bandwidth")),

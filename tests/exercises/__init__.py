@@ -1,7 +1,8 @@
-"""The course: exercises cut from the packages' own functions, with checks that are checked themselves.
+"""The course: exercises cut from the packages' own functions, and a few more, with checks that are checked themselves.
 
     course.py      the exercises in their order
     e05_….py       one exercise: its idea, plan, hints, check, and wrong answers with the diagnosis each provokes
+    tasks/         the functions of those exercises that replace nothing in a package
     kit.py         what the checks are made of; training.py and triton_kit.py: for some of them
     definition.py  where a package defines the function of an exercise
     stubs.py       a function of a package becomes a stub, a wrong answer, or the reference, in a file

@@ -107,7 +107,8 @@ def check_one(exercise: Exercise, workbook: Workbook) -> Outcome:
         say("\n".join(outcome.printed.splitlines()[-12:]))
     if outcome.status == "passed":
         workbook.note_passed(exercise)
-        console.print(f"[green]✓ {name}: passed.[/] The package ran with your {exercise.function} inside.")
+        ran = "" if exercise.stands_alone else f"The package ran with your {exercise.function} inside."
+        console.print(f"[green]✓ {name}: passed.[/] {ran}")
         following = workbook.current()
         if following is not None:
             console.print(f"  Next: {_short(workbook.path(following))}")
@@ -172,7 +173,7 @@ def solution(arguments: argparse.Namespace, workbook: Workbook) -> int:
     from tests.exercises.definition import definition
     from tests.exercises.stubs import reference
 
-    console.print(f"{definition(exercise).full_name}, as the package has it:\n")
+    console.print(f"{definition(exercise).full_name}, the reference:\n")
     console.print(Syntax(reference(exercise), "python", word_wrap=True, background_color="default"))
     return 0
 

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
+TASKS = "tests.exercises.tasks"  # the place of what only the course calls
 NO_TRITON = "This exercise needs Triton, which exists for Linux, WSL or Colab only. It blocks nothing: go on."
 
 
@@ -49,6 +50,11 @@ class Exercise(NamedTuple):
     def notebook(self) -> str:
         """The notebook that shows the idea."""
         return next(notebook for last, notebook in NOTEBOOKS.items() if self.number <= last)
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether nothing in the package calls the target."""
+        return self.place == TASKS
 
     def is_method(self) -> bool:
         return "." in self.target
@@ -121,6 +127,8 @@ _rows = [
     ("triton_dq", "The dQ kernel in Triton", "flash", "dq_kernel", 30, False),
     ("traffic", "Bytes between HBM and SRAM", "flash", "hbm_bytes", 40, False),
     ("alpha_beta", "Seconds of a ring: α and β", "minizero.simulate", "Cluster.ring", 25, False),
+    # Alone: what replaces nothing in the package.
+    ("attention_backward", "Attention backward, by hand", TASKS, "attention_backward", 30, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -133,6 +141,7 @@ NOTEBOOKS = {
     32: "06_gradient_accumulation",
     39: "07_flash_attention",
     40: "08_scale",
+    41: "07_flash_attention",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 

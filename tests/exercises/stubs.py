@@ -78,6 +78,8 @@ def _top(exercise: Exercise) -> str:
     kind = f"method {name} of {classes[0]}" if classes else f"function {name}"
     about = exercise.text().about
     place = f"It takes the place of {module}, {kind}: the package will run with yours inside."
+    if exercise.stands_alone:
+        place = "Nothing in the package calls it: the check does."
     words = textwrap.fill(
         f"{place} To read: notebooks/{exercise.notebook}.ipynb. Check it: make check E={exercise.id}. Stuck: make hint "
         f"E={exercise.id}. About {exercise.minutes} minutes{', core' if exercise.core else ''}.",
