@@ -254,6 +254,13 @@ WRONG = {
         wrong("the last row sees the last key", (".triu(1)", ".triu(1 + s.shape[-1] - s.shape[-2])")),
         wrong("the first sequence's dout", ("dp = dout @ v.mT", "dp = dout[:1] @ v.mT")),
     ],
+    "bug_accumulation": [
+        wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "sum")',
+                                          'all_reduce(parameter.grad, comm, "mean") * 2')),
+        wrong("as many micro-batches on each rank", ("/ targets", "/ targets * (1 if len(window) > 1 else 0.5)")),
+        wrong("gradients are kept", ("        optimizer.zero_grad()\n", ""),
+              ("    losses = []\n", "    losses = []\n    optimizer.zero_grad()\n")),
+    ],
     "alpha_beta": [
         wrong("the stride ignored", ("self.hosts(members, stride)", "self.hosts(members)")),
         wrong("cards count in one host", ("    if hosts > 1:\n        bandwidth", "    if True:\n        bandwidth")),

@@ -70,7 +70,7 @@ def test_the_course_is_whole():
     assert all(10 <= exercise.minutes <= 40 for exercise in COURSE)
     assert all((ROOT / "notebooks" / f"{exercise.notebook}.ipynb").is_file() for exercise in COURSE)
     lessons = [exercise.load() for exercise in COURSE]
-    assert [exercise.text()[1:] for exercise in COURSE] == [(lesson.PLAN, lesson.HINTS) for lesson in lessons]
+    assert [exercise.text()[1:3] for exercise in COURSE] == [(lesson.PLAN, lesson.HINTS) for lesson in lessons]
     assert sum(len(lesson.WRONG) for lesson in lessons) >= 120
     for lesson in lessons:
         names = [wrong.name for wrong in lesson.WRONG]

@@ -3,7 +3,7 @@
     course.py      the exercises in their order
     e05_….py       one exercise: its idea, plan, hints, check, and wrong answers with the diagnosis each provokes
     tasks/         the functions of those exercises that replace nothing in a package
-    kit.py         what the checks are made of; training.py and triton_kit.py: for some of them
+    kit.py         what the checks are made of; bug_kit.py, training.py and triton_kit.py: for some
     definition.py  where a package defines the function of an exercise
     stubs.py       a function of a package becomes a stub, a wrong answer, or the reference, in a file
     patch.py       an answer takes the place of the package's function, everywhere

@@ -13,11 +13,15 @@ NO_TRITON = "This exercise needs Triton, which exists for Linux, WSL or Colab on
 
 
 class Text(NamedTuple):
-    """What an exercise is about; the steps to follow; hints that give away more and more."""
+    """What an exercise is about; the steps to follow; hints that give away more and more.
+
+    bug: edits of the reference, pairs of old and new text, if the student mends a function instead of writing one.
+    """
 
     about: str
     plan: list[str]
     hints: list[str]
+    bug: tuple[tuple[str, str], ...] = ()
 
 
 class Exercise(NamedTuple):
@@ -67,9 +71,9 @@ class Exercise(NamedTuple):
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             and isinstance(statement.targets[0], ast.Name)
-            and statement.targets[0].id in ("PLAN", "HINTS")
+            and statement.targets[0].id in ("PLAN", "HINTS", "BUGGY")
         }
-        return Text(ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"])
+        return Text(ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values.get("BUGGY", ()))
 
     def load(self) -> ModuleType:
         """The exercise's module: PLAN, HINTS, WRONG, check()."""
@@ -129,6 +133,7 @@ _rows = [
     ("alpha_beta", "Seconds of a ring: α and β", "minizero.simulate", "Cluster.ring", 25, False),
     # Alone: what replaces nothing in the package.
     ("attention_backward", "Attention backward, by hand", TASKS, "attention_backward", 30, False),
+    ("bug_accumulation", "Find the bug: accumulation on ranks", TASKS, "train_on_windows", 25, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -142,6 +147,7 @@ NOTEBOOKS = {
     39: "07_flash_attention",
     40: "08_scale",
     41: "07_flash_attention",
+    42: "06_gradient_accumulation",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 
