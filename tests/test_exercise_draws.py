@@ -261,6 +261,11 @@ WRONG = {
         wrong("gradients are kept", ("        optimizer.zero_grad()\n", ""),
               ("    losses = []\n", "    losses = []\n    optimizer.zero_grad()\n")),
     ],
+    "bug_clipping": [
+        wrong("a norm of two ranks", ('all_reduce(squares, comm, "sum")', 'all_reduce(squares, comm, "mean").mul(2)')),
+        wrong("always clips", (".clamp(max=1.0)", ".clamp(max=1.0 if max_norm < 100 else 0.5)")),
+        wrong("no momentum", ("momentum=0.9", "momentum=0.0")),
+    ],
     "alpha_beta": [
         wrong("the stride ignored", ("self.hosts(members, stride)", "self.hosts(members)")),
         wrong("cards count in one host", ("    if hosts > 1:\n        bandwidth", "    if True:\n        bandwidth")),

@@ -12,4 +12,4 @@ torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
 def fell(losses: list[float]) -> str:
     """How the loss of a run went, in words."""
     went = "falls" if losses[-1] < losses[0] else "rises"
-    return f"The reported loss {went} from {losses[0]:.3f} to {losses[-1]:.3f}"
+    return f"The loss {went} from {losses[0]:.3f} to {losses[-1]:.3f}"

@@ -134,6 +134,7 @@ _rows = [
     # Alone: what replaces nothing in the package.
     ("attention_backward", "Attention backward, by hand", TASKS, "attention_backward", 30, False),
     ("bug_accumulation", "Find the bug: accumulation on ranks", TASKS, "train_on_windows", 25, False),
+    ("bug_clipping", "Find the bug: clipping on ranks", TASKS, "train_on_shards", 20, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -148,6 +149,7 @@ NOTEBOOKS = {
     40: "08_scale",
     41: "07_flash_attention",
     42: "06_gradient_accumulation",
+    43: "02_zero",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 

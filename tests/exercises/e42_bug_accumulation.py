@@ -171,7 +171,7 @@ def check() -> None:
     want_losses, want = on_one_process(model, windows, dict(lr=0.5))
     if not isinstance(losses, list) or len(losses) != 6:
         fail("no-losses", "Expected the loss of each of the six windows.")
-    how_much_each_counts(f"{fell(losses)} in 6 windows, where it should fall to {want_losses[-1]:.3f}")
+    how_much_each_counts(f"{fell(losses)} in 6 windows, as it is returned, and should fall to {want_losses[-1]:.3f}")
     recognise(got, want, {}, "The parameters after six windows, against one process with the whole batch", 1e-4)
     if abs(losses[0] - want_losses[0] / 2) < 1e-4:
         fail(
