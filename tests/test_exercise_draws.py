@@ -254,6 +254,12 @@ WRONG = {
         wrong("the last row sees the last key", (".triu(1)", ".triu(1 + s.shape[-1] - s.shape[-2])")),
         wrong("the first sequence's dout", ("dp = dout @ v.mT", "dp = dout[:1] @ v.mT")),
     ],
+    "predict_peak": [
+        wrong("the largest block alone", ("for block in reversed(blocks):", "for block in sorted(blocks)[-1:]:")),
+        wrong("a root of two halves", ("    gradients = root\n", "    gradients = root // 2\n"),
+              ("    message = [", "    gradients += root // 2\n    message = [")),
+        wrong("blocks in the order of size", ("reversed(blocks)", "sorted(blocks)")),
+    ],
     "bug_accumulation": [
         wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "sum")',
                                           'all_reduce(parameter.grad, comm, "mean") * 2')),

@@ -133,6 +133,7 @@ _rows = [
     ("alpha_beta", "Seconds of a ring: α and β", "minizero.simulate", "Cluster.ring", 25, False),
     # Alone: what replaces nothing in the package.
     ("attention_backward", "Attention backward, by hand", TASKS, "attention_backward", 30, False),
+    ("predict_peak", "The peak of a step, predicted", TASKS, "predict_peak", 35, False),
     ("bug_accumulation", "Find the bug: accumulation on ranks", TASKS, "train_on_windows", 25, False),
     ("bug_clipping", "Find the bug: clipping on ranks", TASKS, "train_on_shards", 20, False),
 ]
@@ -148,8 +149,9 @@ NOTEBOOKS = {
     39: "07_flash_attention",
     40: "08_scale",
     41: "07_flash_attention",
-    42: "06_gradient_accumulation",
-    43: "02_zero",
+    42: "02_zero",
+    43: "06_gradient_accumulation",
+    44: "02_zero",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 
