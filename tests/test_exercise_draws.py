@@ -260,6 +260,14 @@ WRONG = {
               ("    message = [", "    gradients += root // 2\n    message = [")),
         wrong("blocks in the order of size", ("reversed(blocks)", "sorted(blocks)")),
     ],
+    "bug_loss_scale": [
+        wrong("the scale of the beginning", ("        scaler.unscale_(optimizer)\n", ""), ("    log = []\n",
+              "    log, at_first = [], scaler.get_scale()\n"),
+              ("max_norm)\n", "max_norm * at_first) / scaler.get_scale()\n")),
+        wrong("clips what is short", ("max_norm)\n", "max_norm if max_norm < 500 else 5.0)\n")),
+        wrong("gradients are kept", ("        optimizer.zero_grad()\n", ""),
+              ("    log = []\n", "    log = []\n    optimizer.zero_grad()\n")),
+    ],
     "bug_accumulation": [
         wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "sum")',
                                           'all_reduce(parameter.grad, comm, "mean") * 2')),
