@@ -268,6 +268,11 @@ WRONG = {
         wrong("gradients are kept", ("        optimizer.zero_grad()\n", ""),
               ("    log = []\n", "    log = []\n    optimizer.zero_grad()\n")),
     ],
+    "bug_random": [
+        wrong("the noise of two ranks", ("comm.rank + 1]", "comm.rank % 2 + 1]")),
+        wrong("epochs up to 4", ("comm.rank + 1])", "comm.rank + 1] if epoch < 4 else seed)")),
+        wrong("the loss of the last batch", ("torch.stack(losses).mean()", "losses[-1]")),
+    ],
     "bug_accumulation": [
         wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "sum")',
                                           'all_reduce(parameter.grad, comm, "mean") * 2')),

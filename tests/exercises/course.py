@@ -137,6 +137,7 @@ _rows = [
     ("bug_accumulation", "Find the bug: accumulation on ranks", TASKS, "train_on_windows", 25, False),
     ("bug_clipping", "Find the bug: clipping on ranks", TASKS, "train_on_shards", 20, False),
     ("bug_loss_scale", "Find the bug: a loss scale, and clipping", TASKS, "train_scaled", 20, False),
+    ("bug_random", "Find the bug: random numbers on ranks", TASKS, "train_on_noise", 25, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -154,6 +155,7 @@ NOTEBOOKS = {
     43: "06_gradient_accumulation",
     44: "02_zero",
     45: "04_mixed_precision",
+    46: "01_collectives",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 
