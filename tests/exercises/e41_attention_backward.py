@@ -6,12 +6,12 @@ PyTorch, and the N × N scores may exist:
 dout is the gradient of the loss with respect to O. Three of the four steps back are products of matrices. The fourth
 goes through softmax, whose Jacobian of one row p is diag(p) - p pᵀ. A row of the gradient of P times this matrix is a
 vector. You can write that vector down without the matrix, and you should: for N keys the matrix has N² numbers, and
-there is one for each row.
+each row has a matrix of its own.
 
 FlashAttention takes one step more: the sum over keys that this vector needs is also a sum over the columns of O. That
 is D = rowsum(dO · O). It needs neither P nor the gradient of P.
 
-No autograd here. It would keep S and P, and that is what this lesson is about to avoid.
+No autograd here. It would keep S and P for each head, and FlashAttention exists in order not to.
 """
 
 import itertools

@@ -50,7 +50,7 @@ HINTS = [
 ]
 AFTER = (
     "PyTorch's FSDP gathers ahead: while a block computes, the next one is on its way, so a second block's parameters "
-    "are there at the peak. Here that is prefetch=1, the default. PyTorch's DDP sends buckets of 25 MiB; with "
+    "are there at the peak; here that is prefetch=1, the default. PyTorch's DDP sends buckets of 25 MiB; with "
     "gradient_as_bucket_view=True the gradients are views of the buckets, which saves the copy. The largest unit and "
     "the root decide the peak, and not the average unit. So a large vocabulary hurts, and libraries let you choose the"
     " units. What is missing here are the activations, which notebook 00 adds, and what an allocator keeps and cannot "

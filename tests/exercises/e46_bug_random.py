@@ -48,10 +48,10 @@ AFTER = (
     "Since 2021 PyTorch's DataLoader seeds NumPy anew in each worker and each epoch (pull request 56488). "
     "DistributedSampler still wants set_epoch(epoch); Lightning calls it for you. JAX makes the question of this "
     "exercise visible: there is no hidden state that could be copied, and a program must say for which use it splits a"
-    " key. With dropout the question comes back. Ranks with other data should draw other masks. Ranks that compute the"
-    " same thing twice, as in tensor parallelism, must draw the same. To read next: NumPy's page on parallel random "
-    "numbers, https://numpy.org/doc/stable/reference/random/parallel.html, and minizero/recompute, where a second "
-    "forward needs the masks of the first."
+    " key. With dropout the question comes back: ranks with other data should draw other masks, and ranks that compute"
+    " the same thing twice, as in tensor parallelism, must draw the same. To read next: NumPy's page on parallel "
+    "random numbers, https://numpy.org/doc/stable/reference/random/parallel.html, and minizero/recompute, where a "
+    "second forward needs the masks of the first."
 )
 BUGGY = (
     ("        order = np.random.default_rng([seed, epoch]).permutation(len(inputs))\n", ""),
