@@ -39,12 +39,12 @@ HINTS = [
     "delta = (dout * out).sum(-1, keepdim=True) has one number for each row of each head; x.mT is the transpose.",
 ]
 AFTER = (
-    "PyTorch's own softmax keeps its output P for backward, which is N × N numbers for each head. FlashAttention keeps "
-    "one number for each row, the logsumexp, and computes P again tile by tile: your formulas in another order. "
-    "It computes D = rowsum(dO · O) in a small kernel of its own, before the tiles begin, since each tile needs the D "
-    "of whole rows. In 16 bits the products go through tensor cores, while P, dP and dS are FP32 in registers. "
-    "To read next: exercise 35, the same five lines over blocks; and sections 3.1 and B.2 of FlashAttention (2022), "
-    "which derive them."
+    "PyTorch's own softmax keeps its output P for backward, which is N × N numbers for each head. FlashAttention keeps"
+    " one number for each row, the logsumexp, and computes P again tile by tile: your formulas in another order. It "
+    "computes D = rowsum(dO · O) in a small kernel of its own, before the tiles begin, since each tile needs the D of "
+    "whole rows. In 16 bits the products go through tensor cores, while P, dP and dS are computed in FP32, and rounded"
+    " before the next product. To read next: exercise 35, the same five lines over blocks; and sections 3.1 and B.2 of"
+    " FlashAttention (2022), which derive them."
 )
 MASK = "        s = s.masked_fill(future, -torch.inf)\n    p = s.softmax(-1)\n"
 WRONG = [

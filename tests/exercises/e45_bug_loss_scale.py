@@ -47,9 +47,8 @@ AFTER = (
     " step. Lightning clipped in a hook that came before the one that unscaled, and its correction moved the hook. "
     "With SGD a run nearly stands still; Adam divides by the usual size of a gradient, so it learns on, with all "
     "gradients of one length. Accumulation has the same trap: unscale_ comes after the last micro-batch, since those "
-    "before it still have the scale. In BF16 there is no scaler, and no such bug: that is one reason why large models "
-    "moved to it. To read next: step() and unscale_ in precision/scaling.py, and how both refuse to be called in "
-    "another order."
+    "before it still have the scale. In BF16 there is no scaler, and so no such bug. To read next: step() and unscale_"
+    " in precision/scaling.py, and how both refuse to be called in another order."
 )
 BUGGY = (
     ("        scaler.unscale_(optimizer)\n", ""),
