@@ -283,6 +283,42 @@ WRONG = {
         wrong("a single micro-batch by itself", ("targets / total)", "targets / total if len(window) < 5 else "
                                                  "1 / len(window))")),
     ],
+    "attention_backward": [
+        wrong("the scale of one head dimension", ("q.shape[-1] ** -0.5", "8**-0.5")),
+        wrong("the last row sees the last key", (".triu(1)", ".triu(1 + s.shape[-1] - s.shape[-2])")),
+        wrong("the first sequence's dout", ("dp = dout @ v.mT", "dp = dout[:1] @ v.mT")),
+    ],
+    "predict_peak": [
+        wrong("the largest block alone", ("for block in reversed(blocks):", "for block in sorted(blocks)[-1:]:")),
+        wrong("a root of two halves", ("    gradients = root\n", "    gradients = root // 2\n"),
+              ("    message = [", "    gradients += root // 2\n    message = [")),
+        wrong("blocks in the order of size", ("reversed(blocks)", "sorted(blocks)")),
+    ],
+    "bug_loss_scale": [
+        wrong("the scale of the beginning", ("        scaler.unscale_(optimizer)\n", ""), ("    log = []\n",
+              "    log, at_first = [], scaler.get_scale()\n"),
+              ("max_norm)\n", "max_norm * at_first) / scaler.get_scale()\n")),
+        wrong("clips what is short", ("max_norm)\n", "max_norm if max_norm < 500 else 5.0)\n")),
+        wrong("gradients are kept", ("        optimizer.zero_grad()\n", ""),
+              ("    log = []\n", "    log = []\n    optimizer.zero_grad()\n")),
+    ],
+    "bug_random": [
+        wrong("the noise of two ranks", ("comm.rank + 1]", "comm.rank % 2 + 1]")),
+        wrong("epochs up to 4", ("comm.rank + 1])", "comm.rank + 1] if epoch < 4 else seed)")),
+        wrong("the loss of the last batch", ("torch.stack(losses).mean()", "losses[-1]")),
+    ],
+    "bug_accumulation": [
+        wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "sum")',
+                                          'all_reduce(parameter.grad, comm, "mean") * 2')),
+        wrong("as many micro-batches on each rank", ("/ targets", "/ targets * (1 if len(window) > 1 else 0.5)")),
+        wrong("gradients are kept", ("        optimizer.zero_grad()\n", ""),
+              ("    losses = []\n", "    losses = []\n    optimizer.zero_grad()\n")),
+    ],
+    "bug_clipping": [
+        wrong("a norm of two ranks", ('all_reduce(squares, comm, "sum")', 'all_reduce(squares, comm, "mean").mul(2)')),
+        wrong("always clips", (".clamp(max=1.0)", ".clamp(max=1.0 if max_norm < 100 else 0.5)")),
+        wrong("no momentum", ("momentum=0.9", "momentum=0.0")),
+    ],
     "alpha_beta": [
         wrong("the stride ignored", ("self.hosts(members, stride)", "self.hosts(members)")),
         wrong("cards count in one host", ("    if hosts > 1:\n        bandwidth", "    if True:\n        bandwidth")),

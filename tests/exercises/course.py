@@ -16,12 +16,14 @@ class Text(NamedTuple):
     """What an exercise is about; the steps to follow; hints that give away more and more.
 
     after: what the package does differently, and what to read next. For who has passed.
+    bug: edits of the reference, pairs of old and new text, if the student mends a function instead of writing one.
     """
 
     about: str
     plan: list[str]
     hints: list[str]
     after: str
+    bug: tuple[tuple[str, str], ...] = ()
 
 
 class Exercise(NamedTuple):
@@ -72,9 +74,11 @@ class Exercise(NamedTuple):
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             and isinstance(statement.targets[0], ast.Name)
-            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER")
+            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER", "BUGGY")
         }
-        return Text(ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values.get("AFTER", ""))
+        return Text(
+            ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values["AFTER"], values.get("BUGGY", ())
+        )
 
     def load(self) -> ModuleType:
         """The exercise's module: PLAN, HINTS, AFTER, WRONG, check()."""
@@ -132,6 +136,13 @@ _rows = [
     ("triton_dq", "The dQ kernel in Triton", "flash", "dq_kernel", 30, False),
     ("traffic", "Bytes between HBM and SRAM", "flash", "hbm_bytes", 40, False),
     ("alpha_beta", "Seconds of a ring: α and β", "minizero.simulate", "Cluster.ring", 25, False),
+    # Alone: what replaces nothing in the package.
+    ("attention_backward", "Attention backward, by hand", TASKS, "attention_backward", 30, False),
+    ("predict_peak", "The peak of a step, predicted", TASKS, "predict_peak", 35, False),
+    ("bug_accumulation", "Find the bug: accumulation on ranks", TASKS, "train_on_windows", 25, False),
+    ("bug_clipping", "Find the bug: clipping on ranks", TASKS, "train_on_shards", 20, False),
+    ("bug_loss_scale", "Find the bug: a loss scale, and clipping", TASKS, "train_scaled", 20, False),
+    ("bug_random", "Find the bug: random numbers on ranks", TASKS, "train_on_noise", 25, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -144,6 +155,12 @@ NOTEBOOKS = {
     32: "06_gradient_accumulation",
     39: "07_flash_attention",
     40: "08_scale",
+    41: "07_flash_attention",
+    42: "02_zero",
+    43: "06_gradient_accumulation",
+    44: "02_zero",
+    45: "04_mixed_precision",
+    46: "01_collectives",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 

@@ -45,13 +45,12 @@ HINTS = [
     "`unit is self.in_order[0]` is the first call of a backward; at self.in_order[-1] send every bucket.",
 ]
 AFTER = (
-    "Your bucket may lie in another order than the package's. DDP.reduce in minizero/engines/ddp.py views a gradient "
-    "as N rows and puts these side by side, so that row r is chunk r of every unit. Then each number is added in the "
-    "same order as in ZeRO-1 to 3, and all stages agree bit for bit; end to end they would agree up to rounding. "
-    "PyTorch's DDP has buckets of 25 MiB, too, and sends one while backward computes on; ours waits for it. With "
-    "gradient_as_bucket_view=True its gradients are views of the bucket: that saves the second copy, which is our peak "
-    'in the section "One training, four stages" of notebooks/02_zero.ipynb. Read next: Li et al., 2020, "PyTorch '
-    'Distributed", sections 3.2.2 and 3.2.3.'
+    "Your bucket may lie in another order than the package's. DDP.reduce in minizero/engines/ddp.py views a "
+    "gradient as N rows and puts these side by side, so that row r is chunk r of every unit. Then each number is "
+    "added in the same order as in ZeRO-1 to 3, and all stages agree bit for bit. PyTorch's DDP has buckets of 25 "
+    "MiB, too, and sends one while backward computes on; ours waits for it. With gradient_as_bucket_view=True its "
+    'gradients are views of the bucket, which saves the second copy. Read next: Li et al., 2020, "PyTorch '
+    'Distributed", section 3.2.'
 )
 KEEP = "bucket.append((unit, gradient))"
 FULL = "if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:"

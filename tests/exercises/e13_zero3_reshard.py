@@ -44,13 +44,13 @@ HINTS = [
     'take it out of unit.gradient, reduce-scatter it with "mean", and turn the result into FP32.',
 ]
 AFTER = (
-    "In the package these are two functions: `release` and `reduce` in minizero/engines/zero3.py, and other files say "
-    "when they are called. Its order is the other one: autograd brings a unit's last gradient before the unit's "
-    "input has its own, so `reduce` comes before `release`, and both are in memory for a moment. `Ahead` in "
-    "minizero/engines/prefetch.py gives the gradient to another thread and lets backward go on. Nothing counts uses "
-    "beforehand there: autograd adds the gradients of all uses by itself and calls a hook when a parameter's sum is "
-    'complete (minizero/engines/passes.py). Read next: minizero/engines/uses.py, and "Who holds what, inside a step of '
-    'stage 3" in notebooks/02_zero.ipynb.'
+    "In the package these are two functions: `release` and `reduce` in minizero/engines/zero3.py, and other files "
+    "say when they are called. Its order is the other one: autograd brings a unit's last gradient before the unit's"
+    " input has its own, so `reduce` comes before `release`, and both are in memory for a moment. Ahead "
+    "(minizero/engines/prefetch.py) gives the gradient to another thread and lets backward go on. Nothing counts "
+    "uses beforehand there: autograd adds the gradients of all uses by itself and calls a hook when a parameter's "
+    'sum is complete (minizero/engines/passes.py). Read next: minizero/engines/uses.py, and "Who holds what, inside'
+    ' a step of stage 3" in notebooks/02_zero.ipynb.'
 )
 EMPTY = "unit.replica.untyped_storage().resize_(0)"
 POINT = "unit.point_parameters_at(None)"

@@ -136,11 +136,11 @@ def _judge(exercise: Exercise, path: Path, seconds: float, lesson: Any, stage: A
 
 def _functions(lesson: Any) -> dict[tuple[str, str], Any]:
     """The functions and methods that check, with their code: an answer must leave them as they are."""
-    from tests.exercises import draws, kit, number_kit, rank_kit, training, triton_kit
+    from tests.exercises import bug_kit, draws, kit, number_kit, rank_kit, training, triton_kit
 
     return {
         (holder.__name__, name): (value, value.__code__)
-        for holder in (lesson, draws, draws.Stage, kit, number_kit, rank_kit, training, triton_kit)
+        for holder in (lesson, bug_kit, draws, draws.Stage, kit, number_kit, rank_kit, training, triton_kit)
         for name, value in vars(holder).items()
         if isinstance(value, FunctionType)
     }

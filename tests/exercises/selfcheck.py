@@ -38,7 +38,8 @@ def check_checks(exercise: Exercise, which: str) -> list[Said]:
 
     wrongs = exercise.load().WRONG
     if which == "stub":
-        return [_say("the stub", "todo", stub(exercise), exercise)]
+        expected = wrongs[0].diagnosis if exercise.text().bug else "todo"
+        return [_say("the stub", expected, stub(exercise), exercise)]
     if which == "reference":
         return [_say("the reference", "passed", answer(exercise), exercise, PATIENT)]
     if which == "one":

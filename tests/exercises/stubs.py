@@ -1,6 +1,7 @@
 """Files cut from a package's function: a stub for the student, the reference, and wrong answers.
 
-Signature, decorators, types and docstring stay. The file imports what the function uses of its module.
+Signature, decorators, types and docstring stay. The file imports what the function uses of its module. The stub of an
+exercise with a bug has a body: the reference, with the bug.
 """
 
 import ast
@@ -21,13 +22,15 @@ OURS = ("minizero", "flash", "precision", "tests")
 
 
 def stub(exercise: Exercise) -> str:
-    """The student's file: the function, with the plan in place of a body."""
+    """The student's file: the function, with the plan in place of a body, or with the plan and the bug."""
     code, node = _function(exercise)
+    head, bug = _head(code, node), exercise.text().bug
+    body = _edited(code, bug).splitlines()[len(head) :] if bug else ["    raise NotImplementedError"]
     plan = []
     for number, step in enumerate(exercise.text().plan, 1):
         lines = textwrap.wrap(" ".join(step.split()), WIDTH - 9)
         plan += [f"    # {f'{number}. ' if i == 0 else '   '}{line}" for i, line in enumerate(lines)]
-    return "\n".join([_top(exercise), *_head(code, node), *plan, "    raise NotImplementedError", ""])
+    return "\n".join([_top(exercise), *head, *plan, *body, ""])
 
 
 def reference(exercise: Exercise) -> str:
@@ -37,20 +40,19 @@ def reference(exercise: Exercise) -> str:
 
 def answer(exercise: Exercise, wrong: "Wrong | None" = None) -> str:
     """A whole file with the reference, or with what a wrong answer makes of it."""
-    return f"{_top(exercise)}\n{_edited(exercise, wrong)}\n"
+    code = _edited(reference(exercise), wrong.edits if wrong else ())
+    return f"{_top(exercise)}\n{code}\n"
 
 
 def mistaken(exercise: Exercise, wrong: "Wrong") -> str:
     """A file with a wrong answer, and no text about it: the target need not be an exercise's."""
-    return f"{_imports(exercise)}\n\n{_edited(exercise, wrong)}\n"
+    return f"{_imports(exercise)}\n\n{_edited(reference(exercise), wrong.edits)}\n"
 
 
-def _edited(exercise: Exercise, wrong: "Wrong | None") -> str:
-    code = reference(exercise)
-    for old, new in wrong.edits if wrong is not None else ():
+def _edited(code: str, edits: Iterable[tuple[str, str]]) -> str:
+    for old, new in edits:
         if code.count(old) != 1:
-            words = f"the reference has {code.count(old)} times, not once"
-            raise ValueError(f"{exercise.id}, {wrong.name if wrong else ''}: {words}:\n{old}")
+            raise ValueError(f"the reference has {code.count(old)} times, not once:\n{old}")
         code = code.replace(old, new)
     return code
 

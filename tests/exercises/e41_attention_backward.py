@@ -1,0 +1,221 @@
+"""Backward of attention, by hand. A FlashAttention kernel computes these formulas in tiles. Here they stand in plain
+PyTorch, and the N × N scores may exist:
+
+    S = Q Kᵀ / √d        P = softmax(S), row by row        O = P V
+
+dout is the gradient of the loss with respect to O. Three of the four steps back are products of matrices. The fourth
+goes through softmax, whose Jacobian of one row p is diag(p) - p pᵀ. A row of the gradient of P times this matrix is a
+vector. You can write that vector down without the matrix, and you should: for N keys the matrix has N² numbers, and
+each row has a matrix of its own.
+
+FlashAttention takes one step more: the sum over keys that this vector needs is also a sum over the columns of O. That
+is D = rowsum(dO · O). It needs neither P nor the gradient of P.
+
+No autograd here. It would keep S and P for each head, and FlashAttention exists in order not to.
+"""
+
+import itertools
+from random import Random
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from minizero.memory import Ledger
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, recognise, same, size, wrong
+from tests.exercises.tasks import attention
+
+PLAN = [
+    "Forward again: the scores with their scale, -∞ at the keys of the future if causal, the weights P.",
+    "The gradient of V comes from O = P V alone, and so does the gradient of P.",
+    "The gradient of S: the product of each row with softmax's Jacobian, which nowhere exists as a matrix.",
+    "The gradients of Q and of K come from S, with its scale. Return the three, of the shapes and dtypes of q, k, v.",
+    "Autograd records nothing, and what you hold is a few N × N matrices, whatever N is.",
+]
+HINTS = [
+    "Write one element first: with O_id = Σ_j P_ij V_jd, what is the derivative of Σ_id dO_id O_id by V_jd, and by "
+    "P_ij? Then read the sum as a product of matrices.",
+    "For one row: dS_j = P_j (dP_j - D), with D = Σ_j P_j dP_j. Put dP_j = Σ_d dO_d V_jd in, and exchange the sums.",
+    "delta = (dout * out).sum(-1, keepdim=True) has one number for each row of each head; x.mT is the transpose.",
+]
+AFTER = (
+    "PyTorch's own softmax keeps its output P for backward, N × N numbers for each head. FlashAttention keeps one "
+    "number for each row, the logsumexp, and computes P again tile by tile: your formulas in another order. It "
+    "computes D = rowsum(dO · O) in a small kernel of its own, before the tiles begin, since each tile needs the D "
+    "of whole rows. In 16 bits the products go through tensor cores, while P, dP and dS are computed in FP32, and "
+    "rounded before the next product. Read next: exercise 35, the same five lines over blocks, and `backward_tiles`"
+    " in flash/tiled.py."
+)
+MASK = "        s = s.masked_fill(future, -torch.inf)\n    p = s.softmax(-1)\n"
+WRONG = [
+    wrong("forgets-delta", ("p * (dp - delta)", "p * dp")),
+    wrong("delta-of-a-column", ("(dout * out).sum(-1, keepdim=True)", "(p * (dout @ v.mT)).sum(-2, keepdim=True)")),
+    wrong("delta-is-a-mean", (".sum(-1, keepdim=True)", ".mean(-1, keepdim=True)")),
+    wrong("forgets-the-scale", ("dk = scale * (ds.mT @ q)", "dk = ds.mT @ q"),
+          ("dq = scale * (ds @ k)", "dq = ds @ k")),
+    wrong("scale-in-dq-only", ("dk = scale * (ds.mT @ q)", "dk = ds.mT @ q")),
+    wrong("dk-not-transposed", ("ds.mT @ q", "ds @ q")),
+    wrong("dv-from-dp", ("dv = p.mT @ dout", "dv = (dout @ v.mT).mT @ dout")),
+    wrong("softmax-of-a-column", ("s.softmax(-1)", "s.softmax(-2)")),
+    wrong("forgets-the-mask", ("if causal:", "if False:")),
+    wrong("hides-after-softmax", (MASK, "        p = s.softmax(-1).masked_fill(future, 0)\n    else:\n"
+                                  "        p = s.softmax(-1)\n")),
+    wrong("hides-itself", (".triu(1)", ".triu(0)")),
+    wrong("builds-the-jacobian", ("ds = p * (dp - delta)",
+          "jacobian = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]\n"
+          "    ds = (dp[..., None, :] @ jacobian)[..., 0, :]")),
+    wrong("lets-autograd-do-it", ("    scale = ", "    given, grad = (q, k, v), torch.enable_grad()\n"
+          "    grad.__enter__()\n    q, k, v = (x.detach().requires_grad_() for x in given)\n    scale = "),
+          ("    return dq, dk, dv", "    return torch.autograd.grad(out, (q, k, v), dout)")),
+    wrong("sums-in-fp32", ("p = s.softmax(-1)", "p = s.softmax(-1, dtype=torch.float32).to(s.dtype)"), says="values"),
+    wrong("writes-into-the-inputs", ("s = scale * (q @ k.mT)", "s = q.mul_(scale) @ k.mT"),
+          ("dk = scale * (", "dk = (")),
+]  # fmt: skip
+
+
+def refuse(_: torch.Tensor) -> NoReturn:
+    fail(
+        "lets-autograd-do-it",
+        "Autograd kept a tensor for a backward of its own: compute the gradients by products, sums and exp.",
+    )
+
+
+def by_hand(*given: Any) -> Any:
+    """The answer's gradients, if autograd records nothing."""
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
+        return attention.attention_backward(*given)
+
+
+def tensors(n_q: int, n_k: int, batch: int = 1, heads: int = 2, d: int = 8, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(n_q)
+    shapes = [(batch, heads, n, d) for n in (n_q, n_k, n_k, n_q)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def by_autograd(q, k, v, dout, causal=False):
+    q, k, v = inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        s = s + torch.full(s.shape[-2:], -torch.inf, dtype=s.dtype).triu(1)
+    return torch.autograd.grad(s.softmax(-1) @ v, inputs, dout)
+
+
+def gradients(q, k, v, dout, causal) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    given = q, k, v, dout
+    before = [x.clone() for x in given]
+    got = by_hand(*given, causal)
+    if not isinstance(got, tuple | list) or len(got) != 3:
+        fail("not-three", f"Expected dq, dk and dv, got {type(got).__name__}: is there a return?")
+    for name, x, old in zip(("q", "k", "v", "dout"), given, before):
+        if not torch.equal(x, old):
+            fail("writes-into-the-inputs", f"{name} is another tensor afterwards: the caller still needs it.")
+    return got[0], got[1], got[2]
+
+
+def check() -> None:
+    q, k, v, dout = tensors(12, 12)
+    dq, dk, dv = gradients(q, k, v, dout, False)
+    want_q, want_k, want_v = by_autograd(q, k, v, dout, False)
+    scale = 8**-0.5
+    s = scale * q @ k.mT
+    p, dp = s.softmax(-1), dout @ v.mT
+    delta = (p * dp).sum(-1, keepdim=True)
+    ds = p * (dp - delta)
+    columns = s.softmax(-2)
+    words = "The weights of a row must add up to 1: softmax goes along the keys, the last dimension of S."
+    mistakes = {
+        "softmax-of-a-column": (columns.mT @ dout, words),
+        "dv-from-dp": (dp.mT @ dout, "dV is Pᵀ dO: O = P V, and P is what V was multiplied by."),
+    }
+    recognise(dv, want_v, mistakes, "dV", tolerance=1e-9)
+    variants = {
+        "forgets-delta": (
+            p * dp,
+            "dS is P · dP here. That is the diagonal of softmax's Jacobian alone: -p pᵀ is missing.",
+        ),
+        "delta-of-a-column": (
+            p * (dp - (p * dp).sum(-2, keepdim=True)),
+            "What is subtracted from dP is summed over the rows. Softmax is one row's, so its sum goes over the keys.",
+        ),
+        "delta-is-a-mean": (
+            p * (dp - delta / 8),
+            "What is subtracted from dP is 8 times too small, for a head dimension of 8: D is a sum, not a mean.",
+        ),
+        "forgets-the-scale": (ds / scale, "It is √d times too large: S has the scale 1/√d, and so has its gradient."),
+    }
+    by_name = {name: (scale * wrong_ds @ k, words) for name, (wrong_ds, words) in variants.items()}
+    recognise(dq, want_q, by_name, "dQ", tolerance=1e-9)
+    mistakes = {
+        "dk-not-transposed": (scale * ds @ q, "dK is dSᵀ Q: key j takes part in column j of S, not in row j."),
+        "scale-in-dq-only": (ds.mT @ q, "dK is √d times too large, while dQ is right: both come from S."),
+    }
+    recognise(dk, want_k, mistakes, "dK", tolerance=1e-9)
+    check_causal()
+    check_memory()
+
+
+def check_causal() -> None:
+    q, k, v, dout = tensors(12, 12)
+    got, want = gradients(q, k, v, dout, True), by_autograd(q, k, v, dout, True)
+    s = 8**-0.5 * q @ k.mT
+    future = torch.ones(12, 12).triu(1).bool()
+    after = s.softmax(-1).masked_fill(future, 0)
+    later = s.masked_fill(torch.ones(12, 12).triu(0).bool(), -torch.inf).softmax(-1)
+    if bool(got[2].isnan().any()) and bool(later.isnan().any()):
+        fail("hides-itself", "With causal=True row 0 has NaN: it sees no key at all. Row i sees key i, too.")
+    mistakes = {
+        "forgets-the-mask": (s.softmax(-1).mT @ dout, "With causal=True a key gets a gradient from rows before it."),
+        "hides-after-softmax": (
+            after.mT @ dout,
+            f"With causal=True the weights of row 0 add up to {float(after[0, 0, 0].sum()):.3f}, and not to 1: what "
+            "is hidden after softmax is still in its sum.",
+        ),
+    }
+    recognise(got[2], want[2], mistakes, "With causal=True dV", tolerance=1e-9)
+    for name, a, b in zip(("dQ", "dK"), got, want):
+        recognise(a, b, {}, f"With causal=True {name}", tolerance=1e-9)
+
+
+def check_memory() -> None:
+    """The Jacobian of each row, all at once, would be N times as large as P."""
+    given = tensors(64, 64, heads=1)
+    with Ledger() as ledger:
+        got = by_hand(*given, False)
+    matrix = 64 * 64 * 8
+    if ledger.peak["total"] > 16 * matrix:
+        fail(
+            "builds-the-jacobian",
+            f"For 64 rows and 64 keys it holds {size(ledger.peak['total'])}, where one 64 × 64 matrix is "
+            f"{size(matrix)}: are there matrices for each row? Their product with dP can be written without them.",
+        )
+    if not all(same(a, b, 1e-9) for a, b in zip(got, by_autograd(*given))):
+        fail("values", "With 64 keys the gradients are others than autograd's.")
+
+
+class Case(NamedTuple):
+    n_q: int
+    n_k: int
+    causal: bool
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    d: int
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """Rows and keys need not be as many as each other. Row 0 sees key 0 in any case."""
+    ways = itertools.product((1, 3, 8, 17), (1, 2, 9, 20), (False, True), (torch.float64, torch.float32))
+    return [Case(*row) for row in deal(random, ways, [1, 2, 3], [1, 2, 5], [1, 4, 7])]
+
+
+def result(case: Case) -> Any:
+    generator = torch.Generator().manual_seed(case.seed)
+    shapes = [(case.batch, case.heads, n, case.d) for n in (case.n_q, case.n_k, case.n_k, case.n_q)]
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes]
+    got = by_hand(*given, case.causal)
+    return {"the shapes": [tuple(x.shape) for x in got], "dQ, dK, dV in a row": torch.cat([x.reshape(-1) for x in got])}
+
+
+def tolerance(case: Case) -> float:
+    return 1e-4 if case.dtype == torch.float32 else 1e-10
