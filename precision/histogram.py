@@ -61,7 +61,7 @@ class Histogram:
         """Draw the percentage of values in each bin, the zeros beside them, and FP16's range; returns the Axes.
 
         scale: a loss scale. A second band then shows which values FP16 holds after they are multiplied by it.
-        "Too small" counts the values below 2^-24; rounding to nearest saves those above 2^-25.
+        "Below" counts the values below 2^-24; rounding to nearest saves those above 2^-25.
         """
         if self.total == 0:
             raise ValueError("plot: the histogram is empty: collect some values first")
@@ -234,7 +234,7 @@ def _draw_band(histogram: Histogram, ax: Any, shift: float, y: float, names: lis
     words["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     about = "" if shift % 1 == 0 else "about "  # then a bin lies across each end
     below, above = histogram.share(-math.inf, smallest), histogram.share(end, math.inf)
-    ax.text(smallest - 0.1 * per_inch, y + 0.035, f"{about}{_percent(below)} too small", ha="right", **words)
+    ax.text(smallest - 0.1 * per_inch, y + 0.035, f"{about}{_percent(below)} below", ha="right", **words)
     if above:
         ax.text(end + 0.1 * per_inch, y + 0.035, f"{about}{_percent(above)}\ntoo large", ha="left", **words)
 

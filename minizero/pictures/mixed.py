@@ -64,15 +64,18 @@ def plot_scale(scales: Sequence[float], skipped: Sequence[int], axes: Axes | Non
     return axes
 
 
-def plot_lost(ratios: Sequence[float], lost: Sequence[float], axes: Axes | None = None) -> Axes:
-    """Draws which share of updates is lost (0 to 1) against weight / update."""
+def plot_lost(ratios: Sequence[float], lost: Mapping[str, Sequence[float]], axes: Axes | None = None) -> Axes:
+    """Draws which share of updates is lost (0 to 1) against weight / update, a curve for each format."""
     axes = axes or new_axes(11, 4.4)
-    axes.plot(ratios, [100 * share for share in lost], color=COLORS["parameters"], linewidth=4)
-    for limit, side in ((2048, "right"), (4096, "left")):
+    looks: list[Look] = [{"color": ORANGE, "linestyle": "dashed"}, {"color": COLORS["parameters"]}]
+    for (name, shares), look in zip(lost.items(), looks):
+        axes.plot(ratios, [100 * share for share in shares], label=name, linewidth=4, **look)
+    for limit, side in ((256, "right"), (512, "left"), (2048, "right"), (4096, "left")):
         axes.axvline(limit, color="black", linewidth=1.2, linestyle="dotted")
         axes.text(limit, 50, f" {limit:,} ", ha=side, fontsize=FONT)
     axes.set_xscale("log", base=2)
-    ticks = [2**power for power in range(9, 14)]
+    axes.legend(fontsize=FONT, frameon=False, loc="upper left")
+    ticks = [2**power for power in range(6, 14)]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     label_axes(axes, "weight / update", "updates lost (%)", ticks=FONT - 2)
     return axes
@@ -180,8 +183,8 @@ _KINDS = {
     "moments": COLORS["optimizer"],
 }
 _ARROWS: list[tuple[tuple[float, float], tuple[float, float], str, tuple[float, float], str]] = [
-    ((2.3, 5.55), (3.9, 5.55), "forward", (3.1, 5.85), "center"),
-    ((6.2, 5.55), (7.8, 5.55), "forward", (7.0, 5.85), "center"),
+    ((2.3, 5.55), (3.9, 5.55), "×", (3.1, 5.85), "center"),
+    ((6.2, 5.55), (7.8, 5.55), "=", (7.0, 5.85), "center"),
     ((10.1, 5.55), (11.7, 5.55), "mean", (10.9, 5.85), "center"),
     ((12.85, 5), (12.85, 3.7), " 1 scale", (12.9, 4.35), "left"),
     ((11.7, 3.15), (10.1, 3.15), "backward", (10.9, 3.45), "center"),

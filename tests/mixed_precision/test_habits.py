@@ -89,7 +89,7 @@ def test_columns_of_bytes_add_up_and_have_the_colours_of_all_pictures():
 
 
 def test_curves_have_the_numbers_that_were_given():
-    assert list(mixed.plot_lost([1024, 4096], [0, 0.5]).lines[0].get_ydata()) == [0, 50]
+    assert list(mixed.plot_lost([1024, 4096], {"FP16": [0, 0.5]}).lines[0].get_ydata()) == [0, 50]
     assert list(mixed.plot_sums([2, 4], {"FP16": [0.1, 0.2]}).lines[0].get_ydata()) == [0.1, 0.2]
     axes = mixed.plot_peaks([1, 2], {"FP32": [2**20, 2**21], "mixed precision": [2**20, 2**20]})
     assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2], [1, 1]]

@@ -281,12 +281,12 @@ def test_the_bands_are_where_fp16_is_and_where_it_is_after_scaling():
     histogram = Histogram({-30: 10, -26: 20, -20: 30, 15: 25, 16: 5}, zeros=10)
     axes = histogram.plot()
     assert [band[:2] for band in bands(axes)] == [(ends[0], ends[1]), (ends[1], ends[2])]
-    assert "30 % too small" in texts(axes) and "5 %\ntoo large" in texts(axes)
+    assert "30 % below" in texts(axes) and "5 %\ntoo large" in texts(axes)
     axes = histogram.plot(scale=8)
     assert [band[:2] for band in bands(axes)[2:]] == [(-27, -17), (-17, 13)]
-    assert "FP16 after scaling by 8" in texts(axes) and "10 % too small" in texts(axes)
+    assert "FP16 after scaling by 8" in texts(axes) and "10 % below" in texts(axes)
     assert "30 %\ntoo large" in texts(axes)
-    assert "about 5 % too small" not in texts(axes)
+    assert "about 5 % below" not in texts(axes)
     assert any(text.startswith("about") for text in texts(histogram.plot(scale=1000)))
 
 
