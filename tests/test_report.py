@@ -147,6 +147,16 @@ def test_a_ledgers_curve_goes_on_the_axes_that_it_is_given():
     assert legend and [text.get_text() for text in legend.get_texts()] == ["parameters", "activations"]
 
 
+def test_a_marked_place_names_both_of_its_sides():
+    axes = Figure().subplots()
+    axes.set_xlim(0, 10)
+    pictures.mark_place(axes, 4, "before", "after")
+    assert list(axes.lines[0].get_xdata()) == [4, 4]
+    before, after = (text.get_window_extent() for text in axes.texts)
+    assert before.x1 < axes.transData.transform((4, 0))[0] < after.x0
+    assert [text.get_text() for text in axes.texts] == ["before", "after"]
+
+
 def test_losses_name_the_largest_difference():
     title = pictures.draw_losses(make_results()).get_suptitle()
     assert title.endswith("largest difference between stages: 0.375")

@@ -14,7 +14,7 @@ clickable.py  bits that can be clicked, as HTML
 mixed.py      what 16 bits break, and what mixed precision holds
 """
 
-from minizero.pictures.memory import draw_curves, draw_losses, plot_curve
+from minizero.pictures.memory import draw_curves, draw_losses, mark_place, plot_curve
 from minizero.pictures.parts import draw_parts, draw_steps
 from minizero.pictures.ring import animate_ring, draw_ring
 from minizero.pictures.schedule import plot_schedule
@@ -44,6 +44,7 @@ __all__ = [
     "draw_predicted_times",
     "draw_ring",
     "draw_steps",
+    "mark_place",
     "plot_curve",
     "plot_schedule",
     "plot_timeline",

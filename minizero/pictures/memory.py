@@ -69,6 +69,14 @@ def plot_curve(samples: Sequence[Any], axes: Axes | None = None, note: str = "")
     return axes
 
 
+def mark_place(axes: Axes, place: float, before: str, after: str) -> None:
+    """Draws a dotted line at `place`, and names what is on its left and on its right."""
+    axes.axvline(place, color="black", linestyle="dotted", linewidth=2)
+    for words, side, shift in ((before, "right", -8), (after, "left", 8)):
+        at: Look = {"xycoords": axes.get_xaxis_transform(), "xytext": (shift, 0), "textcoords": "offset points"}
+        axes.annotate(words, (place, 0.94), ha=side, fontsize=FONT, **at)
+
+
 def draw_losses(results: Results) -> Figure:
     """Draws the stages' losses over each other, and says by how much they differ at most."""
     losses = [run["losses"] for run in results["runs"]]
