@@ -71,7 +71,7 @@ def step_by_step(
         if method in ("gather", "release", "forward_is_over", "reduce") and unit is not None:
             tell(f"{'backward' if model.in_backward else 'forward'}: {unit.name}")
 
-    model.observers.append((lambda: None, after))
+    model.watchers.append((lambda: None, after))
     for _ in range(steps):
         model(x, y).backward()
         optimizer.step()

@@ -1,6 +1,6 @@
 """DDP, stage 0: every rank holds everything; gradients are averaged in backward.
 
-    per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ   = 16Ψ bytes
+    per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ   = 16Ψ bytes, for Ψ parameters
     sent per step           2Ψ (N-1)/N elements: all-reduce of the gradients
 
 Each rank computes on its own part of the batch, and since all start from the same parameters
@@ -50,7 +50,8 @@ class DDP(Engine):
             return
         for dtype in list(self.buckets) if unit is self.in_order[-1] else [unit.dtype]:
             bucket = self.buckets.pop(dtype)
-            # Row r is chunk r of every unit, so each number is summed in the same order as in the other stages.
+            # A ring sums chunk r from rank r+1 on. Row r is chunk r of every unit, so each number is summed in the same
+            # order as in the other stages.
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
             rows = torch.cat(by_rank, dim=1)
             tag(rows, "gradients")

@@ -5,7 +5,10 @@
 
 The root unit holds what lies outside every block, such as the embeddings. The engine hears of these moments by hooks of
 PyTorch. passes.py has those of the model and of each parameter: a parameter's gradient has come, so `deposit`; it was
-the unit's last one, so `reduce(unit, unit.gradient.take())`. uses.py has those of each unit.
+the unit's last one, so `reduce(unit, unit.gradient.take())`, if the units before it in `in_order` are reduced. What is
+left is reduced at the end of backward, so that all ranks reduce all units in one order. uses.py has those of each unit.
+Reduce comes before release: autograd brings the gradients of a unit's parameters before that of its input, by which
+its backward is over.
 """
 
 import abc
@@ -64,7 +67,7 @@ class Engine(Wrapped, abc.ABC):
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
         self.uses = Uses()
-        self.observers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
+        self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
         self.note_names()
         for name, buffer in module.named_buffers():
             buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
@@ -102,10 +105,10 @@ class Engine(Wrapped, abc.ABC):
         """The unit is about to be used, in forward or in backward: make its parameters whole."""
 
     def release(self, unit: Unit) -> None:  # noqa: B027
-        """The unit's backward is over: give the memory of its parameters back."""
+        """The unit is not used for now: free the memory of its parameters."""
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
-        """The unit's forward is over: give that memory back until backward needs it."""
+        """The unit's forward is over: free that memory until backward needs it."""
 
     def finish(self) -> None:  # noqa: B027
         """All units are reduced: what is still under way beside this thread must end."""
@@ -118,22 +121,22 @@ class Engine(Wrapped, abc.ABC):
     # When.
 
     @property
-    def when(self) -> Any:
-        """Who gathers, releases and reduces when the engine says so.
+    def mover(self) -> Any:
+        """Whose methods the hooks call: the stage's own, or with prefetch those of its `Ahead` (prefetch.py).
 
-        The stage itself; or its `Ahead`, which puts the stage's own parts (`make_room`, `fill`, `average`) together in
-        another order, with collectives in other threads.
+        An `Ahead` puts the stage's parts (`make_room`, `fill`, `average`) together in another order, with collectives
+        in other threads, and hands on the rest. `forward_is_over` is always the stage's: it only decides.
         """
         return self.ahead or self
 
     def do(self, what: Callable[..., None], *args: Any) -> None:
-        """Call `what`, one of the stage's methods, and tell those who watch."""
-        for before, _ in self.observers:
+        """Call `what`, a method of the mover, and tell those who watch."""
+        for before, _ in self.watchers:
             before()
         try:
             what(*args)
         finally:
-            for _, after in self.observers:
+            for _, after in self.watchers:
                 after(what.__name__, *args)
 
     @property

@@ -1,7 +1,7 @@
 """One unit's gradient on this rank, from the first parameter that has one to the average over the ranks.
 
     Unit.begin_gradient ──► put, put, … ──► take ──► (averaged over the ranks) ──► Unit.set_gradient
-    backward begins         Engine.deposit  Backward.reduce_next, Stage.reduce
+    backward begins         Engine.deposit  Backward.reduce_next, then the stage's `reduce`
 
 Backward brings the parameters' gradients one by one. Each is added to its place in one flat buffer, so that one
 collective reduces the whole unit. A parameter that was not used leaves zeros in its place.

@@ -51,11 +51,11 @@ def begin_forward(engine: Any) -> None:
             engine.backward = None
             release_all(engine)
             for unit in engine.in_order:
-                unit.gradient = None  # the shards' .grad are as they were
+                unit.gradient = None  # .grad is as it was before, without what no_sync had added up
         engine.uses.running.clear()  # what is left there ended by an exception
-    engine.do(engine.when.before_forward)
+    engine.do(engine.mover.before_forward)
     for unit in engine.roots:
-        engine.do(engine.when.gather, unit)
+        engine.do(engine.mover.gather, unit)
 
 
 def end_forward(engine: Any, output: Any) -> None:
@@ -127,7 +127,7 @@ class Backward:
         for unit in self.engine.in_order:
             unit.begin_gradient()
         for unit in self.engine.roots:  # an earlier backward of the same forward may have released them
-            self.engine.do(self.engine.when.gather, unit)
+            self.engine.do(self.engine.mover.gather, unit)
         # Only autograd knows when the whole backward is over; then it calls this.
         torch_private.call_at_end_of_backward(self.end)
 
@@ -152,7 +152,7 @@ class Backward:
         if gradient is None or gradient.is_sparse:
             raise RuntimeError(f"{unit.name}: sparse gradients are not supported: use sparse=False")
         self.owed[unit].discard(number)
-        self.engine.when.deposit(unit, number, gradient)
+        self.engine.mover.deposit(unit, number, gradient)
 
     def reduce_complete(self) -> None:
         """Reduce the units that owe nothing more, as far as the order allows."""
@@ -162,12 +162,12 @@ class Backward:
     def reduce_next(self) -> None:
         unit = self.left.pop(0)
         assert unit.gradient is not None
-        self.engine.do(self.engine.when.reduce, unit, unit.gradient.take())
+        self.engine.do(self.engine.mover.reduce, unit, unit.gradient.take())
 
     def end(self) -> None:
         while self.engine.sync and self.left:  # what was not used has a gradient of zero
             self.reduce_next()
-        self.engine.do(self.engine.when.finish)
+        self.engine.do(self.engine.mover.finish)
         release_all(self.engine)
         for unit in self.engine.in_order:
             if unit.gradient is not None:  # under no_sync
@@ -189,4 +189,4 @@ def release_all(engine: Any) -> None:
     """No unit is in use any more."""
     engine.uses.open.clear()
     for unit in engine.units:
-        engine.do(engine.when.release, unit)
+        engine.do(engine.mover.release, unit)

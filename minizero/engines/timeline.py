@@ -38,7 +38,7 @@ class Timeline:
 
     def __enter__(self) -> "Timeline":
         self.open = contextlib.ExitStack()
-        self._watch(self.model.observers, (self._before, self._after))
+        self._watch(self.model.watchers, (self._before, self._after))
         self._watch(self.model.comm.observers, self._observe)
         if self.optimizer is not None:
             begin, end = lambda *_: self._begin("optimizer step"), lambda *_: self._end("optimizer")

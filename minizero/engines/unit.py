@@ -2,7 +2,7 @@
 
     replica   what the module computes with: all of it, in the computing dtype; its parameters are views of it
     master    what the optimizer steps: FP32, this rank's chunk, or all of it (DDP)
-    shards    the optimizer's parameters: views of `master`, cut where `group_by` asks for it
+    shards    the optimizer's parameters: views of `master`, cut where `group_by` asks for it; without it, one
     gradient  what backward has brought on this rank so far
 
 In FP32 the master may be a view of the replica. A frozen unit, which no optimizer steps, has its master in the
@@ -54,7 +54,9 @@ class Unit:
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        self.nodes: list[Any] = []  # of autograd, which write .grad: see `put_aside` in passes.py
+        self.nodes: list[
+            Any
+        ] = []  # if `original`: autograd's, which write .grad; held so that their hooks stay (passes.py)
         self.version = -1  # of `master` when the replica was last made from it
 
     @property
@@ -64,7 +66,7 @@ class Unit:
 
     @property
     def whole(self) -> bool:
-        """Does this rank's optimizer hold the whole unit (DDP), or a chunk of it?"""
+        """Does this rank's optimizer hold the whole unit (DDP, or one rank), or a chunk of it?"""
         return self.master.numel() == self.size
 
     @property
@@ -118,25 +120,25 @@ class Unit:
     def begin_gradient(self) -> None:
         """A backward begins. What the shards' .grad holds then is one of three:
 
+        None, after zero_grad()                 a local sum is dropped, too
         an average from before this backward    it is added to the new one in the end
         a view of the local sum, under no_sync  backward goes on adding to that
-        None, after zero_grad()                 a local sum is dropped, too
         """
         if all(shard.grad is None for shard in self.shards):
             self.gradient = None
         if self.gradient is None:
-            # .grad stays on the shard meanwhile: so zero_grad() still clears it, even if this backward raises.
             self.gradient = LocalGradient(self.layout, self.shards, self.dtype, self.comm.device)
-            return
-        check_unwritten(self)
-        for shard in self.shards:
-            shard.grad = None
+        else:
+            check_unwritten(self)
+        # The .grad of before stays meanwhile: so zero_grad() clears it, even if this backward raises.
+        for shard, before in zip(self.shards, self.gradient.before, strict=True):
+            shard.grad = before
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Let the shards' .grad be the average plus what they had before. average: flat, perhaps with padding behind.
 
-        `full` lives as long as .grad, until zero_grad(): in stages 0 and 1 its 4Ψ bytes are real, and the ledger sees
-        them. What was averaged in 16 bits becomes FP32 here, for the optimizer.
+        `full` is read by nobody. It lives as long as .grad, until zero_grad(): stages 0 and 1 keep the full gradient,
+        and the ledger sees it. What was averaged in 16 bits becomes FP32 here, for the optimizer.
         """
         assert self.gradient is not None
         flat = average.float()

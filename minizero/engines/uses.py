@@ -84,21 +84,21 @@ class Use:
             self.opened = this
             check_unchanged(self.engine, self.unit, self.version)
             self.engine.uses.open[self.unit] += 1
-            self.engine.do(self.engine.when.gather, self.unit)
+            self.engine.do(self.engine.mover.gather, self.unit)
 
     def close(self, _: Any) -> None:
         if self.opened == torch_private.current_backward() != self.closed:
             self.closed = self.opened
             self.engine.uses.open[self.unit] -= 1
             if not self.engine.uses.open[self.unit]:  # no other use of the same unit is open
-                self.engine.do(self.engine.when.release, self.unit)
+                self.engine.do(self.engine.mover.release, self.unit)
 
 
 def watch_uses(engine: Any, unit: Unit) -> None:
     """Register the hooks that tell the engine of the unit's uses."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        engine.do(engine.when.gather, unit)
+        engine.do(engine.mover.gather, unit)
         changed = without_leaves(args, kwargs)
         engine.uses.running.append(Use(engine, unit, changed or (args, kwargs)))
         return changed

@@ -21,7 +21,7 @@ class Zero2(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        # In FP32 the shard is a view of the replica; a 16-bit replica needs an FP32 master beside it.
+        # In FP32 the master is a view of the replica; a 16-bit replica that trains needs an FP32 master beside it.
         unit.master = unit.chunk(full) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 

@@ -3,7 +3,7 @@
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
-The replica of a unit exists only while the unit computes, in forward and again in backward: `gather`
+The replica of a unit exists only while the unit is used, in forward and again in backward: `gather`
 fills its buffer from all ranks' chunks, `release` empties it. The root unit is gathered once.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
@@ -51,7 +51,7 @@ class Zero3(Engine):
         self.inside, self.across = groups(comm, sharding_factor)
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
-        self.ahead = Ahead(self, prefetch) if prefetch else None  # instead of gather and reduce, from the same parts
+        self.ahead = Ahead(self, prefetch) if prefetch else None  # its gather and reduce, not ours: see Engine.mover
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
@@ -67,7 +67,7 @@ class Zero3(Engine):
         unit.point_parameters_at(unit.replica)
 
     def make_room(self, unit: Unit) -> None:
-        """Give the replica its memory back. From here on it counts as fresh: its gather has begun."""
+        """Allocate the replica's memory. From here on it counts as fresh: its gather has begun."""
         unit.replica.untyped_storage().resize_(unit.size * unit.dtype.itemsize)
         unit.replica_is_fresh_now()
 
@@ -85,7 +85,7 @@ class Zero3(Engine):
 
     def forward_is_over(self, unit: Unit) -> None:
         if self.reshard_after_forward or not torch.is_grad_enabled():
-            self.when.release(unit)
+            self.mover.release(unit)
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after this: its memory is free for the next unit's.

@@ -1,13 +1,13 @@
 """The whole idea of ZeRO stage 3 on a page: read this first.
 
-A model is a list of layers. Each rank keeps 1/N of each layer's parameters: its shard. Before a layer computes, all
-ranks gather its parameters, and after that they drop them again. Backward goes from the last layer to the first in
-the same way. Of each gradient a rank keeps the part that belongs to its shard.
+A model is a list of layers, each with parameters. Each rank keeps 1/N of each layer's parameters: its shard. Before a
+layer computes, all ranks gather its parameters, and after that they drop them again. Backward goes from the last layer
+to the first in the same way. Of each gradient a rank keeps the part that belongs to its shard.
 
     forward     gather 0, compute 0, drop 0     gather 1, compute 1, drop 1     …
     backward    …     gather 1, backward 1, drop 1, reduce 1     gather 0, backward 0, drop 0, reduce 0
 
-Of the activations only each layer's input is kept, so a layer computes twice (without dropout: it would differ).
+Of the activations only each layer's input is kept, so a layer computes twice (so no dropout: it would differ).
 `zero3.py` keeps all activations and computes each layer once, and needs no loop of its own: hooks say when to gather.
 Rajbhandari et al., 2019, "ZeRO", section 5.3.
 """
@@ -31,7 +31,7 @@ def shard(layer: nn.Module, comm: Comm) -> torch.Tensor:
 
 
 def drop(layer: nn.Module) -> None:
-    """Give the memory of the layer's parameters back."""
+    """Free the memory of the layer's parameters."""
     for parameter in layer.parameters():
         parameter.untyped_storage().resize_(0)  # the memory goes, the shape stays
 
@@ -39,8 +39,8 @@ def drop(layer: nn.Module) -> None:
 def step(layers: list, shards: list, x: torch.Tensor, loss_of: Callable, comm: Comm, learning_rate: float) -> float:
     """One step of SGD on this rank's part x of the batch; returns its loss. It updates `shards` in place."""
     inputs = []
-    for layer, mine in zip(layers, shards):  # the parameters become views of what is gathered
-        vector_to_parameters(all_gather(mine, comm), layer.parameters())
+    for layer, mine in zip(layers, shards):
+        vector_to_parameters(all_gather(mine, comm), layer.parameters())  # they become views of what is gathered
         inputs.append(x)
         with torch.no_grad():
             x = layer(x)

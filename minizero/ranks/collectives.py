@@ -43,7 +43,8 @@ def ring_reduce_scatter(
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
-    count = min(comm.transport.ring_buffers(partial), comm.size - 1)  # one goes out, one is filled; processes take more
+    # Two would do: one goes out, one is filled. A transport may want more; more than N-1 are of no use.
+    count = min(comm.transport.ring_buffers(partial), comm.size - 1)
     buffers = [torch.empty_like(partial) for _ in range(count)]
     for buffer in buffers:
         tag(buffer, "communication")
@@ -103,6 +104,9 @@ def all_reduce(tensor: Tensor, comm: Comm, op: str = "sum", *, out: Tensor | Non
     `out`, if given, is filled; it must be contiguous, of a size that N divides, and may be `tensor` itself.
     """
     check_op("all_reduce", op, COMBINE, tensor)
+    check_out("all_reduce", out, tensor.shape, tensor.dtype)
+    if out is not None and out.numel() % comm.size:
+        raise ValueError(f"all_reduce: {comm.size} ranks do not divide the {out.numel()} elements of out: leave it out")
     with agreement(comm, "all_reduce", tensor, op=op, label=label):
         if out is None:  # padding travels too, but it is only combined with other ranks' padding
             flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)

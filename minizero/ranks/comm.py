@@ -8,7 +8,8 @@ another learns only from a message, and a `Comm` sends and receives the messages
 
 `send` returns when the matching `recv` has copied the data (a rendezvous, as in MPI). Two ranks
 that both `send` first deadlock; use `send_recv`. The collectives
-(collectives.py) are made of these three calls; data parallelism and ZeRO are made of the collectives.
+(collectives.py) are made of these three calls, and tell the transport what comes `soon`; data parallelism and ZeRO are
+made of the collectives.
 """
 
 import contextlib

@@ -90,6 +90,23 @@ def test_zero_grad_clears_what_was_there_before_a_backward_that_broke_off():
     check(seeded(Blocks), forward=forward)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(stage):
+    @wrapped(stage)
+    def use(model, comm):
+        x = vectors(0).chunk(comm.size)[comm.rank]
+        model(x).square().mean().backward()
+        average = [p.grad.clone() for p in model.parameters()]
+        with model.no_sync():
+            model(2 * x).square().mean().backward()
+        out = model(x)
+        model.module.out.weight.register_hook(lambda _: 1 / 0)  # the root's: every block has yet to come
+        with pytest.raises(ZeroDivisionError):
+            out.square().mean().backward()
+        assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), average, strict=True))
+        return True
+
+
 def test_a_forward_that_raises_leaves_nothing_gathered():
     def forward(model, x, rank):
         with pytest.raises(TypeError):

@@ -318,6 +318,8 @@ def test_bad_arguments():
     refused(lambda comm: reduce_scatter(torch.tensor(1.0), comm), "dimension 0")
     refused(lambda comm: all_gather(torch.ones(2), comm, out=torch.ones(5)), r"out must be \(6,\)")
     refused(lambda comm: all_gather(torch.ones(2), comm, out=torch.ones(6).double()), "out must be .*float32")
+    refused(lambda comm: all_reduce(torch.ones(6), comm, out=torch.ones(6).double()), "out must be .*float32")
+    refused(lambda comm: all_reduce(torch.ones(5), comm, out=torch.ones(5)), "3 ranks do not divide the 5 elements")
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool])
