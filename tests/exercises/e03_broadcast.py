@@ -89,31 +89,36 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: str
-    disagree: bool
+    disagree: str
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    ways = [(n, root) for n in range(1, 9) for root in range(n)]
-    shapes, disagree = [*rank_kit.SHAPES, (0, 2)], [False] * 5 + [True]
+    ways = [(n, root) for n in range(1, 9) for root in (*range(n), -1, n)]
+    shapes, disagree = [*rank_kit.SHAPES, (0, 2)], ["", "", "", "", "root", "label"]
     seed = random.randrange(10**6)
-    whole = [Case(3, 1, (4, 3, 2), torch.float32, layout, False, seed) for layout in rank_kit.LAYOUTS]
+    whole = [Case(3, 1, (4, 3, 2), torch.float32, layout, "", seed) for layout in rank_kit.LAYOUTS]
     return whole + [Case(*row) for row in deal(random, ways, shapes, rank_kit.DTYPES, rank_kit.LAYOUTS, disagree)]
 
 
 def result(case: Case) -> Any:
-    """disagree: the ranks do not name the same root, and must notice it before anything is sent."""
+    """disagree: in what the ranks differ, which they must notice before anything is sent. Roots -1 and N are none."""
     times = rank_kit.shared_times()
 
-    def on_rank(comm) -> dict[str, Any]:
-        mine = rank_kit.whole(case.seed + comm.rank, case.shape, case.dtype, case.layout)
+    def on_rank(comm) -> Any:
+        mine = rank_kit.whole(case.seed + comm.rank, case.shape, case.dtype, case.layout, special=rank_kit.SPECIAL)
         before, watch = mine.clone(), rank_kit.Watch(comm, times)
-        root = (case.root + (comm.rank == 0)) % comm.size if case.disagree else case.root
-        got = collectives.broadcast(mine, comm, root)
+        root = (case.root + (comm.rank == 0)) % comm.size if case.disagree == "root" else case.root
+        label = f"rank {comm.rank}" if case.disagree == "label" else "all ranks"
+        try:
+            got = collectives.broadcast(mine, comm, root, label=label)
+        except ValueError as error:
+            return type(error).__name__
         return {
             "the result": got,
             "contiguous": got.is_contiguous(),
-            "unchanged input": torch.equal(mine, before),
+            "the input afterwards": mine,
+            "the input": before,
             "another memory than the input's": got.data_ptr() != mine.data_ptr() or not mine.numel(),
             "hops in a row": watch.hops,
             "bytes sent": watch.sent,
@@ -126,6 +131,8 @@ def result(case: Case) -> Any:
             raise
         return "an error"
     if case.disagree and case.ranks > 1:
-        return "no error, though the ranks name different roots"
+        return "no error, though the ranks differ"
+    if "ValueError" in seen:
+        return seen
     hops, sent = max(rank.pop("hops in a row") for rank in seen), sum(rank.pop("bytes sent") for rank in seen)
     return rank_kit.by_rank(seen) | {"the most hops in a row": hops, "the bytes that all ranks sent": sent}

@@ -34,6 +34,8 @@ HINTS = [
 WRONG = [
     wrong("always-fp32", ("rounding_to(accumulator)", "rounding_to(FP32)")),
     wrong("always-fp16", ("rounding_to(accumulator)", "rounding_to(FloatFormat(5, 10))")),
+    wrong("fp32-is-exact", ("rounding_to(accumulator)", "rounding_to(accumulator) if accumulator.width < 32 else "
+                                                        "lambda terms: terms")),
     wrong("products-in-fp16", ("round_(x * y)", "round_(x.half() * y.half()).double()")),
     wrong("products-not-rounded", ("round_(x * y).movedim", "(x * y).movedim")),
     wrong("result-not-rounded", ("_as_fp16(sequential(products, products.new_zeros(products.shape[1:]), round_), a)",
@@ -69,6 +71,12 @@ def check() -> None:
             "to 2048.",
         )
     small = torch.tensor([2.0**-14] * 2)
+    cancels = torch.tensor([4096.0, 1.0, 4096.0])
+    if accumulate.dot(cancels, torch.tensor([4096.0, 1.0, -4096.0]), FP32) == 1:
+        fail(
+            "fp32-is-exact",
+            "2^24 + 1 - 2^24 with an FP32 accumulator gave 1, but FP32 has no 2^24 + 1: round its partial sums, too.",
+        )
     tiny = accumulate.dot(small, torch.tensor([2.0**-11, 2.0**-11]), FP32)
     if tiny == 0:
         fail("products-in-fp16", "2^-14 · 2^-11, twice, is 2^-24 with an FP32 accumulator, and vanished: a product was "
@@ -118,6 +126,7 @@ def draw(random: Random) -> list[Case]:
     """The values have about 2^exponent. Shapes may broadcast; those that do not fit are an error."""
     n = random.randint(20, 40)
     shapes = [((n,), (n,)), ((3, n), (3, n)), ((2, 1, n), (4, n)), ((2, 3, 1), (2, 3, 1)), ((n,), (n - 1,)), ((), (n,))]
+    shapes += [((1,), (n,)), ((3, n), (3, 1))]
     ways = [(name, pair) for name in FORMATS for pair in shapes]
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     return [Case(*row) for row in deal(random, ways, dtypes, [0, 0, -4, -12, 2, 8], [False, False, True])]

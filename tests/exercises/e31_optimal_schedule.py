@@ -12,6 +12,7 @@ backward_sizes(stages) gives what each stage's backward needs. unfold(stages, sp
 split(i, end, kept) says which k was best.
 """
 
+import dataclasses
 from random import Random
 from typing import Any, NamedTuple
 
@@ -129,6 +130,9 @@ def draw(random: Random) -> list[Case]:
 def result(case: Case) -> dict[str, Any]:
     """Of the schedules that need so little any is right: two choices may be equally good."""
     stages = [Stage(1, 2, boundary=b, tape=t, output=o) for b, t, o in zip(*case)]
+    optimal.least_budget(
+        [dataclasses.replace(stage, tape=1 + 2 * stage.tape) for stage in stages]
+    )  # another chain before
     total, schedule = optimal.least_budget(stages)
     actions = [step.action for step in schedule.steps]
     return {
