@@ -145,6 +145,8 @@ def _equal(got: float, want: float, tolerance: float) -> bool:
 def _brief(value: Any) -> str:
     if value is None:
         return "None: is there a return?"
+    if isinstance(value, dict):
+        return f"{len(value)} values"
     text = str(value) if not isinstance(value, torch.Tensor) else f"a tensor of shape {tuple(value.shape)}"
     return text if len(text) <= 120 else f"{text[:117]} …"
 
