@@ -108,13 +108,19 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    ways = itertools.product(range(1, 21), range(1, 9))
+    ways = itertools.product(range(21), range(1, 9))
     dtypes = [*rank_kit.DTYPES, torch.uint8, torch.bool, torch.complex64]
     rows = deal(random, ways, [(), (3,), (2, 4), (1, 1, 2)], dtypes, rank_kit.LAYOUTS)
     return [Case(*row) for row in rows]
 
 
 def result(case: Case) -> dict[str, Any]:
-    given = rank_kit.whole(case.seed, (case.rows, *case.other_dimensions), torch.float32, case.layout).to(case.dtype)
+    """Two tensors of one shape, one after the other."""
+    special = rank_kit.SPECIAL if case.dtype.is_floating_point else ()
+    shape = case.rows, *case.other_dimensions
+    given, other = (
+        rank_kit.whole(case.seed + i, shape, torch.float32, case.layout, special=special).to(case.dtype) for i in (0, 1)
+    )
     before = given.clone()
-    return {"the padded tensor": layout.pad(given, case.multiple), "unchanged input": torch.equal(given, before)}
+    padded, next_padded = layout.pad(given, case.multiple), layout.pad(other, case.multiple)
+    return {"the padded tensor": padded, "the next": next_padded, "the input afterwards": (given, before)}

@@ -118,13 +118,15 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     ways = [(n, factor) for n in range(1, 9) for factor in range(1, n + 1) if n % factor == 0]
-    return [Case(*row) for row in deal(random, ways, range(1, 6), rank_kit.DTYPES)]
+    return [Case(*row) for row in deal(random, ways, range(6), rank_kit.DTYPES)]
 
 
 def result(case: Case) -> dict[str, Any]:
     def on_rank(comm) -> dict[str, Any]:
         flat = torch.arange(case.sharding_factor * case.elements_each).to(case.dtype)
-        mine = chunk(flat, comm.split(comm.rank // case.sharding_factor), comm)
+        ours = cast(unit.Unit, Unit(comm.split(comm.rank // case.sharding_factor), comm))
+        unit.Unit.chunk(ours, torch.zeros_like(flat))  # another buffer of the same unit
+        mine = unit.Unit.chunk(ours, flat)
         mine += 100
         return {"the chunk after += 100": mine, "the buffer after chunk += 100": flat}
 

@@ -95,31 +95,36 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: str
-    disagree: bool
+    differ_in: str
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    ways = [(n, root) for n in range(1, 9) for root in range(n)]
-    shapes, disagree = [*rank_kit.SHAPES, (0, 2)], [False] * 5 + [True]
+    ways = [(n, root) for n in range(1, 9) for root in (*range(n), -1, n)]
+    shapes, differ_in = [*rank_kit.SHAPES, (0, 2)], [*["nothing"] * 4, "the root", "the label"]
     seed = random.randrange(10**6)
-    whole = [Case(3, 1, (4, 3, 2), torch.float32, layout, False, seed) for layout in rank_kit.LAYOUTS]
-    return whole + [Case(*row) for row in deal(random, ways, shapes, rank_kit.DTYPES, rank_kit.LAYOUTS, disagree)]
+    whole = [Case(3, 1, (4, 3, 2), torch.float32, layout, "nothing", seed) for layout in rank_kit.LAYOUTS]
+    return whole + [Case(*row) for row in deal(random, ways, shapes, rank_kit.DTYPES, rank_kit.LAYOUTS, differ_in)]
 
 
 def result(case: Case) -> Any:
-    """disagree: the ranks do not name the same root, and must notice it before anything is sent."""
+    """differ_in: what the ranks do not agree on, and must notice before they send anything. -1 and N are no roots."""
     times = rank_kit.shared_times()
 
-    def on_rank(comm) -> dict[str, Any]:
-        mine = rank_kit.whole(case.seed + comm.rank, case.shape, case.dtype, case.layout)
+    def on_rank(comm) -> Any:
+        mine = rank_kit.whole(case.seed + comm.rank, case.shape, case.dtype, case.layout, special=rank_kit.SPECIAL)
         before, watch = mine.clone(), rank_kit.Watch(comm, times)
-        root = (case.root + (comm.rank == 0)) % comm.size if case.disagree else case.root
-        got = collectives.broadcast(mine, comm, root)
+        root = (case.root + (comm.rank == 0)) % comm.size if case.differ_in == "the root" else case.root
+        label = f"rank {comm.rank}" if case.differ_in == "the label" else "all ranks"
+        try:
+            got = collectives.broadcast(mine, comm, root, label=label)
+        except ValueError as error:
+            return type(error).__name__
         return {
             "the result": got,
             "contiguous": got.is_contiguous(),
-            "unchanged input": torch.equal(mine, before),
+            "the input afterwards": mine,
+            "the input": before,
             "another memory than the input's": got.data_ptr() != mine.data_ptr() or not mine.numel(),
             "hops in a row": watch.hops,
             "bytes sent": watch.sent,
@@ -128,10 +133,12 @@ def result(case: Case) -> Any:
     try:
         seen = ranks(case.ranks, on_rank)
     except Diagnosis as diagnosis:
-        if diagnosis.name != "mismatch" or not case.disagree:
+        if diagnosis.name != "mismatch" or case.differ_in == "nothing":
             raise
         return "an error"
-    if case.disagree and case.ranks > 1:
-        return "no error, though the ranks name different roots"
+    if case.differ_in != "nothing" and case.ranks > 1:
+        return "no error, though the ranks differ"
+    if "ValueError" in seen:
+        return rank_kit.by_rank(seen)
     hops, sent = max(rank.pop("hops in a row") for rank in seen), sum(rank.pop("bytes sent") for rank in seen)
     return rank_kit.by_rank(seen) | {"the most hops in a row": hops, "the bytes that all ranks sent": sent}

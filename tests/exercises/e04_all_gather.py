@@ -179,7 +179,8 @@ def result(case: Case) -> dict[str, Any]:
     def on_rank(comm) -> dict[str, Any]:
         buffer = torch.ones(comm.size, *case.shape, dtype=case.dtype)
         chunks = list(buffer) if case.one_buffer else [chunk.clone() for chunk in buffer]
-        chunks[comm.rank].copy_(rank_kit.whole(case.seed + comm.rank, case.shape, torch.float32))
+        special = rank_kit.SPECIAL if case.dtype.is_floating_point else ()
+        chunks[comm.rank].copy_(rank_kit.whole(case.seed + comm.rank, case.shape, torch.float32, special=special))
         given, watch = list(chunks), rank_kit.Watch(comm, times)
         collectives.ring_all_gather(chunks, comm)
         return {

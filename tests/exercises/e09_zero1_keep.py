@@ -10,7 +10,7 @@ In FP32 the master is a view into the replica, and costs nothing. In 16 bits it 
 """
 
 import copy
-import itertools
+import weakref
 from random import Random
 from typing import Any, NamedTuple
 
@@ -104,6 +104,7 @@ def half(comm):
 
 class Case(NamedTuple):
     ranks: int
+    sharding_factor: int
     dtype: torch.dtype
     sizes: tuple[int, int]
     seed: int
@@ -111,14 +112,15 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     """sizes: of the matrix of a linear layer."""
-    ways = itertools.product(range(1, 9), (torch.float32, torch.float16, torch.bfloat16))
+    factors = [(n, factor) for n in range(1, 9) for factor in {1, 2, n} if n % factor == 0]
+    ways = [(*way, dtype) for way in factors for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     return [Case(*row) for row in deal(random, ways, [(3, 5), (1, 1), (8, 4), (2, 11)])]
 
 
-def unit_of(case: Case, comm: Any, module: torch.nn.Module) -> tuple[Unit, torch.Tensor]:
+def unit_of(case: Case, comm: Any, inside: Any, module: torch.nn.Module) -> tuple[Unit, torch.Tensor]:
     """A unit of one linear layer, and all of its values."""
     module = copy.deepcopy(module)
-    unit = Unit("drawn", module, dict(module.named_parameters()), comm, comm, case.dtype, None)
+    unit = Unit("drawn", module, dict(module.named_parameters()), comm, inside, case.dtype, None)
     return unit, unit.flatten()
 
 
@@ -128,6 +130,7 @@ def layer(case: Case) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(generator=generator)
+        module.weight[0, 0] = Random(case.seed).choice((1.0, *rank_kit.SPECIAL))
     return module
 
 
@@ -135,8 +138,10 @@ def result(case: Case) -> dict[str, Any]:
     module = layer(case)
 
     def on_rank(comm) -> dict[str, Any]:
-        unit, full = unit_of(case, comm, module)
+        unit, full = unit_of(case, comm, comm.split(comm.rank // case.sharding_factor), module)
         Zero1.keep(None, unit, full)  # type: ignore[arg-type]
+        kept, is_replica = weakref.ref(full), full is unit.replica
+        del full
         replica, master = (x.untyped_storage() for x in (unit.replica, unit.master))
         return {
             "the replica": unit.replica,
@@ -146,6 +151,7 @@ def result(case: Case) -> dict[str, Any]:
             ),
             "the master": unit.master.detach(),
             "the master lies in the replica": master.data_ptr() == replica.data_ptr(),
+            "the full buffer is kept": kept() is not None and not is_replica,
             "bytes that the master keeps alive": AtMost(master.nbytes()),
             "the optimizer's parameters": [shard.detach() for shard in unit.shards],
         }

@@ -130,21 +130,26 @@ def result(case: keep.Case) -> dict[str, Any]:
     module = keep.layer(case)
 
     def on_rank(comm) -> dict[str, Any]:
-        units = [keep.unit_of(case, comm, module) for _ in range(3)]
-        for unit, full in units:
+        inside = comm.split(comm.rank // case.sharding_factor)
+        labels: list[str] = []
+        units = [keep.unit_of(case, comm, inside, module) for _ in range(3)]
+        for number, (unit, full) in enumerate(units):
             Zero1.keep(None, unit, full)  # type: ignore[arg-type]
             unit.replica_is_fresh_now()
-        engine: Any = SimpleNamespace(units=[unit for unit, _ in units], comm=comm)
-        seen: dict[str, Any] = {}
+            unit.name = f"unit {number}"
+        engine: Any = SimpleNamespace(units=[unit for unit, _ in units], comm=inside)
+        seen: dict[str, Any] = {"the labels of collectives": labels}
+        inside.observers.append(lambda operation, label, _: labels.append(label))
         for name, stepped in {"two steps": (0, 2), "no step": (), "a step": (1,), "no other step": ()}.items():
             with torch.no_grad():
                 for number in stepped:
                     unit = engine.units[number]
                     unit.master.mul_(1.01).add_(comm.rank)
-            before = comm.bytes_sent
+                    unit.master[:1] = torch.nan if number == 1 else unit.master[:1]
+            before = inside.bytes_sent
             Zero1.before_forward(engine)
             seen[f"after {name} the replicas"] = [unit.replica.clone() for unit in engine.units]
-            seen[f"after {name} bytes sent"] = comm.bytes_sent - before
+            seen[f"after {name} bytes sent"] = inside.bytes_sent - before
             seen[f"after {name} something is stale"] = any(unit.replica_is_stale() for unit in engine.units)
         return seen
 

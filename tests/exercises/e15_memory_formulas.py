@@ -142,7 +142,7 @@ def check() -> None:
 
 class Case(NamedTuple):
     world_size: int
-    stage: int
+    stage: float
     convention: str
     dtype: torch.dtype
     sharding_factor: int | None
@@ -151,10 +151,11 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """Whole numbers of ranks, which a factor divides; -1 ranks, 0 ranks and stage 4 are errors."""
+    """Whole numbers of ranks, which a factor divides; -1 ranks, 0 ranks, stages 4, 1.5 and -1 are errors."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     ways: list[Any] = list(itertools.product((1, 2, 3, 8, 64), range(4), ("minizero", "paper"), dtypes, (None, 1, 2)))
     ways += [(0, 1, "minizero", torch.float32, None), (-1, 1, "paper", torch.float32, 2), (4, 4, "paper", dtypes[1], 2)]
+    ways += [(4, 1.5, "minizero", dtypes[1], None), (4, -1, "minizero", dtypes[0], None)]
     ways = [(n, stage, *rest, factor) for n, stage, *rest, factor in ways if n < 1 or not factor or n % factor == 0]
     return [Case(*row) for row in deal(random, ways, [random.randint(1, 10**10) for _ in range(20)])]
 

@@ -105,7 +105,12 @@ def draw(random: Random) -> list[Case]:
     return [Case(name, random.randrange(10**6)) for name in number_kit.ALL]
 
 
-def result(case: Case) -> dict[str, float]:
+def result(case: Case) -> dict[str, float | str]:
     fmt = number_kit.ALL[case.format]
     codes = number_kit.codes(Random(case.seed), fmt, 300) if fmt.width > 8 else range(2**fmt.width)
-    return {f"{bits:#x}": one_number.decode_one(bits, fmt) for bits in codes}
+    return {f"{bits:#x}": written(one_number.decode_one(bits, fmt)) for bits in codes}
+
+
+def written(x: float) -> float | str:
+    """A number as it is; of a NaN the sign."""
+    return x if x == x else f"NaN, of sign {math.copysign(1, x):g}"

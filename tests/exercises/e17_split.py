@@ -81,11 +81,15 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """Of each exponent field, from 0 to 2046, a random number and one with an empty mantissa."""
-    mantissas = [(field, mantissa) for field in range(2047) for mantissa in (0, random.randrange(2**52))]
+    """Of each exponent field a random number and one with an empty mantissa. Field 2047: infinity, and NaNs."""
+    mantissas = [(field, mantissa) for field in range(2048) for mantissa in (0, random.randrange(2**52))]
+    mantissas += [(2047, random.randrange(1, 2**51)) for _ in range(8)]
     return [Case(f"{random.randrange(2) << 63 | field << 52 | mantissa:#018x}") for field, mantissa in mantissas]
 
 
 def result(case: Case) -> dict[str, int]:
     (x,) = struct.unpack(">d", int(case.bits, 16).to_bytes(8, "big"))
-    return dict(zip(("sign", "exponent", "significand"), one_number.split(x)))
+    sign, exponent, significand = one_number.split(x)
+    if not math.isfinite(x):  # it has no exponent and no leading 1
+        return {"sign": sign, "the lower 52 bits": significand % 2**52}
+    return {"sign": sign, "exponent": exponent, "significand": significand}

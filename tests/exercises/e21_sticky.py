@@ -88,7 +88,7 @@ def draw(random: Random) -> list[Case]:
     return [Case(*row) for row in deal(random, ways, [(40,), (6, 7), (2, 3, 4), (0,)])]
 
 
-def result(case: Case) -> dict[str, torch.Tensor]:
+def result(case: Case) -> dict[str, Any]:
     """One bit falls off in half of the significands: the highest or the lowest of those that may."""
     random, most = Random(case.seed), torch.iinfo(case.dtype).bits - 1
     places = [random.choice((random.randint(0, most), -70, -1, 0, most, most + 1, 100)) for _ in range(42)]
@@ -101,4 +101,4 @@ def result(case: Case) -> dict[str, torch.Tensor]:
     significand = torch.tensor(values[:count], dtype=case.dtype).view(shape)
     each = torch.tensor(places[:count], dtype=case.dtype).view(shape)
     shifted = arithmetic.shift_right(significand, each if isinstance(case.places, str) else case.places)
-    return {"the shifted significands": shifted}
+    return {"the shifted significands": shifted, "the operands afterwards": (significand, each)}

@@ -19,7 +19,7 @@ import torch
 from precision.master import MasterWeights
 from precision.scaling import StaticLossScaler
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, recognise, wrong
+from tests.exercises.kit import fail, recognise, value_or_error, wrong
 
 PLAN = [
     "Has something been scaled? Was unscale_ called already, or step? `RuntimeError` for both.",
@@ -141,13 +141,17 @@ class Case(NamedTuple):
     scale: float
     groups: int
     sparse: bool
+    half: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    """spoilt_by: what one value of one gradient is; 1.0 does no harm. other_rank: what `combine` brings, if any."""
+    """spoilt_by: what one value of one gradient is; 1.0 does no harm. other_rank: what `combine` brings, if any.
+
+    half: the last gradient is in FP16, which is an error without masters.
+    """
     ways = itertools.product((1.0, torch.inf, -torch.inf, torch.nan), (False, True), ("none", "0", "1"))
-    rows = deal(random, [*ways] * 2, [2.0**10, 3.0, 2.0**20], [1, 2, 3], [False, True])
+    rows = deal(random, [*ways] * 2, [2.0**10, 3.0, 2.0**20], [1, 2, 3], [False, True], [False, False, True])
     return [Case(*row) for row in rows]
 
 
@@ -157,6 +161,8 @@ def result(case: Case) -> dict[str, Any]:
     dtypes = (
         [torch.float16] * 3 if case.masters else random.choices((torch.float32, torch.bfloat16, torch.float64), k=3)
     )
+    if case.half:
+        dtypes[2] = torch.float16
     weights = [torch.nn.Parameter(torch.ones(4, 2, dtype=dtype)) for dtype in dtypes]
     spoilt, missing = random.randrange(3), random.randrange(6)
     for number, weight in enumerate(weights):
@@ -178,11 +184,12 @@ def result(case: Case) -> dict[str, Any]:
     scaler = StaticLossScaler(case.scale, None if case.other_rank == "none" else combine)
     scaler.scale(torch.ones(()))
     before = [None if p.grad is None else p.grad.data_ptr() if not p.grad.is_sparse else 0 for p in weights]
-    scaler.unscale_(optimizer)
+    error = value_or_error(scaler.unscale_, optimizer)
     after = [None if p.grad is None else p.grad.data_ptr() if not p.grad.is_sparse else 0 for p in weights]
     owners = optimizer.masters if case.masters else weights
     progress = scaler._progress[optimizer]
     return {
+        "an error": error,
         "the gradients": [None if p.grad is None else p.grad.to_dense() for p in owners],
         "the gradients are the same tensors": before == after,
         "found": None if progress.found is None else bool(progress.found),

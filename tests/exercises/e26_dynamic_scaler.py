@@ -110,22 +110,24 @@ class Case(NamedTuple):
     backoff_factor: float
     init_scale: float
     bounds: tuple[float, float]
+    tracker: int
     updates: str
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    """updates: "." without an overflow, "x" with one."""
+    """tracker: where it begins, as when a state is loaded. updates: "." without an overflow, "x" with one."""
     ways = itertools.product((1, 2, 3, 4, 7), (2.0, 1.1, 4.0), (0.5, 0.3, 0.9))
     bounds = [(1.0, 2.0**24), (512.0, 65536.0), (900.0, 70000.0)]
     sequences = ["".join(random.choices("..........x", k=40)) for _ in range(45)]
-    rows = deal(random, ways, [1024.0, 65536.0, 1000.1], bounds, sequences)
+    rows = deal(random, ways, [1024.0, 65536.0, 1000.1], bounds, [0, 0, 5], sequences)
     return [Case(*row) for row in rows]
 
 
 def result(case: Case) -> dict[str, Any]:
     low, high = case.bounds
     scaler = DynamicLossScaler(case.init_scale, *case[1:3], case.growth_interval, low, high)
+    scaler._growth_tracker = case.tracker
     seen = {}
     for number, update in enumerate(case.updates, 1):
         scaler._adapt(update == "x")

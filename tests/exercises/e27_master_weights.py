@@ -10,10 +10,15 @@ would undo that. self._check_gradients(self.taken), self._check_parameters() and
 _check_learning_rates(self.param_groups) complain where something was written to in between.
 """
 
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 
 from precision.master import MasterWeights
-from precision.scaling import StaticLossScaler
+from precision.scaling import DynamicLossScaler, StaticLossScaler
+from tests.exercises.draws import deal
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
@@ -135,3 +140,123 @@ def _spoil_gradient() -> None:
     masters.copy_gradients()
     weight.grad.mul_(2)
     masters.step()
+
+
+class Telling(torch.optim.SGD):
+    """An optimizer whose step returns something without a closure, too."""
+
+    def step(self, closure=None):
+        return super().step(closure) if closure else ("stepped", super().step())
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {}),
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "SGD that returns something": (Telling, {}),
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "LBFGS": (torch.optim.LBFGS, {"max_iter": 3}),
+}
+
+
+class Case(NamedTuple):
+    optimizer: str
+    how: str
+    dtypes: tuple[torch.dtype, ...]
+    lr: float
+    spoilt: str
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """how: who copies the gradients. spoilt: what is written to before the last step, which may then be an error."""
+    ways = [
+        *itertools.product(["SGD", "SGD with momentum", "SGD that returns something", "AdamW"],
+                           ["step copies", "copied before", "scaler", "closure"]),
+        ("LBFGS", "closure"),
+    ]  # fmt: skip
+    f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+    dtypes = [(f16, f16, f16), (bf16, bf16, bf16), (f16, f32, bf16)]
+    spoilt = ["nothing", "a parameter", "a gradient", "the learning rate", "the last learning rate"]
+    return [Case(*row) for row in deal(random, [*ways] * 2, dtypes, [2.0**-12, 0.3], spoilt)]
+
+
+def result(case: Case) -> dict[str, Any]:
+    """Six steps of three parameters. All bits of parameters and masters after each, and what else it leaves."""
+    random = Random(case.seed)
+    generator = torch.Generator().manual_seed(case.seed)
+    shapes = [(3,), (2, 2), ()] if case.optimizer != "LBFGS" else [(3,)]  # it takes one group, all with gradients
+    weights = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for shape, dtype in zip(shapes, case.dtypes)
+    ]
+    groups = [{"params": weights[:1]}, {"params": weights[1:]}] if len(weights) > 1 else weights
+    optimizer, options = OPTIMIZERS[case.optimizer]
+    masters = MasterWeights(groups, optimizer, lr=case.lr, **options)
+    scaler = DynamicLossScaler(2.0**8)
+    places, seen = [weight.data_ptr() for weight in weights], {}
+    for number in range(1, 7):
+        masters.zero_grad(set_to_none=random.random() < 0.5)
+        if case.how == "scaler":
+            scaler.scale(torch.zeros(()))
+        factors = [_factors(case, number, random, generator, weight) for weight in weights]
+        closure = _Closure(masters, factors)
+        if case.how != "closure":
+            for weight, factor in zip(weights, factors):
+                weight.grad = None if factor is None else (factor * scaler.get_scale()).to(weight.dtype)
+        try:
+            if case.how == "copied before":
+                masters.copy_gradients()
+                torch.nn.utils.clip_grad_norm_(masters.masters, 0.5)
+            if number == 6:
+                _spoil(case.spoilt, weights, masters)
+            if case.how == "scaler":
+                returned = scaler.step(masters)
+                scaler.update()
+            else:
+                returned = masters.step(closure) if case.how == "closure" else masters.step()
+        except (RuntimeError, ValueError) as error:
+            returned = type(error).__name__
+        seen[f"step {number}"] = {
+            "what it returns": returned,
+            "the parameters": [weight.detach().clone() for weight in weights],
+            "the masters": [master.clone() for master in masters.masters],
+            "the gradients": [weight.grad for weight in weights],
+            "parameters in another place": [w.data_ptr() for w in weights] != places,
+            "the closure's calls, with grad mode": closure.calls,
+            "masters.taken is None": masters.taken is None,
+        }
+    return seen
+
+
+class _Closure:
+    """The loss of the parameters that have a factor. calls: whether grad mode was on."""
+
+    def __init__(self, masters: MasterWeights, factors: list[torch.Tensor | None]) -> None:
+        self.masters, self.factors = masters, factors
+        self.calls: list[bool] = []
+
+    def __call__(self) -> torch.Tensor:
+        self.calls.append(torch.is_grad_enabled())
+        self.masters.zero_grad()
+        products = [w.float() * f for w, f in zip(self.masters.parameters, self.factors) if f is not None]
+        loss = torch.stack([(product + product.square()).sum() for product in products]).sum()
+        loss.backward()
+        return loss
+
+
+def _factors(case: Case, number: int, random: Random, generator: torch.Generator, weight: torch.Tensor) -> Any:
+    """What the gradient of a parameter comes from: now and then None, or, with a scaler, infinity."""
+    factor = torch.randn(weight.shape, generator=generator)
+    if weight.dim() != 1 and random.random() < 0.2:
+        return None
+    return factor * torch.inf if case.how == "scaler" and number in (2, 3) and random.random() < 0.5 else factor
+
+
+def _spoil(what: str, weights: list[torch.nn.Parameter], masters: MasterWeights) -> None:
+    with torch.no_grad():
+        if what == "a parameter":
+            weights[-1].mul_(2)
+        if what == "a gradient" and weights[0].grad is not None:
+            weights[0].grad.mul_(2)
+    if "learning rate" in what:
+        masters.param_groups[-1 if "last" in what else 0]["lr"] = torch.inf

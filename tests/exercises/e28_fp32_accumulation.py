@@ -40,6 +40,8 @@ AFTER = (
 WRONG = [
     wrong("always-fp32", ("rounding_to(accumulator)", "rounding_to(FP32)")),
     wrong("always-fp16", ("rounding_to(accumulator)", "rounding_to(FloatFormat(5, 10))")),
+    wrong("fp32-is-exact", ("rounding_to(accumulator)", "rounding_to(accumulator) if accumulator.width < 32 else "
+                                                        "lambda terms: terms")),
     wrong("products-in-fp16", ("round_(x * y)", "round_(x.half() * y.half()).double()")),
     wrong("products-not-rounded", ("round_(x * y).movedim", "(x * y).movedim")),
     wrong("result-not-rounded", ("_as_fp16(sequential(products, products.new_zeros(products.shape[1:]), round_), a)",
@@ -75,6 +77,12 @@ def check() -> None:
             "to 2048.",
         )
     small = torch.tensor([2.0**-14] * 2)
+    cancels = torch.tensor([4096.0, 1.0, 4096.0])
+    if accumulate.dot(cancels, torch.tensor([4096.0, 1.0, -4096.0]), FP32) == 1:
+        fail(
+            "fp32-is-exact",
+            "2^24 + 1 - 2^24 with an FP32 accumulator gave 1, but FP32 has no 2^24 + 1: round its partial sums, too.",
+        )
     tiny = accumulate.dot(small, torch.tensor([2.0**-11, 2.0**-11]), FP32)
     if tiny == 0:
         fail("products-in-fp16", "2^-14 · 2^-11, twice, is 2^-24 with an FP32 accumulator, and vanished: a product was "
@@ -124,6 +132,7 @@ def draw(random: Random) -> list[Case]:
     """The values have about 2^exponent. Shapes may broadcast; those that do not fit are an error."""
     n = random.randint(20, 40)
     shapes = [((n,), (n,)), ((3, n), (3, n)), ((2, 1, n), (4, n)), ((2, 3, 1), (2, 3, 1)), ((n,), (n - 1,)), ((), (n,))]
+    shapes += [((1,), (n,)), ((3, n), (3, 1))]
     ways = [(name, pair) for name in FORMATS for pair in shapes]
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     return [Case(*row) for row in deal(random, ways, dtypes, [0, 0, -4, -12, 2, 8], [False, False, True])]
@@ -133,6 +142,8 @@ def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     scale = 2.0**case.exponent
     a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale for shape in case.shapes)
+    if case.shapes[0] == (2, 3, 1):  # 0 + -0 is 0
+        a[0, 0], b[0, 0] = -0.0, 1.0
     given: list[Any] = [x.to(case.dtype) for x in (a, b)]
     if case.numpy:
         given = [x.float().numpy() for x in given]

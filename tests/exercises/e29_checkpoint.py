@@ -10,12 +10,16 @@ through that at once. Its activations live only while its own backward runs, for
 tensor. The gradients of the parameters that fn uses go into their .grad by themselves.
 """
 
+from random import Random
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
 
 from minizero.memory import Ledger
 from minizero.recompute import by_function
-from tests.exercises.kit import fail, recognise, size, wrong
+from tests.exercises.draws import deal
+from tests.exercises.kit import AtMost, fail, recognise, size, wrong
 
 PLAN = [
     "The inputs again, cut off from the graph that they came from, each requiring a gradient if it did before.",
@@ -179,3 +183,104 @@ def several() -> None:
     recognise(b.grad, torch.tensor([11.0, 2.0, 13.0]), {}, "The gradient of the second of two inputs")
     if len(runs) != 2:
         fail("runs-again", f"The function ran {len(runs)} times: once in forward, once in backward.")
+
+
+class Case(NamedTuple):
+    needs: tuple[bool, ...]
+    whole: int | None
+    outputs: int
+    twice: str
+    dropout: float
+    norm: bool
+    autocast: bool
+    module: bool
+    dtype: torch.dtype
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """needs: which inputs require a gradient; before number `whole` stands a tensor of whole numbers. outputs: 0 is
+    one that stands in no tuple. twice: what is done a second time."""
+    needs = [(True,), (True, True), (True, False), (False, True), (True, True, True), (False, True, False)]
+    ways = [(need, outputs) for need in needs for outputs in range(4)]
+    columns = (
+        [None, 0, 1],
+        ["nothing", "backward", "a derivative", "the call", "an input"],
+        [0.0, 0.5],
+        [False, True],
+        [False, True],
+        [False, True],
+        [torch.float32, torch.float64],
+    )
+    return [Case(need, whole, outputs, *rest) for need, outputs, whole, *rest in deal(random, [*ways] * 2, *columns)]
+
+
+class Tells(nn.Module):
+    """A layer with something random, a batch norm, and a large activation. It notes what each run finds."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 64), nn.Dropout(case.dropout)
+        self.norm = nn.BatchNorm1d(64) if case.norm else nn.Identity()
+        self.outputs = case.outputs
+        self.runs: list[dict[str, Any]] = []
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        self.runs.append(
+            {
+                "grad mode": torch.is_grad_enabled(),
+                "autocast": torch.is_autocast_enabled("cpu"),
+                "inputs that require a gradient": [x.requires_grad for x in tensors],
+            }
+        )
+        index = [x for x in tensors if not x.is_floating_point()]
+        first, *others = [x for x in tensors if x.is_floating_point()]
+        total = first + sum(2 * x for x in others[:1])  # a third is not used
+        hidden = self.dropout(self.norm(self.layer(total[index[0][:5]] if index else total))).tanh()
+        results = tuple((hidden * (i + 2)).sin() for i in range(max(1, self.outputs)))
+        return results if self.outputs else results[0]
+
+
+def result(case: Case) -> Any:
+    """The gradients, what is kept, and what the runs of the function found."""
+    torch.manual_seed(case.seed)
+    block = Tells(case).to(case.dtype)
+    start = torch.randn(8, 4, dtype=case.dtype, requires_grad=True)
+    inputs = [(start * (i + 1)).detach().requires_grad_(need) for i, need in enumerate(case.needs)]
+    first = next(i for i, need in enumerate(case.needs) if need)
+    given = [start.sin() if i == first else x for i, x in enumerate(inputs)]  # one has a graph behind it
+    if case.twice == "an input":
+        given.append(given[first])
+    if case.whole is not None:
+        given.insert(case.whole, torch.tensor([1, 0, 3, 3, 7] * 2**13))  # large, and nobody needs a copy of it
+    fn = block if case.module else lambda *tensors: block(*tensors)
+    with Ledger() as ledger:
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            out = by_function(fn, *given)
+            again = by_function(fn, *given) if case.twice == "the call" else ()
+        out, again = ((x,) if isinstance(x, torch.Tensor) else x for x in (out, again))
+        loss = sum((x.double() * (i + 1)).square().sum() for i, x in enumerate((*out[-2:], *again)))
+        if case.twice == "a derivative":
+            (slope,) = torch.autograd.grad(loss, start, create_graph=True)
+            try:
+                slope.sum().backward()
+            except RuntimeError as error:
+                return type(error).__name__
+            return "no error"
+        loss.backward(retain_graph=case.twice == "backward")
+        if case.twice == "backward":
+            loss.backward()
+        del out, again, loss
+        held = ledger.current["total"]
+    return {
+        "the gradients": [x.grad for x in (start, *inputs, *block.parameters())],
+        "bytes at the peak": AtMost(ledger.peak["total"]),
+        "bytes that are held afterwards": AtMost(held),
+        "the runs": block.runs,
+        "the next random number": float(torch.rand(())),
+        "the buffers": list(block.buffers()),
+    }
+
+
+def tolerance(case: Case) -> float:
+    return 1e-2 if case.autocast else 1e-5 if case.dtype == torch.float32 else 1e-10

@@ -52,6 +52,8 @@ AFTER = (
 )
 LOOP = "loss += _backward(model, micro_batch, targets / total)"
 WRONG = [
+    wrong("two-sums-in-16-bits", ("if len(window) > 1 else", "if len(window) > 2 else"), says="sums-in-16-bits"),
+    wrong("takes-fsdp", (' or hasattr(model, "set_requires_gradient_sync")', ""), says="no-error"),
     wrong("mean-of-means", ("targets / total)", "1 / len(window))")),
     wrong("sums-the-means", ("targets / total)", "1.0)")),
     wrong("forgets-to-divide", ("targets / total)", "float(targets))")),
@@ -171,11 +173,16 @@ def check() -> None:
     sums_stand_still()
     for rank, got in enumerate(ranks(2, on_ranks, Model())):
         recognise(got, want, {}, f"The gradient on rank {rank} of 2, of ZeRO-2 with different micro-batches", 1e-4)
-    try:
-        module.accumulate(Averages(), window())
-    except TypeError:
-        return
-    fail("no-error", "A wrapper that averages over ranks by itself (it has `no_sync`) must be a TypeError.")
+    for wrapper in (Averages(), Shards()):
+        try:
+            module.accumulate(wrapper, window())
+        except TypeError:
+            continue
+        fail(
+            "no-error",
+            "A wrapper that averages over ranks by itself must be a TypeError: it has `no_sync`, or "
+            "`set_requires_gradient_sync`.",
+        )
 
 
 def mistakes(given: list[Any], want: torch.Tensor) -> dict[str, tuple[Any, str]]:
@@ -202,6 +209,12 @@ class Averages(Model):
     def no_sync(self) -> None: ...
 
 
+class Shards(Model):
+    """As PyTorch's FSDP looks from outside."""
+
+    def set_requires_gradient_sync(self) -> None: ...
+
+
 class Weight(nn.Module):
     """A single weight in bfloat16, whose gradient is x."""
 
@@ -221,6 +234,13 @@ def sums_stand_still() -> None:
         fail(
             "sums-in-16-bits",
             f"1024 gradients of 1/1024 add up to {total:g} in bfloat16: sums_in_fp32(model).",
+        )
+    model.weight.grad = torch.ones(1, dtype=torch.bfloat16)
+    module.accumulate(model, [(torch.full((1,), 1.5 * 2.0**-8), torch.zeros(1, dtype=torch.long))] * 2)
+    if model.weight.grad.item() == 1:
+        fail(
+            "sums-in-16-bits",
+            "Two gradients of 0.003 beside a .grad of 1 got lost in bfloat16, one by one: sums_in_fp32(model).",
         )
 
 

@@ -199,7 +199,10 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     ways = itertools.product((1, 2, 7, 16, 40), (1, 3, 16, 64))
     orders = ["rising", "falling", "as they come"]
-    return [Case(*row) for row in deal(random, ways, [torch.float64, torch.float32], [1.0, 10.0, 300.0], orders)]
+    return [
+        Case(*row)
+        for row in deal(random, [*ways] * 3, [torch.float64, torch.float32], [0.03, 1.0, 10.0, 300.0], orders)
+    ]
 
 
 def result(case: Case) -> dict[str, Any]:

@@ -137,11 +137,12 @@ class Case(NamedTuple):
     head_dim: int
     scale: float | None
     blocks: tuple[int, int]
+    nan: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    """heads: those of q, and those of k and v. lengths: rows, and keys."""
+    """heads: those of q, and those of k and v. lengths: rows, and keys. nan: in the first row of q."""
     ways = itertools.product((False, True, "bottom-right"), (None, (20, None), (None, 3), (9, 0)), (0.0, 0.3))
     dtypes = [torch.float32, torch.float16, torch.float64, torch.bfloat16]
     lengths = [(50, 50), (20, 60), (60, 20), (80, 17), (1, 70), (16, 200)]
@@ -150,8 +151,9 @@ def draw(random: Random) -> list[Case]:
         [(1, 1), (2, 2), (4, 2), (3, 1)],
         lengths,
         [8, 5, 16],
-        [None, 0.7],
+        [None, 0.7, -0.3],
         [(16, 16), (8, 32), (24, 8)],
+        [False, False, True],
     )
     return [Case(*row) for row in deal(random, ways, dtypes, *columns)]
 
@@ -162,6 +164,8 @@ def given(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
     sizes = [(heads, n) for heads, n in zip((*case.heads, case.heads[1]), (*case.lengths, case.lengths[1]))]
     q, k, v = (torch.randn(case.batch, *size, 2 * case.head_dim, generator=generator) * 2 for size in sizes)
     q, k, v = (x[..., : case.head_dim].to(case.dtype) for x in (q, k, v))
+    if case.nan:
+        q[..., 0, 0] = torch.nan
     seed = case.seed if case.dropout else None
     options = check_options("exercise", q, k, v, case.causal, case.scale, case.window, case.dropout, seed)
     return q, k, v, options.with_lengths(*case.lengths)

@@ -10,8 +10,12 @@ says which rows, head and batch this program has; head_of gives a pointer; load_
 need a mask, those in b … c none.
 """
 
+from random import Random
+from typing import Any
+
 import torch
 
+from tests.exercises import triton_kit
 from tests.exercises.kit import fail, same, wrong
 from tests.exercises.triton_kit import expect, small_blocks, tensors, with_options
 
@@ -127,3 +131,16 @@ def _forward(q, k, v, options):
     from flash import kernels
 
     return kernels.forward(q, k, v, options)
+
+
+def draw(random: Random) -> list[triton_kit.Case]:
+    return triton_kit.draw(random)
+
+
+def result(case: triton_kit.Case) -> dict[str, Any]:
+    """What the kernel stores, and what it loads: nothing from beside the tensors, and no block twice."""
+    return triton_kit.run_forward(case)
+
+
+def tolerance(case: triton_kit.Case) -> float:
+    return triton_kit.tolerance(case)

@@ -8,6 +8,10 @@ What is (rows, keys) in the formulas is (keys, rows) here, transposed:
     dp = v doᵀ   ds = p (dp - delta)        dk += ds q, and in the end times scale
 """
 
+from random import Random
+from typing import Any
+
+from tests.exercises import triton_kit
 from tests.exercises.kit import fail, wrong
 from tests.exercises.triton_kit import backward, expect, formulas, with_options
 
@@ -83,3 +87,16 @@ def check() -> None:
             "forgets-the-mask", "With causal=True rows that lie before a key count for it: p is 0 where not visible(…)."
         )
     with_options((2, 3))
+
+
+def draw(random: Random) -> list[triton_kit.Case]:
+    return triton_kit.draw(random)
+
+
+def result(case: triton_kit.Case) -> dict[str, Any]:
+    """What the kernel stores, and what it loads: nothing from beside the tensors, and no block twice."""
+    return triton_kit.run_backward(case, "dkdv")
+
+
+def tolerance(case: triton_kit.Case) -> float:
+    return triton_kit.tolerance(case)

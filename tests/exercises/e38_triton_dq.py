@@ -4,6 +4,10 @@ S is computed once more, and so needs no memory and no atomic additions.
     s = q kᵀ    p = exp(scale s - lse)    dp = do vᵀ    ds = p (dp - delta)    dq += ds k,  in the end · scale
 """
 
+from random import Random
+from typing import Any
+
+from tests.exercises import triton_kit
 from tests.exercises.kit import fail, wrong
 from tests.exercises.triton_kit import backward, expect, formulas, with_options
 
@@ -58,3 +62,16 @@ def check() -> None:
     if (dq - want).abs().max() > 1e-3:
         fail("forgets-the-mask", "With causal=True keys in the future count: p is 0 where not visible(…).")
     with_options((1,))
+
+
+def draw(random: Random) -> list[triton_kit.Case]:
+    return triton_kit.draw(random)
+
+
+def result(case: triton_kit.Case) -> dict[str, Any]:
+    """What the kernel stores, and what it loads: nothing from beside the tensors, and no block twice."""
+    return triton_kit.run_backward(case, "dq")
+
+
+def tolerance(case: triton_kit.Case) -> float:
+    return triton_kit.tolerance(case)

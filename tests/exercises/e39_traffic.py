@@ -127,7 +127,12 @@ def check() -> None:
     tiles = [traffic.hbm_bytes(n, 64, algorithm="kernels").total for n in (512, 4096)]
     if not (naive[1] > 3 * tiles[1] and naive[0] < naive[1] / 32):
         fail("values", "At 4096 keys of 64 numbers plain attention must move several times what the kernels move.")
-    refused: list[dict[str, Any]] = [dict(algorithm="magic"), dict(block_q=-1), dict(heads=3, kv_heads=2)]
+    refused: list[dict[str, Any]] = [
+        dict(algorithm="magic"),
+        dict(block_q=-1),
+        dict(block_k=0),
+        dict(heads=3, kv_heads=2),
+    ]
     for bad in refused:
         try:
             traffic.hbm_bytes(8, 8, **bad)
@@ -180,7 +185,7 @@ def draw(random: Random) -> list[Case]:
     """heads: those of q, and those of k and v."""
     windows = (None, (5, None), (None, 3), (20, 0), (2, 7))
     ways = itertools.product(("naive", "tiled", "kernels"), (False, True), (False, True, "bottom-right"), windows)
-    lengths = [[random.randint(1, 90) for _ in range(30)] for _ in "qk"]
+    lengths = [[0, *(random.randint(1, 90) for _ in range(30))] for _ in "qk"]
     blocks = [(random.randint(1, 40), random.randint(1, 40)) for _ in range(20)]
     heads = [(1, 1), (4, 2), (6, 3), (8, 1), (3, 2)]
     return [Case(*row) for row in deal(random, ways, *lengths, [8, 64, 5], blocks, [1, 2, 5], heads, [2, 4, 8])]

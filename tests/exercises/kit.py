@@ -74,7 +74,14 @@ def same(got: Any, want: torch.Tensor, tolerance: float = 0.0) -> bool:
 
 
 class AtMost(float):
-    """A number, such as a peak, of which less is right as well, and up to a half more."""
+    """A number, such as a peak, of which less is right as well, and up to `most` times as much."""
+
+    def __new__(cls, number: float, most: float = 1.5) -> "AtMost":
+        self = super().__new__(cls, number)
+        self.most = most
+        return self
+
+    most: float
 
 
 def compare(got: Any, want: Any, tolerance: float = 0.0, what: str = "The result") -> str:
@@ -98,7 +105,7 @@ def compare(got: Any, want: Any, tolerance: float = 0.0, what: str = "The result
         lengths = f"{what} has {len(got)} values, expected {len(want)}" if missing or more else ""
         return next(filter(None, each), lengths)
     if isinstance(want, AtMost):
-        return f"{what} is {_brief(got)}, expected about {want:g}, or less" if got > 1.5 * want else ""
+        return f"{what} is {_brief(got)}, expected about {want:g}, or less" if got > want.most * want else ""
     if type(want) in (int, float):
         right = isinstance(got, numbers.Real) and type(got) is not bool and _equal(float(got), float(want), tolerance)
         right = right and (type(want) is float or got == want)
@@ -138,6 +145,8 @@ def _equal(got: float, want: float, tolerance: float) -> bool:
 def _brief(value: Any) -> str:
     if value is None:
         return "None: is there a return?"
+    if isinstance(value, dict):
+        return f"{len(value)} values"
     text = str(value) if not isinstance(value, torch.Tensor) else f"a tensor of shape {tuple(value.shape)}"
     return text if len(text) <= 120 else f"{text[:117]} …"
 

@@ -24,6 +24,7 @@ NARROW = {
     "E4M3 that saturates": FloatFormat(4, 3, saturate=True),
     "E3M4 with bias 5": FloatFormat(3, 4, bias=5),
     "E5M2 without NaN": FloatFormat(5, 2, nans=False),
+    "E9M6": FloatFormat(9, 6),
     "E2M1 of numbers only": FloatFormat(2, 1, infinities=False, nans=False),
 }
 ALL = {**FORMATS, **NARROW}

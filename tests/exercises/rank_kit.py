@@ -1,6 +1,7 @@
 """What the random stages of the exercises on ranks draw from, and what they look at beside the values."""
 
 import collections
+import math
 from random import Random
 from typing import Any
 
@@ -10,15 +11,26 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 DTYPES = [*FLOATS, torch.int64, torch.int32]
 SHAPES = [(), (1,), (2, 3), (5,), (4, 3, 2), (16,), (7, 1)]
 LAYOUTS = ["contiguous", "transposed", "every second"]
+SPECIAL = (-0.0, math.inf, -math.inf, math.nan)
 
 
-def whole(seed: int, shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous", times: int = 1):
+def whole(
+    seed: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: str = "contiguous",
+    times: int = 1,
+    special: tuple[float, ...] = (),
+):
     """A tensor of small whole numbers, of which a sum over 8 ranks is exact in any dtype; no rank has another's.
 
     layout: "transposed": its dimensions lie in memory in reverse order; "every second": with gaps between elements.
+    special: what every fifth number is, if the dtype is one of floats.
     """
     numbers = Random(seed)
     values = [float(numbers.randint(-3, 3) * times) for _ in range(torch.Size(shape).numel())]
+    if special and dtype.is_floating_point:
+        values = [numbers.choice(special) if numbers.random() < 0.2 else value for value in values]
     tensor = torch.tensor(values, dtype=dtype).view(shape)
     if layout == "transposed":
         backwards = tuple(reversed(range(tensor.dim())))

@@ -1,12 +1,15 @@
 """What the checks of the three Triton kernels share: they run under Triton's interpreter, on a CPU."""
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from tests.exercises.kit import fail, same
+from tests.exercises.draws import deal
+from tests.exercises.kit import AtMost, fail, same
 
 
 def tensors(causal: bool, n: int = 40, heads: int = 2, kv_heads: int = 1):
@@ -26,10 +29,14 @@ def tensors(causal: bool, n: int = 40, heads: int = 2, kv_heads: int = 1):
 
 def small_blocks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call it with blocks of 16 rows and 16 keys, so that there are several."""
+    with blocks_of(16, 16):
+        return function(*args, **kwargs)
+
+
+def blocks_of(rows: int, keys: int) -> contextlib.AbstractContextManager[Any]:
     from flash import launch
 
-    with mock.patch.object(launch, "choose", lambda *_: launch.Blocks(16, 16, 4, 1)):
-        return function(*args, **kwargs)
+    return mock.patch.object(launch, "choose", lambda *_: launch.Blocks(rows, keys, 4, 1))
 
 
 def backward(causal: bool):
@@ -101,3 +108,180 @@ def expect(got: torch.Tensor, want: torch.Tensor, mistakes: dict[str, tuple[torc
         if same(got, value, 1e-3):
             fail(name, words)
     fail("values", f"{what} is wrong, by {(got - want).abs().max().item():.3g} at most.")
+
+
+# The random stage.
+
+
+class Case(NamedTuple):
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    packed: bool
+    dropout: float
+    dtype: torch.dtype
+    batch: int
+    heads: tuple[int, int]
+    lengths: tuple[int, int]
+    head_dim: int
+    scale: float | None
+    blocks: tuple[int, int]
+    spoilt: str
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """heads: those of q, and those of k and v. lengths: rows, and keys. spoilt: what NaN or infinity stands in.
+
+    Each draw has a case of a single key, and one whose keys are infinite.
+    """
+
+    def deal_(ways: list[Any], lengths: list[Any], scales: list[Any], spoilt: list[str]) -> list[Case]:
+        columns = (
+            [0.0, 0.3],
+            [torch.float32, torch.float16],
+            [1, 2],
+            [(1, 1), (2, 2), (2, 1), (3, 1)],
+            lengths,
+            [8, 16, 24],
+            scales,
+            [(16, 16), (16, 32), (32, 16)],
+            spoilt,
+        )
+        return [Case(*row) for row in deal(random, ways, *columns)]
+
+    ways = [
+        (False, None, False),
+        (False, None, True),
+        (False, (5, None), False),
+        (False, (None, 3), False),
+        (False, (0, 18), True),
+        (True, None, False),
+        (True, (17, None), True),
+        ("bottom-right", None, True),
+        ("bottom-right", (9, 0), False),
+    ]
+    lengths = [(33, 20), (20, 33), (32, 32), (1, 40), (40, 1), (17, 48)]
+    return [
+        *deal_(ways, lengths, [None, 0.7, -0.3, 0.0], ["nothing", "nothing", "a row of q"]),
+        *deal_([(False, None, False)], [(40, 1)], [None, 0.7], ["nothing"]),
+        *deal_([(True, None, False)], [(32, 32)], [None, 0.7], ["all keys"]),
+    ]
+
+
+def given(case: Case):
+    """q, k, v, dout, dlse, each inside NaN, and the options. packed: three sequences; one has no key, one no row.
+
+    With a single key nothing arrives at the logsumexp: the gradients of its score are 0.
+    """
+    from flash.checks import check as check_options
+
+    generator = torch.Generator().manual_seed(case.seed)
+    batch = 1 if case.packed else case.batch
+    sizes = [
+        (heads, n, case.head_dim) for heads, n in zip((*case.heads, case.heads[1]), (*case.lengths, case.lengths[1]))
+    ]
+    q, k, v, dout, dlse = (
+        torch.randn(batch, *size, generator=generator).to(dtype)
+        for size, dtype in zip((*sizes, sizes[0], sizes[0][:2]), [case.dtype] * 4 + [torch.float32])
+    )
+    if case.spoilt == "a row of q":
+        q[:, :, -1] = torch.nan
+    if case.spoilt == "all keys":  # each score is -∞
+        q[..., 0], k[..., 0] = 1, -torch.inf
+    if case.lengths[1] == 1:
+        dlse.zero_()
+    q, k, v, dout, dlse = (framed(x, case.seed + i) for i, x in enumerate((q, k, v, dout, dlse)))
+    seed = case.seed if case.dropout else None
+    options = check_options("exercise", q, k, v, case.causal, case.scale, case.window, case.dropout, seed)
+    n_q, n_k = case.lengths
+    if case.packed:
+        starts = [(0, n_q // 3, n_q // 3, n_q), (0, 0, n_k // 2, n_k)]
+        cu_seqlens_q, cu_seqlens_k = (torch.tensor(each, dtype=torch.int32) for each in starts)
+        options = options._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        n_q, n_k = n_q - n_q // 3, n_k - n_k // 2
+    return q, k, v, dout, dlse, options.with_lengths(n_q, n_k)
+
+
+def framed(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """x in memory in which NaN lies before, behind and between its rows, a block wide at least.
+
+    seed: its dimensions lie in memory in an order drawn from it.
+    """
+    around = (1, 16), (1, 32), (1, 1), (1, 1)  # of the last dimension, of the last but one, …
+    padded = torch.nn.functional.pad(x, sum(around[4 - x.dim() :], ()), value=torch.nan)
+    order = Random(seed).sample(range(x.dim()), x.dim())
+    memory = padded.permute(order).contiguous()
+    return memory.permute([order.index(i) for i in range(x.dim())])[tuple(slice(1, 1 + n) for n in x.shape)]
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict[str, int]]:
+    """What kernels load meanwhile. NaN lies beside the tensors, and in those that nothing has been stored to."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, seen = (
+        InterpreterBuilder.create_masked_load,
+        {"bytes of blocks loaded": 0, "numbers loaded that are not there": 0},
+    )
+
+    def watch(builder: Any, pointers: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        block = load(builder, pointers, mask, *args, **kwargs)
+        loaded = block.data[mask.data]
+        seen["bytes of blocks loaded"] += loaded.nbytes if block.data.ndim == 2 else 0
+        seen["numbers loaded that are not there"] += int((loaded != loaded).sum())
+        return block
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", watch):
+        yield seen
+
+
+def numbers_in(x: torch.Tensor | None) -> int:
+    """How many of x are not NaN."""
+    assert x is not None
+    return int((~x.isnan()).sum())
+
+
+def run(case: Case, prepare: Callable[..., Any], **outputs: torch.Tensor) -> dict[str, Any]:
+    """What the kernel stores into the outputs and beside them, and what it loads. prepare: its launch, for these."""
+    held = {
+        name: framed(torch.full_like(like, torch.nan), case.seed + i)
+        for i, (name, like) in enumerate(outputs.items(), 5)
+    }
+    with blocks_of(*case.blocks):
+        launch = prepare(*held.values())
+    with watched() as seen:
+        launch.run()
+    outside = sum(numbers_in(x._base) - numbers_in(x) for x in held.values())
+    most = {name: AtMost(number, 1.1) for name, number in seen.items()}  # NaN in q is loaded as often as q
+    return {**held, "numbers stored outside": outside, **most}
+
+
+def run_forward(case: Case) -> dict[str, Any]:
+    from flash import kernels
+
+    q, k, v, *_, options = given(case)
+    lse = q[..., 0].float()
+    return run(case, lambda out, lse: kernels.forward_launch(q, k, v, out, lse, options), out=q, lse=lse)
+
+
+def run_backward(case: Case, which: str) -> dict[str, Any]:
+    """which: dkdv or dq. out, lse and delta are those of the tiled code."""
+    from flash import kernels, tiled
+
+    q, k, v, dout, dlse, options = given(case)
+    out, lse = tiled.forward(q, k, v, options, case.blocks)
+    delta = torch.empty_like(lse)
+    tiled.delta_tiles(dout, out, dlse, delta, q, k, options, case.blocks)
+    lse, delta = (framed(x, case.seed - i) for i, x in enumerate((lse, delta), 1))
+
+    def launch(dq: Any = q, dk: Any = k, dv: Any = v) -> Any:
+        all_three = kernels.backward_launches(dout, dlse, q, k, v, out, lse, delta, dq, dk, dv, options)
+        return next(each for each in all_three if each.name == which)
+
+    if which == "dq":
+        return run(case, lambda dq: launch(dq=dq), dq=q)
+    return run(case, lambda dk, dv: launch(dk=dk, dv=dv), dk=k, dv=v)
+
+
+def tolerance(case: Case) -> float:
+    return 1e-4 if case.dtype == torch.float32 else 4e-3
