@@ -108,10 +108,11 @@ def draw_ranges(ranges: Mapping[str, tuple[float, float, float]], axes: Axes | N
         low, normal, high = map(math.log2, numbers)
         axes.barh(-row, high - normal, 0.7, normal, color=NORMAL, label="" if row else "normal numbers")
         axes.barh(-row, normal - low, 0.7, low, color=SUBNORMAL, label="" if row else "subnormal numbers")
+        axes.text(low - 3, -row, f"smallest {power(round(low))}", ha="right", va="center", fontsize=FONT)
         axes.text(high + 3, -row, f"largest {written(numbers[-1])}", va="center", fontsize=FONT)
     axes.set_yticks([-row for row in range(len(ranges))], list(ranges))
-    axes.set(xlim=(-155, 190), ylim=(0.5 - len(ranges), 0.5))
-    axes.set_xticks(ticks := [-126, -64, -24, 0, 16, 64, 128], [power(exponent) for exponent in ticks])
+    axes.set(xlim=(-200, 190), ylim=(0.5 - len(ranges), 0.5))
+    axes.set_xticks(ticks := [-126, -64, 0, 64, 128], [power(exponent) for exponent in ticks])
     label_axes(axes, "value", "")
     axes.legend(fontsize=FONT, loc="lower center", bbox_to_anchor=(0.45, 1), ncols=2, frameon=False)
     return axes

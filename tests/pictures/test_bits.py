@@ -80,7 +80,7 @@ def test_ranges_reach_from_the_smallest_number_to_the_largest():
     normal, subnormal = axes.patches
     assert (subnormal.get_x(), subnormal.get_width(), normal.get_x()) == (-24, 10, -14)
     assert normal.get_x() + normal.get_width() == pytest.approx(math.log2(65504))
-    assert texts(axes) == ["largest 65504"]
+    assert texts(axes) == ["smallest 2⁻²⁴", "largest 65504"]
 
 
 def test_digits_of_one_worth_stand_below_each_other():
