@@ -115,6 +115,9 @@ def whole(comm, of: list[torch.Tensor]) -> torch.Tensor:
 def on_rank(comm) -> None:
     unit, r = zero3.Unit(values(), comm), comm.rank
     want, buffer, storage, before = whole(comm, values()), unit.replica, unit.replica.untyped_storage(), comm.bytes_sent
+    # The replica's new memory must not hold the right numbers by chance, from a tensor that was freed.
+    used = [torch.full_like(want, torch.nan) for _ in range(64)]
+    del used
     zero3.unshard(unit)
     sent = comm.bytes_sent - before
     if unit.replica is not buffer or storage.nbytes() < buffer.untyped_storage().nbytes():
