@@ -6,8 +6,14 @@ has the other: a notebook took ten times as long.
 
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that tests start, too: before torch is imported
+# torch.compile does not ask its cache for which processor a kernel was made: `tests.portable` pretends to be others.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    str(Path(__file__).parent.parent / ".pytest_cache/inductor" / os.environ.get("ATEN_CPU_CAPABILITY", "own")),
+)
 
 import pytest
 import torch
