@@ -51,7 +51,7 @@ def begin_forward(engine: Any) -> None:
             engine.backward = None
             release_all(engine)
             for unit in engine.in_order:
-                unit.gradient = None  # .grad is as it was before, without what no_sync had added up
+                unit.gradient = None  # unless it was reduced, .grad is that of before; what no_sync added is gone
         engine.uses.running.clear()  # what is left there ended by an exception
     engine.do(engine.mover.before_forward)
     for unit in engine.roots:

@@ -54,9 +54,8 @@ class Unit:
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        self.nodes: list[
-            Any
-        ] = []  # if `original`: autograd's, which write .grad; held so that their hooks stay (passes.py)
+        # If `original`: autograd's, which write .grad; held so that their hooks stay (passes.py).
+        self.nodes: list[Any] = []
         self.version = -1  # of `master` when the replica was last made from it
 
     @property
