@@ -20,12 +20,12 @@ def test_the_slowest_rank_counts_on_all():
 
 
 def first_is_slow(comm):
-    calls = iter([0.3, 0.3, 0.0, 0.3])  # the first is to warm up
+    calls = iter([1.0, 1.0, 0.0, 1.0])  # the first is to warm up
     return best_seconds(lambda: time.sleep(next(calls)), comm, rounds=3)
 
 
 def test_the_best_round_counts():
-    assert World(2).run(first_is_slow)[0] < 0.2
+    assert World(2).run(first_is_slow)[0] < 1.0
 
 
 def test_the_fit_finds_what_the_times_were_made_of():

@@ -1,6 +1,7 @@
 """Real chains: sizes by hand, no traces, and `fit`, which names the least budget and meets it."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -26,7 +27,26 @@ def test_measured_sizes():
     assert [stage.tape for stage in stages] == [0, 0, 0, unit, (4 + 4 + 4 + 2 - 3) * unit, 0]
     assert [stage.output for stage in stages] == [None] * 5 + [unit // 2]
     assert all(stage.forward > 0 and stage.backward > 0 for stage in stages)
-    assert stages[4].forward > stages[0].forward
+
+
+class Pause(torch.autograd.Function):
+    """The identity. Forward waits for 0.02 s, backward for 0.04 s."""
+
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(0.02)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.04)
+        return gradient
+
+
+def test_measured_times():
+    """A pause is never shorter than it says, however busy the machine is; so only lower bounds are sure."""
+    _, slow = measure_chain([nn.Linear(4, 4), Pause.apply], torch.ones(2, 4))
+    assert slow.forward >= 0.02 and slow.backward >= 0.04
 
 
 def test_measuring_leaves_no_trace():
