@@ -4,7 +4,6 @@ import pytest
 
 from tests.support.two_hosts import NoNamespaces, measure
 
-
 LINK, BUCKET = 50e6 / 8, 256 * 1024  # bytes a second; bytes that pass at once after a rest
 
 
