@@ -385,6 +385,19 @@ def test_a_workbook_is_written_once_and_then_the_student_s(workbook):
     assert ignored.returncode in (0, 128)  # 128: no git here
 
 
+def test_after_an_exercise_the_next_one_follows_and_behind_the_last_the_first(tmp_path):
+    """Who begins in the middle is not sent back to 01 each time."""
+    workbook = Workbook(tmp_path)
+    possible = [exercise for exercise in COURSE if exercise.is_possible()]
+    assert workbook.following(possible[3]) is possible[4]
+    workbook.note(possible[4], passed=True)
+    assert workbook.following(possible[3]) is possible[5]
+    assert workbook.following(possible[-1]) is workbook.current() is possible[0]
+    for exercise in possible:
+        workbook.note(exercise, passed=True)
+    assert workbook.following(possible[3]) is None
+
+
 # How a check ends, whatever is in the file.
 
 HOPELESS = {

@@ -114,9 +114,8 @@ def check_one(exercise: Exercise, workbook: Workbook, *, with_after: bool = True
         console.print(f"[green]✓ {name}: passed.[/] The {exercise.runs} ran with your {exercise.function} inside.")
         if with_after:
             say(exercise.text().after)
-        following = workbook.current()
-        if following is not None:
-            console.print(f"  Next: {_short(workbook.path(following))}")
+        if following := workbook.following(exercise):
+            console.print(f"  Next: {_short(workbook.path(following))} (make check E={following.id})")
         return outcome
     mark = {"failed": "[red]✗[/]", "todo": "[yellow]·[/]", "impossible": "-"}[outcome.status]
     console.print(f"{mark} {name}")

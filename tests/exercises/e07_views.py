@@ -54,6 +54,8 @@ VIEW = "parameter.data = flat[offset : offset + parameter.numel()].view(paramete
 WRONG = [
     wrong("ties-twice", (ONCE, "list(parameters)")),
     wrong("same-values-are-one", (ONCE, "list({tuple(p.reshape(-1).tolist()): p for p in parameters}.values())")),
+    wrong("compares-numbers", (ONCE, "[p for i, p in enumerate(parameters) if p not in parameters[:i]]")),
+    wrong("another-order", (ONCE, "list(dict.fromkeys(reversed(parameters)))")),
     wrong("memory-order", (ROWS, "parameter.detach().as_strided((parameter.numel(),), (1,))")),
     wrong("transposes", (VIEW, VIEW.replace("view(parameter.shape)", "view(*reversed(parameter.shape)).permute("
                                             "*reversed(range(parameter.dim())))"))),
@@ -99,7 +101,16 @@ def check() -> None:
     x = torch.linspace(-1, 1, 10).view(2, 5)
     model(x).sum().backward()
     before, gradients = model(x).detach(), [p.grad.clone() for p in parameters if p.grad is not None]
-    flat = task.flatten(parameters, 8)
+    try:
+        flat = task.flatten(parameters, 8)
+    except RuntimeError as error:
+        if "must match the size of tensor" in str(error):
+            fail(
+                "compares-numbers",
+                f"{error}. Two parameters of different shapes met. If you asked `p in found`: `in` compares with ==, "
+                "which compares the numbers of two tensors. Ask whether it is the same object, with `is` or a dict.",
+            )
+        raise
     if not isinstance(flat, torch.Tensor):
         fail("not-a-tensor", f"Expected the flat buffer, got {type(flat).__name__}. Is there a return?")
     if flat.requires_grad:
@@ -113,7 +124,11 @@ def check() -> None:
         fail("padding-not-behind", "The zeros stand at the beginning: they belong to the end of the last chunk.")
     turned = torch.cat([values[0].reshape(-1), values[1].t().reshape(-1), *(v.reshape(-1) for v in values[2:])])
     memory = "A transposed parameter went into the buffer in the order of its memory: go row by row, in its shape."
-    recognise(flat, want, {"memory-order": (torch.cat([turned, torch.zeros(1)]), memory)}, "The buffer")
+    mistakes = {"memory-order": (torch.cat([turned, torch.zeros(1)]), memory)}
+    if torch.equal(flat.sort().values, want.sort().values):
+        order = "All values are in the buffer, in another order than that of the parameters. A set has no order."
+        mistakes["another-order"] = (flat, order)
+    recognise(flat, want, mistakes, "The buffer")
     offset = 0
     for parameter, value in zip(parameters, values):
         place = flat[offset : offset + value.numel()]

@@ -13,7 +13,8 @@ and travel together. But they must not wait too long: while backward computes on
     all_reduce(tensor, self.comm, op)   a new tensor; with out=tensor it is written over
     unit.set_gradient(g, full=g)    makes g what the optimizer sees: once for each unit, during this backward
 
-What waits must outlive the call: `self` may get an attribute of yours.
+What waits must outlive the call: `self` may get an attribute of yours. `tag` tells the ledger what a tensor is; you may
+leave it out.
 """
 
 from random import Random

@@ -11,7 +11,8 @@ without an engine. It calls `unshard(unit)` before each use, whatever the unit's
     x.untyped_storage()                     .nbytes() is its size in bytes, .resize_(bytes) changes it
     x._version                              how often x was written in place; optimizer.step() counts on every rank
 
-A tensor keeps its shape if its storage is empty. Writing to it then crashes Python.
+A tensor keeps its shape if its storage is empty. Cutting it then (chunk, view) raises an error. Writing to it crashes
+Python.
 """
 
 import contextlib
@@ -79,6 +80,7 @@ WRONG = [
     wrong("sends-fp32", (GATHER, "unit.replica.copy_(all_gather(unit.shard, unit.comm))")),
     wrong("another-buffer", (GATHER, "unit.replica = all_gather(mine, unit.comm)")),
     wrong("new-memory", (ROOM, "unit.replica = torch.empty_like(unit.replica)"), says="another-buffer"),
+    wrong("counts-numbers", (ROOM, ROOM.replace("nbytes", "numel()")), says="storage-too-small"),
     wrong("sums", (GATHER, "from minizero.ranks.collectives import all_reduce\n        "
           "unit.replica.copy_(all_reduce(torch.nan_to_num(unit.replica, 1.0), unit.comm))")),
     wrong("extra-buffer", (GATHER, "unit.replica.copy_(all_gather(mine, unit.comm))")),
@@ -88,7 +90,16 @@ WRONG = [
 
 
 def check() -> None:
-    ranks(4, on_rank)
+    try:
+        ranks(4, on_rank)
+    except RuntimeError as error:
+        if "out of bounds for storage" in str(error):
+            fail(
+                "storage-too-small",
+                "unit.replica was cut while its storage was smaller than its shape needs. First give it memory: "
+                "unit.replica.nbytes is how much, and .resize_ of a storage counts bytes, not numbers.",
+            )
+        raise
     try:
         ranks(4, after_a_step)
     except Diagnosis as diagnosis:

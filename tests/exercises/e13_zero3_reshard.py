@@ -79,6 +79,7 @@ WRONG = [
     wrong("the-first-use-only", (SUM, "unit.gradient = gradient if unit.gradient is None else unit.gradient"),
           says="loses-a-use"),
     wrong("sends-each-use", (MORE, "")),
+    wrong("sends-too-early", (MORE, "    if unit.uses != 1:\n        return\n")),
     wrong("keeps-the-gradient", (TAKE, "full = unit.gradient")),
     wrong("a-third-gradient", ("unit.gradient.add_(gradient)", "unit.gradient + gradient")),
     wrong("loses-a-micro-batch", (KEEP, "unit.average = mean")),
@@ -176,6 +177,12 @@ def gradients(comm) -> None:
                 "a-third-gradient",
                 f"Two full gradients of {size(4 * n)} were added up into a third one: add in place to the one that "
                 "waits.",
+            )
+        if early and comm.bytes_sent == gathered:
+            fail(
+                "sends-too-early",
+                f"A unit that is used twice sent {size(early)} after the first use in backward, and nothing after the "
+                "second. unit.uses does not count the use that is over: the gradient is complete if it is 0.",
             )
         if early:
             fail(

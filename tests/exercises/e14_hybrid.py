@@ -124,7 +124,7 @@ def right(n: int, factor: int, got: list[torch.Tensor]) -> None:
             "inside-only": (
                 after(machines[r // factor]),
                 f"Rank {r} applies the mean of its own group: the {n // factor} groups drift apart. Average across "
-                "them too.",
+                "them too, and use what all_reduce returns: it leaves its argument as it is.",
             ),
             "sums-across": (
                 after(mean * (n // factor)),

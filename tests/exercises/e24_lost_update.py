@@ -129,7 +129,9 @@ def expect(weight: float, up: bool, mistakes: dict[str, tuple[float, str]]) -> N
     got, want = lost.border(weight, up, FP16)[0], by_trial(weight, up)
     if got == want:
         return
-    what = f"{weight:g} {'+' if up else '-'} an update, in FP16: you say the border is {got:g}, it is {want:g}"
+    what = (
+        f"{weight:g} {'+' if up else '-'} an update, in FP16: you say the border is {power(got)}, it is {power(want)}"
+    )
     for name, (value, words) in mistakes.items():
         if got == value:
             fail(name, f"{what}: {words}.")
@@ -149,6 +151,12 @@ def ties() -> None:
         fail(name or "ties-to-odd", words)
 
 
+def power(number: float) -> str:
+    """2^-25, if it is such a number."""
+    fraction, exponent = math.frexp(number)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{number:g}"
+
+
 def by_trial(weight: float, up: bool) -> float:
     """Half of the distance to the next number of FP16 on that side."""
     toward = torch.tensor(math.inf if up else -math.inf, dtype=torch.float16)
@@ -165,7 +173,7 @@ def moves(weight: float, up: bool) -> None:
             fail(
                 "values",
                 f"{weight:g} {'+' if up else '-'} {size * factor:g} is rounded to {rounded:g} in FP16; by your border, "
-                f"{size:g}, this update would be {'lost' if stays else 'kept'}.",
+                f"{power(size)}, this update would be {'lost' if stays else 'kept'}.",
             )
 
 

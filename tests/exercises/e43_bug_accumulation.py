@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, wrong
+from tests.exercises.kit import Diagnosis, fail, ranks, recognise, wrong
 from tests.exercises.rank_kit import by_rank
 from tests.exercises.tasks import bug_accumulation
 
@@ -62,6 +62,7 @@ GRADIENT, LOSS = BUGGY[3], BUGGY[4]
 WRONG = [
     wrong("mean-of-means", *BUGGY),
     wrong("own-targets", (COUNT, ""), GRADIENT, LOSS),
+    wrong("own-count", (COUNT, COUNT.replace("targets = ", ""))),
     wrong("divides-by-ranks-too", GRADIENT),
     wrong("counts-padding", ("(y != -100).sum()", "y.numel()")),
     wrong("micro-batches-of-all-ranks", *BUGGY[:2], (BUGGY[2][0], ", ignore_index=-100) / len(window) / comm.size"),
@@ -71,6 +72,8 @@ WRONG = [
         says="counts-padding"),
     wrong("sum-alone", (BUGGY[2][0], ', ignore_index=-100, reduction="sum")')),
     wrong("nan-without-targets", (BUGGY[2][0], ", ignore_index=-100) * (y != -100).sum() / targets")),
+    wrong("a-rank-skips", (COUNT, f"        if not targets:\n            losses.append(0.0)\n            continue\n"
+          f"{COUNT}")),
     wrong("reports-a-share", LOSS),
     wrong("reports-its-own-loss", ('all_reduce(window_loss, comm, "sum")', "window_loss")),
 ]  # fmt: skip
@@ -152,6 +155,10 @@ def how_much_each_counts(before: str) -> None:
             each(1 / 24, 1 / 24, 1 / 16, 1 / 16),
             f"{said}: {should}. On one rank all count the same now, and those of another rank do not.",
         ),
+        "own-count": (
+            each(1 / 12, 1 / 12, 1 / 8, 1 / 8),
+            f"{said}: {should}. A rank divides by its own targets. all_reduce returns the sum; its argument stays.",
+        ),
         "divides-by-ranks-too": (
             each(*[1 / 40] * 4),
             f"{said}: they are equal, and half of what they should be, 1/20 = 0.0500, on 2 ranks.",
@@ -185,6 +192,17 @@ def check() -> None:
     (losses, got), _ = ranks(2, train, model, windows, dict(lr=0.5))
     if bool(got.isnan().any()) or losses[1] != losses[1]:
         fail("nan-without-targets", "A micro-batch that is padding alone makes the run NaN: it must add nothing.")
+    windows[1][2] = [pair(0, 12, 6, generator) for _ in windows[1][2]]
+    try:
+        ranks(2, train, model, windows, dict(lr=0.5))
+    except Diagnosis as diagnosis:
+        if diagnosis.name in ("deadlock", "mismatch"):
+            fail(
+                "a-rank-skips",
+                "Rank 1 has a window of padding alone, and the ranks no longer fit together: one of them skipped a "
+                "collective. Each rank calls the same ones, also if it has nothing to add.",
+            )
+        raise
 
 
 def pair(targets: int, length: int, words: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,7 +89,15 @@ class Workbook:
 
     def current(self) -> Exercise | None:
         """The exercise where the student left off: the first that is possible here and has not passed."""
-        return next((e for e in COURSE if e.is_possible() and not self.has_passed(e)), None)
+        return next(iter(self._open()), None)
+
+    def following(self, exercise: Exercise) -> Exercise | None:
+        """The next one that has not passed; behind the last, the first such."""
+        left = self._open()
+        return next((e for e in left if e.number > exercise.number), left[0] if left else None)
+
+    def _open(self) -> list[Exercise]:
+        return [e for e in COURSE if e.is_possible() and not self.has_passed(e)]
 
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
