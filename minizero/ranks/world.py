@@ -81,12 +81,13 @@ class World:
             run.fail(-1, error)
             raise
         finally:
-            # A thread that is still alive only computes, and never sees that the run has failed: SystemExit stops it.
-            for thread in _alive_after(GRACE_SECONDS, threads):
+            alive = _alive_after(GRACE_SECONDS, threads)
+            # After a failure such a thread only computes, and never sees that the run is over: SystemExit stops it.
+            for thread in alive if run.failure is not None else []:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
                 )
-            _alive_after(GRACE_SECONDS / 4, threads)
+            _alive_after(GRACE_SECONDS / 4, alive)
         if run.failure is not None:
             rank, cause, report = run.failure
             raise RankFailed(rank, report) from cause

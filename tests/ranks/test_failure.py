@@ -263,6 +263,21 @@ def test_ranks_that_are_busy_with_each_other_stop_too(how, monkeypatch):
         assert seconds < SOON
 
 
+def test_a_rank_that_returned_is_not_stopped(monkeypatch):
+    """On a busy machine its thread may need a while to end. Nothing may be thrown into it then."""
+    stopped, finish = [], Run.finish
+
+    def finish_late(run, rank):
+        finish(run, rank)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Run, "finish", finish_late)
+    monkeypatch.setattr("minizero.ranks.world.GRACE_SECONDS", 0)
+    monkeypatch.setattr("ctypes.pythonapi.PyThreadState_SetAsyncExc", lambda *which: stopped.append(which))
+    World(4).run(barrier)
+    assert not stopped
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", ["barrier(comm)", "time.sleep(600)", "while True: torch.ones(300, 300) @ x"])
 def test_ctrl_c_ends_promptly(busy):
