@@ -78,7 +78,7 @@ def align(exponent: int, fmt: BitLayout) -> int:
 
 
 def round_off(significand: int, drop: int, sign: int, rounding: str, draw: float | Fraction = 0) -> int:
-    """significand / 2^drop, rounded to a whole number. `away`: whether 1 is added, away from zero."""
+    """significand / 2^drop, rounded to a whole number: what is kept, or 1 more, which is away from zero."""
     kept, rest, one = significand >> drop, significand % 2**drop, 2**drop
     if rounding == "nearest-even":
         away = 2 * rest > one or (2 * rest == one and kept % 2 == 1)

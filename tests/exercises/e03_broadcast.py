@@ -22,7 +22,8 @@ PLAN = [
     "Refuse a root that does not exist with a `ValueError` that names it.",
     'All else inside `with agreement(comm, "broadcast", tensor, root=root, label=label):` – all ranks first say '
     "what they are about to do.",
-    "Make `result`, a contiguous copy of `tensor`: the input is left alone, and receivers need a place to fill.",
+    "Make `result`, a contiguous copy of `tensor`, with one rank, too: the input is left alone, and receivers need a "
+    "place to fill. (The clone of a transposed tensor is transposed.)",
     "Count positions from the root. Positions below `reach` have the tensor; reach is 1 at first.",
     "While reach is less than comm.size: position p < reach sends to position p + reach, if that exists; "
     "position p in reach … 2·reach - 1 receives from position p - reach. Then reach doubles. (A tensor without "

@@ -21,14 +21,15 @@ from tests.exercises.kit import fail, ranks, recognise, size, value_or_error, wr
 from tests.exercises.training import plain, relative_error, train
 
 PLAN = [
-    'check_op("all_reduce", op, COMBINE, tensor) refuses an unknown op. All else inside `with agreement(comm, '
-    '"all_reduce", tensor, op=op, label=label):`',
+    'check_op("all_reduce", op, COMBINE, tensor) refuses an unknown op, and check_out("all_reduce", out, tensor.shape, '
+    'tensor.dtype) an `out` that does not fit. All else inside `with agreement(comm, "all_reduce", tensor, op=op, '
+    "label=label):`",
     "`flat`: the tensor's elements in one dimension, with zeros behind them until N divides their number. A new "
     "buffer: the input is left alone. Where `out` is given, copy into it and use its own memory, "
     "out.copy_(tensor).view(-1).",
     "Cut `flat` into N chunks. With one rank, or no elements, there is nothing to send.",
     "ring_reduce_scatter(chunks, comm, COMBINE[op], out=…): the sum of chunk r goes into chunk r itself.",
-    "For the mean each rank divides its own chunk, before it is sent on.",
+    "For the mean each rank divides its own chunk, before it is sent on: N times less work than to divide them all.",
     "ring_all_gather(chunks, comm) fills the others. Return `flat` without the padding, in the tensor's shape.",
 ]
 HINTS = [

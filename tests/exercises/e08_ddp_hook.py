@@ -31,10 +31,11 @@ from tests.exercises.training import PSI, check_training, local_gradients, one_s
 
 PLAN = [
     "In the end each unit has the average over the ranks: not the sum, not its own gradient.",
-    "As long as what waits is smaller than BUCKET_BYTES, nothing is sent.",
+    "As long as what waits of one dtype is smaller than BUCKET_BYTES, none of it is sent.",
     "A message leaves at once, with the unit that makes it BUCKET_BYTES or more. It never waits for one more unit.",
     "A message has one dtype, the gradients' own: units of another dtype fill another bucket.",
-    "When the last unit of a backward has come, nothing waits any more.",
+    "When the last unit of a backward has come, nothing waits any more: one message for each dtype, in the same "
+    "order on all ranks.",
     "A backward may break off: the next one begins with nothing from it.",
 ]
 HINTS = [

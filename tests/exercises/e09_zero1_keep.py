@@ -1,8 +1,8 @@
 """ZeRO stage 1 begins where the model is wrapped: every rank keeps all parameters, but its optimizer gets only its own
 chunk of them, so that Adam's states are 8Ψ/N bytes, not 8Ψ. `keep` is called for each unit with all its values.
 
-    full            rank 0's values, flat, FP32, as long as unit.size; the same on all ranks
-    unit.replica       what the module's parameters are views of, in the computing dtype unit.dtype
+    full            rank 0's values, flat, as long as unit.size; FP32, but of a frozen unit in unit.dtype already
+    unit.replica    what the module's parameters are views of, in the computing dtype unit.dtype
     unit.master     FP32, what the optimizer's parameters are cut from: this rank's chunk
 
 In FP32 the master is a view into the replica, and costs nothing. In 16 bits it is a chunk of its own: a view of
@@ -24,9 +24,9 @@ from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
 from tests.exercises.training import PSI, SMALL, check_training, one_step, train
 
 PLAN = [
-    "unit.replica: `full` in unit.dtype (in FP32 `full` itself). unit.point_parameters_at(unit.replica) makes the "
-    "parameters views of it.",
-    "unit.master: this rank's chunk of `full`. In FP32 a view; in 16 bits a copy of the chunk.",
+    "unit.replica: `full` in unit.dtype (`full` itself, if that is its dtype). unit.point_parameters_at(unit.replica) "
+    "makes the parameters views of it.",
+    "unit.master: this rank's chunk of `full`. A view, if the replica is `full`; else a copy of the chunk.",
     "unit.cut_shards() makes the optimizer's parameters from it.",
 ]
 HINTS = [

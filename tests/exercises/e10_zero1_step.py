@@ -24,7 +24,8 @@ PLAN = [
     "For each unit in self.units whose replica is stale, and only for those:",
     "`mine` is this rank's chunk of unit.replica. Round the master into it: copy_ does.",
     "Gather all ranks' chunks into unit.replica: all_gather(mine, self.comm, out=…, label=unit.name).",
-    "Say that the replica is fresh now, or it will be gathered again.",
+    "Last, say that the replica is fresh now, or it will be gathered again. (If the master is a view of the replica, "
+    "to gather is to write to the master, too.)",
 ]
 HINTS = [
     "unit.chunk(unit.replica) is a view: what is written to it is in unit.replica.",

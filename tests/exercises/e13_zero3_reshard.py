@@ -5,7 +5,7 @@ backward. A unit may be used twice, with others in between: forward 0 1 2 1, bac
 
     unit.replica      the replica; autograd has saved views of it for backward, which keep its storage alive
     unit.shard        this rank's chunk of the parameters, FP32
-    unit.uses         how many uses are still to go backward, without this one
+    unit.uses         in backward: how many uses are still to go, without this one
     unit.gradient     yours: what waits of this micro-batch; None at its beginning
     unit.average      what the optimizer will see: this rank's chunk, FP32; None after a step
     unit.point_parameters_at(None)          makes the layer's parameters empty: using one is an error then

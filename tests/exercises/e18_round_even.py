@@ -6,9 +6,8 @@ nearest; and half-way to the even one of the two neighbours, so that ties go up 
                 1010 10            1010 and a rest of 2 of 4     → 1010   (half-way: to even)
 
 The other roundings of IEEE 754: "nearest-away" (ties away from zero), "toward-zero", "up" (to +∞), "down" (to
--∞); what is rounded is the magnitude, and `sign` says of
-what: 0 of a positive number, 1 of a negative one. "stochastic": away from zero as often as the
-rest says, for a random `draw` in [0, 1): where rest / 2^drop > draw.
+-∞). What is rounded is the magnitude, and `sign` says of what: 0 of a positive number, 1 of a negative one.
+"stochastic": away from zero as often as the rest says, for a random `draw` in [0, 1): if rest / 2^drop > draw.
 """
 
 import itertools
@@ -24,8 +23,8 @@ from tests.exercises.draws import deal
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
-    "Cut the significand into what is kept and the rest; 2^drop is a whole unit of what is "
-    "kept. `drop` may be 0, and may be 60: only whole numbers and fractions compare exactly then.",
+    "Cut the significand into what is kept and the rest; 2^drop is a whole unit of what is kept. `drop` may be 0, and "
+    "may be 1,000: only whole numbers and fractions compare exactly then.",
     "Decide for each rounding whether 1 is added: away from zero, or not. `ValueError` for an unknown name.",
     "nearest-even: the rest is more than half; or it is exactly half and what is kept is odd.",
     "Return kept, or kept + 1.",

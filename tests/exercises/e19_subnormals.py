@@ -30,7 +30,7 @@ PLAN = [
     "numbers, that of the smallest of them.",
     "Whether x is too large or too small for the format is decided by what rounding made of it, not by x.",
     "What is larger than fmt.max is infinity then. What is smaller than the smallest normal number is 0, if the format "
-    "has no subnormal numbers.",
+    "has no subnormal numbers: also if the smallest normal number would be nearer.",
     "The sign stays, that of a zero too. Zeros, infinities and NaN are not rounded.",
 ]
 HINTS = [

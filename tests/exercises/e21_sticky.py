@@ -4,8 +4,8 @@ be needed to round right, but not all of it: one bit tells whether it was anythi
     shift_right(1011 0100, 3) = 0001 0110 | 1     a 1 fell off, so the last bit becomes 1
     shift_right(1011 0000, 3) = 0001 0110         nothing fell off
 
-Tensors of int32 or int64, none negative; `places` a whole number or a tensor of them. Places below 0 count as
-0. A processor cannot shift by 32 or more: the result of that is anything.
+Tensors of int32 or int64, none negative. `places` is a tensor, or one whole number from 0 to 31. In a tensor, places
+below 0 count as 0. A processor cannot shift an int32 by 32 or more: the result of that is anything.
 """
 
 import itertools

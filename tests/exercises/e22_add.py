@@ -2,7 +2,7 @@
 
     unpack      sign, exponent, significand, with EXTRA = 3 places more: guard, round, sticky
     align       both to the larger exponent
-    operate     operate_add(x, y, rounding): the signed sum of the significands
+    operate     operate_add(x, y, rounding): the signed sum of the significands; of x - x, `rounding` decides the sign
     normalise   until one 1 is before the point: normalise(x, point)
     round       round(x, point, fmt, rounding) gives three things, which pack takes: pack(*round(…), fmt, rounding)
 

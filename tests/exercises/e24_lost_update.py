@@ -6,7 +6,8 @@ it the weight moves. An update of just this size is a tie: it lies half-way betw
     bits      … 1111111111   0…0  0000000001   0000000010        a tie goes to the one that ends in 0
 
     fmt.mantissa_bits    10 in FP16: behind the first 1 of a number there are so many bits
-    fmt.min_exponent     -14 in FP16: the smallest number with a first 1 in front of the point is 2^-14
+    fmt.min_exponent     -14 in FP16: the smallest number with a first 1 in front of the point is 2^-14; below it
+                         are subnormal numbers, which every format has that is asked for here
 
 Adam moves a weight by about the learning rate in each step. So the border of a typical weight is also the smallest
 learning rate that trains FP16 weights without a copy in FP32.

@@ -21,7 +21,7 @@ from tests.exercises.kit import fail, wrong
 
 PLAN = [
     "Count: an overflow sets the tracker to 0, anything else adds 1.",
-    "After an overflow: the scale times backoff_factor, but not below min_scale.",
+    "After an overflow: the scale times backoff_factor, or min_scale if that is more.",
     "When the tracker has come to growth_interval: the scale times growth_factor, but not above max_scale, and "
     "the tracker begins at 0 again.",
 ]

@@ -29,8 +29,9 @@ PLAN = [
     "For each block of keys: load k_j (times options.scale) and v_j; dk_j and dv_j begin as zeros.",
     "For each block of rows that see them: load q_i, do_i, and the columns l (lse) and d (delta); S, hidden; p = "
     "exp(S - l).",
-    "dv_j gets pᵀ do_i (with dropout on p); part.zero_rows_with_one_key(do_i, rows); dP = do_i v_jᵀ (with dropout, "
-    "too); dS = p (dP - d); dk_j gets dSᵀ q_i; add dS k_j to dQ.",
+    "dv_j gets pᵀ do_i (with dropout on p). A row that sees one key has p = 1 and dS = 0, and two rounded sums would "
+    "not cancel to 0: so part.zero_rows_with_one_key(do_i, rows), once dv_j has got its own. dP = do_i v_jᵀ (with "
+    "dropout, too); dS = p (dP - d); dk_j gets dSᵀ q_i; add dS k_j to dQ.",
     "Store dk_j times options.scale, and dv_j.",
 ]
 HINTS = [
