@@ -45,6 +45,7 @@ WRONG = [
     wrong("knows-float16-only", ("tensor.new_zeros(missing, *tensor.shape[1:])",
                                  "torch.zeros(missing, *tensor.shape[1:], dtype=torch.float16 if tensor.dtype == "
                                  "torch.float16 else torch.float32)"), says="loses-the-dtype"),
+    wrong("always-copies", (" if missing else tensor", "")),
     wrong("powers-of-two-only", ("-tensor.shape[0] % multiple", "-tensor.shape[0] & (multiple - 1)")),
     wrong("resizes-the-input", ("return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing "
                                 "else tensor", "if missing:\n        tensor.resize_(tensor.shape[0] + missing, "
@@ -71,6 +72,12 @@ def check() -> None:
                 "pads-the-remainder",
                 f"{rows} rows became {len(got)}, which 4 does not divide. {rows} % 4 is what there is too much, "
                 "not what is missing.",
+            )
+        if rows in (4, 8) and isinstance(got, torch.Tensor) and got is not given:
+            fail(
+                "always-copies",
+                f"{rows} rows for 4 ranks are returned as another tensor: nothing is missing, so return the tensor "
+                "itself. A copy takes as much memory again.",
             )
         want = torch.cat([x, torch.zeros(missing)])
         mistakes = {

@@ -33,7 +33,7 @@ PLAN = [
     "(The package asks comm.transport.ring_buffers(partial) how many, since processes are faster with more small "
     "ones. You need not.)",
     "Return the last partial: chunk comm.rank, combined over all ranks. Where `out` is given, the last sum goes "
-    "there: torch.add(a, b, out=c) writes into c.",
+    "there, and `out` is what is returned: torch.add(a, b, out=c) writes into c.",
 ]
 HINTS = [
     "Rank r sends chunk r-1 first: its right neighbour is r+1, and after N-1 hops from r it arrives at r-1.",
@@ -79,6 +79,7 @@ WRONG = [
           ("(comm.rank - 2 - step)", "(comm.rank + 2 + step)"), says="sends-left"),
     wrong("sends-fp32", ("[torch.empty_like(partial) for", "[torch.empty(partial.shape) for"),
           ("comm.send_recv(partial, right", "comm.send_recv(partial.float(), right")),
+    wrong("returns-a-copy-of-out", ("    return partial", "    return partial.clone()"), says="random"),
     wrong("returns-nothing-with-out", ("    return partial", "    return partial if out is None else None")),
 ]  # fmt: skip
 
@@ -231,6 +232,7 @@ def result(case: Case) -> dict[str, Any]:
         return {
             "the result": got.clone() if isinstance(got, torch.Tensor) else got,
             "`out`": out,
+            "the result is `out`": out is not None and got is out,
             "unchanged input": all(torch.equal(chunks[c], given[c]) for c in others),
             "bytes sent": watch.sent,
             "hops in a row": watch.hops,

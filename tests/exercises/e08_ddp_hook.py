@@ -63,6 +63,9 @@ EACH = "for dtype in list(self.buckets) if unit is self.in_order[-1] else [unit.
 WRONG = [
     wrong("message-for-each", (FULL, "if False:")),
     wrong("leaves-late", (FULL, "if unit is not self.in_order[-1]:")),
+    wrong("counts-four-bytes", (FULL, FULL.replace("g.nbytes", "4 * g.numel()")), says="random"),
+    wrong("one-unit-is-not-the-last", (FULL, FULL.replace("unit is not self.in_order[-1]", "(unit is not "
+          "self.in_order[-1] or unit is self.in_order[0])")), says="forgets-the-last"),
     wrong("counts-elements", (FULL, FULL.replace("nbytes", "numel()")), says="leaves-late"),
     wrong("waits-for-one-more", (FULL, FULL.replace("<", "<="))),
     wrong("full-before-it-comes", (FULL, "if sum(g.nbytes for _, g in bucket[:-1]) < BUCKET_BYTES and unit is not "
@@ -161,6 +164,7 @@ def messages() -> None:
             "wait for each other, and send one message.",
         )
     missing(found, "with BUCKET_BYTES = 2000")
+    missing(result(Case(4, 2000, five[:1], 0))["rank 0"], "of which the first is the last")
     if found["messages"] != [0, 0, 0, 0, 1]:
         fail("messages", told(found, 2000, [0, 0, 0, 0, 1]))
     found = result(Case(4, 800, five, 0))["rank 0"]
@@ -212,8 +216,8 @@ def missing(found: dict[str, Any], when: str) -> None:
     if left:
         fail(
             "forgets-the-last",
-            f"A backward of 5 units ended, {when}, and {left} of them have no gradient: what waits when the last unit "
-            "has come must leave then, however little it is.",
+            f"A backward of {len(found['averages'])} units ended, {when}, and {left} of them have no gradient: what "
+            "waits when the last unit has come must leave then, however little it is.",
         )
 
 
@@ -258,10 +262,10 @@ def draw(random: Random) -> list[Case]:
     """A bucket has room for a share of all gradients."""
     dtypes = [[torch.float32], [torch.float16], [torch.bfloat16, torch.float32]]
     cases = []
-    for number, share, kinds, breaks_off, seed in deal(
-        random, [(n,) for n in range(1, 9)], [0, 1 / 4, 1 / 2, 2], dtypes, [False, True]
+    for number, share, kinds, count, breaks_off, seed in deal(
+        random, [*((n,) for n in range(1, 9))] * 3, [0, 1 / 4, 1 / 2, 2], dtypes, [1, 2, 3, 5, 7], [False, True]
     ):
-        units = [(number * random.randint(1, 40), random.choice(kinds)) for _ in range(random.randint(3, 7))]
+        units = [(number * random.randint(1, 40), random.choice(kinds)) for _ in range(count)]
         total = sum(elements * dtype.itemsize for elements, dtype in units)
         cases.append(Case(number, max(1, int(share * total)), units, seed, breaks_off))
     return cases

@@ -23,7 +23,8 @@ from tests.exercises.training import check_training, local_gradients, one_step, 
 PLAN = [
     "For each unit in self.units whose replica is stale, and only for those:",
     "`mine` is this rank's chunk of unit.replica. Round the master into it: copy_ does.",
-    "Gather all ranks' chunks into unit.replica: all_gather(mine, self.comm, out=…, label=unit.name).",
+    "Gather all ranks' chunks into the unit.replica that is there: all_gather(mine, self.comm, out=…, "
+    "label=unit.name).",
     "Last, say that the replica is fresh now, or it will be gathered again. (If the master is a view of the replica, "
     "to gather is to write to the master, too.)",
 ]
@@ -42,6 +43,8 @@ GATHER = "all_gather(mine, self.comm, out=unit.replica, label=unit.name)"
 WRONG = [
     wrong("forgets-the-gather", (GATHER, "pass")),
     wrong("gathers-into-nothing", (GATHER, "all_gather(mine, self.comm, label=unit.name)"), says="forgets-the-gather"),
+    wrong("another-replica", (GATHER, "unit.replica = all_gather(mine, self.comm, label=unit.name)\n            "
+          "unit.point_parameters_at(unit.replica)"), says="random"),
     wrong("gathers-always", ("if unit.replica_is_stale():", "if True:")),
     wrong("never-fresh", ("unit.replica_is_fresh_now()", "pass"), says="gathers-always"),
     wrong("stale-is-fresh", ("if unit.replica", "if not unit.replica"), says="forgets-the-gather"),
@@ -138,6 +141,7 @@ def result(case: keep.Case) -> dict[str, Any]:
             Zero1.keep(None, unit, full)  # type: ignore[arg-type]
             unit.replica_is_fresh_now()
             unit.name = f"unit {number}"
+        replicas = [unit.replica for unit, _ in units]
         engine: Any = SimpleNamespace(units=[unit for unit, _ in units], comm=inside)
         seen: dict[str, Any] = {"the labels of collectives": labels}
         inside.observers.append(lambda operation, label, _: labels.append(label))
@@ -150,6 +154,9 @@ def result(case: keep.Case) -> dict[str, Any]:
             before = inside.bytes_sent
             Zero1.before_forward(engine)
             seen[f"after {name} the replicas"] = [unit.replica.clone() for unit in engine.units]
+            seen[f"after {name} the replicas are the same tensors"] = all(
+                unit.replica is replica for unit, replica in zip(engine.units, replicas)
+            )
             seen[f"after {name} bytes sent"] = inside.bytes_sent - before
             seen[f"after {name} something is stale"] = any(unit.replica_is_stale() for unit in engine.units)
         return seen

@@ -66,6 +66,9 @@ WRONG = [
     wrong("reduces-everything", (CALL, "__import__('minizero').all_reduce(full, comm, 'mean').chunk(comm.size)"
                                  "[comm.rank].clone()")),
     wrong("forgets-the-micro-batch-before", (ADD, "shards[name] = mine")),
+    wrong("divides-first", (CALL, CALL.replace('"mean"', '"sum"').replace("full,", "full.div_(comm.size),"))),
+    wrong("first-micro-batch-or-not", ("    for name", "    first = not shards\n    for name"),
+          (ADD, "shards[name] = mine if first else shards[name].add_(mine)"), says="KeyError"),
     wrong("leaves-the-first", (ADD, "shards.setdefault(name, mine)"), says="loses-a-micro-batch"),
     wrong("sends-fp32", (CALL, CALL.replace("full,", "full.float(),"))),
     wrong("adds-in-16-bits", (CALL + ".float()", CALL), (ADD, "shards[name] = (shards[name].to(mine.dtype) + mine if "
@@ -93,6 +96,7 @@ def check() -> None:
                     f"of the unit before, {size(4000)}, was still alive: a name refers to it until it gets its next "
                     "value. `del` it.",
                 )
+    ranks(4, tiny)
     small = ranks(2, of_ones)
     if small[0] == 0.5:
         fail("divides-by-four", "On 2 ranks the gradient is half of the mean: divide by comm.size, not by 4.")
@@ -201,19 +205,36 @@ def in_bf16(comm) -> int:
     return (comm.bytes_sent - before) // 2
 
 
+def tiny(comm) -> None:
+    """The smallest number of FP16 on every rank: their sum is exact, and a quarter of one is 0."""
+    shards: dict[str, torch.Tensor] = {}
+    zero2.backward(iter([("root", torch.full((8,), 2.0**-24, dtype=torch.float16))]), shards, comm)
+    if not shards["root"].all():
+        fail(
+            "divides-first",
+            "All ranks have the gradient 2^-24, the smallest number of FP16, and the average is 0: it was divided "
+            "before it was added up. Add first.",
+        )
+
+
 class Case(NamedTuple):
+    """late: the last unit does not come in the first of several micro-batches."""
+
     ranks: int
     dtype: torch.dtype
     micro_batches: int
+    late: bool
     elements: list[int]
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    rows = deal(random, [(n,) for n in range(1, 9)], [torch.float32, torch.float16, torch.bfloat16], [1, 2, 3])
+    rows = deal(
+        random, [(n,) for n in range(1, 9)], [torch.float32, torch.float16, torch.bfloat16], [1, 2, 3], [False, True]
+    )
     return [
-        Case(n, dtype, micro, [random.randint(1, 40) for _ in range(random.randint(1, 4))], seed)
-        for n, dtype, micro, seed in rows
+        Case(n, dtype, micro, late, [random.randint(1, 40) for _ in range(random.randint(2, 5))], seed)
+        for n, dtype, micro, late, seed in rows
     ]
 
 
@@ -225,7 +246,8 @@ def result(case: Case) -> dict[str, Any]:
         for m in range(case.micro_batches):
 
             def arrivals(m=m):
-                for i, n in enumerate(case.elements):
+                late = case.late and case.micro_batches > 1 and m == 0
+                for i, n in enumerate(case.elements[:-1] if late else case.elements):
                     seed = case.seed + 100 * m + 10 * i + comm.rank
                     yield f"unit {i}", rank_kit.whole(seed, (n,), case.dtype, times=comm.size)
 

@@ -82,6 +82,8 @@ WRONG = [
     wrong("sends-too-early", (MORE, "    if unit.uses != 1:\n        return\n")),
     wrong("keeps-the-gradient", (TAKE, "full = unit.gradient")),
     wrong("a-third-gradient", ("unit.gradient.add_(gradient)", "unit.gradient + gradient")),
+    wrong("a-view-of-all", (MEAN, 'reduce_scatter(full, unit.comm, "mean", out=full.chunk(unit.comm.size)'
+          "[unit.comm.rank])")),
     wrong("loses-a-micro-batch", (KEEP, "unit.average = mean")),
     wrong("forgot-divide", ('"mean"', '"sum"')),
     wrong("no-communication", (MEAN, "full.chunk(unit.comm.size)[unit.comm.rank].float()")),
@@ -202,6 +204,12 @@ def gradients(comm) -> None:
             fail(
                 "no-communication",
                 "unit.average is this rank's own gradient: nothing was sent. Reduce over the ranks.",
+            )
+        if unit.average.untyped_storage().nbytes() > 2 * n:
+            fail(
+                "a-view-of-all",
+                f"unit.average is a view: it keeps all {size(4 * n)} of the gradient alive, where the chunk has "
+                f"{size(n)}.",
             )
         mistakes = {"forgot-divide": (4 * mean[0].sum(0), "unit.average is the sum over the 4 ranks: take the mean.")}
         one_use = "The unit was used twice, and the gradient of one use is missing: it is the sum of both."

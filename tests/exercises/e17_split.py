@@ -20,8 +20,8 @@ PLAN = [
     'The 64 bits as a whole number: struct.pack(">d", x) gives 8 bytes, int.from_bytes(…, "big") the number.',
     "Cut out the sign (1 bit), the field (11 bits), the mantissa (52 bits).",
     "The exponent is the field less 1023; field 0 counts as field 1.",
-    "The significand is the mantissa, with 2^52 added unless the field is 0. (Field 2047, of infinity and NaN, is not "
-    "special here.)",
+    "The significand is the mantissa, with 2^52 added unless the field is 0. (What field 2047 gives, of infinity "
+    "and NaN, does not count here.)",
 ]
 HINTS = [
     "bits >> 52 has sign and field; & 0x7FF leaves the lowest 11 bits.",

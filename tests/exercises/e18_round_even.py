@@ -13,14 +13,14 @@ The other roundings of IEEE 754: "nearest-away" (ties away from zero), "toward-z
 import itertools
 import random
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from precision import one_number
 from precision.formats import FP16
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, wrong
+from tests.exercises.kit import fail, value_or_error, wrong
 
 PLAN = [
     "Cut the significand into what is kept and the rest; 2^drop is a whole unit of what is kept. `drop` may be 0, and "
@@ -139,14 +139,15 @@ class Case(NamedTuple):
 
 
 def draw(random: random.Random) -> list[Case]:
-    return [Case(*row) for row in deal(random, itertools.product(range(61), (0, 1), one_number.ROUNDINGS))]
+    return [Case(*row) for row in deal(random, itertools.product([*range(61), 1074], (0, 1), one_number.ROUNDINGS))]
 
 
-def result(case: Case) -> dict[str, int]:
+def result(case: Case) -> dict[str, Any]:
     """What significands become: of each rest that is a tie, beside one, none or any, with an odd and an even one."""
     numbers, one = random.Random(case.seed), 2**case.drop
     rests = {0, 1, one // 2 - 1, one // 2, one // 2 + 1, one - 1, numbers.randrange(one)}
-    results = {}
+    unknown = value_or_error(one_number.round_off, one, case.drop, case.sign, "nearest")
+    results = {"under a rounding that does not exist": unknown}
     for rest in sorted(rest for rest in rests if 0 <= rest < one):
         kept = numbers.randrange(0, 2**11, 2)
         for significand in (kept * one + rest, (kept + 1) * one + rest):

@@ -14,6 +14,7 @@ there are *subnormal*. Without them 2^-15 would be 0 in FP16. Some formats do no
 """
 
 import math
+import sys
 from random import Random
 from typing import NamedTuple
 
@@ -139,6 +140,9 @@ def expect(x: float, mistakes: dict[str, tuple[float, str]]) -> None:
     fail("values", f"{x!r} becomes {got!r} in FP16, not {want!r}.")
 
 
+ENDS = (sys.float_info.max, -sys.float_info.max, 5e-324)  # of what a float can be
+
+
 class Case(NamedTuple):
     format: str
     seed: int
@@ -155,5 +159,6 @@ def result(case: Case) -> dict[str, float]:
     edges = [edge * (1 + random.choice((-1, 1)) * 2.0**-bits) for edge in (fmt.max, fmt.smallest_normal)
              for bits in range(1, fmt.mantissa_bits + 4)]  # fmt: skip
     return {
-        repr(x): float(task.nearest(x, number_kit.bare(fmt))) for x in [*edges, *number_kit.numbers(random, fmt, 150)]
+        repr(x): float(task.nearest(x, number_kit.bare(fmt)))
+        for x in [*edges, *ENDS, *number_kit.numbers(random, fmt, 150)]
     }

@@ -127,7 +127,7 @@ def draw(random: Random) -> list[Case]:
     """Chains of 1 to 14 stages, of whole sizes and others. outputs: None stands for the next stage's boundary."""
     cases = []
     for n in [*range(1, 15)] * 8:
-        divisor = random.choice((1, 1, 10, 7))
+        divisor = random.choice((1, 1, 10, 7, 1e-9))  # the last: sizes as of bytes on a GPU
         boundaries, tapes, outputs = ([random.randint(0, 20) / divisor for _ in range(n)] for _ in range(3))
         cases.append(Case(boundaries, tapes, [random.choice((None, size)) for size in outputs]))
     return cases

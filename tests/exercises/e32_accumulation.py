@@ -288,7 +288,7 @@ def draw(random: Random) -> list[Case]:
 
 
 def result(case: Case) -> Any:
-    """An engine computes in FP32 here, and each of its ranks has another window with a target."""
+    """An engine computes in FP32 here. Each of its ranks has another window, and rank 0's has a target."""
     dicts, dtype = case.form == "dicts", case.dtype if case.ranks == 1 else torch.float32
     generator = torch.Generator().manual_seed(case.seed)
     model = Small(dicts).to(dtype)
@@ -323,7 +323,7 @@ def drawn_window(case: Case, generator: torch.Generator, dtype: torch.dtype, ran
         x = torch.randn(rows, 7, 4, generator=generator).to(dtype)
         y = torch.randint(6, (rows, 7), generator=generator)
         y[torch.rand(rows, 7, generator=generator) < 0.4] = -100
-        if float(torch.rand((), generator=generator)) < case.empty and (case.ranks == 1 or number):
+        if float(torch.rand((), generator=generator)) < case.empty and (case.ranks == 1 or number or rank):
             y[:] = -100
         elif case.ranks > 1:
             y[0, 3] = 1

@@ -192,6 +192,7 @@ class Case(NamedTuple):
     block: int
     dtype: torch.dtype
     spread: float
+    middle: float
     order: str
     seed: int
 
@@ -201,14 +202,16 @@ def draw(random: Random) -> list[Case]:
     orders = ["rising", "falling", "as they come"]
     return [
         Case(*row)
-        for row in deal(random, [*ways] * 3, [torch.float64, torch.float32], [0.03, 1.0, 10.0, 300.0], orders)
+        for row in deal(
+            random, [*ways] * 3, [torch.float64, torch.float32], [0.03, 1.0, 10.0, 300.0], [0.0, 0.0, -3e4, 3e4], orders
+        )
     ]
 
 
 def result(case: Case) -> dict[str, Any]:
     """Each exponential once: one for every score, and for every block perhaps one that rescales."""
     generator = torch.Generator().manual_seed(case.seed)
-    scores = torch.randn(case.keys, generator=generator, dtype=torch.float64) * case.spread
+    scores = torch.randn(case.keys, generator=generator, dtype=torch.float64) * case.spread + case.middle
     if case.order != "as they come":
         scores = scores.sort(descending=case.order == "falling").values
     values = torch.randn(case.keys, 3, generator=generator, dtype=torch.float64).to(case.dtype)

@@ -127,10 +127,11 @@ def result(case: forward.Case) -> dict[str, Any]:
     delta, no = torch.empty_like(lse), torch.zeros_like(lse)
     tiled.delta_tiles(dout, out, no, delta, q, k, options, case.blocks)
     dq, dk, dv = torch.full_like(q, 7.0, dtype=lse.dtype), torch.full_like(k, 7.0), torch.full_like(v, 7.0)
-    with Ledger() as ledger:
-        tiled.backward_tiles(dout, q, k, v, lse, delta, dq, dk, dv, options, case.blocks)
-    others = (torch.empty_like(gradient) for gradient in (dq, dk, dv))
-    moved = count(tiled.backward_tiles, dout, q, k, v, lse, delta, *others, options, case.blocks)
+    with forward.tiles_of(case):
+        with Ledger() as ledger:
+            tiled.backward_tiles(dout, q, k, v, lse, delta, dq, dk, dv, options, case.blocks)
+        others = (torch.empty_like(gradient) for gradient in (dq, dk, dv))
+        moved = count(tiled.backward_tiles, dout, q, k, v, lse, delta, *others, options, case.blocks)
     peak = AtMost(ledger.peak["total"])
     return {"dQ": dq, "dK": dk, "dV": dv, "bytes loaded": moved.loads, "bytes at the peak": peak}
 

@@ -30,7 +30,7 @@ PLAN = [
     "The gradient of V comes from O = P V alone, and so does the gradient of P.",
     "The gradient of S: the product of each row with softmax's Jacobian, which nowhere exists as a matrix.",
     "The gradients of Q and of K come from S, with its scale. Return the three, of the shapes and dtypes of q, k, v.",
-    "Autograd records nothing, and what you hold is a few N × N matrices, whatever N is.",
+    "Autograd is switched off while you are called. What you hold is a few N × N matrices, whatever N is.",
 ]
 HINTS = [
     "Write one element first: with O_id = Σ_j P_ij V_jd, what is the derivative of Σ_id dO_id O_id by V_jd, and by "
@@ -197,6 +197,7 @@ class Case(NamedTuple):
     n_k: int
     causal: bool
     dtype: torch.dtype
+    spread: float
     batch: int
     heads: int
     d: int
@@ -206,13 +207,14 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     """Rows and keys need not be as many as each other. Row 0 sees key 0 in any case."""
     ways = itertools.product((1, 3, 8, 17), (1, 2, 9, 20), (False, True), (torch.float64, torch.float32))
-    return [Case(*row) for row in deal(random, ways, [1, 2, 3], [1, 2, 5], [1, 4, 7])]
+    return [Case(*row) for row in deal(random, ways, [1.0, 1.0, 300.0], [1, 2, 3], [1, 2, 5], [1, 4, 7])]
 
 
 def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     shapes = [(case.batch, case.heads, n, case.d) for n in (case.n_q, case.n_k, case.n_k, case.n_q)]
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes]
+    given[0] *= case.spread
     got = by_hand(*given, case.causal)
     return {"the shapes": [tuple(x.shape) for x in got], "dQ, dK, dV in a row": torch.cat([x.reshape(-1) for x in got])}
 

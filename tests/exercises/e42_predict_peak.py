@@ -79,6 +79,8 @@ WRONG = [
     wrong("states-sharded-in-stage-0", ("states * (total if stage == 0 else total // ranks)", "states * total // "
           "ranks")),
     wrong("states-whole-in-stage-1", ("(total if stage == 0 else", "(total if stage <= 1 else")),
+    wrong("turns-the-list-round", ("reversed(blocks)", "(blocks.reverse(), blocks)[1]"), says="random"),
+    wrong("returns-a-float", ("return bytes_each *", "return float(bytes_each) *"), says="random"),
     wrong("always-four-bytes", ("bytes_each * (peak", "4 * (peak")),
 ]  # fmt: skip
 STAGES = (DDP, Zero1, Zero2, Zero3)
@@ -225,7 +227,12 @@ def draw(random: Random) -> list[Case]:
 
 
 def result(case: Case) -> Any:
-    predicted = value_or_error(peak.predict_peak, case.stage, case.ranks, case.root, case.blocks, case.states)
+    blocks = list(case.blocks)
+    predicted = value_or_error(peak.predict_peak, case.stage, case.ranks, case.root, blocks, case.states)
+    if blocks != case.blocks:
+        fail("random", "The list of blocks is another one afterwards: it is the caller's.")
+    if isinstance(predicted, float):
+        fail("random", f"{predicted} is a float: return a whole number. // divides whole numbers.")
     if predicted != case.measured:
         fail("random", f"Predicted are {predicted} bytes, and the ledger measures {case.measured}.")
     return predicted

@@ -73,6 +73,8 @@ WRONG = [
           "        whole = parameters_to_vector(gradients)\n        whole *= (max_norm / whole.norm()).clamp(max=1.0)\n"
           "        mine.grad = reduce_scatter(pad(whole, comm.size)"), (
           "        optimizer.step()\n", "        norm = whole.norm()\n        optimizer.step()\n")),
+    wrong("divides-by-zero", ("mine.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)", "mine.grad *= min(1.0, "
+          "max_norm / norm.item())"), says="ZeroDivisionError"),
     wrong("lengthens", (".clamp(max=1.0)", "")),
     wrong("reports-its-own-norm", ("norms.append(norm.item())", "norms.append(squares.sqrt().item())")),
     wrong("reports-the-clipped-norm", ("norms.append(norm.item())", "norms.append(min(norm.item(), max_norm))")),
@@ -166,6 +168,7 @@ def how_much_is_cut(before: str) -> None:
         fail("reports-the-clipped-norm", f"The norm before clipping is 5, and {norms[0]:.4f} is returned: after it.")
     if abs(norms[0] - 5) > 1e-4:
         fail("reports-its-own-norm", f"The norm of (3, 0 | 0, 4) is 5, and rank 0 returns {norms[0]:.4f}.")
+    ranks(2, train, Free(), [(0 * x, 0 * x)], 1.0, 1.0)  # no gradient: its norm may divide nothing
     short = -ranks(2, train, Free(), [(x, x)], 10.0, 1.0)[0][1][0] / 3
     if abs(short - 1) > 1e-4:
         fail(

@@ -19,6 +19,7 @@ import copy
 import itertools
 from random import Random
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -77,6 +78,10 @@ WRONG = [
     wrong("ignores-the-seed", (ORDER, "default_rng([1, epoch])."), (NOISE, "default_rng([1, epoch, comm.rank + 1])")),
     wrong("forgets-on-resume", ("    means = []\n", "    means = []\n    random = np.random.default_rng([seed, "
           "comm.rank + 1])\n"), ("        random = np.random.default_rng([seed, epoch, comm.rank + 1])\n", "")),
+    wrong("neighbours-share", (ORDER, "default_rng(seed + epoch)."), (NOISE, "default_rng([seed + epoch, comm.rank])")),
+    wrong("salted-hash", (NOISE, "default_rng(abs(hash(f'{seed} {epoch} {comm.rank}')))")),
+    wrong("uses-up-the-epochs", ("    means = []\n", "    means = []\n    last = max(epochs)\n"),
+          says="examples-missing"),
     wrong("no-noise", ("random.normal(0, 0.1,", "0 * random.normal(0, 0.1,")),
 ]  # fmt: skip
 COUNT, EPOCHS = 24, 4
@@ -108,6 +113,12 @@ class Run:
         self.losses = [losses for losses, _, _ in runs]
         self.parameters = [parameters for _, parameters, _ in runs]
         self.seen = [seen for _, _, seen in runs]
+        if not all(self.seen):
+            fail(
+                "examples-missing",
+                f"In {len(epochs)} epochs a rank of {size} saw no example. `epochs` may be an iterator: it can be gone "
+                "through once.",
+            )
         shape = (len(epochs), COUNT // size)
         xs, ys = (
             torch.stack([torch.cat(parts) for parts in both]) for both in zip(*(zip(*seen) for seen in self.seen))
@@ -144,7 +155,7 @@ class Run:
 
 def train(comm, model, examples, epochs, batch_size, seed):
     model = copy.deepcopy(model)
-    losses = bug_random.train_on_noise(model, examples, epochs, batch_size, seed, comm)
+    losses = bug_random.train_on_noise(model, examples, iter(epochs), batch_size, seed, comm)
     return losses, parameters_to_vector(model.parameters()).detach(), model.seen
 
 
@@ -156,8 +167,19 @@ def check() -> None:
     check_randomness(run)
     if not torch.equal(run.noise, Run(2, list(range(EPOCHS))).noise):
         fail("not-reproducible", "The same seed gave another run the second time: nobody could repeat it.")
-    if same(run.noise, Run(2, list(range(EPOCHS)), seed=8).noise, 1e-3):
+    other = Run(2, list(range(EPOCHS)), seed=8)
+    if same(run.noise, other.noise, 1e-3):
         fail("ignores-the-seed", "Seeds 7 and 8 gave the same noise: the seed must matter.")
+    both = torch.cat([run.noise, other.noise])
+    if run.noises(both) < 2 * EPOCHS * COUNT:
+        fail(
+            "neighbours-share",
+            f"Of the {2 * EPOCHS * COUNT} noises of two runs, with the seeds 7 and 8, {run.noises(both)} are "
+            "different: one draws in an epoch what the other draws in another. Never add to a seed.",
+        )
+    with mock.patch.dict(bug_random.train_on_noise.__globals__, {"hash": of_another_process}):
+        if not torch.equal(run.noise, Run(2, list(range(EPOCHS))).noise):
+            fail("salted-hash", "The hash of a text is another number in every process. So is your run.")
     later = Run(2, [2, 3])
     if not (torch.equal(run.numbers[2:], later.numbers) and torch.equal(run.noise[2:], later.noise)):
         fail(
@@ -169,6 +191,11 @@ def check() -> None:
     for rank, got in enumerate(run.parameters):
         recognise(got, want, {}, f"The parameters of rank {rank}, against one process with the same batches", 1e-4)
         recognise(torch.tensor(run.losses[rank]), torch.tensor(losses), {}, f"The losses on rank {rank}", 1e-4)
+
+
+def of_another_process(x: Any) -> int:
+    """What `hash` gives in a process that Python has started with another salt."""
+    return hash(x) if isinstance(x, int | float) else hash(("another process", x))
 
 
 def check_randomness(run: Run) -> None:

@@ -42,13 +42,20 @@ def codes(random: Random, fmt: FloatFormat, count: int) -> list[int]:
     """Patterns of a format: all edges with both signs, some NaNs, and others until there are `count`."""
     top = 2 ** (fmt.width - 1)
     normal = 2**fmt.mantissa_bits
-    edges = [0, 1, normal - 1, normal, normal + 1, fmt.max_bits - 1, fmt.max_bits, fmt.max_bits + 1, top - 1]
-    edges += [fmt.bias << fmt.mantissa_bits, fmt.nan_bits or 0, (fmt.infinity_bits or 0) + 1]
-    edges = [code for code in edges if code < top]
+    edges = edges_of(fmt)
     result = edges + [code + top for code in edges]
     while len(result) < count:
         result += [random.randrange(2 * top), random.randrange(normal) + top * random.randrange(2)]
     return random.sample(result, len(result))
+
+
+def edges_of(fmt: FloatFormat) -> list[int]:
+    """Patterns of a format beside which something changes, without the sign."""
+    top = 2 ** (fmt.width - 1)
+    normal = 2**fmt.mantissa_bits
+    edges = [0, 1, normal - 1, normal, normal + 1, fmt.max_bits - 1, fmt.max_bits, fmt.max_bits + 1, top - 1]
+    edges += [fmt.bias << fmt.mantissa_bits, fmt.nan_bits or 0, (fmt.infinity_bits or 0) + 1]
+    return [code for code in edges if code < top]
 
 
 def numbers(random: Random, fmt: FloatFormat, count: int) -> list[float]:
@@ -84,9 +91,15 @@ def operations(random: Random) -> list[Operation]:
 
 
 def bits_and_flags(case: Operation, operate: Callable[..., Any], sign: str) -> dict[str, str]:
-    """Of each pair of patterns the result's bits and flags. In a format without NaN, of finite numbers only."""
+    """Of each pair of patterns the result's bits and flags. In a format without NaN, of finite numbers only.
+
+    All pairs of edges with a sign drawn for each, and others.
+    """
     random, fmt = Random(case.seed), NARROW[case.format]
-    a, b = (torch.tensor(codes(random, fmt, 300)[:300]) for _ in "ab")
+    pairs: list[Any] = [[code | random.randrange(2) << fmt.width - 1 for code in pair]
+             for pair in itertools.product(edges_of(fmt), repeat=2)]  # fmt: skip
+    pairs += zip(*(codes(random, fmt, 300)[:300] for _ in "ab"))
+    a, b = torch.tensor(pairs).T
     if fmt.nan_bits is None:
         finite = [pattern % 2 ** (fmt.width - 1) <= fmt.max_bits for pattern in (a, b)]
         a, b = a[finite[0] & finite[1]], b[finite[0] & finite[1]]

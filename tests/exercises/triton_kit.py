@@ -130,9 +130,11 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """heads: those of q, and those of k and v. lengths: rows, and keys. spoilt: what NaN or infinity stands in.
+    """heads: those of q, and those of k and v. lengths: rows, and keys. spoilt: where NaN, infinity or a large
+    number stands.
 
-    Each draw has a case of a single key, and one whose keys are infinite.
+    Each draw has a case of a single key, one whose keys are infinite, and one with a large scale, in which some
+    rows see no key.
     """
 
     def deal_(ways: list[Any], lengths: list[Any], scales: list[Any], spoilt: list[str]) -> list[Case]:
@@ -165,6 +167,12 @@ def draw(random: Random) -> list[Case]:
         *deal_(ways, lengths, [None, 0.7, -0.3, 0.0], ["nothing", "nothing", "a row of q"]),
         *deal_([(False, None, False)], [(40, 1)], [None, 0.7], ["nothing"]),
         *deal_([(True, None, False)], [(32, 32)], [None, 0.7], ["all keys"]),
+        *deal_([(False, (5, None), False)], [(33, 20)], [1.5], ["nothing"]),
+        *deal_([(True, None, False)], [(32, 32)], [0.7], ["the last key"]),
+        *(
+            case._replace(dtype=torch.float16, dropout=0.0)
+            for case in deal_([(False, None, False)], [(20, 48)], [0.0], ["all values"])
+        ),
     ]
 
 
@@ -188,6 +196,10 @@ def given(case: Case):
         q[:, :, -1] = torch.nan
     if case.spoilt == "all keys":  # each score is -∞
         q[..., 0], k[..., 0] = 1, -torch.inf
+    if case.spoilt == "the last key":  # its scores are far above the others, where it is not hidden
+        k[..., -1, :] *= 300
+    if case.spoilt == "all values":  # sums over the keys are beyond FP16, and the results are not
+        k, v = k * 100, v.abs() * 4000
     if case.lengths[1] == 1:
         dlse.zero_()
     q, k, v, dout, dlse = (framed(x, case.seed + i) for i, x in enumerate((q, k, v, dout, dlse)))
