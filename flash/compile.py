@@ -27,18 +27,11 @@ from triton import knobs, runtime
 from triton.backends.compiler import GPUTarget
 
 from flash import kernels
+from flash.gpus import PROCESSORS
 from flash.launch import Launch
 from flash.options import Options
 
-# The processors to compile for, and the shared memory that a program may use there (that of `traffic.GPUS`, to which a
-# test holds it). A new GPU: see `launch.TABLE`, which has its blocks.
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+TARGETS = {name: GPUTarget(*kind.target) for name, kind in PROCESSORS.items() if kind.target}
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 # Sets of options: the keys are names in the table.

@@ -1,4 +1,4 @@
-"""How the kernels are launched: block shapes for each GPU, and what all launches have in common.
+"""How the kernels are launched: with which block shapes, and what all launches have in common.
 
 A larger block of rows reads the keys less often, a larger block of keys keeps the matrix units busy. Both must fit
 into the registers and the shared memory of one processor, together with the `stages` blocks that are on their way
@@ -14,6 +14,7 @@ import numpy
 import torch
 import triton
 
+from flash.gpus import FLOAT32, PROCESSORS, TABLE, Blocks
 from flash.masks import INTERPRETED
 from flash.options import Options
 
@@ -30,54 +31,6 @@ if INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
     interpreter._patch_lang_tensor = _patch_tensor_and_index
 
 
-class Blocks(NamedTuple):
-    """The shape of one program: rows and keys of its blocks, and how many threads and loads work on them."""
-
-    rows: int
-    keys: int
-    warps: int  # of 32 threads (AMD: 64), which share the block
-    stages: int  # blocks that the loop loads ahead
-
-
-# For 16-bit numbers: for each kernel {head dim, at most: its blocks}. A window or dropout takes registers, so with
-# these options dK and dV have blocks that need fewer.
-# A new GPU is entered here and in `architecture`, in `compile.TARGETS` and `SHARED_LIMIT` (which compile for it where
-# there is none), and in `traffic.GPUS`. That table names products, with memory and speed; this one kinds of processor.
-TABLE: dict[str, dict[str, dict[int, Blocks]]] = {
-    "sm_90": {  # 227 KiB of shared memory
-        "forward": {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(128, 64, 8, 2)},
-        "dkdv": {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 2), 256: Blocks(64, 32, 8, 2)},
-        "dkdv, options": {64: Blocks(32, 128, 8, 3), 128: Blocks(16, 128, 8, 2), 256: Blocks(64, 32, 8, 1)},
-        "dq": {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 32, 8, 2)},
-    },
-    "sm_80": {  # 163 KiB
-        "forward": {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
-        "dkdv": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 4, 2), 256: Blocks(64, 32, 8, 2)},
-        "dkdv, options": {64: Blocks(32, 64, 4, 2), 128: Blocks(32, 64, 4, 1), 256: Blocks(64, 32, 8, 1)},
-        "dq": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 4, 2), 256: Blocks(64, 32, 4, 2)},
-    },
-    "small": {  # 99 KiB and more: sm_86, sm_89, sm_120
-        "forward": {64: Blocks(128, 64, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(64, 32, 4, 1)},
-        "dkdv": {64: Blocks(64, 64, 4, 1), 128: Blocks(32, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
-        "dkdv, options": {128: Blocks(32, 64, 4, 1), 256: Blocks(32, 32, 4, 1)},
-        "dq": {64: Blocks(64, 64, 4, 1), 128: Blocks(64, 32, 4, 1), 256: Blocks(32, 32, 4, 1)},
-    },
-    "amd": {  # 64 KiB: gfx942
-        "forward": {64: Blocks(128, 64, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(64, 32, 2, 1)},
-        "dkdv": {64: Blocks(64, 64, 2, 1), 128: Blocks(32, 64, 2, 1), 256: Blocks(16, 32, 2, 1)},
-        "dkdv, options": {128: Blocks(32, 64, 2, 1), 256: Blocks(16, 32, 2, 1)},
-        "dq": {64: Blocks(64, 64, 2, 1), 128: Blocks(64, 32, 2, 1), 256: Blocks(32, 16, 2, 1)},
-    },
-    "interpreter": {kernel: {256: Blocks(64, 64, 4, 1)} for kernel in ("forward", "dkdv", "dq")},
-}
-# True FP32 products run on the ordinary units, not on the matrix units, from registers: dK and dV take the most.
-FLOAT32 = {
-    "forward": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 32, 8, 1), 256: Blocks(16, 16, 8, 1)},
-    "dkdv": {64: Blocks(16, 32, 8, 1), 128: Blocks(16, 32, 16, 1), 256: Blocks(16, 16, 16, 1)},
-    "dq": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 32, 8, 1), 256: Blocks(16, 16, 8, 1)},
-}
-
-
 # With FLASH_AUTOTUNE=1 these are tried instead, when a kernel is first used for a head dim, dtype and kind of band.
 CANDIDATES = [
     Blocks(rows, keys, warps, stages)
@@ -89,15 +42,14 @@ fastest: dict[Any, Blocks] = {}
 
 
 def architecture() -> str:
-    """The row of the table for the current device."""
+    """The row of `TABLE` for the current device."""
     if INTERPRETED:
         return "interpreter"
     target = triton.runtime.driver.active.get_current_target()
     if target.backend == "hip":
         return "amd"
-    if target.arch // 10 in (9, 10):
-        return "sm_90"
-    return "sm_80" if target.arch in (80, 87) else "small"
+    kind = PROCESSORS.get(f"sm_{target.arch}")
+    return kind.blocks if kind else "small"
 
 
 def limit_warps(blocks: Blocks, kernel: str, head_dim: int, itemsize: int) -> Blocks:

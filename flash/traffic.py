@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash.checks import check_band
+from flash.gpus import GPUS
 
 FP32 = 4
 
@@ -132,32 +133,6 @@ def _visited(n_rows: int, n_keys: int, block_rows: int, block_keys: int, band: t
 def theorem_bytes(n: int, head_dim: int, sram: int, itemsize: int = 2) -> float:
     """The theorem's N² d² / M elements per head, in bytes; M elements of SRAM are `sram` bytes."""
     return n**2 * head_dim**2 / (sram / itemsize) * itemsize
-
-
-class Gpu(NamedTuple):
-    """One product. SRAM: the most shared memory that one program may use."""
-
-    sram: int  # bytes
-    processors: int  # streaming multiprocessors, compute units
-    hbm_bytes_per_second: float
-    matmul_flops: float  # dense, 16-bit inputs, FP32 sums
-
-
-KIB = 1024
-# SRAM: NVIDIA, CUDA Programming Guide, section 5.1 "Compute Capabilities", and AMD, "GPU hardware specifications"
-# (LDS). The rest: the makers' data sheets. A new GPU: see `launch.TABLE`, too, for the blocks of its kernels;
-# `minizero.simulate.clusters.GPUS` has whole clusters.
-GPUS = {
-    "V100 SXM2": Gpu(96 * KIB, 80, 0.9e12, 125e12),
-    "T4": Gpu(64 * KIB, 40, 0.32e12, 65e12),
-    "A100 SXM 40GB": Gpu(163 * KIB, 108, 1.555e12, 312e12),
-    "A100 SXM 80GB": Gpu(163 * KIB, 108, 2.039e12, 312e12),
-    "RTX 3090": Gpu(99 * KIB, 82, 0.936e12, 71e12),
-    "RTX 4090": Gpu(99 * KIB, 128, 1.008e12, 165e12),
-    "H100 SXM": Gpu(227 * KIB, 132, 3.35e12, 989e12),
-    "H200 SXM": Gpu(227 * KIB, 132, 4.8e12, 989e12),
-    "MI300X": Gpu(64 * KIB, 304, 5.3e12, 1307e12),
-}
 
 
 def sram_here(device: torch.device | str | None = None) -> int:

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from flash.traffic import GPUS
+from flash.gpus import PROCESSORS, TABLE
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from flash import launch  # noqa: E402
-from flash.compile import COMBINATIONS, HEAD_DIMS, SHARED_LIMIT, TARGETS, count_copies  # noqa: E402
+from flash.compile import COMBINATIONS, HEAD_DIMS, TARGETS, count_copies  # noqa: E402
 
 MATRIX = {"sm_80": "mma", "sm_89": "mma", "sm_90": "wgmma", "gfx942": "mfma"}
 
@@ -28,7 +28,7 @@ def compile_rows(folder, *arguments, timeout=1500):
 def check(rows):
     for row in rows:
         gpu, kernel, sixteen_bits = row["gpu"], row["kernel"], row["dtype"] != "float32"
-        assert row["registers"] > 0 and 0 < row["shared"] <= SHARED_LIMIT[gpu], row
+        assert row["registers"] > 0 and 0 < row["shared"] <= PROCESSORS[gpu].sram, row
         assert kernel != "delta" or row["spilled"] == 0, row
         if sixteen_bits and kernel != "delta":  # which is a sum for each row, no product of matrices
             # dK and dV at head dim 256: blocks of 64 keys, which wgmma needs, do not fit into Hopper's registers.
@@ -75,16 +75,6 @@ def test_every_kernel_for_every_gpu(gpu, dtype, tmp_path):
     rows = compile_rows(tmp_path, "--gpus", gpu, "--dtypes", dtype, timeout=3600)
     assert len(rows) == expected_rows(1, len(HEAD_DIMS), 1, len(COMBINATIONS))
     check(rows)
-
-
-def test_the_limits_are_those_of_the_traffic_model():
-    limits = {
-        "sm_80": GPUS["A100 SXM 80GB"],
-        "sm_89": GPUS["RTX 4090"],
-        "sm_90": GPUS["H200 SXM"],
-        "gfx942": GPUS["MI300X"],
-    }
-    assert {name: gpu.sram for name, gpu in limits.items()} == SHARED_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -134,9 +124,9 @@ def test_warps_follow_rows(gpu, kernel, head_dim, itemsize, rows, keys, most, mo
     assert launch.limit_warps(wanted, kernel, head_dim, itemsize) == wanted._replace(warps=most)
 
 
-@pytest.mark.parametrize("gpu", launch.TABLE)
+@pytest.mark.parametrize("gpu", TABLE)
 def test_the_table_shows_as_many_warps_as_run(gpu, monkeypatch):
     monkeypatch.setattr(launch, "architecture", lambda: gpu)
-    for kernel, sizes in launch.TABLE[gpu].items():
+    for kernel, sizes in TABLE[gpu].items():
         for head_dim, blocks in sizes.items():
             assert launch.limit_warps(blocks, kernel.removesuffix(", options"), head_dim, 2) == blocks
