@@ -123,7 +123,7 @@ def draw(random: Random) -> list[Case]:
 
 def result(case: Case) -> dict[str, Any]:
     def on_rank(comm) -> dict[str, Any]:
-        flat = torch.arange(case.sharding_factor * case.elements_each).to(case.dtype)
+        flat = torch.arange(-3, case.sharding_factor * case.elements_each).to(case.dtype)[3:]  # in a larger buffer
         ours = cast(unit.Unit, Unit(comm.split(comm.rank // case.sharding_factor), comm))
         unit.Unit.chunk(ours, torch.zeros_like(flat))  # another buffer of the same unit
         mine = unit.Unit.chunk(ours, flat)

@@ -235,9 +235,11 @@ class Unit:
         self.name, self.size, self.dtype = name, elements, dtype
         self.replica = torch.ones(elements, dtype=dtype)
         self.averages: list[list[float]] = []
+        self.gradient = torch.empty(0)
 
     def set_gradient(self, average, full=None):
         self.averages.append(average.tolist())
+        self.gradient = average
 
 
 class Engine:
@@ -292,6 +294,7 @@ def result(case: Case) -> dict[str, Any]:
             "messages": messages,
             "sent": comm.bytes_sent - before,
             "averages": [unit.averages[0] if unit.averages else [] for unit in units],
+            "gradients in the end": [unit.gradient.tolist() for unit in units],
             "given": all(len(unit.averages) == 1 for unit in units),
         }
 

@@ -43,6 +43,7 @@ AFTER = (
 )
 MASTER = "unit.chunk(full) if unit.replica is full else unit.chunk(full).clone()"
 WRONG = [
+    wrong("asks-for-fp32", ("if unit.replica is full", "if unit.dtype == torch.float32"), says="random"),
     wrong("shards-nothing", (MASTER, "full")),
     wrong("everyone-takes-chunk-0", (MASTER, "full.chunk(unit.comm.size)[0]")),
     wrong("parameters-are-elsewhere", ("    unit.point_parameters_at(unit.replica)\n", "")),
@@ -106,15 +107,16 @@ class Case(NamedTuple):
     ranks: int
     sharding_factor: int
     dtype: torch.dtype
+    frozen: bool
     sizes: tuple[int, int]
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    """sizes: of the matrix of a linear layer."""
+    """frozen: the unit does not train. sizes: of the matrix of a linear layer."""
     factors = [(n, factor) for n in range(1, 9) for factor in {1, 2, n} if n % factor == 0]
     ways = [(*way, dtype) for way in factors for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    return [Case(*row) for row in deal(random, ways, [(3, 5), (1, 1), (8, 4), (2, 11)])]
+    return [Case(*row) for row in deal(random, ways, [False, False, True], [(3, 5), (1, 1), (8, 4), (2, 11)])]
 
 
 def unit_of(case: Case, comm: Any, inside: Any, module: torch.nn.Module) -> tuple[Unit, torch.Tensor]:
@@ -135,10 +137,11 @@ def layer(case: Case) -> torch.nn.Module:
 
 
 def result(case: Case) -> dict[str, Any]:
-    module = layer(case)
+    module = layer(case).requires_grad_(not case.frozen)
 
     def on_rank(comm) -> dict[str, Any]:
         unit, full = unit_of(case, comm, comm.split(comm.rank // case.sharding_factor), module)
+        full = full.to(unit.dtype) if case.frozen else full
         Zero1.keep(None, unit, full)  # type: ignore[arg-type]
         kept, is_replica = weakref.ref(full), full is unit.replica
         del full

@@ -158,6 +158,8 @@ def result(case: Case) -> dict[str, float]:
     random, fmt = Random(case.seed), number_kit.ALL[case.format]
     edges = [edge * (1 + random.choice((-1, 1)) * 2.0**-bits) for edge in (fmt.max, fmt.smallest_normal)
              for bits in range(1, fmt.mantissa_bits + 4)]  # fmt: skip
+    tie = fmt.max + math.ldexp(1, fmt.max_exponent - fmt.mantissa_bits - 1)  # between the largest and what comes next
+    edges += [tie, -tie, math.nextafter(tie, 0), math.nextafter(tie, math.inf)]
     return {
         repr(x): float(task.nearest(x, number_kit.bare(fmt)))
         for x in [*edges, *ENDS, *number_kit.numbers(random, fmt, 150)]

@@ -51,6 +51,19 @@ WRONG = [
     wrong("looks-at-the-first-only", ("found_inf(gradients)", "found_inf(gradients[:1])")),
     wrong("forgets-other-ranks", ("found if self.combine is None else self.combine(found)", "found")),
     wrong("forgets-the-masters", ("optimizer.copy_gradients()", "pass")),
+    wrong(
+        "copies-before-it-looks",
+        (
+            '    if progress.stage == "unscaled"',
+            '    if hasattr(optimizer, "copy_gradients"):\n'
+            '        optimizer.copy_gradients()\n    if progress.stage == "unscaled"',
+        ),
+    ),
+    wrong(
+        "notes-only-what-it-found",
+        ('    progress.stage = "unscaled"', '    progress.stage = "unscaled" if gradients else "ready"'),
+        says="no-error",
+    ),
     wrong("takes-fp16", ("any(gradient.dtype == torch.float16 for gradient in gradients)", "False")),
     wrong("first-group-only", ("for group in optimizer.param_groups", "for group in optimizer.param_groups[:1]")),
 ]
@@ -117,13 +130,22 @@ def check() -> None:
     _expect_error(
         scaler, masters, RuntimeError, "unscales-twice", "A second unscale_ before update() must be a RuntimeError."
     )
+    if masters.masters[0].grad is None or masters.masters[0].grad[0] != 1:
+        fail(
+            "copies-before-it-looks",
+            "A second unscale_ was refused, but the scaled gradients were copied over the unscaled ones before. Refuse "
+            "first.",
+        )
     scaler.step(masters)
     _expect_error(scaler, masters, RuntimeError, "no-error", "unscale_ after step() must be a RuntimeError.")
     words = "unscale_ before anything was scaled must be an error: self._check_has_scaled."
     _expect_error(StaticLossScaler(8.0), masters, AssertionError, "no-error", words)
     scaler = StaticLossScaler(8.0)
     scaler.scale(torch.ones(()))
-    scaler.unscale_(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))  # without gradients: nothing to do
+    nothing = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scaler.unscale_(nothing)  # without gradients: no error
+    words = "unscale_ twice must be a RuntimeError, also if there was no gradient: note the stage in any case."
+    _expect_error(scaler, nothing, RuntimeError, "no-error", words)
 
 
 def _expect_error(scaler, optimizer, kind, name, words) -> None:

@@ -169,9 +169,11 @@ def draw(random: Random) -> list[Case]:
         *deal_([(True, None, False)], [(32, 32)], [None, 0.7], ["all keys"]),
         *deal_([(False, (5, None), False)], [(33, 20)], [1.5], ["nothing"]),
         *deal_([(True, None, False)], [(32, 32)], [0.7], ["the last key"]),
+        *deal_([(False, None, False)], [(20, 33)], [0.7], ["all scores"]),
         *(
             case._replace(dtype=torch.float16, dropout=0.0)
-            for case in deal_([(False, None, False)], [(20, 48)], [0.0], ["all values"])
+            for scale, spoilt in ((0.0, "all values"), (16.0, "all rows of q"))
+            for case in deal_([(False, None, False)], [(20, 48)], [scale], [spoilt])
         ),
     ]
 
@@ -200,6 +202,10 @@ def given(case: Case):
         k[..., -1, :] *= 300
     if case.spoilt == "all values":  # sums over the keys are beyond FP16, and the results are not
         k, v = k * 100, v.abs() * 4000
+    if case.spoilt == "all scores":  # far below 0: exp(-lse) is infinite
+        q[..., 0], k[..., 0] = 16, -16
+    if case.spoilt == "all rows of q":  # q times the scale is beyond FP16
+        q, k = q * 5000, k * 1e-4
     if case.lengths[1] == 1:
         dlse.zero_()
     q, k, v, dout, dlse = (framed(x, case.seed + i) for i, x in enumerate((q, k, v, dout, dlse)))
