@@ -3,7 +3,7 @@ chunk of them, so that Adam's states are 8Ψ/N bytes, not 8Ψ. `keep` is called 
 
     full            rank 0's values, flat, as long as unit.size; FP32, but of a frozen unit in unit.dtype already
     unit.replica    what the module's parameters are views of, in the computing dtype unit.dtype
-    unit.master     FP32, what the optimizer's parameters are cut from: this rank's chunk
+    unit.master     what the optimizer's parameters are cut from: this rank's chunk, in the dtype of `full`
 
 In FP32 the master is a view into the replica, and costs nothing. In 16 bits it is a chunk of its own: a view of
 `full` would keep all of `full` alive.

@@ -31,7 +31,7 @@ PLAN = [
     "window: the list of the micro-batches. counts: how many targets each has; _checked_count(micro_batch, count) asks "
     "the function `count`, which by default is targets_in, and checks both.",
     "An Engine: return what _accumulate_on_ranks gives. (Other wrappers that average by themselves are a "
-    "`TypeError`: what has `no_sync` or `set_requires_gradient_sync`.)",
+    "`TypeError`: what has `no_sync` or `set_requires_gradient_sync`. So is a module without parameters.)",
     "total: how many targets the window has; _check_window([[len(window), sum(counts)]]) says so, and complains "
     "if none.",
     "For each micro-batch that has targets: _backward with the weight of its share; add up what it returns. In "
@@ -173,6 +173,12 @@ def check() -> None:
     sums_stand_still()
     for rank, got in enumerate(ranks(2, on_ranks, Model())):
         recognise(got, want, {}, f"The gradient on rank {rank} of 2, of ZeRO-2 with different micro-batches", 1e-4)
+    try:
+        module.accumulate(nn.ReLU(), window())
+    except TypeError:
+        pass
+    else:
+        fail("no-error", "A module without parameters must be a TypeError: it has no gradients.")
     for wrapper in (Averages(), Shards()):
         try:
             module.accumulate(wrapper, window())

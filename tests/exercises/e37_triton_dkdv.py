@@ -19,14 +19,14 @@ PLAN = [
     "Where am I? place(n_k, heads // GROUP, BLOCK_K, False) gives a block of keys and a key/value head. Lengths, "
     "return if start >= n_k; keys; load k and v once; dk and dv begin as FP32 zeros. If n_k is 1, every row sees one "
     "key, in part 1, too: load v with the length 0 then, so that dp is 0.",
-    "offset = diagonal(…); bounds = spans(start, last key, n_q, -offset, right, left, BLOCK_Q, False): the view "
-    "from the keys. Part 1 has a last block of rows that is cut off, too: so every load of rows is checked.",
+    "offset = diagonal(…); bounds = spans(start, last key, n_q, -offset, right, left, BLOCK_Q, False): the view from "
+    "the keys. Part 1 has a last block of rows that is cut off, too: so every load of rows is checked.",
     "For each of the GROUP query heads: pointers to its Q, DO, LSE, DELTA; state = start_hash(seed, batch, head).",
     "For part in tl.static_range(0 if right is not None else 1, 3 if left is not None else 2), for start_q from "
-    "bounds[part] to bounds[part + 1] by BLOCK_Q: load q and lse; s; p = exp2((s · scale - lse) · LOG2_E); 0 "
-    "where not visible, unless part == 1.",
-    "kept = dropout(…); do; dv += (p · kept) do; dp = v doᵀ · kept, 0 where sees_one(…) unless part == 1; ds = "
-    "p (dp - delta); dk += ds q.",
+    "bounds[part] to bounds[part + 1] by BLOCK_Q: load q and lse; s; p = exp2((s · scale - lse) · LOG2_E); 0 where "
+    "not visible, unless part == 1.",
+    "kept = dropout(…); do; dv += (p · kept) do; dp = v doᵀ · kept, 0 where sees_one(…) unless part == 1 (delta "
+    "leaves dO · O out there); ds = p (dp - delta); dk += ds q.",
     "Store dk · scale, and dv.",
 ]
 HINTS = [

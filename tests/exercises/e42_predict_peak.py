@@ -12,7 +12,8 @@ the ring and other temporary tensors do not count. You predict the maximum, to t
                 and released once its gradient is reduced.
     gradients   There are none when the step begins. A unit's gradient is one buffer, as large as the unit. It begins
                 with the first gradient of one of the unit's parameters. The unit is reduced when it has all of them.
-                Stage 0: the buffers stay. When the last one is complete, all are copied into one message.
+                Stage 0: the buffers stay. When the last one is complete, all are copied into one message, which counts
+                as a gradient.
                 Stage 1: a buffer is reduced in place, and stays.
                 Stages 2 and 3: the reduced chunk, 1/N of the unit, is a new tensor. When it is complete, the buffer
                 is freed.
