@@ -427,6 +427,15 @@ def test_it_is_said_in_words_what_stopped_a_check(name, tmp_path):
         assert "seen" in outcome.printed
 
 
+def test_a_default_stays_what_it_is(tmp_path):
+    exercise = find("broadcast")
+    path = tmp_path / exercise.file
+    path.write_text(stubs.answer(exercise).replace("root: int = 0", "root: int = 1"))
+    outcome = checker.run(exercise, path)
+    assert (outcome.status, outcome.name) == ("failed", "changes-a-default")
+    assert "root is 1 if it is not given, and must be 0" in outcome.words
+
+
 CHEATS = {
     "a list": """from minizero.ranks import collectives
 kept = [collectives.ring_reduce_scatter]

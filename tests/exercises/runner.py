@@ -18,6 +18,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from tests.exercises.course import NO_TRITON, Exercise
+from tests.exercises.definition import definition
 
 SECONDS = 4.0  # of computing that a check may take; the references take less than 2
 LARGEST = 2**20  # bytes of a file that an answer may be
@@ -121,6 +122,8 @@ def _judge(exercise: Exercise, path: Path, seconds: float, lesson: Any, stage: A
                 compare()
         if _functions(lesson) != before:
             return Outcome("failed", "changes-the-check", "The file changes the functions that check it.")
+        if (words := _changed_defaults(exercise, path)) is not None:
+            return Outcome("failed", "changes-a-default", words)
     except Diagnosis as diagnosis:
         return Outcome("failed", diagnosis.name, diagnosis.words)
     except TimeUp:
@@ -132,6 +135,24 @@ def _judge(exercise: Exercise, path: Path, seconds: float, lesson: Any, stage: A
     except (Exception, SystemExit) as error:
         return Outcome("failed", type(error).__name__, _explain(error, path))
     return Outcome("passed", "passed", "Passed.")
+
+
+def _changed_defaults(exercise: Exercise, path: Path) -> str | None:
+    """In words: an argument whose default is another one than the package's."""
+    tree = ast.parse(path.read_text(encoding="utf-8-sig"))
+    own = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == exercise.function][-1]
+    theirs = _defaults(definition(exercise).node.args)
+    for name, default in _defaults(own.args).items():
+        if theirs.get(name, default) != default:
+            return f"{name} is {default} if it is not given, and must be {theirs[name]}: leave the first line as it is."
+    return None
+
+
+def _defaults(arguments: ast.arguments) -> dict[str, str]:
+    """Of each argument that has a default, its code."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(positional[::-1], arguments.defaults[::-1]), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
+    return {argument.arg: ast.unparse(default) for argument, default in pairs if default is not None}
 
 
 def _functions(lesson: Any) -> dict[tuple[str, str], Any]:
