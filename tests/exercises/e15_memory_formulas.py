@@ -23,7 +23,8 @@ from tests.exercises.kit import fail, ranks, size, value_or_error, wrong
 from tests.exercises.training import PSI, one_step
 
 PLAN = [
-    "Refuse a world_size below 1, a stage that is none, an unknown convention: `ValueError`.",
+    "Refuse a world_size that is no whole number of at least 1, a stage that is none, an unknown convention: "
+    "`ValueError`.",
     "Over how many ranks is sharded: sharding_factor where given, else world_size.",
     "For each of parameters, gradients, optimizer: bytes per parameter, times Ψ, divided where the stage shards "
     'it. Three cases: convention="paper"; FP32; 16 bits.',

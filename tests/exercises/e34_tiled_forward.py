@@ -13,6 +13,9 @@ A `part` (flash/tiles.py) is as many heads as fill a tile:
     scores(q_i, k_j, tile)                           q_i k_jᵀ, written into `tile` = part.empty_tile(q)
     part.hide(s, rows, keys)                         sets what a row may not see to -∞
     part.dropout_mask(rows, keys, p)                 None without dropout; times(p, mask) applies it
+    exp_(x)                                          the exponential, written over x
+
+Memory is why there are tiles. So the tile is written over again and again, and so is o: `mul_`, `baddbmm_`.
 """
 
 import contextlib
