@@ -36,7 +36,7 @@ class Stage:
         for number, (case, want) in enumerate(self.cases, 1):
             self.place = (
                 f" (In drawn case {number} of {len(self.cases)}: {_show(case)}. The same cases again: "
-                f"SEED={self.seed}, in the environment or behind make check.)"
+                f"SEED={self.seed} behind `make check`, or before `python`.)"
             )
             tolerance = self.lesson.tolerance(case) if hasattr(self.lesson, "tolerance") else 0.0
             words = compare(self.lesson.result(case), want, tolerance)

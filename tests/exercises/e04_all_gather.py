@@ -44,6 +44,10 @@ WRONG = [
     wrong("one-step-short", (LOOP, "for step in range(comm.size - 2):\n        # First")),
     wrong("one-step-too-many", (LOOP, "for step in range(comm.size):\n        # First")),
     wrong("resends-its-own", ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]")),
+    wrong("one-place-all-the-time",
+          ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]"),
+          ("incoming = chunks[(comm.rank - step - 1) % comm.size]", "incoming = chunks[(comm.rank - 1) % comm.size]"),
+          says="resends-its-own"),
     wrong(
         "fills-the-wrong-place",
         ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[(comm.rank + step) % comm.size]"),
@@ -101,6 +105,12 @@ def on_rank(comm) -> None:
     resent = torch.full((n,), float(left))
     resent[r] = r
     reversed_ = torch.tensor([float((r - ((p - r) % n)) % n) for p in range(n)])
+    if n > 2 and got.tolist() == [p if p in (left, r) else -1 for p in range(n)]:
+        fail(
+            "resends-its-own",
+            f"Rank {r} has its own chunk and rank {left}'s, and no other: after step 0 pass on what came in, not your "
+            "own again.",
+        )
     mistakes = {
         "resends-its-own": (
             resent,

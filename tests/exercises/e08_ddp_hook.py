@@ -40,7 +40,7 @@ PLAN = [
 ]
 HINTS = [
     "Ask three questions at each call: is this unit the first of a backward? Is its bucket full with it? Is it the "
-    "last? In one case something is thrown away, in two cases something is sent.",
+    "last? In one case something is thrown away, in two cases something is sent. Two cases can be one unit's.",
     "A bucket is a list of (unit, gradient). A dict from dtype to such a list has all of them. Sent means: taken out, "
     "put end to end, averaged, cut at the units' sizes, given to the units.",
     "torch.cat makes one tensor of a bucket, .nbytes says how full it is, .split([…]) cuts the average again. "
@@ -73,6 +73,8 @@ WRONG = [
     wrong("forgets-the-last", (FULL, FULL.replace("and unit is not self.in_order[-1]", "or True"))),
     wrong("full-ones-only", (FULL, FULL.replace(" and unit is not self.in_order[-1]", "")), says="forgets-the-last"),
     wrong("one-dtype-at-the-end", (EACH, "for dtype in [unit.dtype]:"), says="another-dtype-waits"),
+    wrong("full-or-last", (EACH, "full = sum(g.nbytes for _, g in bucket) >= BUCKET_BYTES\n    "
+          "for dtype in [unit.dtype] if full else list(self.buckets):")),
     wrong("mixes-dtypes", ("self.buckets.setdefault(unit.dtype, [])", "self.buckets.setdefault(torch.float32, [])"),
           (EACH, "for dtype in list(self.buckets):")),
     wrong("keeps-what-broke-off", (BEGIN, 'if not hasattr(self, "buckets"):')),
@@ -201,6 +203,13 @@ def messages() -> None:
             "another-dtype-waits",
             "At the end of a backward with units of two dtypes one bucket was sent, and the other still waits: "
             "when the last unit has come, send all of them.",
+        )
+    found = result(Case(4, 400, [(100, torch.bfloat16), (100, torch.float32)], 0))["rank 0"]
+    if not all(found["averages"]):
+        fail(
+            "full-or-last",
+            "The last unit of a backward filled its own bucket, which was sent. Another dtype's bucket still waits. "
+            "Both questions can be true of one unit: is its bucket full? Is it the last? Then send all of them.",
         )
     found = result(Case(4, 2000, five, 0, breaks_off=True))["rank 0"]
     if found["sent"] != 2 * 2000 * 3 // 4 or not found["given"]:

@@ -84,8 +84,10 @@ def check() -> None:
         fail("away-like-even", '"nearest-away" sends every tie away from zero, whatever is kept.')
     if one_number.round_off(4 * 8 + 3, 3, 0, "nearest-away") != 4:
         fail("values", 'A rest of 3 of 8 is below half: "nearest-away" stays.')
-    if near(4, 0, "down", sign=1) or near(4, 1, "stochastic", draw=0.25):
-        fail("values", "Nothing is added without a rest, nor where the rest is not more than the draw.")
+    if near(4, 0, "up") or near(4, 0, "down", sign=1):
+        fail("adds-without-a-rest", 'Under "up" and "down" a number without a rest stays: 1010 00 is 1010.')
+    if near(4, 1, "stochastic", draw=0.25):
+        fail("values", 'Under "stochastic" a rest of 1 of 4 went up for the draw 0.25: it is not more than the draw.')
     if near(4, 3, "toward-zero"):
         fail("values", '"toward-zero" never adds 1.')
     if near(4, 1, "up", sign=1) or near(4, 1, "down", sign=0):

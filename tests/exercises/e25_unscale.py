@@ -3,6 +3,7 @@ gradients are s times as large. Before anything looks at their size (clipping, t
 by s: in FP32, once, and while at it one looks for inf and NaN.
 
     progress = self._progress.setdefault(optimizer, Progress())
+    self._scale        s, a Python number
     progress.stage     "ready", then "unscaled", then "stepped"
     progress.found     0-dim tensor: 1 where a gradient was inf or NaN
 
@@ -28,7 +29,7 @@ PLAN = [
     "Collect the gradients, of all groups, that are not None. One in float16 is a `ValueError`: it would "
     "underflow again. (Of a sparse gradient take ._values().)",
     "If there are any: found_inf of them, combined over ranks, is progress.found.",
-    "Multiply each by 1/s in place. Note the stage.",
+    "Multiply each by 1/s in place, with 1/s in FP32: _float32(1 / s). Note the stage.",
 ]
 HINTS = [
     "step() looks at progress.stage to see whether it must unscale first: what must stand there after this call?",
@@ -36,11 +37,11 @@ HINTS = [
     "gradient.mul_(_float32(1 / self._scale)) divides in place.",
 ]
 AFTER = (
-    "FP16 gradients, a second `unscale_`, and one after `step` are errors in the package, because nothing later would "
-    "show these mistakes. `found_inf` looks at the largest magnitude of each tensor. It is finite exactly if all "
-    "values are, and a mask of the values would need memory. The finding stays a tensor, so no GPU is waited for "
-    "until `step` asks. Multiplying by 1/s is one division for all gradients. Read next: Micikevicius et al., 2018, "
-    '"Mixed Precision Training", section 3.2.'
+    "FP16 gradients, a second `unscale_`, and one after `step` are errors in the package, because nothing later "
+    "would show these mistakes. `found_inf` looks at the largest magnitude of each tensor. It is finite exactly if "
+    "all values are, and a mask of the values would need memory. The finding stays a tensor, so no GPU is waited "
+    "for until `step` asks. 1/s is rounded to FP32 once, as PyTorch's `GradScaler` does it. Read next: Micikevicius "
+    'et al., 2018, "Mixed Precision Training", section 3.2.'
 )
 WRONG = [
     wrong("multiplies", ("gradient.mul_(inverse)", "gradient.mul_(self._scale)")),

@@ -22,8 +22,8 @@ from tests.exercises.kit import fail, wrong
 PLAN = [
     "Count: an overflow sets the tracker to 0, anything else adds 1.",
     "After an overflow: the scale times backoff_factor, or min_scale if that is more.",
-    "When the tracker has come to growth_interval: the scale times growth_factor, but not above max_scale, and "
-    "the tracker begins at 0 again.",
+    "When the tracker has reached or passed growth_interval (a loaded state may have passed it): the scale times "
+    "growth_factor, but not above max_scale, and the tracker begins at 0 again.",
 ]
 HINTS = [
     "max(new, self.min_scale) is the lower bound, min(new, self.max_scale) the upper one.",

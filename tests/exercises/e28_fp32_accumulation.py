@@ -4,7 +4,8 @@ is rounded to FP16.
 
     total = round(total + round(a_i · b_i))         round: to the accumulator's format
 
-_values(name, x) gives x as float64 with FP16 values; rounding_to(accumulator) gives the function `round`;
+_values("dot", x) gives x as float64 with FP16 values (the name is for its errors);
+rounding_to(accumulator) gives the function `round`;
 sequential(terms, zero, round) adds terms (n, …) in order; _as_fp16(result, a) rounds the result and gives it
 a's kind.
 """
@@ -21,7 +22,8 @@ from tests.exercises.draws import deal
 from tests.exercises.kit import fail, value_or_error, wrong
 
 PLAN = [
-    "Both operands as values; `ValueError` unless they are (…, n) and (…, n), with at least one dimension.",
+    "Both operands as values; `ValueError` unless they are (…, n) and (…, n), with at least one dimension. What stands "
+    "for … may broadcast, and n may not.",
     "Products, rounded to the accumulator; the dimension that is summed comes first: movedim(-1, 0).",
     "Add them in order from zeros of the shape that is left, rounding each partial sum.",
     "The result in FP16.",
