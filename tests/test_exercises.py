@@ -141,6 +141,8 @@ def test_each_check_tells_its_wrong_answers_apart():
 OTHER_ANSWERS = {
     "pad": """(tensor, multiple):
     rows = (tensor.shape[0] + multiple - 1) // multiple * multiple
+    if rows == len(tensor):
+        return tensor
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
     padded[: tensor.shape[0]] = tensor
     return padded""",
@@ -266,8 +268,10 @@ def number(code, fmt):
     return steps""",
     "attention_backward": """(q, k, v, dout, causal=False):
     t = q.shape[-1] ** 0.5
-    e = torch.exp(torch.einsum("bhid,bhjd->bhij", q, k) / t)
-    e = e.tril() if causal else e
+    s = torch.einsum("bhid,bhjd->bhij", q, k) / t
+    if causal:
+        s = s + torch.full_like(s, -torch.inf).triu(1)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
     p = e / e.sum(-1, keepdim=True)
     g = torch.einsum("bhid,bhjd->bhij", dout, v)
     g = (g - (p * g).sum(-1, keepdim=True)) * p / t
@@ -309,7 +313,7 @@ def number(code, fmt):
         gradients = torch.autograd.grad(model(x, y), list(model.parameters()))
         g = reduce_scatter(pad(parameters_to_vector(gradients), comm.size), comm, "mean")
         norm = float(all_gather(g.norm().view(1), comm).norm())
-        momentum = 0.9 * momentum + g * min(1.0, max_norm / norm)
+        momentum = 0.9 * momentum + g * min(1.0, max_norm / (norm + 1e-6))
         mine -= learning_rate * momentum
         vector_to_parameters(all_gather(mine, comm)[:count], model.parameters())
         norms.append(norm)
