@@ -4,11 +4,14 @@
     backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release root
 
 The root unit holds what lies outside every block, such as the embeddings. The engine hears of these moments by hooks of
-PyTorch. passes.py has those of the model and of each parameter: a parameter's gradient has come, so `deposit`; it was
-the unit's last one, so `reduce(unit, unit.gradient.take())`, if the units before it in `in_order` are reduced. What is
-left is reduced at the end of backward, so that all ranks reduce all units in one order. uses.py has those of each unit.
-Reduce comes before release: autograd brings the gradients of a unit's parameters before that of its input, by which
-its backward is over.
+PyTorch. Those of each unit are in uses.py. In forward its module begins (`gather`) and ends (`forward_is_over`). In
+backward the gradient of its output has come (`gather`), and then that of its input (`release`). Those of the model and
+of each parameter are in passes.py. The gradient of the model's output begins the backward of all units. A parameter's
+gradient has come, so `deposit`; it was the unit's last one, so `reduce(unit, unit.gradient.take())`, if the units
+before it in `in_order` are reduced. What is left is reduced at the end of backward, so that all ranks reduce all units
+in one order. Then the root is released; after a forward that nobody goes back through, at its end.
+Reduce comes before release, unless it waits for another unit: autograd brings the gradients of a unit's parameters
+before that of its input.
 """
 
 import abc
@@ -47,7 +50,7 @@ class Engine(Wrapped, abc.ABC):
     The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
     """
 
-    inside: Comm | None = None  # the ranks that a unit is sharded over, if that is not all of `comm`
+    inside: Comm | None = None  # the ranks that a unit is sharded over; None stands for all of `comm`
     ahead: Any = None  # an `Ahead` (prefetch.py), if the stage gathers and reduces in other threads
     frees_replicas = False  # does a unit's replica come and go?
     reshard_after_forward = False  # is it away between the unit's forward and its backward?
@@ -130,7 +133,7 @@ class Engine(Wrapped, abc.ABC):
         return self.ahead or self
 
     def do(self, what: Callable[..., None], *args: Any) -> None:
-        """Call `what`, a method of the mover, and tell those who watch."""
+        """Call `what`, a method of the mover or the stage, and tell those who watch."""
         for before, _ in self.watchers:
             before()
         try:

@@ -5,6 +5,10 @@
 
 The replica of a unit exists only while the unit is used, in forward and again in backward: `gather`
 fills its buffer from all ranks' chunks, `release` empties it. The root unit is gathered once.
+
+That is all with prefetch=0. By default `Ahead` (prefetch.py) calls `make_room`, `fill` and `average` from two other
+threads. One fills the next unit's replica meanwhile: in forward from this unit's gather on, in backward from where two
+thirds of its gradient have come. The other averages a unit's gradient while the next unit computes.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
@@ -51,7 +55,7 @@ class Zero3(Engine):
         self.inside, self.across = groups(comm, sharding_factor)
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
-        self.ahead = Ahead(self, prefetch) if prefetch else None  # its gather and reduce, not ours: see Engine.mover
+        self.ahead = Ahead(self, prefetch) if prefetch else None  # its gather and reduce run, not ours
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
