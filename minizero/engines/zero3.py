@@ -3,12 +3,8 @@
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
-The replica of a unit exists only while the unit is used, in forward and again in backward: `gather`
-fills its buffer from all ranks' chunks, `release` empties it. The root unit is gathered once.
-
-That is all with prefetch=0. By default `Ahead` (prefetch.py) calls `make_room`, `fill` and `average` from two other
-threads. One fills the next unit's replica meanwhile: in forward from this unit's gather on, in backward from where two
-thirds of its gradient have come. The other averages a unit's gradient while the next unit computes.
+The replica of a unit exists only while the unit is used, in forward and again in backward (with prefetch from a unit
+earlier on): `gather` fills it from all ranks' chunks, `release` empties it. The root unit is gathered once.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
@@ -31,10 +27,10 @@ from minizero.ranks.comm import Comm
 class Zero3(Engine):
     """Sharded optimizer states, gradients and parameters. More arguments, and the training loop: see `Engine`.
 
-    sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py). prefetch: how many units to
-    gather ahead; 0 does one thing at a time (prefetch.py). offload: keep shards, gradients and optimizer states in
-    the CPU's memory (offload.py). reshard_after_forward: False keeps what forward gathered until backward; a third
-    less is sent, for 4Ψ bytes more at the peak. To compile, `torch.compile` each block before wrapping.
+    sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py). prefetch: how many units other
+    threads gather ahead (when: prefetch.py); 0 does one thing at a time. offload: keep shards, gradients and optimizer
+    states in the CPU's memory (offload.py). reshard_after_forward: False keeps what forward gathered until backward; a
+    third less is sent, for 4Ψ bytes more at the peak. To compile, `torch.compile` each block before wrapping.
     """
 
     frees_replicas = True
