@@ -46,10 +46,9 @@ def architecture() -> str:
     if INTERPRETED:
         return "interpreter"
     target = triton.runtime.driver.active.get_current_target()
-    if target.backend == "hip":
-        return "amd"
-    kind = PROCESSORS.get(f"sm_{target.arch}")
-    return kind.blocks if kind else "small"
+    amd = target.backend == "hip"
+    kind = PROCESSORS.get(target.arch if amd else f"sm_{target.arch}")
+    return kind.blocks if kind else "amd" if amd else "small"
 
 
 def limit_warps(blocks: Blocks, kernel: str, head_dim: int, itemsize: int) -> Blocks:

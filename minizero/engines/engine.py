@@ -9,7 +9,7 @@ backward the gradient of its output has come (`gather`), and then that of its in
 of each parameter are in passes.py. The gradient of the model's output begins the backward of all units. A parameter's
 gradient has come, so `deposit`; it was the unit's last one, so `reduce(unit, unit.gradient.take())`, if the units
 before it in `in_order` are reduced. What is left is reduced at the end of backward, so that all ranks reduce all units
-in one order. Then the root is released; after a forward that nobody goes back through, at its end.
+in one order. Then the root is released. A forward without a backward releases it at its own end.
 Reduce comes before release, unless it waits for another unit: autograd brings the gradients of a unit's parameters
 before that of its input.
 """

@@ -166,7 +166,7 @@ def messages() -> None:
             "wait for each other, and send one message.",
         )
     missing(found, "with BUCKET_BYTES = 2000")
-    missing(result(Case(4, 2000, five[:1], 0))["rank 0"], "of which the first is the last")
+    missing(result(Case(4, 2000, five[:1], 0))["rank 0"], "whose first unit is its last")
     if found["messages"] != [0, 0, 0, 0, 1]:
         fail("messages", told(found, 2000, [0, 0, 0, 0, 1]))
     found = result(Case(4, 800, five, 0))["rank 0"]
@@ -225,8 +225,8 @@ def missing(found: dict[str, Any], when: str) -> None:
     if left:
         fail(
             "forgets-the-last",
-            f"A backward of {len(found['averages'])} units ended, {when}, and {left} of them have no gradient: what "
-            "waits when the last unit has come must leave then, however little it is.",
+            f"A backward ended, {when}, and {left} of {len(found['averages'])} gradients never came back: what waits "
+            "when the last unit has come must leave then, however little it is.",
         )
 
 

@@ -4,10 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from flash.gpus import PROCESSORS, TABLE
+from flash.gpus import GPUS, PROCESSORS, TABLE
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from flash import launch  # noqa: E402
@@ -122,6 +123,20 @@ def test_warps_follow_rows(gpu, kernel, head_dim, itemsize, rows, keys, most, mo
     monkeypatch.setattr(launch, "architecture", lambda: gpu)
     wanted = launch.Blocks(rows, keys, 16, 2)
     assert launch.limit_warps(wanted, kernel, head_dim, itemsize) == wanted._replace(warps=most)
+
+
+@pytest.mark.parametrize(
+    ("backend", "arch", "row"),
+    [("cuda", 80, "sm_80"), ("cuda", 87, "sm_80"), ("cuda", 89, "small"), ("cuda", 90, "sm_90"), ("cuda", 100, "sm_90"),
+     ("cuda", 120, "small"), ("cuda", 999, "small"), ("hip", "gfx942", "amd"), ("hip", "gfx90a", "amd")],
+)  # fmt: skip
+def test_each_processor_has_its_row(backend, arch, row, monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    driver = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend=backend, arch=arch))
+    monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=driver))
+    assert launch.architecture() == row
+    assert {kind.blocks for kind in PROCESSORS.values()} <= TABLE.keys()
+    assert {gpu.kind for gpu in GPUS.values()} <= PROCESSORS.keys()
 
 
 @pytest.mark.parametrize("gpu", TABLE)
