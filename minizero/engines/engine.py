@@ -11,7 +11,9 @@ gradient has come, so `deposit`; it was the unit's last one, so `reduce(unit, un
 before it in `in_order` are reduced. What is left is reduced at the end of backward, so that all ranks reduce all units
 in one order. Then the root is released. A forward without a backward releases it at its own end.
 Reduce comes before release, unless it waits for another unit: autograd brings the gradients of a unit's parameters
-before that of its input.
+before that of its input. Prefetch, stage 3's default, keeps these moments; only its collectives run beside them.
+At `gather 0` that of unit 1 begins in another thread, and `gather 1` waits until it is done. `reduce 1` begins one too.
+It ends before unit 0 has its first gradient, or in `finish`.
 """
 
 import abc
@@ -81,7 +83,7 @@ class Engine(Wrapped, abc.ABC):
         for unit in self.units:
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
-            unit.replica_is_fresh_now()
+            unit.replica_is_fresh_now()  # where the stage keeps it
             mark(unit, type(self).__name__)
             watch_uses(self, unit)
         watch_passes(self)
@@ -127,13 +129,13 @@ class Engine(Wrapped, abc.ABC):
     def mover(self) -> Any:
         """Whose methods the hooks call: the stage's own, or with prefetch those of its `Ahead` (prefetch.py).
 
-        An `Ahead` puts the stage's parts (`make_room`, `fill`, `average`) together in another order, with collectives
-        in other threads, and hands on the rest. `forward_is_over` is always the stage's: it only decides.
+        An `Ahead` calls the stage's parts (`make_room`, `fill`, `average`), the collectives from other threads.
+        `forward_is_over` is always the stage's: it only decides.
         """
         return self.ahead or self
 
     def do(self, what: Callable[..., None], *args: Any) -> None:
-        """Call `what`, a method of the mover or the stage, and tell those who watch."""
+        """Call `what`, of the mover or the stage, and tell those who watch. They are not told what it calls."""
         for before, _ in self.watchers:
             before()
         try:

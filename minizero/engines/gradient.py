@@ -1,7 +1,7 @@
 """One unit's gradient on this rank, from the first parameter that has one to the average over the ranks.
 
     Unit.begin_gradient ──► put, put, … ──► take ──► (averaged over the ranks) ──► Unit.set_gradient
-    backward begins         Engine.deposit  Backward.reduce_next, then the stage's `reduce`
+    backward begins         Engine.deposit  reduce_next (passes.py), then the stage's `reduce`
 
 Backward brings the parameters' gradients one by one. Each is added to its place in one flat buffer, so that one
 collective reduces the whole unit. A parameter that was not used leaves zeros in its place.
@@ -50,6 +50,6 @@ class LocalGradient:
 
 
 def pieces(flat: torch.Tensor, shards: Shards) -> list[torch.Tensor]:
-    """A flat buffer cut into pieces of the shards' shapes. What is left over is padding."""
+    """A flat buffer cut into pieces of the shards' shapes. Padding at its end belongs to no shard, and is left out."""
     sizes = [shard.numel() for shard in shards]
     return [piece.view(shard.shape) for piece, shard in zip(flat[: sum(sizes)].split(sizes), shards, strict=True)]

@@ -144,7 +144,7 @@ class Backward:
                 f"{stage}: a second gradient for {unit.name} after it was reduced: "
                 "use checkpoint with use_reentrant=False, or no_sync()"
             )
-        if self.engine.reshard_after_forward and unit.module is not None and not self.engine.uses.open[unit]:
+        if self.engine.reshard_after_forward and unit.module is not None and not self.engine.uses.in_backward[unit]:
             raise RuntimeError(
                 f"{stage}: backward reached {unit.name} while it was not gathered: a tensor that it made "
                 "was used, but was neither in its output nor an attribute: return it from the unit's forward"
@@ -187,6 +187,6 @@ def begin_backward(engine: Any, versions: dict[Unit, int] = {}) -> Backward:  # 
 
 def release_all(engine: Any) -> None:
     """No unit is in use any more."""
-    engine.uses.open.clear()
+    engine.uses.in_backward.clear()
     for unit in engine.units:
         engine.do(engine.mover.release, unit)

@@ -90,7 +90,7 @@ class Ahead:
         gather_comm = stage.units[0].comm.split(0)
         self.reduce_comm = gather_comm.split(0)
         for unit in stage.units:
-            unit.comm = gather_comm
+            unit.comm = gather_comm  # the same ranks; only the gathers' lane uses it
 
     # What the engine calls, as it would call the stage.
 
@@ -115,20 +115,18 @@ class Ahead:
 
     def deposit(self, unit: Unit, number: int, gradient: torch.Tensor) -> None:
         if unit.gradient is None or unit.gradient.full is None:
-            self.finish()  # one full gradient at a time
+            self.end_reduction()  # one full gradient at a time
         self.stage.deposit(unit, number, gradient)
         owed = sum(unit.layout.shapes[i].numel() for i in self.stage.backward.owed[unit])
         if 3 * owed <= unit.size:
             self.start_following()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        self.finish()
+        self.end_reduction()
         self.reducing = unit, self.reductions.start(self.stage.average, unit, gradient, self.reduce_comm)
 
     def finish(self) -> None:
-        if self.reducing is not None:
-            (unit, wait), self.reducing = self.reducing, None
-            unit.set_gradient(wait())
+        self.end_reduction()
 
     # Its own part: what comes next, and when it begins.
 
@@ -148,6 +146,12 @@ class Ahead:
         """Let the gather of a unit end, if it is under way."""
         if wait := self.gathering.pop(unit, None):
             wait()
+
+    def end_reduction(self) -> None:
+        """Let the reduction of a gradient end, if one is under way, and give the shards their average."""
+        if self.reducing is not None:
+            (unit, wait), self.reducing = self.reducing, None
+            unit.set_gradient(wait())
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """The units that came after this one in the last pass."""

@@ -28,8 +28,8 @@ class Unit:
     """parameters: by name, all trained or all frozen.
 
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
-    everyone: all ranks, whose number divides `size`. comm: the ranks that the unit is sharded over: all of them too,
-    unless a sharding factor makes groups.
+    everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
+    over: all of them too, unless a sharding factor makes groups. Prefetch gathers over a split of it, its own.
     """
 
     replica: torch.Tensor
@@ -54,7 +54,7 @@ class Unit:
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        # If `original`: autograd's, which write .grad; held so that their hooks stay (passes.py).
+        # Only DDP in FP32 (`original`): autograd's nodes that write .grad, held so that their hooks stay (passes.py).
         self.nodes: list[Any] = []
         self.version = -1  # of `master` when the replica was last made from it
 
@@ -117,11 +117,11 @@ class Unit:
     # The gradient.
 
     def begin_gradient(self) -> None:
-        """A backward begins. What the shards' .grad holds then is one of three:
+        """A backward begins: make a `LocalGradient`, or go on with no_sync's. What the shards' .grad holds decides:
 
-        None, after zero_grad()                 a local sum is dropped, too
-        an average from before this backward    it is added to the new one in the end
-        a view of the local sum, under no_sync  backward goes on adding to that
+        None, after zero_grad()                 make one; what no_sync left is dropped
+        an average from before this backward    make one; in the end this average is added to the new one
+        a view of what no_sync left             go on adding to that
         """
         if all(shard.grad is None for shard in self.shards):
             self.gradient = None
@@ -134,7 +134,7 @@ class Unit:
             shard.grad = before
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
-        """Let the shards' .grad be the average plus what they had before. average: flat, perhaps with padding behind.
+        """Let the shards' .grad be the average plus what they had before. average: flat, with what padding it has.
 
         `full` is read by nobody. It lives as long as .grad, until zero_grad(): stages 0 and 1 keep the full gradient,
         and the ledger sees it. What was averaged in 16 bits becomes FP32 here, for the optimizer.

@@ -26,13 +26,13 @@ from minizero.engines.unit import Unit
 
 
 class Uses:
-    """The uses of an engine's units. running: those whose forward runs, the innermost last. open: how many, by unit."""
+    """The uses of an engine's units. running: those whose forward runs, the innermost last."""
 
     def __init__(self) -> None:
         self.running: list[Use] = []
-        self.open: Counter[Unit] = Counter()
+        self.in_backward: Counter[Unit] = Counter()  # how many of a unit are open
 
-    def take(self, unit: Unit) -> "Use":
+    def pop(self, unit: Unit) -> "Use":
         """The innermost use of the unit, whose forward is over. What lies above it ended by an exception."""
         while (use := self.running.pop()).unit is not unit:
             pass
@@ -83,14 +83,14 @@ class Use:
         if self.opened != this:  # one of several outputs is the first
             self.opened = this
             check_unchanged(self.engine, self.unit, self.version)
-            self.engine.uses.open[self.unit] += 1
+            self.engine.uses.in_backward[self.unit] += 1
             self.engine.do(self.engine.mover.gather, self.unit)
 
     def close(self, _: Any) -> None:
         if self.opened == torch_private.current_backward() != self.closed:
             self.closed = self.opened
-            self.engine.uses.open[self.unit] -= 1
-            if not self.engine.uses.open[self.unit]:  # no other use of the same unit is open
+            self.engine.uses.in_backward[self.unit] -= 1
+            if not self.engine.uses.in_backward[self.unit]:  # no other use of the same unit is open
                 self.engine.do(self.engine.mover.release, self.unit)
 
 
@@ -105,7 +105,7 @@ def watch_uses(engine: Any, unit: Unit) -> None:
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         engine.do(engine.forward_is_over, unit)
-        engine.uses.take(unit).watch((args, kwargs), output)
+        engine.uses.pop(unit).watch((args, kwargs), output)
 
     if unit.module is not None:
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

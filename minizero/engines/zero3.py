@@ -48,7 +48,7 @@ class Zero3(Engine):
         **options: Any,
     ) -> None:
         check_prefetch(prefetch)
-        self.inside, self.across = groups(comm, sharding_factor)
+        self.inside, self.across = groups(comm, sharding_factor)  # across: who has this chunk in other groups
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
         self.ahead = Ahead(self, prefetch) if prefetch else None  # its gather and reduce run, not ours
@@ -67,7 +67,7 @@ class Zero3(Engine):
         unit.point_parameters_at(unit.replica)
 
     def make_room(self, unit: Unit) -> None:
-        """Allocate the replica's memory. From here on it counts as fresh: its gather has begun."""
+        """Allocate the replica's memory. From here on it is not stale: its gather has begun, and needs no other."""
         unit.replica.untyped_storage().resize_(unit.size * unit.dtype.itemsize)
         unit.replica_is_fresh_now()
 
@@ -92,7 +92,7 @@ class Zero3(Engine):
         unit.set_gradient(self.average(unit, gradient, unit.comm))
 
     def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
-        """The collective: this rank's chunk of the mean gradient."""
+        """The collective: this rank's chunk of the mean gradient. comm: `unit.comm`, or prefetch's own split of it."""
         if self.across is None:
             shard = reduce_scatter(gradient, comm, "mean", label=unit.name)
         else:
