@@ -1,19 +1,21 @@
 """What the four stages share: *when* things happen. *What* happens then is each stage's own file.
 
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
-    backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release root
+    backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release all
 
-The root unit holds what lies outside every block, such as the embeddings. The engine hears of these moments by hooks of
-PyTorch. Those of each unit are in uses.py. In forward its module begins (`gather`) and ends (`forward_is_over`). In
-backward the gradient of its output has come (`gather`), and then that of its input (`release`). Those of the model and
-of each parameter are in passes.py. The gradient of the model's output begins the backward of all units. A parameter's
-gradient has come, so `deposit`; it was the unit's last one, so `reduce(unit, unit.gradient.take())`, if the units
-before it in `in_order` are reduced. What is left is reduced at the end of backward, so that all ranks reduce all units
-in one order. Then the root is released. A forward without a backward releases it at its own end.
-Reduce comes before release, unless it waits for another unit: autograd brings the gradients of a unit's parameters
-before that of its input. Prefetch, stage 3's default, keeps these moments; only its collectives run beside them.
-At `gather 0` that of unit 1 begins in another thread, and `gather 1` waits until it is done. `reduce 1` begins one too.
-It ends before unit 0 has its first gradient, or in `finish`.
+The root unit holds what lies outside every block, such as the embeddings. Hooks of PyTorch tell of these moments.
+Forward (uses.py): a unit's module begins (`gather`), and ends (`forward_is_over`).
+
+Backward (uses.py, passes.py): the gradient of a unit's output has come (`gather`), and then that of its input
+(`release`). In between autograd writes the .grad of each parameter, and a hook takes it from there (`deposit`). After
+the last one comes `reduce(unit, unit.gradient.take())`, if the units before it in `in_order` are reduced. What is left
+is reduced at the end, so that all ranks reduce all units in one order. Then all is released: the root, and units whose
+input needed no gradient. A forward without a backward releases them at its own end.
+
+Prefetch, stage 3's default, keeps these moments. Its collectives run in other threads, on a GPU in other streams. The
+all-gather of the next unit begins at a unit's `gather`; in backward it begins once two thirds of that unit's gradient
+have come. The next unit's own `gather` waits for its end. Which unit is next is learnt from the pass before, so the
+first step gathers nothing ahead. `reduce 1` begins a reduce-scatter; unit 0's first `deposit`, or `finish`, awaits it.
 """
 
 import abc
@@ -129,8 +131,7 @@ class Engine(Wrapped, abc.ABC):
     def mover(self) -> Any:
         """Whose methods the hooks call: the stage's own, or with prefetch those of its `Ahead` (prefetch.py).
 
-        An `Ahead` calls the stage's parts (`make_room`, `fill`, `average`), the collectives from other threads.
-        `forward_is_over` is always the stage's: it only decides.
+        An `Ahead` calls the stage's parts, `make_room`, `fill` and `average`. `forward_is_over` is always the stage's.
         """
         return self.ahead or self
 

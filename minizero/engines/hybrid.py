@@ -18,7 +18,7 @@ from minizero.ranks.collectives import all_reduce, reduce_scatter
 from minizero.ranks.comm import Comm
 
 
-def groups(comm: Comm, sharding_factor: int | None) -> tuple[Comm, Comm | None]:
+def inside_and_across(comm: Comm, sharding_factor: int | None) -> tuple[Comm, Comm | None]:
     """The ranks inside this one's group, and those across the groups that hold the same chunk; one group has none.
 
     None: one group of all. `ValueError` if the factor does not divide the number of ranks.

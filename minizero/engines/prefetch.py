@@ -11,7 +11,7 @@ which unit comes next: the first forward and the first backward gather nothing a
 
 The price is memory: the replica of one unit more. In backward the next unit is gathered once two thirds of this unit's
 gradient have arrived: by then most of its activations are free. One reduction ends before the next unit's gradient
-begins. So stage 3 peaks at three units beside its shards: two replicas and a gradient.
+begins. So stage 3 peaks at three units beside its shards and the root: two replicas and a gradient.
 Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 """
 

@@ -5,8 +5,7 @@
     shards    the optimizer's parameters: views of `master`, cut where `group_by` asks for it; without it, one
     gradient  what backward has brought on this rank so far
 
-In FP32 the master may be a view of the replica. A frozen unit, which no optimizer steps, has its master in the
-computing dtype.
+In FP32 the master of stages 0 to 2 is a view of the replica. A frozen unit has its master in the computing dtype.
 """
 
 from collections.abc import Sequence
@@ -104,9 +103,10 @@ class Unit:
     def replica_is_stale(self) -> bool:
         """Must the replica be made from `master` (again)? `master` was written since, or the replica's memory is gone.
 
-        `_version` is PyTorch's count of in-place writes. A parameter made of a view shares it, so optimizer.step() on a
-        shard raises it. If the answer is yes, the rank enters an all-gather. So all ranks must give one answer: a step
-        counts as a write on every rank, also where a shard is empty.
+        (A write between a forward and its backward is refused: refused.py.) `_version` is PyTorch's count of in-place
+        writes. `nn.Parameter(view)` shares the count of `view`, so optimizer.step() on a shard raises it. If the answer
+        is yes, the rank enters an all-gather. So all ranks must give one answer: a step counts as a write on every
+        rank, also where a shard is empty.
         """
         return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
 
@@ -117,11 +117,11 @@ class Unit:
     # The gradient.
 
     def begin_gradient(self) -> None:
-        """A backward begins: make a `LocalGradient`, or go on with no_sync's. What the shards' .grad holds decides:
+        """A backward begins. The shards' .grad holds one of three:
 
-        None, after zero_grad()                 make one; what no_sync left is dropped
-        an average from before this backward    make one; in the end this average is added to the new one
-        a view of what no_sync left             go on adding to that
+        None, after zero_grad()                 what no_sync left is dropped; a new `LocalGradient`
+        an average from before this backward    a new one, since `set_gradient` took the old one away
+        a view of what no_sync left             the old one goes on
         """
         if all(shard.grad is None for shard in self.shards):
             self.gradient = None

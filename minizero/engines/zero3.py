@@ -15,7 +15,7 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.engine import Engine
-from minizero.engines.hybrid import average_in_two_steps, groups
+from minizero.engines.hybrid import average_in_two_steps, inside_and_across
 from minizero.engines.offload import to_host
 from minizero.engines.prefetch import Ahead, check_prefetch
 from minizero.engines.unit import Unit
@@ -48,7 +48,7 @@ class Zero3(Engine):
         **options: Any,
     ) -> None:
         check_prefetch(prefetch)
-        self.inside, self.across = groups(comm, sharding_factor)  # across: who has this chunk in other groups
+        self.inside, self.across = inside_and_across(comm, sharding_factor)
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
         self.ahead = Ahead(self, prefetch) if prefetch else None  # its gather and reduce run, not ours
@@ -62,7 +62,7 @@ class Zero3(Engine):
 
     def gather(self, unit: Unit) -> None:
         if unit.replica_is_stale():
-            self.make_room(unit)
+            self.make_room(unit)  # with prefetch, `Ahead` calls these two
             self.fill(unit)
         unit.point_parameters_at(unit.replica)
 
@@ -89,7 +89,7 @@ class Zero3(Engine):
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after this: its memory is free for the next unit's.
-        unit.set_gradient(self.average(unit, gradient, unit.comm))
+        unit.set_gradient(self.average(unit, gradient, unit.comm))  # with prefetch, `Ahead` does it
 
     def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
         """The collective: this rank's chunk of the mean gradient. comm: `unit.comm`, or prefetch's own split of it."""

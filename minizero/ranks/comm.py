@@ -6,10 +6,9 @@ another learns only from a message, and a `Comm` sends and receives the messages
     World(4).run(fn)                          4 ranks, threads of this process, each call fn(comm)
     with Comm.from_process_group() as comm:   this process is one rank of torchrun
 
-`send` returns when the matching `recv` has copied the data (a rendezvous, as in MPI). Two ranks
-that both `send` first deadlock; use `send_recv`. The collectives
-(collectives.py) are made of these three calls, and tell the transport what comes `soon`; data parallelism and ZeRO are
-made of the collectives.
+`send` returns when the matching `recv` has copied the data (a rendezvous, as in MPI). Two ranks that both `send` first
+deadlock; use `send_recv`. The collectives (collectives.py) are made of these three calls, and tell the transport what
+comes `soon`. Data parallelism and ZeRO are made of the collectives.
 """
 
 import contextlib
