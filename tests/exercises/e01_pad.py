@@ -5,15 +5,17 @@ zeros, since they are summed and stepped with the rest and must change nothing.
 """
 
 import itertools
+import weakref
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 
 from minizero.engines import layout
+from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, recognise, same, wrong
+from tests.exercises.kit import AtMost, fail, recognise, same, wrong
 
 PLAN = [
     "How many rows are missing until `multiple` divides tensor.shape[0]? From 0 to multiple - 1. Python's % of a "
@@ -115,9 +117,10 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    ways = itertools.product(range(21), range(1, 9))
+    ways = [*itertools.product(range(21), range(1, 9))]
+    ways += [(random.randint(0, 300), random.randint(9, 100)) for _ in range(10)]
     dtypes = [*rank_kit.DTYPES, torch.uint8, torch.bool, torch.complex64]
-    rows = deal(random, ways, [(), (3,), (2, 4), (1, 1, 2)], dtypes, rank_kit.LAYOUTS)
+    rows = deal(random, ways, [(), (3,), (2, 4), (1, 1, 2), (0,)], dtypes, rank_kit.LAYOUTS)
     return [Case(*row) for row in rows]
 
 
@@ -125,9 +128,24 @@ def result(case: Case) -> dict[str, Any]:
     """Two tensors of one shape, one after the other."""
     special = rank_kit.SPECIAL if case.dtype.is_floating_point else ()
     shape = case.rows, *case.other_dimensions
-    given, other = (
-        rank_kit.whole(case.seed + i, shape, torch.float32, case.layout, special=special).to(case.dtype) for i in (0, 1)
-    )
-    before = given.clone()
-    padded, next_padded = layout.pad(given, case.multiple), layout.pad(other, case.multiple)
-    return {"the padded tensor": padded, "the next": next_padded, "the input afterwards": (given, before)}
+    given, other = (rank_kit.whole(case.seed + i, shape, case.dtype, case.layout, special=special) for i in (0, 1))
+    with Ledger() as ledger:
+        padded = layout.pad(given, case.multiple)
+    next_padded = layout.pad(other, case.multiple)
+    seen = {
+        "the padded tensor": padded.clone(),
+        "the next": next_padded.clone(),
+        "the device, if the tensor is on `meta`": layout.pad(given.to("meta"), case.multiple).device.type,
+        "the input afterwards": given.clone(),
+        "the memory in which the input lies": rank_kit.memory(given),
+        "the result is the input itself": padded is given,
+        "the result lies in the input's memory": _storage(padded) == _storage(given) != 0,
+        "the bytes that it took": AtMost(ledger.peak["total"], 2.5),
+    }
+    memories = [weakref.ref(tensor.untyped_storage()) for tensor in (given, padded)]
+    del given, padded, other
+    return seen | {"tensors that nobody needs any more and that live": sum(m() is not None for m in memories)}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

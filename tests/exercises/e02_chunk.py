@@ -6,6 +6,7 @@ A chunk is a view: who writes into it writes into the buffer, and it costs no me
 has the ranks that the unit is sharded over, which with a sharding factor are not all there are (`self.everyone`).
 """
 
+import weakref
 from random import Random
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,12 @@ from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, wrong
 from tests.support.helpers import SMALL, batch
 
-PLAN = ["Cut `flat` into as many equal pieces as there are ranks in self.comm.", "Return this rank's, as a view."]
+PLAN = [
+    "Cut `flat` into as many equal pieces as there are ranks in self.comm.",
+    "Return this rank's, as a view.",
+    "A write into it counts in the buffer's `_version`: by this the engines see that they must send again. (One into "
+    "`.data` does not count.)",
+]
 HINTS = [
     "self.comm.size is the number of ranks, self.comm.rank this one's number.",
     "tensor.chunk(n) gives n views, one behind the other.",
@@ -55,26 +61,30 @@ def chunk(flat, comm, everyone) -> torch.Tensor:
 
 
 def check() -> None:
-    ranks(4, on_rank)
+    for rank, (got, flat) in enumerate(ranks(4, on_rank)):
+        judge(rank, got, flat)
     for n in (3, 1):
         ranks(n, on_other_numbers)
     if not all(ranks(4, in_groups)):
         fail("values", "With a sharding factor the model no longer trains.")
 
 
-def on_rank(comm) -> None:
+def on_rank(comm) -> tuple[torch.Tensor, torch.Tensor]:
     flat = torch.arange(12.0)
-    got = chunk(flat, comm, comm)
+    return chunk(flat, comm, comm), flat
+
+
+def judge(rank: int, got: torch.Tensor, flat: torch.Tensor) -> None:
     by_rank = flat.view(4, 3)
     mistakes = {
-        "wrong-neighbour": (by_rank[(comm.rank + 1) % 4], f"Rank {comm.rank} took its neighbour's chunk."),
+        "wrong-neighbour": (by_rank[(rank + 1) % 4], f"Rank {rank} took its neighbour's chunk."),
         "interleaves": (
-            flat[comm.rank :: 4],
+            flat[rank::4],
             "Every 4th element is no chunk: a rank owns neighbours, one after the other.",
         ),
-        "first-chunk": (by_rank[0], f"Rank {comm.rank} took chunk 0, as all ranks do: each owns another one."),
+        "first-chunk": (by_rank[0], f"Rank {rank} took chunk 0, as all ranks do: each owns another one."),
     }
-    recognise(got, by_rank[comm.rank], mistakes, f"The chunk of rank {comm.rank} of 4")
+    recognise(got, by_rank[rank], mistakes, f"The chunk of rank {rank} of 4")
     if got.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
         fail("copies", "The chunk is a copy: it costs memory, and what is written to it never reaches the buffer.")
 
@@ -109,25 +119,44 @@ def in_groups(comm) -> bool:
 
 
 class Case(NamedTuple):
+    """neighbours: a unit belongs to ranks that stand side by side; else to every so-manieth rank."""
+
     ranks: int
     sharding_factor: int
+    neighbours: bool
     elements_each: int
     dtype: torch.dtype
+    layout: str
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    ways = [(n, factor) for n in range(1, 9) for factor in range(1, n + 1) if n % factor == 0]
-    return [Case(*row) for row in deal(random, ways, range(6), rank_kit.DTYPES)]
+    factors = [(n, factor) for n in range(1, 9) for factor in range(1, n + 1) if n % factor == 0]
+    ways = [(*way, neighbours) for way in factors for neighbours in (False, True)]
+    return [Case(*row) for row in deal(random, ways, range(6), rank_kit.DTYPES, rank_kit.LAYOUTS)]
 
 
 def result(case: Case) -> dict[str, Any]:
     def on_rank(comm) -> dict[str, Any]:
-        flat = torch.arange(-3, case.sharding_factor * case.elements_each).to(case.dtype)[3:]  # in a larger buffer
-        ours = cast(unit.Unit, Unit(comm.split(comm.rank // case.sharding_factor), comm))
-        unit.Unit.chunk(ours, torch.zeros_like(flat))  # another buffer of the same unit
+        factor = case.sharding_factor
+        elements = (factor * case.elements_each,)
+        flat, other = (rank_kit.whole(case.seed + i, elements, case.dtype, case.layout) for i in (0, 1))
+        inside = comm.split(comm.rank // factor if case.neighbours else comm.rank % (comm.size // factor))
+        ours = cast(unit.Unit, Unit(inside, comm))
+        before = dict(vars(ours))
+        unit.Unit.chunk(ours, other)
+        version = flat._version
         mine = unit.Unit.chunk(ours, flat)
         mine += 100
-        return {"the chunk after += 100": mine, "the buffer after chunk += 100": flat}
+        seen = {
+            "the chunk after += 100": mine.clone(),
+            "the buffer after chunk += 100": flat.clone(),
+            "the memory after chunk += 100": rank_kit.memory(flat),
+            "the write counts in the buffer's `_version`": flat._version > version,
+            "the unit is as before": vars(ours) == before,
+        }
+        buffers = [weakref.ref(each.untyped_storage()) for each in (flat, other)]
+        del flat, other, mine
+        return seen | {"buffers that nobody needs any more and that live": sum(b() is not None for b in buffers)}
 
     return rank_kit.by_rank(ranks(case.ranks, on_rank))

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minizero.memory import Ledger
 from minizero.ranks import collectives
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import Diagnosis, fail, ranks, recognise, size, wrong
+from tests.exercises.kit import AtMost, Diagnosis, fail, ranks, recognise, size, wrong
 
 PLAN = [
     "Refuse a root that does not exist with a `ValueError` that names it.",
@@ -91,10 +92,14 @@ def refuses(comm) -> None:
 
 
 class Case(NamedTuple):
+    """groups: how many a world is split into, all of which broadcast."""
+
     ranks: int
     root: int
+    groups: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool
     layout: str
     differ_in: str
     seed: int
@@ -102,37 +107,51 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     ways = [(n, root) for n in range(1, 9) for root in (*range(n), -1, n)]
-    shapes, differ_in = [*rank_kit.SHAPES, (0, 2)], [*["nothing"] * 4, "the root", "the label"]
+    shapes, differ_in = [*rank_kit.SHAPES, (0, 2)], [*["nothing"] * 5, "the root", "the label", "the shape"]
     seed = random.randrange(10**6)
-    whole = [Case(3, 1, (4, 3, 2), torch.float32, layout, "nothing", seed) for layout in rank_kit.LAYOUTS]
-    return whole + [Case(*row) for row in deal(random, ways, shapes, rank_kit.DTYPES, rank_kit.LAYOUTS, differ_in)]
+    sets = [(layout, "nothing") for layout in rank_kit.LAYOUTS] + [("contiguous", what) for what in differ_in[5:]]
+    whole = [Case(3, 1, 1, (4, 3, 2), torch.float32, False, layout, what, seed) for layout, what in sets]
+    grad, columns = [False, True], (rank_kit.LAYOUTS, differ_in)
+    return whole + [Case(*row) for row in deal(random, ways, [1, 1, 2], shapes, rank_kit.DTYPES, grad, *columns)]
 
 
 def result(case: Case) -> Any:
     """differ_in: what the ranks do not agree on, and must notice before they send anything. -1 and N are no roots."""
     times = rank_kit.shared_times()
 
-    def on_rank(comm) -> Any:
-        mine = rank_kit.whole(case.seed + comm.rank, case.shape, case.dtype, case.layout, special=rank_kit.SPECIAL)
-        before, watch = mine.clone(), rank_kit.Watch(comm, times)
+    def on_rank(world) -> Any:
+        comm = rank_kit.group(world, case.groups)
+        seed, special = case.seed + 2 * world.rank, rank_kit.SPECIAL
+        mine, other = (rank_kit.whole(seed + i, case.shape, case.dtype, case.layout, special=special) for i in (0, 1))
+        mine.requires_grad_(case.requires_grad and case.dtype.is_floating_point)
+        mine = mine[None] if case.differ_in == "the shape" and comm.rank == 0 else mine
+        earlier = collectives.broadcast(other, comm)
+        told: list[tuple[str, str]] = []
+        comm.observers.append(lambda operation, label, _: told.append((operation, label)))
+        watch = rank_kit.Watch(comm, times)
         root = (case.root + (comm.rank == 0)) % comm.size if case.differ_in == "the root" else case.root
         label = f"rank {comm.rank}" if case.differ_in == "the label" else "all ranks"
         try:
-            got = collectives.broadcast(mine, comm, root, label=label)
+            with Ledger() as ledger:
+                got = collectives.broadcast(mine, comm, root, label=label)
         except ValueError as error:
             return type(error).__name__
         return {
             "the result": got,
             "contiguous": got.is_contiguous(),
+            "the result requires a gradient": got.requires_grad,
             "the input afterwards": mine,
-            "the input": before,
+            "the memory in which the input lies": rank_kit.memory(mine),
             "another memory than the input's": got.data_ptr() != mine.data_ptr() or not mine.numel(),
+            "the result of the call before": earlier,
+            "the collectives and their labels": told,
+            "the bytes that it took": AtMost(ledger.peak["total"]),
             "hops in a row": watch.hops,
             "bytes sent": watch.sent,
         }
 
     try:
-        seen = ranks(case.ranks, on_rank)
+        seen = ranks(case.ranks * case.groups, on_rank)
     except Diagnosis as diagnosis:
         if diagnosis.name != "mismatch" or case.differ_in == "nothing":
             raise

@@ -18,7 +18,7 @@ from minizero.memory import Ledger
 from minizero.ranks import collectives
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
 from tests.support.helpers import SMALL, batch
 
 PLAN = [
@@ -170,34 +170,48 @@ def trains(comm) -> None:
 
 
 class Case(NamedTuple):
+    """groups: how many a world is split into, all of which gather. one_buffer: the chunks are views of one tensor."""
+
     ranks: int
     one_buffer: bool
+    groups: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layout: str
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    ways = itertools.product(range(1, 9), [False, True])
-    return [Case(*row) for row in deal(random, ways, rank_kit.SHAPES, [*rank_kit.DTYPES, torch.bool])]
+    ways, dtypes = itertools.product(range(1, 9), [False, True], [1, 2]), [*rank_kit.DTYPES, torch.bool]
+    return [Case(*row) for row in deal(random, ways, rank_kit.SHAPES, dtypes, rank_kit.LAYOUTS)]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """one_buffer: the chunks are views of one tensor; else tensors of their own. All but one are filled with 1."""
+    """Two gathers with the same chunks. Before the second each rank has other numbers of its own."""
     times = rank_kit.shared_times()
 
-    def on_rank(comm) -> dict[str, Any]:
-        buffer = torch.ones(comm.size, *case.shape, dtype=case.dtype)
-        chunks = list(buffer) if case.one_buffer else [chunk.clone() for chunk in buffer]
-        special = rank_kit.SPECIAL if case.dtype.is_floating_point else ()
-        chunks[comm.rank].copy_(rank_kit.whole(case.seed + comm.rank, case.shape, torch.float32, special=special))
-        given, watch = list(chunks), rank_kit.Watch(comm, times)
-        collectives.ring_all_gather(chunks, comm)
-        return {
-            "the chunks": given,
+    def on_rank(world) -> dict[str, Any]:
+        comm = rank_kit.group(world, case.groups)
+        if case.one_buffer:
+            chunks = list(rank_kit.whole(0, (comm.size, *case.shape), case.dtype, case.layout))
+        else:
+            chunks = [rank_kit.whole(r, case.shape, case.dtype, case.layout) for r in range(comm.size)]
+        given, watch, seen = list(chunks), rank_kit.Watch(comm, times), dict[str, Any]()
+        for number, seed in (("first", case.seed), ("second", case.seed + 100)):
+            special = rank_kit.SPECIAL if case.dtype.is_floating_point else ()
+            given[comm.rank].copy_(rank_kit.whole(seed + world.rank, case.shape, torch.float32, special=special))
+            with Ledger() as ledger:
+                collectives.ring_all_gather(chunks, comm)
+            seen |= {
+                f"after the {number} gather the chunks": [chunk.clone() for chunk in given],
+                f"after the {number} gather the memory in which they lie": [rank_kit.memory(chunk) for chunk in given],
+                f"after the {number} gather the list has the same tensors": [a is b for a, b in zip(chunks, given)],
+                f"the bytes that the {number} gather took": AtMost(ledger.peak["total"]),
+            }
+        return seen | {
             "bytes sent": watch.sent,
             "hops in a row": watch.hops,
             "receivers": sorted(watch.receivers),
         }
 
-    return rank_kit.by_rank(ranks(case.ranks, on_rank))
+    return rank_kit.by_rank(ranks(case.ranks * case.groups, on_rank))

@@ -19,7 +19,7 @@ from minizero.memory import Ledger
 from minizero.ranks import collectives
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
 from tests.exercises.training import plain, relative_error, train
 
 PLAN = [
@@ -27,9 +27,9 @@ PLAN = [
     "`partial` is what goes out next. Which of my chunks goes first, so that N-1 hops later it is at its owner?",
     "In each of comm.size - 1 steps: comm.send_recv(partial, right, incoming, left) into a buffer `incoming`.",
     "What came in is the sum so far of another chunk: combine(incoming, my own chunk of it) is the new "
-    "`partial`. Do not write to `chunks`: they are the caller's.",
+    "`partial`. (In this order: `combine` may be a subtraction.) Do not write to `chunks`: they are the caller's.",
     "The buffers: two that take turns suffice (one goes out while the other is filled), however many ranks there "
-    'are. tag(buffer, "communication") tells the ledger what they are, and returns nothing. '
+    'are. tag(buffer, "communication") tells the ledger what they are, and returns nothing; you may leave it out. '
     "(The package asks comm.transport.ring_buffers(partial) how many, since processes are faster with more small "
     "ones. You need not.)",
     "Return the last partial: chunk comm.rank, combined over all ranks. Where `out` is given, the last sum goes "
@@ -200,43 +200,72 @@ def memory(comm) -> None:
 
 
 class Case(NamedTuple):
+    """groups: how many a world is split into. layout: of the chunks; out_layout: of `out`, if it is another tensor."""
+
     ranks: int
     combine: str
+    groups: int
     out: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layout: str
+    out_layout: str
     seed: int
 
 
-COMBINE: dict[str, Callable[..., Any]] = {"add": torch.add, "maximum": torch.maximum, "minimum": torch.minimum}
+COMBINE: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "subtract": torch.sub,
+}
 
 
 def draw(random: Random) -> list[Case]:
-    ways = itertools.product(range(2, 9), COMBINE)
-    outs = ["none", "another tensor", "the rank's own chunk"]
-    return [Case(*row) for row in deal(random, ways, outs, rank_kit.SHAPES, rank_kit.DTYPES)]
+    ways, outs = itertools.product(range(2, 9), COMBINE), ["none", "another tensor", "the rank's own chunk"]
+    columns = outs, rank_kit.SHAPES, rank_kit.DTYPES, rank_kit.LAYOUTS, rank_kit.LAYOUTS
+    return [Case(*row) for row in deal(random, ways, [1, 1, 2], *columns)]
 
 
 def result(case: Case) -> dict[str, Any]:
+    """Of the second of two calls. The largest of 0 and -0 may be either, so there is no -0 among the numbers."""
     times = rank_kit.shared_times()
+    special = rank_kit.SPECIAL if case.combine in ("add", "subtract") else rank_kit.SPECIAL[1:]
 
-    def on_rank(comm) -> dict[str, Any]:
+    def on_rank(world) -> dict[str, Any]:
+        comm = rank_kit.group(world, case.groups)
         n, r = comm.size, comm.rank
-        chunks = [rank_kit.whole(case.seed + r * n + c, case.shape, case.dtype) for c in range(n)]
-        given = [chunk.clone() for chunk in chunks]
-        outs = {"none": None, "another tensor": torch.full_like(chunks[0], 99), "the rank's own chunk": chunks[r]}
-        out = outs[case.out]
-        watch = rank_kit.Watch(comm, times)
-        got = collectives.ring_reduce_scatter(chunks, comm, COMBINE[case.combine], out)
-        others = [c for c in range(n) if c != r or out is not chunks[r]]
+        before, chunks = (
+            [rank_kit.whole(seed + c, case.shape, case.dtype, case.layout, special=special) for c in range(n)]
+            for seed in (case.seed, case.seed + 100 + 10 * world.rank)
+        )
+        given = list(chunks)
+        another = rank_kit.whole(case.seed, case.shape, case.dtype, case.out_layout)
+        out = {"none": None, "another tensor": another, "the rank's own chunk": chunks[r]}[case.out]
+        earlier = collectives.ring_reduce_scatter(before, comm)
+        watch, combined = rank_kit.Watch(comm, times), []
+
+        def combine(a, b, **options):
+            combined.append(b.numel())
+            return COMBINE[case.combine](a, b, **options)
+
+        with Ledger() as ledger:
+            got = collectives.ring_reduce_scatter(chunks, comm, combine, out)
+        two_chunks = 2 * chunks[0].nbytes
         return {
             "the result": got.clone() if isinstance(got, torch.Tensor) else got,
             "`out`": out,
             "the result is `out`": out is not None and got is out,
-            "unchanged input": all(torch.equal(chunks[c], given[c]) for c in others),
+            "the memory in which `out` lies": rank_kit.memory(another),
+            "the chunks": [chunk.clone() for chunk in given],
+            "the list has the same tensors": [a is b for a, b in zip(chunks, given)],
+            "the memory in which the chunks lie": [rank_kit.memory(chunk) for chunk in given],
+            "the result of the call before": earlier,
+            "elements combined": sum(combined),
+            "the bytes that it took": AtMost(max(two_chunks, ledger.peak["total"])),
             "bytes sent": watch.sent,
             "hops in a row": watch.hops,
             "receivers": sorted(watch.receivers),
         }
 
-    return rank_kit.by_rank(ranks(case.ranks, on_rank))
+    return rank_kit.by_rank(ranks(case.ranks * case.groups, on_rank))

@@ -13,11 +13,12 @@ import torch
 
 from minizero import DDP
 from minizero.memory import Ledger
+from minizero.memory.operators import Watcher
 from minizero.ranks import collectives
 from minizero.ranks.errors import CollectiveMismatch
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, size, value_or_error, wrong
+from tests.exercises.kit import AtMost, Diagnosis, fail, ranks, recognise, size, value_or_error, wrong
 from tests.exercises.training import plain, relative_error, train
 
 PLAN = [
@@ -170,45 +171,103 @@ def traffic(comm) -> None:
 
 
 class Case(NamedTuple):
+    """groups: how many a world is split into. differ_in: what the ranks do not agree on, and must notice."""
+
     ranks: int
     op: str
+    groups: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool
     layout: str
     out: str
+    differ_in: str
     seed: int
 
 
+class Arithmetic(Watcher):
+    """Counts the numbers that this thread computes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__.strip("_") in ("add", "maximum", "minimum", "div", "mul"):
+            self.count += result.numel()
+        return result
+
+
 def draw(random: Random) -> list[Case]:
-    ways, outs = itertools.product(range(1, 9), collectives.COMBINE), ["none", "another", "the input"]
-    rows = deal(random, ways, [*rank_kit.SHAPES, (0, 2)], rank_kit.DTYPES, rank_kit.LAYOUTS, outs)
-    whole = [
-        Case(random.randint(2, 8), "sum", (4, 3, 2), torch.float32, layout, "none", random.randrange(10**6))
-        for layout in rank_kit.LAYOUTS
-    ]
-    return whole + [Case(*row) for row in rows]
+    ways = itertools.product(range(1, 9), collectives.COMBINE)
+    outs, grad = ["none", "another", "the input"], [False, True]
+    differ_in = [*["nothing"] * 8, "the op", "the label", "the shape"]
+    shapes, columns = [*rank_kit.SHAPES, (0, 2)], (rank_kit.LAYOUTS, outs, differ_in)
+    rows = deal(random, ways, [1, 1, 2], shapes, rank_kit.DTYPES, grad, *columns)
+    n, seed = random.randint(2, 8), random.randrange(10**6)
+    sets = [(layout, "nothing") for layout in rank_kit.LAYOUTS] + [("contiguous", what) for what in differ_in[8:]]
+    whole = [Case(n, "sum", 1, (4, 3, 2), torch.float32, False, layout, "none", what, seed) for layout, what in sets]
+    alone = [Case(1, "sum", 1, (5,), torch.float32, False, "contiguous", out, "nothing", seed) for out in outs]
+    return whole + alone + [Case(*row) for row in rows]
 
 
-def result(case: Case) -> dict[str, Any]:
-    """With `out` the shape is (ranks, …), and the layout contiguous, as it must be. Sums can be divided by N."""
+def result(case: Case) -> Any:
+    """With `out` the shape is (ranks, …), as it must be; the input's own layout is then contiguous.
+
+    Sums can be divided by N. The largest of 0 and -0 may be either, so there is no -0 among the numbers.
+    """
     times = rank_kit.shared_times()
+    special = rank_kit.SPECIAL if case.op in ("sum", "mean") else rank_kit.SPECIAL[1:]
 
-    def on_rank(comm) -> Any:
-        shape, layout = (case.shape, case.layout) if case.out == "none" else ((comm.size, *case.shape), "contiguous")
-        mine = rank_kit.whole(case.seed + comm.rank, shape, case.dtype, layout, comm.size if case.op == "mean" else 1)
-        before, watch = mine.clone(), rank_kit.Watch(comm, times)
-        out = {"none": None, "another": torch.full_like(mine, 99), "the input": mine}[case.out]
-        got = value_or_error(collectives.all_reduce, mine, comm, case.op, out=out)
+    def on_rank(world) -> Any:
+        comm = rank_kit.group(world, case.groups)
+        shape = case.shape if case.out == "none" else (comm.size, *case.shape)
+        layout, factor = "contiguous" if case.out == "the input" else case.layout, comm.size if case.op == "mean" else 1
+        mine, other = (
+            rank_kit.whole(case.seed + 2 * world.rank + i, shape, case.dtype, layout, factor, special) for i in (0, 1)
+        )
+        has_a_mean = case.dtype.is_floating_point
+        mine.requires_grad_(case.requires_grad and case.out == "none" and has_a_mean)
+        mine = mine[None] if case.differ_in == "the shape" and case.out == "none" and comm.rank == 0 else mine
+        op = "max" if case.differ_in == "the op" and has_a_mean and comm.rank == 0 else case.op
+        label = f"rank {comm.rank}" if case.differ_in == "the label" else "all ranks"
+        another = torch.full(shape, 99, dtype=case.dtype)
+        out = {"none": None, "another": another, "the input": mine}[case.out]
+        earlier, told = collectives.all_reduce(other, comm), []
+        comm.observers.append(lambda operation, label, _: told.append((operation, label)))
+        watch = rank_kit.Watch(comm, times)
+        with Ledger() as ledger:
+            got = value_or_error(collectives.all_reduce, mine, comm, op, out=out, label=label)
         return {
             "the result": got,
+            "the result requires a gradient": getattr(got, "requires_grad", False),
             "`out`": out,
-            "unchanged input": torch.equal(mine, before),
-            "the input's memory": isinstance(got, torch.Tensor)
-            and mine.numel() > 0
-            and got.data_ptr() == mine.data_ptr(),
+            "the memory in which the input lies": rank_kit.memory(mine),
+            "the result lies in the input's memory": lies_in(got, mine),
+            "the result lies in `out`": lies_in(got, another),
+            "the result of the call before": earlier,
+            "the collectives and their labels": told,
+            "the bytes that it took": AtMost(ledger.peak["total"], 2 if mine.is_contiguous() else 99),
             "bytes sent": watch.sent,
             "hops in a row": watch.hops,
             "receivers": sorted(watch.receivers),
         }
 
-    return rank_kit.by_rank(ranks(case.ranks, on_rank))
+    def work(comm) -> float:
+        """Of N divisions each rank does one."""
+        with Arithmetic() as arithmetic:
+            collectives.all_reduce(torch.ones(comm.size, 3), comm, case.op)
+        return AtMost(arithmetic.count if comm.size > 1 else 0, 1.2)
+
+    try:
+        seen = rank_kit.by_rank(ranks(case.ranks * case.groups, on_rank))
+    except Diagnosis as diagnosis:
+        if diagnosis.name != "mismatch" or case.differ_in == "nothing":
+            raise
+        return "an error"
+    return seen | {"numbers that a rank computed": ranks(case.ranks, work)}
+
+
+def lies_in(tensor: Any, other: torch.Tensor) -> bool:
+    if not isinstance(tensor, torch.Tensor) or not other.numel():
+        return False
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -12,22 +12,24 @@ an optimizer hold the parameters already: these must be the same objects afterwa
     x.view(shape)             the same memory in another shape; x.reshape(-1): flat, row by row, a copy if it must be
 """
 
+import weakref
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, recognise, wrong
+from tests.exercises.kit import AtMost, fail, recognise, wrong
 from tests.exercises.tasks import flat as task
 
 PLAN = [
     "The buffer has the values of all parameters, in their order, row by row. A tied parameter is in it once.",
     "`ranks` divides its length. No more zeros than needed, and all of them at the end.",
-    "Each parameter keeps its shape and its values, and has no memory of its own: what is written into the buffer is "
-    "in the parameter.",
+    "Each parameter keeps its shape, its values and its gradient, and has no memory of its own: what is written into "
+    "the buffer is in the parameter.",
     "The parameters are the same objects as before. The buffer is plain memory: it has no gradient.",
 ]
 HINTS = [
@@ -192,35 +194,59 @@ def in_training(
 
 
 class Case(NamedTuple):
-    """shapes: with the layout of each in memory. tied: how many of them come a second time."""
+    """shapes: with the layout of each in memory. order: in which they come; a tied one comes more than once."""
 
     ranks: int
     dtype: torch.dtype
-    shapes: list[tuple[tuple[int, ...], str]]
     tied: int
+    frozen: bool
+    shapes: list[tuple[tuple[int, ...], str]]
+    order: list[int]
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    rows = deal(random, [(n,) for n in range(1, 9)], rank_kit.FLOATS, [0, 1, 2])
-    return [
-        Case(
-            n,
-            dtype,
-            [(random.choice(rank_kit.SHAPES), random.choice(rank_kit.LAYOUTS)) for _ in range(random.randint(2, 5))],
-            tied,
-            seed,
-        )
-        for n, dtype, tied, seed in rows
-    ]
+    cases, shapes = [], [*rank_kit.SHAPES, (0, 2)]
+    ways = [(n,) for n in [*range(1, 9), *range(1, 9), 32]]
+    for *row, seed in deal(random, ways, rank_kit.FLOATS, [0, 1, 2], [False, False, True]):
+        specs = [(random.choice(shapes), random.choice(rank_kit.LAYOUTS)) for _ in range(random.randint(2, 5))]
+        order = [*range(len(specs)), *random.choices(range(len(specs)), k=row[2])]
+        cases.append(Case(*row, specs, random.sample(order, len(order)), seed))  # type: ignore[call-arg]
+    return cases
 
 
 def result(case: Case) -> dict[str, Any]:
-    """The buffer; then it is written, and the parameters are read."""
-    tensors = [rank_kit.whole(case.seed + i, *spec[:1], case.dtype, spec[1]) for i, spec in enumerate(case.shapes)]
-    parameters = [nn.Parameter(tensor) for tensor in tensors]
-    parameters += parameters[: case.tied]
-    flat = task.flatten(parameters, case.ranks)
-    found: dict[str, Any] = {"the buffer": flat.clone()}
+    """After a call, and after one for one rank more. Then the buffer is written, and the parameters are read."""
+    distinct = [
+        nn.Parameter(rank_kit.whole(case.seed + i, shape, case.dtype, layout, special=rank_kit.SPECIAL))
+        for i, (shape, layout) in enumerate(case.shapes)
+    ]
+    distinct[0].requires_grad_(not case.frozen)
+    gradients = [torch.ones_like(p) if i % 2 else None for i, p in enumerate(distinct)]
+    for parameter, gradient in zip(distinct, gradients):
+        parameter.grad = gradient
+    parameters, found, buffers = tuple(distinct[i] for i in case.order), dict[str, Any](), []
+    for ranks in (case.ranks, case.ranks + 1):
+        before = [weakref.ref(p.untyped_storage()) for p in parameters if p.numel()]
+        with Ledger() as ledger:
+            flat = task.flatten(parameters, ranks)
+        elsewhere = [p.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr() for p in distinct if p.numel()]
+        buffers.append(flat)
+        found |= {
+            f"the buffer for {ranks} ranks": flat.clone(),
+            f"the buffer for {ranks} ranks requires a gradient": flat.requires_grad,
+            f"bytes in the memory of the buffer for {ranks} ranks": flat.untyped_storage().nbytes(),
+            f"bytes that flatten took for {ranks} ranks": AtMost(ledger.peak["total"], 3.5),
+            f"bytes that flatten left for {ranks} ranks": AtMost(ledger.current["total"], 1),
+            f"parameters outside of the buffer for {ranks} ranks": sum(elsewhere),
+            f"for {ranks} ranks the parameters": [p.detach().clone() for p in distinct],
+            f"for {ranks} ranks they require a gradient": [p.requires_grad for p in distinct],
+            f"for {ranks} ranks they have their gradients": [p.grad is g for p, g in zip(distinct, gradients)],
+            f"for {ranks} ranks they are contiguous": [p.is_contiguous() for p in distinct],
+        }
+        if len(buffers) == 1:
+            found["pieces of the old memory that live"] = sum(memory() is not None for memory in before)
+    first, flat = buffers
     flat.copy_(torch.arange(len(flat)))
-    return found | {f"parameter {i}": p.detach().clone() for i, p in enumerate(parameters)}
+    written = [p.detach().clone() for p in distinct]
+    return found | {"the first buffer in the end": first, "the parameters after a write into the buffer": written}

@@ -24,9 +24,10 @@ from unittest import mock
 import torch
 
 from minizero import DDP
+from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
 from tests.exercises.training import PSI, check_training, local_gradients, one_step, train
 
 PLAN = [
@@ -34,8 +35,8 @@ PLAN = [
     "As long as what waits of one dtype is smaller than BUCKET_BYTES, none of it is sent.",
     "A message leaves at once, with the unit that makes it BUCKET_BYTES or more. It never waits for one more unit.",
     "A message has one dtype, the gradients' own: units of another dtype fill another bucket.",
-    "When the last unit of a backward has come, nothing waits any more: one message for each dtype, in the same "
-    "order on all ranks.",
+    "When the last unit of a backward has come, nothing waits any more, and nothing is kept: one message for each "
+    "dtype, in the same order on all ranks.",
     "A backward may break off: the next one begins with nothing from it.",
 ]
 HINTS = [
@@ -211,7 +212,7 @@ def messages() -> None:
             "The last unit of a backward filled its own bucket, which was sent. Another dtype's bucket still waits. "
             "Both questions can be true of one unit: is its bucket full? Is it the last? Then send all of them.",
         )
-    found = result(Case(4, 2000, five, 0, breaks_off=True))["rank 0"]
+    found = result(Case(4, 2000, five, 0, came=1))["rank 0"]
     if found["sent"] != 2 * 2000 * 3 // 4 or not found["given"]:
         fail(
             "keeps-what-broke-off",
@@ -243,12 +244,12 @@ class Unit:
     def __init__(self, name: str, elements: int, dtype: torch.dtype) -> None:
         self.name, self.size, self.dtype = name, elements, dtype
         self.replica = torch.ones(elements, dtype=dtype)
-        self.averages: list[list[float]] = []
-        self.gradient = torch.empty(0)
+        self.averages: list[tuple[torch.dtype, list[float]]] = []
+        self.gradient = self.full = torch.empty(0)
 
     def set_gradient(self, average, full=None):
-        self.averages.append(average.tolist())
-        self.gradient = average
+        self.averages.append((average.dtype, average.tolist()))
+        self.gradient, self.full = average, torch.empty(0) if full is None else full
 
 
 class Engine:
@@ -260,25 +261,25 @@ class Engine:
 
 
 class Case(NamedTuple):
-    """units: elements and dtype of each, in the order of backward. breaks_off: a backward before came to one unit."""
+    """units: elements and dtype of each, in the order of backward. came: how many came in the backward before."""
 
     ranks: int
     bucket_bytes: int
     units: list[tuple[int, torch.dtype]]
     seed: int
-    breaks_off: bool = False
+    came: int = 0
 
 
 def draw(random: Random) -> list[Case]:
     """A bucket has room for a share of all gradients."""
-    dtypes = [[torch.float32], [torch.float16], [torch.bfloat16, torch.float32]]
+    mixed = [torch.bfloat16, torch.float32]
+    ways = [(n, kinds) for n in range(1, 9) for kinds in ([random.choice(rank_kit.FLOATS[:3])], mixed)]
+    ways += [(n, mixed) for n in (1, 2)] * 8
     cases = []
-    for number, share, kinds, count, breaks_off, seed in deal(
-        random, [*((n,) for n in range(1, 9))] * 3, [0, 1 / 4, 1 / 2, 2], dtypes, [1, 2, 3, 5, 7], [False, True]
-    ):
-        units = [(number * random.randint(1, 40), random.choice(kinds)) for _ in range(count)]
+    for number, kinds, share, count, seed in deal(random, ways, [0, 1 / 6, 1 / 4, 1 / 3, 2], [1, 2, 4, 7, 9]):
+        units = [(number * random.randint(1, 30), random.choice(kinds)) for _ in range(count)]
         total = sum(elements * dtype.itemsize for elements, dtype in units)
-        cases.append(Case(number, max(1, int(share * total)), units, seed, breaks_off))
+        cases.append(Case(number, max(1, int(share * total)), units, seed, random.randint(0, count)))
     return cases
 
 
@@ -288,22 +289,39 @@ def result(case: Case) -> dict[str, Any]:
     def on_rank(comm) -> dict[str, Any]:
         units = [Unit(f"unit {i}", *spec) for i, spec in enumerate(case.units)]
         engine = cast(Any, Engine(comm, units))
-        if case.breaks_off and len(units) > 1:
-            DDP.reduce(engine, cast(Any, units[0]), torch.ones(units[0].size, dtype=units[0].dtype))
-            units[0].averages.clear()
+        for unit in units[: case.came]:
+            DDP.reduce(engine, cast(Any, unit), torch.ones(unit.size, dtype=unit.dtype))
+        for unit in units:
+            unit.averages.clear()
+            unit.gradient = unit.full = torch.empty(0)
         seen: list[str] = []
         comm.observers.append(lambda operation, *_: seen.append(operation))
         before, messages = comm.bytes_sent, []
-        for i, unit in enumerate(units):
-            gradient = rank_kit.whole(case.seed + 8 * i + comm.rank, (unit.size,), unit.dtype, times=comm.size)
-            seen.clear()
-            DDP.reduce(engine, cast(Any, unit), gradient)
-            messages.append(len(seen))
+        with Ledger() as ledger:
+            for i, unit in enumerate(units):
+                seed, special = case.seed + 8 * i + comm.rank, rank_kit.SPECIAL
+                gradient = rank_kit.whole(seed, (unit.size,), unit.dtype, times=comm.size, special=special)
+                gradient[case.seed % unit.size] = rank_kit.smallest(unit.dtype)
+                seen.clear()
+                DDP.reduce(engine, cast(Any, unit), gradient)
+                messages.append(len(seen))
+            del gradient
+            held = ledger.current["total"]
+            gradients, full = (
+                [part.tolist() for part in parts] for parts in ([u.gradient for u in units], [u.full for u in units])
+            )
+            for unit in units:
+                unit.gradient = unit.full = torch.empty(0)
+            left = ledger.current["total"]
         return {
             "messages": messages,
             "sent": comm.bytes_sent - before,
             "averages": [unit.averages[0] if unit.averages else [] for unit in units],
-            "gradients in the end": [unit.gradient.tolist() for unit in units],
+            "gradients in the end": gradients,
+            "`full` in the end": full,
+            "bytes at the peak": AtMost(ledger.peak["total"], 1.6),
+            "bytes held after backward": AtMost(held, 1.2),
+            "bytes held when the optimizer has dropped the gradients": AtMost(left),
             "given": all(len(unit.averages) == 1 for unit in units),
         }
 

@@ -10,7 +10,7 @@ import torch
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 DTYPES = [*FLOATS, torch.int64, torch.int32]
 SHAPES = [(), (1,), (2, 3), (5,), (4, 3, 2), (16,), (7, 1)]
-LAYOUTS = ["contiguous", "transposed", "every second"]
+LAYOUTS = ["contiguous", "transposed", "every second", "inside another"]
 SPECIAL = (-0.0, math.inf, -math.inf, math.nan)
 
 
@@ -24,20 +24,39 @@ def whole(
 ):
     """A tensor of small whole numbers, of which a sum over 8 ranks is exact in any dtype; no rank has another's.
 
-    layout: "transposed": its dimensions lie in memory in reverse order; "every second": with gaps between elements.
+    layout: "transposed": its dimensions lie in memory in reverse order; "every second": with gaps between elements;
+    "inside another": a part of a longer tensor.
     special: what every fifth number is, if the dtype is one of floats.
     """
     numbers = Random(seed)
     values = [float(numbers.randint(-3, 3) * times) for _ in range(torch.Size(shape).numel())]
     if special and dtype.is_floating_point:
         values = [numbers.choice(special) if numbers.random() < 0.2 else value for value in values]
-    tensor = torch.tensor(values, dtype=dtype).view(shape)
+    tensor = torch.tensor(values, dtype=torch.float64).to(dtype).view(shape)
     if layout == "transposed":
         backwards = tuple(reversed(range(tensor.dim())))
         return tensor.permute(backwards).contiguous().permute(backwards)
     if layout == "every second":
         return torch.stack([tensor, torch.full_like(tensor, 99)], -1)[..., 0]
+    if layout == "inside another":
+        around = torch.full((10,), 99, dtype=dtype)
+        return torch.cat([around[:3], tensor.reshape(-1), around])[3:-10].view(shape)
     return tensor
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest number above 0. If all ranks have it, it is the mean; divided before it is sent, it is 0."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all that lies in the tensor's memory, also between its elements and around them."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).clone()
+
+
+def group(world: Any, groups: int) -> Any:
+    """The communicator of every so-manieth rank: a rank's number in it is not its number in the world."""
+    return world.split(world.rank % groups) if groups > 1 else world
 
 
 class Watch:
@@ -48,6 +67,7 @@ class Watch:
 
     def __init__(self, comm: Any, times: "collections.defaultdict[tuple[int, int], collections.deque[int]]") -> None:
         self.comm, self.times = comm, times
+        self.world_rank = comm.ranks[comm.rank]
         self.before, self.hops = comm.bytes_sent, 0
         self.receivers: set[int] = set()
         self.transfer, comm.transport.transfer = comm.transport.transfer, self._transfer
@@ -57,10 +77,10 @@ class Watch:
         done = self.hops + 1
         if outgoing is not None:
             self.receivers.add(dst)
-            self.times[self.comm.rank, dst].append(done)
+            self.times[self.world_rank, self.comm.ranks[dst]].append(done)
         self.transfer(outgoing, dst, incoming, src)
         if incoming is not None:
-            done = max(done, self.times[src, self.comm.rank].popleft())
+            done = max(done, self.times[self.comm.ranks[src], self.world_rank].popleft())
         self.hops = done
 
     @property
