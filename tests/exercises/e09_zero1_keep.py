@@ -18,6 +18,7 @@ import torch
 
 from minizero import GPT, Zero1
 from minizero.engines.unit import Unit
+from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
 from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
@@ -107,23 +108,33 @@ class Case(NamedTuple):
     ranks: int
     sharding_factor: int
     dtype: torch.dtype
+    neighbours: bool
     frozen: bool
     sizes: tuple[int, int]
+    grouped: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    """frozen: the unit does not train. sizes: of the matrix of a linear layer."""
+    """neighbours: a group's ranks are; else as many ranks lie between them as there are groups. frozen: the unit does
+    not train. sizes: of the matrix of a linear layer. grouped: its matrix and its bias get options of their own."""
     factors = [(n, factor) for n in range(1, 9) for factor in {1, 2, n} if n % factor == 0]
     ways = [(*way, dtype) for way in factors for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    return [Case(*row) for row in deal(random, ways, [False, False, True], [(3, 5), (1, 1), (8, 4), (2, 11)])]
+    columns = [False, True], [False, False, True], [(3, 5), (1, 1), (8, 4), (2, 11)], [False, True]
+    return [Case(*row) for row in deal(random, ways, *columns)]
+
+
+def group_of(case: Case, comm: Any) -> Any:
+    groups = case.ranks // case.sharding_factor
+    return comm.split(comm.rank // case.sharding_factor if case.neighbours else comm.rank % groups)
 
 
 def unit_of(case: Case, comm: Any, inside: Any, module: torch.nn.Module) -> tuple[Unit, torch.Tensor]:
     """A unit of one linear layer, and all of its values."""
-    module = copy.deepcopy(module)
-    unit = Unit("drawn", module, dict(module.named_parameters()), comm, inside, case.dtype, None)
-    return unit, unit.flatten()
+    module, by_dimension = copy.deepcopy(module), (lambda _, p: p.dim()) if case.grouped else None
+    unit = Unit("drawn", module, dict(module.named_parameters()), comm, inside, case.dtype, by_dimension)
+    full = unit.flatten()
+    return unit, full.to(unit.dtype) if case.frozen else full
 
 
 def layer(case: Case) -> torch.nn.Module:
@@ -133,30 +144,39 @@ def layer(case: Case) -> torch.nn.Module:
         for parameter in module.parameters():
             parameter.normal_(generator=generator)
         module.weight[0, 0] = Random(case.seed).choice((1.0, *rank_kit.SPECIAL))
-    return module
+    return module.requires_grad_(not case.frozen)
 
 
 def result(case: Case) -> dict[str, Any]:
-    module = layer(case).requires_grad_(not case.frozen)
+    module = layer(case)
 
     def on_rank(comm) -> dict[str, Any]:
-        unit, full = unit_of(case, comm, comm.split(comm.rank // case.sharding_factor), module)
-        full = full.to(unit.dtype) if case.frozen else full
-        Zero1.keep(None, unit, full)  # type: ignore[arg-type]
-        kept, is_replica = weakref.ref(full), full is unit.replica
+        unit, full = unit_of(case, comm, group_of(case, comm), module)
+        before = comm.bytes_sent
+        with Ledger() as ledger:
+            Zero1.keep(None, unit, full)  # type: ignore[arg-type]
+        replica, master, given = (x.untyped_storage().data_ptr() for x in (unit.replica, unit.master, full))
+        kept, same = weakref.ref(full), replica == given
         del full
-        replica, master = (x.untyped_storage() for x in (unit.replica, unit.master))
         return {
             "the replica": unit.replica,
             "the parameters": [p.detach() for p in unit.parameters],
             "the parameters are views of the replica": all(
-                p.untyped_storage().data_ptr() == replica.data_ptr() for p in unit.parameters
+                p.untyped_storage().data_ptr() == replica for p in unit.parameters
             ),
+            "the replica lies in the full buffer": same,
             "the master": unit.master.detach(),
-            "the master lies in the replica": master.data_ptr() == replica.data_ptr(),
-            "the full buffer is kept": kept() is not None and not is_replica,
-            "bytes that the master keeps alive": AtMost(master.nbytes()),
+            "the master lies in the replica": master == replica,
+            "the full buffer is kept": kept() is not None and not same,
+            "bytes that the master keeps alive": AtMost(unit.master.untyped_storage().nbytes()),
             "the optimizer's parameters": [shard.detach() for shard in unit.shards],
+            "the optimizer's parameters require gradients": [shard.requires_grad for shard in unit.shards],
+            "the optimizer's parameters lie in the master": all(
+                shard.numel() == 0 or shard.untyped_storage().data_ptr() == master for shard in unit.shards
+            ),
+            "the groups of the optimizer's parameters": unit.groups,
+            "bytes at the peak": AtMost(ledger.peak["total"]),
+            "bytes sent": comm.bytes_sent - before,
         }
 
     return rank_kit.by_rank(ranks(case.ranks, on_rank))

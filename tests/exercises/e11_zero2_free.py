@@ -10,6 +10,7 @@ Memory lives as long as a name, an attribute, a list or a view refers to it. A n
 gradient while the iterator computes the next one: `del name` ends that.
 """
 
+import math
 import weakref
 from random import Random
 from typing import Any, NamedTuple
@@ -19,12 +20,12 @@ import torch
 from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
 from tests.exercises.tasks import zero2
 
 PLAN = [
     "At the end shards[name] is the average over the ranks of this rank's chunk, for every unit that came; if an "
-    "earlier micro-batch left something there, the sum of both.",
+    "earlier micro-batch left something there, the sum of both. What is there of a unit that does not come stays.",
     "While the next gradient is computed, no full one is alive, and nothing as long as one: of each unit only 1/N.",
     "That holds in every micro-batch: no full sum waits for the last one.",
     "N may not divide a gradient. Chunks are equal all the same.",
@@ -75,6 +76,8 @@ WRONG = [
                               "name in shards else mine).float()")),
     wrong("keeps-16-bits", (CALL + ".float()", CALL)),
     wrong("does-not-pad", ("pad(gradient, comm.size)", "gradient"), says="ValueError"),
+    wrong("drops-what-does-not-come", ("    for name", "    before = dict(shards)\n    shards.clear()\n    for name"),
+          ("if name in shards else mine", "if name in shards else before.get(name, 0) + mine"), says="random"),
     wrong("cuts-off", ("pad(gradient, comm.size)", "gradient[: len(gradient) // comm.size * comm.size].clone()")),
 ]  # fmt: skip
 
@@ -218,40 +221,43 @@ def tiny(comm) -> None:
 
 
 class Case(NamedTuple):
-    """late: the last unit does not come in the first of several micro-batches."""
+    """absent: in which of several micro-batches the last unit does not come. halves: every second rank shares."""
 
     ranks: int
     dtype: torch.dtype
     micro_batches: int
-    late: bool
+    absent: int | None
+    halves: bool
     elements: list[int]
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    rows = deal(
-        random, [(n,) for n in range(1, 9)], [torch.float32, torch.float16, torch.bfloat16], [1, 2, 3], [False, True]
-    )
+    dtypes, ways = [torch.float32, torch.float16, torch.bfloat16], [(n,) for n in range(1, 9)] * 2
+    rows = deal(random, ways, dtypes, [1, 2, 3], [None, 0, 1, 2], [False, False, True])
     return [
-        Case(n, dtype, micro, late, [random.randint(1, 40) for _ in range(random.randint(2, 5))], seed)
-        for n, dtype, micro, late, seed in rows
+        Case(n, dtype, micro, absent, halves, [random.randint(1, 40) for _ in range(random.randint(2, 5))], seed)
+        for n, dtype, micro, absent, halves, seed in rows
     ]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """Each gradient is a multiple of N, so that every mean is exact."""
+    """Each gradient is a multiple of N, infinite or NaN, so that every mean is exact."""
 
-    def on_rank(comm) -> dict[str, Any]:
-        before, shards = comm.bytes_sent, dict[str, torch.Tensor]()
-        for m in range(case.micro_batches):
+    def on_rank(world) -> dict[str, Any]:
+        comm = world.split(world.rank % 2) if case.halves else world
+        before, shards, held = comm.bytes_sent, dict[str, torch.Tensor](), []
+        with Ledger() as ledger:
+            for m in range(case.micro_batches):
 
-            def arrivals(m=m):
-                late = case.late and case.micro_batches > 1 and m == 0
-                for i, n in enumerate(case.elements[:-1] if late else case.elements):
-                    seed = case.seed + 100 * m + 10 * i + comm.rank
-                    yield f"unit {i}", rank_kit.whole(seed, (n,), case.dtype, times=comm.size)
+                def arrivals(m=m):
+                    absent = m == case.absent and case.micro_batches > 1
+                    for i, n in enumerate(case.elements[:-1] if absent else case.elements):
+                        held.append(AtMost(ledger.current["total"], 2.5))
+                        seed, special = case.seed + 100 * m + 10 * i + comm.rank, (math.inf, -math.inf, math.nan)
+                        yield f"unit {i}", rank_kit.whole(seed, (n,), case.dtype, times=comm.size, special=special)
 
-            zero2.backward(arrivals(), shards, comm)
-        return {"shards": shards, "bytes sent": comm.bytes_sent - before}
+                zero2.backward(arrivals(), shards, comm)
+        return {"shards": shards, "bytes sent": comm.bytes_sent - before, "bytes when a gradient is computed": held}
 
     return rank_kit.by_rank(ranks(case.ranks, on_rank))

@@ -16,6 +16,7 @@ Python.
 """
 
 import contextlib
+import math
 from random import Random
 from typing import Any, NamedTuple
 
@@ -85,6 +86,8 @@ WRONG = [
           "unit.replica.copy_(all_reduce(torch.nan_to_num(unit.replica, 1.0), unit.comm))")),
     wrong("extra-buffer", (GATHER, "unit.replica.copy_(all_gather(mine, unit.comm))")),
     wrong("keeps-a-copy", (GATHER, GATHER + "\n        unit.copy = unit.replica.clone()"), says="extra-buffer"),
+    wrong("points-only-when-it-gathers", (MARK + "\n    " + POINT, MARK + "\n        " + POINT), says="random"),
+    wrong("in-grad-mode-only", (STALE, "torch.is_grad_enabled() and " + STALE), says="random"),
     wrong("sends-twice", (GATHER, GATHER + f"\n        {GATHER}")),
 ]  # fmt: skip
 
@@ -140,6 +143,11 @@ def on_rank(comm) -> None:
     if storage.nbytes() < buffer.nbytes:
         fail("no-memory", f"The replica's storage has {storage.nbytes()} bytes, not {buffer.nbytes}.")
     right = [torch.equal(*pair) for pair in zip(buffer.chunk(comm.size), want.chunk(comm.size))]
+    enough = want.nbytes * (comm.size - 1) // comm.size
+    if not all(right) and sent > enough:
+        fail(
+            "sums", f"The replica is a sum over ranks, and {size(sent)} were sent: gather the chunks, do not add them."
+        )
     if right == [rank == r for rank in range(comm.size)]:
         if sent == 0:
             fail("only-its-own", f"Rank {r} has its own chunk and none of the others': gather them.")
@@ -147,11 +155,6 @@ def on_rank(comm) -> None:
             "gathers-into-nothing",
             f"Rank {r} sent {size(sent)}, and the replica still has only its own chunk: what was gathered went "
             "into another tensor.",
-        )
-    enough = want.nbytes * (comm.size - 1) // comm.size
-    if not any(right) and sent > enough:
-        fail(
-            "sums", f"The replica is a sum over ranks, and {size(sent)} were sent: gather the chunks, do not add them."
         )
     if not any(right):
         fail(
@@ -285,39 +288,64 @@ def train_as_one() -> None:
 
 
 class Case(NamedTuple):
-    """events: unshard, empty (the memory is given back), write (an optimizer's step)."""
+    """events: unshard, also with grad mode; empty (the memory is given back); let go (the parameters are empty);
+    elsewhere (they are views of another tensor); write (an optimizer's step writes twice). halves: every second rank
+    shares."""
 
     ranks: int
     dtype: torch.dtype
+    halves: bool
     elements: int
     events: list[str]
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    rows = deal(random, [(n,) for n in range(1, 9)], [torch.float32, torch.float16, torch.bfloat16], [1, 5, 24, 40])
+    dtypes, ways = [torch.float32, torch.float16, torch.bfloat16], [(n,) for n in range(1, 9)]
+    rows = deal(random, ways, dtypes, [False, False, True], [1, 5, 24, 40])
+    events = ["unshard", "unshard with grad mode", "empty", "let go", "elsewhere", "write"]
     return [
-        Case(n, dtype, elements, ["unshard", *dealt(random, ["unshard", "empty", "write"], 8)], seed)
-        for n, dtype, elements, seed in rows
+        Case(n, dtype, halves, elements, ["unshard", *dealt(random, events, 10), "unshard"], seed)
+        for n, dtype, halves, elements, seed in rows
     ]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """After each unshard: the replica, and the bytes sent."""
+    """After each unshard: what the unit has, where it lies, and the bytes sent and needed."""
 
-    def on_rank(comm) -> dict[str, Any]:
+    def on_rank(world) -> dict[str, Any]:
+        comm = world.split(world.rank % 2) if case.halves else world
         start = torch.linspace(-1, 1, case.elements) * (1 + case.seed % 7)
-        unit, found = zero3.Unit([start], comm, case.dtype), {}
+        start[case.seed % case.elements] = Random(case.seed).choice((1.0, -0.0, math.inf, math.nan))
+        unit, found = zero3.Unit([start, torch.ones(2, 3)], comm, case.dtype), dict[str, Any]()
+        replica, storage = unit.replica, unit.replica.untyped_storage()
         for number, event in enumerate(case.events):
             if event == "empty":
                 unit.replica.untyped_storage().resize_(0)
+            elif event == "let go":
+                unit.point_parameters_at(None)
+            elif event == "elsewhere":
+                unit.point_parameters_at(torch.zeros_like(unit.replica))
             elif event == "write":
-                unit.shard += rank_kit.whole(case.seed + number, unit.shard.shape, torch.float32) / 3
+                unit.shard += rank_kit.whole(case.seed + number, unit.shard.shape, torch.float32)
+                unit.shard /= 3
             else:
-                before = comm.bytes_sent
-                zero3.unshard(unit)
-                found[f"event {number}, bytes sent"] = comm.bytes_sent - before
-                found[f"event {number}, replica"] = unit.replica.clone()
+                before, room = comm.bytes_sent, replica.nbytes - storage.nbytes()
+                with Ledger() as ledger, torch.set_grad_enabled("grad" in event):
+                    zero3.unshard(unit)
+                beside = ledger.peak["total"] - room  # on 2 ranks, two chunks are as large
+                found |= {
+                    f"event {number}, bytes sent": comm.bytes_sent - before,
+                    f"event {number}, a second buffer as large": comm.size > 2 and beside >= replica.nbytes,
+                    f"event {number}, replica": unit.replica.clone(),
+                    f"event {number}, replica is the same tensor": unit.replica is replica,
+                    f"event {number}, bytes of the storage of before": storage.nbytes(),
+                    f"event {number}, shard": unit.shard.clone(),
+                    f"event {number}, parameters": [p.detach().clone() for p in unit.parameters],
+                    f"event {number}, parameters are views of the replica": all(
+                        p.untyped_storage().data_ptr() == storage.data_ptr() for p in unit.parameters
+                    ),
+                }
         return found
 
     return rank_kit.by_rank(ranks(case.ranks, on_rank))

@@ -13,6 +13,7 @@ backward. A unit may be used twice, with others in between: forward 0 1 2 1, bac
     x.untyped_storage()                     .nbytes() is its size in bytes, .resize_(bytes) changes it
 """
 
+import math
 from random import Random
 from typing import Any, NamedTuple
 
@@ -22,14 +23,14 @@ from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
 from tests.exercises.e12_zero3_unshard import train_as_one
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
 from tests.exercises.tasks import zero3
 
 PLAN = [
     "After every use no byte of the replica is left, though views of it live on. A layer that touched its parameters "
     "now would raise. The shard stays.",
     "That holds between two uses, too: other units compute in between.",
-    "The gradient of a unit is the sum over its uses. It is sent once, when it is complete, in its own dtype.",
+    "The gradient of a unit is the sum over its uses. It waits in its own dtype. It is sent once, when it is complete.",
     "While it is sent, the replica's memory is free already: the ring needs buffers.",
     "At the end of the micro-batch no full gradient is left. unit.average has the mean over the ranks; if an earlier "
     "micro-batch left something there, the sum of both, in FP32.",
@@ -253,35 +254,54 @@ def in_bf16(comm) -> None:
 
 
 class Case(NamedTuple):
-    """uses: of the unit, in each micro-batch."""
+    """uses: of the unit, in each micro-batch. halves: every second rank shares the unit."""
 
     ranks: int
     dtype: torch.dtype
     elements_each: int
     uses: tuple[int, ...]
+    halves: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    return [Case(*row) for row in deal(random, [(n,) for n in range(1, 9)], dtypes, [1, 3, 8], [(1, 3), (2, 1), (3,)])]
+    uses, ways = [(1, 3), (2, 1), (3, 2)], [(n,) for n in range(1, 9)] * 2
+    return [Case(*row) for row in deal(random, ways, dtypes, [1, 3, 8], uses, [False, False, True])]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """After each use: the bytes of the replica, and those sent; at the end the average. All sums are exact."""
+    """After each use: what the unit has, and what is held and sent; then the average. All sums are exact."""
+    special = (math.inf, -math.inf, math.nan)
 
-    def on_rank(comm) -> dict[str, Any]:
+    def on_rank(world) -> dict[str, Any]:
+        comm = world.split(world.rank % 2) if case.halves else world
         n = case.elements_each * comm.size
-        unit, found, number = zero3.Unit([torch.zeros(n)], comm, case.dtype), dict[str, Any](), 0
-        for uses in case.uses:
-            for unit.uses in reversed(range(uses)):
-                zero3.unshard(unit)
-                before, number = comm.bytes_sent, number + 1
-                seed = case.seed + 10 * number + comm.rank
-                zero3.reshard(unit, rank_kit.whole(seed, (n,), case.dtype, times=comm.size))
-                found[f"use {number}, bytes sent"] = comm.bytes_sent - before
-                found[f"use {number}, bytes of the replica"] = unit.replica.untyped_storage().nbytes()
-            found[f"after use {number}, average"] = unit.average if unit.average is None else unit.average.clone()
+        unit, found = zero3.Unit([torch.ones(n)], comm, case.dtype), dict[str, Any]()
+
+        def use(name: str, gradient: list[torch.Tensor | None]) -> None:
+            zero3.unshard(unit)
+            before = comm.bytes_sent
+            zero3.reshard(unit, gradient.pop())
+            found[name] = {
+                "bytes sent": comm.bytes_sent - before,
+                "bytes of the replica": unit.replica.untyped_storage().nbytes(),
+                "bytes of gradients": AtMost(ledger.current["total"]),
+                "lengths of the parameters": [p.numel() for p in unit.parameters],
+                "the shard is as before": torch.equal(unit.shard, torch.ones(case.elements_each)),
+                "unit.uses": unit.uses,
+            }
+
+        with Ledger() as ledger:
+            for m, uses in enumerate(case.uses):
+                for unit.uses in range(1, uses + 1):
+                    use(f"micro-batch {m}, use {unit.uses}, forward", [None])
+                for unit.uses in reversed(range(uses)):
+                    seed = case.seed + 100 * m + 10 * unit.uses + comm.rank
+                    gradient = rank_kit.whole(seed, (n,), case.dtype, times=comm.size, special=special)
+                    gradient[case.seed % n] = rank_kit.smallest(case.dtype)
+                    use(f"micro-batch {m}, use {unit.uses + 1}, backward", [gradient])
+                found[f"micro-batch {m}, average"] = unit.average if unit.average is None else unit.average.clone()
         return found
 
     return rank_kit.by_rank(ranks(case.ranks, on_rank))

@@ -13,6 +13,7 @@ Which ranks must talk about which numbers? Between machines goes as little as ca
 parameters.
 """
 
+import math
 import weakref
 from random import Random
 from typing import Any, NamedTuple
@@ -197,27 +198,43 @@ class Case(NamedTuple):
     sharding_factor: int
     elements_each: int
     dtype: torch.dtype
+    rates: tuple[float, float]
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
     ways = [(n, factor) for n in range(1, 9) for factor in range(1, n + 1) if n % factor == 0]
-    return [Case(*row) for row in deal(random, ways, [1, 2, 5], [torch.float32, torch.float16, torch.bfloat16])]
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    return [Case(*row) for row in deal(random, ways, [1, 2, 5], dtypes, [(0.5, 0.25), (1.0, 0.5), (-0.5, 0.0)])]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """The new shard, and the bytes sent in groups of one machine, and in others."""
+    """Two steps from one shard: the new shards, the bytes sent in groups of one machine, and in others, …"""
     start = rank_kit.whole(case.seed, (case.sharding_factor * case.elements_each,), case.dtype)
+    special = (math.inf, -math.inf, math.nan)
 
     def on_rank(comm) -> dict[str, Any]:
         shard = start.chunk(case.sharding_factor)[comm.rank % case.sharding_factor].clone()
+        taken: list[weakref.ref] = []
+        alive: list[bool] = []
 
         def gradient_of(w):
-            return comm.size * w + rank_kit.whole(case.seed + comm.rank, tuple(w.shape), w.dtype, times=comm.size)
+            taken.append(weakref.ref(w))
+            seed = case.seed + 10 * len(taken) + comm.rank
+            return comm.size * w + rank_kit.whole(seed, tuple(w.shape), w.dtype, times=comm.size, special=special)
 
-        new = hybrid.hybrid_step(shard, gradient_of, comm, case.sharding_factor, 0.5)
+        comm.observers.append(lambda *_: alive.extend(each() is not None for each in taken))
+        new = [hybrid.hybrid_step(shard, gradient_of, comm, case.sharding_factor, rate) for rate in case.rates]
         of_one = [p for p in comm.parts if len({rank // case.sharding_factor for rank in p.ranks}) == 1]
         inside = sum(part.bytes_sent for part in of_one)
-        return {"the shard": new, "bytes sent inside": inside, "bytes sent across": comm.bytes_sent - inside}
+        return {
+            "the new shards": new,
+            "the old shard": shard,
+            "bytes sent inside": inside,
+            "bytes sent across": comm.bytes_sent - inside,
+            "calls of gradient_of": len(taken),
+            # If F is 1, the shard itself may be given to it.
+            "the parameters live while a gradient is sent": any(alive) and case.sharding_factor > 1,
+        }
 
     return rank_kit.by_rank(ranks(case.ranks, on_rank))

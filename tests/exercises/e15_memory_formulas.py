@@ -55,6 +55,9 @@ WRONG = [
           "if stage >= k else 1 for k in range(4)]\n        working"), says="ignores-the-factor"),
     wrong("paper-in-fp32-only", ('if convention == "paper":', 'if convention == "paper" and dtype == torch.float32:')),
     wrong("whole-numbers", ("4 * psi * one_in[3]", "4 * (psi // shards if stage == 3 else psi)")),
+    wrong("gives-one-dict-twice", ("    return parts |", "    given = n_parameters, world_size, stage, dtype, "
+          "sharding_factor, convention\n    return predict.__dict__.setdefault(given, parts |"),
+          ("parts.values())}", "parts.values())})"), says="random"),
     wrong("half-a-rank", ("not isinstance(world_size, int) or ", "")),
     wrong("keeps-16-bit-gradients", ("working = 2 * psi if stage < 2 else 0", "working = 2 * psi")),
 ]  # fmt: skip
@@ -152,13 +155,17 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """Whole numbers of ranks, which a factor divides; -1 ranks, 0 ranks, stages 4, 1.5 and -1 are errors."""
+    """Whole numbers of ranks, which a factor divides; -1 ranks, 0 ranks, stages 4, 1.5 and -1, other
+    conventions are errors."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    ways: list[Any] = list(itertools.product((1, 2, 3, 8, 64), range(4), ("minizero", "paper"), dtypes, (None, 1, 2)))
+    ways: list[Any] = list(
+        itertools.product((1, 2, 3, 8, 64), range(4), ("minizero", "paper"), dtypes, (None, 1, 2, 8))
+    )
     ways += [(0, 1, "minizero", torch.float32, None), (-1, 1, "paper", torch.float32, 2), (4, 4, "paper", dtypes[1], 2)]
     ways += [(4, 1.5, "minizero", dtypes[1], None), (4, -1, "minizero", dtypes[0], None)]
+    ways += [(4, 1, convention, dtype, 2) for convention in ("zero", "Paper", "") for dtype in dtypes]
     ways = [(n, stage, *rest, factor) for n, stage, *rest, factor in ways if n < 1 or not factor or n % factor == 0]
-    return [Case(*row) for row in deal(random, ways, [random.randint(1, 10**10) for _ in range(20)])]
+    return [Case(*row) for row in deal(random, ways, [0, 1, *(random.randint(1, 10**10) for _ in range(20))])]
 
 
 def result(case: Case) -> Any:
@@ -166,10 +173,14 @@ def result(case: Case) -> Any:
     return value_or_error(_as_floats, case.parameters, case.world_size, case.stage, **options)
 
 
-def _as_floats(*args: Any, **options: Any) -> dict[str, float]:
-    """Bytes may be whole numbers, or not."""
-    predicted = formulas.predict(*args, **options)
-    return {part: float(predicted[part]) for part in ("parameters", "gradients", "optimizer", "total")}
+def _as_floats(*args: Any, **options: Any) -> dict[str, dict[str, float]]:
+    """Twice, and between them the caller empties the first dict. Bytes may be whole numbers, or not."""
+    seen = {}
+    for name in ("the first time", "after the first dict was emptied"):
+        predicted = formulas.predict(*args, **options)
+        seen[name] = {part: float(value) for part, value in predicted.items()}
+        predicted.clear()
+    return seen
 
 
 def tolerance(_: Case) -> float:

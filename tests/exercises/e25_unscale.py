@@ -164,28 +164,30 @@ class Case(NamedTuple):
     scale: float
     groups: int
     sparse: bool
-    half: bool
+    half: int | None
+    no_gradients: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
     """spoilt_by: what one value of one gradient is; 1.0 does no harm. other_rank: what `combine` brings, if any.
 
-    half: the last gradient is in FP16, which is an error without masters.
+    half: which gradient is in FP16; without masters that is an error. no_gradients: the first optimizer has none.
     """
+    halves = [None, None, None, None, 0, 1, 2]
     ways = itertools.product((1.0, torch.inf, -torch.inf, torch.nan), (False, True), ("none", "0", "1"))
-    rows = deal(random, [*ways] * 2, [2.0**10, 3.0, 2.0**20], [1, 2, 3], [False, True], [False, False, True])
+    rows = deal(random, [*ways] * 2, [2.0**10, 3.0, 2.0**20], [1, 2, 3], [False, True], halves, [False] * 5 + [True])
     return [Case(*row) for row in rows]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """Three gradients, of which one may be sparse, one may be None, and one may be spoilt."""
+    """Three gradients, of which one may be sparse, one may be None, and one may be spoilt; then another optimizer's."""
     random, calls = Random(case.seed), []
     dtypes = (
         [torch.float16] * 3 if case.masters else random.choices((torch.float32, torch.bfloat16, torch.float64), k=3)
     )
-    if case.half:
-        dtypes[2] = torch.float16
+    if case.half is not None:
+        dtypes[case.half] = torch.float16
     weights = [torch.nn.Parameter(torch.ones(4, 2, dtype=dtype)) for dtype in dtypes]
     spoilt, missing = random.randrange(3), random.randrange(6)
     for number, weight in enumerate(weights):
@@ -193,8 +195,9 @@ def result(case: Case) -> dict[str, Any]:
         if number == spoilt:
             gradient[random.randrange(1, 3), 0] = case.spoilt_by
         if case.sparse and number == 1 and not case.masters:
-            gradient = torch.sparse_coo_tensor(torch.tensor([[1, 2]]), gradient[1:3], (4, 2), check_invariants=False)
-        weight.grad = None if number == missing else gradient
+            places = torch.tensor([[1, random.randint(1, 2)]])  # one may come twice: these numbers are added up
+            gradient = torch.sparse_coo_tensor(places, gradient[1:3], (4, 2), check_invariants=False)
+        weight.grad = None if number == missing or case.no_gradients else gradient
     groups = [{"params": weights[start :: case.groups]} for start in range(case.groups)]
     optimizer: Any = (
         MasterWeights(weights, torch.optim.SGD, lr=1.0) if case.masters else torch.optim.SGD(groups, lr=1.0)
@@ -211,7 +214,13 @@ def result(case: Case) -> dict[str, Any]:
     after = [None if p.grad is None else p.grad.data_ptr() if not p.grad.is_sparse else 0 for p in weights]
     owners = optimizer.masters if case.masters else weights
     progress = scaler._progress[optimizer]
+    other = torch.nn.Parameter(torch.ones(2))
+    other.grad = torch.tensor([0.0, -6.0])
+    others = torch.optim.SGD([other], lr=1.0)
+    scaler.unscale_(others)
     return {
+        "another optimizer's gradient": other.grad,
+        "another optimizer's finding": float(scaler._progress[others].found),  # type: ignore[arg-type]
         "an error": error,
         "the gradients": [None if p.grad is None else p.grad.to_dense() for p in owners],
         "the gradients are the same tensors": before == after,

@@ -118,8 +118,8 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     """tracker: where it begins, as when a state is loaded. updates: "." without an overflow, "x" with one."""
     ways = itertools.product((1, 2, 3, 4, 7), (2.0, 1.1, 4.0), (0.5, 0.3, 0.9))
-    bounds = [(1.0, 2.0**24), (512.0, 65536.0), (900.0, 70000.0)]
-    sequences = ["".join(random.choices("..........x", k=40)) for _ in range(45)]
+    bounds = [(1.0, 2.0**24), (512.0, 65536.0), (900.0, 70000.0), (0.1, 65536.0)]
+    sequences = ["".join(random.choices(random.choice(("..........x", "..x")), k=40)) for _ in range(45)]
     rows = deal(random, ways, [1024.0, 65536.0, 1000.1], bounds, [0, 0, 5], sequences)
     return [Case(*row) for row in rows]
 
@@ -128,9 +128,10 @@ def result(case: Case) -> dict[str, Any]:
     low, high = case.bounds
     scaler = DynamicLossScaler(case.init_scale, *case[1:3], case.growth_interval, low, high)
     scaler._growth_tracker = case.tracker
-    seen = {}
+    seen = dict[str, Any]()
     for number, update in enumerate(case.updates, 1):
         scaler._adapt(update == "x")
         seen[f"after update {number} ({update}) the scale"] = scaler.get_scale()
+        seen[f"after update {number} ({update}) the scale's type"] = type(scaler.get_scale()).__name__
         seen[f"after update {number} ({update}) the tracker"] = scaler._growth_tracker
     return seen

@@ -25,7 +25,8 @@ PLAN = [
     "Check learning rates and parameters.",
     "With a closure: self.optimizer.step with a function that returns self._evaluate(closure).",
     "Without: copy the gradients, unless that was done (self.taken; then check them); then self.optimizer.step().",
-    "Whatever was taken is used up: self.taken = None. Round back. Return what the optimizer's step returned.",
+    "Whatever was taken is used up: self.taken = None. Round all weights back. Return what the optimizer's step "
+    "returned.",
 ]
 HINTS = [
     "self.taken is None until copy_gradients() has been called since the last step.",
@@ -49,6 +50,9 @@ WRONG = [
     wrong("ignores-the-closure", ("result: Any = self.optimizer.step(lambda: self._evaluate(closure))",
                                   "result = self.optimizer.step()")),
     wrong("returns-nothing", ("    return result", "    return None")),
+    wrong("rounds-some-back", ("    self._round_back()", "    for parameter, master in zip(self.parameters, "
+          "self.masters):\n        parameter.copy_(parameter if master.grad is None else master)\n"
+          "    self.versions = [parameter._version for parameter in self.parameters]"), says="random"),
     wrong("steps-twice", ("        result = self.optimizer.step()",
                           "        self.optimizer.step()\n        result = self.optimizer.step()")),
 ]  # fmt: skip
@@ -143,10 +147,14 @@ def _spoil_gradient() -> None:
 
 
 class Telling(torch.optim.SGD):
-    """An optimizer whose step returns something without a closure, too."""
+    """An optimizer whose step returns something without a closure, too, and moves what has no gradient, too."""
 
     def step(self, closure=None):
-        return super().step(closure) if closure else ("stepped", super().step())
+        result = super().step(closure) if closure else ("stepped", super().step())
+        for group in self.param_groups:
+            for master in group["params"]:
+                master.mul_(0.9)
+        return result
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -171,7 +179,7 @@ def draw(random: Random) -> list[Case]:
     """how: who copies the gradients. spoilt: what is written to before the last step, which may then be an error."""
     ways = [
         *itertools.product(["SGD", "SGD with momentum", "SGD that returns something", "AdamW"],
-                           ["step copies", "copied before", "scaler", "closure"]),
+                           ["step copies", "copied before", "scaler", "closure", "copied, and a closure"]),
         ("LBFGS", "closure"),
     ]  # fmt: skip
     f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -200,11 +208,11 @@ def result(case: Case) -> dict[str, Any]:
             scaler.scale(torch.zeros(()))
         factors = [_factors(case, number, random, generator, weight) for weight in weights]
         closure = _Closure(masters, factors)
-        if case.how != "closure":
+        if case.how != "closure":  # alone, it brings its own
             for weight, factor in zip(weights, factors):
                 weight.grad = None if factor is None else (factor * scaler.get_scale()).to(weight.dtype)
         try:
-            if case.how == "copied before":
+            if "copied" in case.how:
                 masters.copy_gradients()
                 torch.nn.utils.clip_grad_norm_(masters.masters, 0.5)
             if number == 6:
@@ -213,7 +221,7 @@ def result(case: Case) -> dict[str, Any]:
                 returned = scaler.step(masters)
                 scaler.update()
             else:
-                returned = masters.step(closure) if case.how == "closure" else masters.step()
+                returned = masters.step(closure) if "closure" in case.how else masters.step()
         except (RuntimeError, ValueError) as error:
             returned = type(error).__name__
         seen[f"step {number}"] = {

@@ -10,6 +10,7 @@ sequential(terms, zero, round) adds terms (n, …) in order; _as_fp16(result, a)
 a's kind.
 """
 
+import itertools
 import math
 from random import Random
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ WRONG = [
                                  "sequential(products, products.new_zeros(products.shape[1:]), round_).float()")),
     wrong("no-error", ("x.shape[-1] == y.shape[-1]", "True")),
     wrong("sums-the-first-dimension", ("movedim(-1, 0)", "movedim(0, 0)")),
+    wrong("kind-of-the-second", ("round_), a)", "round_), b)"), says="random"),
+    wrong("leaves-zeros-out", ("round_(x * y)", "round_((x * y).masked_fill((x == 0) | (y == 0), 0.0))"),
+          says="random"),
     wrong("rounds-only-at-the-end", ("sequential(products, products.new_zeros(products.shape[1:]), round_)",
                                      "round_(products.sum(0))")),
 ]  # fmt: skip
@@ -106,6 +110,10 @@ def check() -> None:
         want = torch.stack([_plain(p, q, fmt) for p, q in zip(x, y)])
         if not torch.equal(accumulate.dot(x, y, fmt).float(), want.float()):
             fail("values", f"Random dot products with an accumulator of {fmt.width} bits differ in their bits.")
+    x = torch.cat([torch.tensor([4096.0]), torch.full((1000,), 2.0**-10), torch.tensor([-4096.0])])
+    y = torch.ones(1002).index_fill_(0, torch.tensor([0, 1001]), 4096)
+    if accumulate.dot(x, y, FP32) != _plain(x, y, FP32):
+        fail("values", "4096 · 4096 + 2^-10 (1,000 times) - 4096 · 4096 in FP32, one after the other, is 0.")
     try:
         accumulate.dot(torch.ones(3), torch.ones(1))
     except ValueError:
@@ -124,30 +132,40 @@ def _plain(a, b, fmt=FP16):
 class Case(NamedTuple):
     accumulator: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype]
     exponent: int
-    numpy: bool
+    numpy: tuple[bool, bool]
+    pair: tuple[float, ...]
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    """The values have about 2^exponent. Shapes may broadcast; those that do not fit are an error."""
+    """The values have about 2^exponent. Shapes may broadcast; those that do not fit are an error. dtypes, numpy, pair:
+    of the two operands; the pair is two numbers that are multiplied with each other."""
     n = random.randint(20, 40)
     shapes = [((n,), (n,)), ((3, n), (3, n)), ((2, 1, n), (4, n)), ((2, 3, 1), (2, 3, 1)), ((n,), (n - 1,)), ((), (n,))]
-    shapes += [((1,), (n,)), ((3, n), (3, 1))]
-    ways = [(name, pair) for name in FORMATS for pair in shapes]
-    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-    return [Case(*row) for row in deal(random, ways, dtypes, [0, 0, -4, -12, 2, 8], [False, False, True])]
+    shapes += [((1,), (n,)), ((3, n), (3, 1)), ((n,), ()), ((), ()), ((0,), (0,)), ((2, 0), (2, 0))]
+    ways = [(name, two) for name in FORMATS for two in shapes]
+    dtypes = list(itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), repeat=2))
+    numpy = [(False, False), (False, False), (True, True), (True, False), (False, True)]
+    pairs = [(), (), (0.0, math.inf), (-math.inf, -0.0), (math.nan, 1.0), (0.0, math.nan), (math.inf, -1.0)]
+    return [Case(*row) for row in deal(random, ways, dtypes, [0, 0, -4, -12, 2, 8], numpy, pairs)]
 
 
 def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     scale = 2.0**case.exponent
     a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale for shape in case.shapes)
+    for x, value in zip((a, b), case.pair):
+        if x.numel() > 1:
+            x[..., case.seed % x.shape[-1]] = value
     if case.shapes[0] == (2, 3, 1):  # 0 + -0 is 0
         a[0, 0], b[0, 0] = -0.0, 1.0
-    given: list[Any] = [x.to(case.dtype) for x in (a, b)]
-    if case.numpy:
-        given = [x.float().numpy() for x in given]
+    given: list[Any] = [x.to(dtype) for x, dtype in zip((a, b), case.dtypes)]
+    given = [x.float().numpy() if numpy else x for x, numpy in zip(given, case.numpy)]
     got = value_or_error(accumulate.dot, *given, FORMATS[case.accumulator])
-    return got if isinstance(got, str) else torch.as_tensor(got)
+    return {
+        "the kind": type(got).__name__,
+        "the value": got if isinstance(got, str) else torch.as_tensor(got),
+        "the operands afterwards": [torch.as_tensor(x) for x in given],
+    }

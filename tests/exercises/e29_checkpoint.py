@@ -195,6 +195,7 @@ class Case(NamedTuple):
     autocast: bool
     module: bool
     dtype: torch.dtype
+    spoilt_by: float
     seed: int
 
 
@@ -211,6 +212,7 @@ def draw(random: Random) -> list[Case]:
         [False, True],
         [False, True],
         [torch.float32, torch.float64],
+        [0.0, 0.0, 0.0, torch.nan, torch.inf],
     )
     return [Case(need, whole, outputs, *rest) for need, outputs, whole, *rest in deal(random, [*ways] * 2, *columns)]
 
@@ -260,6 +262,7 @@ def result(case: Case) -> Any:
             again = by_function(fn, *given) if case.twice == "the call" else ()
         out, again = ((x,) if isinstance(x, torch.Tensor) else x for x in (out, again))
         loss = sum((x.double() * (i + 1)).square().sum() for i, x in enumerate((*out[-2:], *again)))
+        loss = loss + out[-1][0, 0] * case.spoilt_by  # type: ignore[misc]
         if case.twice == "a derivative":
             (slope,) = torch.autograd.grad(loss, start, create_graph=True)
             try:
@@ -270,11 +273,13 @@ def result(case: Case) -> Any:
         loss.backward(retain_graph=case.twice == "backward")
         if case.twice == "backward":
             loss.backward()
+        with_outputs = ledger.current["total"]
         del out, again, loss
         held = ledger.current["total"]
     return {
         "the gradients": [x.grad for x in (start, *inputs, *block.parameters())],
         "bytes at the peak": AtMost(ledger.peak["total"]),
+        "bytes that are held as long as the outputs are": AtMost(with_outputs),
         "bytes that are held afterwards": AtMost(held),
         "the runs": block.runs,
         "the next random number": float(torch.rand(())),
