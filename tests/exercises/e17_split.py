@@ -10,18 +10,19 @@ field 1.
 import math
 import struct
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from precision import one_number
 from precision.formats import FP16
+from tests.exercises import number_kit
 from tests.exercises.kit import fail, wrong
 
 PLAN = [
     'The 64 bits as a whole number: struct.pack(">d", x) gives 8 bytes, int.from_bytes(…, "big") the number.',
     "Cut out the sign (1 bit), the field (11 bits), the mantissa (52 bits).",
     "The exponent is the field less 1023; field 0 counts as field 1.",
-    "The significand is the mantissa, with 2^52 added unless the field is 0. (What field 2047 gives, of infinity "
-    "and NaN, does not count here.)",
+    "The significand is the mantissa, with 2^52 added unless the field is 0. (Infinity and NaN have field 2047 and are "
+    "cut in the same way. Of theirs only the sign and the 52 bits count here.)",
 ]
 HINTS = [
     "bits >> 52 has sign and field; & 0x7FF leaves the lowest 11 bits.",
@@ -41,6 +42,7 @@ WRONG = [
     wrong("subnormal-exponent", ("max(field, 1)", "field")),
     wrong("sign-in-the-field", ("0x7FF", "0xFFF")),
     wrong("loses-the-sign", ("bits >> 63", "0")),
+    wrong("significand-in-floats", ("mantissa + (2**52", "float(mantissa) + (2**52"), says="TypeError"),
     wrong("exponent-of-the-last-bit", ("max(field, 1) - 1023,", "max(field, 1) - 1075,")),
 ]
 
@@ -88,9 +90,14 @@ def draw(random: Random) -> list[Case]:
     return [Case(f"{random.randrange(2) << 63 | field << 52 | mantissa:#018x}") for field, mantissa in mantissas]
 
 
-def result(case: Case) -> dict[str, int]:
+def result(case: Case) -> dict[str, Any]:
     (x,) = struct.unpack(">d", int(case.bits, 16).to_bytes(8, "big"))
-    sign, exponent, significand = one_number.split(x)
-    if not math.isfinite(x):  # it has no exponent and no leading 1
-        return {"sign": sign, "the lower 52 bits": significand % 2**52}
-    return {"sign": sign, "exponent": exponent, "significand": significand}
+    found: dict[str, Any] = {}
+    for name, number in (("x", x), ("-x", -x)):
+        sign, exponent, significand = one_number.split(number)
+        if math.isfinite(x):
+            parts = {"sign": sign, "exponent": exponent, "significand": significand}
+        else:  # it has no exponent and no leading 1
+            parts = {"sign": sign, "the lower 52 bits": significand % 2**52}
+        found |= {f"{part} of {name}": number_kit.typed(value, int) for part, value in parts.items()}
+    return found

@@ -19,6 +19,7 @@ import numpy as np
 
 from precision import one_number
 from precision.formats import FP16
+from tests.exercises import number_kit
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, value_or_error, wrong
 
@@ -55,6 +56,8 @@ WRONG = [
     ),
     wrong("draws-in-floats", ("Fraction(rest, one)", "rest / one"), says="divides-in-floats"),
     wrong("always-two-bits", ("Fraction(rest, one)", "Fraction(rest, 4)")),
+    wrong("draws-for-all", ("kept + away", "kept + (away and Fraction(rest, one) > draw)"), says="random"),
+    wrong("kept-in-floats", ("kept + away", "int(float(kept)) + away"), says="random"),
     wrong("nothing-to-drop", ("2 * rest >= one", "rest >= 1 << (drop - 1)")),
 ]
 
@@ -141,19 +144,26 @@ class Case(NamedTuple):
 
 
 def draw(random: random.Random) -> list[Case]:
-    return [Case(*row) for row in deal(random, itertools.product([*range(61), 1074], (0, 1), one_number.ROUNDINGS))]
+    drops = [*range(61), random.randint(61, 1000), random.randint(1001, 3000)]
+    return [Case(*row) for row in deal(random, itertools.product(drops, (0, 1), one_number.ROUNDINGS))]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """What significands become: of each rest that is a tie, beside one, none or any, with an odd and an even one."""
+    """What significands become: of each rest that is a tie, beside one, none or any, with an odd and an even one.
+
+    Only "stochastic" looks at the draw: one that is equal to the rest, one a hair below, and any.
+    """
     numbers, one = random.Random(case.seed), 2**case.drop
-    rests = {0, 1, one // 2 - 1, one // 2, one // 2 + 1, one - 1, numbers.randrange(one)}
+    rests = {"no rest": 0, "a rest of 1": 1, "a bit less than half": one // 2 - 1, "half": one // 2}
+    rests |= {"a bit more than half": one // 2 + 1, "all but 1": one - 1, "any rest": numbers.randrange(one)}
     unknown = value_or_error(one_number.round_off, one, case.drop, case.sign, "nearest")
     results = {"under a rounding that does not exist": unknown}
-    for rest in sorted(rest for rest in rests if 0 <= rest < one):
-        kept = numbers.randrange(0, 2**11, 2)
-        for significand in (kept * one + rest, (kept + 1) * one + rest):
-            for draw in (Fraction(rest, one), numbers.random()) if case.rounding == "stochastic" else (0,):
-                rounded = one_number.round_off(significand, case.drop, case.sign, case.rounding, draw)
-                results[f"significand {significand:#b}, draw {draw}"] = rounded
+    for name, rest in [(name, rest) for name, rest in rests.items() if 0 <= rest < one]:
+        kept = 2 * numbers.randrange(2 ** numbers.choice((0, 10, 52, 200)))
+        exact = Fraction(rest, one)
+        below, some = max(exact - Fraction(1, 2**3100), Fraction(0)), numbers.random()
+        for whole in (kept, kept + 1):
+            for draw, words in ((exact, "as large as the rest"), (below, "a hair smaller"), (some, str(some))):
+                rounded = one_number.round_off(whole * one + rest, case.drop, case.sign, case.rounding, draw)
+                results[f"{whole} kept, {name}, a draw {words}"] = number_kit.typed(rounded, int)
     return results

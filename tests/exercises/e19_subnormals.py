@@ -16,7 +16,7 @@ there are *subnormal*. Without them 2^-15 would be 0 in FP16. Some formats do no
 import math
 import sys
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,6 +71,7 @@ WRONG = [
     wrong("cuts-off", (ROUND, "int(x / step) * step")),
     wrong("loses-the-sign", ("math.copysign(rounded, x)", "rounded")),
     wrong("rounds-infinity", (" or not math.isfinite(x)", ""), says="OverflowError"),
+    wrong("fp16-s-smallest", ("fmt.smallest_normal", "2.0**-14"), says="random"),
     wrong("fp16-only", ("exponent - fmt.mantissa_bits", "exponent - 10")),
 ]  # fmt: skip
 FP16, BF16 = number_kit.bare(formats.FP16), number_kit.bare(formats.BF16)
@@ -144,23 +145,18 @@ ENDS = (sys.float_info.max, -sys.float_info.max, 5e-324)  # of what a float can 
 
 
 class Case(NamedTuple):
-    format: str
+    format: Any
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    names = [name for name, fmt in number_kit.ALL.items() if fmt.infinities and not fmt.saturate]
-    return [Case(name, random.randrange(10**6)) for name in names]
+    formats: list[Any] = [name for name, fmt in number_kit.ALL.items() if fmt.infinities and not fmt.saturate]
+    formats += number_kit.drawn_formats(random, 10, infinities=True, saturate=False)
+    return [Case(fmt, random.randrange(10**6)) for fmt in formats]
 
 
-def result(case: Case) -> dict[str, float]:
+def result(case: Case) -> dict[str, Any]:
     """Numbers of every kind, and those around the smallest and the largest normal number."""
-    random, fmt = Random(case.seed), number_kit.ALL[case.format]
-    edges = [edge * (1 + random.choice((-1, 1)) * 2.0**-bits) for edge in (fmt.max, fmt.smallest_normal)
-             for bits in range(1, fmt.mantissa_bits + 4)]  # fmt: skip
-    tie = fmt.max + math.ldexp(1, fmt.max_exponent - fmt.mantissa_bits - 1)  # between the largest and what comes next
-    edges += [tie, -tie, math.nextafter(tie, 0), math.nextafter(tie, math.inf)]
-    return {
-        repr(x): float(task.nearest(x, number_kit.bare(fmt)))
-        for x in [*edges, *ENDS, *number_kit.numbers(random, fmt, 150)]
-    }
+    fmt = number_kit.format_of(case.format)
+    numbers = [*ENDS, *number_kit.numbers(Random(case.seed), fmt, 100)]
+    return {repr(x): number_kit.typed(task.nearest(x, number_kit.bare(fmt)), float) for x in numbers}

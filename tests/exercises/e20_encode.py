@@ -14,6 +14,7 @@ quiet NaN (None where the format has none), fmt.infinity_bits infinity; all with
 import itertools
 import math
 import random
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +63,8 @@ WRONG = [
     wrong("rounds-twice", ("sign, exponent, significand = split(x)", "import struct\n    if abs(x) < 3e38:\n        "
           'x = struct.unpack(">f", struct.pack(">f", x))[0]\n    sign, exponent, significand = split(x)')),
     wrong("never-inexact", ('{"inexact"} if significand % 2**drop else set()', "set()")),
+    wrong("one-set-for-all", ("else set()\n    # Too", "else vars(encode_one).setdefault('none', set())\n    # Too"),
+          says="random"),
     wrong("exact-underflows", ("if is_tiny and flags:", "if is_tiny:")),
 ]  # fmt: skip
 
@@ -167,27 +170,38 @@ def edges() -> None:
 
 
 class Case(NamedTuple):
-    format: str
+    format: Any
     rounding: str
     flush_to_zero: bool
     seed: int
 
 
 def draw(random: random.Random) -> list[Case]:
-    ways = itertools.product(number_kit.ALL, one_number.ROUNDINGS, [False, True])
+    formats = [*number_kit.ALL, *number_kit.drawn_formats(random, 5)]
+    ways = itertools.product(formats, one_number.ROUNDINGS, [False, True])
     return [Case(*row) for row in deal(random, ways)]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """The bits and the flags of numbers, and of NaNs, which some formats refuse."""
-    numbers, fmt = random.Random(case.seed), number_kit.ALL[case.format]
-    draw = numbers.random() if case.rounding == "stochastic" else 0
+    """The bits and the flags of numbers, and of NaNs, which some formats refuse. Each set of flags is then changed.
+
+    Half of the draws are a hair below the part that is dropped.
+    """
+    numbers, fmt = random.Random(case.seed), number_kit.format_of(case.format)
     payloads = [1 << 51 | numbers.randrange(2**51) for _ in range(3)] + [1 + numbers.randrange(2**51)]
     given = {repr(x): x for x in number_kit.numbers(numbers, fmt, 60)}
     given |= {f"NaN of sign {s}, payload {p:#x}": number_kit.nan(s, p) for p in payloads for s in (0, 1)}
 
-    def encoded(x: float) -> str:
-        bits, flags = one_number.encode_one(x, fmt, case.rounding, draw=draw, flush_to_zero=case.flush_to_zero)
-        return f"{bits:#x}, flags {' '.join(sorted(flags)) or 'none'}"
+    def encoded(x: float, rounding: str = case.rounding) -> str:
+        draw: float | Fraction = numbers.random()
+        if math.isfinite(x) and draw < 0.5:
+            _, exponent, significand = one_number.split(x)
+            drop = one_number.align(exponent, fmt)
+            draw = max(Fraction(significand % 2**drop, 2**drop) - Fraction(1, 2**3100), Fraction(0))
+        bits, flags = one_number.encode_one(x, fmt, rounding, draw=draw, flush_to_zero=case.flush_to_zero)
+        words = f"{bits:#x}, flags {' '.join(sorted(flags)) or 'none'}"
+        flags.add("a flag that the caller of another number added to its set")
+        return words
 
-    return {name: value_or_error(encoded, x) for name, x in given.items()}
+    unknown = {f"{x}, under a rounding that does not exist": value_or_error(encoded, x, "nearest") for x in (0.0, 1.0)}
+    return unknown | {name: value_or_error(encoded, x) for name, x in given.items()}

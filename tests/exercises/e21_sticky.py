@@ -41,6 +41,7 @@ WRONG = [
                                      "Tensor) else (significand >> (places - 1).clamp(min=0)) & 1)")),
     wrong("adds-the-sticky", (LAST, "kept + ((kept << places) != significand)")),
     wrong("forgets-negative", ("places.clamp(0,", "places.clamp(-31,")),
+    wrong("mask-in-32-bits", (LAST, "kept | ((significand & ((1 << places) - 1)) != 0)"), says="random"),
     wrong("rounds", (LAST, "(significand + (1 << places >> 1)) >> places")),
 ]  # fmt: skip
 
@@ -82,23 +83,26 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """places: a whole number, or "each its own" for a tensor of them, from -70 to 100."""
-    ways: list[Any] = [(dtype, n) for dtype in (torch.int32, torch.int64) for n in range(torch.iinfo(dtype).bits)]
+    """places: a whole number, or in words for a tensor of them, from -70 to 100."""
+    ways: list[Any] = [(dtype, n) for dtype in (torch.int32, torch.int64) for n in range(32)]
     ways += itertools.product((torch.int32, torch.int64), ["each its own"] * 8)
-    return [Case(*row) for row in deal(random, ways, [(40,), (6, 7), (2, 3, 4), (0,)])]
+    ways += [(torch.int64, "each its own, in 32 bits")] * 8
+    return [Case(*row) for row in deal(random, ways, [(40,), (6, 7), (2, 3, 4), (0,), ()])]
 
 
 def result(case: Case) -> dict[str, Any]:
     """One bit falls off in half of the significands: the highest or the lowest of those that may."""
     random, most = Random(case.seed), torch.iinfo(case.dtype).bits - 1
-    places = [random.choice((random.randint(0, most), -70, -1, 0, most, most + 1, 100)) for _ in range(42)]
+    edges = (-70, -1, 0, most, most + 1, 100)
+    places = [random.choice((random.choice(edges), random.randint(0, most))) for _ in range(42)]
     values = []
     for own in places:
         last = min(max(own if isinstance(case.places, str) else case.places, 0), most)
         kept = random.randrange(2**most) >> last << last
-        values.append(kept | random.choice((0, random.randrange(2**last), 2**last >> 1, min(1, 2**last - 1))))
+        values.append(kept | random.choice((0, 0, random.randrange(2**last), 2**last >> 1, min(1, 2**last - 1))))
     shape, count = case.shape, torch.Size(case.shape).numel()
     significand = torch.tensor(values[:count], dtype=case.dtype).view(shape)
-    each = torch.tensor(places[:count], dtype=case.dtype).view(shape)
+    narrow = torch.int32 if case.places == "each its own, in 32 bits" else case.dtype
+    each = torch.tensor(places[:count], dtype=narrow).view(shape)
     shifted = arithmetic.shift_right(significand, each if isinstance(case.places, str) else case.places)
     return {"the shifted significands": shifted, "the operands afterwards": (significand, each)}

@@ -15,7 +15,7 @@ learning rate that trains FP16 weights without a copy in FP32.
 
 import math
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -179,18 +179,19 @@ def moves(weight: float, up: bool) -> None:
 
 
 class Case(NamedTuple):
-    format: str
+    format: Any
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    names = [name for name, fmt in number_kit.ALL.items() if fmt.subnormals]
-    return [Case(*row) for row in deal(random, [(name,) for name in names])]
+    formats: list[Any] = [name for name, fmt in number_kit.ALL.items() if fmt.subnormals and fmt.mantissa_bits]
+    formats += number_kit.drawn_formats(random, 8, subnormals=True)
+    return [Case(*row) for row in deal(random, [(fmt,) for fmt in formats])]
 
 
 def result(case: Case) -> dict[str, tuple[float, bool]]:
     """Around every power of two of the format, and anywhere."""
-    random, fmt = Random(case.seed), number_kit.ALL[case.format]
+    random, fmt = Random(case.seed), number_kit.format_of(case.format)
     codes = [0, 1, 2, 3, 2**fmt.mantissa_bits - 1, 2**fmt.mantissa_bits, 2**fmt.mantissa_bits + 1, fmt.max_bits - 1]
     powers = random.sample(
         range(1, fmt.max_bits >> fmt.mantissa_bits), min(20, (fmt.max_bits >> fmt.mantissa_bits) - 1)

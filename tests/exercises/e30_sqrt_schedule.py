@@ -15,8 +15,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from minizero.schedules import rules
-from minizero.schedules.chain import Schedule, Step
-from tests.exercises.kit import fail, guard_unfold, value_or_error, wrong
+from minizero.schedules.chain import Schedule, Step, outputs
+from tests.exercises.kit import fail, guard_unfold, wrong
 
 PLAN = [
     'stages = _equal_stages("every_k", n), and _at_least_one("every_k", "k", k) refuse what is wrong.',
@@ -45,7 +45,9 @@ WRONG = [
     wrong("k-segments", (NEXT, "(i // -(-n // k) + 1) * -(-n // k)")),
     wrong("one-too-far", ("next_segment < end else", "next_segment <= end else"), says="out-of-range"),
     wrong("only-once", (NEXT, "k"), says="out-of-range"),
-]
+    wrong("other-costs", ('stages = _equal_stages("every_k", n)',
+                          'stages = [type(s)(1, 1, 1, 0) for s in _equal_stages("every_k", n)]'), says="random"),
+]  # fmt: skip
 
 
 def want(n: int, k: int) -> list[Step]:
@@ -108,19 +110,31 @@ def _show(steps) -> str:
 
 
 class Case(NamedTuple):
-    n: int
-    k: int
+    n: Any
+    k: Any
 
 
 def draw(random: Random) -> list[Case]:
-    """All short chains, and some long ones. 0 and -1 are errors."""
-    cases = [Case(n, k) for n in range(1, 13) for k in range(-1, n + 2)] + [Case(0, 1)]
-    cases += [Case(random.randint(13, 60), random.randint(1, 20)) for _ in range(20)]
+    """All short chains, and some long ones. 0, -1, and what is no whole number are errors."""
+    cases = [Case(n, k) for n in range(1, 13) for k in range(-1, n + 2)] + [Case(0, 1), Case(4, 2.0), Case(4.0, 2)]
+    long = [random.randint(13, 60) for _ in range(20)] + [random.randint(200, 300) for _ in range(4)]
+    cases += [Case(n, random.randint(1, random.choice((20, n + 1)))) for n in long]
     return random.sample(cases, len(cases))
 
 
 def result(case: Case) -> Any:
-    schedule = value_or_error(rules.every_k, case.n, case.k)
-    if isinstance(schedule, str):
-        return schedule
-    return {"the steps": [f"{step.action} {step.stage}" for step in schedule.steps]}
+    """Of the second of two schedules, whose first was emptied in between."""
+    try:
+        rules.every_k(int(case.n), int(case.k)).steps.clear()
+        rules.every_k(case.n, case.k).steps.clear()
+        schedule = rules.every_k(case.n, case.k)
+    except (ValueError, TypeError) as error:
+        return type(error).__name__
+    return {
+        "the steps, asked for again after those of the first schedule were deleted": [
+            f"{step.action} {step.stage}" for step in schedule.steps
+        ],
+        "stages": len(schedule.stages),
+        "what a stage costs": sorted({(s.forward, s.backward, s.boundary, s.tape) for s in schedule.stages}),
+        "the size of the last output": outputs(schedule.stages)[-1],
+    }

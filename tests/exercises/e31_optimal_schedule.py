@@ -49,6 +49,8 @@ WRONG = [
     wrong("chooses-the-worst", ("choice[i, j] = i + 1 + largest.argmin()", "choice[i, j] = i + 1 + largest.argmax()")),
     wrong("choice-one-off", ("choice[i, j] = i + 1 + largest.argmin()", "choice[i, j] = i + largest.argmin()"),
           says="out-of-range"),
+    wrong("few-k", (LARGEST, f"{LARGEST}[:16]"), says="random"),
+    wrong("a-hair-too-much", ("(1 + 1e-12)", "(1 + 1e-10)"), says="random"),
     wrong("not-the-least", ("choice[i, j] = i + 1 + largest.argmin()\n            least[i, j] = largest.min()",
                                "choice[i, j] = (i + j) // 2\n            least[i, j] = largest[length // 2 - 1]")),
 ]  # fmt: skip
@@ -121,30 +123,51 @@ class Case(NamedTuple):
     boundaries: list[float]
     tapes: list[float]
     outputs: list[float | None]
+    container: type
 
 
 def draw(random: Random) -> list[Case]:
-    """Chains of 1 to 14 stages, of whole sizes and others. outputs: None stands for the next stage's boundary."""
+    """Chains of 1 to 14 stages, and long ones, of whole sizes and others.
+
+    outputs: None stands for the next stage's boundary. Boundaries that fall, rise or are equal have their best k at
+    the one end of a stretch or at the other, and those of any size in between.
+    """
     cases = []
-    for n in [*range(1, 15)] * 8:
+    for n in [*range(1, 15)] * 8 + [random.randint(20, 60) for _ in range(8)] + [random.randint(70, 90)]:
         divisor = random.choice((1, 1, 10, 7, 1e-9))  # the last: sizes as of bytes on a GPU
         boundaries, tapes, outputs = ([random.randint(0, 20) / divisor for _ in range(n)] for _ in range(3))
-        cases.append(Case(boundaries, tapes, [random.choice((None, size)) for size in outputs]))
+        order = random.choice(("as they come", "equal", "rising", "falling")) if n > 14 else "as they come"
+        if order == "equal":
+            boundaries = [boundaries[0] + 1] * n
+        elif order != "as they come":
+            boundaries.sort(reverse=order == "falling")
+        if n > 14:
+            tapes = [random.choice((size, 0)) for size in tapes] if random.random() < 0.5 else [0] * n
+        sizes = [random.choice((None, size)) if order == "as they come" else None for size in outputs]
+        cases.append(Case(boundaries, tapes, sizes, random.choice((list, tuple))))
     return cases
 
 
 def result(case: Case) -> dict[str, Any]:
     """Of the schedules that need so little any is right: two choices may be equally good."""
-    stages = [Stage(1, 2, boundary=b, tape=t, output=o) for b, t, o in zip(*case)]
+    *sizes, container = case
+    stages = container(Stage(1, 2, boundary=b, tape=t, output=o) for b, t, o in zip(*sizes))
+    given = list(stages)
     optimal.least_budget(
         [dataclasses.replace(stage, tape=1 + 2 * stage.tape) for stage in stages]
     )  # another chain before
+    optimal.least_budget(stages)[1].steps.clear()
     total, schedule = optimal.least_budget(stages)
     actions = [step.action for step in schedule.steps]
+    rounding = 0 if all(float(size).is_integer() for size in [*case.boundaries, *case.tapes]) else 1e-11
+    # Tenths may add up to a whole number, which gets no hair more: then the sum for the peak may be rounded up.
+    hair = 1e-13 if float(total).is_integer() else 0
     return {
         "the total": float(total),
-        "the schedule's peak is within the total": bool(schedule.peak <= total),
+        "the schedule's peak is within the total": bool(schedule.peak <= total * (1 + hair)),
+        "the total is the schedule's peak, or a hair more": bool(total <= schedule.peak * (1 + rounding)),
         "stages that go backward": actions.count("backward"),
+        "the schedule has the stages that were given": list(schedule.stages) == given == list(stages),
     }
 
 

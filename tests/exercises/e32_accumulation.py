@@ -10,6 +10,7 @@ loss. A micro-batch is a pair (x, y). One without any target has a mean of 0/0; 
 For an engine of minizero, whose ranks must agree, `_accumulate_on_ranks(model, window, counts, no_sync)` is there.
 """
 
+import contextlib
 import copy
 import itertools
 from random import Random
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import Zero2
+from minizero import DDP, Zero1, Zero2, Zero3
 from minizero import accumulate as module
 from minizero.memory import Ledger
 from tests.exercises import rank_kit
@@ -53,6 +54,10 @@ AFTER = (
 LOOP = "loss += _backward(model, micro_batch, targets / total)"
 WRONG = [
     wrong("two-sums-in-16-bits", ("if len(window) > 1 else", "if len(window) > 2 else"), says="sums-in-16-bits"),
+    wrong("first-parameter-decides", ("if len(window) > 1", "if next(model.parameters()).dtype.itemsize == 2"),
+          says="sums-in-16-bits"),
+    wrong("checks-no-count", ("_checked_count(micro_batch, count)", "int(count(micro_batch))"), says="no-error"),
+    wrong("hides-nan", ("    return loss", "    return loss.nan_to_num()"), says="random"),
     wrong("takes-fsdp", (' or hasattr(model, "set_requires_gradient_sync")', ""), says="no-error"),
     wrong("mean-of-means", ("targets / total)", "1 / len(window))")),
     wrong("sums-the-means", ("targets / total)", "1.0)")),
@@ -141,10 +146,7 @@ def check() -> None:
         module.accumulate(model, rest)
         what = "The gradient is NaN, and without the micro-batch that has no target it is wrong as well"
         recognise(gradient(model), want, mistakes(rest, want), what, tolerance=1e-4)
-        fail(
-            "nan-without-targets",
-            "The gradients are NaN: a micro-batch without targets has a mean of 0/0. Leave it out.",
-        )
+        fail("nan-without-targets", "The gradients are NaN: without targets a mean is 0/0. Leave the micro-batch out.")
     recognise(got, want, mistakes(window(), want), "The gradient of the window", tolerance=1e-4)
     if ledger.peak["activations"] > 3 * 20 * 1024 * 4:
         fail(
@@ -153,13 +155,9 @@ def check() -> None:
             "backward after each, so that they are gone before the next.",
         )
     if abs(float(loss) - float(want_loss)) > 1e-4:
-        fail(
-            "returns-the-last", f"The loss of the window is {float(want_loss):.4f}, and {float(loss):.4f} was returned."
-        )
+        fail("returns-the-last", f"The loss of the window is {float(want_loss):.4f}, not {float(loss):.4f}.")
     if not isinstance(given, torch.Tensor):
-        fail(
-            "a-number", f"The loss came back as {type(given).__name__}: a tensor, so that a GPU need not be waited for."
-        )
+        fail("a-number", f"The loss came back as {type(given).__name__}: a tensor lets nobody wait for a GPU.")
     if given.requires_grad:
         fail("keeps-a-graph", "The loss that was returned still has a graph, which keeps memory: detach it.")
     if model.calls != 4:
@@ -179,6 +177,7 @@ def check() -> None:
         pass
     else:
         fail("no-error", "A module without parameters must be a TypeError: it has no gradients.")
+    errors()
     for wrapper in (Averages(), Shards()):
         try:
             module.accumulate(wrapper, window())
@@ -221,33 +220,53 @@ class Shards(Model):
     def set_requires_gradient_sync(self) -> None: ...
 
 
-class Weight(nn.Module):
-    """A single weight in bfloat16, whose gradient is x."""
+def errors() -> None:
+    x, y = window()[0]
+    for what, given, count, error in (
+        ("An empty window", [], module.targets_in, ValueError),
+        ("A count of -1", [(x, y)] * 2, lambda _: -1, ValueError),
+        ("A count of 2.5", [(x, y)] * 2, lambda _: 2.5, ValueError),
+        (
+            "A dict with num_items_in_batch",
+            [(x, y), {"labels": y, "num_items_in_batch": 3}],
+            module.targets_in,
+            ValueError,
+        ),
+        ("A window whose second micro-batch is a lone tensor", [(x, y), x], module.targets_in, TypeError),
+    ):
+        model = Model()
+        with contextlib.suppress(error):
+            module.accumulate(model, given, count=count)
+            fail("no-error", f"{what} must be a {error.__name__}: _checked_count and _check_window raise it.")
+        if model.calls:
+            fail("error-too-late", f"{what} is a {error.__name__}, before the model runs: check all counts first.")
 
-    def __init__(self) -> None:
+
+class Weights(nn.Module):
+    """Single weights of these dtypes. The gradient of each is x."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        self.weights = nn.ParameterList(torch.ones(1, dtype=dtype) for dtype in dtypes)
 
     def forward(self, x, y):
-        return (self.weight * x).float().sum()
+        return sum((weight * x.to(weight.dtype)).float().sum() for weight in self.weights)
 
 
 def sums_stand_still() -> None:
-    model = Weight()
-    module.accumulate(model, [(torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.long))] * 1024)
-    total = gradient(model).item()
-    if abs(total - 1) > 0.01:
-        fail(
-            "sums-in-16-bits",
-            f"1024 gradients of 1/1024 add up to {total:g} in bfloat16: sums_in_fp32(model).",
-        )
-    model.weight.grad = torch.ones(1, dtype=torch.bfloat16)
-    module.accumulate(model, [(torch.full((1,), 1.5 * 2.0**-8), torch.zeros(1, dtype=torch.long))] * 2)
-    if model.weight.grad.item() == 1:
-        fail(
-            "sums-in-16-bits",
-            "Two gradients of 0.003 beside a .grad of 1 got lost in bfloat16, one by one: sums_in_fp32(model).",
-        )
+    half, short, full = torch.bfloat16, torch.float16, torch.float32
+    for dtypes in ((half,), (short,), (full, half), (half, full), (full, short, half)):
+        model = Weights(*dtypes)
+        for count, weight in zip((2, 3, 17), model.weights):
+            weight.grad = torch.ones_like(weight)
+            few = [(torch.full((1,), 0.75 * torch.finfo(weight.dtype).eps), torch.zeros(1, dtype=torch.long))] * count
+            module.accumulate(model, few)
+            if weight.dtype != full and weight.grad.item() == 1:
+                fail(
+                    "sums-in-16-bits",
+                    f"{count} small gradients beside a .grad of 1 got lost in {weight.dtype}, one by one, in a model "
+                    f"of {' and '.join(map(str, dtypes))}: sums_in_fp32(model).",
+                )
 
 
 def on_ranks(comm, same_model):
@@ -276,21 +295,32 @@ class Small(nn.Module):
         return SimpleNamespace(loss=loss) if self.shifts else loss
 
 
+ENGINES: dict[str, Any] = {"DDP": DDP, "Zero1": Zero1, "Zero2": Zero2, "Zero3": Zero3}
+
+
 class Case(NamedTuple):
     ranks: int
+    engine: str
     form: str
     micro_batches: int
     dtype: torch.dtype
     no_sync: bool
     empty: float
+    of_nan: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    """ranks: 1 is a plain module. form: dicts are counted by a `count` of their own. empty: without any target."""
-    ways = itertools.product((1, 1, 1, 2, 3), ("pairs", "dicts"), range(1, 6))
+    """form: dicts are counted by a `count` of their own. empty: without any target. of_nan: the last x, of a module."""
+    wrapped = [*((2, engine) for engine in ENGINES), (3, random.choice([*ENGINES]))]
+    ways = [
+        (*first, *rest)
+        for first in [(1, "none")] * 4 + wrapped
+        for rest in itertools.product(("pairs", "dicts"), range(1, 6, 1 if first[0] == 1 else 2))
+    ]
     dtypes = [torch.float32, torch.float64, torch.bfloat16]
-    return [Case(*row) for row in deal(random, ways, dtypes, [False, True], [0.0, 0.0, 0.4, 1.0])]
+    columns = dtypes, [False, True], [0.0, 0.0, 0.4, 1.0], [False, False, False, True]
+    return [Case(*row) for row in deal(random, ways, *columns)]
 
 
 def result(case: Case) -> Any:
@@ -301,23 +331,30 @@ def result(case: Case) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    windows = [drawn_window(case, generator, dtype, rank) for rank in range(case.ranks)]
+    windows = [[drawn_window(case, generator, dtype, rank) for rank in range(case.ranks)] for _ in "ab"]
     options: dict[str, Any] = {"no_sync": case.no_sync}
     if dicts:
         options["count"] = lambda given: (given["labels"][:, 1:] != -100).sum()
     if case.ranks == 1:
-        for parameter in model.parameters():
+        model.unused = nn.Parameter(torch.ones(1, dtype=dtype))
+        for parameter in model.layer.parameters():
             parameter.grad = torch.ones_like(parameter)
-        loss = value_or_error(module.accumulate, model, iter(windows[0]), **options)
-        gradients = [parameter.grad for parameter in model.parameters()]
-        return {"the loss": loss, "the gradients, added to ones": gradients, "forwards": model.calls}
+        losses = [value_or_error(module.accumulate, model, iter(window), **options) for (window,) in windows]
+        gradients = [parameter.grad for parameter in model.layer.parameters()]
+        return {
+            "the losses of two windows": losses,
+            "the gradients, added to ones": gradients,
+            "the gradient of a parameter that is not used": model.unused.grad,
+            "forwards": model.calls,
+        }
 
     def on_rank(comm) -> dict[str, Any]:
-        engine = Zero2(copy.deepcopy(model), comm)
+        engine = ENGINES[case.engine](copy.deepcopy(model), comm)
         before = comm.bytes_sent
-        loss = module.accumulate(engine, windows[comm.rank], **options)
+        losses = [module.accumulate(engine, window[comm.rank], **options) for window in windows]
         gradients = [parameter.grad for parameter in engine.parameters()]
-        return {"the loss": loss, "the gradients": gradients, "bytes sent": comm.bytes_sent - before}
+        sent = comm.bytes_sent - before
+        return {"the losses of two windows": losses, "the gradients": gradients, "bytes sent": sent}
 
     return rank_kit.by_rank(ranks(case.ranks, on_rank))
 
@@ -333,6 +370,8 @@ def drawn_window(case: Case, generator: torch.Generator, dtype: torch.dtype, ran
             y[:] = -100
         elif case.ranks > 1:
             y[0, 3] = 1
+        if case.of_nan and case.ranks == 1 and number == case.micro_batches - 1:
+            x[:] = torch.nan  # with targets it makes the loss NaN, without it counts for nothing
         window.append({"x": x, "labels": y} if case.form == "dicts" else (x, y))
     return window
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flash import tiled
 from tests.exercises.draws import deal
@@ -61,6 +62,12 @@ WRONG = [
     wrong("notes-another-rescale", ("maximum, rescale, total, output", "maximum, 1.0, total, output")),
     wrong("notes-the-block-s-sum", ("rescale, total, output / total", "rescale, p.sum().item(), output / total")),
     wrong("notes-the-last-sum", ("    return steps", "    return [step._replace(total=total) for step in steps]")),
+    wrong("computes-all-again", ("    steps = []", "    steps, rates = [], torch.zeros(0)"),
+          ("total = rescale * total + p.sum().item()", "rates = torch.cat([rates.to(p.dtype) * rescale, p])\n        "
+           "total = rates.sum().item()"), (OUTPUT, "output = rates @ values[: start + len(s)]")),
+    wrong("begins-at-a-number", ("-math.inf", "-1e9"), says="random"),
+    wrong("overwrites-the-values", ("output = rescale", "v.mul_(p[:, None])\n        output = rescale"),
+          ("p @ v", "v.sum(0)")),
     wrong("overwrites-the-scores", ("(s - larger).exp()", "s.sub_(larger).exp()")),
     wrong("range-too-long", ("range(start, start + len(s))", "range(start, start + block)")),
 ]  # fmt: skip
@@ -71,14 +78,16 @@ def check() -> None:
     values = torch.randn(6, 3, generator=generator, dtype=torch.float64)
     rising = torch.tensor([-1.0, 0.5, 0.2, 2.0, 3.5, 3.0], dtype=torch.float64)
     want = rising.softmax(0) @ values
-    given = rising.clone()
-    two = tiled.online_softmax(given, values, block=2)
+    given, given_values = rising.clone(), values.clone()
+    two = tiled.online_softmax(given, given_values, block=2)
     if not torch.equal(given, rising):
         fail(
             "overwrites-the-scores",
             f"The scores were {rising.tolist()} and are {[round(x, 2) for x in given.tolist()]} afterwards: a slice is "
             "a view, so write nothing into it.",
         )
+    if not torch.equal(given_values, values):
+        fail("overwrites-the-values", "The values are others afterwards: a slice is a view, so write nothing into it.")
     got = two[-1].output
     if not same(got, want, 1e-9):
         said = f"With blocks of 2 keys the output is {got[0]:.4f} …, expected {want[0]:.4f} …"
@@ -134,6 +143,40 @@ def check() -> None:
         if [key for step in steps for key in step.keys] != list(range(6)):
             fail("values", f"With blocks of {block} keys the steps do not name every key once.")
     each_step(rising, values)
+    work()
+
+
+PICKS = {"index", "index_select", "gather", "take"}  # they read only what they write
+
+
+class Work(TorchDispatchMode):
+    """How many numbers the operations read and write in all. Views cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if not any(given.alias_info and not given.alias_info.is_write for given in func._schema.returns):
+            read = () if func.__name__.split(".")[0] in PICKS else args
+            self.numbers += sum(x.numel() for x in tree_leaves([read, made]) if isinstance(x, torch.Tensor))
+        return made
+
+
+def work() -> None:
+    """A right answer takes about 10 operations for each block, on the block or on a row of values."""
+    numbers = []
+    for keys in (100, 400):
+        with Work() as seen:
+            tiled.online_softmax(torch.linspace(0, 1, keys), torch.ones(keys, 3))
+        numbers.append(seen.numbers)
+    if numbers[1] > 6 * numbers[0]:
+        fail(
+            "computes-all-again",
+            f"For 4 times as many keys its operations read and write {numbers[1] / numbers[0]:.1f} times as many "
+            "numbers: a step needs its block, the sum and the output, and nothing of the blocks before.",
+        )
 
 
 EXPONENTIALS = {"exp", "exp_", "exp2", "exp2_", "expm1", "_softmax", "_log_softmax", "logsumexp", "sigmoid", "pow"}
@@ -194,34 +237,51 @@ class Case(NamedTuple):
     spread: float
     middle: float
     order: str
+    head_dim: int
+    gaps: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
     ways = itertools.product((1, 2, 7, 16, 40), (1, 3, 16, 64))
-    orders = ["rising", "falling", "as they come"]
+    orders = ["rising", "falling", "as they come", "some hidden"]
     return [
         Case(*row)
         for row in deal(
-            random, [*ways] * 3, [torch.float64, torch.float32], [0.03, 1.0, 10.0, 300.0], [0.0, 0.0, -3e4, 3e4], orders
+            random,
+            [*ways] * 3,
+            [torch.float64, torch.float32],
+            [0.03, 1.0, 10.0, 300.0],
+            [0.0, 0.0, -3e4, 3e4, -1e30],
+            orders,
+            [1, 3, 8],
+            [False, True],
         )
     ]
 
 
 def result(case: Case) -> dict[str, Any]:
-    """Each exponential once: one for every score, and for every block perhaps one that rescales."""
+    """Each exponential once: one for every score, and for every block perhaps one that rescales.
+
+    A hidden score is -∞, as behind a causal mask. The first is never hidden.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     scores = torch.randn(case.keys, generator=generator, dtype=torch.float64) * case.spread + case.middle
-    if case.order != "as they come":
+    if case.order == "some hidden":
+        scores[1:][torch.rand(case.keys - 1, generator=generator) < 0.5] = -math.inf
+    elif case.order != "as they come":
         scores = scores.sort(descending=case.order == "falling").values
-    values = torch.randn(case.keys, 3, generator=generator, dtype=torch.float64).to(case.dtype)
+    values = torch.randn(case.keys, case.head_dim, generator=generator, dtype=torch.float64).to(case.dtype)
+    scores = scores.to(case.dtype)
+    if case.gaps:  # in memory, as in a column of a matrix
+        scores, values = (torch.stack([x, x], -1)[..., 0] for x in (scores, values))
     with LargestExp() as seen:
-        steps = tiled.online_softmax(scores.to(case.dtype), values, case.block)
+        steps = tiled.online_softmax(scores, values, case.block)
     enough = case.keys + -(-case.keys // case.block)
     return {
         "steps": [
             {
-                "keys": list(step.keys),
+                "keys": step.keys,
                 "maximum": float(step.maximum),
                 "rescale": torch.tensor([float(step.rescale), 1.0]),  # a tolerance is relative to the 1
                 "total": float(step.total),
@@ -229,6 +289,7 @@ def result(case: Case) -> dict[str, Any]:
             }
             for step in steps
         ],
+        "the scores and the values afterwards": (scores, values),
         "exponentials, if they are too many": seen.total if seen.total > enough else 0,
         "the largest exp, if it is too large": seen.most if seen.most > case.block else 0,
     }

@@ -118,7 +118,7 @@ def draw(random: Random) -> list[forward.Case]:
 
 
 def result(case: forward.Case) -> dict[str, Any]:
-    """Gradients, the bytes that are loaded, neither more nor fewer, and the peak of what is held beside them."""
+    """Gradients, the bytes that move, neither more nor fewer, and the peak of what is held beside them."""
     q, k, v, options = forward.given(case)
     out, lse = tiled.forward(q, k, v, options, case.blocks)
     generator = torch.Generator().manual_seed(case.seed)
@@ -130,10 +130,12 @@ def result(case: forward.Case) -> dict[str, Any]:
     with forward.tiles_of(case):
         with Ledger() as ledger:
             tiled.backward_tiles(dout, q, k, v, lse, delta, dq, dk, dv, options, case.blocks)
+            kept = ledger.current["total"]
         others = (torch.empty_like(gradient) for gradient in (dq, dk, dv))
         moved = count(tiled.backward_tiles, dout, q, k, v, lse, delta, *others, options, case.blocks)
-    peak = AtMost(ledger.peak["total"])
-    return {"dQ": dq, "dK": dk, "dV": dv, "bytes loaded": moved.loads, "bytes at the peak": peak}
+    held = AtMost(ledger.peak["total"], forward.most(case))
+    bytes_ = {"loaded": moved.loads, "stored": moved.stores, "at the peak": held, "kept after the call": kept}
+    return {"dQ": dq, "dK": dk, "dV": dv, "bytes": bytes_}
 
 
 def tolerance(case: forward.Case) -> float:

@@ -134,7 +134,9 @@ def _forward(q, k, v, options):
 
 
 def draw(random: Random) -> list[triton_kit.Case]:
-    return triton_kit.draw(random)
+    """In one case the scores are so far below 0 that only the lowest finite number lies below them."""
+    spoilt = {"all scores": "all scores, and they are one"}
+    return [case._replace(spoilt=spoilt.get(case.spoilt, case.spoilt)) for case in triton_kit.draw(random)]
 
 
 def result(case: triton_kit.Case) -> dict[str, Any]:

@@ -132,6 +132,8 @@ def check() -> None:
         dict(block_q=-1),
         dict(block_k=0),
         dict(heads=3, kv_heads=2),
+        dict(window=(-1, 0)),
+        dict(causal="diagonal"),
     ]
     for bad in refused:
         try:
@@ -186,7 +188,7 @@ def draw(random: Random) -> list[Case]:
     windows = (None, (5, None), (None, 3), (20, 0), (2, 7))
     ways = itertools.product(("naive", "tiled", "kernels"), (False, True), (False, True, "bottom-right"), windows)
     lengths = [[0, *(random.randint(1, 90) for _ in range(30))] for _ in "qk"]
-    blocks = [(random.randint(1, 40), random.randint(1, 40)) for _ in range(20)]
+    blocks = [(0, 8), (8, -1), *((random.randint(1, 40), random.randint(1, 40)) for _ in range(20))]
     heads = [(1, 1), (4, 2), (6, 3), (8, 1), (3, 2)]
     return [Case(*row) for row in deal(random, ways, *lengths, [8, 64, 5], blocks, [1, 2, 5], heads, [2, 4, 8])]
 
@@ -197,4 +199,4 @@ def result(case: Case) -> Any:
         traffic.hbm_bytes, case.n_q, case.head_dim, algorithm=case.algorithm, backward=case.backward, n_k=case.n_k,
         batch=case.batch, itemsize=case.itemsize, causal=case.causal, window=case.window, **options,
     )  # fmt: skip
-    return moved if isinstance(moved, str) else {"loads": int(moved[0]), "stores": int(moved[1])}
+    return moved if isinstance(moved, str) else {"loads": moved.loads, "stores": moved.stores}

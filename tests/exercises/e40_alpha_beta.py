@@ -116,9 +116,9 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     """Groups that do not lie evenly on hosts are an error."""
-    ways = itertools.product((1, 2, 4, 8), (1, 2, 3, 4, 8, 16, 32), (1, 2, 4, 8, 16))
+    ways = itertools.product((1, 2, 4, 8, 16), (1, 2, 3, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16))
     latencies, bandwidths = [0.0, 1e-6, 5e-6, 1e-5], [1e9, 4e9, 25e9, 400e9]
-    columns = ([0, 1e3, 1e6, 8e9], latencies, latencies, bandwidths, bandwidths, [0.0, 1e-5])
+    columns = ([0, 0.5, 1000.5, 1e6, 8e9], latencies, latencies, bandwidths, bandwidths, [0.0, 1e-5])
     return [Case(*row) for row in deal(random, ways, *columns)]
 
 

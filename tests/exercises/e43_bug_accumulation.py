@@ -30,7 +30,8 @@ from tests.exercises.rank_kit import by_rank
 from tests.exercises.tasks import bug_accumulation
 
 PLAN = [
-    "What must hold: a step is that of one process which has all micro-batches of all ranks in one batch.",
+    "What must hold: a step is that of one process which has all micro-batches of all ranks in one batch. A gradient "
+    "that is there before the call counts for nothing.",
     "Every target counts the same, whatever its micro-batch and its rank. Padding counts for nothing. A micro-batch "
     "or a rank's whole window may be padding alone.",
     "What is returned is the loss of the window, over all ranks: the number that one process would log.",
@@ -107,9 +108,12 @@ class Model(nn.Module):
         return self.out(self.table(x))
 
 
-def train(comm, model, windows, options):
-    """(losses, parameters) of this rank."""
+def train(comm, model, windows, options, left_over=False):
+    """(losses, parameters) of this rank. left_over: there is a gradient before."""
     model = copy.deepcopy(model)
+    if left_over:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), **options)
     losses = bug_accumulation.train_on_windows(model, optimizer, windows[comm.rank], comm)
     return losses, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -217,13 +221,14 @@ class Case(NamedTuple):
     windows: int
     dtype: torch.dtype
     momentum: float
+    gradient_before: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
     """A rank may have another number of micro-batches than the others, and of targets."""
     ways = itertools.product((1, 2, 3), (1, 2, 4), (1, 3))
-    return [Case(*row) for row in deal(random, ways, [torch.float32, torch.float64], [0.0, 0.9])]
+    return [Case(*row) for row in deal(random, ways, [torch.float32, torch.float64], [0.0, 0.9], [False, True])]
 
 
 def result(case: Case) -> Any:
@@ -233,9 +238,17 @@ def result(case: Case) -> Any:
     for _ in range(case.windows):
         for rank in windows:
             counts = [random.choice((0, 1, 4, 9)) for _ in range(random.randint(1, case.micro_batches))]
-            rank.append([pair(max(n, rank is windows[0]), 9, 5, generator) for n in counts])
-    given = ranks(case.ranks, train, model, windows, dict(lr=0.1, momentum=case.momentum))
-    return by_rank([{"losses": losses, "parameters": parameters} for losses, parameters in given])
+            rank.append([rows(max(n, rank is windows[0]), random.randint(1, 3), generator) for n in counts])
+    given = ranks(case.ranks, train, model, windows, dict(lr=0.1, momentum=case.momentum), case.gradient_before)
+    others = sum(not torch.equal(parameters, given[0][1]) for _, parameters in given)
+    each = by_rank([{"losses": losses, "parameters": parameters} for losses, parameters in given])
+    return {"ranks that end with other bits than rank 0": others, **each}
+
+
+def rows(targets: int, count: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """So many rows of 9, of which the first has the most targets."""
+    pairs = [pair(targets // (1 + row), 9, 5, generator) for row in range(count)]
+    return tuple(torch.cat(parts) for parts in zip(*pairs))
 
 
 def tolerance(case: Case) -> float:

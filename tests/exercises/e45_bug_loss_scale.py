@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
-from precision.scaling import DynamicLossScaler
+from precision.scaling import DynamicLossScaler, StaticLossScaler
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, recognise, wrong
@@ -32,7 +32,8 @@ from tests.exercises.tasks import bug_loss_scale
 
 PLAN = [
     "What must hold: but for rounding, a run is the same with any scale. The scale is there against underflow only.",
-    "What the optimizer gets has at most the norm max_norm, and is the gradient itself if that is short enough.",
+    "What the optimizer gets has at most the norm max_norm, and is the gradient itself if that is short enough. "
+    "A gradient that is there before the call counts for nothing.",
     "The log shows the loss and the norm of its gradient: as large as they are without a scale.",
     "A step whose gradient has inf or NaN changes no parameter, and the scaler hears of it.",
 ]
@@ -105,15 +106,19 @@ class Run:
 
     def __init__(self, model: nn.Module, batches: Any, max_norm: float, scale: float = SCALE, interval: int = 2000):
         model = copy.deepcopy(model)
-        optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
-        scaler = DynamicLossScaler(init_scale=scale, growth_interval=interval)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)  # it counts for nothing
+        groups = [{"params": [parameter]} for parameter in model.parameters()]
+        optimizer = torch.optim.Adam(groups, lr=RATE)
+        growing = DynamicLossScaler(init_scale=scale, growth_interval=interval or 1)
+        scaler = growing if interval else StaticLossScaler(scale)
         self.norms: list[float] = []
 
         def watch(*_: Any) -> None:
             self.norms.append(float(get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
 
         optimizer.register_step_pre_hook(watch)
-        self.log = bug_loss_scale.train_scaled(model, optimizer, scaler, batches, max_norm)
+        self.log = bug_loss_scale.train_scaled(model, optimizer, scaler, iter(batches), max_norm)
         self.parameters = torch.cat([p.detach().view(-1) for p in model.parameters()])
         self.scale = scaler.get_scale()
 
@@ -220,8 +225,8 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """interval: after so many updates the scale grows. spoilt: the gradient of one step has inf."""
-    ways = itertools.product((1.0, 64.0, 4096.0), (2, 2000), (0.1, 10.0, 1000.0))
+    """interval: after so many updates the scale grows; with 0 it stays. spoilt: the gradient of one step has inf."""
+    ways = itertools.product((1.0, 64.0, 4096.0), (0, 2, 2000), (0.1, 10.0, 1000.0))
     return [Case(*row) for row in deal(random, ways, [2, 5, 9], [False, True])]
 
 

@@ -56,26 +56,26 @@ def with_options(which: tuple[int, ...]) -> None:
 
     names = ("The output", "dQ", "dK", "dV", "lse")
     cases = (
-        ((1, 2, 30, 12), (1, 1, 20, 12), {"causal": "bottom-right"}, "where the first 10 of 30 queries see no key"),
-        ((1, 2, 20, 16), (1, 1, 30, 16), {"window": (9, 4)}, "with window=(9, 4), 20 queries and 30 keys"),
+        ((1, 2, 20, 12), (1, 1, 12, 12), {"causal": "bottom-right"}, "where the first 8 of 20 queries see no key"),
+        ((1, 1, 20, 16), (1, 1, 30, 16), {"window": (9, 4)}, "with window=(9, 4), 20 queries and 30 keys"),
         (
-            (1, 4, 20, 16),
-            (1, 2, 20, 16),
+            (1, 4, 12, 16),
+            (1, 2, 12, 16),
             {"dropout_p": 0.3, "dropout_seed": 5},
             "with dropout and two heads for each key",
         ),
         (
-            (38, 2, 16),
-            (38, 1, 16),
+            (26, 2, 16),
+            (26, 1, 16),
             {"scale": -0.3},
-            "with two packed sequences of 18 and 20 rows, and a negative scale",
+            "with two packed sequences of 6 and 20 rows, and a negative scale",
         ),
     )
     for rows, keys, options, words in cases:
         generator = torch.Generator().manual_seed(1)
         q, dout = (torch.randn(rows, generator=generator) for _ in range(2))
         k, v = (torch.randn(keys, generator=generator) for _ in range(2))
-        lengths = torch.tensor([0, 18, 38], dtype=torch.int32)
+        lengths = torch.tensor([0, 6, 26], dtype=torch.int32)
         packed = (lengths, lengths) if len(rows) == 3 else ()
         results = []
         for function, extra, dtype in (
@@ -133,8 +133,8 @@ def draw(random: Random) -> list[Case]:
     """heads: those of q, and those of k and v. lengths: rows, and keys. spoilt: where NaN, infinity or a large
     number stands.
 
-    Each draw has a case of a single key, one whose keys are infinite, and one with a large scale, in which some
-    rows see no key.
+    Each draw has a case of a single key, one whose keys are infinite, one with a large scale, in which some rows see
+    no key, and some in FP16, in which what is rounded too early is beyond its range.
     """
 
     def deal_(ways: list[Any], lengths: list[Any], scales: list[Any], spoilt: list[str]) -> list[Case]:
@@ -146,10 +146,11 @@ def draw(random: Random) -> list[Case]:
             lengths,
             [8, 16, 24],
             scales,
-            [(16, 16), (16, 32), (32, 16)],
+            [(16, 16), *[(16, 32), (32, 16)] * 2],
             spoilt,
         )
-        return [Case(*row) for row in deal(random, ways, *columns)]
+        cases = [Case(*row) for row in deal(random, ways, *columns)]
+        return [case._replace(batch=case.batch if case.heads in ((1, 1), (2, 1)) else 1) for case in cases]
 
     ways = [
         (False, None, False),
@@ -163,23 +164,31 @@ def draw(random: Random) -> list[Case]:
         ("bottom-right", (9, 0), False),
     ]
     lengths = [(33, 20), (20, 33), (32, 32), (1, 40), (40, 1), (17, 48)]
-    return [
-        *deal_(ways, lengths, [None, 0.7, -0.3, 0.0], ["nothing", "nothing", "a row of q"]),
+    special = [
         *deal_([(False, None, False)], [(40, 1)], [None, 0.7], ["nothing"]),
         *deal_([(True, None, False)], [(32, 32)], [None, 0.7], ["all keys"]),
         *deal_([(False, (5, None), False)], [(33, 20)], [1.5], ["nothing"]),
         *deal_([(True, None, False)], [(32, 32)], [0.7], ["the last key"]),
         *deal_([(False, None, False)], [(20, 33)], [0.7], ["all scores"]),
         *(
-            case._replace(dtype=torch.float16, dropout=0.0)
-            for scale, spoilt in ((0.0, "all values"), (16.0, "all rows of q"))
-            for case in deal_([(False, None, False)], [(20, 48)], [scale], [spoilt])
+            case._replace(dtype=torch.float16, dropout=0.0, heads=heads or case.heads)
+            for scale, spoilt, lengths_, heads in (
+                (0.0, "all values", (20, 48), None),
+                (-40.0, "all rows of q", (20, 48), None),
+                (1e-8, "all of the first head", (40, 8), (2, 1)),
+            )
+            for case in deal_([(False, None, False)], [lengths_], [scale], [spoilt])
         ),
+    ]
+    return [
+        *deal_(ways, lengths, [None, 0.7, -0.3, 0.0], ["nothing", "nothing", "a row of q"]),
+        *(case._replace(batch=1) for case in special),
     ]
 
 
 def given(case: Case):
-    """q, k, v, dout, dlse, each inside NaN, and the options. packed: three sequences; one has no key, one no row.
+    """q, k, v, dout, dlse, each inside NaN, and the options. packed: four sequences; one has no key, one no row, and
+    of the others one has more rows, one more keys.
 
     With a single key nothing arrives at the logsumexp: the gradients of its score are 0.
     """
@@ -204,8 +213,14 @@ def given(case: Case):
         k, v = k * 100, v.abs() * 4000
     if case.spoilt == "all scores":  # far below 0: exp(-lse) is infinite
         q[..., 0], k[..., 0] = 16, -16
+    if case.spoilt == "all scores, and they are one":
+        q, k[..., 0] = q * 0, -200
+        q[..., 0] = 200
     if case.spoilt == "all rows of q":  # q times the scale is beyond FP16
         q, k = q * 5000, k * 1e-4
+    if case.spoilt == "all of the first head":  # its share of dK and dV is beyond FP16; dP - delta cancels; dS is small
+        q, k, v, dout = q * 1e4, k * 1e4, (v + 100) * 1e-3, dout.abs().clamp(max=2) * 2e4
+        q[:, 1], dout[:, 1] = q[:, 0], -0.9 * dout[:, 0]
     if case.lengths[1] == 1:
         dlse.zero_()
     q, k, v, dout, dlse = (framed(x, case.seed + i) for i, x in enumerate((q, k, v, dout, dlse)))
@@ -213,10 +228,10 @@ def given(case: Case):
     options = check_options("exercise", q, k, v, case.causal, case.scale, case.window, case.dropout, seed)
     n_q, n_k = case.lengths
     if case.packed:
-        starts = [(0, n_q // 3, n_q // 3, n_q), (0, 0, n_k // 2, n_k)]
+        starts = [(0, n_q // 4, n_q // 4, n_q // 2, n_q), (0, 0, n_k // 4, n_k - n_k // 4, n_k)]
         cu_seqlens_q, cu_seqlens_k = (torch.tensor(each, dtype=torch.int32) for each in starts)
         options = options._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        n_q, n_k = n_q - n_q // 3, n_k - n_k // 2
+        n_q, n_k = (int(each.diff().max()) for each in (cu_seqlens_q, cu_seqlens_k))
     return q, k, v, dout, dlse, options.with_lengths(n_q, n_k)
 
 
