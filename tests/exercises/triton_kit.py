@@ -134,7 +134,8 @@ def draw(random: Random) -> list[Case]:
     number stands.
 
     Each draw has a case of a single key, one whose keys are infinite, one with a large scale, in which some rows see
-    no key, and some in FP16, in which what is rounded too early is beyond its range.
+    one key or none, one of unequal packed sequences, and some in FP16, in which what is rounded too early is beyond
+    its range.
     """
 
     def deal_(ways: list[Any], lengths: list[Any], scales: list[Any], spoilt: list[str]) -> list[Case]:
@@ -160,14 +161,17 @@ def draw(random: Random) -> list[Case]:
         (False, (0, 18), True),
         (True, None, False),
         (True, (17, None), True),
-        ("bottom-right", None, True),
         ("bottom-right", (9, 0), False),
     ]
     lengths = [(33, 20), (20, 33), (32, 32), (1, 40), (40, 1), (17, 48)]
     special = [
         *deal_([(False, None, False)], [(40, 1)], [None, 0.7], ["nothing"]),
         *deal_([(True, None, False)], [(32, 32)], [None, 0.7], ["all keys"]),
-        *deal_([(False, (5, None), False)], [(33, 20)], [1.5], ["nothing"]),
+        *deal_([("bottom-right", None, True)], [(40, 33)], [None, 0.7], ["nothing"]),
+        *(
+            case._replace(dropout=0.0)  # which may leave out the one key that a row sees
+            for case in deal_([(False, (5, None), False)], [(33, 20)], [1.5], ["nothing"])
+        ),
         *deal_([(True, None, False)], [(32, 32)], [0.7], ["the last key"]),
         *deal_([(False, None, False)], [(20, 33)], [0.7], ["all scores"]),
         *(
