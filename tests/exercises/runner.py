@@ -119,11 +119,11 @@ def _judge(exercise: Exercise, path: Path, seconds: float, lesson: Any, stage: A
             function = getattr(module, exercise.function)
             with hollow(exercise, borrowed), patched(exercise, function):
                 check()
+                if (words := _changed_defaults(exercise, path)) is not None:
+                    return Outcome("failed", "changes-a-default", words)
                 compare()
         if _functions(lesson) != before:
             return Outcome("failed", "changes-the-check", "The file changes the functions that check it.")
-        if (words := _changed_defaults(exercise, path)) is not None:
-            return Outcome("failed", "changes-a-default", words)
     except Diagnosis as diagnosis:
         return Outcome("failed", diagnosis.name, diagnosis.words)
     except TimeUp:
