@@ -502,7 +502,7 @@ def test_a_rank_that_computes_on_is_no_deadlock():
 def test_a_wait_ends_where_python_cannot_be_interrupted(tmp_path):
     path = tmp_path / RING.file
     path.write_text("import time\ntime.sleep(100)\ndef ring_reduce_scatter(chunks, comm):\n    return 1")
-    with checker.Checker(wait=0.5) as patient:
+    with checker.Checker(wait=5.0) as patient:
         outcome = patient.check(RING, path)
     assert outcome.name == "endless" and "line 2: time.sleep(100)" in outcome.words, outcome
 
