@@ -4,7 +4,8 @@
     backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release all
 
 The root unit holds what lies outside every block, such as the embeddings. Hooks of PyTorch tell of these moments.
-Forward (uses.py): a unit's module begins (`gather`), and ends (`forward_is_over`).
+Forward: the whole module begins (passes.py: `before_forward`, and `gather` of the root); a unit's module begins
+(uses.py: `gather`), and ends (`forward_is_over`).
 
 Backward (uses.py, passes.py): the gradient of a unit's output has come (`gather`), and then that of its input
 (`release`). In between autograd writes the .grad of each parameter, and a hook takes it from there (`deposit`). After
@@ -12,10 +13,10 @@ the last one comes `reduce(unit, unit.gradient.take())`, if the units before it 
 is reduced at the end, so that all ranks reduce all units in one order. Then all is released: the root, and units whose
 input needed no gradient. A forward without a backward releases them at its own end.
 
-Prefetch, stage 3's default, keeps these moments. Its collectives run in other threads, on a GPU in other streams. The
-all-gather of the next unit begins at a unit's `gather`; in backward it begins once two thirds of that unit's gradient
-have come. The next unit's own `gather` waits for its end. Which unit is next is learnt from the pass before, so the
-first step gathers nothing ahead. `reduce 1` begins a reduce-scatter; unit 0's first `deposit`, or `finish`, awaits it.
+Prefetch, stage 3's default, keeps these moments. Its collectives run in other threads, on a GPU in other streams. In
+forward the all-gather of the next unit begins at the `gather` of this one; in backward later, when two thirds of this
+unit's gradient have come. The next unit's `gather` only waits. A forward learns from the last forward which is next, a
+backward from the last backward. `reduce` only begins: another unit's first `deposit`, or `finish`, waits for its end.
 """
 
 import abc
@@ -48,8 +49,7 @@ class Engine(Wrapped, abc.ABC):
     parameters of one group only. Buffers keep their dtype.
 
     forward moves every tensor in its arguments, and in tuples, lists and dicts among them, to `comm.device`, as
-    `fully_shard` does, and with a 16-bit `dtype` casts those of floating point. It does not change other objects, such
-    as dataclasses. It does not change what the module returns.
+    `fully_shard` does, and with a 16-bit `dtype` casts those of floating point. Other objects stay as they are.
 
     The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
     """
@@ -79,8 +79,7 @@ class Engine(Wrapped, abc.ABC):
         for name, buffer in module.named_buffers():
             buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
-        # The order in which units are reduced: last block first, the root last.
-        self.in_order = [unit for unit in reversed(self.units) if unit.trains]
+        self.in_order = [unit for unit in reversed(self.units) if unit.trains]  # reduced last block first, root last
         check_compiled(self, module.modules())
         for unit in self.units:
             full = unit.flatten()
@@ -152,7 +151,7 @@ class Engine(Wrapped, abc.ABC):
 
     @property
     def roots(self) -> list[Unit]:
-        """The units that no module's forward uses alone: gathered as long as the model computes."""
+        """The units outside every block, trained or frozen: gathered as long as the model computes."""
         return [unit for unit in self.units if unit.module is None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

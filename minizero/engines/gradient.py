@@ -3,44 +3,46 @@
     Unit.begin_gradient ──► put, put, … ──► take ──► (averaged over the ranks) ──► Unit.set_gradient
     backward begins         Engine.deposit  reduce_next (passes.py), then the stage's `reduce`
 
-Backward brings the parameters' gradients one by one. Each is added to its place in one flat buffer, so that one
-collective reduces the whole unit. A parameter that was not used leaves zeros in its place.
+Backward brings the parameters' gradients one by one, each to its place in one flat buffer, so that one collective
+reduces the whole unit. A parameter that was not used leaves zeros in its place.
 """
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minizero.engines.layout import Layout
 from minizero.memory import tag
-
-Shards = Sequence[nn.Parameter]
 
 
 class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
     full: (size,), this rank's sum, unless no parameter has brought anything yet. before: the shards' .grad when the
-    backward began. shown: the version of `full` when .grad became a view of it (no_sync.py).
+    backward began. shown: how often each .grad was written to, when no_sync.py set it.
     """
 
-    def __init__(self, layout: Layout, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout, self.dtype, self.device = layout, dtype, device
-        self.full: torch.Tensor | None = None
-        self.places: list[torch.Tensor] = []
-        self.before = [shard.grad for shard in shards]
-        self.shown = -1
+    def __init__(self, layout: Layout, before: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.before, self.dtype, self.device = layout, before, dtype, device
+        self.full: Tensor | None = None
+        self.places: list[Tensor] = []
+        self.filled: set[int] = set()  # the places that hold a gradient, by number
+        self.shown: list[int] = []
 
-    def put(self, number: int, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-        """Add the gradient of parameter `number` to its place. dtype: of the buffer, if this put makes it."""
+    def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
+        """The gradient of parameter `number` goes to its place. dtype: of the buffer, if this put makes it."""
         if self.full is None:
             self.full = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
             tag(self.full, "gradients")
             self.places = self.layout.views(self.full)
-        self.places[number].add_(gradient)
+        if number in self.filled:  # by a backward before this one, under no_sync
+            self.places[number].add_(gradient)
+        else:  # a copy costs less than adding to zeros: in 16 bits, under a third
+            self.places[number].copy_(gradient)
+        self.filled.add(number)
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """The full gradient in the unit's dtype, to be averaged. From now on only the caller holds it."""
         if self.full is None:  # unused on this rank, but perhaps not on others
             self.full = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
@@ -49,7 +51,7 @@ class LocalGradient:
         return full
 
 
-def pieces(flat: torch.Tensor, shards: Shards) -> list[torch.Tensor]:
+def pieces(flat: Tensor, shards: Sequence[nn.Parameter]) -> list[Tensor]:
     """A flat buffer cut into pieces of the shards' shapes. Padding at its end belongs to no shard, and is left out."""
     sizes = [shard.numel() for shard in shards]
     return [piece.view(shard.shape) for piece, shard in zip(flat[: sum(sizes)].split(sizes), shards, strict=True)]

@@ -3,7 +3,8 @@
     Unit.begin_gradient ──► put, put, … ──► show ──► Unit.begin_gradient ──► put, put, … ──► take
     under no_sync                                    the first backward outside
 
-Between two backwards the shards' .grad are views of this rank's sum so far. So zero_grad() can drop the sum.
+Between two backwards the shards' .grad are views of this rank's sum so far, with offload on a GPU copies of it. So
+zero_grad() can drop the sum.
 `unit: Any` is a `Unit`, whose file imports this one.
 """
 
@@ -21,13 +22,13 @@ def show(unit: Any) -> None:
     mine = gradient.full if unit.whole else unit.chunk(gradient.full)
     for shard, piece in zip(unit.shards, pieces(mine, unit.shards), strict=True):
         shard.grad = piece.to(shard.device)
-    gradient.shown = gradient.full._version
+    gradient.shown = [shard.grad._version for shard in unit.shards]  # PyTorch's count of in-place writes
 
 
 def check_unwritten(unit: Any) -> None:
     """`RuntimeError` if a sharded unit's .grad has been written to since `show`: the other chunks were not."""
-    gradient = unit.gradient
-    if gradient.full is not None and gradient.full._version != gradient.shown and not unit.whole:
+    versions = [shard.grad._version if shard.grad is not None else None for shard in unit.shards]
+    if versions != unit.gradient.shown and not unit.whole:
         raise RuntimeError(
             f"{unit.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
             "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"

@@ -2,7 +2,7 @@
 
     replica   what the module computes with: all of it, in the computing dtype; its parameters are views of it
     master    what the optimizer steps: FP32, this rank's chunk, or all of it (DDP)
-    shards    the optimizer's parameters: views of `master`, cut where `group_by` asks for it; without it, one
+    shards    the optimizer's parameters: views of `master`, cut where `group_by` asks for it; without it, one shard
     gradient  what backward has brought on this rank so far
 
 In FP32 the master of stages 0 to 2 is a view of the replica. A frozen unit has its master in the computing dtype.
@@ -28,7 +28,7 @@ class Unit:
 
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
-    over: all of them too, unless a sharding factor makes groups. Prefetch gathers over a split of it, its own.
+    over: all of them too, unless a sharding factor makes groups. Prefetch puts a split of it here, for its gathers.
     """
 
     replica: torch.Tensor
@@ -53,8 +53,7 @@ class Unit:
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        # Only DDP in FP32 (`original`): autograd's nodes that write .grad, held so that their hooks stay (passes.py).
-        self.nodes: list[Any] = []
+        self.nodes: list[Any] = []  # only if `original`: autograd's nodes, held so that their hooks stay (passes.py)
         self.version = -1  # of `master` when the replica was last made from it
 
     @property
@@ -126,10 +125,10 @@ class Unit:
         if all(shard.grad is None for shard in self.shards):
             self.gradient = None
         if self.gradient is None:
-            self.gradient = LocalGradient(self.layout, self.shards, self.dtype, self.comm.device)
+            self.gradient = LocalGradient(self.layout, [s.grad for s in self.shards], self.dtype, self.comm.device)
         else:
             check_unwritten(self)
-        # The .grad of before stays meanwhile: so zero_grad() clears it, even if this backward raises.
+        # If this backward raises, the next forward drops what it has brought: .grad must be right without it.
         for shard, before in zip(self.shards, self.gradient.before, strict=True):
             shard.grad = before
 

@@ -92,7 +92,7 @@ class Zero3(Engine):
         unit.set_gradient(self.average(unit, gradient, unit.comm))  # with prefetch, `Ahead` does it
 
     def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
-        """The collective: this rank's chunk of the mean gradient. comm: `unit.comm`, or prefetch's own split of it."""
+        """The collective: this rank's chunk of the mean gradient. comm: `unit.comm`; prefetch has another split."""
         if self.across is None:
             shard = reduce_scatter(gradient, comm, "mean", label=unit.name)
         else:

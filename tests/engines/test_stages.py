@@ -231,6 +231,27 @@ def test_replicas_are_gathered_once_a_step(stage):
     assert first * 2 == second and after == first and again == 0
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_first_gradient_is_copied_not_added_to_zeros(stage, dtype):
+    """0 + -0 is 0. And in 16 bits an addition takes three times as long as a copy."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factors = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return self.factors * x
+
+    def signs(comm):
+        model = stage(Scale(), comm, dtype=dtype)
+        model(-torch.zeros(4)).sum().backward()
+        return [bool(p.grad.signbit().all() and (p.grad == 0).all()) for p in model.parameters()]
+
+    assert run(2, signs) == [[True], [True]]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_shows_zero_for_what_was_not_used(stage, monkeypatch):
     class Half(nn.Module):

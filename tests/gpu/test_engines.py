@@ -204,6 +204,26 @@ def test_offload_keeps_shards_and_gradients_in_pinned_memory():
         assert devices == {"cpu"} and set(pinned) == {DEVICE == "cuda"}
 
 
+def test_a_gradient_that_no_sync_shows_on_the_host_is_not_written_to():
+    """There it is a copy of the sum on the card, which a write would not reach."""
+
+    def use(comm):
+        model = Zero3(GPT(CONFIG), comm, offload=True)
+        x, y = (part.to(comm.device) for part in batch(0, config=CONFIG))
+        for written in (False, True):
+            with model.no_sync():
+                model(x, y).backward()
+            if written:
+                next(model.parameters()).grad.mul_(0.5)
+                with pytest.raises(RuntimeError, match="written to between backwards"):
+                    model(x, y).backward()
+            else:
+                model(x, y).backward()
+        return True
+
+    assert all(run(use))
+
+
 @needs_gpu("memory that a card's allocator counts")
 def test_between_steps_offload_takes_the_states_off_the_card():
     resident, offloaded = (run(held_between_steps, offload, ranks=1)[0] for offload in (False, True))
