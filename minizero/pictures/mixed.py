@@ -154,10 +154,7 @@ def draw_step(sizes: Mapping[str, tuple[int, int]], axes: Axes | None = None) ->
         arrow = FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=22, linewidth=2.2, color="black")
         axes.add_patch(arrow)
         axes.text(x, y, words, ha=side, va="center", fontsize=FONT - 2)
-    # Adam reads its moments beside the gradient, and writes them.
-    moments: Look = {"arrowstyle": "<|-|>", "mutation_scale": 22, "linewidth": 2.2, "color": "black"}
-    axes.add_patch(FancyArrowPatch((8.95, 0.2), (1.15, 0.2), connectionstyle="arc3,rad=-0.15", **moments))
-    axes.set(xlim=(-0.1, 14.2), ylim=(-0.7, 6.5))
+    axes.set(xlim=(-0.1, 14.2), ylim=(0, 6.5))
     axes.axis("off")
     return axes
 
@@ -171,9 +168,9 @@ _BOXES: dict[str, tuple[float, float, str]] = {
     "gradient": (3.9, 2.6, "gradient × s"),
     "gradient of the output": (7.8, 2.6, "its gradient × s"),
     "scaled loss": (11.7, 2.6, "s × loss"),
-    "FP32 gradient": (3.9, 0.2, "gradient"),
+    "FP32 gradient": (7.8, 0.2, "gradient"),
+    "moments": (3.9, 0.2, "Adam's moments"),
     "master": (0, 0.2, "master weight"),
-    "moments": (7.8, 0.2, "Adam's moments"),
 }
 _KINDS = {
     "weight": COLORS["parameters"],
@@ -189,7 +186,8 @@ _ARROWS: list[tuple[tuple[float, float], tuple[float, float], str, tuple[float, 
     ((12.85, 5), (12.85, 3.7), " 1 scale", (12.9, 4.35), "left"),
     ((11.7, 3.15), (10.1, 3.15), "backward", (10.9, 3.45), "center"),
     ((7.8, 3.15), (6.2, 3.15), "backward", (7.0, 3.45), "center"),
-    ((5.05, 2.6), (5.05, 1.3), " 2 copy to FP32, 3 divide by s", (5.1, 1.95), "left"),
+    ((6.0, 2.6), (8.0, 1.3), "2 copy to FP32, 3 divide by s", (7.4, 1.95), "left"),
+    ((7.8, 0.75), (6.2, 0.75), "4 Adam", (7.0, 1.05), "center"),
     ((3.9, 0.75), (2.3, 0.75), "4 step", (3.1, 1.05), "center"),
     ((1.15, 1.3), (3.9, 5.1), "5 round ", (2.2, 3.3), "right"),
 ]
