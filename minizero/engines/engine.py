@@ -79,6 +79,7 @@ class Engine(Wrapped, abc.ABC):
         for name, buffer in module.named_buffers():
             buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
+        self.roots = [unit for unit in self.units if unit.module is None]  # gathered as long as the model computes
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]  # reduced last block first, root last
         check_compiled(self, module.modules())
         for unit in self.units:
@@ -148,11 +149,6 @@ class Engine(Wrapped, abc.ABC):
     def in_backward(self) -> bool:
         """Is a backward running? Also True from a backward that raised until the next forward notices."""
         return self.backward is not None
-
-    @property
-    def roots(self) -> list[Unit]:
-        """The units outside every block, trained or frozen: gathered as long as the model computes."""
-        return [unit for unit in self.units if unit.module is None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))

@@ -27,26 +27,32 @@ class LocalGradient:
         self.layout, self.before, self.dtype, self.device = layout, before, dtype, device
         self.full: Tensor | None = None
         self.places: list[Tensor] = []
-        self.filled: set[int] = set()  # the places that hold a gradient, by number
+        self.unwritten: dict[int, Tensor] = {}  # the places that nothing came to yet, and the padding
         self.shown: list[int] = []
 
     def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """The gradient of parameter `number` goes to its place. dtype: of the buffer, if this put makes it."""
         if self.full is None:
-            self.full = torch.zeros(self.layout.size, dtype=dtype, device=self.device)
+            self.full = torch.empty(self.layout.size, dtype=dtype, device=self.device)
             tag(self.full, "gradients")
             self.places = self.layout.views(self.full)
-        if number in self.filled:  # by a backward before this one, under no_sync
+            self.unwritten = dict(enumerate([*self.places, self.full[self.layout.numel :]]))
+        if number in self.unwritten:  # a copy costs a third of adding to zeros
+            self.unwritten.pop(number).copy_(gradient)
+        else:  # a backward before this one brought some, under no_sync
             self.places[number].add_(gradient)
-        else:  # a copy costs less than adding to zeros: in 16 bits, under a third
-            self.places[number].copy_(gradient)
-        self.filled.add(number)
+
+    def zero_unwritten(self) -> None:
+        """The gradient of a parameter that was not used is zero."""
+        for place in self.unwritten.values():
+            place.zero_()
 
     def take(self) -> Tensor:
         """The full gradient in the unit's dtype, to be averaged. From now on only the caller holds it."""
         if self.full is None:  # unused on this rank, but perhaps not on others
             self.full = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
-        full, self.full, self.places = self.full.to(self.dtype), None, []
+        self.zero_unwritten()
+        full, self.full, self.places, self.unwritten = self.full.to(self.dtype), None, [], {}
         tag(full, "gradients")
         return full
 

@@ -19,6 +19,7 @@ def show(unit: Any) -> None:
     if gradient.full is None:  # unused on this rank
         unit.gradient = None
         return
+    gradient.zero_unwritten()
     mine = gradient.full if unit.whole else unit.chunk(gradient.full)
     for shard, piece in zip(unit.shards, pieces(mine, unit.shards), strict=True):
         shard.grad = piece.to(shard.device)

@@ -71,8 +71,6 @@ class Unit:
         """Are the shards the module's own parameters, whose .grad autograd itself writes? See `DDP.keep`, in FP32."""
         return self.shards is self.parameters
 
-    # Parameters.
-
     def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Rank 0's values (by default the parameters') in one flat FP32 buffer on this rank's device."""
         full = torch.zeros(self.size, dtype=torch.float32, device=self.comm.device)
