@@ -189,7 +189,7 @@ def difference(ours, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_losses_and_parameters_are_those_of_pytorchs_engines(world_size):
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (world_size, folder), nprocs=world_size)

@@ -105,8 +105,10 @@ def process_main(rank, size, folder, count):
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
-@pytest.mark.slow
-def test_random_mistakes_of_processes_end_in_a_named_error_on_every_rank(tmp_path, count=1):
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_240_random_mistakes_of_processes_end_in_a_named_error_on_every_rank(tmp_path):
+    count = 5
     cases, kinds = some_cases(count), Counter()
     assert spawn(process_main, 4, tmp_path, count, patience=1500 * count) == [0] * 4
     ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(4)]
@@ -123,9 +125,3 @@ def test_random_mistakes_of_processes_end_in_a_named_error_on_every_rank(tmp_pat
         assert seconds < SOON, f"{case}: rank {rank} only after {seconds:.1f} s, {error}"
     print(kinds)
     assert {"CollectiveMismatch", "CommTimeout", "ValueError", "ArithmeticError"} <= kinds.keys()
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_240_random_mistakes_of_processes(tmp_path):
-    test_random_mistakes_of_processes_end_in_a_named_error_on_every_rank(tmp_path, count=5)

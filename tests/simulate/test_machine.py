@@ -5,7 +5,8 @@ import pytest
 from minizero.simulate.machine import SIZES, calibrate, compare
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # it measures for minutes
+@pytest.mark.timeout(1800)
 def test_steps_at_4_and_8_ranks_are_predicted_within_30_percent():
     rows, machine = compare((4, 8), clock="cpu")  # other tests run beside this one
     link = machine.cluster.inside
