@@ -93,7 +93,7 @@ def plot_sums(lengths: Sequence[int], errors: Mapping[str, Sequence[float]], axe
         axes.plot(lengths, values, label=name, linewidth=3.5, markersize=8, **look)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    label_axes(axes, "numbers from 0 to 1 that are added", "relative error", ticks=FONT - 2)
+    label_axes(axes, "how many numbers from 0 to 1 are added", "relative error", ticks=FONT - 2)
     axes.legend(fontsize=FONT - 1, frameon=False)
     return axes
 

@@ -4,7 +4,8 @@ A lesson has a random stage if its module defines these functions:
 
     draw(random)    the cases: tuples of plain data, such as ranks, dtypes, formats, roundings
     result(case)    what the package does in that case: values, bytes, …
-    tolerance(case) how much, relative to the largest value, a right answer may be off; without it, nothing
+    tolerance(case) how much, relative to the largest value, a right answer may be off, one number or a number for each
+                    dtype; without it, nothing
 
 `Stage` calls `result` before the answer is loaded, and again with the answer inside.
 """

@@ -84,8 +84,8 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """Of each exponent field a random number and one with an empty mantissa. Field 2047: infinity, and NaNs."""
-    mantissas = [(field, mantissa) for field in range(2048) for mantissa in (0, random.randrange(2**52))]
+    """Of each exponent field the first number, the last, and a random one. Field 2047: infinity, and NaNs."""
+    mantissas = [(field, mantissa) for field in range(2048) for mantissa in (0, 2**52 - 1, random.randrange(2**52))]
     mantissas += [(2047, random.randrange(1, 2**51)) for _ in range(8)]
     return [Case(f"{random.randrange(2) << 63 | field << 52 | mantissa:#018x}") for field, mantissa in mantissas]
 

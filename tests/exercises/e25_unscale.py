@@ -158,7 +158,7 @@ def _expect_error(scaler, optimizer, kind, name, words) -> None:
 
 
 class Case(NamedTuple):
-    spoilt_by: float
+    spoilt_by: float | str
     masters: bool
     other_rank: str
     scale: float
@@ -170,14 +170,16 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """spoilt_by: what one value of one gradient is; 1.0 does no harm. other_rank: what `combine` brings, if any.
+    """spoilt_by: what one value of one gradient is; 1.0 does no harm, and the largest numbers do none. other_rank: what
+    `combine` brings, if any.
 
     half: which gradient is in FP16; without masters that is an error. no_gradients: the first optimizer has none.
     """
     halves = [None, None, None, None, 0, 1, 2]
-    ways = itertools.product((1.0, torch.inf, -torch.inf, torch.nan), (False, True), ("none", "0", "1"))
+    ways = itertools.product((1.0, "the largest", torch.inf, -torch.inf, torch.nan), (False, True), ("none", "0", "1"))
     rows = deal(random, [*ways] * 2, [2.0**10, 3.0, 2.0**20], [1, 2, 3], [False, True], halves, [False] * 5 + [True])
-    return [Case(*row) for row in rows]
+    surely = [Case("the largest", False, "none", 3.0, 1, False, None, False, random.randrange(10**6)) for _ in range(3)]
+    return [*map(Case._make, rows), *surely]
 
 
 def result(case: Case) -> dict[str, Any]:
@@ -193,7 +195,10 @@ def result(case: Case) -> dict[str, Any]:
     for number, weight in enumerate(weights):
         gradient = torch.tensor([random.randint(-9, 9) for _ in range(8)]).view(4, 2).to(weight.dtype)
         if number == spoilt:
-            gradient[random.randrange(1, 3), 0] = case.spoilt_by
+            if isinstance(case.spoilt_by, str):  # the largest: their sum would be infinite
+                gradient.fill_(torch.finfo(weight.dtype).max)
+            else:
+                gradient[random.randrange(1, 3), 0] = case.spoilt_by
         if case.sparse and number == 1 and not case.masters:
             places = torch.tensor([[1, random.randint(1, 2)]])  # one may come twice: these numbers are added up
             gradient = torch.sparse_coo_tensor(places, gradient[1:3], (4, 2), check_invariants=False)

@@ -31,7 +31,7 @@ from flash.checks import check as check_options
 from flash.traffic import count, hbm_bytes
 from minizero.memory import Ledger
 from tests.exercises.draws import deal
-from tests.exercises.kit import AtMost, fail, same, size, wrong
+from tests.exercises.kit import AtMost, Tolerance, fail, same, size, wrong
 
 PLAN = [
     "For each part: its views, and one tile. For each block of rows: load q_i; o zeros like it; l zeros and m, "
@@ -170,7 +170,9 @@ def draw(random: Random) -> list[Case]:
     )
     cases = [Case(*row) for row in deal(random, ways, dtypes, *columns)]
     large = cases[0]._replace(causal=False, window=None, dropout=0.0, heads=(1, 1), lengths=(130, 150), blocks=LARGE)
-    return [*cases, large._replace(dtype=torch.float32, head_dim=8, small_tiles=True)]
+    far = cases[1]._replace(causal=False, window=None, dtype=torch.float16, scale=0.7, first_row="far from 0")
+    many = large._replace(dtype=torch.bfloat16, batch=1, lengths=(8, 400), blocks=(16, 4), first_row="all alike")
+    return [*cases, large._replace(dtype=torch.float32, head_dim=8, small_tiles=True), far, many]
 
 
 def given(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
@@ -184,6 +186,8 @@ def given(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
     if case.first_row == "far from 0":  # all its scores are one number, beyond what FP16 holds
         q[..., 0, :], k[..., 0] = 0, 4
         q[..., 0, 0] = -60_000
+    if case.first_row == "all alike":  # each key counts as much: a sum of 400, of which 16 bits would lose some
+        q, v = 0 * q, v.abs() + 2
     seed = case.seed if case.dropout else None
     options = check_options("exercise", q, k, v, case.causal, case.scale, case.window, case.dropout, seed)
     return q, k, v, options.with_lengths(*case.lengths)
@@ -217,5 +221,6 @@ def tiles_of(case: Case) -> contextlib.AbstractContextManager[Any]:
     return mock.patch("flash.tiles.TILE", 1) if case.small_tiles else contextlib.nullcontext()
 
 
-def tolerance(case: Case) -> float:
-    return {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[case.dtype]
+def tolerance(case: Case) -> Tolerance:
+    """In 16 bits a right answer may be off by one step of the largest value: it rounds once, at the end."""
+    return {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1.2e-3, torch.bfloat16: 9e-3}

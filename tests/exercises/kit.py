@@ -84,13 +84,17 @@ class AtMost(float):
     most: float
 
 
-def compare(got: Any, want: Any, tolerance: float = 0.0, what: str = "The result") -> str:
+Tolerance = float | dict[torch.dtype, float]
+
+
+def compare(got: Any, want: Any, tolerance: Tolerance = 0.0, what: str = "The result") -> str:
     """Where `got` differs from `want`, in words; "" if it does not. A result is a tensor, a number, a dict, a list, …
 
-    NaN equals NaN only. Without a tolerance, -0 is not 0. A tolerance is relative to the largest value.
+    NaN equals NaN only. Without a tolerance, -0 is not 0. A tolerance is relative to the largest value. There may
+    be one for each dtype; a number counts as FP64.
     """
     if isinstance(want, torch.Tensor):
-        return _compare_tensors(got, want, tolerance, what)
+        return _compare_tensors(got, want, _of(tolerance, want.dtype), what)
     if hasattr(want, "_asdict"):
         got, want = getattr(got, "_asdict", lambda: got)(), want._asdict()
     if isinstance(want, list | tuple):
@@ -107,11 +111,17 @@ def compare(got: Any, want: Any, tolerance: float = 0.0, what: str = "The result
     if isinstance(want, AtMost):
         return f"{what} is {_brief(got)}, expected about {want:g}, or less" if got > want.most * want else ""
     if type(want) in (int, float):
-        right = isinstance(got, numbers.Real) and type(got) is not bool and _equal(float(got), float(want), tolerance)
+        right = (
+            isinstance(got, numbers.Real) and type(got) is not bool and _equal(float(got), float(want), _of(tolerance))
+        )
         right = right and (type(want) is float or got == want)
     else:
         right = type(got) is type(want) and got == want
     return "" if right else f"{what} is {_brief(got)}, expected {_brief(want)}"
+
+
+def _of(tolerance: Tolerance, dtype: torch.dtype = torch.float64) -> float:
+    return tolerance if isinstance(tolerance, float) else tolerance.get(dtype, 0.0)
 
 
 def _compare_tensors(got: Any, want: torch.Tensor, tolerance: float, what: str) -> str:
