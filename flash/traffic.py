@@ -67,8 +67,8 @@ def hbm_bytes(
     if min(block_q, block_k) < 1:
         raise ValueError(f"hbm_bytes: blocks of {block_q} rows and {block_k} keys; expected at least 1 of each")
     n_k = n_q if n_k is None else n_k
-    kv_heads = kv_heads or heads
-    if heads % kv_heads:
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"hbm_bytes: {heads} heads, {kv_heads} key/value heads; these must divide the heads")
     row = head_dim * itemsize  # bytes of a row of q, k, v or out
     q, k = heads * n_q * row, kv_heads * n_k * row  # of q or out; of k or v

@@ -52,6 +52,8 @@ WRONG = [
     wrong("keeps-the-whole", (MASTER, "unit.chunk(full)")),
     wrong("computes-in-fp32", ("full.to(unit.dtype)", "full"), (MASTER, "unit.chunk(full).clone()"),
           says="copies-in-fp32"),
+    wrong("cut-from-the-replica", (MASTER, "unit.chunk(unit.replica)")),
+    wrong("cut-from-the-replica/float", (MASTER, "unit.chunk(unit.replica).float()"), says="cut-from-the-replica"),
     wrong("forgets-the-shards", ("    unit.cut_shards()", "    pass"), says="no-parameters"),
 ]  # fmt: skip
 
@@ -65,6 +67,7 @@ def check() -> None:
             f"A rank holds {size(step.after['parameters'])} of parameters, where 4Ψ = {size(4 * PSI)} is enough: "
             "in FP32 the master is a view into the replica, not a copy.",
         )
+    ranks(4, keeps_all_bits)
     held = max(step.after["optimizer"] for step in ranks(4, half))
     if held > 1.5 * 12 * PSI / 4:
         fail(
@@ -98,6 +101,16 @@ def wraps(comm) -> None:
             "everyone-takes-chunk-0": (wants[0], f"Rank {comm.rank} took chunk 0, as all ranks do: take your own.")
         }
         recognise(unit.master.detach(), wants[comm.rank], mistakes, f"The master of unit {unit.name}, rank {comm.rank}")
+
+
+def keeps_all_bits(comm) -> None:
+    for unit in Zero1(GPT(SMALL), comm, dtype=torch.float16).units:
+        master = unit.master.detach()
+        if master.dtype != torch.float32 or torch.equal(master, unit.chunk(unit.replica).float()):
+            fail(
+                "cut-from-the-replica",
+                "In FP16 the master has no more bits than the replica, which was rounded: cut it from `full`, in FP32.",
+            )
 
 
 def half(comm):

@@ -3,7 +3,8 @@ through that at once. Its activations live only while its own backward runs, for
 
 `ByFunction` is one node of the graph; its forward ran fn without a tape, and left in ctx:
 
-    ctx.fn               the function           ctx.saved_tensors     its inputs
+    ctx.fn               the function; it returns a tensor, or a tuple of them
+    ctx.saved_tensors    its inputs
     ctx.replay           `with ctx.replay.again():` sets random generators and autocast back to the first run's
 
 `gradients` are those of the outputs. Returned are those of forward's arguments: None for fn, then one for each
@@ -45,6 +46,7 @@ WRONG = [
     wrong("forgets-grad-mode", ("with ctx.replay.again(), torch.enable_grad():", "with ctx.replay.again():")),
     wrong("another-dropout", ("with ctx.replay.again(), torch.enable_grad():", "with torch.enable_grad():")),
     wrong("does-not-detach", (DETACH, "list(ctx.saved_tensors)")),
+    wrong("no-gradient", (".requires_grad_(tensor.requires_grad)", "")),
     wrong("ignores-the-gradients", (BACK, "torch.autograd.backward(outputs, torch.ones_like(outputs))")),
     wrong("forgets-the-parameters", (BACK, "found = torch.autograd.grad(outputs, tensors, gradients)\n    "
                                            "for tensor, gradient in zip(tensors, found):\n        "
@@ -145,6 +147,8 @@ def compare(dropout: float) -> tuple[int, int, int]:
                     "another-dropout",
                     "With dropout the gradients are those of another mask: the second run must draw the same numbers.",
                 )
+            if g is None:
+                fail("no-gradient", "An input got no gradient: cut off from its graph, it must require one as before.")
             weight = got[-1]
             if weight is not None and torch.allclose(weight, torch.full_like(weight, float(weight[0])), rtol=1e-4):
                 fail(

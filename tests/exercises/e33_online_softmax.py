@@ -89,6 +89,8 @@ def check() -> None:
     if not torch.equal(given_values, values):
         fail("overwrites-the-values", "The values are others afterwards: a slice is a view, so write nothing into it.")
     got = two[-1].output
+    if got.shape != want.shape:
+        fail("values", f"The output has shape {tuple(got.shape)}, expected {tuple(want.shape)}: a row of values.")
     if not same(got, want, 1e-9):
         said = f"With blocks of 2 keys the output is {got[0]:.4f} …, expected {want[0]:.4f} …"
         p = (rising - 3.5).exp()

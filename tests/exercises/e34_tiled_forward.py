@@ -5,14 +5,14 @@ every block.
     S = Q_i K_jᵀ · scale    m' = max(m, rowmax S)    P = exp(S - m')
     l = exp(m - m') l + rowsum P      O = exp(m - m') O + P V_j       at the end O_i = O / l,  lse_i = m + log l
 
-A `part` (flash/tiles.py) is as many heads as fill a tile:
+A `part` (flash/tiles.py) is as many heads as fill a tile; parts(q, k, options, blocks) gives them one after the other:
 
     part.of_rows(q, out, lse)  part.of_keys(k, v)    views of its long tensors
     part.row_blocks()  part.keys_seen_by(rows)       ranges of rows, of keys
     part.load(X, span)  part.store(X, span, block)   copy a block in, and out; (heads, rows, head dim)
     scores(q_i, k_j, tile)                           q_i k_jᵀ, written into `tile` = part.empty_tile(q)
     part.hide(s, rows, keys)                         sets what a row may not see to -∞
-    part.dropout_mask(rows, keys, p)                 None without dropout; times(p, mask) applies it
+    part.dropout_mask(rows, keys, p)                 for weights p; None without dropout; times(p, mask) applies it
     exp_(x)                                          the exponential, written over x
 
 Memory is why there are tiles. So the tile is written over again and again, and so is o: `mul_`, `baddbmm_`.
@@ -107,7 +107,8 @@ def check() -> None:
     q, k, v, options = inputs(40, 20, "bottom-right")  # the first 20 rows see nothing
     out, lse = tiled.forward(q, k, v, options, (16, 16))
     if bool(out.isnan().any()) or bool(lse.isnan().any()):
-        fail("nan-in-empty-rows", "A row that sees nothing gives NaN: begin with the lowest finite number as maximum.")
+        fail("nan-in-empty-rows", "A row that sees nothing gives NaN: begin with the lowest "
+             "finite number as maximum, and divide by 1 where the sum is 0.")  # fmt: skip
     want, want_lse = attention_reference(q.double(), k.double(), v.double(), causal="bottom-right", return_lse=True)
     if not same(out, want, 1e-5) or not torch.equal(lse == -torch.inf, want_lse == -torch.inf):
         fail("values", "A row that sees nothing must have output 0 and lse -∞.")

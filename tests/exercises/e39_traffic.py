@@ -10,9 +10,9 @@ loaded, summed over the blocks of rows (the other way round: _visited(n_k, n_q, 
 band[0]))).
 
 Backward: delta = rowsum(dO O) - dlse is computed first. Then for each block of keys k, v are loaded and dk, dv
-stored once, and q, dO, lse, delta for the rows that see it. "tiled" adds to dQ for each of them (a load and a
-store of FP32; dQ is set to zero before: a store). "kernels" has a kernel for dQ of its own, which reads q, dO,
-lse, delta once and K, V as forward does.
+stored once, and q, dO, lse, delta for the rows that see it. "tiled" adds to dQ for each of them: a load and a
+store of 4 bytes a number, 8 where q has 8; dQ is set to zero before, a store. "kernels" has a kernel for dQ of
+its own, which reads q, dO, lse, delta once and K, V as forward does.
 """
 
 import itertools
@@ -32,10 +32,11 @@ PLAN = [
     "row: bytes of a row of q, k, v or out. q and k: bytes of the whole of q (heads) and of k (kv_heads), for "
     "one batch.",
     "naive: _naive_bytes, times the batch.",
-    "number = max(4, itemsize): bytes of a number of lse or delta. keys_for_rows: visited keys, times kv_heads "
-    'for "tiled" (the group shares a load), times heads for "kernels".',
+    "number = max(4, itemsize): bytes of a number of lse, delta or the sum of dQ. keys_for_rows: visited keys, times "
+    'kv_heads for "tiled" (the group shares a load), times heads for "kernels".',
     "Forward: loads q and, for keys_for_rows keys, a row of K and one of V. Stores out and lse.",
-    "Backward: as above. All for one batch; times `batch` at the end: Traffic(loads, stores).",
+    "Backward: delta loads dO, O and dlse, and stores delta. The rest as in the text. All for one batch; times `batch` "
+    "at the end: Traffic(loads, stores).",
 ]
 HINTS = [
     "Forward, tiled: loads = q + 2 · keys_for_rows · row; stores = q + heads · n_q · number.",
@@ -103,7 +104,7 @@ def check() -> None:
     loads, stores = traffic.hbm_bytes(**case, backward=True)
     want = measured(case, True)
     if (loads, stores) != want:
-        words = f"Backward loads {size(want[0])} and stores {size(want[1])}; predicted {size(loads)} and {size(stores)}"
+        words = f"{case}: backward loads and stores {want} bytes; predicted {loads, stores}"
         if loads == want[0] - 4 * tensor:
             fail(
                 "forgets-the-sum-of-dq",
@@ -132,6 +133,7 @@ def check() -> None:
         dict(block_q=-1),
         dict(block_k=0),
         dict(heads=3, kv_heads=2),
+        dict(heads=2, kv_heads=0),
         dict(window=(-1, 0)),
         dict(causal="diagonal"),
     ]

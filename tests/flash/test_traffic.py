@@ -166,6 +166,7 @@ def test_the_device_at_hand(monkeypatch):
         (lambda: choose_blocks(64, sram="H1000"), "sram is 'H1000'; expected a number of bytes or one of V100"),
         (lambda: hbm_bytes(9, 9, algorithm="flash"), "algorithm is 'flash'; expected 'naive', 'tiled' or 'kernels'"),
         (lambda: hbm_bytes(9, 9, heads=3, kv_heads=2), "3 heads, 2 key/value heads; these must divide"),
+        (lambda: hbm_bytes(9, 9, heads=2, kv_heads=0), "2 heads, 0 key/value heads; these must divide"),
         (lambda: hbm_bytes(9, 9, causal="top-left"), "hbm_bytes: causal is 'top-left'; expected False, True"),
         (lambda: hbm_bytes(9, 9, window=(-2, 0)), r"hbm_bytes: window is \(-2, 0\); each side"),
         (lambda: hbm_bytes(9, 9, block_k=0), "blocks of 128 rows and 0 keys; expected at least 1"),
