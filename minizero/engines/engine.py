@@ -11,7 +11,7 @@ Backward (uses.py, passes.py): the gradient of a unit's output has come (`gather
 (`release`). In between autograd writes the .grad of each parameter, and a hook takes it from there (`deposit`). After
 the last one comes `reduce(unit, unit.gradient.take())`, if the units before it in `in_order` are reduced. What is left
 is reduced at the end, so that all ranks reduce all units in one order. Then all is released: the root, and units whose
-input needed no gradient. A forward without a backward releases them at its own end.
+input needed no gradient. A forward whose output needs no gradient releases all at its own end.
 
 Prefetch, stage 3's default, keeps these moments. Its collectives run in other threads, on a GPU in other streams. In
 forward the all-gather of the next unit begins at the `gather` of this one; in backward later, when two thirds of this
@@ -115,7 +115,7 @@ class Engine(Wrapped, abc.ABC):
         """The unit is not used for now: free the memory of its parameters."""
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
-        """The unit's forward is over: free that memory until backward needs it."""
+        """The unit's forward is over: free that memory until backward needs it. It is always the stage's own."""
 
     def finish(self) -> None:  # noqa: B027
         """All units are reduced: what is still under way beside this thread must end."""
@@ -131,12 +131,12 @@ class Engine(Wrapped, abc.ABC):
     def mover(self) -> Any:
         """Whose methods the hooks call: the stage's own, or with prefetch those of its `Ahead` (prefetch.py).
 
-        An `Ahead` calls the stage's parts, `make_room`, `fill` and `average`. `forward_is_over` is always the stage's.
+        In them an `Ahead` calls the stage's `make_room`, `fill`, `average`, `release` and `deposit`.
         """
         return self.ahead or self
 
     def do(self, what: Callable[..., None], *args: Any) -> None:
-        """Call `what`, of the mover or the stage, and tell those who watch. They are not told what it calls."""
+        """Call `what`, of the mover or the stage, and tell those who watch. They do not hear of calls inside it."""
         for before, _ in self.watchers:
             before()
         try:

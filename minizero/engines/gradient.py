@@ -20,7 +20,7 @@ class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
     full: (size,), this rank's sum, unless no parameter has brought anything yet. before: the shards' .grad when the
-    backward began. shown: how often each .grad was written to, when no_sync.py set it.
+    first backward of the sum began. shown: how often each .grad was written to, when no_sync.py set it.
     """
 
     def __init__(self, layout: Layout, before: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> None:

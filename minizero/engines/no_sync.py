@@ -26,7 +26,7 @@ def show(unit: Any) -> None:
     gradient.shown = [shard.grad._version for shard in unit.shards]  # PyTorch's count of in-place writes
 
 
-def check_unwritten(unit: Any) -> None:
+def check_untouched(unit: Any) -> None:
     """`RuntimeError` if a sharded unit's .grad has been written to since `show`: the other chunks were not."""
     versions = [shard.grad._version if shard.grad is not None else None for shard in unit.shards]
     if versions != unit.gradient.shown and not unit.whole:

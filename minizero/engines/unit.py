@@ -16,7 +16,7 @@ from torch import nn
 
 from minizero.engines.gradient import LocalGradient, pieces
 from minizero.engines.layout import Layout
-from minizero.engines.no_sync import check_unwritten
+from minizero.engines.no_sync import check_untouched
 from minizero.engines.shards import GroupBy, cut
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
@@ -125,8 +125,8 @@ class Unit:
         if self.gradient is None:
             self.gradient = LocalGradient(self.layout, [s.grad for s in self.shards], self.dtype, self.comm.device)
         else:
-            check_unwritten(self)
-        # If this backward raises, the next forward drops what it has brought: .grad must be right without it.
+            check_untouched(self)
+        # If this backward raises, the next forward drops the whole sum: .grad must be right without it.
         for shard, before in zip(self.shards, self.gradient.before, strict=True):
             shard.grad = before
 
