@@ -49,6 +49,7 @@ WRONG = [
     wrong("forgot-divide", ('if op == "mean":\n                chunks[comm.rank].div_(comm.size)\n            ', "")),
     wrong("divides-everything", ("ring_all_gather(chunks, comm)", "ring_all_gather(chunks, comm)\n            "
           'if op == "mean":\n                flat.div_(comm.size)')),
+    wrong("any-out", ('check_out("all_reduce", out, tensor.shape, tensor.dtype)', "pass")),
     wrong("forgot-gather", ("ring_all_gather(chunks, comm)", "pass")),
     wrong("gathers-everything", ("ring_reduce_scatter(chunks, comm, COMBINE[op], out=chunks[comm.rank])\n            "
           'if op == "mean":\n                chunks[comm.rank].div_(comm.size)\n            '
@@ -163,11 +164,11 @@ def traffic(comm) -> None:
             f"Rank {comm.rank} of 4 sent {size(sent)} for a tensor of {size(4000)}: reduce first, then gather, "
             "and it is 2 (N-1)/N = 1.5 times the tensor.",
         )
-    try:
-        collectives.all_reduce(torch.ones(4), comm, "median")
-    except ValueError:
-        return
-    fail("no-error", 'op="median" must be a ValueError: check_op says so, before anything is sent.')
+    if value_or_error(collectives.all_reduce, torch.ones(4), comm, "median") != "ValueError":
+        fail("no-error", 'op="median" must be a ValueError: check_op says so, before anything is sent.')
+    for out in (torch.ones(4, dtype=torch.float64), torch.ones(8)):
+        if value_or_error(collectives.all_reduce, torch.ones(4), comm, out=out) != "ValueError":
+            fail("any-out", "An `out` of another shape or dtype must be a ValueError: check_out says so.")
 
 
 class Case(NamedTuple):

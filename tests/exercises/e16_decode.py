@@ -119,4 +119,4 @@ def result(case: Case) -> dict[str, float | str]:
 
 def written(x: float) -> float | str:
     """A number as it is; of a NaN the sign."""
-    return number_kit.typed(x, float) if x == x else f"NaN, of sign {math.copysign(1, x):g}"
+    return number_kit.typed(x, float) if x == x else f"NaN, its sign bit {int(math.copysign(1, x) < 0)}"

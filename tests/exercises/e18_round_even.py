@@ -108,8 +108,12 @@ def check() -> None:
         whole = [one_number.round_off(5, 0, 0, name) for name in one_number.ROUNDINGS]
     except ValueError as error:
         fail("nothing-to-drop", f"With drop = 0 nothing is to be rounded, and that failed: {error}.")
-    if whole != [5] * len(whole):
-        fail("nothing-to-drop", f"With drop = 0 nothing is to be rounded: 5 stays 5, and became {max(whole)}.")
+    for name, became in zip(one_number.ROUNDINGS, whole):
+        if became != 5:
+            fail(
+                "nothing-to-drop",
+                f'With drop = 0 nothing is to be rounded: 5 stays 5, and under "{name}" became {became}.',
+            )
     tiny, almost = 2**60 + 2**59 + 1, 2**60 - 1
     exact = Fraction(almost, 2**60)
     if one_number.round_off(tiny - 2**60, 60, 0, "nearest-even") != 1 or one_number.round_off(

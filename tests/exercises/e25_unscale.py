@@ -65,6 +65,7 @@ WRONG = [
         ('    progress.stage = "unscaled"', '    progress.stage = "unscaled" if gradients else "ready"'),
         says="no-error",
     ),
+    wrong("divides", ("gradient.mul_(inverse)", "gradient.div_(self._scale)")),
     wrong("takes-fp16", ("any(gradient.dtype == torch.float16 for gradient in gradients)", "False")),
     wrong("first-group-only", ("for group in optimizer.param_groups", "for group in optimizer.param_groups[:1]")),
 ]
@@ -90,6 +91,13 @@ def check() -> None:
     recognise(weights[0].grad, plain, mistakes, "The gradient after unscale_")
     if not torch.equal(weights[1].grad, torch.tensor([4.0, 5.0, 6.0])):
         fail("first-group-only", "The parameters of the second group are still scaled: go through all param_groups.")
+    weight, by_three = torch.nn.Parameter(torch.ones(1)), StaticLossScaler(3.0)
+    weight.grad = torch.tensor([7.0])
+    by_three.scale(torch.ones(()))
+    by_three.unscale_(torch.optim.SGD([weight], lr=1.0))
+    words = "The last bit differs: multiply by _float32(1 / s), as GradScaler does. 7 / 3 is not 7 times 1/3, rounded."
+    mistakes = {"divides": (torch.tensor([7.0]) / 3, words)}
+    recognise(weight.grad, torch.tensor([7.0]) * torch.tensor(1 / 3), mistakes, "A gradient of 7, with a scale of 3")
     scaler.step(optimizer)
     mistakes = {
         "unscales-twice": (
