@@ -49,7 +49,7 @@ class Engine(Wrapped, abc.ABC):
     parameters of one group only. Buffers keep their dtype.
 
     forward moves every tensor in its arguments, and in tuples, lists and dicts among them, to `comm.device`, as
-    `fully_shard` does, and with a 16-bit `dtype` casts those of floating point. Other objects stay as they are.
+    `fully_shard` does, and with a 16-bit `dtype` casts those of floating point, but no other object and no output.
 
     The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
     """
