@@ -8,10 +8,11 @@ Forward: the whole module begins (passes.py: `before_forward`, and `gather` of t
 (uses.py: `gather`), and ends (`forward_is_over`).
 
 Backward (uses.py, passes.py): the gradient of a unit's output has come (`gather`), and then that of its input
-(`release`). In between autograd writes the .grad of each parameter, and a hook takes it from there (`deposit`). After
-the last one comes `reduce(unit, unit.gradient.take())`, if the units before it in `in_order` are reduced. What is left
-is reduced at the end, so that all ranks reduce all units in one order. Then all is released: the root, and units whose
-input needed no gradient. A forward whose output needs no gradient releases all at its own end.
+(`release`). In between autograd writes the .grad of each parameter, and a hook takes it (`deposit`). A unit that waits
+for no more is reduced, `reduce(unit, unit.gradient.take())`, after those before it in `in_order`; the rest at the end.
+So all ranks reduce in one order. Then what is left is released: the root, and units whose input needed no gradient. A
+forward whose output needs no gradient releases all at its own end. A *use* of a unit is one forward of its module, and
+the way back; a unit is released when none of its uses is open.
 
 Prefetch, stage 3's default, keeps these moments. Its collectives run in other threads, on a GPU in other streams. In
 forward the all-gather of the next unit begins at the `gather` of this one; in backward later, when two thirds of this
@@ -48,8 +49,8 @@ class Engine(Wrapped, abc.ABC):
     function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
     parameters of one group only. Buffers keep their dtype.
 
-    forward moves every tensor in its arguments, and in tuples, lists and dicts among them, to `comm.device`, as
-    `fully_shard` does, and with a 16-bit `dtype` casts those of floating point, but no other object and no output.
+    forward moves the tensors among its arguments (also in tuples, lists and dicts) to `comm.device`, as `fully_shard`
+    does. With a 16-bit `dtype` it casts those of floating point. Other objects, and outputs, stay as they are.
 
     The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
     """
@@ -73,7 +74,7 @@ class Engine(Wrapped, abc.ABC):
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
-        self.uses = Uses()
+        self.uses = Uses()  # those of all units that are open
         self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
         self.note_names()
         for name, buffer in module.named_buffers():
@@ -85,7 +86,7 @@ class Engine(Wrapped, abc.ABC):
         for unit in self.units:
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
-            unit.replica_is_fresh_now()  # where the stage keeps it
+            unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: `keep` has emptied it
             mark(unit, type(self).__name__)
             watch_uses(self, unit)
         watch_passes(self)
@@ -115,7 +116,7 @@ class Engine(Wrapped, abc.ABC):
         """The unit is not used for now: free the memory of its parameters."""
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
-        """The unit's forward is over: free that memory until backward needs it. It is always the stage's own."""
+        """The unit's forward is over: free that memory until backward needs it. Called on the stage itself."""
 
     def finish(self) -> None:  # noqa: B027
         """All units are reduced: what is still under way beside this thread must end."""

@@ -19,8 +19,8 @@ from minizero.memory import tag
 class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
-    full: (size,), this rank's sum, unless no parameter has brought anything yet. before: the shards' .grad when the
-    first backward of the sum began. shown: how often each .grad was written to, when no_sync.py set it.
+    full: (size,), this rank's sum; None before the first `put`. Under no_sync several backwards add to it. before: the
+    shards' .grad when the first of them began. shown: each .grad's count of writes when no_sync.py last set it.
     """
 
     def __init__(self, layout: Layout, before: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class LocalGradient:
             self.unwritten = dict(enumerate([*self.places, self.full[self.layout.numel :]]))
         if number in self.unwritten:  # a copy costs a third of adding to zeros
             self.unwritten.pop(number).copy_(gradient)
-        else:  # a backward before this one brought some, under no_sync
+        else:  # it came before: in an earlier backward under no_sync, or in a nested one, as in recompute
             self.places[number].add_(gradient)
 
     def zero_unwritten(self) -> None:

@@ -2,7 +2,7 @@
 
     replica   what the module computes with: all of it, in the computing dtype; its parameters are views of it
     master    what the optimizer steps: FP32, this rank's chunk, or all of it (DDP)
-    shards    the optimizer's parameters: views of `master`, cut where `group_by` asks for it; without it, one shard
+    shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
     gradient  what backward has brought on this rank so far
 
 In FP32 the master of stages 0 to 2 is a view of the replica. A frozen unit has its master in the computing dtype.
@@ -28,7 +28,7 @@ class Unit:
 
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
-    over: all of them too, unless a sharding factor makes groups. Prefetch puts a split of it here, for its gathers.
+    over: all, unless a sharding factor makes groups. With prefetch it is a split of that, for the gathers' own thread.
     """
 
     replica: torch.Tensor
@@ -53,7 +53,7 @@ class Unit:
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        self.nodes: list[Any] = []  # only if `original`: autograd's nodes, held so that their hooks stay (passes.py)
+        self.nodes: list[Any] = []  # only if `original` (below): autograd's nodes, held so that hooks stay (passes.py)
         self.version = -1  # of `master` when the replica was last made from it
 
     @property
@@ -68,7 +68,7 @@ class Unit:
 
     @property
     def original(self) -> bool:
-        """Are the shards the module's own parameters, whose .grad autograd itself writes? See `DDP.keep`, in FP32."""
+        """Are the shards the module's own parameters (DDP in FP32: `DDP.keep`)? Then autograd writes their .grad."""
         return self.shards is self.parameters
 
     def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Unit:
         full = torch.zeros(self.size, dtype=torch.float32, device=self.comm.device)
         for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
-        # Two ranks may have different parameters of the same total size: by the label, which all agree on, they notice.
+        # The ranks compare labels: two with different parameters of the same total size raise, and mix nothing.
         full = broadcast(full, self.everyone, label=f"{self.name} of {self.layout}")
         tag(full, "parameters")
         return full
@@ -103,7 +103,7 @@ class Unit:
         (A write between a forward and its backward is refused: refused.py.) `_version` is PyTorch's count of in-place
         writes. `nn.Parameter(view)` shares the count of `view`, so optimizer.step() on a shard raises it. If the answer
         is yes, the rank enters an all-gather. So all ranks must give one answer: a step counts as a write on every
-        rank, also where a shard is empty.
+        rank, also on one whose chunk has nothing of a group (shards.py).
         """
         return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
 
@@ -114,7 +114,7 @@ class Unit:
     # The gradient.
 
     def begin_gradient(self) -> None:
-        """A backward begins. The shards' .grad holds one of three:
+        """A backward begins. (Under no_sync a `LocalGradient` outlives it.) The shards' .grad holds one of three:
 
         None, after zero_grad()                 what no_sync left is dropped; a new `LocalGradient`
         an average from before this backward    a new one, since `set_gradient` took the old one away
@@ -126,7 +126,7 @@ class Unit:
             self.gradient = LocalGradient(self.layout, [s.grad for s in self.shards], self.dtype, self.comm.device)
         else:
             check_untouched(self)
-        # If this backward raises, the next forward drops the whole sum: .grad must be right without it.
+        # Meanwhile .grad is that of before the sum: if backward raises, the next forward drops the sum (passes.py).
         for shard, before in zip(self.shards, self.gradient.before, strict=True):
             shard.grad = before
 

@@ -3,8 +3,8 @@
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
-The replica of a unit exists only while the unit is used, in forward and again in backward (with prefetch from a unit
-earlier on): `gather` fills it from all ranks' chunks, `release` empties it. The root unit is gathered once.
+The replica of a unit exists only while the unit is used, in forward and again in backward (with prefetch it comes a
+unit earlier): `gather` fills it from all ranks' chunks, `release` empties it. The root unit is gathered once.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
@@ -48,7 +48,7 @@ class Zero3(Engine):
         **options: Any,
     ) -> None:
         check_prefetch(prefetch)
-        self.inside, self.across = inside_and_across(comm, sharding_factor)
+        self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: None if there is one group
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
         self.ahead = Ahead(self, prefetch) if prefetch else None  # its gather and reduce run, not ours
@@ -79,7 +79,8 @@ class Zero3(Engine):
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, not only the parameter: autograd still holds views of it, which `fill` fills again.
-        # Autograd does not notice: a parameter set by `.data =` does not share the replica's count of writes.
+        # That is a write, which autograd would refuse. It sees none: a parameter set by `.data =` (and not made by
+        # `nn.Parameter(view)`) does not share the replica's count of writes.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 

@@ -9,7 +9,7 @@ chunk to the right. So it sends (N-1)/N of the tensor, the least that any algori
 
 Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 `agreement`: all ranks say the same, or all raise (agreement.py). `soon` names the tensors to be received next, so that
-a transport can begin; the rings are right without it. `tag` tells a memory ledger what a tensor is.
+a transport can begin to receive them; the rings are correct without it. `tag` tells a memory ledger what a tensor is.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def ring_reduce_scatter(
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     # Chunk r starts at rank r+1, so that after N-1 hops it arrives at rank r, complete.
     partial = chunks[(comm.rank - 1) % comm.size]
-    # Two would do: one goes out, one is filled. A transport may want more; more than N-1 are of no use.
+    # Two are enough: one goes out while the other is filled. A transport that receives ahead may want more, up to N-1.
     count = min(comm.transport.ring_buffers(partial), comm.size - 1)
     buffers = [torch.empty_like(partial) for _ in range(count)]
     for buffer in buffers:

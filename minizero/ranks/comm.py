@@ -7,8 +7,7 @@ another learns only from a message, and a `Comm` sends and receives the messages
     with Comm.from_process_group() as comm:   this process is one rank of torchrun
 
 `send` returns when the matching `recv` has copied the data (a rendezvous, as in MPI). Two ranks that both `send` first
-deadlock; use `send_recv`. The collectives (collectives.py) are made of these three calls, and tell the transport what
-comes `soon`. Data parallelism and ZeRO are made of the collectives.
+deadlock; use `send_recv`. The collectives are made of these three calls, DDP and ZeRO of the collectives.
 """
 
 import contextlib
@@ -63,9 +62,9 @@ class Comm:
 
     def split(self, color: int) -> "Comm":
         """A communicator of the ranks that gave the same color, in the order of their ranks. Collective."""
-        colors = exchange(self, "split", f"{color}")
+        colors = exchange(self, "split", f"{color}")  # what each rank says, in the order of the ranks
         mine = [rank for rank, other in enumerate(colors) if other == colors[self.rank]]
-        name = f"{self.transport.sequence}:{color}"  # its messages never mix with those of another split
+        name = f"{self.transport.sequence}:{color}"  # `sequence` counts the collectives: no two splits have one name
         part = Comm(self.transport.subgroup(mine, name), self.observers)
         self.parts.append(part)
         return part
