@@ -1,4 +1,4 @@
-"""What notebook 02 measures with: a step, the messages, a machine of pauses; and the pictures that only it needs."""
+"""What notebooks 02 and 02b measure with: a step, messages, a machine of pauses; and pictures that only they need."""
 
 import time
 

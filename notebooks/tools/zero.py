@@ -1,4 +1,4 @@
-"""What notebook 02 measures, and how it prints: one training step of an engine, and the messages between ranks."""
+"""What notebooks 02, 02b and 04b measure, and how they print: a training step of an engine, the messages of ranks."""
 
 import contextlib
 import difflib

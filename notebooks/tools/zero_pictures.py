@@ -1,4 +1,4 @@
-"""The pictures that only notebook 02 needs, from plain data."""
+"""The pictures that only notebooks 02 and 02b need, from plain data."""
 
 from matplotlib.figure import Figure
 

@@ -48,7 +48,8 @@ AFTER = (
     "counts: an update is lost if the weight is the same afterwards. That counts any optimizer and any rounding; a "
     "formula predicts, before there is a run. Masters in FP32 move the border down by 2^13, since FP32 has 13 bits "
     "more: they do not abolish it. Stochastic rounding does, on average: an update of a tenth of a step moves the "
-    "weight in a tenth of all cases. Read next: precision/master.py, section 6 of notebooks/04_mixed_precision.ipynb; "
+    "weight in a tenth of all cases. Read next: precision/master.py, section 1 of "
+    "notebooks/04b_masters_sums_bytes.ipynb; "
     'Micikevicius et al., 2018, "Mixed Precision Training", section 3.1.'
 )
 EXPONENT = "max(exponent - 1, fmt.min_exponent) if weight else fmt.min_exponent"

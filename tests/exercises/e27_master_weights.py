@@ -38,7 +38,7 @@ AFTER = (
     "parameter, the masters would undo that in silence, so it is an error. `taken` says that a scaler has copied and "
     "unscaled the gradients: to copy them again would bring back the scaled ones. With a closure every evaluation "
     "first rounds the masters into the weights, because LBFGS moves the masters several times in one step. Read next: "
-    "section 6 of notebooks/04_mixed_precision.ipynb."
+    "section 1 of notebooks/04b_masters_sums_bytes.ipynb."
 )
 WRONG = [
     wrong("forgets-to-round-back", ("    self._round_back()", "    pass")),

@@ -13,12 +13,14 @@ CELLS = {
         'assert t["multiply"]': "compares seconds, which are not a card's here",
         "assert first < last": "compares seconds, which are not a card's here",
     },
-    "02_zero": {
+    "02_zero": INSTALL,
+    "02b_zero_choices": {
         **INSTALL,
         "beside_pytorch.measure": "PyTorch's own engines need processes",
         "theirs, views": "compares with them",
     },
     "03_fp16_bits": INSTALL,
+    "03b_fp16_sums": INSTALL,
     "04_mixed_precision": {
         **INSTALL,
         "middle, low =": "judges the values of long training",
@@ -26,6 +28,9 @@ CELLS = {
         "skipped = [step": "trains for long",
         "of 200 steps skipped": "judges the values of long training",
         "inside = here.share": "judges the values of long training",
+    },
+    "04b_masters_sums_bytes": {
+        **INSTALL,
         "experiments.train_classifier": "trains on the CPU only",
         '"sequential")': "adds up on the CPU only",
         "experiments.train_batch_norm": "trains on the CPU only",
@@ -55,7 +60,6 @@ CELLS = {
 # Of each notebook: what makes a cell long, or needs a cell that is left out, and what stands in for it.
 SHORTER = {
     "01_collectives": {"n, other = (4096 if": "n, other = (64 if"},
-    "02_zero": {"for ranks in (4, 32):": "for ranks in (4,):"},
     "04_mixed_precision": {
         "steps=200": "steps=2",
         "[::199]": "[:2]",
@@ -64,6 +68,7 @@ SHORTER = {
         "for x, y in batches(200):\n    with": "for x, y in batches(2):\n    with",
         "assert sum(losses[-20:]) / 20 < 1.75": "",
     },
+    "04b_masters_sums_bytes": {"for ranks in (4, 32):": "for ranks in (4,):"},
     "05_recompute": {"(16, 64, 144, 256, 576, 1024)": "(16, 64)"},
     "06_gradient_accumulation": {
         "curves = {size: train(size) for size in (8, 32, 128)}": "train(8, 16)",
