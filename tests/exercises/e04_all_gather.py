@@ -64,6 +64,8 @@ WRONG = [
     wrong("sends-fp32", ("comm.send_recv(outgoing, right, incoming, left)",
                          "fresh = torch.empty(incoming.shape)\n        "
                          "comm.send_recv(outgoing.float(), right, fresh, left)\n        incoming.copy_(fresh)")),
+    wrong("announces-others", ("soon([chunks[(comm.rank - step - 1)", "soon([chunks[(comm.rank + step - 1)"),
+          says="random"),
     wrong("not-a-ring", ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]"),
           ("comm.send_recv(outgoing, right, incoming, left)",
            "comm.send_recv(outgoing, (right + step) % comm.size, incoming, (left - step) % comm.size)")),
@@ -212,6 +214,7 @@ def result(case: Case) -> dict[str, Any]:
             "bytes sent": watch.sent,
             "hops in a row": watch.hops,
             "receivers": sorted(watch.receivers),
+            "what `soon` named, if it was called, is what came next": watch.kept_its_word,
         }
 
     return rank_kit.by_rank(ranks(case.ranks * case.groups, on_rank))

@@ -266,6 +266,7 @@ def result(case: Case) -> dict[str, Any]:
             "bytes sent": watch.sent,
             "hops in a row": watch.hops,
             "receivers": sorted(watch.receivers),
+            "what `soon` named, if it was called, is what came next": watch.kept_its_word,
         }
 
     return rank_kit.by_rank(ranks(case.ranks * case.groups, on_rank))

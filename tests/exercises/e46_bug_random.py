@@ -89,6 +89,7 @@ WRONG = [
     wrong("batch-size", ("// comm.size // batch_size", "// comm.size // len(order[comm.rank :: comm.size])")),
     wrong("global-state", (f"np.random.{NOISE}", "np.random.default_rng([seed, epoch, comm.rank + 1])\n"
           "        np.random.seed(seed)")),
+    wrong("noise-around-one", ("random.normal(0, 0.1,", "random.normal(1, 0.1,"), says="no-noise"),
     wrong("no-noise", ("random.normal(0, 0.1,", "0 * random.normal(0, 0.1,")),
 ]  # fmt: skip
 COUNT, EPOCHS, LONG = 24, 4, 1010
@@ -182,9 +183,10 @@ def train(comm, model, examples, epochs, batch_size, seed):
 
 def check() -> None:
     run = Run(2, list(range(EPOCHS)))
-    level = float(run.noise.std())
-    if not 0.08 < level < 0.12:
-        fail("no-noise", f"The noise has a standard deviation of {level:.4f}, and should have one of 0.1.")
+    mean, deviation = float(run.noise.mean()), float(run.noise.std())
+    if not (0.08 < deviation < 0.12 and abs(mean) < 0.04):
+        words = f"The noise has a mean of {mean:.4f} and a standard deviation of {deviation:.4f}"
+        fail("no-noise", f"{words}, and should have 0 and 0.1.")
     check_randomness(run)
     if not torch.equal(run.noise, Run(2, list(range(EPOCHS))).noise):
         fail("not-reproducible", "The same seed gave another run the second time: nobody could repeat it.")

@@ -70,7 +70,14 @@ class Watch:
         self.world_rank = comm.ranks[comm.rank]
         self.before, self.hops = comm.bytes_sent, 0
         self.receivers: set[int] = set()
+        self.announced: collections.deque[tuple[int, int]] = collections.deque()  # by `soon`, not yet received
+        self.as_announced = True
+        self.soon, comm.transport.soon = comm.transport.soon, self._soon
         self.transfer, comm.transport.transfer = comm.transport.transfer, self._transfer
+
+    def _soon(self, tensors: list[torch.Tensor], src: int) -> None:
+        self.announced.extend((tensor.data_ptr(), src) for tensor in tensors)
+        self.soon(tensors, src)
 
     def _transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
         """Each message carries the number of those before it; a rank goes on from the largest that it has seen."""
@@ -79,9 +86,16 @@ class Watch:
             self.receivers.add(dst)
             self.times[self.world_rank, self.comm.ranks[dst]].append(done)
         self.transfer(outgoing, dst, incoming, src)
+        if incoming is not None and self.announced:
+            self.as_announced &= self.announced.popleft() == (incoming.data_ptr(), src)
         if incoming is not None:
             done = max(done, self.times[self.comm.ranks[src], self.world_rank].popleft())
         self.hops = done
+
+    @property
+    def kept_its_word(self) -> bool:
+        """Did it receive what it told the transport by `soon`? Who tells nothing, did."""
+        return self.as_announced and not self.announced
 
     @property
     def sent(self) -> int:
