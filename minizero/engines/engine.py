@@ -3,21 +3,21 @@
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
     backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release all
 
-The root unit holds what lies outside every block, such as the embeddings. Hooks of PyTorch tell of these moments.
-Forward: the whole module begins (passes.py: `before_forward`, and `gather` of the root); a unit's module begins
-(uses.py: `gather`), and ends (`forward_is_over`).
+The root unit holds what lies outside every block, such as the embeddings. Hooks of PyTorch, in passes.py for the whole
+model and in uses.py for one unit, call the methods of this file. Forward: the model begins (`before_forward`, and
+`gather` of the root); a unit's module begins (`gather`), and ends (`forward_is_over`).
 
-Backward (uses.py, passes.py): the gradient of a unit's output has come (`gather`), and then that of its input
-(`release`). In between autograd writes the .grad of each parameter, and a hook takes it (`deposit`). A unit that waits
-for no more is reduced, `reduce(unit, unit.gradient.take())`, after those before it in `in_order`; the rest at the end.
-So all ranks reduce in one order. Then what is left is released: the root, and units whose input needed no gradient. A
-forward whose output needs no gradient releases all at its own end. A *use* of a unit is one forward of its module, and
-the way back; a unit is released when none of its uses is open.
+Backward: the gradient of a unit's output has come (`gather`), and then that of its input (`release`). In between
+autograd writes the .grad of each parameter, and a hook takes it (`deposit`). A unit that waits for no more is reduced,
+`reduce(unit, unit.gradient.take())`, after those before it in `in_order`; the rest at the end. So all ranks reduce in
+one order. Then what is left is released: the root, and units whose input needed no gradient. A forward whose output
+needs no gradient releases all at its own end. (A *use* of a unit is one forward of its module, and the way back. In
+backward it is open between these two moments. If a module ran twice, its last open use releases it.)
 
 Prefetch, stage 3's default, keeps these moments. Its collectives run in other threads, on a GPU in other streams. In
-forward the all-gather of the next unit begins at the `gather` of this one; in backward later, when two thirds of this
-unit's gradient have come. The next unit's `gather` only waits. A forward learns from the last forward which is next, a
-backward from the last backward. `reduce` only begins: another unit's first `deposit`, or `finish`, waits for its end.
+forward the all-gather of the next unit begins at the `gather` of this one; in backward when two thirds of this unit's
+gradient have come, and most of its activations are gone. The next `gather` only waits. A pass learns from the last of
+its kind which unit is next. `reduce` only begins: another unit's first `deposit`, or `finish`, waits for its end.
 """
 
 import abc
@@ -74,7 +74,7 @@ class Engine(Wrapped, abc.ABC):
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
-        self.uses = Uses()  # those of all units that are open
+        self.uses = Uses()  # forwards of units that run, and the uses that are open
         self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
         self.note_names()
         for name, buffer in module.named_buffers():
@@ -116,7 +116,7 @@ class Engine(Wrapped, abc.ABC):
         """The unit is not used for now: free the memory of its parameters."""
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
-        """The unit's forward is over: free that memory until backward needs it. Called on the stage itself."""
+        """The unit's forward is over: stage 3 frees its parameters. Called on the stage, since no `Ahead` has it."""
 
     def finish(self) -> None:  # noqa: B027
         """All units are reduced: what is still under way beside this thread must end."""
@@ -126,13 +126,13 @@ class Engine(Wrapped, abc.ABC):
         assert unit.gradient is not None
         unit.gradient.put(number, gradient, unit.dtype if self.sync else torch.float32)
 
-    # When.
+    # How the hooks call a stage.
 
     @property
     def mover(self) -> Any:
         """Whose methods the hooks call: the stage's own, or with prefetch those of its `Ahead` (prefetch.py).
 
-        In them an `Ahead` calls the stage's `make_room`, `fill`, `average`, `release` and `deposit`.
+        In them an `Ahead` calls Zero3's `make_room`, `fill`, `average`, `release` and `deposit`.
         """
         return self.ahead or self
 

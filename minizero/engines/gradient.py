@@ -20,7 +20,7 @@ class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
     full: (size,), this rank's sum; None before the first `put`. Under no_sync several backwards add to it. before: the
-    shards' .grad when the first of them began. shown: each .grad's count of writes when no_sync.py last set it.
+    shards' .grad when the first of them began. shown: each .grad's `_version` when no_sync.py last set it.
     """
 
     def __init__(self, layout: Layout, before: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class LocalGradient:
             self.unwritten = dict(enumerate([*self.places, self.full[self.layout.numel :]]))
         if number in self.unwritten:  # a copy costs a third of adding to zeros
             self.unwritten.pop(number).copy_(gradient)
-        else:  # it came before: in an earlier backward under no_sync, or in a nested one, as in recompute
+        else:  # it came before: in an earlier backward under no_sync, or in one inside this one (recompute)
             self.places[number].add_(gradient)
 
     def zero_unwritten(self) -> None:

@@ -3,7 +3,7 @@
     replica   what the module computes with: all of it, in the computing dtype; its parameters are views of it
     master    what the optimizer steps: FP32, this rank's chunk, or all of it (DDP)
     shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
-    gradient  what backward has brought on this rank so far
+    gradient  what backward has brought on this rank so far, a `LocalGradient` (read gradient.py first)
 
 In FP32 the master of stages 0 to 2 is a view of the replica. A frozen unit has its master in the computing dtype.
 """
@@ -28,7 +28,7 @@ class Unit:
 
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
-    over: all, unless a sharding factor makes groups. With prefetch it is a split of that, for the gathers' own thread.
+    over: all, unless a sharding factor makes groups. Prefetch replaces it by another of the same ranks, for its thread.
     """
 
     replica: torch.Tensor
@@ -68,7 +68,7 @@ class Unit:
 
     @property
     def original(self) -> bool:
-        """Are the shards the module's own parameters (DDP in FP32: `DDP.keep`)? Then autograd writes their .grad."""
+        """Are the shards the module's own parameters (DDP in FP32)? Then autograd and the optimizer share a .grad."""
         return self.shards is self.parameters
 
     def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
@@ -100,10 +100,10 @@ class Unit:
     def replica_is_stale(self) -> bool:
         """Must the replica be made from `master` (again)? `master` was written since, or the replica's memory is gone.
 
-        (A write between a forward and its backward is refused: refused.py.) `_version` is PyTorch's count of in-place
-        writes. `nn.Parameter(view)` shares the count of `view`, so optimizer.step() on a shard raises it. If the answer
-        is yes, the rank enters an all-gather. So all ranks must give one answer: a step counts as a write on every
-        rank, also on one whose chunk has nothing of a group (shards.py).
+        `_version` is PyTorch's count of in-place writes. `nn.Parameter(view)` shares the count of `view`, so
+        optimizer.step() on a shard raises it. Yes means an all-gather, so all ranks must say the same: each has a shard
+        of every group, if need be an empty one (shards.py), and a step on that is a write, too. (A write between a
+        forward and its backward is refused.)
         """
         return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
 
@@ -114,7 +114,7 @@ class Unit:
     # The gradient.
 
     def begin_gradient(self) -> None:
-        """A backward begins. (Under no_sync a `LocalGradient` outlives it.) The shards' .grad holds one of three:
+        """A backward begins. `gradient` is None, but for a sum that no_sync left. The shards' .grad holds one of three:
 
         None, after zero_grad()                 what no_sync left is dropped; a new `LocalGradient`
         an average from before this backward    a new one, since `set_gradient` took the old one away
@@ -126,15 +126,15 @@ class Unit:
             self.gradient = LocalGradient(self.layout, [s.grad for s in self.shards], self.dtype, self.comm.device)
         else:
             check_untouched(self)
-        # Meanwhile .grad is that of before the sum: if backward raises, the next forward drops the sum (passes.py).
+        # Meanwhile .grad is that of before the sum. If backward raises, the next forward drops the sum (passes.py).
         for shard, before in zip(self.shards, self.gradient.before, strict=True):
             shard.grad = before
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Let the shards' .grad be the average plus what they had before. average: flat, with what padding it has.
 
-        `full` is read by nobody. It lives as long as .grad, until zero_grad(): stages 0 and 1 keep the full gradient,
-        and the ledger sees it. What was averaged in 16 bits becomes FP32 here, for the optimizer.
+        Nobody reads `full`. It hangs on .grad to live as long, until zero_grad(): stages 0 and 1 keep the full
+        gradient, and the memory ledger shows it. What was averaged in 16 bits becomes FP32 here, for the optimizer.
         """
         assert self.gradient is not None
         flat = average.float()

@@ -1,10 +1,12 @@
 """ZeRO stage 3 (fully sharded, FSDP): each rank also keeps the parameters of its own chunk only.
 
-    per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes
+    per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes, for Ψ parameters
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
 The replica of a unit exists only while the unit is used, in forward and again in backward (with prefetch it comes a
 unit earlier): `gather` fills it from all ranks' chunks, `release` empties it. The root unit is gathered once.
+`gather` and `reduce` below run with prefetch=0. By default an `Ahead` (prefetch.py) calls their halves: `make_room`,
+and `fill` in a thread; `average` in a thread, and `set_gradient` later.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
@@ -48,7 +50,7 @@ class Zero3(Engine):
         **options: Any,
     ) -> None:
         check_prefetch(prefetch)
-        self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: None if there is one group
+        self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: the same chunk's ranks, or None
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
         self.ahead = Ahead(self, prefetch) if prefetch else None  # its gather and reduce run, not ours
@@ -62,12 +64,12 @@ class Zero3(Engine):
 
     def gather(self, unit: Unit) -> None:
         if unit.replica_is_stale():
-            self.make_room(unit)  # with prefetch, `Ahead` calls these two
+            self.make_room(unit)
             self.fill(unit)
         unit.point_parameters_at(unit.replica)
 
     def make_room(self, unit: Unit) -> None:
-        """Allocate the replica's memory. From here on it is not stale: its gather has begun, and needs no other."""
+        """Allocate the replica's memory. It counts as fresh from here on, before `fill`: no second gather begins."""
         unit.replica.untyped_storage().resize_(unit.size * unit.dtype.itemsize)
         unit.replica_is_fresh_now()
 
@@ -78,9 +80,9 @@ class Zero3(Engine):
         all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
 
     def release(self, unit: Unit) -> None:
-        # The storage is emptied, not only the parameter: autograd still holds views of it, which `fill` fills again.
-        # That is a write, which autograd would refuse. It sees none: a parameter set by `.data =` (and not made by
-        # `nn.Parameter(view)`) does not share the replica's count of writes.
+        # The storage is emptied, and not thrown away: autograd holds views of it, and `fill` fills them again. Autograd
+        # refuses tensors that were written to since, by their count of writes. But a parameter set by `.data =` has a
+        # count of its own, which `fill` does not raise.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 
@@ -90,7 +92,7 @@ class Zero3(Engine):
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after this: its memory is free for the next unit's.
-        unit.set_gradient(self.average(unit, gradient, unit.comm))  # with prefetch, `Ahead` does it
+        unit.set_gradient(self.average(unit, gradient, unit.comm))
 
     def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
         """The collective: this rank's chunk of the mean gradient. comm: `unit.comm`; prefetch has another split."""

@@ -25,7 +25,7 @@ class Comm:
     """One rank's view of the others.
 
     rank: this rank, 0 … size-1. size: how many ranks there are, N. device: where this rank computes.
-    `ranks[r]` is the world rank of this communicator's rank r; errors name world ranks.
+    A part made by `split` numbers its ranks anew: `ranks[r]` is its rank r in the world. Errors name world ranks.
     """
 
     def __init__(self, transport: Transport, observers: list[Observer] | None = None) -> None:
