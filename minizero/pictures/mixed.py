@@ -129,7 +129,8 @@ def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]], a
     for (name, held), look in zip(peaks.items(), looks):
         axes.plot(batch_sizes, [size / MIB for size in held], label=name, linewidth=3.5, markersize=9, **look)
     axes.set_ylim(bottom=0)
-    axes.set_xticks(list(batch_sizes))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(batch_sizes), [f"{size}" for size in batch_sizes])
     label_axes(axes, "images in the batch", "peak of one step (MiB)", ticks=FONT - 2)
     axes.legend(fontsize=FONT - 1, frameon=False, loc="upper left")
     return axes
