@@ -38,5 +38,5 @@ class Zero1(Engine):
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         mine = unit.chunk(gradient)
         reduce_scatter(gradient, self.comm, "mean", out=mine, label=unit.name)
-        # The other chunks are of no use to this rank. Stage 1 keeps them all the same, until zero_grad(): see zero2.py.
+        # The other chunks are of no use to this rank. Stage 1 keeps them until zero_grad(), as DDP does.
         unit.set_gradient(mine, full=gradient)
