@@ -3,10 +3,8 @@
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes, for Ψ parameters
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
-The replica of a unit exists only while the unit is used, in forward and again in backward (with prefetch it comes a
-unit earlier): `gather` fills it from all ranks' chunks, `release` empties it. The root unit is gathered once.
-`gather` and `reduce` below run with prefetch=0. By default an `Ahead` (prefetch.py) calls their halves: `make_room`,
-and `fill` in a thread; `average` in a thread, and `set_gradient` later.
+A unit's replica exists only while it is used, in forward and again in backward: `gather` fills and `release` empties it.
+With prefetch, the default, an `Ahead` (prefetch.py) calls the halves of `gather` and `reduce`, one unit earlier.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
@@ -80,9 +78,8 @@ class Zero3(Engine):
         all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
 
     def release(self, unit: Unit) -> None:
-        # The storage is emptied, and not thrown away: autograd holds views of it, and `fill` fills them again. Autograd
-        # refuses tensors that were written to since, by their count of writes. But a parameter set by `.data =` has a
-        # count of its own, which `fill` does not raise.
+        # The storage is emptied, and not thrown away: autograd holds views of it, which `fill` fills again. It sees no
+        # write in that, because a parameter set by `.data =` has a count of writes of its own.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 

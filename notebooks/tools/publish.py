@@ -152,7 +152,7 @@ def book(folder):
             for to, text in ((before, "back"), (after, "on"))
         ]
         content = "".join(draw(cell, fold=False) for cell in notebook.cells)
-        content = re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', content)  # the others are pages here
+        content = re.sub(r'href="(\d\d\w+)\.ipynb', r'href="\1.html', content)  # the others are pages here
         content = re.sub(r'href="\.\./', 'href="../../', content)  # the checkout, seen from results/book
         top = f'<nav>{links[0]}<a href="index.html">all</a>{links[1]}</nav>'
         paths.append(write(folder / f"{name}.html", page(title_of(notebook), top + content, styles=STYLE)))
