@@ -3,7 +3,7 @@
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes, for Ψ parameters
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
-A unit's replica exists only while it is used, in forward and again in backward: `gather` fills and `release` empties it.
+A unit's replica exists only while it is used, in forward and in backward: `gather` fills and `release` empties it.
 With prefetch, the default, an `Ahead` (prefetch.py) calls the halves of `gather` and `reduce`, one unit earlier.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
