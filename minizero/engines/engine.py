@@ -7,12 +7,12 @@ The root unit holds what lies outside every block, such as the embeddings. Hooks
 model and in uses.py for one unit, call the methods of this file. Forward: the model begins (`before_forward`, and
 `gather` of the root); a unit's module begins (`gather`), and ends (`forward_is_over`).
 
-Backward: the gradient of a unit's output has come (`gather`), and then that of its input (`release`). In between
-autograd writes the .grad of each parameter, and a hook takes it (`deposit`). A unit that waits for no more is reduced,
-`reduce(unit, unit.gradient.take())`, after those before it in `in_order`; the rest at the end. So all ranks reduce in
-one order. Then what is left is released: the root, and units whose input needed no gradient. A forward whose output
-needs no gradient releases all at its own end. (A *use* of a unit is one forward of its module, and the way back. In
-backward it is open between these two moments. If a module ran twice, its last open use releases it.)
+Backward: a *use* of a unit (one forward of its module, and the way back) opens when the gradient of its output comes
+(`gather`). It closes when that of its input comes (`release`, if no other use is open). In between autograd writes the
+.grad of each parameter, and a hook takes it (`deposit`). A unit is complete when no parameter owes one. Complete units
+are reduced, `reduce(unit, unit.gradient.take())`, in the order of `in_order`; at the end those with unused parameters,
+and what waits for them. So all ranks reduce in one order. Then what is left is released: the root, and units whose
+input needed no gradient. A forward whose output needs no gradient releases all at its own end.
 
 Prefetch, stage 3's default, keeps these moments. Its collectives run in other threads, on a GPU in other streams. In
 forward the all-gather of the next unit begins at the `gather` of this one; in backward when two thirds of this unit's
@@ -80,7 +80,7 @@ class Engine(Wrapped, abc.ABC):
         for name, buffer in module.named_buffers():
             buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
-        self.roots = [unit for unit in self.units if unit.module is None]  # gathered as long as the model computes
+        self.roots = [unit for unit in self.units if unit.module is None]  # gathered until backward ends
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]  # reduced last block first, root last
         check_compiled(self, module.modules())
         for unit in self.units:
@@ -116,7 +116,7 @@ class Engine(Wrapped, abc.ABC):
         """The unit is not used for now: free the memory of its parameters."""
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
-        """The unit's forward is over: stage 3 frees its parameters. Called on the stage, since no `Ahead` has it."""
+        """The unit's forward is over: stage 3 frees its parameters. Called on the stage, not on the `mover`."""
 
     def finish(self) -> None:  # noqa: B027
         """All units are reduced: what is still under way beside this thread must end."""

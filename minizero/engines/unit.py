@@ -3,7 +3,7 @@
     replica   what the module computes with: all of it, in the computing dtype; its parameters are views of it
     master    what the optimizer steps: FP32, this rank's chunk, or all of it (DDP)
     shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
-    gradient  what backward has brought on this rank so far, a `LocalGradient` (read gradient.py first)
+    gradient  what backward has brought on this rank so far, a `LocalGradient` (gradient.py)
 
 In FP32 the master of stages 0 to 2 is a view of the replica. A frozen unit has its master in the computing dtype.
 """
@@ -114,11 +114,11 @@ class Unit:
     # The gradient.
 
     def begin_gradient(self) -> None:
-        """A backward begins. `gradient` is None, but for a sum that no_sync left. The shards' .grad holds one of three:
+        """A backward begins. What the shards' .grad holds, and what becomes of `gradient`:
 
-        None, after zero_grad()                 what no_sync left is dropped; a new `LocalGradient`
-        an average from before this backward    a new one, since `set_gradient` took the old one away
-        a view of what no_sync left             the old one goes on
+        None, after zero_grad()         a new one; a sum that no_sync left is dropped
+        an average of another backward  a new one, and the average is its `before`; `set_gradient` took the old one away
+        a view of what no_sync left     that sum goes on
         """
         if all(shard.grad is None for shard in self.shards):
             self.gradient = None
@@ -131,7 +131,7 @@ class Unit:
             shard.grad = before
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
-        """Let the shards' .grad be the average plus what they had before. average: flat, with what padding it has.
+        """Let the shards' .grad be the average plus what they had before. average: flat, perhaps with padding.
 
         Nobody reads `full`. It hangs on .grad to live as long, until zero_grad(): stages 0 and 1 keep the full
         gradient, and the memory ledger shows it. What was averaged in 16 bits becomes FP32 here, for the optimizer.

@@ -4,7 +4,7 @@
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
 A unit's replica exists only while it is used, in forward and in backward: `gather` fills and `release` empties it.
-With prefetch, the default, an `Ahead` (prefetch.py) calls the halves of `gather` and `reduce`, one unit earlier.
+With prefetch, the default, an `Ahead` (prefetch.py) begins each gather a unit earlier, and ends each reduction later.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
@@ -79,7 +79,7 @@ class Zero3(Engine):
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, and not thrown away: autograd holds views of it, which `fill` fills again. It sees no
-        # write in that, because a parameter set by `.data =` has a count of writes of its own.
+        # write in that: a parameter set by `.data =` does not share the count of writes, as `nn.Parameter(view)` does.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 
