@@ -73,11 +73,17 @@ class Watch:
         self.announced: collections.deque[tuple[int, int]] = collections.deque()  # by `soon`, not yet received
         self.as_announced = True
         self.soon, comm.transport.soon = comm.transport.soon, self._soon
+        self.move, comm.transport.move = comm.transport.move, self._move
         self.transfer, comm.transport.transfer = comm.transport.transfer, self._transfer
 
     def _soon(self, tensors: list[torch.Tensor], src: int) -> None:
         self.announced.extend((tensor.data_ptr(), src) for tensor in tensors)
         self.soon(tensors, src)
+
+    def _move(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
+        if incoming is not None and self.announced:
+            self.as_announced &= self.announced.popleft() == (incoming.data_ptr(), src)
+        self.move(outgoing, dst, incoming, src)
 
     def _transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
         """Each message carries the number of those before it; a rank goes on from the largest that it has seen."""
@@ -86,8 +92,6 @@ class Watch:
             self.receivers.add(dst)
             self.times[self.world_rank, self.comm.ranks[dst]].append(done)
         self.transfer(outgoing, dst, incoming, src)
-        if incoming is not None and self.announced:
-            self.as_announced &= self.announced.popleft() == (incoming.data_ptr(), src)
         if incoming is not None:
             done = max(done, self.times[self.comm.ranks[src], self.world_rank].popleft())
         self.hops = done
