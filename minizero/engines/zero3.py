@@ -79,7 +79,7 @@ class Zero3(Engine):
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, and not thrown away: autograd holds views of it, which `fill` fills again. It sees no
-        # write in that: a parameter set by `.data =` does not share the count of writes, as `nn.Parameter(view)` does.
+        # write in that: unlike `nn.Parameter(view)`, a parameter set by `.data =` does not share the count of writes.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 
