@@ -71,7 +71,12 @@ def _connect(group: Any) -> ProcessTransport:
     store = group.get_group_store()
     number = store.add(f"communicators of rank {dist.get_rank()}", 1)  # an earlier one's addresses are old
     store, rank = dist.PrefixStore(f"communicator {number}", store), ranks.index(dist.get_rank())
-    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=TIMEOUT_SECONDS))
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+    # All wait for the last one. A rank that left at once would close connections that others still wait for.
+    if store.add("connected", 1) == len(ranks):
+        store.set("all connected", "")
+    store.wait(["all connected"], timeout)
     nccl = group if device.type == "cuda" else None
     everyone = list(range(len(ranks)))
     return ProcessTransport(rank, ranks, device, TIMEOUT_SECONDS, "", gloo, nccl, Watch(gloo, store), everyone)

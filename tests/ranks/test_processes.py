@@ -212,6 +212,35 @@ def test_a_group_that_was_there_is_left_alone(tmp_path):
     assert spawn(sub_groups, 3, tmp_path) == [0, 0, 0]
 
 
+def connects(rank, size, folder):
+    """The last rank takes long; the others' first step into the block is written down beside its own."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    theirs, connected = dist.ProcessGroupGloo, 0.0
+
+    def slow(*args):
+        nonlocal connected
+        gloo = theirs(*args)
+        time.sleep(1)
+        connected = time.monotonic()  # one clock for all processes of a machine
+        return gloo
+
+    if rank == size - 1:
+        dist.ProcessGroupGloo = slow
+    with pytest.raises(ZeroDivisionError):
+        with Comm.from_process_group():
+            (folder / f"{rank}.pickle").write_bytes(pickle.dumps((connected, time.monotonic())))
+            raise ZeroDivisionError
+
+
+@pytest.mark.slow
+def test_nobody_begins_or_leaves_before_all_are_connected(tmp_path):
+    assert spawn(connects, 3, tmp_path) == [0, 0, 0]
+    (_, first), (_, second), (connected, last) = [
+        pickle.loads((tmp_path / f"{r}.pickle").read_bytes()) for r in range(3)
+    ]
+    assert 0 < connected < min(first, second, last)
+
+
 def as_torchrun_does(rank, size, folder, port):
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
