@@ -102,12 +102,12 @@ def draw_rounding(
 
 
 def draw_sums(exact: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Axes:
-    """Sums of ones against how many were added: the exact ones dashed, each of the others solid."""
+    """Sums of ones against how many were added: the exact ones dashed, one or two others solid."""
     axes = new_axes(12, 4.4)
     count = range(1, len(exact) + 1)
     axes.plot(count, exact, "--", color="#999999", linewidth=3, label="exact")
-    for name, sums in curves.items():
-        axes.plot(count, sums, color="black", linewidth=3, label=name)
+    for (name, sums), color in zip(curves.items(), ("black", "#D55E00"), strict=False):
+        axes.plot(count, sums, color=color, linewidth=3, label=name)
     label_axes(axes, "how many ones were added", "sum")
     axes.legend(fontsize=FONT, frameon=False)
     return axes
