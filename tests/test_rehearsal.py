@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Together, since each process takes seconds to start.
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-GROUPS = [["readme", "docstrings", "demo", "gpu"], NOTEBOOKS[:3], NOTEBOOKS[3:6], NOTEBOOKS[6:]]
+GROUPS = [["readme", "docstrings", "demo", "gpu"], NOTEBOOKS[:5], NOTEBOOKS[5:10], NOTEBOOKS[10:]]
 
 
 @pytest.mark.slow

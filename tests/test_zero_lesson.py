@@ -1,8 +1,9 @@
-"""What notebooks 02 and 02b measure with: a step, messages, a machine of pauses; and pictures that only they need."""
+"""What notebooks 02 to 02c measure with: a step, messages, a machine of pauses; and pictures that only they need."""
 
 import time
 
 import pytest
+import torch
 
 from minizero import DDP, GPTConfig, World, Zero1, Zero2, Zero3
 from minizero.memory import predict, predict_sent
@@ -30,8 +31,6 @@ def test_every_message_is_told_and_a_slow_link_takes_its_time():
         return time.perf_counter() - began
 
     def zeros():
-        import torch
-
         return torch.zeros(1000)
 
     told = []
@@ -72,7 +71,9 @@ def test_changes_name_the_method_and_show_its_lines():
     text = zero.changes(Zero1, Zero2, "keep", "reduce")
     assert text.startswith("- Zero1\n+ Zero2\n\nreduce:\n")
     assert "\nreduce:" not in zero.changes(DDP, Zero1, "before_forward")
-    assert "+        unit.set_gradient(reduce_scatter(" in text
+    assert "+        unit.set_gradient(reduce_scatter(" in text and "#" not in text, "without comments"
+    assert zero.code(Zero2, "reduce")[-1].strip().startswith("unit.set_gradient(reduce_scatter(")
+    assert zero.code(Zero2, "gather") == [], "Zero2 has no such method of its own"
 
 
 def test_a_table_has_two_decimals_and_its_first_column_to_the_left():
@@ -87,3 +88,19 @@ def test_peaks_and_factors_are_drawn_with_their_units():
         1,
         4,
     ]
+
+
+def test_a_page_is_drawn_below_the_whole_model():
+    from minizero.memory import Ledger
+
+    x = torch.ones(256, requires_grad=True)
+    with Ledger() as ledger:
+        (x * 2).sum().backward()
+    (axes,) = zero_pictures.draw_page(ledger.curve, 4096).axes
+    assert list(axes.lines[0].get_ydata()) == [4, 4] and "KiB" in axes.get_ylabel()
+    assert [text.get_text() for text in axes.texts] == ["all parameters", "forward", "backward"]
+
+
+def test_places_of_a_shard_and_of_a_replica():
+    kept = (torch.zeros(8), torch.zeros(2))
+    assert zero.places(kept, 3) == {"parameters w": range(8), "gradients g": range(6, 8)}

@@ -1,4 +1,4 @@
-"""What notebooks 02, 02b and 04b measure, and how they print: a training step of an engine, the messages of ranks."""
+"""What notebooks 02 to 02c and 04b measure, and how they print: a training step of an engine, the messages of ranks."""
 
 import contextlib
 import difflib
@@ -97,12 +97,24 @@ def sent_between(machine, size, fn, *args, **options):
     return total[2] - total[1]
 
 
+def places(kept, rank):
+    """Of the toy of notebook 02: which of the eight places each tensor holds that a rank keeps (w, g, m, v)."""
+    names = ("parameters w", "gradients g", "optimizer m", "optimizer v")
+    own = range(2 * rank, 2 * rank + 2)
+    return {name: range(8) if len(tensor) == 8 else own for name, tensor in zip(names, kept)}
+
+
+def code(stage, name):
+    """The lines of a stage's own method, without comments. No lines if it has no such method."""
+    lines = inspect.getsource(stage.__dict__[name]).splitlines() if name in stage.__dict__ else []
+    return [line.split("  #")[0] for line in lines if line.strip()[:1] not in ("#", '"')]
+
+
 def changes(one, other, *names):
-    """What another stage does differently: the lines that differ of its methods with these names, one by one."""
+    """What another stage does differently: the lines of code that differ in its methods of these names."""
     text = ""
     for name in names:
-        sources = [inspect.getsource(s.__dict__[name]).splitlines() if name in s.__dict__ else [] for s in (one, other)]
-        lines = list(difflib.unified_diff(*sources, lineterm="", n=1))[2:]
+        lines = list(difflib.unified_diff(code(one, name), code(other, name), lineterm="", n=2))[2:]
         if lines:
             text += "\n".join([f"{name}:", *(line for line in lines if not line.startswith("@@"))]) + "\n\n"
     return f"- {one.__name__}\n+ {other.__name__}\n\n" + text.rstrip()

@@ -1,8 +1,8 @@
-"""The pictures that only notebooks 02 and 02b need, from plain data."""
+"""The pictures that only notebooks 02b and 02c need, from plain data."""
 
 from matplotlib.figure import Figure
 
-from minizero.pictures import FONT, MIB, plot_timeline
+from minizero.pictures import FONT, MIB, OTHER, mark_place, plot_timeline
 from minizero.pictures.style import LINE_STYLES, label_axes
 
 SHORTEST = 0.002  # seconds: a shorter event is not drawn
@@ -57,4 +57,18 @@ def draw_steps(events):
         if axes is not panels[-1]:
             axes.set_xlabel("")
     panels[0].set_xlim(0, 1.1 * max(lengths))
+    return figure
+
+
+def draw_page(curve, whole):
+    """What a rank holds beside its shards in a step of `zero3_on_a_page`. curve: a ledger's. whole: bytes."""
+    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    axes = figure.subplots()
+    axes.fill_between(range(len(curve)), [sample["total"] / 1024 for sample in curve], color=OTHER, step="post")
+    axes.axhline(whole / 1024, color="black", linewidth=2, linestyle="dashed")
+    axes.annotate("all parameters", (0, whole / 1024), (5, -18), textcoords="offset points", fontsize=FONT)
+    backward = next(number for number, sample in enumerate(curve) if sample.phase == "backward")
+    mark_place(axes, backward, "forward", "backward")
+    axes.set(ylim=(0, 1.2 * whole / 1024), xlim=(0, len(curve)))
+    label_axes(axes, "changes of memory, in order", "beside its shards (KiB)")
     return figure

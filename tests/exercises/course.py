@@ -147,9 +147,12 @@ _rows = [
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
 NOTEBOOKS = {
-    6: "01_collectives",
-    13: "02_zero",
-    14: "02b_zero_choices",
+    2: "01_collectives",
+    3: "01b_collectives_cost",
+    5: "01_collectives",
+    6: "01b_collectives_cost",
+    13: "02b_zero_engines",
+    14: "02c_zero_choices",
     15: "02_zero",
     20: "03_fp16_bits",
     23: "03b_fp16_sums",
@@ -161,11 +164,11 @@ NOTEBOOKS = {
     39: "07_flash_attention",
     40: "08_scale",
     41: "07_flash_attention",
-    42: "02b_zero_choices",
+    42: "02c_zero_choices",
     43: "06_gradient_accumulation",
     44: "02_zero",
     45: "04_mixed_precision",
-    46: "01_collectives",
+    46: "01b_collectives_cost",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 

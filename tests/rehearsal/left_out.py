@@ -7,14 +7,16 @@ Devices alone are judged, and what has no tensor of an engine on them need not r
 INSTALL = {"ADDRESS = ": "installs the packages"}
 CELLS = {
     "00_where_memory_goes": INSTALL,
-    "01_collectives": {
+    "01_collectives": INSTALL,
+    "01b_collectives_cost": {
         **INSTALL,
         "for way in (0, 1)": "compares with NCCL, which threads do not have",
         'assert t["multiply"]': "compares seconds, which are not a card's here",
         "assert first < last": "compares seconds, which are not a card's here",
     },
     "02_zero": INSTALL,
-    "02b_zero_choices": {
+    "02b_zero_engines": INSTALL,
+    "02c_zero_choices": {
         **INSTALL,
         "beside_pytorch.measure": "PyTorch's own engines need processes",
         "theirs, views": "compares with them",
@@ -59,7 +61,7 @@ CELLS = {
 
 # Of each notebook: what makes a cell long, or needs a cell that is left out, and what stands in for it.
 SHORTER = {
-    "01_collectives": {"n, other = (4096 if": "n, other = (64 if"},
+    "01b_collectives_cost": {"n, other = (4096 if": "n, other = (64 if"},
     "04_mixed_precision": {
         "steps=200": "steps=2",
         "[::199]": "[:2]",
