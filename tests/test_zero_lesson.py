@@ -74,6 +74,10 @@ def test_changes_name_the_method_and_show_its_lines():
     assert "+        unit.set_gradient(reduce_scatter(" in text and "#" not in text, "without comments"
     assert zero.code(Zero2, "reduce")[-1].strip().startswith("unit.set_gradient(reduce_scatter(")
     assert zero.code(Zero2, "gather") == [], "Zero2 has no such method of its own"
+    names = [
+        (stage, name) for stage in (DDP, Zero1, Zero2, Zero3) for name in vars(stage) if callable(vars(stage)[name])
+    ]
+    assert not any("#" in line for stage, name in names for line in zero.code(stage, name))
 
 
 def test_a_table_has_two_decimals_and_its_first_column_to_the_left():
@@ -98,6 +102,8 @@ def test_a_page_is_drawn_below_the_whole_model():
         (x * 2).sum().backward()
     (axes,) = zero_pictures.draw_page(ledger.curve, 4096).axes
     assert list(axes.lines[0].get_ydata()) == [4, 4] and "KiB" in axes.get_ylabel()
+    (area,) = axes.collections
+    assert area.get_paths()[0].get_extents().y1 == max(sample["total"] for sample in ledger.curve) / 1024
     assert [text.get_text() for text in axes.texts] == ["all parameters", "forward", "backward"]
 
 

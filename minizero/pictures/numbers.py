@@ -106,8 +106,8 @@ def draw_sums(exact: Sequence[float], curves: Mapping[str, Sequence[float]]) -> 
     axes = new_axes(12, 4.4)
     count = range(1, len(exact) + 1)
     axes.plot(count, exact, "--", color="#999999", linewidth=3, label="exact")
-    for (name, sums), color in zip(curves.items(), ("black", "#D55E00"), strict=False):
-        axes.plot(count, sums, color=color, linewidth=3, label=name)
+    for number, (name, sums) in enumerate(curves.items()):
+        axes.plot(count, sums, color=("black", "#D55E00")[number], linewidth=3, label=name)
     label_axes(axes, "how many ones were added", "sum")
     axes.legend(fontsize=FONT, frameon=False)
     return axes

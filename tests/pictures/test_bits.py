@@ -119,8 +119,9 @@ def test_ties_are_the_dots_of_the_staircase():
 def test_bars_and_sums_show_what_they_are_given():
     bars = draw_bytes({"FP32": 4 * 2**20, "FP16": 2 * 2**20})
     assert [bar.get_width() for bar in bars.patches] == [4, 2] and texts(bars) == ["4 MiB", "2 MiB"]
-    exact, rounded = draw_sums([1, 2, 3], {"FP16": [1, 2, 2]}).lines
-    assert list(exact.get_ydata()) == [1, 2, 3] and list(rounded.get_ydata()) == [1, 2, 2]
+    lines = draw_sums([1, 2, 3], {"FP16": [1, 2, 2], "stochastic": [1, 2, 4]}).lines
+    assert [list(line.get_ydata()) for line in lines] == [[1, 2, 3], [1, 2, 2], [1, 2, 4]]
+    assert len({line.get_color() for line in lines}) == 3
 
 
 # Bits that can be clicked.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minizero import World
+from minizero.ranks import timing
 from minizero.ranks.launch import torchrun
 from minizero.ranks.timing import best_seconds, fit, time_messages
 
@@ -52,6 +53,14 @@ def test_threads_have_no_peer_and_each_rank_sends_one_message_a_call():
     sizes = [2**k for k in range(10, 23, 2)]
     assert list(found["our ring"]) == sizes and all(seconds > 0 for seconds in found["our ring"].values())
     assert 63 * sum(sizes) <= sent <= 1.01 * 63 * sum(sizes)  # 3 × 20 rounds, each 20 after a warm-up
+
+
+def test_the_best_of_the_three_times_counts(monkeypatch):
+    """The second time is the best here: neither the first nor the last may stand in its place."""
+    times = [3.0] * 7 + [1.0] * 7 + [2.0] * 7
+    monkeypatch.setattr(timing, "best_seconds", lambda *_: times.pop(0))
+    (found,) = World(1).run(time_messages)
+    assert set(found["our ring"].values()) == {1.0}
 
 
 def doubled(x):
