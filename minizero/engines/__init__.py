@@ -24,7 +24,6 @@ and what an engine needs besides:
     wrapped.py      what a training loop calls: parameters, clipping, full state; what is refused
     norms.py        norms that keep running statistics compute in FP32
     refused.py      the models and optimizers that are refused, and why
-    elementwise.py  a trial: can an optimizer train flat shards?
     timeline.py     records what each rank does when
 """
 

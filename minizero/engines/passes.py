@@ -20,7 +20,6 @@ from minizero.engines.no_sync import show
 from minizero.engines.refused import check_compiled, check_frozen, check_unchanged
 from minizero.engines.unit import Unit
 from minizero.engines.uses import tensors_in, without_leaves
-from minizero.ranks.alone import not_alone
 
 # `engine: Any` is an `Engine`, whose file imports this one.
 
@@ -43,7 +42,6 @@ def watch_passes(engine: Any) -> None:
 
 def begin_forward(engine: Any) -> None:
     """Clear up what an exception left behind, and gather what the whole forward needs."""
-    not_alone("the model")
     check_frozen(type(engine).__name__, engine.units)
     check_compiled(engine, [engine.module if unit.module is None else unit.module for unit in engine.units])
     if torch_private.current_backward() == -1:

@@ -3,11 +3,7 @@
 The check before each optimizer step also marks the shards as written, so that replicas are refreshed.
 """
 
-import threading
-import types
-import warnings
-import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minizero import torch_private
-from minizero.engines.elementwise import CannotTry, attributes_of, is_plain, needs_whole_tensors, settings_of
 from minizero.engines.unit import Unit
 
 
@@ -122,57 +117,32 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
         if stage is not None and not hasattr(parameter, "wrapped_in"):  # FP32 DDP's are the original parameters
             shard = parameter
     if shard is not None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args begin with the optimizer
-        check_elementwise(optimizer, shard, closure=closure is not None)
+        check_elementwise(optimizer, shard.shard_of)
 
 
-trials: dict[Hashable, bool] = {}  # the results, for each class of optimizers and its settings
-one_at_a_time = threading.Lock()  # ranks that are threads share a trial
+# A shard is a piece of a flat buffer: no rows, no columns, the norm of a piece. That serves an optimizer that looks at
+# one number at a time. These do.
+optim = torch.optim
+ELEMENTWISE = [optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad]
+ELEMENTWISE += [optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD]
+# These do not. LBFGS takes products of all numbers, Adafactor means of rows and columns, Muon multiplies matrices.
+WHOLE_TENSORS = (optim.LBFGS, optim.Adafactor, optim.Muon)
 
 
-def check_elementwise(optimizer: Optimizer, shard: torch.Tensor, *, closure: bool) -> None:
-    """`RuntimeError` if the optimizer needs whole tensors, a warning if that cannot be found out."""
-    # Schedulers change the settings at every step. The optimizer is tried again if an option is switched.
-    attributes = attributes_of(optimizer)
-    switches = [switch(attributes), *(switch(settings_of(group)) for group in optimizer.param_groups)]
-    if getattr(optimizer, "tried_with", None) == switches:
-        return
-    name, stage = type(optimizer).__name__, shard.shard_of  # type: ignore[attr-defined]
-    kinds = type(optimizer), *(type(inner) for inner in vars(optimizer).values() if isinstance(inner, Optimizer))
-    for group in optimizer.param_groups:  # also one of which this rank holds nothing: all ranks decide alike
-        plain = {name: value for name, value in attributes.items() if is_plain(value)}
-        # Nobody can compare what else it keeps: then the result counts for this optimizer alone.
-        alone = any(not is_plain(value) for value in attributes.values() if not isinstance(value, Optimizer))
-        settings = repr((settings_of(group), plain))
-        key = kinds, settings, shard.device.type, closure, weakref.ref(optimizer) if alone else None
-        with one_at_a_time:
-            if key not in trials:
-                try:
-                    trials[key] = needs_whole_tensors(optimizer, group, shard.device, closure=closure)
-                except CannotTry as reason:
-                    trials[key] = False
-                    warnings.warn(
-                        f"{name} could not be tried on flat shards ({reason}), so nobody has verified that it works on "
-                        f"them: {stage} trains wrongly if it needs whole tensors; compare with DDP in FP32",
-                        stacklevel=2,
-                    )
-        if trials[key]:
-            raise RuntimeError(
-                f"{name} needs whole tensors, {stage} gives it flat shards: "
-                "use DDP in FP32, or an elementwise optimizer such as AdamW"
-            )
-    optimizer.tried_with = switches  # type: ignore[attr-defined]
-
-
-def switch(value: Any) -> Any:
-    """Of nested options: strings and truth values as they are; of a number, which a schedule may change, if it is 0."""
-    if isinstance(value, types.SimpleNamespace):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {name: switch(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):  # some grow
-        return {repr(switch(inner)) for inner in value}
-    return value if isinstance(value, bool | str | None) else bool(value) if isinstance(value, int | float) else True
+def check_elementwise(optimizer: Optimizer, stage: str) -> None:
+    """`RuntimeError` if the optimizer needs whole tensors, or if only its user can know."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, WHOLE_TENSORS):
+        raise RuntimeError(
+            f"{name} needs whole tensors, {stage} gives it flat shards: "
+            "use DDP in FP32, or an elementwise optimizer such as AdamW"
+        )
+    if type(optimizer) not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
+        raise RuntimeError(
+            f"{stage} gives {name} flat shards, pieces of tensors end to end. Does it compute each number from that "
+            "number, its gradient and its states alone? (Adam does. An optimizer that takes the norm of a tensor, or "
+            "its rows and columns, does not.) If so, say optimizer.elementwise = True; if not, use DDP in FP32"
+        )
 
 
 register_optimizer_step_pre_hook(check_optimizer)

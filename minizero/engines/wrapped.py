@@ -12,7 +12,6 @@ from torch import nn
 
 from minizero.engines.shards import gradient_norms, names_of
 from minizero.engines.unit import Unit
-from minizero.ranks.alone import not_alone
 from minizero.ranks.collectives import all_gather, broadcast
 from minizero.ranks.comm import Comm
 
@@ -68,7 +67,6 @@ class Wrapped(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""
-        not_alone("clip_grad_norm_")
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
         norms = torch.stack([gradient_norms(unit, norm_type) for unit in self.in_order])  # (units, chunks held)

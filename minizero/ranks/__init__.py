@@ -16,7 +16,6 @@ What stands behind them:
 errors.py       the three errors that end a run
 arguments.py    what a collective refuses before anything is sent
 agreement.py    all ranks say the same, or all raise
-alone.py        a thread that no other rank answers
 transport.py    what threads and processes must offer
 threads.py      the transport of threads
 torchrun.py     the processes of torchrun meet

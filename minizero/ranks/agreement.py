@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 
-from minizero.ranks.alone import not_alone
 from minizero.ranks.transport import Transport
 
 Observer = Callable[[str, str, float], None]  # gets a collective's operation, its label, and when it began
@@ -29,7 +28,6 @@ class Talks(Protocol):
 @contextlib.contextmanager
 def agreement(comm: Talks, operation: str, tensor: torch.Tensor | None = None, **details: object) -> Iterator[None]:
     """The collective inside this block is one that all ranks are in; `CollectiveMismatch` on each of them if not."""
-    not_alone(operation)
     transport, began = comm.transport, time.perf_counter()
     transport.sequence += 1
     name = f"{operation} #{transport.sequence}"

@@ -96,6 +96,8 @@ class Odd(nn.Module):
 class OnlyThis(torch.optim.Optimizer):
     """An optimizer as a student writes it: numbers among its states, which it has from the beginning."""
 
+    elementwise = True
+
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
         for p in self.param_groups[0]["params"]:

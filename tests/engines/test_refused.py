@@ -108,6 +108,23 @@ def test_what_derives_from_a_refused_optimizer_is_refused_too():
     assert "Mine needs whole tensors, Zero3 gives it flat shards: use DDP" in message
 
 
+class Foreign(torch.optim.AdamW):
+    """It may do anything in `step`: only its user knows."""
+
+
+@pytest.mark.parametrize("stage, options", [(Zero1, {}), (Zero3, {}), (DDP, {"dtype": torch.bfloat16})])
+def test_a_foreign_optimizer_is_asked_about_once(stage, options):
+    def step(model):
+        optimizer = Foreign(model.parameters())
+        with pytest.raises(RuntimeError, match=f"{stage.__name__} gives Foreign flat shards.*elementwise = True"):
+            optimizer.step()
+        optimizer.elementwise = True
+        optimizer.step()
+
+    run(2, lambda comm: step(stage(GPT(SMALL), comm, **options)))
+    run(2, lambda comm: Foreign(DDP(GPT(SMALL), comm).parameters()).step())  # DDP in FP32 gives whole tensors
+
+
 class Around(nn.Module):
     def __init__(self, engine):
         super().__init__()
