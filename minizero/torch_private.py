@@ -60,6 +60,16 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def gradient_hooks(leaf: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The user's hooks of `register_hook`, and of `register_post_accumulate_grad_hook`. Ours are marked `ours`.
+
+    Why: a shard's gradient comes from a collective, so autograd does not call them.
+    Since 2.1. In its place: a public call of them.
+    """
+    before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return list((before or {}).values()), [h for h in (after or {}).values() if not hasattr(h, "ours")]
+
+
 def hooks_of_saved_tensors() -> Any:
     """The pair of functions that `saved_tensors_hooks` has set around us, None if there is none.
 

@@ -40,6 +40,7 @@ class DDP(Engine):
             if unit.replica_is_stale():
                 unit.replica.copy_(unit.master)  # rounded to the computing dtype
                 unit.replica_is_fresh_now()
+                unit.point_parameters_at(unit.replica)  # empty since the optimizer's step
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         if unit is self.in_order[0]:  # the first of a backward
@@ -82,6 +83,9 @@ class DDP(Engine):
             if id(parameter) in masters:
                 yield name, masters[id(parameter)]
 
+    def part_saves(self) -> None:
+        self.before_forward()  # after an optimizer's step the parameters are empty
+
     def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, master in self.masters_of(part):
             state[prefix + name] = master.detach().float()
@@ -90,6 +94,7 @@ class DDP(Engine):
     def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:
         if about.get("assign_to_params_buffers"):
             raise ValueError("DDP: assign=True would replace the parameters that the engine watches: leave it out")
+        self.before_forward()
         for name, master in self.masters_of(part):
             new = state.get(prefix + name)
             if new is not None and new.shape == master.shape:  # else PyTorch says so

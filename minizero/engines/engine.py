@@ -33,10 +33,9 @@ from minizero.engines.passes import Backward, end_forward, release_all, watch_pa
 from minizero.engines.refused import check_compiled, check_module, mark
 from minizero.engines.shards import GroupBy
 from minizero.engines.unit import Unit
-from minizero.engines.units import make_units
+from minizero.engines.units import make_units, start_buffers
 from minizero.engines.uses import Uses, watch_uses
 from minizero.engines.wrapped import Wrapped
-from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 
 
@@ -77,8 +76,7 @@ class Engine(Wrapped, abc.ABC):
         self.uses = Uses()  # forwards of units that run, and the uses that are open
         self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
         self.note_names()
-        for name, buffer in module.named_buffers():
-            buffer.data = broadcast(buffer.data.to(comm.device), comm, label=name)
+        start_buffers(module, comm)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
         self.roots = [unit for unit in self.units if unit.module is None]  # gathered until backward ends
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]  # reduced last block first, root last
@@ -87,7 +85,7 @@ class Engine(Wrapped, abc.ABC):
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
             unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: `keep` has emptied it
-            mark(unit, type(self).__name__)
+            mark(unit, type(self).__name__, self.names_of)
             watch_uses(self, unit)
         watch_passes(self)
         let_norms_compute_in_fp32(module, dtype)

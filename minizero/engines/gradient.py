@@ -20,14 +20,15 @@ class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
     full: (size,), this rank's sum; None before the first `put`. Under no_sync several backwards add to it. before: the
-    shards' .grad when the first of them began. shown: each .grad's `_version` when no_sync.py last set it.
+    shards' .grad without the sum. shown: each .grad's `_version` when no_sync.py last set it to show the sum.
     """
 
-    def __init__(self, layout: Layout, before: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> None:
-        self.layout, self.before, self.dtype, self.device = layout, before, dtype, device
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.dtype, self.device = layout, dtype, device
         self.full: Tensor | None = None
         self.places: list[Tensor] = []
         self.unwritten: dict[int, Tensor] = {}  # the places that nothing came to yet, and the padding
+        self.before: list[Tensor | None] = []
         self.shown: list[int] = []
 
     def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:

@@ -21,8 +21,10 @@ def show(unit: Any) -> None:
         return
     gradient.zero_unwritten()
     mine = gradient.full if unit.whole else unit.chunk(gradient.full)
+    gradient.before = [shard.grad for shard in unit.shards]
     for shard, piece in zip(unit.shards, pieces(mine, unit.shards), strict=True):
         shard.grad = piece.to(shard.device)
+        shard.grad.held_back = True  # check_optimizer looks (refused.py)
     gradient.shown = [shard.grad._version for shard in unit.shards]  # PyTorch's count of in-place writes
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.no_sync import show
-from minizero.engines.refused import check_compiled, check_frozen, check_unchanged
+from minizero.engines.refused import check_compiled, check_complete, check_unchanged
 from minizero.engines.unit import Unit
 from minizero.engines.uses import tensors_in, without_leaves
 
@@ -42,7 +42,7 @@ def watch_passes(engine: Any) -> None:
 
 def begin_forward(engine: Any) -> None:
     """Clear up what an exception left behind, and gather what the whole forward needs."""
-    check_frozen(type(engine).__name__, engine.units)
+    check_complete(engine)
     check_compiled(engine, [engine.module if unit.module is None else unit.module for unit in engine.units])
     if torch_private.current_backward() == -1:
         if engine.backward is not None:  # the last backward raised
@@ -103,6 +103,7 @@ def arrival(engine: Any, unit: Unit, number: int, aside: list[torch.Tensor | Non
         del gradient  # copied; its memory must be free before the ring needs some
         backward.reduce_complete()
 
+    arrived.ours = True  # type: ignore[attr-defined]
     return arrived
 
 
@@ -147,10 +148,11 @@ class Backward:
                 f"{stage}: backward reached {unit.name} while it was not gathered: a tensor that it made "
                 "was used, but was neither in its output nor an attribute: return it from the unit's forward"
             )
-        if gradient is None or gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
             raise RuntimeError(f"{unit.name}: sparse gradients are not supported: use sparse=False")
         self.owed[unit].discard(number)
-        self.engine.mover.deposit(unit, number, gradient)
+        if gradient is not None:  # a custom Function may give None, which is zero
+            self.engine.mover.deposit(unit, number, gradient)
 
     def reduce_complete(self) -> None:
         """Reduce the units that owe nothing more, as far as the order allows."""

@@ -3,29 +3,88 @@
 The check before each optimizer step also marks the shards as written, so that replicas are refreshed.
 """
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from minizero import torch_private
-from minizero.engines.unit import Unit
 
 
-def mark(unit: Unit, stage: str) -> None:
-    """Write on parameters and shards whose they are, for the checks in refused.py."""
+class Released(nn.Parameter):
+    """A parameter of the module while its unit is not gathered, or old. It is empty; who computes with it is told so.
+
+    PyTorch's `UninitializedParameter` refuses in the same way.
+    """
+
+    wrapped_in: tuple[str, str, str]
+    QUESTIONS = ["__repr__", "__hash__", "size", "dim", "is_floating_point", "is_complex", "untyped_storage"]
+    QUESTIONS += ["data_ptr", "register_hook", "register_post_accumulate_grad_hook"]
+    # Of Module.to(), if it changes nothing.
+    QUESTIONS += ["to", "float", "half", "bfloat16", "cpu", "cuda", "_has_compatible_shallow_copy_type"]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attribute = function.__self__.__name__ if type(function).__name__ == "method-wrapper" else None
+        writes = attribute == "data" and function.__name__ == "__set__" and args[1] is not args[0]
+        if not writes and (attribute or function.__name__ in cls.QUESTIONS):
+            answer = super().__torch_function__(function, types, args, kwargs or {})
+            if not isinstance(answer, torch.Tensor) or answer is args[0] or attribute == "grad":
+                return answer
+        name, unit, stage = next(p for p in tree_leaves((args, kwargs)) if isinstance(p, cls)).wrapped_in
+        if stage == "Zero3":
+            when = "outside the forward of its unit"
+            way = "call the unit, make a module around it the unit (units=), or set reshard_after_forward=False"
+        else:
+            when, way = "from optimizer.step() to the next forward of the whole model", "run that forward first"
+        raise RuntimeError(
+            f"{stage}: {name}, of the unit {unit}, is empty {when}. To compute with it, {way}. To copy the weights, "
+            f"call gather_state_dict() on all ranks. To average them, or for a penalty, take {stage}.parameters()"
+        )
+
+
+def mark(unit: Any, stage: str, names: dict[int, list[str]]) -> None:
+    """Write on parameters and shards whose they are, for the checks in this file."""
     for parameter in unit.parameters:
-        parameter.wrapped_in = stage  # type: ignore[attr-defined]
+        parameter.wrapped_in = names[id(parameter)][0], unit.name, stage
     for shard in unit.shards:
-        shard.shard_of, shard.cut_at = stage, shard.data_ptr()  # type: ignore[attr-defined]
+        shard.shard_of, shard.cut_at = (weakref.ref(unit), stage), shard.data_ptr()
+        if unit.trains and not unit.original:
+            shard.register_post_accumulate_grad_hook(check_hooks)
+
+
+def check_hooks(shard: torch.Tensor) -> None:
+    """Autograd has brought a shard a gradient of its own: a penalty's. `RuntimeError` if the shard has hooks."""
+    if any(torch_private.gradient_hooks(shard)):
+        raise RuntimeError(
+            "a hook on a shard, and a loss that uses the shard itself (a penalty over parameters()): the hook would be "
+            "called for each of two parts of its gradient: let the hook add the penalty's gradient"
+        )
+
+
+check_hooks.ours = True  # type: ignore[attr-defined]
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
     """`ValueError` where `module` cannot be wrapped: it must have FP32 parameters that train, on one device."""
     parameters = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    for name, tensor in [*parameters.items(), *buffers.items()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{stage}: {name} is lazy, and has no shape yet: run one forward before wrapping")
+        if tensor.is_meta:
+            raise ValueError(
+                f"{stage}: {name} is on the meta device, and has no values: module.to_empty(device=...), then "
+                "initialise it or load a state dict, then wrap it"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{stage}: {name} is {tensor.layout}, not a dense tensor: call to_dense() first")
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"{stage}: dtype must be torch.float32, float16 or bfloat16, not {dtype}")
     if not any(p.requires_grad for p in parameters.values()):
@@ -43,12 +102,20 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
     owners: dict[Any, str] = {}  # by memory and place in it
     for name, parameter in parameters.items():
         if parameter.dtype != torch.float32:
+            if parameter.is_complex():
+                advice = "keep real and imaginary part in one more dimension, as torch.view_as_real gives them"
+            elif not parameter.is_floating_point():
+                advice = "make it a buffer (register_buffer): only floating-point numbers are trained"
+            else:
+                advice = "call module.float(); dtype= makes the engine compute in 16 bits"
+            raise ValueError(f"{stage}: parameters must be float32, {name} is {parameter.dtype}: {advice}")
+        if torch_private.gradient_hooks(parameter)[1]:
             raise ValueError(
-                f"{stage}: parameters must be float32, {name} is {parameter.dtype}: "
-                "call module.float(); dtype= makes the engine compute in 16 bits"
+                f"{stage}: {name} has a hook of register_post_accumulate_grad_hook, which would see this rank's "
+                "gradient before the average: register it on what parameters() of a Zero1, Zero2 or Zero3 gives"
             )
         if hasattr(parameter, "wrapped_in"):
-            raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in} already: wrap a fresh module")
+            raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in[-1]} already: wrap a fresh module")
         if parameter.numel() == 0:
             raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
         other = owners.setdefault(
@@ -59,16 +126,40 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
                 f"{stage}: {name} and {other} are two parameters in one memory, and would be trained apart: "
                 "tie them by assigning the same nn.Parameter to both"
             )
+    memories = {torch_private.storage_id(p.untyped_storage()): name for name, p in parameters.items()}
+    for name, buffer in buffers.items():
+        if (memory := torch_private.storage_id(buffer.untyped_storage())) in memories:
+            raise ValueError(
+                f"{stage}: the buffer {name} lies in the memory of {memories[memory]}, which moves into a flat "
+                "buffer: compute it from the parameter in forward"
+            )
 
 
-def check_frozen(stage: str, units: Sequence[Unit]) -> None:
-    """`RuntimeError` if a parameter was frozen, or unfrozen, after wrapping."""
-    for unit in units:
+def check_complete(engine: Any) -> None:
+    """`RuntimeError` if the module has other parameters, frozen ones or hooks than when it was wrapped."""
+    stage, now = type(engine).__name__, names_and_parameters(engine.module)
+    if now != engine.complete:
+        changed = [name for name in {**now, **engine.complete} if now.get(name) != engine.complete.get(name)]
+        raise RuntimeError(
+            f"{stage}: {', '.join(changed)}: parameters added, replaced or removed after wrapping would not be trained "
+            "or saved: complete the module, then wrap it"
+        )
+    for unit in engine.units:
         if any(parameter.requires_grad != unit.trains for parameter in unit.parameters):
             raise RuntimeError(f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping")
+        if unit.original and any(torch_private.gradient_hooks(p)[1] for p in unit.parameters):
+            raise RuntimeError(
+                f"{stage} in FP32: a hook on a parameter of {unit.name} would see this rank's gradient before it is "
+                "averaged: use Zero1, Zero2 or Zero3, whose parameters() are given the average"
+            )
 
 
-def check_unchanged(engine: Any, unit: Unit, version: int) -> None:
+def names_and_parameters(module: nn.Module) -> dict[str, int]:
+    """The identity of the parameter behind each name."""
+    return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def check_unchanged(engine: Any, unit: Any, version: int) -> None:
     """`RuntimeError` if backward cannot use the unit's parameters as forward did."""
     if unit.master._version != version:
         raise RuntimeError(f"{type(engine).__name__}: {unit.name} was changed between its forward and its backward")
@@ -97,27 +188,37 @@ def check_compiled(engine: Any, modules: Iterable[nn.Module]) -> None:
 
 def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called before every optimizer step in this process: does the optimizer hold what it should?"""
-    shard = None
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        stage = getattr(parameter, "shard_of", None)
-        if stage is None and hasattr(parameter, "wrapped_in"):
-            wrapper = parameter.wrapped_in
+        reference, stage = getattr(parameter, "shard_of", (None, ""))
+        unit = reference() if reference else None
+        if not stage and hasattr(parameter, "wrapped_in"):
+            *_, wrapper = parameter.wrapped_in
             raise RuntimeError(
                 f"this optimizer holds parameters that are not {wrapper}'s shards: it was built before the model was "
                 "wrapped, or from a module around the wrapped model, such as torch.compile gives: "
                 f"build it afterwards, from the parameters() of the {wrapper} itself"
             )
-        if stage is not None and parameter.data_ptr() != parameter.cut_at:
+        if unit is None:  # no shard, or of an engine that is gone
+            continue
+        if parameter.data_ptr() != parameter.cut_at:
             raise RuntimeError(
                 f"{stage}: a shard no longer lies in its unit's memory: something gave it other memory through .data, "
                 "as vector_to_parameters does, so the model would not see the step: copy_() into it under no_grad"
             )
-        if stage is not None:  # a fused kernel writes without telling; this tells that the replica is old
-            torch.autograd.graph.increment_version(parameter)
-        if stage is not None and not hasattr(parameter, "wrapped_in"):  # FP32 DDP's are the original parameters
-            shard = parameter
-    if shard is not None:
-        check_elementwise(optimizer, shard.shard_of)
+        check_averaged(stage, parameter)
+        if not unit.original:
+            check_elementwise(optimizer, stage)
+            torch.autograd.graph.increment_version(parameter)  # a fused kernel writes without telling
+            unit.point_parameters_at(None)  # the replica is old from here on
+
+
+def check_averaged(stage: str, shard: torch.Tensor) -> None:
+    """`RuntimeError` if the shard's .grad is this rank's sum under no_sync."""
+    if hasattr(shard.grad, "held_back"):
+        raise RuntimeError(
+            f"{stage}: no_sync() holds the gradients back, each rank has its own: run the last backward outside "
+            "no_sync() before you step or clip, or drop them by zero_grad()"
+        )
 
 
 # A shard is a piece of a flat buffer: no rows, no columns, the norm of a piece. That serves an optimizer that looks at

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero import torch_private
 from minizero.engines.gradient import LocalGradient, pieces
 from minizero.engines.layout import Layout
 from minizero.engines.no_sync import check_untouched
+from minizero.engines.refused import Released
 from minizero.engines.shards import GroupBy, cut
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
@@ -48,6 +50,7 @@ class Unit:
         self.everyone, self.comm = everyone, comm
         self.layout = Layout(list(parameters), [p.shape for p in parameters.values()], everyone.size)
         self.parameters = list(parameters.values())
+        self.kinds = [type(parameter) for parameter in self.parameters]
         self.trains = self.parameters[0].requires_grad
         self.group_of = [group_by(n, p) if group_by else None for n, p in parameters.items()]  # of each parameter
         self.shards: list[nn.Parameter] = []
@@ -89,8 +92,11 @@ class Unit:
         """Make the module's parameters views of `flat`; with None, empty, so that using one is an error."""
         empty = torch.empty(0, 0, dtype=self.dtype, device=self.comm.device)
         views = [empty] * len(self.parameters) if flat is None else self.layout.views(flat)
-        for parameter, view in zip(self.parameters, views, strict=True):
+        for parameter, view, kind in zip(self.parameters, views, self.kinds, strict=True):
+            parameter.__class__ = kind
             parameter.data = view
+            if flat is None:
+                parameter.__class__ = Released
 
     def cut_shards(self) -> None:
         """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`."""
@@ -117,29 +123,36 @@ class Unit:
         """A backward begins. What the shards' .grad holds, and what becomes of `gradient`:
 
         None, after zero_grad()         a new one; a sum that no_sync left is dropped
-        an average of another backward  a new one, and the average is its `before`; `set_gradient` took the old one away
+        an average of another backward  a new one; `set_gradient` adds it to the average
         a view of what no_sync left     that sum goes on
         """
         if all(shard.grad is None for shard in self.shards):
             self.gradient = None
         if self.gradient is None:
-            self.gradient = LocalGradient(self.layout, [s.grad for s in self.shards], self.dtype, self.comm.device)
+            self.gradient = LocalGradient(self.layout, self.dtype, self.comm.device)
         else:
             check_untouched(self)
-        # Meanwhile .grad is that of before the sum. If backward raises, the next forward drops the sum (passes.py).
-        for shard, before in zip(self.shards, self.gradient.before, strict=True):
-            shard.grad = before
+            # Until the end of this backward .grad is that of before the sum. If it raises, the next forward drops the
+            # sum (passes.py).
+            for shard, before in zip(self.shards, self.gradient.before, strict=True):
+                shard.grad = before
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
-        """Let the shards' .grad be the average plus what they had before. average: flat, perhaps with padding.
+        """Let the shards' .grad be the average plus what they have, and call their hooks as autograd would.
 
-        Nobody reads `full`. It hangs on .grad to live as long, until zero_grad(): stages 0 and 1 keep the full
-        gradient, and the memory ledger shows it. What was averaged in 16 bits becomes FP32 here, for the optimizer.
+        average: flat, perhaps with padding. Nobody reads `full`. It hangs on .grad to live as long, until zero_grad():
+        stages 0 and 1 keep the full gradient, and the memory ledger shows it. What was averaged in 16 bits becomes FP32
+        here, for the optimizer.
         """
-        assert self.gradient is not None
+        self.gradient = None
         flat = average.float()
         tag(flat, "gradients")
-        for shard, piece, before in zip(self.shards, pieces(flat, self.shards), self.gradient.before, strict=True):
-            shard.grad = piece if before is None else piece.add_(before)
+        for shard, piece in zip(self.shards, pieces(flat, self.shards), strict=True):
+            hooks, after = ([], []) if self.original else torch_private.gradient_hooks(shard)
+            for hook in hooks:
+                piece = piece if (changed := hook(piece)) is None else changed
+            # .grad: of an earlier backward, or of what else the loss makes of this shard, such as a penalty
+            shard.grad = piece if shard.grad is None else piece.add_(shard.grad)
             shard.grad.full = full  # type: ignore[attr-defined]
-        self.gradient = None
+            for hook in after:  # such as an optimizer's step, which frees the gradient at once
+                hook(shard)

@@ -11,7 +11,7 @@ So when the gradient of an input has come, the unit's own operations are done.
 
 import dataclasses
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,19 +42,20 @@ class Uses:
 class Use:
     """One use of a unit in a forward, and the hooks by which autograd opens and closes it in backward.
 
-    It must hold no tensors: their hooks hold it, and such a cycle would never be freed. A graph can be gone through
-    twice, also by `torch.autograd.grad` inside a forward, so `opened` and `closed` are autograd's numbers of a pass.
+    After the forward it must hold no tensors: their hooks hold it, and such a cycle would never be freed. A graph can
+    be gone through twice, also by `torch.autograd.grad` inside a forward, so `opened` and `closed` are autograd's
+    numbers of a pass.
     """
 
     def __init__(self, engine: Any, unit: Unit, given: Any) -> None:
         self.engine, self.unit = engine, unit
         self.version = unit.version  # of the master that the replica was made from
         self.began = torch_private.next_operation()  # a thread numbers its operations, one after the other
-        self.inputs = {id(x): x._version for x in tensors_in(given) if x.grad_fn is not None}
+        self.inputs = [(x, x._version) for x in tensors_in(given) if x.grad_fn is not None]  # until the forward is over
         self.opened = self.closed = -1  # no pass has this number
 
-    def watch(self, given: Any, output: Any) -> None:
-        """The forward is over. given: what the unit was given, as it is now."""
+    def watch(self, output: Any) -> None:
+        """The forward is over."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # Runs after the tensor's own hooks: the next unit of the forward is released before this is gathered.
@@ -64,15 +65,18 @@ class Use:
                     tensor._base.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
             elif tensor.requires_grad:
                 tensor.register_hook(self.open)
-        # Tensors that are kept as attributes can reach the loss, too: an auxiliary loss, say. A stage that keeps
-        # replicas need not look.
-        for tensor in kept_in(self.unit.module) if self.engine.frees_replicas else ():
+        # Tensors that the unit keeps can reach the loss, too: an auxiliary loss, say.
+        self.opens_with(kept_in(self.unit.module) if self.engine.frees_replicas else [])
+        for tensor, version in self.inputs:  # without any, this use ends with the backward
+            if tensor._version == version:  # what the unit wrote in place is its own work, no input
+                tensor.register_hook(self.close)
+        self.inputs = []
+
+    def opens_with(self, value: Any) -> None:
+        """The gradient of a tensor in `value` opens the use, if the use made the tensor."""
+        for tensor in tensors_in(value):
             if self.made(tensor):
                 tensor.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
-        for tensor in tensors_in(given):  # without any, this use ends with the backward
-            # What the unit wrote in place, or put into a list that it was given, is its own work, no input.
-            if tensor.grad_fn is not None and self.inputs.get(id(tensor)) == tensor._version:
-                tensor.register_hook(self.close)
 
     def made(self, tensor: torch.Tensor | None) -> bool:
         """Did an operation of this use, or a later one, make the tensor?"""
@@ -104,12 +108,24 @@ def watch_uses(engine: Any, unit: Unit) -> None:
         return changed
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        engine.do(engine.forward_is_over, unit)
-        engine.uses.pop(unit).watch((args, kwargs), output)
+        use = engine.uses.pop(unit)
+        if all(other.unit is not unit for other in engine.uses.running):  # else it was called inside itself
+            engine.do(engine.forward_is_over, unit)
+        use.watch(output)
+
+    def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
+        """The part used its parameters: wherever its output is kept, its gradient opens the use."""
+        for use in engine.uses.running:
+            if use.unit is unit:
+                use.opens_with(output)
 
     if unit.module is not None:
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         unit.module.register_forward_hook(after, with_kwargs=True)
+        its = {id(parameter) for parameter in unit.parameters}
+        for part in unit.module.modules() if engine.frees_replicas else ():
+            if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
+                part.register_forward_hook(part_is_over)
 
 
 def without_leaves(args: Any, kwargs: Any) -> Any:
@@ -128,15 +144,18 @@ def without_leaves(args: Any, kwargs: Any) -> Any:
     return tuple(views.get(id(a), a) for a in args), {name: views.get(id(a), a) for name, a in kwargs.items()}
 
 
+CONTAINERS = (list, tuple, set, deque, Mapping, types.SimpleNamespace)
+
+
 def kept_in(module: nn.Module | None) -> list[torch.Tensor]:
-    """The tensors that are attributes of the module or its parts, or in lists and tuples that are."""
+    """The tensors that are attributes of the module or its parts, or in containers that are."""
     parts = [] if module is None else module.modules()
-    kept = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor | list | tuple)]
-    return list(tensors_in(kept))
+    kept = (value for part in parts for value in vars(part).values())
+    return list(tensors_in([v for v in kept if isinstance(v, torch.Tensor) or isinstance(v, CONTAINERS) and v]))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings, dataclasses and simple namespaces."""
+    """The tensors in nested containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -145,6 +164,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(vars(value).values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | deque):
         for item in value:
             yield from tensors_in(item)

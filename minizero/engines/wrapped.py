@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from minizero.engines.refused import check_averaged, names_and_parameters
 from minizero.engines.shards import gradient_norms, names_of
 from minizero.engines.unit import Unit
 from minizero.ranks.collectives import all_gather, broadcast
@@ -33,6 +34,7 @@ class Wrapped(nn.Module):
         self.names_of = {}  # tied parameters have several
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             self.names_of.setdefault(id(parameter), []).append(name)
+        self.complete = names_and_parameters(self.module)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -65,15 +67,30 @@ class Wrapped(nn.Module):
             self.sync = before
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+        The arguments are those of `torch.nn.utils.clip_grad_norm_`; `foreach` changes nothing here. `RuntimeError` on
+        all ranks if `error_if_nonfinite` and the norm is NaN or infinite: then no gradient is scaled.
+        """
+        norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
+        for shard in self.parameters():
+            check_averaged(type(self).__name__, shard)
         norms = torch.stack([gradient_norms(unit, norm_type) for unit in self.in_order])  # (units, chunks held)
         norms = norms.to(self.comm.device)  # under offload they are not there
         if not self.in_order[0].whole:
             norms = all_gather(norms.t().contiguous(), self.units[0].comm, label="clip_grad_norm_").t().contiguous()
         norm = torch.linalg.vector_norm(norms, norm_type)  # unit by unit, rank by rank: one order in every stage
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"clip_grad_norm_: the norm over all ranks is non-finite ({norm}), nothing was scaled")
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for shard in self.parameters():
             if shard.grad is not None:
@@ -131,12 +148,16 @@ class Wrapped(nn.Module):
     def watch_state_dicts(self) -> None:
         """Let the module inside, and each of its parts, tell when its `state_dict` is made or loaded."""
         for part in self.module.modules():
+            part.register_state_dict_pre_hook(lambda *call: self.part_saves())
             part.register_state_dict_post_hook(lambda *call: self.part_saved(*call[:3]))
             part.register_load_state_dict_pre_hook(lambda *call: self.part_loads(*call[:4]))
 
-    def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """A part of the module has put its replica into `state`. DDP corrects it; elsewhere it is refused."""
+    def part_saves(self) -> None:
+        """The state dict of a part of the module is about to be made. DDP can; elsewhere it is refused."""
         self.state_dict()
+
+    def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """A part of the module has put its replica into `state`: DDP in 16 bits puts its masters in their place."""
 
     def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:
         """A part of the module is about to load its parameters from `state`."""

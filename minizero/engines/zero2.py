@@ -22,7 +22,8 @@ class Zero2(Engine):
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
         # In FP32 the master is a view of the replica; a 16-bit replica that trains needs an FP32 master beside it.
-        unit.master = unit.chunk(full) if unit.replica is full else unit.chunk(full).clone()
+        # `.data` gives it a count of writes of its own: a gather into the replica is no write to the master.
+        unit.master = unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 
     def before_forward(self) -> None:
@@ -32,6 +33,7 @@ class Zero2(Engine):
                 mine.copy_(unit.master)  # rounded to the computing dtype
                 all_gather(mine, self.comm, out=unit.replica, label=unit.name)
                 unit.replica_is_fresh_now()
+                unit.point_parameters_at(unit.replica)  # empty since the optimizer's step
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after this: its memory is free for the next unit's.

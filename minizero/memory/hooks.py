@@ -77,13 +77,13 @@ class Hooks:
             self.handles.append(module.register_forward_pre_hook(enter, prepend=True))
             self.handles.append(module.register_forward_hook(leave, always_call=True))
 
-        # What an engine holds besides: its shards, which are named after their units, and what does not train.
+        # What an engine holds besides: its shards, which are named after their units, and its replicas. The masters of
+        # what does not train are no shards: `named_parameters()` are for the optimizer.
         for name, parameter in model.named_parameters():
             self._watch_parameter(parameter, name)
-        for unit in _frozen_units(model):
-            for tensor in (unit.replica, unit.master):  # perhaps one and the same
-                if tensor is not None:
-                    self.recorder.claim(tensor, "parameters", unit.name.removesuffix(" (frozen)"))
+        for unit in units if isinstance(units := vars(model).get("units"), list) else []:
+            for tensor in (unit.replica,) if unit.trains else (unit.replica, unit.master):
+                self.recorder.claim(tensor, "parameters", unit.name.removesuffix(" (frozen)"))
 
         self.handles.append(model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True))
 
@@ -104,6 +104,8 @@ class Hooks:
         if parameter.grad is not None:  # an engine's own hook may have taken it away
             self.recorder.claim(parameter.grad, "gradients", self.owner[id(parameter)])
 
+    _claim_gradient.ours = True  # type: ignore[attr-defined]  # an engine may ask: it only looks
+
     def _find_states(self) -> None:
         assert self.optimizer is not None
         for parameter, state in self.optimizer.state.items():
@@ -120,9 +122,3 @@ class Hooks:
     def _after_step(self) -> None:
         self._find_states()  # a first step makes them
         self.position.leave_step()
-
-
-def _frozen_units(model: nn.Module) -> list[Any]:
-    """An engine's units that do not train. Its `named_parameters()` leave them out: they are for the optimizer."""
-    units = vars(model).get("units")
-    return [unit for unit in units if not getattr(unit, "trains", True)] if isinstance(units, list) else []

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import DDP, Zero1, Zero3
-from tests.support.helpers import STAGES, relative_error, run
-from tests.support.small_models import Blocks, check, decay, fit, fit_plain, seeded, vectors, wrapped
+from minizero import DDP, GPT, Zero1, Zero3
+from minizero.memory import Ledger
+from tests.support.helpers import SMALL, STAGES, batch, relative_error, run
+from tests.support.small_models import SHARDED, Blocks, check, decay, fit, fit_plain, seeded, vectors, wrapped
 
 # Forwards and backwards.
 
@@ -112,7 +113,7 @@ def test_a_forward_that_raises_leaves_nothing_gathered():
         with pytest.raises(TypeError):
             model(x, order=(0, "no such block"))
         if isinstance(model, Zero3):
-            assert all(p.numel() == 0 for p in model.module.parameters())
+            assert all(p.untyped_storage().nbytes() == 0 for p in model.module.parameters())
         return model(x).square().mean()
 
     for stage in STAGES:
@@ -129,6 +130,67 @@ def test_recompute_inside_and_around_units():
             return self.out(x)
 
     check(seeded(Recomputed))
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"group_by": decay}], ids=lambda o: "-".join(o))
+def test_a_penalty_over_the_parameters_before_or_after_the_forward(options):
+    def loss(model, x, penalty_first):
+        terms = [lambda: model(x).square().mean(), lambda: 0.05 * sum(p.square().sum() for p in model.parameters())]
+        one, other = terms[::-1] if penalty_first else terms
+        return one() + other()
+
+    def trained(comm, stage, penalty_first, **more):
+        forward = lambda model, x, rank: loss(model, x, penalty_first)  # noqa: E731
+        return fit(comm, stage, seeded(Blocks), forward=forward, **options, **more)
+
+    for penalty_first in (False, True):
+        expected = run(2, trained, DDP, penalty_first)[0]
+        for stage in SHARDED:
+            assert relative_error(run(2, trained, stage, penalty_first)[0], expected) < 1e-5, stage
+        for more in ({"prefetch": 0}, {"offload": True}):
+            assert relative_error(run(2, trained, Zero3, penalty_first, **more)[0], expected) < 1e-5, more
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_an_optimizer_in_backward_steps_once_with_the_average_and_frees_it(stage):
+    def trained(comm, in_backward):
+        model = stage(GPT(SMALL), comm)
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+        steps = []
+
+        def step(shard):
+            steps.append(shard)
+            optimizers[shard].step()
+            optimizers[shard].zero_grad()
+
+        for shard in optimizers if in_backward else ():
+            shard.register_post_accumulate_grad_hook(step)
+        for number in range(2):
+            x, y = (part.chunk(comm.size)[comm.rank] for part in batch(number))
+            with Ledger(model) as ledger:
+                model(x, y).backward()
+            assert len(steps) == (number + 1) * len(optimizers) * in_backward
+            for shard in () if in_backward else optimizers:
+                step(shard)
+            steps = steps if in_backward else []
+        return model.gather_state_dict(), ledger.peak["gradients"]
+
+    (expected, all_at_once), (state, one_by_one) = (run(2, trained, in_backward)[0] for in_backward in (False, True))
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert one_by_one < 0.7 * all_at_once
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_a_hook_on_a_shard_changes_its_average(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        model(vectors(comm.rank)).square().mean().backward()
+        averages = [p.grad.clone() for p in model.parameters()]
+        for shard in model.parameters():
+            shard.register_hook(lambda average: average.clamp(-0.01, 0.01))
+        model(vectors(comm.rank)).square().mean().backward()
+        for shard, average in zip(model.parameters(), averages, strict=True):
+            assert torch.equal(shard.grad, average.clamp(-0.01, 0.01) + average)
 
 
 # Steps.

@@ -1,10 +1,13 @@
 """A model of any shape trains as on one process: odd sizes, tied, frozen and unused parameters, buffers."""
 
+import collections
+
 import pytest
 import torch
 from torch import nn
 
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
+from minizero.memory import Ledger
 from tests.support.helpers import SMALL, STAGES, run
 from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors
 
@@ -172,3 +175,97 @@ def test_units_are_kept_until_their_inputs_have_their_gradients():
 
     check(seeded(Gates))
     check(seeded(freeze))
+
+
+def test_buffers_that_share_memory_go_on_sharing_it():
+    class Shared(Blocks):
+        def __init__(self):
+            super().__init__()
+            ring = torch.zeros(8)
+            self.register_buffer("ring", ring)
+            self.register_buffer("first", ring[:7])
+            self.register_buffer("wide", torch.ones(1).expand(7))
+            self.column = ring[:7].view(7, 1)  # no buffer
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.ring.add_(1)
+            return super().forward(x + self.first * self.wide + self.column.mean())
+
+    check(seeded(Shared))
+
+
+def test_a_unit_that_calls_itself():
+    class Node(nn.Sequential):
+        def forward(self, x, depth=2):
+            return super().forward(self(x, depth - 1) + self(x * 0.5, depth - 1) if depth else x)
+
+    class Trees(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Node(*block) for block in self.blocks)
+
+    check(seeded(Trees))
+
+
+def test_a_function_that_has_no_gradient_for_a_weight():
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient @ ctx.saved_tensors[0].T, None
+
+    class Odd(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.fixed = nn.Parameter(torch.empty(7, 7))
+
+        def forward(self, x):
+            return super().forward(Times.apply(x, self.fixed))
+
+    check(seeded(Odd))
+
+
+def test_the_loss_may_use_what_a_unit_made_wherever_it_is_kept():
+    class Keeps(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            self.gate = nn.functional.linear(x, self.raw)  # its own weight, in no module's output
+            self.box = {"inside": x.tanh(), "list": collections.deque([self.gate])}
+            del self.gate
+            return self[2](x)
+
+    def keeps(net):
+        net.blocks = nn.ModuleList(Keeps(*block) for block in net.blocks)
+        for block in net.blocks:
+            block.raw = nn.Parameter(torch.empty(5, 5))
+
+    def forward(model, x, rank):
+        caught = []
+        blocks = getattr(model, "module", model).blocks
+        hooks = [block[0].register_forward_hook(lambda _, __, out: caught.append(out)) for block in blocks]
+        model(x)
+        for hook in hooks:
+            hook.remove()
+        kept = [block.box["inside"] for block in blocks] + [block.box["list"][0] for block in blocks]
+        return sum(tensor.square().mean() for tensor in kept + caught)
+
+    check(seeded(lambda: Blocks(keeps)), forward=forward)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_on_units_keep_no_unit_gathered(hook):
+    def peak(comm, hooked):
+        model = Zero3(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), comm)
+        for block in model.module if hooked else ():
+            getattr(block, hook)(lambda *_: None)
+        for _ in range(2):
+            with Ledger(model) as ledger:
+                model(torch.ones(1, 64, requires_grad=True)).sum().backward()
+        return ledger.peak["parameters"]
+
+    assert run(2, peak, True)[0] <= 1.1 * run(2, peak, False)[0]

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
 
 from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
 from tests.support.helpers import SMALL, STAGES, relative_error, run
@@ -57,12 +59,29 @@ def test_modules_that_cannot_be_wrapped(stage):
         assert isinstance(failure.value.__cause__, ValueError)
         return str(failure.value.__cause__)
 
-    def mixed():
-        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    def with_parameter(**options):
+        module = nn.Linear(2, 2)
+        module.register_parameter("more", nn.Parameter(torch.ones(2, **options), requires_grad=False))
+        return module
+
+    def with_buffer():
+        module = nn.Linear(2, 2)
+        module.register_buffer("row", module.weight.detach()[0])
+        return module
+
+    def with_hook():
+        module = nn.Linear(2, 2)
+        module.weight.register_post_accumulate_grad_hook(print)
+        return module
 
     assert "no parameters that train" in wrap(nn.ReLU)
     assert "no parameters that train" in wrap(lambda: nn.Linear(2, 2).requires_grad_(False))
-    assert "mixed devices (cpu, meta)" in wrap(mixed)
+    assert "more is on the meta device" in wrap(lambda: with_parameter(device="meta"))
+    assert "0.weight is lazy, and has no shape yet" in wrap(lambda: nn.Sequential(nn.LazyLinear(2)))
+    assert "more is torch.complex64: keep real" in wrap(lambda: with_parameter(dtype=torch.complex64))
+    assert "more is torch.int64: make it a buffer" in wrap(lambda: with_parameter(dtype=torch.int64))
+    assert "row lies in the memory of weight" in wrap(with_buffer)
+    assert "weight has a hook of register_post_accumulate_grad_hook" in wrap(with_hook)
     assert "float32, weight is torch.float64" in wrap(lambda: nn.Linear(2, 2).double())
     assert "dtype must be" in wrap(lambda: nn.Linear(2, 2), dtype=torch.float64)
     assert "wrapped in" in wrap(lambda: World(1, "cpu").run(lambda comm: stage(nn.Linear(2, 2), comm))[0].module)
@@ -94,9 +113,21 @@ def test_a_released_unit_cannot_be_used_by_accident():
     def use(comm):
         model = Zero3(seeded(Blocks)(), comm)
         weight = model.module.blocks[0][0].weight
-        assert weight.numel() == 0
-        with pytest.raises(RuntimeError):
-            F.linear(vectors(0), weight)
+        assert weight.untyped_storage().nbytes() == 0 and "Parameter" in repr(weight)
+        uses = [
+            lambda: F.linear(vectors(0), weight),
+            lambda: torch.zeros(8, 8).lerp_(weight, 0.5),
+            lambda: copy.deepcopy(model.module.blocks),
+            lambda: nn.init.ones_(weight),
+            lambda: weight.data,
+            lambda: weight.T,
+            lambda: weight.double(),
+            lambda: weight.numel(),
+            lambda: setattr(weight, "data", torch.ones(8, 8)),
+        ]
+        for use in uses:
+            with pytest.raises(RuntimeError, match=r"Zero3: blocks\.0\.0\.weight, of the unit blocks\.0, is empty"):
+                use()
         return True
 
     assert all(run(2, use))
@@ -133,6 +164,80 @@ def test_uses_that_would_train_something_else_are_refused(stage):
             model.requires_grad_(False)
         with pytest.raises(ValueError, match="norm_type"):
             model.clip_grad_norm_(1.0, 0)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(1))
+
+    def forward(self, weight):
+        return weight * self.by
+
+
+CHANGES = {
+    "out.weight": lambda net: setattr(net.out, "weight", nn.Parameter(torch.ones(1, 7))),
+    "out.parametrizations.weight.0.by": lambda net: parametrize.register_parametrization(net.out, "weight", Scale()),
+    "blocks.3.weight": lambda net: net.blocks.append(nn.Linear(7, 7)),
+    "out.bias": lambda net: setattr(net.out, "bias", None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_that_was_changed_after_wrapping_is_named(stage, name):
+    @wrapped(stage)
+    def _(model, comm):
+        with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*({name}.* after wrapping|out.weight.* is empty)"):
+            CHANGES[name](model.module)
+            model(vectors(0))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_no_sync_holds_back_is_neither_stepped_nor_clipped(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(vectors(0)).sum().backward()
+        with model.no_sync():
+            model(vectors(0)).sum().backward()
+        for use in (optimizer.step, lambda: model.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match=rf"{stage.__name__}: no_sync\(\) holds the gradients back"):
+                use()
+        model(vectors(0)).sum().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_old_replicas_are_not_read_between_a_step_and_the_next_forward(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        average = AveragedModel(seeded(Blocks)())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(vectors(0)).sum().backward()
+        optimizer.step()
+        for read in (copy.deepcopy, average.update_parameters, lambda module: module.out(vectors(0))):
+            with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*is empty.*gather_state_dict"):
+                read(model.module)
+        model(vectors(0))
+
+
+def test_hooks_that_would_see_a_part_of_the_gradient_are_refused():
+    @wrapped(DDP)
+    def _(model, comm):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(print)
+        with pytest.raises(RuntimeError, match="DDP in FP32: a hook on a parameter of root"):
+            model(vectors(0))
+
+    @wrapped(Zero2)
+    def _(model, comm):
+        shards = list(model.parameters())
+        shards[0].register_hook(lambda gradient: 2 * gradient)
+        loss = model(vectors(0)).sum() + shards[0].square().sum()
+        with pytest.raises(RuntimeError, match="a hook on a shard, and a loss that uses the shard"):
+            loss.backward()
 
 
 def test_double_backward_is_refused_where_parameters_come_and_go():
