@@ -5,7 +5,7 @@
     layout.py       where each parameter lies in a flat buffer
     unit.py         parameters that are gathered, reduced and freed together
     gradient.py     a unit's gradient on this rank, while backward fills it
-    engine.py       what the stages share: when parameters are gathered and gradients reduced
+    engine.py       what the stages share: when parameters are gathered and gradients reduced; the path of a gradient
     ddp.py          stage 0: replicate everything, average the gradients
     zero1.py        stage 1: shard the optimizer states
     zero2.py        stage 2: shard the gradients as well
@@ -16,15 +16,11 @@
 
 and what an engine needs besides:
 
-    passes.py       one forward of the model, and its backward: what is reduced when
     uses.py         how autograd tells when a unit is used
-    no_sync.py      gradients that add up over several backwards
     units.py        which parameters form a unit
-    shards.py       what the optimizer sees of a unit
-    wrapped.py      what a training loop calls: parameters, clipping, full state; what is refused
-    norms.py        norms that keep running statistics compute in FP32
-    refused.py      the models and optimizers that are refused, and why
+    wrapped.py      what a training loop calls: parameters, clipping, full state
     timeline.py     records what each rank does when
+    guards/         what is refused, against what, and why
 """
 
 from minizero.engines.ddp import DDP

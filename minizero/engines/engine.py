@@ -3,24 +3,32 @@
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
     backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release all
 
-The root unit holds what lies outside every block, such as the embeddings. Hooks of PyTorch, in passes.py for the whole
-model and in uses.py for one unit, call the methods of this file. Forward: the model begins (`before_forward`, and
-`gather` of the root); a unit's module begins (`gather`), and ends (`forward_is_over`).
+The root unit holds what lies outside every block, such as the embeddings. Hooks of PyTorch call the methods of this
+file. Forward: the model begins (`before_forward`, and `gather` of the root); a unit's module begins (`gather`), and
+ends (`forward_is_over`).
 
-Backward: a *use* of a unit (one forward of its module, and the way back) opens when the gradient of its output comes
-(`gather`). It closes when that of its input comes (`release`, if no other use is open). In between autograd writes the
-.grad of each parameter, and a hook takes it (`deposit`). A unit is complete when no parameter owes one. Complete units
-are reduced, `reduce(unit, unit.gradient.take())`, in the order of `in_order`; at the end those with unused parameters,
-and what waits for them. So all ranks reduce in one order. Then what is left is released: the root, and units whose
-input needed no gradient. A forward whose output needs no gradient releases all at its own end.
+Backward: a *use* of a unit is one forward of its module, and the way back (uses.py). It opens when the gradient of its
+output comes (`gather`). It closes when that of its input comes (`release`, if no other use is open). In between
+autograd writes the .grad of each parameter, and a hook takes it (`deposit`). A unit is complete when no parameter owes
+one. Complete units are reduced in the order of `in_order`; at the end those with unused parameters, and what waits for
+them. So all ranks reduce in one order. Then what is left is released: the root, and units whose input needed no
+gradient. A forward whose output needs no gradient releases all at its own end.
 
-Prefetch, stage 3's default, keeps these moments. Its collectives run in other threads, on a GPU in other streams. In
-forward the all-gather of the next unit begins at the `gather` of this one; in backward when two thirds of this unit's
-gradient have come, and most of its activations are gone. The next `gather` only waits. A pass learns from the last of
-its kind which unit is next. `reduce` only begins: another unit's first `deposit`, or `finish`, waits for its end.
+The path of one gradient, through eight files:
+
+    engine.py       arrived             autograd has written a parameter's .grad: this hook takes it away
+                    Backward.bring      the unit waits for one parameter less
+    zero3.py        Zero3.deposit       (with prefetch: the reduction before this one must end, prefetch.py)
+    gradient.py     LocalGradient.put   copied to its place in the unit's flat buffer
+    engine.py       Backward.reduce_next    the unit waits for none: LocalGradient.take
+    zero3.py        Zero3.reduce        with prefetch a thread runs what follows
+    collectives.py  reduce_scatter      over comm.py: each rank has its chunk of the average
+    unit.py         Unit.set_gradient   the shards' .grad, and their hooks
 """
 
 import abc
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,13 +36,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from minizero.engines.norms import let_norms_compute_in_fp32
-from minizero.engines.passes import Backward, end_forward, release_all, watch_passes
-from minizero.engines.refused import check_compiled, check_module, mark
-from minizero.engines.shards import GroupBy
+from minizero import torch_private
+from minizero.engines.guards.modules import (
+    check_compiled,
+    check_complete,
+    check_gradient,
+    check_module,
+    check_unchanged,
+)
+from minizero.engines.guards.norms import let_norms_compute_in_fp32
+from minizero.engines.guards.optimizers import mark
+from minizero.engines.layout import GroupBy
 from minizero.engines.unit import Unit
 from minizero.engines.units import make_units, start_buffers
-from minizero.engines.uses import Uses, watch_uses
+from minizero.engines.uses import Use, tensors_in, without_leaves
 from minizero.engines.wrapped import Wrapped
 from minizero.ranks.comm import Comm
 
@@ -48,14 +63,17 @@ class Engine(Wrapped, abc.ABC):
     function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
     parameters of one group only. Buffers keep their dtype.
 
+    The module is complete when it is wrapped: what is initialised, added, replaced or frozen comes before. A gradient
+    set to None on a parameter of the module freezes nothing; the shards' gradients count.
+
     forward moves the tensors among its arguments (also in tuples, lists and dicts) to `comm.device`, as `fully_shard`
     does. With a 16-bit `dtype` it casts those of floating point. Other objects, and outputs, stay as they are.
 
     The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
+    Hooks on the shards (`register_hook`, `register_post_accumulate_grad_hook`) are called with the average.
     """
 
     inside: Comm | None = None  # the ranks that a unit is sharded over; None stands for all of `comm`
-    ahead: Any = None  # an `Ahead` (prefetch.py), if the stage gathers and reduces in other threads
     frees_replicas = False  # does a unit's replica come and go?
     reshard_after_forward = False  # is it away between the unit's forward and its backward?
 
@@ -69,25 +87,28 @@ class Engine(Wrapped, abc.ABC):
         group_by: GroupBy | None = None,
     ) -> None:
         super().__init__()
-        check_module(type(self).__name__, module, dtype)
+        self.stage = type(self).__name__
+        check_module(self.stage, module, dtype)
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
-        self.uses = Uses()  # forwards of units that run, and the uses that are open
+        self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
+        self.open_uses: Counter[Unit] = Counter()  # in backward
         self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
         self.note_names()
         start_buffers(module, comm)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
         self.roots = [unit for unit in self.units if unit.module is None]  # gathered until backward ends
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]  # reduced last block first, root last
-        check_compiled(self, module.modules())
+        if self.frees_replicas:
+            check_compiled(self.stage, module, self.units, module.modules())
         for unit in self.units:
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
             unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: `keep` has emptied it
-            mark(unit, type(self).__name__, self.names_of)
-            watch_uses(self, unit)
-        watch_passes(self)
+            mark(unit, self.stage, self.names_of)
+            self.watch_uses(unit)
+        self.watch_passes()
         let_norms_compute_in_fp32(module, dtype)
         self.watch_state_dicts()
 
@@ -114,7 +135,7 @@ class Engine(Wrapped, abc.ABC):
         """The unit is not used for now: free the memory of its parameters."""
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
-        """The unit's forward is over: stage 3 frees its parameters. Called on the stage, not on the `mover`."""
+        """The unit's forward is over: stage 3 frees its parameters."""
 
     def finish(self) -> None:  # noqa: B027
         """All units are reduced: what is still under way beside this thread must end."""
@@ -124,18 +145,8 @@ class Engine(Wrapped, abc.ABC):
         assert unit.gradient is not None
         unit.gradient.put(number, gradient, unit.dtype if self.sync else torch.float32)
 
-    # How the hooks call a stage.
-
-    @property
-    def mover(self) -> Any:
-        """Whose methods the hooks call: the stage's own, or with prefetch those of its `Ahead` (prefetch.py).
-
-        In them an `Ahead` calls Zero3's `make_room`, `fill`, `average`, `release` and `deposit`.
-        """
-        return self.ahead or self
-
     def do(self, what: Callable[..., None], *args: Any) -> None:
-        """Call `what`, of the mover or the stage, and tell those who watch. They do not hear of calls inside it."""
+        """Call `what`, one of the methods above, and tell those who watch."""
         for before, _ in self.watchers:
             before()
         try:
@@ -144,20 +155,216 @@ class Engine(Wrapped, abc.ABC):
             for _, after in self.watchers:
                 after(what.__name__, *args)
 
-    @property
-    def in_backward(self) -> bool:
-        """Is a backward running? Also True from a backward that raised until the next forward notices."""
-        return self.backward is not None
+    # A forward of the whole model.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            release_all(self)
+            self.release_all()
             raise
-        end_forward(self, output)
+        self.end_forward(output)
         return output
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
+
+    def watch_passes(self) -> None:
+        """Register the hooks by which a forward begins, and those of the parameters, which bring their gradients."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            self.begin_forward()
+            return without_leaves(args, kwargs)
+
+        self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        for unit in self.in_order:
+            for number, parameter in enumerate(unit.parameters):
+                aside: list[torch.Tensor | None] = []
+                if unit.original:  # autograd would add to the .grad of before
+                    unit.nodes.append(put_aside(parameter, aside))
+                parameter.register_post_accumulate_grad_hook(arrival(self, unit, number, aside))
+
+    def begin_forward(self) -> None:
+        """Clear up what an exception left behind, and gather what the whole forward needs."""
+        check_complete(self.stage, self.module, self.complete, self.units)
+        if self.frees_replicas:
+            check_compiled(self.stage, self.module, self.units, [unit.module or self.module for unit in self.units])
+        if torch_private.current_backward() == -1:
+            if self.backward is not None:  # the last backward raised
+                self.backward = None
+                self.release_all()
+                for unit in self.in_order:
+                    unit.gradient = None  # unless it was reduced, .grad is that of before; what no_sync added is gone
+            self.running.clear()  # what is left there ended by an exception
+        self.do(self.before_forward)
+        for unit in self.roots:
+            self.do(self.gather, unit)
+
+    def end_forward(self, output: Any) -> None:
+        """Let the gradient of a tensor in `output` begin the backward."""
+        grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        versions = {unit: unit.version for unit in self.roots}  # `open_use` checks those of the other units
+
+        def begin(_: torch.Tensor) -> None:
+            self.begin_backward(versions)
+
+        for tensor in grown:
+            tensor.register_hook(begin)
+        if not grown:  # there will be no backward
+            self.release_all()
+
+    def release_all(self) -> None:
+        """No unit is in use any more."""
+        self.open_uses.clear()
+        for unit in self.units:
+            self.do(self.release, unit)
+
+    # A use of one unit.
+
+    def watch_uses(self, unit: Unit) -> None:
+        """Register the hooks that tell of the unit's uses: on its module, and on parts that have parameters of it."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            self.do(self.gather, unit)
+            changed, version = without_leaves(args, kwargs), unit.version  # of the master behind the replica
+            use = Use(changed or (args, kwargs), lambda: self.open_use(unit, version), lambda: self.close_use(unit))
+            self.running.append((unit, use))
+            return changed
+
+        def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
+            for running, use in self.running:  # wherever the part's output is kept, its gradient opens the use
+                if running is unit:
+                    use.opens_with(output)
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            while (ended := self.running.pop())[0] is not unit:  # what lies above it ended by an exception
+                pass
+            if all(running is not unit for running, _ in self.running):  # else it was called inside itself
+                self.do(self.forward_is_over, unit)
+            ended[1].watch(output, unit.module if self.frees_replicas else None)
+
+        if unit.module is not None:
+            unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(after)
+            its = {id(parameter) for parameter in unit.parameters}
+            for part in unit.module.modules() if self.frees_replicas else ():
+                if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
+                    part.register_forward_hook(part_is_over)
+
+    def open_use(self, unit: Unit, version: int) -> None:
+        """Backward reaches what a use of the unit made."""
+        check_unchanged(self.stage, unit, version, twice=not self.frees_replicas)
+        self.open_uses[unit] += 1
+        self.do(self.gather, unit)
+
+    def close_use(self, unit: Unit) -> None:
+        """Backward has left a use of the unit."""
+        self.open_uses[unit] -= 1
+        if not self.open_uses[unit]:  # no other use of the same unit is open
+            self.do(self.release, unit)
+
+    # Backward.
+
+    @property
+    def in_backward(self) -> bool:
+        """Is a backward running? Also True from a backward that raised until the next forward notices."""
+        return self.backward is not None
+
+    def begin_backward(self, versions: dict[Unit, int] = {}) -> "Backward":  # noqa: B006
+        """The backward that is running, or a new one. versions: of the units' masters, when the model was used."""
+        if self.backward is None:
+            for unit, version in versions.items():
+                check_unchanged(self.stage, unit, version, twice=not self.frees_replicas)
+            self.backward = Backward(self)
+            self.backward.begin()
+        return self.backward
+
+
+def put_aside(parameter: nn.Parameter, aside: list[torch.Tensor | None]) -> Any:
+    """Keep the parameter's .grad of before in `aside` while autograd writes a new one.
+
+    Returns autograd's node that writes it. Somebody must hold the node: autograd itself would make a new one.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    weak = weakref.ref(parameter)  # the node is out of the garbage collector's sight, as in `arrival`
+
+    def writes(_: Any) -> None:
+        parameter = weak()
+        if parameter is not None:
+            aside[:] = [parameter.grad]
+            parameter.grad = None
+
+    node.register_prehook(writes)
+    return node
+
+
+def arrival(engine: Engine, unit: Unit, number: int, aside: list[torch.Tensor | None]) -> Any:
+    """The hook of a parameter. It is given the parameter, not the gradient."""
+    # Autograd holds this hook out of the garbage collector's sight, so a strong reference would leak the engine.
+    weak_engine, weak_unit = weakref.ref(engine), weakref.ref(unit)
+
+    def arrived(parameter: torch.Tensor) -> None:
+        engine, unit = weak_engine(), weak_unit()
+        if engine is None or unit is None:
+            return
+        gradient, parameter.grad = parameter.grad, aside.pop() if aside else None
+        backward = engine.begin_backward()
+        backward.bring(unit, number, gradient)
+        del gradient  # copied; its memory must be free before the ring needs some
+        backward.reduce_complete()
+
+    arrived.ours = True  # type: ignore[attr-defined]
+    return arrived
+
+
+class Backward:
+    """One backward pass of a model: it begins with the gradient of an output, or of a parameter.
+
+    A gradient that only goes through a unit, to an input, is none of it: nothing is to be reduced then.
+
+    left: the units that are still to be reduced. The order is fixed, last block first, so that all ranks reduce the
+    same unit at the same time even if only some of them took a branch. owed: by unit, the numbers of the parameters
+    whose gradient has not come.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.left = list(engine.in_order)
+        self.owed = {unit: set(range(len(unit.parameters))) for unit in self.left}
+
+    def begin(self) -> None:
+        for unit in self.engine.in_order:
+            unit.begin_gradient()
+        for unit in self.engine.roots:  # an earlier backward of the same forward may have released them
+            self.engine.do(self.engine.gather, unit)
+        # Only autograd knows when the whole backward is over; then it calls this.
+        torch_private.call_at_end_of_backward(self.end)
+
+    def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
+        """The gradient of the unit's parameter `number` has come."""
+        away = self.engine.reshard_after_forward and unit.module is not None and not self.engine.open_uses[unit]
+        again = self.engine.sync and unit not in self.left
+        check_gradient(self.engine.stage, unit, gradient, again=again, gathered=not away)
+        self.owed[unit].discard(number)
+        if gradient is not None:  # a custom Function may give None, which is zero
+            self.engine.deposit(unit, number, gradient)
+
+    def reduce_complete(self) -> None:
+        """Reduce the units that owe nothing more, as far as the order allows."""
+        while self.engine.sync and self.left and not self.owed[self.left[0]]:
+            self.reduce_next()
+
+    def reduce_next(self) -> None:
+        unit = self.left.pop(0)
+        assert unit.gradient is not None
+        self.engine.do(self.engine.reduce, unit, unit.gradient.take(unit.dtype, self.engine.comm.device))
+
+    def end(self) -> None:
+        while self.engine.sync and self.left:  # what was not used has a gradient of zero
+            self.reduce_next()
+        self.engine.do(self.engine.finish)
+        self.engine.release_all()
+        for unit in self.engine.in_order:
+            unit.show_gradient()  # what no_sync holds
+        self.engine.backward = None

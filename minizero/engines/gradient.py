@@ -1,17 +1,21 @@
 """One unit's gradient on this rank, from the first parameter that has one to the average over the ranks.
 
-    Unit.begin_gradient ──► put, put, … ──► take ──► (averaged over the ranks) ──► Unit.set_gradient
-    backward begins         Engine.deposit  reduce_next (passes.py), then the stage's `reduce`
+    put, put, … ──► take ──► (averaged over the ranks) ──► Unit.set_gradient        a backward
+    put, put, … ──► show ──► go_on ──► put, put, … ──► take ──► …                   under no_sync, then outside
 
 Backward brings the parameters' gradients one by one, each to its place in one flat buffer, so that one collective
 reduces the whole unit. A parameter that was not used leaves zeros in its place.
+
+Under no_sync several backwards add up, and nothing is sent. Between two of them the shards' .grad are views of this
+rank's sum so far, with offload on a GPU copies of it. So zero_grad() can drop the sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from minizero.engines.guards.optimizers import check_untouched
 from minizero.engines.layout import Layout
 from minizero.memory import tag
 
@@ -19,12 +23,15 @@ from minizero.memory import tag
 class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
-    full: (size,), this rank's sum; None before the first `put`. Under no_sync several backwards add to it. before: the
-    shards' .grad without the sum. shown: each .grad's `_version` when no_sync.py last set it to show the sum.
+    full: (size,), this rank's sum; None before the first `put`. chunk: gives the part that the shards show; None if
+    they show all. before: the shards' .grad without the sum. shown: each .grad's `_version` (PyTorch's count of
+    in-place writes) after `show`.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout, self.dtype, self.device = layout, dtype, device
+    def __init__(
+        self, layout: Layout, shards: Sequence[nn.Parameter], chunk: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        self.layout, self.shards, self.chunk = layout, shards, chunk
         self.full: Tensor | None = None
         self.places: list[Tensor] = []
         self.unwritten: dict[int, Tensor] = {}  # the places that nothing came to yet, and the padding
@@ -34,7 +41,7 @@ class LocalGradient:
     def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """The gradient of parameter `number` goes to its place. dtype: of the buffer, if this put makes it."""
         if self.full is None:
-            self.full = torch.empty(self.layout.size, dtype=dtype, device=self.device)
+            self.full = torch.empty(self.layout.size, dtype=dtype, device=gradient.device)
             tag(self.full, "gradients")
             self.places = self.layout.views(self.full)
             self.unwritten = dict(enumerate([*self.places, self.full[self.layout.numel :]]))
@@ -48,14 +55,32 @@ class LocalGradient:
         for place in self.unwritten.values():
             place.zero_()
 
-    def take(self) -> Tensor:
+    def take(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The full gradient in the unit's dtype, to be averaged. From now on only the caller holds it."""
         if self.full is None:  # unused on this rank, but perhaps not on others
-            self.full = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
+            self.full = torch.zeros(self.layout.size, dtype=dtype, device=device)
         self.zero_unwritten()
-        full, self.full, self.places, self.unwritten = self.full.to(self.dtype), None, [], {}
+        full, self.full, self.places, self.unwritten = self.full.to(dtype), None, [], {}
         tag(full, "gradients")
         return full
+
+    def show(self) -> None:
+        """A backward under no_sync is over: let the shards' .grad be views of the sum so far."""
+        assert self.full is not None
+        self.zero_unwritten()
+        self.before = [shard.grad for shard in self.shards]
+        mine = self.chunk(self.full) if self.chunk else self.full
+        for shard, piece in zip(self.shards, pieces(mine, self.shards), strict=True):
+            shard.grad = piece.to(shard.device)
+            shard.grad.held_back = True  # type: ignore[attr-defined]  # an optimizer may not step with it
+        self.shown = [shard.grad._version for shard in self.shards]  # type: ignore[union-attr]
+
+    def go_on(self, name: str) -> None:
+        """The next backward begins. Until its end .grad is that of before the sum. name: the unit's."""
+        if self.chunk:
+            check_untouched(name, self.shards, self.shown)
+        for shard, before in zip(self.shards, self.before, strict=True):
+            shard.grad = before
 
 
 def pieces(flat: Tensor, shards: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -17,12 +17,13 @@ Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from minizero.engines.unit import Unit
 from minizero.memory.recorder import current_recorder, watched_by
+from minizero.ranks.comm import Comm
 
 
 class Lane:
@@ -71,15 +72,28 @@ class Lane:
         return wait
 
 
+class Stage(Protocol):
+    """What `Ahead` needs of a Zero3, whose file imports this one."""
+
+    comm: Comm
+    units: list[Unit]
+
+    @property
+    def in_backward(self) -> bool: ...
+    def make_room(self, unit: Unit) -> None: ...
+    def fill(self, unit: Unit) -> None: ...
+    def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor: ...
+
+
 class Ahead:
-    """Gathers and reduces in the name of a stage 3, beside the computation. At most `depth` gathers are under way.
+    """Lets a stage 3 gather and reduce beside the computation. At most `depth` gathers are under way.
 
     Say 0 1 2 was the last forward, and depth=1: at the gather of 0, in_turn[False] is [0], expected [0, 1, 2], and
     following [1].
     """
 
-    def __init__(self, stage: Any, depth: int) -> None:
-        self.stage, self.depth = stage, depth  # stage: a Zero3, whose file imports this one
+    def __init__(self, stage: Stage, depth: int) -> None:
+        self.stage, self.depth = stage, depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # as the last forward, and backward, used them
@@ -92,41 +106,38 @@ class Ahead:
         for unit in stage.units:
             unit.comm = gather_comm  # the same ranks; only the gathers' lane uses it
 
-    # What the engine calls, as it would call the stage.
+    # What the stage calls in its methods.
 
-    def before_forward(self) -> None:
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins."""
         if self.reducing is not None and not self.stage.in_backward:  # a backward raised: its gradient counts no more
             (_, wait), self.reducing = self.reducing, None
             wait()
         self.begin_pass(is_backward=False)
 
     def gather(self, unit: Unit) -> None:
+        """The unit is used now: its gather ends, that of the unit after it begins."""
         self.start(unit)
         self.wait_for(unit)
-        unit.point_parameters_at(unit.replica)
         self.following = self.what_follows(unit)
-        # In backward `deposit` begins them; but a frozen unit deposits nothing, and the root only in the end.
+        # In backward deposits begin them; but a frozen unit has no deposits, and the root only in the end.
         if not (self.stage.in_backward and unit.trains and unit.module is not None):
             self.start_following()
 
-    def release(self, unit: Unit) -> None:
-        self.wait_for(unit)  # which writes to the memory that is given back here
-        self.stage.release(unit)
-
-    def deposit(self, unit: Unit, number: int, gradient: torch.Tensor) -> None:
+    def before_deposit(self, unit: Unit) -> None:
+        """One full gradient at a time: the last unit's reduction ends before this unit's gradient begins."""
         if unit.gradient is None or unit.gradient.full is None:
-            self.end_reduction()  # one full gradient at a time
-        self.stage.deposit(unit, number, gradient)
-        owed = sum(unit.layout.shapes[i].numel() for i in self.stage.backward.owed[unit])
-        if 3 * owed <= unit.size:
+            self.end_reduction()
+
+    def after_deposit(self, unit: Unit, owed: set[int]) -> None:
+        """Two thirds of the gradient have come. owed: the numbers of the parameters whose gradient has not."""
+        if 3 * sum(unit.layout.shapes[number].numel() for number in owed) <= unit.size:
             self.start_following()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
+        """The unit's gradient is complete: its reduction begins."""
         self.end_reduction()
         self.reducing = unit, self.reductions.start(self.stage.average, unit, gradient, self.reduce_comm)
-
-    def finish(self) -> None:
-        self.end_reduction()
 
     # Its own part: what comes next, and when it begins.
 

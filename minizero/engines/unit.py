@@ -16,10 +16,8 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.gradient import LocalGradient, pieces
-from minizero.engines.layout import Layout
-from minizero.engines.no_sync import check_untouched
-from minizero.engines.refused import Released
-from minizero.engines.shards import GroupBy, cut
+from minizero.engines.guards.released import Released
+from minizero.engines.layout import GroupBy, Layout, cut, pad
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
@@ -56,7 +54,7 @@ class Unit:
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        self.nodes: list[Any] = []  # only if `original` (below): autograd's nodes, held so that hooks stay (passes.py)
+        self.nodes: list[Any] = []  # only if `original` (below): autograd's nodes, held so that hooks stay (engine.py)
         self.version = -1  # of `master` when the replica was last made from it
 
     @property
@@ -101,14 +99,21 @@ class Unit:
     def cut_shards(self) -> None:
         """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`."""
         tag(self.master, "parameters" if self.dtype == self.master.dtype else "optimizer")
-        self.shards, self.groups = cut(self)
+        start = 0 if self.whole else self.comm.rank * self.master.numel()
+        self.shards, self.groups = cut(self.layout, self.group_of, self.master, start, self.trains)
+
+    def shard_names(self) -> list[str]:
+        """A name for each shard: the parameter's own (FP32 DDP), or the unit's with the group's."""
+        if self.original:
+            return self.layout.names
+        return [self.name if group is None else f"{self.name}.{group}" for group in self.groups]
 
     def replica_is_stale(self) -> bool:
         """Must the replica be made from `master` (again)? `master` was written since, or the replica's memory is gone.
 
         `_version` is PyTorch's count of in-place writes. `nn.Parameter(view)` shares the count of `view`, so
         optimizer.step() on a shard raises it. Yes means an all-gather, so all ranks must say the same: each has a shard
-        of every group, if need be an empty one (shards.py), and a step on that is a write, too. (A write between a
+        of every group, if need be an empty one (`cut`), and a step on that is a write, too. (A write between a
         forward and its backward is refused.)
         """
         return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
@@ -129,13 +134,16 @@ class Unit:
         if all(shard.grad is None for shard in self.shards):
             self.gradient = None
         if self.gradient is None:
-            self.gradient = LocalGradient(self.layout, self.dtype, self.comm.device)
-        else:
-            check_untouched(self)
-            # Until the end of this backward .grad is that of before the sum. If it raises, the next forward drops the
-            # sum (passes.py).
-            for shard, before in zip(self.shards, self.gradient.before, strict=True):
-                shard.grad = before
+            self.gradient = LocalGradient(self.layout, self.shards, None if self.whole else self.chunk)
+        else:  # if this backward raises, the next forward drops the sum (engine.py)
+            self.gradient.go_on(self.name)
+
+    def show_gradient(self) -> None:
+        """A backward is over that reduced nothing, under no_sync."""
+        if self.gradient is not None and self.gradient.full is None:  # unused on this rank
+            self.gradient = None
+        if self.gradient is not None:
+            self.gradient.show()
 
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Let the shards' .grad be the average plus what they have, and call their hooks as autograd would.
@@ -156,3 +164,10 @@ class Unit:
             shard.grad.full = full  # type: ignore[attr-defined]
             for hook in after:  # such as an optimizer's step, which frees the gradient at once
                 hook(shard)
+
+    def gradient_norms(self, norm_type: float) -> torch.Tensor:
+        """The norm of each N-th of the gradient, for N ranks, that this rank holds."""
+        gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
+        flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
+        chunks = flat.split(self.size // self.everyone.size)
+        return torch.stack([torch.linalg.vector_norm(chunk, norm_type) for chunk in chunks])

@@ -1,23 +1,24 @@
-"""What a training loop may call on a wrapped model, whatever its stage; and what is refused.
+"""What a training loop may call on a wrapped model, whatever its stage (guards/wrapped.py: what it may not).
 
 Nothing here is special to a stage: it works on the units' masters and shards, wherever they are.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Self
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from minizero.engines.refused import check_averaged, names_and_parameters
-from minizero.engines.shards import gradient_norms, names_of
+from minizero.engines.guards.modules import names_and_parameters
+from minizero.engines.guards.optimizers import check_averaged
+from minizero.engines.guards.wrapped import Refuses
 from minizero.engines.unit import Unit
 from minizero.ranks.collectives import all_gather, broadcast
 from minizero.ranks.comm import Comm
 
 
-class Wrapped(nn.Module):
+class Wrapped(Refuses):
     """The contract of DDP, Zero1, Zero2 and Zero3."""
 
     module: nn.Module
@@ -46,7 +47,8 @@ class Wrapped(nn.Module):
         """
         for unit in self.units:
             if unit.trains:
-                yield from zip(names_of(unit, prefix), unit.shards, strict=True)
+                names = [prefix + name for name in unit.shard_names()]
+                yield from zip(names, unit.shards, strict=True)
 
     def parameter_groups(self) -> dict[Any, list[nn.Parameter]]:
         """The shards by value of `group_by`. Every rank has each; one that it holds nothing of is empty."""
@@ -84,7 +86,7 @@ class Wrapped(nn.Module):
             raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
         for shard in self.parameters():
             check_averaged(type(self).__name__, shard)
-        norms = torch.stack([gradient_norms(unit, norm_type) for unit in self.in_order])  # (units, chunks held)
+        norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
         norms = norms.to(self.comm.device)  # under offload they are not there
         if not self.in_order[0].whole:
             norms = all_gather(norms.t().contiguous(), self.units[0].comm, label="clip_grad_norm_").t().contiguous()
@@ -162,46 +164,6 @@ class Wrapped(nn.Module):
     def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:
         """A part of the module is about to load its parameters from `state`."""
         self.load_state_dict()
-
-    # What a module can do and an engine cannot: refused, for it would be silently wrong.
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda` and `half` call. Where the device and the dtype are those already, nothing happens."""
-        kinds = {(len(shape), unit.dtype, self.comm.device) for unit in self.units for shape in unit.layout.shapes}
-        kinds |= {(buffer.dim(), buffer.dtype, buffer.device) for buffer in self.module.buffers()}
-        for dim, dtype, device in kinds:
-            probe = torch.empty(dim * [2], dtype=dtype, device=device)
-            if fn(probe) is not probe:
-                raise RuntimeError(
-                    f"{type(self).__name__}: move or cast the module before wrapping it; "
-                    "afterwards it stays where and what it is"
-                )
-        return self
-
-    def apply(self, *_: Any) -> NoReturn:
-        # Not of `module`, by whose apply tools set flags. What writes parameters there writes replicas of one rank.
-        raise RuntimeError(
-            f"{type(self).__name__}: initialise the module before wrapping it; afterwards load_full_state_dict(state) "
-            "sets the parameters on all ranks"
-        )
-
-    def share_memory(self) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: cannot be shared with other processes: each wraps its own module")
-
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{type(self).__name__}: each rank holds a part: call gather_state_dict() on all ranks")
-
-    def load_state_dict(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{type(self).__name__}: call load_full_state_dict(state) on all ranks")
-
-    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: freeze or unfreeze before wrapping: shards hold what trains")
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: cannot be pickled: save gather_state_dict()")
-
-    def __deepcopy__(self, _: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: cannot be copied: copy the module before wrapping it")
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ class Zero3(Engine):
     """
 
     frees_replicas = True
+    ahead: Ahead | None = None  # does a part of what follows in other threads
     forward = torch_private.not_compiled(Engine.forward)  # torch.compile would trace memory that comes and goes
 
     def __init__(
@@ -51,7 +52,7 @@ class Zero3(Engine):
         self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: the same chunk's ranks, or None
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
-        self.ahead = Ahead(self, prefetch) if prefetch else None  # its gather and reduce run, not ours
+        self.ahead = Ahead(self, prefetch) if prefetch else None
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
@@ -60,8 +61,14 @@ class Zero3(Engine):
         unit.cut_shards()
         self.release(unit)
 
+    def before_forward(self) -> None:
+        if self.ahead:
+            self.ahead.begin_forward()
+
     def gather(self, unit: Unit) -> None:
-        if unit.replica_is_stale():
+        if self.ahead:
+            self.ahead.gather(unit)
+        elif unit.replica_is_stale():
             self.make_room(unit)
             self.fill(unit)
         unit.point_parameters_at(unit.replica)
@@ -78,6 +85,8 @@ class Zero3(Engine):
         all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
 
     def release(self, unit: Unit) -> None:
+        if self.ahead:
+            self.ahead.wait_for(unit)  # a gather writes to the memory that is given back here
         # The storage is emptied, and not thrown away: autograd holds views of it, which `fill` fills again. It sees no
         # write in that: unlike `nn.Parameter(view)`, a parameter set by `.data =` does not share the count of writes.
         unit.replica.untyped_storage().resize_(0)
@@ -85,11 +94,21 @@ class Zero3(Engine):
 
     def forward_is_over(self, unit: Unit) -> None:
         if self.reshard_after_forward or not torch.is_grad_enabled():
-            self.mover.release(unit)
+            self.release(unit)
+
+    def deposit(self, unit: Unit, number: int, gradient: torch.Tensor) -> None:
+        if self.ahead:
+            self.ahead.before_deposit(unit)
+        super().deposit(unit, number, gradient)
+        if self.ahead and self.backward:
+            self.ahead.after_deposit(unit, self.backward.owed[unit])
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after this: its memory is free for the next unit's.
-        unit.set_gradient(self.average(unit, gradient, unit.comm))
+        if self.ahead:
+            self.ahead.reduce(unit, gradient)
+        else:
+            unit.set_gradient(self.average(unit, gradient, unit.comm))
 
     def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
         """The collective: this rank's chunk of the mean gradient. comm: `unit.comm`; prefetch has another split."""
@@ -98,3 +117,7 @@ class Zero3(Engine):
         else:
             shard = average_in_two_steps(gradient, comm, self.across, unit.name)
         return to_host(shard) if self.offload else shard
+
+    def finish(self) -> None:
+        if self.ahead:
+            self.ahead.end_reduction()

@@ -46,7 +46,7 @@ AFTER = (
     "(minizero/engines/gradient.py), and `take` hands over the last reference to it. A rank that did not use a unit "
     "brings a gradient of zeros there. In your loop it would bring none, and the other ranks would wait for ever. "
     "With many micro-batches your answer sends each of them; `no_sync` sends once, and pays with a full gradient "
-    '(minizero/engines/no_sync.py). Read next: "When does ZeRO-2 pay?" in notebooks/02c_zero_choices.ipynb, and '
+    '(minizero/engines/gradient.py). Read next: "When does ZeRO-2 pay?" in notebooks/02c_zero_choices.ipynb, and '
     'Rajbhandari et al., 2019, "ZeRO", section 5.2.'
 )
 CALL = 'reduce_scatter(full, comm, "mean", label=name)'

@@ -50,7 +50,7 @@ AFTER = (
     " input has its own, so `reduce` comes before `release`, and both are in memory for a moment. Ahead "
     "(minizero/engines/prefetch.py) gives the gradient to another thread and lets backward go on. Nothing counts "
     "uses beforehand there: autograd adds the gradients of all uses by itself and calls a hook when a parameter's "
-    'sum is complete (minizero/engines/passes.py). Read next: minizero/engines/uses.py, and "Who holds what, inside'
+    'sum is complete (minizero/engines/engine.py). Read next: minizero/engines/uses.py, and "Who holds what, inside'
     ' a step of stage 3" in notebooks/02b_zero_engines.ipynb.'
 )
 EMPTY = "unit.replica.untyped_storage().resize_(0)"

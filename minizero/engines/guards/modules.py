@@ -1,0 +1,155 @@
+"""Against modules that an engine cannot wrap, or that changed after it did, and against backwards that cannot be right.
+
+DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffers that share memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from minizero import torch_private
+from minizero.engines.guards import UnitLike
+
+
+def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
+    """`ValueError` where `module` cannot be wrapped: it must have FP32 parameters that train, on one device."""
+    parameters = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    for name, tensor in [*parameters.items(), *buffers.items()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{stage}: {name} is lazy, and has no shape yet: run one forward before wrapping")
+        if tensor.is_meta:
+            raise ValueError(
+                f"{stage}: {name} is on the meta device, and has no values: module.to_empty(device=...), then "
+                "initialise it or load a state dict, then wrap it"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{stage}: {name} is {tensor.layout}, not a dense tensor: call to_dense() first")
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{stage}: dtype must be torch.float32, float16 or bfloat16, not {dtype}")
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ValueError(f"{stage}: the module has no parameters that train")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{stage}: {name} is a SyncBatchNorm, whose collectives would meet the engine's: use BatchNorm, "
+                "or a norm that does not look at the batch, such as GroupNorm"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ValueError(f"{stage}: {name or 'the module'} gives sparse gradients, shards are dense: sparse=False")
+    if len(devices := sorted({str(p.device) for p in parameters.values()})) > 1:
+        raise ValueError(f"{stage}: parameters on mixed devices ({', '.join(devices)}): move the module to one")
+    owners: dict[Any, str] = {}  # by memory and place in it
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            if parameter.is_complex():
+                advice = "keep real and imaginary part in one more dimension, as torch.view_as_real gives them"
+            elif not parameter.is_floating_point():
+                advice = "make it a buffer (register_buffer): only floating-point numbers are trained"
+            else:
+                advice = "call module.float(); dtype= makes the engine compute in 16 bits"
+            raise ValueError(f"{stage}: parameters must be float32, {name} is {parameter.dtype}: {advice}")
+        if torch_private.gradient_hooks(parameter)[1]:
+            raise ValueError(
+                f"{stage}: {name} has a hook of register_post_accumulate_grad_hook, which would see this rank's "
+                "gradient before the average: register it on what parameters() of a Zero1, Zero2 or Zero3 gives"
+            )
+        if hasattr(parameter, "wrapped_in"):
+            raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in[-1]} already: wrap a fresh module")
+        if parameter.numel() == 0:
+            raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
+        other = owners.setdefault(
+            (torch_private.storage_id(parameter.untyped_storage()), parameter.storage_offset()), name
+        )
+        if other != name:
+            raise ValueError(
+                f"{stage}: {name} and {other} are two parameters in one memory, and would be trained apart: "
+                "tie them by assigning the same nn.Parameter to both"
+            )
+    memories = {torch_private.storage_id(p.untyped_storage()): name for name, p in parameters.items()}
+    for name, buffer in buffers.items():
+        if (memory := torch_private.storage_id(buffer.untyped_storage())) in memories:
+            raise ValueError(
+                f"{stage}: the buffer {name} lies in the memory of {memories[memory]}, which moves into a flat "
+                "buffer: compute it from the parameter in forward"
+            )
+
+
+def check_complete(stage: str, module: nn.Module, complete: dict[str, int], units: Sequence[UnitLike]) -> None:
+    """`RuntimeError` if the module has other parameters, frozen ones or hooks than when it was wrapped.
+
+    complete: what `names_and_parameters` gave then.
+    """
+    if (now := names_and_parameters(module)) != complete:
+        changed = [name for name in {**now, **complete} if now.get(name) != complete.get(name)]
+        raise RuntimeError(
+            f"{stage}: {', '.join(changed)}: parameters added, replaced or removed after wrapping would not be trained "
+            "or saved: complete the module, then wrap it"
+        )
+    for unit in units:
+        if any(parameter.requires_grad != unit.trains for parameter in unit.parameters):
+            raise RuntimeError(f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping")
+        if unit.original and any(torch_private.gradient_hooks(p)[1] for p in unit.parameters):
+            raise RuntimeError(
+                f"{stage} in FP32: a hook on a parameter of {unit.name} would see this rank's gradient before it is "
+                "averaged: use Zero1, Zero2 or Zero3, whose parameters() are given the average"
+            )
+
+
+def names_and_parameters(module: nn.Module) -> dict[str, int]:
+    """The identity of the parameter behind each name."""
+    return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
+def check_unchanged(stage: str, unit: UnitLike, version: int, *, twice: bool) -> None:
+    """`RuntimeError` if backward cannot use the unit's parameters as forward did. twice: can it have a graph itself?"""
+    if unit.master._version != version:
+        raise RuntimeError(f"{stage}: {unit.name} was changed between its forward and its backward")
+    if torch.is_grad_enabled() and not twice:
+        raise RuntimeError(
+            f"{stage}: double backward (create_graph=True) is not supported: use DDP, Zero1 or "
+            "Zero2, and torch.autograd.grad(…, inputs, create_graph=True)"
+        )
+
+
+def check_gradient(stage: str, unit: UnitLike, gradient: torch.Tensor | None, *, again: bool, gathered: bool) -> None:
+    """`RuntimeError` if a parameter of the unit has a gradient that the engine cannot use.
+
+    again: the unit is reduced already. gathered: its parameters are there.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{stage}: backward(create_graph=True): .grad is an average over ranks, which no graph "
+            "contains: use torch.autograd.grad(…, inputs, create_graph=True), then backward()"
+        )
+    if again:
+        raise RuntimeError(
+            f"{stage}: a second gradient for {unit.name} after it was reduced: "
+            "use checkpoint with use_reentrant=False, or no_sync()"
+        )
+    if not gathered:
+        raise RuntimeError(
+            f"{stage}: backward reached {unit.name} while it was not gathered: a tensor that it made "
+            "was used, but was neither in its output nor an attribute: return it from the unit's forward"
+        )
+    if gradient is not None and gradient.is_sparse:
+        raise RuntimeError(f"{unit.name}: sparse gradients are not supported: use sparse=False")
+
+
+def check_compiled(stage: str, whole: nn.Module, units: Sequence[UnitLike], modules: Iterable[nn.Module]) -> None:
+    """`ValueError` if a unit would be gathered and released inside what one of `modules` compiled. whole: the model."""
+    used_by = {unit.module for unit in units}
+    for module in modules:
+        inside: list[nn.Module | None] = []
+        if torch_private.is_compiled(module):  # module.compile(): its hooks are in it, too
+            inside = [*module.modules(), *([None] if module is whole else [])]
+        elif torch_private.is_compiled_inside(module):  # torch.compile(module): its hooks are around it
+            inside = [part for part in module.modules() if part is not module]
+        if used_by.intersection(inside):
+            raise ValueError(
+                f"{stage}: a compiled {type(module).__name__} contains units, whose parameters come "
+                "and go: wrap the plain module, with blocks[i] = torch.compile(blocks[i]) for each block"
+            )

@@ -1,0 +1,111 @@
+"""Against optimizers that step the wrong tensors, need whole ones, or step too early; and hooks that see a part.
+
+The check before each optimizer step also tells the unit that its replica is old from there on.
+FunASR#3472: a step while no_sync() holds gradients back. DeepSpeed#7807: an optimizer of matrices fed with shards.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from minizero import torch_private
+from minizero.engines.guards import UnitLike
+
+
+def mark(unit: UnitLike, stage: str, names: dict[int, list[str]]) -> None:
+    """Write on parameters and shards whose they are, for the checks of this folder."""
+    for parameter in unit.parameters:
+        parameter.wrapped_in = names[id(parameter)][0], unit.name, stage  # type: ignore[attr-defined]
+    for shard in unit.shards:
+        shard.shard_of, shard.cut_at = (weakref.ref(unit), stage), shard.data_ptr()  # type: ignore[attr-defined]
+        if unit.trains and not unit.original:
+            shard.register_post_accumulate_grad_hook(check_hooks)
+
+
+def check_hooks(shard: torch.Tensor) -> None:
+    """Autograd has brought a shard a gradient of its own: a penalty's. `RuntimeError` if the shard has hooks."""
+    if any(torch_private.gradient_hooks(shard)):
+        raise RuntimeError(
+            "a hook on a shard, and a loss that uses the shard itself (a penalty over parameters()): the hook would be "
+            "called for each of two parts of its gradient: let the hook add the penalty's gradient"
+        )
+
+
+check_hooks.ours = True  # type: ignore[attr-defined]
+
+
+def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Called before every optimizer step in this process: does the optimizer hold what it should?"""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        reference, stage = getattr(parameter, "shard_of", (None, ""))
+        unit = reference() if reference else None
+        if not stage and hasattr(parameter, "wrapped_in"):
+            *_, wrapper = parameter.wrapped_in
+            raise RuntimeError(
+                f"this optimizer holds parameters that are not {wrapper}'s shards: it was built before the model was "
+                "wrapped, or from a module around the wrapped model, such as torch.compile gives: "
+                f"build it afterwards, from the parameters() of the {wrapper} itself"
+            )
+        if unit is None:  # no shard, or of an engine that is gone
+            continue
+        if parameter.data_ptr() != parameter.cut_at:
+            raise RuntimeError(
+                f"{stage}: a shard no longer lies in its unit's memory: something gave it other memory through .data, "
+                "as vector_to_parameters does, so the model would not see the step: copy_() into it under no_grad"
+            )
+        check_averaged(stage, parameter)
+        if not unit.original:
+            check_elementwise(optimizer, stage)
+            torch.autograd.graph.increment_version(parameter)  # a fused kernel writes without telling
+            unit.point_parameters_at(None)  # the replica is old from here on
+
+
+def check_averaged(stage: str, shard: torch.Tensor) -> None:
+    """`RuntimeError` if the shard's .grad is this rank's sum under no_sync."""
+    if hasattr(shard.grad, "held_back"):
+        raise RuntimeError(
+            f"{stage}: no_sync() holds the gradients back, each rank has its own: run the last backward outside "
+            "no_sync() before you step or clip, or drop them by zero_grad()"
+        )
+
+
+def check_untouched(name: str, shards: Sequence[nn.Parameter], shown: list[int]) -> None:
+    """`RuntimeError` if the .grad of a unit's shards was written to under no_sync. shown: their counts of writes."""
+    if [shard.grad._version if shard.grad is not None else None for shard in shards] != shown:
+        raise RuntimeError(
+            f"{name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
+            "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
+        )
+
+
+# A shard is a piece of a flat buffer: no rows, no columns, the norm of a piece. That serves an optimizer that looks at
+# one number at a time. These do.
+optim = torch.optim
+ELEMENTWISE = [optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad]
+ELEMENTWISE += [optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD]
+# These do not. LBFGS takes products of all numbers, Adafactor means of rows and columns, Muon multiplies matrices.
+WHOLE_TENSORS = (optim.LBFGS, optim.Adafactor, optim.Muon)
+
+
+def check_elementwise(optimizer: Optimizer, stage: str) -> None:
+    """`RuntimeError` if the optimizer needs whole tensors, or if only its user can know."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, WHOLE_TENSORS):
+        raise RuntimeError(
+            f"{name} needs whole tensors, {stage} gives it flat shards: "
+            "use DDP in FP32, or an elementwise optimizer such as AdamW"
+        )
+    if type(optimizer) not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
+        raise RuntimeError(
+            f"{stage} gives {name} flat shards, pieces of tensors end to end. Does it compute each number from that "
+            "number, its gradient and its states alone? (Adam does. An optimizer that takes the norm of a tensor, or "
+            "its rows and columns, does not.) If so, say optimizer.elementwise = True; if not, use DDP in FP32"
+        )
+
+
+register_optimizer_step_pre_hook(check_optimizer)

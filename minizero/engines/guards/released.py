@@ -1,0 +1,43 @@
+"""Against reading a parameter of the module while it is empty or old: copies, averages, uses outside its unit.
+
+DeepSpeed#3570, torchtitan#3724: a weight is used by another module. pytorch#82070, DeepSpeed#2056: a moving average of
+stale or empty weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+class Released(nn.Parameter):
+    """A parameter of the module while its unit is not gathered, or old. It is empty; who computes with it is told so.
+
+    PyTorch's `UninitializedParameter` refuses in the same way.
+    """
+
+    wrapped_in: tuple[str, str, str]
+    QUESTIONS = ["__repr__", "__hash__", "size", "dim", "is_floating_point", "is_complex", "untyped_storage"]
+    QUESTIONS += ["data_ptr", "register_hook", "register_post_accumulate_grad_hook"]
+    # Of Module.to(), if it changes nothing.
+    QUESTIONS += ["to", "float", "half", "bfloat16", "cpu", "cuda", "_has_compatible_shallow_copy_type"]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attribute = function.__self__.__name__ if type(function).__name__ == "method-wrapper" else None
+        writes = attribute == "data" and function.__name__ == "__set__" and args[1] is not args[0]
+        if not writes and (attribute or function.__name__ in cls.QUESTIONS):
+            answer = super().__torch_function__(function, types, args, kwargs or {})
+            if not isinstance(answer, torch.Tensor) or answer is args[0] or attribute == "grad":
+                return answer
+        name, unit, stage = next(p for p in tree_leaves((args, kwargs)) if isinstance(p, cls)).wrapped_in
+        if stage == "Zero3":
+            when = "outside the forward of its unit"
+            way = "call the unit, make a module around it the unit (units=), or set reshard_after_forward=False"
+        else:
+            when, way = "from optimizer.step() to the next forward of the whole model", "run that forward first"
+        raise RuntimeError(
+            f"{stage}: {name}, of the unit {unit}, is empty {when}. To compute with it, {way}. To copy the weights, "
+            f"call gather_state_dict() on all ranks. To average them, or for a penalty, take {stage}.parameters()"
+        )

@@ -1,0 +1,55 @@
+"""Against what a module can do and an engine cannot: moves, casts, copies, state dicts of a part."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from minizero.ranks.comm import Comm
+
+
+class Refuses(nn.Module):
+    """Methods of `nn.Module` that would be silently wrong for an engine."""
+
+    module: nn.Module
+    comm: Comm
+    units: Sequence[Any]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda` and `half` call. Where the device and the dtype are those already, nothing happens."""
+        kinds = {(len(shape), unit.dtype, self.comm.device) for unit in self.units for shape in unit.layout.shapes}
+        kinds |= {(buffer.dim(), buffer.dtype, buffer.device) for buffer in self.module.buffers()}
+        for dim, dtype, device in kinds:
+            probe = torch.empty(dim * [2], dtype=dtype, device=device)
+            if fn(probe) is not probe:
+                raise RuntimeError(
+                    f"{type(self).__name__}: move or cast the module before wrapping it; "
+                    "afterwards it stays where and what it is"
+                )
+        return self
+
+    def apply(self, *_: Any) -> NoReturn:
+        # Not of `module`, by whose apply tools set flags. What writes parameters there writes replicas of one rank.
+        raise RuntimeError(
+            f"{type(self).__name__}: initialise the module before wrapping it; afterwards load_full_state_dict(state) "
+            "sets the parameters on all ranks"
+        )
+
+    def share_memory(self) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: cannot be shared with other processes: each wraps its own module")
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{type(self).__name__}: each rank holds a part: call gather_state_dict() on all ranks")
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{type(self).__name__}: call load_full_state_dict(state) on all ranks")
+
+    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: freeze or unfreeze before wrapping: shards hold what trains")
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: cannot be pickled: save gather_state_dict()")
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: cannot be copied: copy the module before wrapping it")
