@@ -1,9 +1,9 @@
-"""Every private name of PyTorch that minizero uses, in one place: why, since when, what public call would replace it.
+"""Every private name of PyTorch that we use, in one place: why, since when, what public call would replace it.
 
 A private name may change with any release. "Since 2.1" means that the packages of PyTorch have it from 2.1 on, and
 that 2.0 does not. "At least since 1.12" means that nobody has looked into an older package. minizero needs 2.11 or
-newer, so it has all of them. A CI job tries the newest PyTorch, so that a change is seen here first. `precision` and
-`flash` are packages of their own, and say where they use one.
+newer, so it has all of them. A CI job tries the newest PyTorch, so that a change is seen here first. A test
+holds that no other file has a private name, but for those in `IN_PLACE`.
 """
 
 from collections.abc import Callable
@@ -171,3 +171,20 @@ BatchNorm = nn.modules.batchnorm._NormBase
 Why: they have no public base.
 At least since 1.12. In its place: a public base.
 """
+
+
+IN_PLACE = {
+    "_version": "a tensor's count of in-place writes, as autograd's error texts name it; since 0.4",
+    "_base": "the tensor that a view is a view of; since 0.4",
+    "_indices": "of a sparse tensor that is not coalesced; `indices` refuses those; since 0.4",
+    "_parameters": "a module's own dict, in which a parameter is found again by its name; since 0.1",
+    "_buffers": "a module's own dict, which recompute lends and takes back; since 0.1",
+    "_schema": "an operator's arguments and results, and which of them are views or written; since 1.13",
+    "_op": "an operator without the Python call around it, which takes 1 µs; since 1.13",
+    "_ops": "the module of the class of operators; since 1.13",
+    "_python_dispatch": "the module of TorchDispatchMode, whose documentation imports it from there; since 1.13",
+    "_pytree": "the module that goes through nested tuples, lists and dicts; since 1.8",
+    "_dispatch_has_kernel_for_dispatch_key": "as `consists_of_others`, in `precision`, which does not import minizero",
+    "_C": "the module of that",
+}
+"""Names that stand in other files: a function around an attribute would be called for each operator or tensor."""

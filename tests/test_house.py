@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from minizero.torch_private import IN_PLACE
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("minizero", "flash", "precision")
 # From the ground up. A room is a folder of `minizero`, a file beside them, or one of the other two packages.
@@ -80,3 +82,25 @@ def test_imports_go_down():
 
 def test_no_two_files_need_each_other():
     assert circles() == set()
+
+
+OTHERS = {"_replace", "_asdict", "_make", "_fields", "_exit", "_inst"}  # of named tuples, os and random
+
+
+def test_every_private_name_of_torch_is_listed_with_its_reason():
+    ours, used = set(), set()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(getattr(node, "attr", "") or getattr(node, "id", ""))
+            if path.stem != "torch_private":
+                used |= {node.attr} if isinstance(node, ast.Attribute) else set()
+                used |= (
+                    {*node.module.split("."), *(a.name for a in node.names)}
+                    if isinstance(node, ast.ImportFrom)
+                    else set()
+                )
+    private = {name for name in used if name.startswith("_") and not name.startswith("__")}
+    assert private - OTHERS - (ours - IN_PLACE.keys()) == IN_PLACE.keys()
