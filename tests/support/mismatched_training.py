@@ -116,7 +116,8 @@ def train(comm, fault, odd, stage, at, prefetch):
             checkpoint.save("/dev/null/no-such-folder", model, optimizer, step)
         if wrong == "raises between":
             raises(comm)
-        optimizer.step()
+        if wrong != "holds back alone":  # the step would be refused
+            optimizer.step()
         optimizer.zero_grad()
         if fault == "another state" and step == at:
             state = model.gather_state_dict()

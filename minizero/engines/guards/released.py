@@ -25,9 +25,10 @@ class Released(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        attribute = function.__self__.__name__ if type(function).__name__ == "method-wrapper" else None
+        of_attribute = type(function).__name__ == "method-wrapper"
+        attribute = getattr(function.__self__, "__name__", "property") if of_attribute else ""
         writes = attribute == "data" and function.__name__ == "__set__" and args[1] is not args[0]
-        if not writes and (attribute or function.__name__ in cls.QUESTIONS):
+        if not writes and (attribute or getattr(function, "__name__", "") in cls.QUESTIONS):
             answer = super().__torch_function__(function, types, args, kwargs or {})
             if not isinstance(answer, torch.Tensor) or answer is args[0] or attribute == "grad":
                 return answer
