@@ -11,6 +11,7 @@ So when the gradient of an input has come, the unit's own operations are done.
 
 import dataclasses
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,15 +27,15 @@ class Use:
 
     given: what the unit is given. opens, closes: called once in each backward.
 
-    After the forward it must hold no tensors: their hooks hold it, and such a cycle would never be freed. A graph can
-    be gone through twice, also by `torch.autograd.grad` inside a forward, so `opened` and `closed` are autograd's
-    numbers of a pass.
+    It must hold no tensors: their hooks hold it, and such a cycle would never be freed; and a recompute can leave a
+    forward by an exception. A graph can be gone through twice, also by `torch.autograd.grad` inside a forward, so
+    `opened` and `closed` are autograd's numbers of a pass.
     """
 
     def __init__(self, given: Any, opens: Callable[[], None], closes: Callable[[], None]) -> None:
         self.opens, self.closes = opens, closes
         self.began = torch_private.next_operation()  # a thread numbers its operations, one after the other
-        self.inputs = [(x, x._version) for x in tensors_in(given) if x.grad_fn is not None]  # until the forward is over
+        self.inputs = [(weakref.ref(x), x._version) for x in tensors_in(given) if x.grad_fn is not None]
         self.opened = self.closed = -1  # no pass has this number
 
     def watch(self, output: Any, module: nn.Module | None) -> None:
@@ -49,10 +50,10 @@ class Use:
             elif tensor.requires_grad:
                 tensor.register_hook(self.open)
         self.opens_with(kept_in(module))
-        for tensor, version in self.inputs:  # without any, this use ends with the backward
-            if tensor._version == version:  # what the unit wrote in place is its own work, no input
-                tensor.register_hook(self.close)
-        self.inputs = []
+        for reference, version in self.inputs:  # without any, this use ends with the backward
+            given = reference()
+            if given is not None and given._version == version:  # what the unit wrote in place is its own work
+                given.register_hook(self.close)
 
     def opens_with(self, value: Any) -> None:
         """The gradient of a tensor in `value` opens the use, if the use made the tensor."""

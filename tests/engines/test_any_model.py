@@ -1,6 +1,8 @@
 """A model of any shape trains as on one process: odd sizes, tied, frozen and unused parameters, buffers."""
 
 import collections
+import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
-from tests.support.helpers import SMALL, STAGES, run
+from tests.support.helpers import SMALL, STAGES, batch, run
 from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors
 
 
@@ -269,3 +271,16 @@ def test_hooks_on_units_keep_no_unit_gathered(hook):
         return ledger.peak["parameters"]
 
     assert run(2, peak, True)[0] <= 1.1 * run(2, peak, False)[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_recompute_that_ends_early_leaves_no_inputs_behind(stage):
+    def work(comm):
+        model = stage(GPT(dataclasses.replace(SMALL, recompute="full")), comm)
+        given = []
+        for block in model.module.blocks:
+            block.register_forward_pre_hook(lambda _, args: given.append(weakref.ref(args[0])))
+        model(*batch(0)).backward()
+        return [reference() is not None for reference in given]
+
+    assert run(2, work)[0] == [False] * 2 * SMALL.layers  # each block ran twice
