@@ -60,10 +60,11 @@ def attempt(run: Callable[[], None], smaller: str) -> tuple[int, str]:
         return 0, ""
     except KeyboardInterrupt:
         return 130, "interrupted"
-    except (ValueError, OSError) as error:
-        return 2, f"error: {error}"
-    except RuntimeError as error:
-        if not too_large(error.__cause__ if isinstance(error, RankFailed) else error):
+    except (ValueError, OSError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, RankFailed) else error
+        if isinstance(cause, ValueError | OSError):
+            return 2, f"error: {cause}"
+        if not too_large(cause):
             raise
         return 2, f"error: this does not fit in memory: use a smaller {smaller}"
 
@@ -88,14 +89,14 @@ def too_large(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-def check_output(folder: Path) -> None:
+def check_output(folder: Path, option: str = "--output") -> None:
     """`ValueError` unless files can be written into `folder`. The check leaves nothing behind."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"--output: cannot write to {folder}: {error.strerror}: give another folder") from error
+        raise ValueError(f"{option}: cannot write to {folder}: {error.strerror}: give another folder") from error
     finally:
         for path in missing:
             with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ Everything here reads one dictionary, `results`. The file results.json holds the
     n_parameters             of the model
     runs                     a list, with one dictionary for each stage:
         stage, name          0, "DDP"
+        steps_before         how many steps an earlier run had done, whose state this one began with
         losses               of every step
         step_seconds         the median step's, of those that no ledger watched; None if a ledger watched all
         bytes_sent           per rank, in the last step
@@ -97,7 +98,7 @@ def print_table(results: Results, console: Console) -> None:
     console.print("Seconds: the median step here, where the ranks share the cores: no benchmark.")
     if any(run["step_seconds"] is None for run in runs):
         console.print("A dash: so few steps that a ledger watched, and slowed, each. Use more --steps.")
-    if len(runs[0]["losses"]) == 1:
+    if runs[0].get("steps_before", 0) + len(runs[0]["losses"]) == 1:
         console.print("The first step starts from fresh parameters: Zero1 and Zero2 send half as much.")
 
 

@@ -2,6 +2,7 @@
 
     python -m minizero.train                                    4 ranks as threads, every stage
     torchrun --nproc-per-node 4 -m minizero.train --stage 3     each rank a process
+    ... --stage 3 --save state ; ... --stage 2 --resume state   stop, and go on in another stage or on other ranks
 
 It ends with a table and, with --output, with pictures and their numbers. The loop in `train` is the
 one that every PyTorch user knows; only the line that wraps the model differs between the stages.
@@ -10,6 +11,7 @@ one that every PyTorch user knows; only the line that wraps the model differs be
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -21,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-from minizero import cli, report
+from minizero import checkpoint, cli, report
 from minizero.engines import STAGES
 from minizero.measure import Measured
 from minizero.memory import predict, predict_sent
@@ -35,13 +37,15 @@ from minizero.ranks.world import World
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One training run; `batch_size` sequences per rank."""
+    """One training run; `batch_size` sequences per rank. save, resume: folders of a checkpoint."""
 
     config: GPTConfig
     steps: int
     batch_size: int
     learning_rate: float
     dtype: torch.dtype
+    save: Path | None = None
+    resume: Path | None = None
 
 
 def batches(text: torch.Tensor, job: Job, rank: int, world_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -57,8 +61,14 @@ def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[.
     """Train under one stage, and measure: returns a run as `report` describes it."""
     model = STAGES[stage](GPT(job.config), comm, dtype=None if job.dtype == torch.float32 else job.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
+    first = checkpoint.load(job.resume, model, optimizer) if job.resume is not None else 0
+    for group in optimizer.param_groups:
+        group["lr"] = job.learning_rate  # load() brings the one that was saved; this run's options hold
+    last = first + job.steps
     measured, losses = Measured(model, optimizer, comm, job.steps), []
-    for step, (x, y) in zip(range(job.steps), batches(text, job, comm.rank, comm.size)):
+    # The batches before `first` are drawn again and dropped: a resumed run sees those that one long run would.
+    todo = itertools.islice(batches(text, job, comm.rank, comm.size), first, last)
+    for step, (x, y) in enumerate(todo):
         with measured.step(step):
             loss = model(x, y)
             loss.backward()
@@ -71,11 +81,14 @@ def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[.
         if comm.rank == 0:
             tokens = comm.size * job.batch_size * job.config.sequence_length
             show(step + 1, losses[-1], tokens / measured.seconds, measured.peak["total"])
+    if job.save is not None:
+        checkpoint.save(job.save, model, optimizer, last)
     total, root = job.config.count_parameters()
     sent = predict_sent(total, comm.size, stage, n_root=root, bytes_each=job.dtype.itemsize)
     return {
         "stage": stage,
         "name": STAGES[stage].__name__,
+        "steps_before": first,
         "losses": losses,
         "bytes_sent_formula": sent,
         "predicted": predict(total, comm.size, stage, dtype=job.dtype),
@@ -93,7 +106,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--stage", choices=["0", "1", "2", "3", "all"], default="all", help="0 is DDP (default: all, one by one)")
     add("--world-size", type=cli.positive, metavar="N", help="ranks (default: 4; under torchrun, its own)")
-    add("--steps", type=cli.positive, default=40, metavar="N", help="training steps (default: %(default)s)")
+    add("--steps", type=cli.positive, default=40, metavar="N", help="of training, in this run (default: %(default)s)")
     add("--batch-size", type=cli.positive, default=2, metavar="N", help="sequences per rank (default: %(default)s)")
     add(
         "--sequence-length",
@@ -121,6 +134,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=cli.seed, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="any UTF-8 file (default: the text that ships)")
     add("--output", type=Path, metavar="FOLDER", help="where PNG and JSON files go (default: nowhere)")
+    add("--save", type=Path, metavar="FOLDER", help="where the last step's state goes: of one --stage, not of all")
+    add(
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help="go on for --steps more from the state that --save left there. Repeat the options: they are not saved. "
+        "--stage and --world-size may differ. If world size times batch size stays, so do the batches",
+    )
     return parser.parse_args(argv)
 
 
@@ -128,20 +149,24 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """Run the stages that the options ask for, on threads or as one rank of torchrun; report on rank 0."""
     shapes = (256, options.sequence_length, options.width, options.layers, options.heads)
     config = GPTConfig(*shapes, options.seed, options.attention, options.recompute)
-    job = Job(config, options.steps, options.batch_size, options.learning_rate, cli.DTYPES[options.dtype])
+    dtype = cli.DTYPES[options.dtype]
+    job = Job(config, options.steps, options.batch_size, options.learning_rate, dtype, options.save, options.resume)
     stages = range(4) if options.stage == "all" else [int(options.stage)]
     processes = "TORCHELASTIC_RUN_ID" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if processes else options.world_size or 4
     on_this_machine = int(os.environ["LOCAL_WORLD_SIZE"]) if processes else world_size
     if processes and options.world_size not in (None, world_size):
         raise ValueError(f"--world-size {options.world_size}: torchrun started {world_size} ranks: leave it out")
+    if options.save is not None and len(stages) > 1:
+        raise ValueError(f"--save {options.save}: it holds the state of one stage: say which, for example --stage 3")
     cli.check_shapes(config)
     cli.check_device(options.device)
     text = read_text(options.text, config.sequence_length)
     if options.device == "cpu" or not torch.cuda.is_available():  # a GPU refuses what is too large by itself
         check_memory(estimate(config, world_size, stages, job.batch_size, job.dtype), on_this_machine)
-    if options.output is not None and own_rank() == 0:
-        cli.check_output(options.output)
+    for option in ("output", "save"):
+        if (folder := getattr(options, option)) is not None and own_rank() == 0:
+            cli.check_output(folder, f"--{option}")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // on_this_machine))
 
     columns = "{task.fields[name]}", BarColumn(20), MofNCompleteColumn(), "{task.fields[status]}"
@@ -175,6 +200,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
         "runs": runs,
     }
     report.print_table(results, console)
+    if options.save is not None:
+        done = runs[0]["steps_before"] + job.steps
+        console.print(f"saved the state after step {done}: go on with --resume {options.save}", markup=False)
     if options.output is not None:
         for path in report.save(results, options.output):
             console.print(f"wrote {path}")

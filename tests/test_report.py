@@ -87,6 +87,9 @@ def test_what_was_not_measured_is_a_dash_and_says_why():
     assert ["Zero2", "62.00", "72.50", "-", "-", "5.500000"] in [line.split() for line in lines]
     assert max(map(len, lines)) <= 80
     assert any("a ledger watched" in line for line in lines) and any("send half" in line for line in lines)
+    results["runs"][0]["steps_before"] = 9  # resumed: its one step is the tenth
+    assert list(pictures.draw_losses(results).axes[0].lines[0].get_xdata()) == [10]
+    assert not any("send half" in line for line in printed_lines(results))
     alone = printed_lines(make_results(stages=(3,)))  # no DDP to compare with
     assert ["Zero3", "63.00", "73.50", "3.500", "-", "2.875000"] in [line.split() for line in alone]
 

@@ -90,6 +90,24 @@ def test_with_enough_steps_the_time_is_that_of_steps_that_no_ledger_watches(four
     assert all(one["step_seconds"] is None for one in default_shapes["runs"])
 
 
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, four_stages, capsys):
+    """Bit for bit in every stage, and to rounding on other ranks; --steps and --learning-rate are this run's."""
+    save, resume = ("--save", str(tmp_path / "state")), ("--resume", str(tmp_path / "state"))
+    three = ("--world-size", "3", "--steps")
+    assert train.main([*TINY, *CPU, *three, "2", "--stage", "3", *save]) == 0
+    assert train.main([*TINY, *CPU, *three, "1", "--stage", "1", *resume, *save]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "saved the state after step 2: go on with --resume" in out and "saved the state after step 3" in out
+    for one, whole in zip(run(tmp_path, *three, "3", *resume)["runs"], four_stages["runs"]):
+        assert one["steps_before"] == 3 and one["losses"] == whole["losses"][3:]
+        assert one["bytes_sent"] == whole["bytes_sent"]
+    one = ("--world-size", "1", "--batch-size", "6", "--steps", "2", "--stage", "2", *resume)
+    expected = four_stages["runs"][2]["losses"][3:5]
+    assert run(tmp_path, *one)["runs"][0]["losses"] == pytest.approx(expected, rel=1e-5)
+    faster = run(tmp_path, *one, "--learning-rate", "0.01")["runs"][0]["losses"]
+    assert faster[0] == pytest.approx(expected[0], rel=1e-5) and faster[1] != pytest.approx(expected[1], rel=1e-3)
+
+
 def test_results_name_no_place(four_stages):
     words = json.dumps(four_stages)
     for secret in (str(Path.home()), os.getcwd(), os.uname().nodename if hasattr(os, "uname") else "?"):
@@ -167,6 +185,8 @@ def test_16_bits_and_other_world_sizes(tmp_path, dtype, world_size):
         (["--world-size", "900000000"], "MiB free: use a smaller"),
         (["--output", "empty.txt"], "cannot write to empty.txt"),
         (["--output", "empty.txt/deeper/still"], "cannot write to empty.txt/deeper/still"),
+        (["--save", "empty.txt", "--stage", "3"], "--save: cannot write to empty.txt"),
+        (["--save", "state"], "--save state: it holds the state of one stage: say which"),
     ],
 )
 def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
@@ -179,6 +199,19 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
     out, error = capsys.readouterr()
     assert words in error and error.count("\n") == 1 and len(error) < 6000 and not out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "latin.txt"]
+
+
+def test_a_state_that_does_not_fit_or_is_not_there_is_one_line(tmp_path, capsys):
+    assert train.main([*TINY, *CPU, "--stage", "2", "--save", str(tmp_path / "state")]) == 0
+    for argv, words in (
+        (["--width", "32"], "embedding.weight has shape (256, 16) in the checkpoint, (256, 32) here"),
+        (["--layers", "3"], "parameters that the checkpoint has not: blocks.2"),
+        (["--resume", str(tmp_path)], "nothing has been saved in"),
+    ):
+        capsys.readouterr()
+        assert train.main([*TINY, *CPU, "--stage", "3", "--resume", str(tmp_path / "state"), *argv]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -233,7 +266,7 @@ def test_help_says_every_default(capsys):
     words = capsys.readouterr().out
     for name, value in vars(train.parse([])).items():
         assert "--" + name.replace("_", "-") in words
-        assert name in ("text", "output", "world_size", "dtype") or f"default: {value}" in words or value == "auto"
+        assert name in ("text", "world_size", "dtype") or f"default: {value}" in words or value in ("auto", None)
 
 
 # As a user starts it.
@@ -292,6 +325,18 @@ def test_torchrun_gives_the_losses_of_threads_bit_for_bit(tmp_path):
     failed = start(*launch, *job, "--text", "missing.txt")
     assert failed.returncode != 0
     assert failed.stderr.count("cannot read missing.txt") == 1, "said once, not by every rank"
+
+
+@pytest.mark.slow
+def test_processes_go_on_where_threads_stopped(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    state = str(tmp_path / "state")
+    run(tmp_path, "--world-size", "2", "--stage", "2", "--steps", "2", "--save", state)
+    more = [*TINY, "--stage", "3", "--steps", "2", "--resume", state, "--save", state]
+    done = start(*launch, "-m", "minizero.train", *more)
+    assert done.returncode == 0 and done.stdout.count("saved the state after step 4") == 1, done.stderr
+    last = run(tmp_path, "--world-size", "2", "--stage", "1", "--steps", "2", "--resume", state)["runs"][0]["losses"]
+    assert last == run(tmp_path, "--world-size", "2", "--stage", "0")["runs"][0]["losses"][4:]
 
 
 def test_the_readmes_loop_runs():

@@ -23,6 +23,15 @@ def test_a_step_holds_and_sends_what_the_formulas_say(number):
         assert len(found["losses"]) == 3
 
 
+def test_a_step_has_the_same_sequences_on_any_number_of_ranks():
+    alone, shared = (
+        [torch.cat(parts) for parts in zip(*World(n, "cpu").run(zero.batch, 3, sequences=4, tokens=8))] for n in (1, 2)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(alone, shared)) and alone[0].shape == (4, 8)
+    assert torch.equal(alone[0][:, 1:], alone[1][:, :-1])
+    assert not torch.equal(World(1, "cpu").run(zero.batch, 4, sequences=4, tokens=8)[0][0], alone[0])
+
+
 def test_every_message_is_told_and_a_slow_link_takes_its_time():
     def send(comm):
         outgoing, incoming = comm.rank * zeros(), zeros()

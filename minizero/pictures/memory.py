@@ -84,9 +84,9 @@ def draw_losses(results: Results) -> Figure:
     axes = figure.subplots()
     marks: Look = {"markersize": 11, "markerfacecolor": "white", "markevery": max(1, len(losses[0]) // 20)}
     for run in results["runs"]:
-        axes.plot(
-            range(1, len(run["losses"]) + 1), run["losses"], label=run["name"], **LINE_STYLES[run["stage"]], **marks
-        )
+        first = run.get("steps_before", 0) + 1
+        steps = range(first, first + len(run["losses"]))
+        axes.plot(steps, run["losses"], label=run["name"], **LINE_STYLES[run["stage"]], **marks)
     axes.locator_params(axis="x", integer=True)
     label_axes(axes, "training step", "loss (nats per token)")
     title = f"Training loss, mean over ranks: {describe_size(results)}"

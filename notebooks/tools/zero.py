@@ -13,6 +13,7 @@ from torch import nn
 from minizero import GPT, World, Zero3, barrier
 from minizero.engines.timeline import Timeline
 from minizero.memory import Ledger
+from minizero.models.text import TEXT, read_text, windows
 from minizero.ranks.threads import ThreadTransport
 
 MIB = 2**20
@@ -49,6 +50,13 @@ def one_step(comm, stage, config, shape=(2, 64), steps=3, ledger=True, **options
         del curve["operator"]
         found |= {"peak": watched.peak, "states": sum(held[state] for state in STATES), "curve": curve}
     return found
+
+
+def batch(comm, step, sequences=8, tokens=64):
+    """x and y of this rank: its part of the sequences of a step, which are the same on any number of ranks."""
+    text = read_text(TEXT, tokens)
+    starts = torch.randint(len(text) - tokens, (sequences,), generator=torch.Generator().manual_seed(step))
+    return windows(text, starts.chunk(comm.size)[comm.rank].tolist(), tokens)
 
 
 @contextlib.contextmanager
