@@ -38,14 +38,14 @@ def test_the_prose_is_short():
 
 
 def test_the_first_screen():
-    """What it is, two commands, one picture and the lessons: in this order, and little else."""
+    """What it is, three commands, one picture and the lessons: in this order, and little else."""
     lessons = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
     screen = TEXT[: TEXT.index(lessons[-1])]
     assert len(screen.splitlines()) <= SCREEN
     title, sentence, *_ = screen.split("\n\n")
     assert title == "# minizero" and len(re.findall(r"\.(?:\s|$)", sentence)) == 1
     (commands,) = re.findall(r"```\n(.*?)```", screen, re.DOTALL)
-    assert len(commands.splitlines()) == 2
+    assert re.findall(r"^make (\w+)", commands, re.MULTILINE) == ["demo", "test", "exercises"]
     assert len(IMAGE.findall(screen)) == 1
     places = [screen.index(mark) for mark in (sentence, commands, "![", "## The lessons", *lessons[:-1])]
     assert places == sorted(places), "every notebook is in the list, in its order"

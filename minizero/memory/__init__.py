@@ -1,15 +1,16 @@
 """Where the memory goes: bytes measured (`Ledger`), bytes predicted (`predict`, …), and what allocators say.
 
-    ledger.py       Ledger: opens, closes, and reads its figures off a tape
-    tape.py         the tape: what happened to storages, and what can be read off it
-    recorder.py     follows each storage of a thread from birth to death, and writes the tape
-    operators.py    which outputs of an operator are new tensors
-    position.py     which phase of a step is running, and which module's forward
-    hooks.py        what is a parameter, a gradient, a state; when a forward or a step begins and ends
-    tables.py       the ledger's figures as tables: by phase, by module, by rank
-    allocators.py   what PyTorch's profiler, the operating system and a GPU's allocator count beside it
-    formulas.py     model states, activations and traffic in theory
-    estimate.py     what a run will need before it starts, and what the machine has
+    ledger_on_a_page.py  the whole idea: to be read first
+    ledger.py            Ledger: opens, closes, and reads its figures off a tape
+    tape.py              the tape: what happened to storages, and what can be read off it
+    recorder.py          follows each storage of a thread from birth to death, and writes the tape
+    operators.py         which outputs of an operator are new tensors
+    position.py          which phase of a step is running, and which module's forward
+    hooks.py             what is a parameter, a gradient, a state; when a forward or a step begins and ends
+    tables.py            the ledger's figures as tables: by phase, by module, by rank
+    allocators.py        what PyTorch's profiler, the operating system and a GPU's allocator count beside it
+    formulas.py          model states, activations and traffic in theory
+    estimate.py          what a run will need before it starts, and what the machine has
 
 `python -m minizero.memory` measures one training step of the demo model.
 """

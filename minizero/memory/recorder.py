@@ -4,8 +4,7 @@
     resize     an operator, or `storage.resize_`, has changed its size
     death      its record, a weak reference, is called back by Python
 
-A tensor's bytes live in its storage, which views share. So the recorder counts storages, not tensors. It is a
-dispatch mode: PyTorch shows it every operator of its thread. It adds nothing up: a ledger reads the tape later.
+It is a dispatch mode, as the ledger on a page is. It adds nothing up: a ledger reads the tape later.
 
 The recorder cannot see what an operator allocates and frees inside itself. allocators.py measures how much that is.
 """
