@@ -67,7 +67,10 @@ def gradient_hooks(leaf: torch.Tensor) -> tuple[list[Callable[..., Any]], list[C
     Since 2.1. In its place: a public call of them.
     """
     before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return list((before or {}).values()), [h for h in (after or {}).values() if not hasattr(h, "ours")]
+    of_before, of_after = (
+        [hook for hook in (hooks or {}).values() if not hasattr(hook, "ours")] for hooks in (before, after)
+    )
+    return of_before, of_after
 
 
 def hooks_of_saved_tensors() -> Any:

@@ -24,7 +24,11 @@ BUCKET_BYTES = 25 * 2**20  # PyTorch's choice too
 
 
 class DDP(Engine):
-    """Replicated data parallelism. Arguments, and the training loop: see `Engine`."""
+    """Replicated data parallelism. Arguments, and the training loop: see `Engine`.
+
+    In FP32 the optimizer's parameters are the module's own, so a hook of `register_hook` sees this rank's gradient, as
+    under PyTorch's DDP.
+    """
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)

@@ -160,12 +160,10 @@ class Engine(Wrapped, abc.ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         try:
-            output = self.module(*args, **kwargs)
+            return self.module(*args, **kwargs)
         except BaseException:
             self.release_all()
             raise
-        self.end_forward(output)
-        return output
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
@@ -173,11 +171,17 @@ class Engine(Wrapped, abc.ABC):
     def watch_passes(self) -> None:
         """Register the hooks by which a forward begins, and those of the parameters, which bring their gradients."""
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            self.begin_forward()
-            return without_leaves(args, kwargs)
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is self.module:  # and no copy of it, which has its hooks, too
+                self.begin_forward()
+                return without_leaves(args, kwargs)
+
+        def after(module: nn.Module, _: Any, output: Any) -> None:
+            if module is self.module:
+                self.end_forward(output)
 
         self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        self.module.register_forward_hook(after)
         for unit in self.in_order:
             for number, parameter in enumerate(unit.parameters):
                 aside: list[torch.Tensor | None] = []
@@ -225,7 +229,9 @@ class Engine(Wrapped, abc.ABC):
     def watch_uses(self, unit: Unit) -> None:
         """Register the hooks that tell of the unit's uses: on its module, and on parts that have parameters of it."""
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is not unit.module:  # a copy
+                return None
             self.do(self.gather, unit)
             changed, version = without_leaves(args, kwargs), unit.version  # of the master behind the replica
             use = Use(changed or (args, kwargs), lambda: self.open_use(unit, version), lambda: self.close_use(unit))
@@ -237,7 +243,9 @@ class Engine(Wrapped, abc.ABC):
                 if running is unit:
                     use.opens_with(output)
 
-        def after(_: nn.Module, __: Any, output: Any) -> None:
+        def after(module: nn.Module, _: Any, output: Any) -> None:
+            if module is not unit.module:
+                return
             while (ended := self.running.pop())[0] is not unit:  # what lies above it ended by an exception
                 pass
             if all(running is not unit for running, _ in self.running):  # else it was called inside itself

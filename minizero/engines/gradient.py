@@ -25,7 +25,7 @@ class LocalGradient:
 
     full: (size,), this rank's sum; None before the first `put`. chunk: gives the part that the shards show; None if
     they show all. before: the shards' .grad without the sum. shown: each .grad's `_version` (PyTorch's count of
-    in-place writes) after `show`.
+    in-place writes) after `show`, until `go_on`.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class LocalGradient:
         """The next backward begins. Until its end .grad is that of before the sum. name: the unit's."""
         if self.chunk:
             check_untouched(name, self.shards, self.shown)
+        self.shown = []
         for shard, before in zip(self.shards, self.before, strict=True):
             shard.grad = before
 

@@ -131,12 +131,18 @@ class Unit:
         an average of another backward  a new one; `set_gradient` adds it to the average
         a view of what no_sync left     that sum goes on
         """
-        if all(shard.grad is None for shard in self.shards):
-            self.gradient = None
+        if self.gradient is not None and self.gradient.shown:
+            if all(shard.grad is None for shard in self.shards):
+                self.gradient = None
+            else:  # if this backward raises, the next forward drops the sum (engine.py)
+                self.gradient.go_on(self.name)
         if self.gradient is None:
             self.gradient = LocalGradient(self.layout, self.shards, None if self.whole else self.chunk)
-        else:  # if this backward raises, the next forward drops the sum (engine.py)
-            self.gradient.go_on(self.name)
+
+    def own_gradient_comes(self) -> None:
+        """Autograd will add a gradient to a shard's .grad, a penalty's: not to what no_sync shows there."""
+        if self.gradient is not None:
+            self.begin_gradient()
 
     def show_gradient(self) -> None:
         """A backward is over that reduced nothing, under no_sync."""

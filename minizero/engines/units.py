@@ -81,7 +81,7 @@ def start_buffers(module: nn.Module, comm: Comm) -> None:
     """Move the buffers to the ranks' device, and give them rank 0's values. Those that share memory go on sharing."""
     moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # old, which keeps its number, and new
     for name, buffer in module.named_buffers():
-        if buffer.device != comm.device:
+        if buffer.device != comm.device or buffer.is_inference():  # which may not be written in place
             old = buffer.untyped_storage()
             if (key := torch_private.storage_id(old)) not in moved:
                 memory = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(old)

@@ -103,16 +103,20 @@ def kept_in(module: nn.Module | None) -> list[torch.Tensor]:
     return list(tensors_in([v for v in kept if isinstance(v, torch.Tensor) or isinstance(v, CONTAINERS) and v]))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers and dataclasses."""
+def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers and objects, such as a distribution, but not in modules."""
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, types.SimpleNamespace):
-        yield from tensors_in(list(vars(value).values()))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
-    elif isinstance(value, list | tuple | set | deque):
-        for item in value:
-            yield from tensors_in(item)
+    elif id(value) not in seen and not isinstance(value, nn.Module | type | Callable):  # type: ignore[arg-type]
+        seen[id(value)] = value  # an object may hold itself
+        if isinstance(value, Mapping):
+            inside = list(value.values())
+        elif isinstance(value, list | tuple | set | deque):
+            inside = list(value)
+        elif dataclasses.is_dataclass(value):  # it may have slots
+            inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        else:
+            inside = list(getattr(value, "__dict__", {}).values())
+        for item in inside:
+            yield from tensors_in(item, seen)

@@ -146,13 +146,18 @@ class Wrapped(Refuses):
         for unit in self.units:
             full = unit.flatten([state[name] for name in unit.layout.names])
             unit.master.copy_(full if unit.whole else unit.chunk(full))
+            if not unit.original:
+                unit.point_parameters_at(None)  # old until the next forward
 
     def watch_state_dicts(self) -> None:
         """Let the module inside, and each of its parts, tell when its `state_dict` is made or loaded."""
-        for part in self.module.modules():
-            part.register_state_dict_pre_hook(lambda *call: self.part_saves())
+        own = list(self.module.modules())  # a copy of the module has the same hooks
+        for part in own:
+            part.register_state_dict_pre_hook(lambda part, *_: self.part_saves() if part in own else None)
             part.register_state_dict_post_hook(lambda *call: self.part_saved(*call[:3]))
-            part.register_load_state_dict_pre_hook(lambda *call: self.part_loads(*call[:4]))
+            part.register_load_state_dict_pre_hook(
+                lambda part, *call: self.part_loads(part, *call[:3]) if part in own else None
+            )
 
     def part_saves(self) -> None:
         """The state dict of a part of the module is about to be made. DDP can; elsewhere it is refused."""

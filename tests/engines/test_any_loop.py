@@ -1,5 +1,7 @@
 """Any order of forwards and backwards trains as on one process, and any optimizer, group and scheduler."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -149,6 +151,25 @@ def test_a_penalty_over_the_parameters_before_or_after_the_forward(options):
             assert relative_error(run(2, trained, stage, penalty_first)[0], expected) < 1e-5, stage
         for more in ({"prefetch": 0}, {"offload": True}):
             assert relative_error(run(2, trained, Zero3, penalty_first, **more)[0], expected) < 1e-5, more
+
+
+@pytest.mark.parametrize("penalty_first", [False, True])
+def test_a_penalty_in_each_backward_under_no_sync(penalty_first):
+    def accumulated(comm, stage, no_sync):
+        model = stage(seeded(Blocks)(), comm)
+        for number in range(3):
+            with model.no_sync() if no_sync and number < 2 else contextlib.nullcontext():
+                x = vectors(number).chunk(comm.size)[comm.rank]
+                penalty = sum(p.square().sum() for p in model.parameters()) if penalty_first else 0
+                loss = model(x).square().mean()
+                penalty = penalty if penalty_first else sum(p.square().sum() for p in model.parameters())
+                (loss + penalty).backward()
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        return model.gather_state_dict()
+
+    expected = run(2, accumulated, DDP, False)[0]
+    for stage in STAGES:
+        assert relative_error(run(2, accumulated, stage, True)[0], expected) < 1e-5, stage
 
 
 @pytest.mark.parametrize("stage", SHARDED)

@@ -223,13 +223,41 @@ def test_old_replicas_are_not_read_between_a_step_and_the_next_forward(stage):
         model(vectors(0))
 
 
-def test_hooks_that_would_see_a_part_of_the_gradient_are_refused():
-    @wrapped(DDP)
+@pytest.mark.parametrize("stage", STAGES)
+def test_shards_are_neither_moved_nor_frozen(stage):
+    def move(shard):
+        shard.data = shard.data.clone()  # as a moving average is swapped in
+
+    for change, words in ((move, "no longer lies in its unit's memory"), (freeze, "requires_grad changed")):
+
+        @wrapped(stage)
+        def _(model, comm, change=change, words=words):
+            change(next(model.parameters()))
+            with pytest.raises(RuntimeError, match=words):
+                model(vectors(0))
+
+
+def freeze(shard):
+    shard.requires_grad_(False)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_what_was_loaded_is_not_read_from_old_replicas(stage):
+    @wrapped(stage)
     def _(model, comm):
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(print)
-        with pytest.raises(RuntimeError, match="DDP in FP32: a hook on a parameter of root"):
-            model(vectors(0))
+        model.load_full_state_dict({name: value + 1 for name, value in model.gather_state_dict().items()})
+        with pytest.raises(RuntimeError, match="is empty"):
+            copy.deepcopy(model.module)
+
+
+def test_hooks_that_would_see_a_part_of_the_gradient_are_refused():
+    for stage in STAGES:
+
+        @wrapped(stage)
+        def _(model, comm):
+            model.module.out.bias.register_post_accumulate_grad_hook(print)
+            with pytest.raises(RuntimeError, match="a hook on out.bias would see this rank's gradient"):
+                model(vectors(0))
 
     @wrapped(Zero2)
     def _(model, comm):

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from minizero import torch_private
 from minizero.engines.guards import UnitLike
+from minizero.engines.guards.optimizers import check_place, check_where_hooks_are
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -92,11 +93,11 @@ def check_complete(stage: str, module: nn.Module, complete: dict[str, int], unit
     for unit in units:
         if any(parameter.requires_grad != unit.trains for parameter in unit.parameters):
             raise RuntimeError(f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping")
-        if unit.original and any(torch_private.gradient_hooks(p)[1] for p in unit.parameters):
-            raise RuntimeError(
-                f"{stage} in FP32: a hook on a parameter of {unit.name} would see this rank's gradient before it is "
-                "averaged: use Zero1, Zero2 or Zero3, whose parameters() are given the average"
-            )
+        if any(shard.requires_grad != unit.trains for shard in unit.shards):
+            raise RuntimeError(f"{stage}: requires_grad changed in a shard of {unit.name}: freeze before wrapping")
+        for shard in unit.shards:
+            check_place(stage, shard)
+        check_where_hooks_are(stage, unit)
 
 
 def names_and_parameters(module: nn.Module) -> dict[str, int]:

@@ -1,17 +1,17 @@
 """Against optimizers that step the wrong tensors, need whole ones, or step too early; and hooks that see a part.
 
-The check before each optimizer step also tells the unit that its replica is old from there on.
+Two functions are called around every optimizer step in this process: one checks, one marks replicas as old.
 FunASR#3472: a step while no_sync() holds gradients back. DeepSpeed#7807: an optimizer of matrices fed with shards.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from minizero import torch_private
 from minizero.engines.guards import UnitLike
@@ -24,19 +24,34 @@ def mark(unit: UnitLike, stage: str, names: dict[int, list[str]]) -> None:
     for shard in unit.shards:
         shard.shard_of, shard.cut_at = (weakref.ref(unit), stage), shard.data_ptr()  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
-            shard.register_post_accumulate_grad_hook(check_hooks)
+            shard.register_hook(own_gradient_comes(weakref.ref(shard), weakref.ref(unit)))
 
 
-def check_hooks(shard: torch.Tensor) -> None:
-    """Autograd has brought a shard a gradient of its own: a penalty's. `RuntimeError` if the shard has hooks."""
-    if any(torch_private.gradient_hooks(shard)):
-        raise RuntimeError(
-            "a hook on a shard, and a loss that uses the shard itself (a penalty over parameters()): the hook would be "
-            "called for each of two parts of its gradient: let the hook add the penalty's gradient"
-        )
+def own_gradient_comes(weak_shard: Any, weak_unit: Any) -> Callable[[torch.Tensor], None]:
+    """The hook of a shard that autograd calls if the loss uses the shard itself, in a penalty over `parameters()`."""
+
+    def comes(_: torch.Tensor) -> None:
+        shard, unit = weak_shard(), weak_unit()
+        if any(torch_private.gradient_hooks(shard)):
+            raise RuntimeError(
+                "a hook on a shard, and a loss that uses the shard itself (a penalty over parameters()): the hook "
+                "would be called for each of two parts of its gradient: let the hook add the penalty's gradient"
+            )
+        if unit is not None:
+            unit.own_gradient_comes()
+
+    comes.ours = True  # type: ignore[attr-defined]
+    return comes
 
 
-check_hooks.ours = True  # type: ignore[attr-defined]
+def check_where_hooks_are(stage: str, unit: UnitLike) -> None:
+    """`RuntimeError` if a hook on a parameter of the module would see no average, and may step with what it sees."""
+    for parameter in unit.parameters:
+        if torch_private.gradient_hooks(parameter)[1]:
+            raise RuntimeError(
+                f"{stage}: a hook on {parameter.wrapped_in[0]} would see this rank's gradient "  # type: ignore[attr-defined]
+                "before it is averaged: put it on what parameters() of Zero1, Zero2 or Zero3 gives"
+            )
 
 
 def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,16 +68,29 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
             )
         if unit is None:  # no shard, or of an engine that is gone
             continue
-        if parameter.data_ptr() != parameter.cut_at:
-            raise RuntimeError(
-                f"{stage}: a shard no longer lies in its unit's memory: something gave it other memory through .data, "
-                "as vector_to_parameters does, so the model would not see the step: copy_() into it under no_grad"
-            )
+        check_place(stage, parameter)
         check_averaged(stage, parameter)
         if not unit.original:
             check_elementwise(optimizer, stage)
+
+
+def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Called after every optimizer step in this process: the replicas of what it stepped are old from here on."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        reference, _ = getattr(parameter, "shard_of", (None, ""))
+        unit = reference() if reference else None
+        if unit is not None and not unit.original:
             torch.autograd.graph.increment_version(parameter)  # a fused kernel writes without telling
-            unit.point_parameters_at(None)  # the replica is old from here on
+            unit.point_parameters_at(None)
+
+
+def check_place(stage: str, shard: torch.Tensor) -> None:
+    """`RuntimeError` if a shard was given other memory."""
+    if shard.data_ptr() != shard.cut_at:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"{stage}: a shard no longer lies in its unit's memory: something gave it other memory through .data, "
+            "as vector_to_parameters does, so the model would not see it: copy_() into it under no_grad"
+        )
 
 
 def check_averaged(stage: str, shard: torch.Tensor) -> None:
@@ -109,3 +137,4 @@ def check_elementwise(optimizer: Optimizer, stage: str) -> None:
 
 
 register_optimizer_step_pre_hook(check_optimizer)
+register_optimizer_step_post_hook(mark_as_old)
