@@ -402,7 +402,7 @@ def result(case: Case) -> dict[str, Any]:
             with torch.no_grad():
                 for shard in shards:
                     if shard.grad is not None:
-                        shard -= 0.1 * shard.grad
+                        shard.sub_(shard.grad, alpha=0.1)
                         shard.grad = None
             found[f"event {number}, {event}"] = {
                 "loss": loss,
