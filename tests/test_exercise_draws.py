@@ -324,6 +324,12 @@ WRONG = {
         wrong("NaN is left out",
               ("mine.copy_(unit.master)", "mine.copy_(torch.where(unit.master.isnan(), mine.float(), unit.master))")),
     ],
+    "zero3_hooks": [
+        wrong("two parameters at least", ("if len(came) == len(unit.parameters):",
+                                          "if len(came) == max(2, len(unit.parameters)):")),
+        wrong("loses a micro-batch", ("            unit.reduce()\n", "            if isinstance(unit, Unit):\n"
+                                      "                unit.shard.grad = None\n            unit.reduce()\n")),
+    ],
     "views": [
         wrong("a number is a vector", (".view(parameter.shape)", ".view(parameter.shape or (1,))")),
         wrong("one tie", ("list(dict.fromkeys(parameters))",

@@ -212,6 +212,35 @@ OTHER_ANSWERS = {
             mine = reduce_scatter(gradient, unit.comm).float() / unit.comm.size
             unit.average = mine if unit.average is None else unit.average + mine
             unit.gradient = None""",
+    "zero3_hooks": """(unit, module, stays):
+    owed = set(unit.parameters)
+
+    def begin(module, inputs):
+        if 0 < len(owed) < len(unit.parameters):
+            raise RuntimeError("a gradient is missing")
+        unit.release()
+        unit.gather()
+
+    def end(module, inputs, output):
+        if not output.requires_grad:
+            unit.release()
+        elif not stays:
+            unit.release()
+            output.register_hook(lambda gradient: unit.gather())
+        else:
+            output.register_hook(lambda gradient: unit.gather())
+
+    def arrive(parameter):
+        owed.remove(parameter)
+        if not owed:
+            owed.update(unit.parameters)
+            unit.release()
+            unit.reduce()
+
+    for parameter in unit.parameters:
+        parameter.register_post_accumulate_grad_hook(arrive)
+    module.register_forward_hook(end)
+    module.register_forward_pre_hook(begin)""",
     "hybrid": """(shard, gradient_of, comm, factor, rate):
     machine = comm.split(comm.rank // factor)
     mine = reduce_scatter(gradient_of(all_gather(shard, machine)), machine) / comm.size

@@ -1,6 +1,7 @@
 """Engines: a module is wrapped, and every rank trains it on its own part of the data.
 
     zero3_on_a_page.py  the whole idea, without hooks: to be read first
+    zero3_by_hooks.py   four hooks, for any model: to be read second; it lists what the files below add
 
     layout.py       where each parameter lies in a flat buffer
     unit.py         parameters that are gathered, reduced and freed together

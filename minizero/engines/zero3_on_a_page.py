@@ -8,8 +8,7 @@ to the first in the same way. Of each gradient a rank keeps the part that belong
     backward    …     gather 1, backward 1, drop 1, reduce 1     gather 0, backward 0, drop 0, reduce 0
 
 Of the activations only each layer's input is kept, so a layer computes twice (so no dropout: it would differ).
-`zero3.py` keeps all activations and computes each layer once. It needs no loop of its own: hooks say when to gather.
-There the gradients of a unit's parameters come before that of its input, so it reduces first, and drops afterwards.
+`zero3_by_hooks.py` comes next. It needs no list of layers and no loop of its own, and each layer computes once.
 Rajbhandari et al., 2019, "ZeRO", section 5.3.
 """
 

@@ -136,13 +136,14 @@ _rows = [
     ("triton_dq", "The dQ kernel in Triton", "flash", "dq_kernel", 30, False),
     ("traffic", "Bytes between HBM and SRAM", "flash", "hbm_bytes", 55, False),
     ("alpha_beta", "Seconds of a ring: α and β", "minizero.simulate", "Cluster.ring", 25, False),
-    # Alone: what replaces nothing in the package.
+    # Later ones; most replace nothing in the package.
     ("attention_backward", "Attention backward, by hand", TASKS, "attention_backward", 30, False),
     ("predict_peak", "The peak of a step, predicted", TASKS, "predict_peak", 35, False),
     ("bug_accumulation", "Find the bug: accumulation on ranks", TASKS, "train_on_windows", 25, False),
     ("bug_clipping", "Find the bug: clipping on ranks", TASKS, "train_on_shards", 20, False),
     ("bug_loss_scale", "Find the bug: a loss scale, and clipping", TASKS, "train_scaled", 20, False),
     ("bug_random", "Find the bug: random numbers on ranks", TASKS, "train_on_noise", 25, False),
+    ("zero3_hooks", "ZeRO-3: the four hooks", "minizero.engines", "watch", 40, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -169,6 +170,7 @@ NOTEBOOKS = {
     44: "02_zero",
     45: "04_mixed_precision",
     46: "01b_collectives_cost",
+    47: "02b_zero_engines",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 

@@ -1,0 +1,118 @@
+"""Stage 3 for any model: four hooks take the place of the loop of `zero3_on_a_page.py`. Read this second.
+
+    forward     a unit's module begins                 gather
+                it ends                                release
+    backward    the gradient of its output has come    gather
+                its last parameter has its gradient    release, reduce
+
+A unit is a block of the model. What lies outside the blocks is one more, the root: it stays whole from forward to
+backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards and bytes sent are those of
+`Zero3(prefetch=0)`. This page does not serve the following; the file behind each does:
+
+    parameters that get no gradient, on all ranks or on some    engine.py
+    units that return anything but one tensor                   engine.py
+    frozen parameters, and those that two units share           units.py
+    gradients that add up before they are sent                  gradient.py
+    16 bits, with FP32 shards                                   unit.py
+    what needs all shards: the gradient's norm, saving          wrapped.py
+
+Zhao et al., 2023, "PyTorch FSDP", section 4.3.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from minizero.engines.layout import pad
+from minizero.ranks.collectives import all_gather, reduce_scatter
+from minizero.ranks.comm import Comm
+
+
+class Unit:
+    """Parameters that come and go together. They are views of `full`, which has memory only while they are used."""
+
+    def __init__(self, name: str, parameters: list[nn.Parameter], comm: Comm) -> None:
+        self.name, self.parameters, self.comm = name, parameters, comm
+        self.full = pad(parameters_to_vector(parameters).detach(), comm.size)
+        self.shard = nn.Parameter(self.full.chunk(comm.size)[comm.rank].clone())  # what the optimizer updates
+        vector_to_parameters(self.full, parameters)
+        self.release()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Every rank's shard into every rank's `full`, unless it is whole already."""
+        memory = self.full.untyped_storage()
+        if not memory.nbytes():
+            memory.resize_(self.full.nbytes)
+            all_gather(self.shard, self.comm, out=self.full, label=self.name)
+
+    def release(self) -> None:
+        """Free the memory. `full` stays, and so do autograd's views of it: the next `gather` fills them all again."""
+        self.full.untyped_storage().resize_(0)
+
+    def reduce(self) -> None:
+        """The shard gets its part of the mean gradient. The full gradient goes."""
+        gradient = parameters_to_vector([p.grad for p in self.parameters if p.grad is not None])
+        for parameter in self.parameters:
+            parameter.grad = None
+        mean = reduce_scatter(pad(gradient, self.comm.size), self.comm, "mean", label=self.name)
+        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+
+
+def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
+    """Put the hooks on the unit's module and parameters. stays: the unit is whole from its forward to its backward."""
+    came: list[nn.Parameter] = []  # whose gradient this backward has brought
+
+    # 1. The module begins. If the unit is whole now, the optimizer may have stepped since.
+    def forward_begins(*_: Any) -> None:
+        if came:
+            raise RuntimeError(f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3")
+        unit.release()
+        unit.gather()
+
+    # 2. It ends. Other units compute before this one is needed again.
+    def forward_ends(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(output_has_gradient)
+        if not (stays and output.requires_grad):
+            unit.release()
+
+    # 3. Backward goes through the module from its end to its beginning.
+    def output_has_gradient(_: torch.Tensor) -> None:
+        unit.gather()
+
+    # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit.
+    def parameter_has_gradient(parameter: nn.Parameter) -> None:
+        came.append(parameter)
+        if len(came) == len(unit.parameters):
+            came.clear()
+            unit.release()
+            unit.reduce()
+
+    module.register_forward_pre_hook(forward_begins)
+    module.register_forward_hook(forward_ends)
+    for parameter in unit.parameters:
+        parameter.register_post_accumulate_grad_hook(parameter_has_gradient)
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module], comm: Comm) -> list[nn.Parameter]:
+    """This rank's N-th of each unit, for the optimizer. The model itself forgets its parameters; hooks bring them back.
+
+    model: the same on all ranks. blocks: modules of it, each to be a unit.
+    """
+    units = [(block, list(block.parameters())) for block in blocks]
+    inside = {parameter for _, its in units for parameter in its}
+    units.insert(0, (model, [parameter for parameter in model.parameters() if parameter not in inside]))
+    if sum(len(its) for _, its in units) > len(list(model.parameters())):
+        raise ValueError("shard: two blocks share a parameter: use Zero3")
+    names = {module: name or "root" for name, module in model.named_modules()}
+    shards = []
+    for module, its in units:
+        if its:
+            unit = Unit(names[module], its, comm)
+            watch(unit, module, stays=module is model)
+            shards.append(unit.shard)
+    return shards
