@@ -157,8 +157,8 @@ class MasterWeights(torch.optim.Optimizer):
             is_in_place = integers is not None and parameter.device == master.device
             if not is_in_place or not torch.equal(parameter.view(integers), rounded.view(integers)):
                 raise RuntimeError(
-                    f"MasterWeights: parameter {i} was written to, or moved, and is not masters[{i}], rounded: the step "
-                    "would undo that. Load or move weights before MasterWeights is made; or write to "
+                    f"MasterWeights: parameter {i} was written to, or moved, and is not masters[{i}], rounded: the "
+                    "step would undo that. Load or move weights before MasterWeights is made; or write to "
                     f"masters[{i}], and round it back with master_to_weight(masters[{i}], parameter)"
                 )
 
