@@ -6,10 +6,13 @@
 No hook tells when a backward begins and ends: the recorder sees that by itself.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from minizero.memory.recorder import Recorder
 
@@ -68,10 +71,10 @@ class Hooks:
             for key, parameter in own.items():
                 if parameter is not None:
                     self.places.append(Place(f"{path}.{key}", own, key, parameter.device, parameter.dtype))
-                    self._watch_parameter(parameter, path)
-            for buffer in module._buffers.values():
-                if buffer is not None:
-                    self.recorder.claim(buffer, "buffers", path)
+            self._watch_own(module, path=path)
+            if isinstance(module, LazyModuleMixin):
+                # What has no shape yet gets it in the module's first forward.
+                self.handles.append(module.register_forward_hook(functools.partial(self._watch_own, path=path)))
             # `prepend`: before any hook that may fail. `always_call`: recompute leaves a forward by an exception.
             enter, leave = self._module_hooks(path)
             self.handles.append(module.register_forward_pre_hook(enter, prepend=True))
@@ -91,8 +94,16 @@ class Hooks:
         position = self.position
         return lambda *_: position.enter_module(path), lambda *_: position.leave_module(path)
 
+    def _watch_own(self, module: nn.Module, *_: Any, path: str) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self._watch_parameter(parameter, path)
+        for buffer in module._buffers.values():
+            if buffer is not None and not is_lazy(buffer):
+                self.recorder.claim(buffer, "buffers", path)
+
     def _watch_parameter(self, parameter: torch.Tensor, path: str) -> None:
-        if id(parameter) in self.owner:  # a tied parameter belongs to the first module that has it
+        if id(parameter) in self.owner or is_lazy(parameter):  # a tied one belongs to the first module that has it
             return
         self.owner[id(parameter)] = path
         self.recorder.claim(parameter, "parameters", path)
