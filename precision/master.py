@@ -153,9 +153,11 @@ class MasterWeights(torch.optim.Optimizer):
     def _check_parameters(self) -> None:
         # The bits are compared, not PyTorch's counts of writes: writing through `.data` or NumPy is not counted.
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            rounded, integers = master.to(parameter.dtype), BITS.get(parameter.dtype)
-            is_in_place = integers is not None and parameter.device == master.device
-            if not is_in_place or not torch.equal(parameter.view(integers), rounded.view(integers)):
+            is_the_master = parameter.dtype in BITS and parameter.device == master.device
+            if is_the_master:
+                integers = BITS[parameter.dtype]
+                is_the_master = torch.equal(parameter.view(integers), master.to(parameter.dtype).view(integers))
+            if not is_the_master:
                 raise RuntimeError(
                     f"MasterWeights: parameter {i} was written to, or moved, and is not masters[{i}], rounded: the "
                     "step would undo that. Load or move weights before MasterWeights is made; or write to "
