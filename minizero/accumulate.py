@@ -11,6 +11,7 @@ Hugging Face, 2024, "Fixing Gradient Accumulation".
 """
 
 import contextlib
+import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from minizero.ranks.collectives import all_gather, all_reduce
 
 IGNORED = -100  # PyTorch's mark of a position without a target
 MicroBatch = Any  # a pair (x, y), or a dict of keyword arguments
-Count = Callable[[MicroBatch], Any]  # returns one whole number
+Count = Callable[[MicroBatch], Any]  # returns one number
 
 
 def targets_in(micro_batch: MicroBatch) -> torch.Tensor:
@@ -44,7 +45,8 @@ def accumulate(
     targets: over all of y, or of the dict's "labels", that are not -100.
     count: a function of a micro-batch. It says how many targets the model's mean is over, if that is another number.
     A causal model that shifts its labels inside never sees the first of a row:
-    `lambda batch: (batch["labels"][:, 1:] != -100).sum()`.
+    `lambda batch: (batch["labels"][:, 1:] != -100).sum()`. A mean with class weights is over their sum, a fraction:
+    `lambda batch: weights[batch[1][batch[1] != -100]].sum()`.
     no_sync: if True, an engine sends its gradients once, with the last micro-batch. Until then it holds full ones, in
     FP32. If False, it averages the gradients of every micro-batch, and sends k times as much. Then stages 2 and 3 hold
     only shards in between.
@@ -52,8 +54,8 @@ def accumulate(
     The whole window is held until the end, because every weight needs all counts. Activations exist for one micro-batch
     at a time. A rank with fewer micro-batches than another repeats one with weight 0.
 
-    `ValueError` if some rank has no micro-batch, if no rank has a target, if `count` does not return a whole number of
-    at least 0, or if a dict has Hugging Face's `num_items_in_batch`, with which the loss is no mean.
+    `ValueError` if some rank has no micro-batch, if no rank has a target, if `count` does not return a number of at
+    least 0, or if a dict has Hugging Face's `num_items_in_batch`, with which the loss is no mean.
     `TypeError` if the model has no parameters, or if the window holds something else than micro-batches.
     """
     if not hasattr(micro_batches, "__iter__") and not hasattr(micro_batches, "__getitem__"):
@@ -83,13 +85,13 @@ def accumulate(
     return loss
 
 
-def _accumulate_on_ranks(model: Engine, window: list[MicroBatch], counts: list[int], no_sync: bool) -> torch.Tensor:
+def _accumulate_on_ranks(model: Engine, window: list[MicroBatch], counts: list[float], no_sync: bool) -> torch.Tensor:
     comm = model.comm
-    mine = torch.tensor([[len(window), sum(counts)]], device=comm.device)
+    mine = torch.tensor([[len(window), sum(counts)]], dtype=torch.float64, device=comm.device)
     everyone = all_gather(mine, comm, label="accumulate").tolist()
     total = _check_window(everyone)
     loss = torch.zeros((), device=comm.device)
-    rounds = max(length for length, _ in everyone)
+    rounds = int(max(length for length, _ in everyone))
     for number in range(rounds):
         # Under stage 3 all ranks must run a forward together. A rank that has no micro-batch left, or one without a
         # target, takes part with a weight of 0.
@@ -101,7 +103,7 @@ def _accumulate_on_ranks(model: Engine, window: list[MicroBatch], counts: list[i
     return all_reduce(loss, comm, "mean", label="accumulate")
 
 
-def _stand_in(window: list[MicroBatch], counts: list[int]) -> MicroBatch:
+def _stand_in(window: list[MicroBatch], counts: list[float]) -> MicroBatch:
     """A micro-batch whose loss is a number, not 0/0: one with targets, or else the last one with made-up targets."""
     for micro_batch, targets in zip(window, counts):
         if targets:
@@ -117,9 +119,11 @@ def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch
     if isinstance(micro_batch, Mapping):
         call = "model(**micro_batch).loss"
         loss = getattr(model(**micro_batch), "loss", None)
+        inputs = [*micro_batch.values()]
     else:
         call = "model(x, y)"
         loss = model(*micro_batch)
+        inputs = [*micro_batch]
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"accumulate: {call} must be one number, the mean loss, not {what}")
@@ -128,7 +132,19 @@ def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch
             f"accumulate: the loss is {loss.item()} for what stands in for a micro-batch without targets, and 0 times "
             "that is no number: give each rank a micro-batch that has targets"
         )
-    (loss * weight).backward()
+    if loss.dtype.itemsize > 2 or not weight:
+        (loss * weight).backward()
+    else:
+        # The gradient of a 16-bit loss has 16 bits. A weight would be rounded there, and with it every gradient, in one
+        # direction. So the weight multiplies each gradient where it arrives.
+        ends = [*(model.module if isinstance(model, Engine) else model).parameters(), *inputs]
+        ends = [end for end in ends if isinstance(end, torch.Tensor) and end.requires_grad]
+        hooks = [end.register_hook(lambda gradient: gradient * weight) for end in ends]
+        try:
+            loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
     return loss.detach().float().view(()) * weight if weight else 0.0
 
 
@@ -170,10 +186,10 @@ def _gradient(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return converted
 
 
-def _checked_count(micro_batch: Any, count: Count) -> int:
+def _checked_count(micro_batch: Any, count: Count) -> float:
     """How many targets a micro-batch has.
 
-    `TypeError` if it is no micro-batch, or if `count` is no function. `ValueError` if `count` returns no whole number.
+    `TypeError` if it is no micro-batch, or if `count` is no function. `ValueError` if `count` returns no such number.
     """
     is_dict = isinstance(micro_batch, Mapping)
     is_pair = isinstance(micro_batch, tuple | list) and len(micro_batch) == 2
@@ -195,22 +211,22 @@ def _checked_count(micro_batch: Any, count: Count) -> int:
         )
     number = count(micro_batch)
     value = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
-    if not isinstance(value, numbers.Real) or not (float(value) >= 0 and float(value).is_integer()):
+    if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
         raise ValueError(
-            f"accumulate: count must give a whole number of at least 0, not {value!r}: the number of targets that the "
-            "model's mean is over"
+            f"accumulate: count must give a number of at least 0, not {value!r}: the number of targets that the "
+            "model's mean is over, or the sum of their weights"
         )
-    return int(float(value))
+    return float(value)
 
 
-def _check_window(everyone: list[list[int]]) -> int:
+def _check_window(everyone: list[list[float]]) -> float:
     """How many targets the window has. everyone: for each rank, how many micro-batches and targets it has.
 
     `ValueError` if a rank has no micro-batch, or if no rank has a target.
     """
     lengths = [length for length, _ in everyone]
     if not min(lengths):
-        where = f" on rank {lengths.index(0)}; others have up to {max(lengths)}" if len(lengths) > 1 else ""
+        where = f" on rank {lengths.index(0)}; others have up to {max(lengths):.0f}" if len(lengths) > 1 else ""
         raise ValueError(f"accumulate: no micro-batch{where}: give at least one")
     total = sum(targets for _, targets in everyone)
     if not total:

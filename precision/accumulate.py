@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from precision.arrays import as_numbers
 from precision.exact import exactly
 from precision.formats import FP16, FP32, FloatFormat
 
@@ -115,6 +116,8 @@ def softmax(x: Any, dim: int = -1, accumulator: FloatFormat = FP32) -> Any:
     With FP16 accumulators the denominator of 4096 equal numbers stops at 2048, and their probabilities add up to 2.
     """
     values, round_ = _terms("softmax", x, dim), rounding_to(accumulator)
+    if not len(values):  # nothing has no largest number
+        return _as_fp16(values.movedim(0, dim), x)
     # exp has any number of digits, so the theorem above on two roundings does not hold for it: `quantize` rounds once.
     powers = accumulator.quantize(torch.exp(round_(values - values.amax(0))))
     total = sequential(powers, torch.zeros_like(powers[0]), round_)
@@ -172,10 +175,7 @@ def rounding_to(accumulator: FloatFormat, terms: FloatFormat = FP16) -> Round:
 
 def _values(name: str, x: Any) -> Tensor:
     """x as a float64 tensor of FP16 values."""
-    values = x if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
-    if not values.is_floating_point():
-        raise TypeError(f"{name}: expected floating-point numbers, not {values.dtype}: convert them first")
-    return FP16.quantize(values.to(torch.float64))
+    return torch.as_tensor(FP16.quantize(as_numbers(name, x))).to(torch.float64).reshape(np.shape(x))
 
 
 def _terms(name: str, x: Any, dim: int) -> Tensor:

@@ -65,24 +65,49 @@ def can_look(x: Array) -> bool:
     return isinstance(x, np.ndarray)
 
 
-def as_array(x: Any) -> Array:
-    """x as a tensor or an array of at least one dimension; `in_shape_of` gives a result x's own shape again."""
-    x = x.detach().resolve_neg() if isinstance(x, torch.Tensor) else np.asarray(x)
+def as_array(name: str, x: Any) -> Array:
+    """x as a tensor or an array of at least one dimension; `in_shape_of` gives a result x's own shape again.
+
+    `TypeError` for what is no dense array. name: of x, for errors.
+    """
+    if isinstance(x, torch.Tensor):
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"{name} is sparse or nested ({x.layout}): give a dense tensor, such as {name}.to_dense()")
+        x = x.detach().resolve_neg()
+    else:
+        if any(isinstance(part, np.ma.MaskedArray) for part in (x, *(x if isinstance(x, list | tuple) else ()))):
+            raise TypeError(f"{name} is a masked array, and its mask would be lost: give its compressed() or filled(…)")
+        try:
+            x = np.asarray(x)
+        except ValueError as error:
+            raise TypeError(f"{name} is no array of numbers: {error}") from None
+        x = x.astype(x.dtype.newbyteorder("="), copy=False)  # a file's bytes may lie in the other order
     return x.reshape(1) if x.ndim == 0 else x
+
+
+def as_numbers(function: str, x: Any) -> Array:
+    """As `as_array`. `TypeError` for anything but floating-point numbers."""
+    x = as_array(f"{function}: x", x)
+    if dtype_of(x) not in ("float64", "float32", "float16", "bfloat16"):
+        raise TypeError(
+            f"{function}: x must be float32 or float64 (float16 and bfloat16 are widened), not {dtype_of(x)}: cast "
+            "integers to float64 if they are numbers, give them to decode if they are bits; of complex numbers take "
+            "the real and the imaginary part"
+        )
+    return x
 
 
 def as_patterns(name: str, x: Any, width: int) -> Array:
     """As `as_array`. `TypeError` if x holds no integers, `ValueError` if one of them does not fit in `width` bits."""
-    x = as_array(x)
+    x = as_array(name, x)
     dtype = dtype_of(x)
     too_large_for_numpy = dtype == "object" and [type(number) for number in x.flat] == [int]
     if not (dtype.startswith(("int", "uint")) or too_large_for_numpy):
         raise TypeError(f"{name} is {dtype}: expected bit patterns, which are integers: use fmt.encode(x) for numbers")
-    for _, index in pieces(x) if dtype != f"uint{width}" else ():
+    has_values = isinstance(x, np.ndarray) or not x.is_meta
+    for _, index in pieces(x) if has_values and dtype != f"uint{width}" else ():
         part = local(x[index])
-        part = (
-            part if can_look(part) else cast(part, "int64")
-        )  # torch lacks min and max for some integers, never for int64
+        part = part if can_look(part) else cast(part, "int64")  # torch lacks min and max for some of the others
         outside = [int(end) for end in (part.min(), part.max()) if not 0 <= end < 2**width]
         if outside:
             raise ValueError(

@@ -16,7 +16,7 @@ import torch
 
 from precision.arrays import (
     Array,
-    as_array,
+    as_numbers,
     as_patterns,
     cast,
     dtype_of,
@@ -56,7 +56,7 @@ class Flags:
 def encode(x: Any, fmt: BitLayout, rounding: str, *, return_flags: bool, seed: int | None, flush_to_zero: bool) -> Any:
     """The bits of x, and with return_flags `Flags`: see `FloatFormat.encode`."""
     options = _options("encode", rounding, seed, flush_to_zero, return_flags)
-    numbers = _as_numbers("encode", x)
+    numbers = as_numbers("encode", x)
     bits = empty_like(numbers, f"uint{8 if fmt.width <= 8 else 16 if fmt.width <= 16 else 32}")
     if _goes_in_pairs(numbers, bits, options):
         # Not at the top: it imports torch's compiler, and so Triton, before `flash` could ask for its interpreter.
@@ -87,7 +87,7 @@ def decode(bits: Any, fmt: BitLayout) -> Any:
 def quantize(x: Any, fmt: BitLayout, rounding: str, *, seed: int | None, flush_to_zero: bool) -> Any:
     """x rounded to numbers of the format, in x's dtype: see `FloatFormat.quantize`."""
     options = _options("quantize", rounding, seed, flush_to_zero)
-    numbers = _as_numbers("quantize", x)
+    numbers = as_numbers("quantize", x)
     result = empty_like(numbers, dtype_of(numbers))
     for start, index in pieces(numbers):
         code, _ = encode_integers(_integers(numbers[index], fmt), start, fmt, options)
@@ -133,15 +133,3 @@ def _options(
     else:
         key = random_key(operator.index(seed))
     return Options(rounding, key, flush_to_zero, return_flags)
-
-
-def _as_numbers(function: str, x: Any) -> Array:
-    """As `as_array`. `TypeError` for anything but floating-point numbers."""
-    x = as_array(x)
-    if dtype_of(x) not in ("float64", "float32", "float16", "bfloat16"):
-        raise TypeError(
-            f"{function}: x must be float32 or float64 (float16 and bfloat16 are widened), not {dtype_of(x)}: cast "
-            "integers to float64 if they are numbers, give them to decode if they are bits; of complex numbers take "
-            "the real and the imaginary part"
-        )
-    return x

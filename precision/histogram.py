@@ -81,9 +81,10 @@ def exponent_histogram(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Histog
     `TypeError` for anything but tensors, and for integer and complex ones.
     """
     counted: torch.Tensor | None = None
-    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    several = hasattr(tensors, "__iter__") and not hasattr(tensors, "dtype")  # and no NumPy array
+    for tensor in tensors if several else [tensors]:
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.is_meta:
+            kind = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"exponent_histogram: needs tensors of a floating dtype, not {kind}")
         here = torch.bincount(bins(tensor), minlength=HIGHEST - LOWEST + 3)
         counted = here if counted is None else counted + here.to(counted.device)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
 
 def gradient_to_master(gradient: torch.Tensor) -> torch.Tensor:
     """Up: the gradient in FP32, exactly; the tensor itself if it is FP32 already."""
@@ -50,7 +52,6 @@ class MasterWeights(torch.optim.Optimizer):
             raise TypeError(f"MasterWeights: optimizer_class must be a class of torch.optim, not {optimizer_class!r}")
         self.parameters: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
-        self.versions: list[int] = []  # of the parameters, when their masters were last rounded into them
         self.taken: list[tuple[torch.Tensor | None, int]] | None = None  # gradients that were copied, and versions
         super().__init__(parameters, {})  # PyTorch's own checks; comes back through add_param_group
         _check_learning_rates([kwargs, *self.param_groups])
@@ -68,17 +69,17 @@ class MasterWeights(torch.optim.Optimizer):
         group = self.param_groups.pop()
         together = [*self.parameters, *group["params"]]
         for dtype in {parameter.dtype for parameter in together}:
-            if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            if dtype not in BITS:
                 raise ValueError(f"MasterWeights: parameters must be float16, bfloat16 or float32, not {dtype}")
         if len({id(parameter) for parameter in together}) < len(together):
             raise ValueError("MasterWeights: a parameter is given twice, and would have two masters")
-        self.versions += [parameter._version for parameter in group["params"]]
         group["params"] = [parameter.detach().float() for parameter in group["params"]]
         self.parameters, self.masters = together, [*self.masters, *group["params"]]
         self.param_groups.append(group)
 
     def copy_gradients(self) -> None:
         """Give each master its parameter's gradient as FP32. A scaler calls this before it unscales."""
+        self._check_parameters()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master.grad = None if parameter.grad is None else gradient_to_master(parameter.grad)
         self.taken = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
@@ -103,6 +104,11 @@ class MasterWeights(torch.optim.Optimizer):
         self.taken = None
         self._round_back()
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, or a pickle, is made of: torch.optim's own entries, and what this class adds."""
+        mine = ("optimizer", "parameters", "masters", "taken")
+        return super().__getstate__() | {name: getattr(self, name) for name in mine}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' gradients, and the masters'."""
@@ -135,7 +141,6 @@ class MasterWeights(torch.optim.Optimizer):
         """The parameters become the masters, rounded."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master_to_weight(master, parameter)
-        self.versions = [parameter._version for parameter in self.parameters]
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """The loss at the masters as they are now, and its gradients."""
@@ -146,11 +151,17 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def _check_parameters(self) -> None:
-        for i, (parameter, version) in enumerate(zip(self.parameters, self.versions, strict=True)):
-            if parameter.dtype != torch.float32 and parameter._version != version:
+        # The bits are compared, not PyTorch's counts of writes: writing through `.data` or NumPy is not counted.
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            is_the_master = parameter.dtype in BITS and parameter.device == master.device
+            if is_the_master:
+                integers = BITS[parameter.dtype]
+                is_the_master = torch.equal(parameter.view(integers), master.to(parameter.dtype).view(integers))
+            if not is_the_master:
                 raise RuntimeError(
-                    f"MasterWeights: parameter {i} was written to, which the step would undo: write to masters[{i}], "
-                    "or load weights before MasterWeights is made"
+                    f"MasterWeights: parameter {i} was written to, or moved, and is not masters[{i}], rounded: the "
+                    "step would undo that. Load or move weights before MasterWeights is made; or write to "
+                    f"masters[{i}], and round it back with master_to_weight(masters[{i}], parameter)"
                 )
 
     def _check_gradients(self, taken: list[tuple[torch.Tensor | None, int]]) -> None:

@@ -250,10 +250,40 @@ def test_a_stand_in_without_a_finite_loss_is_refused():
         run(2, work)
 
 
-@pytest.mark.parametrize("number", [-1, 2.5, float("nan"), float("inf"), "3", None, torch.ones(2), torch.tensor(0.5)])
+@pytest.mark.parametrize("number", [-1, -0.5, float("nan"), float("inf"), "3", None, torch.ones(2), 1j])
 def test_a_count_that_is_none_is_refused(number):
-    with pytest.raises(ValueError, match="count must give a whole number of at least 0, not "):
+    with pytest.raises(ValueError, match="count must give a number of at least 0, not "):
         accumulate(Causal(), rows([4]), count=lambda micro_batch: number)
+
+
+class ClassWeights(OwnMean):
+    """Its mean is over the sum of the weights of the targets' classes."""
+
+    weights = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.0, 7.25, 1e-3])
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.layers(x), y, self.weights.to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", [float, torch.Tensor.double, lambda weights: weights.numpy()[()]])
+def test_a_count_may_be_a_sum_of_class_weights(kind):
+    mine = [numbers([4, 1, 0], seed=1), numbers([6], seed=2)]
+    loss, expected = whole([pair for window in mine for pair in window], ClassWeights)
+
+    def count(pair):
+        return kind(ClassWeights.weights[pair[1][pair[1] != IGNORED]].sum())
+
+    model = ClassWeights()
+    assert accumulate(model, [*mine[0], *mine[1]], count=count).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert relative_error(gradients(model), expected) < 1e-5
+
+    def work(comm):
+        model = DDP(ClassWeights(), comm)
+        return accumulate(model, mine[comm.rank], count=count).item(), gradients(model.module)
+
+    for measured, gradient in run(2, work):
+        assert measured == pytest.approx(loss.item(), rel=1e-6)
+        assert relative_error(gradient, expected) < 1e-5
 
 
 def test_what_a_dict_needs():
@@ -366,6 +396,37 @@ def test_many_small_gradients_add_up_in_fp32(dtype, many):
     for _ in window:
         (naive(None, None) / many).backward()
     assert naive.weight.grad.max() <= 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("many", [7, 11])
+def test_a_weight_is_not_rounded_to_16_bits(dtype, many):
+    """So often the same micro-batch is that micro-batch. In 16 bits 1/11 is another number."""
+    ((x, y),) = numbers([6])
+    x = x.to(dtype).requires_grad_()  # what somebody else's module has made
+
+    def gradient(window):
+        model, x.grad = OwnMean().to(dtype), None
+        accumulate(model, window)
+        return {name: parameter.grad.double() for name, parameter in model.named_parameters()} | {"x": x.grad.double()}
+
+    one, more = gradient([(x, y)]), gradient([(x, y)] * many)
+    for name, expected in one.items():
+        assert (more[name] - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+    del one["x"], more["x"]
+    norms = [torch.cat([part.flatten() for part in found.values()]).norm() for found in (one, more)]
+    assert abs(norms[1] / norms[0] - 1) < torch.finfo(dtype).eps / 8
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_is_not_rounded_to_16_bits_on_ranks(stage):
+    def work(comm, many):
+        model = stage(OwnMean(), comm, dtype=torch.bfloat16)
+        accumulate(model, numbers([6]) * many)
+        return model.clip_grad_norm_(1e9).item()
+
+    one, many = (run(2, work, many)[0] for many in (1, 11))
+    assert abs(many / one - 1) < 1e-3
 
 
 def test_a_window_that_breaks_off_leaves_what_was_there():

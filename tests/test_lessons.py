@@ -4,6 +4,7 @@ Each rule is a function of a notebook's cells, and returns what is wrong, in wor
 each rule is shown a small notebook that keeps it, and small ones that do not.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ ORDINARY = {"block", "checkpoint", "gather", "kernel", "key", "on disk", "overla
 ORDINARY |= {"value"}
 # What is explained at its first use in words that `explains` does not see: the term, and words of the explanation.
 EXPLAINED: dict[str, str] = {}
+
+ONE_BURST = {"perf_counter", "process_time", "monotonic", "time_messages"}  # what reads a clock, or looks at one burst
 
 Cell = dict
 IMAGE = re.compile(r"!\[([^\]]*)\]\([^)]*\)|<img(?![^>]*alt=)[^>]*>|<img[^>]*alt=\"([^\"]*)\"[^>]*>")
@@ -124,6 +127,41 @@ def bytes_agree(cells: list[Cell]) -> list[str]:
     return wrong
 
 
+def no_burst_is_judged(cells: list[Cell]) -> list[str]:
+    """No assertion depends on one reading of a clock: a busy machine makes any call late, and any burst of calls.
+
+    What a function measures in several turns, of which it returns the best, may be compared.
+    """
+    wrong, timed = [], set(ONE_BURST)
+
+    def follow(statement: ast.AST) -> None:
+        if isinstance(statement, ast.FunctionDef):  # its variables are others
+            return
+        if isinstance(statement, ast.Assert) and timed & names(statement.test):
+            wrong.append(f"the clock is judged: {ast.unparse(statement)}")
+        if isinstance(statement, ast.Assign):
+            change = timed.update if timed & names(statement.value) else timed.difference_update
+            change(set().union(*map(names, statement.targets)))
+        if isinstance(statement, ast.For):
+            change = timed.update if timed & names(statement.iter) else timed.difference_update
+            change(names(statement.target.elts[-1] if isinstance(statement.target, ast.Tuple) else statement.target))
+        for inner in ast.iter_child_nodes(statement):
+            follow(inner)
+
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            follow(ast.parse(cell["source"]))
+    return wrong
+
+
+def names(tree: ast.AST) -> set[str]:
+    """The variables of an expression, but not those of its comprehensions; and what it calls to read a clock."""
+    nodes = [*ast.walk(tree)]
+    found = {node.id for node in nodes if isinstance(node, ast.Name)}
+    found -= {name for node in nodes if isinstance(node, ast.comprehension) for name in names(node.target)}
+    return found | {node.attr for node in nodes if isinstance(node, ast.Attribute)} & ONE_BURST
+
+
 RULES = [code_is_short, bets_are_settled, figures_are_read, no_dollars, pictures_have_words, bytes_agree]
 
 
@@ -210,6 +248,11 @@ def test_a_lesson(lesson, rule):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_no_notebook_judges_one_burst(path):
+    assert no_burst_is_judged(read(path.stem)) == []
+
+
 def test_the_readmes_bytes_are_the_same():
     for path in (FOLDER.parent / "README.md", FOLDER / "README.md"):
         assert bytes_agree([words(path.read_text(encoding="utf-8"))]) == []
@@ -243,6 +286,11 @@ LONG = "\n".join("a = 1" for _ in range(MOST_LINES + 1))
 READ = words(f"{SEEN} It falls.")
 
 GOOD = {
+    no_burst_is_judged: [
+        [code("t = World(2).run(best_of_turns)[0]\nassert t['a'] < t['b']")],
+        [code("start = time.perf_counter()\nprint(time.perf_counter() - start)\nstart = 1\nassert start < 2")],
+        [code("start = time.monotonic()\nrows = [2 * start for start in range(9)]\nassert rows[1] > rows[0]")],
+    ],
     code_is_short: [
         [code(LONG[6:]), code(LONG, jupyter={"source_hidden": True})],
     ],
@@ -267,6 +315,11 @@ GOOD = {
     ],
 }
 BAD = {
+    no_burst_is_judged: [
+        [code("start = time.process_time()"), code("seconds = time.process_time() - start\nassert seconds < 1")],
+        [code("measured = run(timing.time_messages)"), code("for a, b in measured.items():\n    assert a < b")],
+        [code("assert time.monotonic() - start < 1")],
+    ],
     code_is_short: [
         [code(LONG)],
         [code(LONG, jupyter={"outputs_hidden": True})],
@@ -304,7 +357,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*RULES, no_burst_is_judged], ids=lambda rule: rule.__name__)
 def test_a_rule_sees_what_it_is_for(rule):
     assert [rule(cells) for cells in GOOD[rule]] == [[] for _ in GOOD[rule]]
     for cells in BAD[rule]:

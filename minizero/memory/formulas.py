@@ -7,7 +7,12 @@ s: sequence length, b: batch size, h: width, a: heads. Rajbhandari et al., 2019,
 Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.1.
 """
 
+import numbers
+from typing import Any
+
 import torch
+
+MAY_BE_0 = ("n_parameters", "n_root", "stage")
 
 
 def predict(
@@ -21,18 +26,17 @@ def predict(
 ) -> dict[str, float]:
     """Bytes per rank between steps, with Adam: `parameters`, `gradients`, `optimizer`, `total`.
 
-    Ψ = n_parameters, N = world_size. If `sharding_factor` is given, it takes N's place.
+    Ψ = n_parameters, N = world_size. If `sharding_factor`, a divisor of N, is given, it takes N's place.
+    dtype: float32, float16 or bfloat16, as an engine takes it. `ValueError` for arguments that no engine could have.
     convention="minizero": what this code holds. In 16 bits that is an FP32 gradient beside the 16-bit one, because
     PyTorch refuses a 16-bit gradient on an FP32 parameter.
     convention="paper": the ZeRO paper's 2 + 2 + 12 bytes, in any dtype.
     """
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"predict: world_size must be a whole number of at least 1, not {world_size!r}")
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"predict: stage must be 0, 1, 2 or 3, not {stage!r}")
+    psi, stage, _, shards = _checked("predict", n_parameters, stage, world_size, sharding_factor)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"predict: dtype must be torch.float32, float16 or bfloat16, not {dtype!r}")
     if convention not in ("minizero", "paper"):
         raise ValueError(f"predict: convention must be 'minizero' or 'paper', not {convention!r}")
-    psi, shards = n_parameters, sharding_factor or world_size
     one_in = [1 / shards if stage >= k else 1 for k in range(4)]  # one_in[k]: what stage k shards
     if convention == "paper":
         parts = {"parameters": 2 * psi * one_in[3], "gradients": 2 * psi * one_in[2], "optimizer": 12 * psi * one_in[1]}
@@ -63,11 +67,15 @@ def predict_sent(
     Ψ = n_parameters, N = world_size; n_root: the root unit's parameters, which stage 3 gathers once only.
     With a `sharding_factor` F, the F ranks of a group send that among themselves: F takes N's place. Across the N/F
     groups a rank sends 2Ψ/F · (N/F-1)/(N/F) more. Without resharding, stage 3 gathers everything once only: 2Ψ.
+    `ValueError` for arguments that no engine could have.
     """
-    elements = 3 * n_parameters - n_root if stage == 3 and reshard_after_forward else 2 * n_parameters
-    inside = sharding_factor or world_size
-    groups = world_size // inside
-    across = 2 * n_parameters / inside * (groups - 1) / groups
+    psi, stage, ranks, inside = _checked("predict_sent", n_parameters, stage, world_size, sharding_factor)
+    n_root, bytes_each = _whole("predict_sent", n_root=n_root, bytes_each=bytes_each)
+    if n_root > psi:
+        raise ValueError(f"predict_sent: n_root ({n_root}) must be at most n_parameters ({psi})")
+    elements = 3 * psi - n_root if stage == 3 and reshard_after_forward else 2 * psi
+    groups = ranks // inside
+    across = 2 * psi / inside * (groups - 1) / groups
     return bytes_each * (elements * (inside - 1) / inside + across)
 
 
@@ -87,7 +95,13 @@ def predict_activations(
     and dropout with masks of 1 byte an element.
     convention="minizero": what PyTorch keeps on a CPU. There a mask has the layer's dtype (on a GPU 1 byte). And each
     norm keeps a mean and a deviation for every token, which the paper leaves out as small.
+    `ValueError` for sizes below 1, heads that do not divide the width, a dtype in which no layer computes.
     """
+    batch_size, sequence_length, width, heads = _whole(
+        "predict_activations", batch_size=batch_size, sequence_length=sequence_length, width=width, heads=heads
+    )
+    if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"predict_activations: dtype must be a floating torch.dtype of 16 bits or more, not {dtype!r}")
     if convention not in ("minizero", "paper"):
         raise ValueError(f"predict_activations: convention must be 'minizero' or 'paper', not {convention!r}")
     if width % heads:
@@ -115,3 +129,23 @@ def predict_activations(
         "norms: a mean and a deviation for each token": 0 if paper else 2 * 2 * each * tokens,
     }
     return parts | {"total": sum(parts.values())}
+
+
+def _checked(function: str, n_parameters: Any, stage: Any, world_size: Any, factor: Any) -> list[int]:
+    """Parameters, stage, ranks, and ranks that share one copy of the states: `factor`, or all if it is None."""
+    psi, stage, ranks = _whole(function, n_parameters=n_parameters, stage=stage, world_size=world_size)
+    (shards,) = _whole(function, sharding_factor=ranks if factor is None else factor)
+    if stage > 3:
+        raise ValueError(f"{function}: stage must be 0, 1, 2 or 3, not {stage}")
+    if ranks % shards:
+        raise ValueError(f"{function}: sharding_factor ({shards}) must divide world_size ({ranks})")
+    return [psi, stage, ranks, shards]
+
+
+def _whole(function: str, **counts: Any) -> list[int]:
+    """The counts as integers. Parameters and the stage may be 0, and 7e9 parameters are a whole number, too."""
+    for name, value in counts.items():
+        kind, lowest = (numbers.Real if name.startswith("n_") else numbers.Integral), int(name not in MAY_BE_0)
+        if not isinstance(value, kind) or isinstance(value, bool) or value % 1 or value < lowest:
+            raise ValueError(f"{function}: {name} must be a whole number of at least {lowest}, not {value!r}")
+    return [int(value) for value in counts.values()]

@@ -6,10 +6,12 @@
 No hook tells when a backward begins and ends: the recorder sees that by itself.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from minizero.memory.recorder import Recorder
 
@@ -17,7 +19,6 @@ from minizero.memory.recorder import Recorder
 class Place(NamedTuple):
     """Where a parameter was when the ledger opened."""
 
-    name: str  # in the model
     parameters: dict[str, Any]  # its module's
     key: str  # its name in there
     device: torch.device
@@ -33,7 +34,7 @@ class Hooks:
         self.optimizer = optimizer
         self.handles: list[Any] = []
         self.owner: dict[int, str] = {}  # by a parameter's id: the name of its module
-        self.places: list[Place] = []
+        self.places: dict[str, Place] = {}  # by a parameter's name in the model
         if model is not None:
             self._watch_model(model)
         if optimizer is not None:
@@ -49,7 +50,7 @@ class Hooks:
 
     def check_places(self) -> None:
         """`RuntimeError` if a parameter is on another device, or of another dtype, than when the ledger opened."""
-        for name, parameters, key, device, dtype in self.places:
+        for name, (parameters, key, device, dtype) in self.places.items():
             now = parameters.get(key)  # a parameter may have been replaced, or be gone
             if now is not None and (now.device, now.dtype) != (device, dtype):
                 raise RuntimeError(
@@ -61,35 +62,40 @@ class Hooks:
         # An engine's only child is the module that it wraps, under the name "module".
         children = dict(model.named_children())
         inner = children["module"] if list(children) == ["module"] else model
+        enter, leave = self.position.enter_module, self.position.leave_module
 
         for path, module in inner.named_modules():
             path = path or type(inner).__name__
-            own = module._parameters
-            for key, parameter in own.items():
-                if parameter is not None:
-                    self.places.append(Place(f"{path}.{key}", own, key, parameter.device, parameter.dtype))
-                    self._watch_parameter(parameter, path)
-            for buffer in module._buffers.values():
-                if buffer is not None:
-                    self.recorder.claim(buffer, "buffers", path)
+            self._watch_own(path, module)
+            if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+                # They get their shapes in the module's first forward.
+                self.handles.append(module.register_forward_hook(functools.partial(self._watch_own, path)))
             # `prepend`: before any hook that may fail. `always_call`: recompute leaves a forward by an exception.
-            enter, leave = self._module_hooks(path)
-            self.handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            self.handles.append(module.register_forward_hook(leave, always_call=True))
+            self.handles.append(module.register_forward_pre_hook(lambda *_, path=path: enter(path), prepend=True))
+            self.handles.append(module.register_forward_hook(lambda *_, path=path: leave(path), always_call=True))
 
         # What an engine holds besides: its shards, which are named after their units, and its replicas. The masters of
         # what does not train are no shards: `named_parameters()` are for the optimizer.
         for name, parameter in model.named_parameters():
-            self._watch_parameter(parameter, name)
-        for unit in units if isinstance(units := vars(model).get("units"), list) else []:
-            for tensor in (unit.replica,) if unit.trains else (unit.replica, unit.master):
-                self.recorder.claim(tensor, "parameters", unit.name.removesuffix(" (frozen)"))
+            if not is_lazy(parameter):
+                self._watch_parameter(parameter, name)
+        units = vars(model).get("units")
+        for unit in units if isinstance(units, list) else []:
+            for tensor in getattr(unit, "replica", None), None if getattr(unit, "trains", True) else unit.master:
+                if tensor is not None:
+                    self.recorder.claim(tensor, "parameters", unit.name.removesuffix(" (frozen)"))
 
         self.handles.append(model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True))
 
-    def _module_hooks(self, path: str) -> tuple[Any, Any]:
-        position = self.position
-        return lambda *_: position.enter_module(path), lambda *_: position.leave_module(path)
+    def _watch_own(self, path: str, module: nn.Module, *_: Any) -> None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not is_lazy(parameter):
+                place = Place(module._parameters, key, parameter.device, parameter.dtype)
+                self.places.setdefault(f"{path}.{key}", place)
+                self._watch_parameter(parameter, path)
+        for buffer in module._buffers.values():
+            if buffer is not None and not is_lazy(buffer):
+                self.recorder.claim(buffer, "buffers", path)
 
     def _watch_parameter(self, parameter: torch.Tensor, path: str) -> None:
         if id(parameter) in self.owner:  # a tied parameter belongs to the first module that has it

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Recorder(Watcher):
         self.records: dict[int, Record] = {}  # by the storage's address
 
     def __enter__(self) -> "Recorder":
-        _watch_resizes()
+        _watch_what_runs_no_operator()
         _active.recorder = self
         return super().__enter__()
 
@@ -201,14 +201,24 @@ def common_path(one: str, other: str) -> str:
 
 
 @functools.cache  # once in a process
-def _watch_resizes() -> None:
-    """Make `torch.UntypedStorage.resize_` tell the recorder: no operator runs there, so no dispatch mode sees it."""
-    resize = torch.UntypedStorage.resize_
+def _watch_what_runs_no_operator() -> None:
+    """Make these functions of PyTorch tell the recorder: no operator runs in them, so no dispatch mode sees them."""
+    for owner, names in (
+        (torch.UntypedStorage, ("__new__", "from_buffer", "resize_")),
+        (torch, ("frombuffer", "asarray", "from_dlpack")),
+        (torch.utils.dlpack, ("from_dlpack",)),
+    ):
+        for name in names:
+            setattr(owner, name, _telling(getattr(owner, name)))
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        if (recorder := current_recorder()) is not None:
-            recorder.resized(storage)
+
+def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        # A tensor that is made from a tensor shares its memory, which may be older.
+        if (recorder := current_recorder()) and not any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())):
+            recorder.resized(result.untyped_storage() if isinstance(result, torch.Tensor) else result)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    return call

@@ -49,7 +49,7 @@ WRONG = [
     wrong("one-moment", ('"optimizer": 8 * psi', '"optimizer": 4 * psi')),
     wrong("forgets-the-masters", (' 12 * psi * one_in[1],\n', " 8 * psi * one_in[1],\n")),
     wrong("gradients-in-stage-1", ('4 * psi * one_in[2], "optimizer": 8', '4 * psi * one_in[1], "optimizer": 8')),
-    wrong("ignores-the-factor", ("sharding_factor or world_size", "world_size")),
+    wrong("ignores-the-factor", ("world_size, sharding_factor)\n", "world_size, None)\n")),
     wrong("total-is-missing", (' | {"total": sum(parts.values())}', "")),
     wrong("ignores-the-factor-in-16-bits", ("    else:\n        working", "    else:\n        one_in = [1 / world_size "
           "if stage >= k else 1 for k in range(4)]\n        working"), says="ignores-the-factor"),
@@ -58,7 +58,7 @@ WRONG = [
     wrong("gives-one-dict-twice", ("    return parts |", "    given = n_parameters, world_size, stage, dtype, "
           "sharding_factor, convention\n    return predict.__dict__.setdefault(given, parts |"),
           ("parts.values())}", "parts.values())})"), says="random"),
-    wrong("half-a-rank", ("not isinstance(world_size, int) or ", "")),
+    wrong("half-a-rank", ("stage, world_size, sharding", "stage, int(world_size), sharding")),
     wrong("keeps-16-bit-gradients", ("working = 2 * psi if stage < 2 else 0", "working = 2 * psi")),
 ]  # fmt: skip
 STAGES = (DDP, Zero1, Zero2, Zero3)

@@ -34,8 +34,8 @@ HINTS = [
     "Rounding comes last, after the masters have moved.",
 ]
 AFTER = (
-    "Before it steps, the package looks at PyTorch's counts of in-place writes. If somebody wrote to a 16-bit "
-    "parameter, the masters would undo that in silence, so it is an error. `taken` says that a scaler has copied and "
+    "Before it steps, the package compares each parameter with its master, rounded. If somebody wrote to a parameter, "
+    "the masters would undo that in silence, so it is an error. `taken` says that a scaler has copied and "
     "unscaled the gradients: to copy them again would bring back the scaled ones. With a closure every evaluation "
     "first rounds the masters into the weights, because LBFGS moves the masters several times in one step. Read next: "
     "section 1 of notebooks/04b_masters_sums_bytes.ipynb."
@@ -51,8 +51,7 @@ WRONG = [
                                   "result = self.optimizer.step()")),
     wrong("returns-nothing", ("    return result", "    return None")),
     wrong("rounds-some-back", ("    self._round_back()", "    for parameter, master in zip(self.parameters, "
-          "self.masters):\n        parameter.copy_(parameter if master.grad is None else master)\n"
-          "    self.versions = [parameter._version for parameter in self.parameters]"), says="random"),
+          "self.masters):\n        parameter.copy_(parameter if master.grad is None else master)"), says="random"),
     wrong("steps-twice", ("        result = self.optimizer.step()",
                           "        self.optimizer.step()\n        result = self.optimizer.step()")),
 ]  # fmt: skip

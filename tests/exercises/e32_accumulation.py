@@ -225,7 +225,7 @@ def errors() -> None:
     for what, given, count, error in (
         ("An empty window", [], module.targets_in, ValueError),
         ("A count of -1", [(x, y)] * 2, lambda _: -1, ValueError),
-        ("A count of 2.5", [(x, y)] * 2, lambda _: 2.5, ValueError),
+        ("A count of NaN", [(x, y)] * 2, lambda _: torch.nan, ValueError),
         (
             "A dict with num_items_in_batch",
             [(x, y), {"labels": y, "num_items_in_batch": 3}],

@@ -183,3 +183,15 @@ def test_recompute_and_failures_leave_no_module_behind():
     assert any("addmm" in sample.operator for sample in ledger.curve if sample.phase == "backward")
     phases = [entry for entry in ledger.tape if isinstance(entry, str)]
     assert phases == ["between", "forward", "backward", "between", "forward", "forward"]
+
+
+def test_lazy_modules_count_from_their_first_forward_on():
+    """Until then their parameters and buffers have no shape."""
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    with Ledger(model) as ledger:
+        assert ledger.current["total"] == 8  # the batch norm's counter of batches
+        for _ in range(2):
+            model(torch.ones(3, 5)).sum().backward()
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert ledger.current["parameters"] == ledger.current["gradients"] == held == 4 * (5 * 8 + 8 + 8 + 8 + 8 * 2 + 2)
+    assert ledger.current["buffers"] == 8 * 4 * 2 + 8 and by_module(ledger.holders)["3"]["parameters"] == 4 * 18

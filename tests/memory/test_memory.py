@@ -2,7 +2,10 @@
 
 import dataclasses
 import gc
+import inspect
+import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -164,10 +167,44 @@ def test_predictions_in_these_bytes_and_in_the_papers():
     assert predict_sent(psi, n, 3, n_root=1000) == (3 * psi - 1000) * 4 * 3 / 4
 
 
-@pytest.mark.parametrize("wrong", [{"world_size": 0}, {"world_size": 2.5}, {"stage": 4}, {"convention": "other"}])
-def test_predictions_refuse_what_makes_no_sense(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        predict(**({"n_parameters": 10, "world_size": 2, "stage": 1} | wrong))
+COUNTS = {"n_parameters": 10, "world_size": 4, "stage": 1}
+SIZES = {"batch_size": 2, "sequence_length": 8, "width": 16, "heads": 2}
+FUNCTIONS = [(predict, COUNTS), (predict_sent, COUNTS), (predict_activations, SIZES)]
+
+
+@pytest.mark.parametrize(("function", "right"), FUNCTIONS)
+@pytest.mark.parametrize("count", [-1, 2.5, "3", True, None, math.nan, math.inf, [4], torch.tensor(2)])
+def test_counts_that_are_no_whole_numbers_are_refused_by_name(function, right, count):
+    names = [*right, "n_root", "bytes_each"] if function is predict_sent else [*right]
+    if function is not predict_activations and count is not None:
+        names.append("sharding_factor")
+    for name in names:
+        with pytest.raises(ValueError, match=f"{function.__name__}: {name} must be a whole number of at least"):
+            function(**(right | {name: count}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"world_size": 0}, {"world_size": 4.0}, {"stage": 4}, {"sharding_factor": 0}, {"sharding_factor": 3}]
+    + [{"sharding_factor": 8}, {"convention": "other"}, {"n_root": 11}, {"bytes_each": 0}]
+    + [
+        {"dtype": dtype} for dtype in (torch.float64, torch.float8_e4m3fn, torch.int8, torch.complex64, "float32", None)
+    ],
+)
+def test_predictions_refuse_what_no_engine_could_have(wrong):
+    name = next(iter(wrong))
+    for function in (predict, predict_sent):
+        if name in inspect.signature(function).parameters:
+            with pytest.raises(ValueError, match=f"{function.__name__}: {name}"):
+                function(**(COUNTS | wrong))
+
+
+def test_whole_numbers_of_any_type():
+    assert predict(7e9, 4, 3) == predict(7 * 10**9, 4, 3)
+    psi = np.int32(2 * 10**9)  # 16 of it are no int32 any more
+    assert predict(psi, np.int64(4), np.int8(0))["total"] == 32e9 and predict_sent(psi, 2, 0) == 8e9
+    each = [np.int16(size) for size in (4, 32, 4096, 64)]
+    assert predict_activations(*each) == predict_activations(4, 32, 4096, 64)
 
 
 # Activations, a layer at a time.
@@ -192,7 +229,7 @@ class DropoutBlock(Block):
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("batch", "sequence", "width", "heads"), [(4, 32, 64, 4), (3, 20, 48, 2)])
 def test_a_layers_activations_are_the_formula_to_the_byte(dropout, dtype, batch, sequence, width, heads):
     def kept(layers):
@@ -240,3 +277,6 @@ def test_activations_in_the_papers_convention():
         predict_activations(b, s, h, a, convention="other")
     with pytest.raises(ValueError, match="divisible"):
         predict_activations(b, s, h, 7)
+    for dtype in (torch.float8_e5m2, torch.int8, torch.complex64, "bf16"):
+        with pytest.raises(ValueError, match="predict_activations: dtype"):
+            predict_activations(b, s, h, a, dtype=dtype)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,6 +64,37 @@ def test_copies_of_tensors_count():
         file.seek(0)
         kept += torch.load(file)
         assert ledger.current["total"] == 800
+
+
+NO_OPERATOR = {
+    "frombuffer": lambda: torch.frombuffer(bytearray(400), dtype=torch.float32),
+    "frombuffer, viewed": lambda: torch.frombuffer(bytearray(400), dtype=torch.float32).view(10, 10),
+    "asarray of a buffer": lambda: torch.asarray(memoryview(bytearray(400)), dtype=torch.float32),
+    "from_dlpack": lambda: torch.from_dlpack(np.ones(100, np.float32)),
+    "utils.dlpack.from_dlpack": lambda: torch.utils.dlpack.from_dlpack(np.ones(100, np.float32)),
+    "set_ to a storage": lambda: torch.empty(0).set_(torch.UntypedStorage(400)),
+    "set_ to a buffer": lambda: torch.empty(0).set_(
+        torch.UntypedStorage.from_buffer(bytearray(400), byte_order="little", dtype=torch.float32)
+    ),
+    "a copy of a storage": lambda: torch.empty(0).set_(torch.ones(100).untyped_storage().clone()),
+}
+
+
+@pytest.mark.parametrize("make", NO_OPERATOR.values(), ids=NO_OPERATOR)
+def test_tensors_that_no_operator_makes_count(make):
+    with Ledger() as ledger:
+        kept = make()
+        assert ledger.current["total"] == 400 and ledger.current["temporary"] == 400
+        del kept
+        assert ledger.current["total"] == 0
+    assert make().nbytes == 400 and ledger.current["total"] == 0  # afterwards they tell nobody
+
+
+def test_another_name_for_an_older_tensor_adds_no_bytes():
+    old = torch.ones(100)
+    with Ledger() as ledger:
+        kept = [torch.asarray(old), torch.asarray(obj=old), torch.from_dlpack(old)]
+        assert ledger.current["total"] == 0 and all(new.data_ptr() == old.data_ptr() for new in kept)
 
 
 def test_inference_mode_hides_no_copy():

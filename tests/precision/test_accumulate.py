@@ -244,6 +244,9 @@ def test_kinds_dtypes_and_dimensions():
     for method in METHODS:
         assert accumulate.sum(np.zeros((2, 0)), method=method).tolist() == [0, 0]
         assert accumulate.sum(np.array([7.0]), accumulator=FP16, method=method) == 7
+    for x, dim in ((np.zeros((2, 0)), -1), (np.zeros((0, 4), np.float16), 0), (torch.zeros(2, 0, 3), 1)):
+        result = softmax(x, dim)
+        assert result.shape == x.shape and result.dtype == x.dtype and type(result) is type(x)
     weights = torch.ones(3, requires_grad=True)
     assert not dot(weights, weights).requires_grad
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from precision import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat, arrays
+from precision import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat, accumulate, arrays, compare, multiply
 from precision.one_number import ROUNDINGS, decode_one, encode_one
 from tests.support.table_oracle import ORACLES
 
@@ -380,6 +380,71 @@ def test_what_is_not_decoded():
         FP16.decode(torch.tensor([1, -2], dtype=torch.int16))
     with pytest.raises(ValueError, match="holds 65536: "):
         FP16.decode([7, 65536, 65535])
+
+
+CALLS = {
+    "encode": FP16.encode,
+    "quantize": BF16.quantize,
+    "decode": FP16.decode,
+    "multiply": lambda x: multiply(x, x),
+    "compare": lambda x: compare(1, x),
+    "sum": accumulate.sum,
+    "softmax": accumulate.softmax,
+    "matmul": lambda x: accumulate.matmul(x, x),
+    "layer_norm_statistics": accumulate.layer_norm_statistics,
+}
+MASKED = np.ma.masked_array([[1.0, 2.0]] * 2, mask=[[1, 0]] * 2)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_that_are_not_dense_numbers_are_refused_by_name(name):
+    """A masked array would lose its mask. NumPy's and PyTorch's own errors do not name the function."""
+    ways = {
+        "is a masked array, and its mask would be lost": [MASKED, MASKED.astype(int), [MASKED[0]], np.ma.masked],
+        "is no array of numbers": [[[1.0], [1.0, 2.0]]],
+        r"is sparse or nested \(": [torch.eye(2).to_sparse(), torch.eye(2, dtype=torch.int32).to_sparse()],
+    }
+    for message, given in ways.items():
+        for x in given:
+            with pytest.raises(TypeError, match=rf"^{name}: \S+ ?\d? {message}"):
+                CALLS[name](x)
+    kinds = [np.array([1.0, None]), np.zeros(2, [("a", "f4")]), np.array(["1"]), np.array(["2020"], "M8[s]"), None]
+    for x in kinds:
+        with pytest.raises(TypeError, match=rf"^{name}: .*(object|void|str|datetime64)"):
+            CALLS[name](x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_that_lie_in_memory_in_other_ways(name, tmp_path):
+    """The other byte order, as HDF5 files have it; reversed, repeated, not aligned, not to be written, in a file."""
+    whole = name in ("decode", "multiply", "compare")
+    plain = np.arange(9, dtype=np.uint16 if whole else np.float32).reshape(3, 3)
+    padded = np.zeros(plain.nbytes + 1, np.uint8)
+    shifted = np.ndarray(plain.shape, plain.dtype, padded, offset=1)
+    file = np.memmap(tmp_path / "x", plain.dtype, "w+", shape=plain.shape)
+    shifted[:], file[:] = plain, plain
+    frozen = plain.copy()
+    frozen.flags.writeable = False
+    for x in (
+        plain.astype(plain.dtype.newbyteorder()),
+        plain[::-1, ::-1],
+        shifted,
+        file,
+        frozen,
+        plain[:1].repeat(3, 0),
+    ):
+        expected, got = (np.asarray(CALLS[name](given)) for given in (np.array(x, plain.dtype, order="C"), x))
+        np.testing.assert_array_equal(got, expected)
+        assert got.shape == expected.shape
+    for size in (">f2", ">f8") if not whole else (">i4", ">u8"):
+        np.testing.assert_array_equal(
+            CALLS[name](plain.astype(size)), CALLS[name](plain.astype(size.replace(">", "=")))
+        )
+
+
+def test_patterns_without_values_have_no_value_to_check():
+    bits = torch.ones(2, 3, dtype=torch.int32, device="meta")
+    assert FP16.decode(bits).is_meta and multiply(bits, bits).shape == (2, 3)
 
 
 def test_bad_options():

@@ -103,6 +103,12 @@ def test_what_has_no_exponents_is_refused(wrong):
         exponent_histogram([wrong])
 
 
+@pytest.mark.parametrize("wrong", [np.ones(2), np.array(1.0), np.float32(1), 1.0, torch.ones(2, device="meta")])
+def test_what_is_no_tensor_with_values_is_refused_by_name(wrong):
+    with pytest.raises(TypeError, match="exponent_histogram: needs tensors of .* not .*(ndarray|float|meta)"):
+        exponent_histogram(wrong)
+
+
 # Training.
 
 

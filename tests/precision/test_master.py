@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -257,6 +258,25 @@ def test_states_keep_what_16_bits_cannot():
     rounded.load_state_dict(saved[0])
     again = run(rounded, MasterWeights(rounded.parameters(), torch.optim.Adam, lr=1e-3), range(3, 6))
     assert not all(torch.equal(a, b) for a, b in zip(again, expected))  # what the weights alone would give
+
+
+@pytest.mark.parametrize("kind", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_goes_on_alone(kind):
+    model = network()
+    weights = MasterWeights(model.parameters(), torch.optim.Adam, lr=0.1)
+    backward(model, 0)
+    weights.step()
+    other, others = kind((model, weights))
+    assert others.param_groups is others.optimizer.param_groups and others.state is others.optimizer.state
+    start = [master.clone() for master in weights.masters]
+    for net, optimizer in ((other, others), (model, weights)):
+        assert all(torch.equal(old, master) for old, master in zip(start, optimizer.masters))
+        optimizer.zero_grad()
+        backward(net, 1)
+        optimizer.step()
+    for a, b in zip([*model.parameters(), *weights.masters], [*other.parameters(), *others.masters], strict=True):
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+    assert not torch.equal(start[0], weights.masters[0])
 
 
 def test_an_unused_parameter_stays():

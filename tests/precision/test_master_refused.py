@@ -1,12 +1,13 @@
 """What FP32 masters cannot do is refused: rates, parameters and states that make no sense, and weights written to."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from precision.master import MasterWeights
+from precision.master import MasterWeights, master_to_weight
 from tests.support.half_network import backward, network
 
 
@@ -44,14 +45,69 @@ def test_parameters_that_cannot_have_masters():
     assert [group["params"] for group in weights.param_groups] == [weights.masters]  # as it was
 
 
-def test_a_weight_written_behind_the_masters_back():
-    """The step would undo it: a checkpoint loaded too late, weights clamped in place."""
+WRITES = {
+    "load_state_dict": lambda model: model.load_state_dict(network().state_dict()),
+    "data.copy_": lambda model: model[2].weight.data.copy_(torch.ones_like(model[2].weight)),
+    "data =": lambda model: setattr(model[2].bias, "data", torch.full_like(model[2].bias, 5)),
+    "vector_to_parameters": lambda model: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters()
+    ),
+    "NumPy, one bit": lambda model: model[0].weight.detach().view(torch.int16).numpy().__ixor__(1),
+    "swap_tensors": lambda model: torch.utils.swap_tensors(model[2].bias, nn.Parameter(torch.ones_like(model[2].bias))),
+    "another dtype": lambda model: model.bfloat16(),
+    "another shape": lambda model: setattr(model[2].bias, "data", torch.zeros(9).half()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_weight_written_behind_the_masters_back(write, unscales):
+    """The step would undo it: a checkpoint loaded too late, weights clamped in place. Most of these are not counted."""
     model = network()
     weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
     backward(model, 0)
-    model.load_state_dict(network().state_dict())
-    with pytest.raises(RuntimeError, match="parameter 0 was written to"):
+    weights.step()
+    weights.zero_grad()
+    write(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match=r"parameter \d was written to, or moved, and is not masters\["):
+        weights.copy_gradients() if unscales else weights.step()
+
+
+def test_an_fp32_weight_that_is_its_masters_no_more():
+    weight = nn.Parameter(torch.ones(2))
+    weights = MasterWeights([weight], torch.optim.SGD, lr=0.5)
+    weight.data = torch.zeros(2)
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"not masters\[0\]"):
         weights.step()
+
+
+def test_weights_written_to_both_and_weights_that_came_back_are_no_error():
+    model = network()
+    weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.5)
+    with torch.no_grad():
+        for parameter, master in zip(model.parameters(), weights.masters):
+            master_to_weight(master.fill_(5), parameter)
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict(network().state_dict())  # for an evaluation, say
+    model.load_state_dict(kept)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    weights.step()
+    assert all((parameter == 4.5).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_no_number_is_not_taken_for_a_write(dtype):
+    weight = nn.Parameter(torch.ones(3, 40, dtype=dtype).t())
+    weights = MasterWeights([weight], torch.optim.SGD, lr=0.1)
+    for gradient in (float("inf"), -float("nan")):
+        weight.grad = torch.full_like(weight, gradient)
+        weights.step()
+        weights.step()
+    assert weight.isnan().all()
 
 
 def test_states_that_do_not_fit():
