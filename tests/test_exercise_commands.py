@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.exercises import checker, commands, stubs
+from tests.exercises import commands, stubs
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.demo import main as demo
-from tests.exercises.runner import Outcome
+from tests.exercises.machine import checker
+from tests.exercises.machine.runner import Outcome
 from tests.exercises.workbook import Workbook
 
 RING = find("reduce_scatter")
@@ -163,7 +164,7 @@ def test_watch_checks_what_is_saved(workbook):
 
 @pytest.mark.slow
 def test_the_gradebook_is_a_table_of_diagnoses(tmp_path, workbook, monkeypatch):
-    from tests.exercises import gradebook
+    from tests.exercises.machine import gradebook
 
     some = [find("pad"), find("chunk"), find("views")]
     monkeypatch.setattr(gradebook, "COURSE", some)

@@ -6,10 +6,11 @@ Each of the wrong answers below passes the check that comes before the random st
 import pytest
 import torch
 
-from tests.exercises import draws, runner, selfcheck, stubs
-from tests.exercises.checker import Checker
+from tests.exercises import draws, selfcheck, stubs
 from tests.exercises.course import find
 from tests.exercises.kit import compare, same, wrong
+from tests.exercises.machine import runner
+from tests.exercises.machine.checker import Checker
 
 NAN, INF = float("nan"), float("inf")
 TIE = "(2 * rest == one and kept % 2 == 1)"

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from minizero import barrier
-from tests.exercises import checker, kit, runner, selfcheck, stubs
+from tests.exercises import kit, selfcheck, stubs
 from tests.exercises.breaking import broken
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.definition import definition
+from tests.exercises.machine import checker, runner
 from tests.exercises.patch import holder_of
 from tests.exercises.workbook import Workbook
 

@@ -8,8 +8,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from tests.exercises import checker, gradebook, sandbox, stubs
+from tests.exercises import stubs
 from tests.exercises.course import find
+from tests.exercises.machine import checker, gradebook, sandbox
 
 PAD = find("pad")
 HEAD = "import os, sys, time, torch\nfrom pathlib import Path\n"

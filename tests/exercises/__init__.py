@@ -8,10 +8,9 @@
     definition.py  where a package defines the function of an exercise
     stubs.py       a function of a package becomes a stub, a wrong answer, or the reference, in a file
     patch.py       an answer takes the place of the package's function, everywhere
-    runner.py      an answer is checked; checker.py: in a process of its own, within limits
     commands.py    what `make exercises`, `make check`, … call; workbook.py keeps what a student has done
     plugin.py      `pytest workbook/05_reduce_scatter.py`
-    gradebook.py   a folder of submissions becomes tables of marks; sandbox.py shuts strangers' answers in
+    machine/       an answer is checked, in a process of its own; a class of answers becomes tables of marks
     breaking.py    a wrong answer inside the package, to see what it does
     selfcheck.py   what the checks say about stubs, references and wrong answers (tests/test_exercises.py)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.exercises.course import COURSE, Exercise
 from tests.exercises.definition import definition
 from tests.exercises.kit import Wrong, wrong
+from tests.exercises.machine.runner import load
 from tests.exercises.patch import patched
-from tests.exercises.runner import load
 from tests.exercises.stubs import mistaken
 
 # Mistakes in the engines' own methods, which are shorter than what the exercises on them ask for.

@@ -13,9 +13,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from tests.exercises.checker import run
 from tests.exercises.course import COURSE, NO_TRITON, Exercise, find
-from tests.exercises.runner import Outcome
+from tests.exercises.machine.checker import run
+from tests.exercises.machine.runner import Outcome
 from tests.exercises.workbook import Workbook
 
 console = Console(width=min(80, shutil.get_terminal_size().columns), highlight=False)
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "gradebook":
-            from tests.exercises.gradebook import write
+            from tests.exercises.machine.gradebook import write
 
             return write(arguments.folder, arguments.output, console)
         return chosen[arguments.command][0](arguments, Workbook())

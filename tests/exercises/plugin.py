@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.exercises.checker import run
 from tests.exercises.course import find
-from tests.exercises.runner import Outcome
+from tests.exercises.machine.checker import run
+from tests.exercises.machine.runner import Outcome
 from tests.exercises.workbook import Workbook
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.exercises.course import Exercise
-from tests.exercises.runner import SECONDS, Outcome, examine
+from tests.exercises.machine.runner import SECONDS, Outcome, examine
 
 PATIENT = 60.0  # for references, on a machine that is busy with other tests
 

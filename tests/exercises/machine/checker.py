@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.exercises import runner
 from tests.exercises.course import COURSE, ROOT, Exercise
-from tests.exercises.runner import Outcome
+from tests.exercises.machine import runner
+from tests.exercises.machine.runner import Outcome
 
 HARD_SECONDS = 9.0  # of computing, after which an operation that cannot be interrupted is ended
 WAIT_SECONDS = 60.0  # of the clock without computing, after which what only waits is ended
@@ -97,7 +97,7 @@ class Checker:
                     pipe.close()  # type: ignore[union-attr]
 
     def _start(self) -> None:
-        command = [*self.wall, sys.executable, "-m", "tests.exercises.checker"]
+        command = [*self.wall, sys.executable, "-m", "tests.exercises.machine.checker"]
         given = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp"} if self.wall else os.environ
         seed = {"SEED": self.seed} if self.seed else {}
         self.host = subprocess.Popen(
@@ -157,7 +157,7 @@ def _end_group(leader: int) -> None:
 
 
 def main() -> None:
-    """The host: `python -m tests.exercises.checker`. Reads a request a line, and writes a verdict a line."""
+    """The host: `python -m tests.exercises.machine.checker`. Reads a request a line, and writes a verdict a line."""
     channel = os.dup(1)
     os.dup2(2, 1)
     os.set_inheritable(channel, False)

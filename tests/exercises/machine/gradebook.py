@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from tests.exercises import sandbox
-from tests.exercises.checker import Checker
 from tests.exercises.course import COURSE, Exercise
+from tests.exercises.machine import sandbox
+from tests.exercises.machine.checker import Checker
 
 WORDS = {"passed": "passed", "todo": "not begun", "impossible": "needs Triton"}
 

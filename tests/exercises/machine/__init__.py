@@ -1,0 +1,9 @@
+"""What checks an answer: against answers that hang, crash, forge a verdict or read what they may not.
+
+    runner.py      an answer is checked, stage by stage
+    checker.py     in a process of its own, within limits
+    sandbox.py     shuts strangers' answers in
+    gradebook.py   a folder of submissions becomes tables of marks
+
+A student who reads an exercise does not need these.
+"""
