@@ -33,7 +33,7 @@ class DDP(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        unit.master = full  # in FP32 the replica itself
+        unit.master = full  # in FP32 the replica itself, so it is never old
         if unit.replica is full:
             unit.shards, unit.groups = unit.parameters, unit.group_of  # the optimizer sees the original parameters
         else:
@@ -44,7 +44,7 @@ class DDP(Engine):
             if unit.replica_is_stale():
                 unit.replica.copy_(unit.master)  # rounded to the computing dtype
                 unit.replica_is_fresh_now()
-                unit.point_parameters_at(unit.replica)  # empty since the optimizer's step
+                unit.point_parameters_at(unit.replica)  # `mark_as_old` emptied them after a step
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         if unit is self.in_order[0]:  # the first of a backward
@@ -88,7 +88,7 @@ class DDP(Engine):
                 yield name, masters[id(parameter)]
 
     def part_saves(self) -> None:
-        self.before_forward()  # after an optimizer's step the parameters are empty
+        self.before_forward()  # after a step in 16 bits the parameters are empty
 
     def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, master in self.masters_of(part):

@@ -2,28 +2,30 @@
 
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
     backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release all
+    step        `mark_as_old` (guards/optimizers.py): the replicas of stages 1 and 2 are old until before_forward
 
-The root unit holds what lies outside every block, such as the embeddings. Hooks of PyTorch call the methods of this
-file. Forward: the model begins (`before_forward`, and `gather` of the root); a unit's module begins (`gather`), and
-ends (`forward_is_over`).
+A root unit holds what lies outside every block, such as the embeddings; what is frozen there is one more. Hooks of
+PyTorch call the methods of this file. Forward: the model begins (`before_forward`, and `gather` of the root); a unit's
+module begins (`gather`), and ends (`forward_is_over`).
 
 Backward: a *use* of a unit is one forward of its module, and the way back (uses.py). It opens when the gradient of its
 output comes (`gather`). It closes when that of its input comes (`release`, if no other use is open). In between
 autograd writes the .grad of each parameter, and a hook takes it (`deposit`). A unit is complete when no parameter owes
-one. Complete units are reduced in the order of `in_order`; at the end those with unused parameters, and what waits for
-them. So all ranks reduce in one order. Then what is left is released: the root, and units whose input needed no
-gradient. A forward whose output needs no gradient releases all at its own end.
+one. Complete units are reduced in the order of `in_order`; at the end all that are left, whose unused parameters count
+as zero. So all ranks reduce in one order. A unit is released after that, since its last parameter has its gradient
+before its input has. At the end what is left is released: the root, and units whose input needed no gradient. A forward
+whose output needs no gradient releases all at its own end.
 
-The path of one gradient, through eight files:
+The path of one gradient, in eight steps:
 
     engine.py       arrived             autograd has written a parameter's .grad: this hook takes it away
                     Backward.bring      the unit waits for one parameter less
     zero3.py        Zero3.deposit       (with prefetch: the reduction before this one must end, prefetch.py)
     gradient.py     LocalGradient.put   copied to its place in the unit's flat buffer
     engine.py       Backward.reduce_next    the unit waits for none: LocalGradient.take
-    zero3.py        Zero3.reduce        with prefetch a thread runs what follows
+    zero3.py        Zero3.reduce        with prefetch another thread runs the next step
     collectives.py  reduce_scatter      over comm.py: each rank has its chunk of the average
-    unit.py         Unit.set_gradient   the shards' .grad, and their hooks
+    unit.py         Unit.set_gradient   the shards' .grad, and their hooks (with prefetch later, in end_reduction)
 """
 
 import abc
@@ -146,7 +148,7 @@ class Engine(Wrapped, abc.ABC):
         unit.gradient.put(number, gradient, unit.dtype if self.sync else torch.float32)
 
     def do(self, what: Callable[..., None], *args: Any) -> None:
-        """Call `what`, one of the methods above, and tell those who watch."""
+        """Call `what`, a method of the stage, and tell those who watch."""
         for before, _ in self.watchers:
             before()
         try:
@@ -184,7 +186,7 @@ class Engine(Wrapped, abc.ABC):
         self.module.register_forward_hook(after)
         for unit in self.in_order:
             for number, parameter in enumerate(unit.parameters):
-                aside: list[torch.Tensor | None] = []
+                aside: list[torch.Tensor | None] = []  # DDP in FP32: see `put_aside`
                 if unit.original:  # autograd would add to the .grad of before
                     unit.nodes.append(put_aside(parameter, aside))
                 parameter.register_post_accumulate_grad_hook(arrival(self, unit, number, aside))
@@ -194,7 +196,7 @@ class Engine(Wrapped, abc.ABC):
         check_complete(self.stage, self.module, self.complete, self.units)
         if self.frees_replicas:
             check_compiled(self.stage, self.module, self.units, [unit.module or self.module for unit in self.units])
-        if torch_private.current_backward() == -1:
+        if torch_private.current_backward() == -1:  # no recompute: no backward runs
             if self.backward is not None:  # the last backward raised
                 self.backward = None
                 self.release_all()
@@ -211,7 +213,7 @@ class Engine(Wrapped, abc.ABC):
         versions = {unit: unit.version for unit in self.roots}  # `open_use` checks those of the other units
 
         def begin(_: torch.Tensor) -> None:
-            self.begin_backward(versions)
+            self.running_backward(versions)
 
         for tensor in grown:
             tensor.register_hook(begin)
@@ -262,7 +264,7 @@ class Engine(Wrapped, abc.ABC):
 
     def open_use(self, unit: Unit, version: int) -> None:
         """Backward reaches what a use of the unit made."""
-        check_unchanged(self.stage, unit, version, twice=not self.frees_replicas)
+        check_unchanged(self.stage, unit, version, double_backward=not self.frees_replicas)
         self.open_uses[unit] += 1
         self.do(self.gather, unit)
 
@@ -279,11 +281,11 @@ class Engine(Wrapped, abc.ABC):
         """Is a backward running? Also True from a backward that raised until the next forward notices."""
         return self.backward is not None
 
-    def begin_backward(self, versions: dict[Unit, int] = {}) -> "Backward":  # noqa: B006
+    def running_backward(self, versions: dict[Unit, int] = {}) -> "Backward":  # noqa: B006
         """The backward that is running, or a new one. versions: of the units' masters, when the model was used."""
         if self.backward is None:
             for unit, version in versions.items():
-                check_unchanged(self.stage, unit, version, twice=not self.frees_replicas)
+                check_unchanged(self.stage, unit, version, double_backward=not self.frees_replicas)
             self.backward = Backward(self)
             self.backward.begin()
         return self.backward
@@ -317,7 +319,7 @@ def arrival(engine: Engine, unit: Unit, number: int, aside: list[torch.Tensor | 
         if engine is None or unit is None:
             return
         gradient, parameter.grad = parameter.grad, aside.pop() if aside else None
-        backward = engine.begin_backward()
+        backward = engine.running_backward()
         backward.bring(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
         backward.reduce_complete()
@@ -329,7 +331,7 @@ def arrival(engine: Engine, unit: Unit, number: int, aside: list[torch.Tensor | 
 class Backward:
     """One backward pass of a model: it begins with the gradient of an output, or of a parameter.
 
-    A gradient that only goes through a unit, to an input, is none of it: nothing is to be reduced then.
+    A `torch.autograd.grad` inside the model opens uses, but begins none: nothing is reduced then.
 
     left: the units that are still to be reduced. The order is fixed, last block first, so that all ranks reduce the
     same unit at the same time even if only some of them took a branch. owed: by unit, the numbers of the parameters
@@ -351,6 +353,7 @@ class Backward:
 
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
         """The gradient of the unit's parameter `number` has come."""
+        # A tensor that the unit made, and that nobody knows of, brought backward here.
         away = self.engine.reshard_after_forward and unit.module is not None and not self.engine.open_uses[unit]
         again = self.engine.sync and unit not in self.left
         check_gradient(self.engine.stage, unit, gradient, again=again, gathered=not away)

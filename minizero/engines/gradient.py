@@ -47,7 +47,7 @@ class LocalGradient:
             self.unwritten = dict(enumerate([*self.places, self.full[self.layout.numel :]]))
         if number in self.unwritten:  # a copy costs a third of adding to zeros
             self.unwritten.pop(number).copy_(gradient)
-        else:  # it came before: in an earlier backward under no_sync, or in one inside this one (recompute)
+        else:  # it came before: in an earlier backward under no_sync, or in one inside this one (reentrant checkpoint)
             self.places[number].add_(gradient)
 
     def zero_unwritten(self) -> None:
@@ -77,7 +77,7 @@ class LocalGradient:
 
     def go_on(self, name: str) -> None:
         """The next backward begins. Until its end .grad is that of before the sum. name: the unit's."""
-        if self.chunk:
+        if self.chunk:  # a write to a chunk misses the other chunks of the sum
             check_untouched(name, self.shards, self.shown)
         self.shown = []
         for shard, before in zip(self.shards, self.before, strict=True):

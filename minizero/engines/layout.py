@@ -4,7 +4,8 @@
     |  rank 0  |  rank 1  |  rank 2  |  rank 3  |      its N chunks; rank r owns chunk r
 
 One collective then moves a whole unit. A cut may fall inside a parameter. The optimizer sees a rank's chunk as one
-parameter, a shard, or with `group_by` as one for each run of equal groups.
+parameter, a shard. `group_by` gives each parameter a group (say, with or without decay); then a run of equal groups is
+a shard.
 Rajbhandari et al., 2019, "ZeRO", section 5; Zhao et al., 2023, "PyTorch FSDP", section 3.2.
 """
 
@@ -50,8 +51,7 @@ def cut(
     """`master`, which begins at `start` of the flat buffer, as shards, and the group of each.
 
     groups: of each parameter. A group that this rank holds nothing of has an empty shard. So every rank has something
-    of each, and what writes it on all ranks (an optimizer's step, a loop under no_grad) is seen by all: see
-    `Unit.replica_is_stale`.
+    of each, and a step on an empty shard raises the count of `Unit.replica_is_stale`, too.
     """
     runs: list[tuple[Any, int, int]] = []  # group, and where the run begins and ends in `master`
     ends = [*layout.offsets[1:], layout.size]  # the padding goes with the last parameter

@@ -6,8 +6,8 @@
                                gather 1  | gather 2
 
 Each rank has two lanes, threads beside its own: one for all-gathers, one for reduce-scatters. Each lane has its own
-communicator, so their messages cannot mix. On a GPU a lane is a stream as well. A rank learns from the pass before
-which unit comes next: the first forward and the first backward gather nothing ahead.
+communicator, so their messages cannot mix. On a GPU a lane is a stream as well. A rank learns from the last
+pass of the same kind which unit comes next: the first forward and the first backward gather nothing ahead.
 
 The price is memory: the replica of one unit more. In backward the next unit is gathered once two thirds of this unit's
 gradient have arrived: by then most of its activations are free. One reduction ends before the next unit's gradient
@@ -88,8 +88,8 @@ class Stage(Protocol):
 class Ahead:
     """Lets a stage 3 gather and reduce beside the computation. At most `depth` gathers are under way.
 
-    Say 0 1 2 was the last forward, and depth=1: at the gather of 0, in_turn[False] is [0], expected [0, 1, 2], and
-    following [1].
+    Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn[False] is [0], expected
+    [0, 1, 2], and following [1].
     """
 
     def __init__(self, stage: Stage, depth: int) -> None:
@@ -104,7 +104,7 @@ class Ahead:
         gather_comm = stage.units[0].comm.split(0)
         self.reduce_comm = gather_comm.split(0)
         for unit in stage.units:
-            unit.comm = gather_comm  # the same ranks; only the gathers' lane uses it
+            unit.comm = gather_comm  # the same ranks; only the gathers' lane sends through it
 
     # What the stage calls in its methods.
 
@@ -125,7 +125,7 @@ class Ahead:
             self.start_following()
 
     def before_deposit(self, unit: Unit) -> None:
-        """One full gradient at a time: the last unit's reduction ends before this unit's gradient begins."""
+        """One full gradient at a time beside the root's: the last reduction ends before this gradient begins."""
         if unit.gradient is None or unit.gradient.full is None:
             self.end_reduction()
 

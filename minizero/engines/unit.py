@@ -5,7 +5,7 @@
     shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
     gradient  what backward has brought on this rank so far, a `LocalGradient` (gradient.py)
 
-In FP32 the master of stages 0 to 2 is a view of the replica. A frozen unit has its master in the computing dtype.
+In FP32 the master of stages 0 to 2 is the replica, or a view of it. A frozen unit's master has the computing dtype.
 """
 
 from collections.abc import Sequence
@@ -140,7 +140,10 @@ class Unit:
             self.gradient = LocalGradient(self.layout, self.shards, None if self.whole else self.chunk)
 
     def own_gradient_comes(self) -> None:
-        """Autograd will add a gradient to a shard's .grad, a penalty's: not to what no_sync shows there."""
+        """The loss uses a shard itself, in a penalty over parameters(), so autograd will add to its .grad.
+
+        What no_sync shows there must go away first. A hook of the shard calls this (guards/optimizers.py).
+        """
         if self.gradient is not None:
             self.begin_gradient()
 
@@ -154,9 +157,9 @@ class Unit:
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Let the shards' .grad be the average plus what they have, and call their hooks as autograd would.
 
-        average: flat, perhaps with padding. Nobody reads `full`. It hangs on .grad to live as long, until zero_grad():
-        stages 0 and 1 keep the full gradient, and the memory ledger shows it. What was averaged in 16 bits becomes FP32
-        here, for the optimizer.
+        average: flat, perhaps with padding. full: stages 0 and 1 keep the full gradient as long as .grad, until
+        zero_grad(). Nobody reads it; the memory ledger shows it. What was averaged in 16 bits becomes FP32 here, for
+        the optimizer.
         """
         self.gradient = None
         flat = average.float()
@@ -172,7 +175,7 @@ class Unit:
                 hook(shard)
 
     def gradient_norms(self, norm_type: float) -> torch.Tensor:
-        """The norm of each N-th of the gradient, for N ranks, that this rank holds."""
+        """One norm for each N-th of the gradient, for N ranks, that this rank holds (DDP: N of them)."""
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
         flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
         chunks = flat.split(self.size // self.everyone.size)

@@ -25,7 +25,7 @@ from minizero import torch_private
 class Use:
     """One use of a unit in a forward, and the hooks by which autograd opens and closes it in backward.
 
-    given: what the unit is given. opens, closes: called once in each backward.
+    given: what the unit is given. opens, closes: called at most once in each backward.
 
     It must hold no tensors: their hooks hold it, and such a cycle would never be freed; and a recompute can leave a
     forward by an exception. A graph can be gone through twice, also by `torch.autograd.grad` inside a forward, so
@@ -39,10 +39,10 @@ class Use:
         self.opened = self.closed = -1  # no pass has this number
 
     def watch(self, output: Any, module: nn.Module | None) -> None:
-        """The forward is over. module: that keeps tensors which can reach the loss, too (an auxiliary loss, say)."""
+        """The forward is over. module: its attributes may hold tensors that reach the loss; None: ignore them."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                # Runs after the tensor's own hooks: the next unit of the forward is released before this is gathered.
+                # Tensor hooks, such as the next unit's `close`, run first: that one is released, this one gathered.
                 tensor.grad_fn.register_prehook(self.open)
                 # An in-place write to a view changes its grad_fn; backward then reaches the grad_fn of its base first.
                 if self.made(tensor._base):

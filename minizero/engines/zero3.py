@@ -30,7 +30,8 @@ class Zero3(Engine):
     sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py). prefetch: how many units other
     threads gather ahead (when: prefetch.py); 0 does one thing at a time. offload: keep shards, gradients and optimizer
     states in the CPU's memory (offload.py). reshard_after_forward: False keeps what forward gathered until backward; a
-    third less is sent, for 4Ψ bytes more at the peak. To compile, `torch.compile` each block before wrapping.
+    third less is sent, for 4Ψ bytes more at the peak (2Ψ in 16 bits). To compile, `torch.compile` each block before
+    wrapping.
     """
 
     frees_replicas = True
@@ -104,7 +105,7 @@ class Zero3(Engine):
             self.ahead.after_deposit(unit, self.backward.owed[unit])
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        # Nothing refers to the full gradient after this: its memory is free for the next unit's.
+        # Nothing refers to the full gradient after the reduction: its memory is free for the next unit's.
         if self.ahead:
             self.ahead.reduce(unit, gradient)
         else:

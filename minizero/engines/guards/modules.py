@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from minizero import torch_private
 from minizero.engines.guards import UnitLike
-from minizero.engines.guards.optimizers import check_place, check_where_hooks_are
+from minizero.engines.guards.optimizers import check_hooks, check_place
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -53,29 +53,23 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             else:
                 advice = "call module.float(); dtype= makes the engine compute in 16 bits"
             raise ValueError(f"{stage}: parameters must be float32, {name} is {parameter.dtype}: {advice}")
-        if torch_private.gradient_hooks(parameter)[1]:
-            raise ValueError(
-                f"{stage}: {name} has a hook of register_post_accumulate_grad_hook, which would see this rank's "
-                "gradient before the average: register it on what parameters() of a Zero1, Zero2 or Zero3 gives"
-            )
+        check_hooks(stage, name, parameter)
         if hasattr(parameter, "wrapped_in"):
             raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in[-1]} already: wrap a fresh module")
         if parameter.numel() == 0:
             raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
-        other = owners.setdefault(
-            (torch_private.storage_id(parameter.untyped_storage()), parameter.storage_offset()), name
-        )
-        if other != name:
+        memory = torch_private.storage_id(parameter.untyped_storage())
+        if (other := owners.setdefault((memory, parameter.storage_offset()), name)) != name:
             raise ValueError(
                 f"{stage}: {name} and {other} are two parameters in one memory, and would be trained apart: "
                 "tie them by assigning the same nn.Parameter to both"
             )
-    memories = {torch_private.storage_id(p.untyped_storage()): name for name, p in parameters.items()}
+    memories = {memory: name for (memory, _), name in owners.items()}
     for name, buffer in buffers.items():
-        if (memory := torch_private.storage_id(buffer.untyped_storage())) in memories:
+        if shared := memories.get(torch_private.storage_id(buffer.untyped_storage())):
             raise ValueError(
-                f"{stage}: the buffer {name} lies in the memory of {memories[memory]}, which moves into a flat "
-                "buffer: compute it from the parameter in forward"
+                f"{stage}: the buffer {name} lies in the memory of {shared}, which moves into a flat buffer: "
+                "compute it from the parameter in forward"
             )
 
 
@@ -91,13 +85,12 @@ def check_complete(stage: str, module: nn.Module, complete: dict[str, int], unit
             "or saved: complete the module, then wrap it"
         )
     for unit in units:
-        if any(parameter.requires_grad != unit.trains for parameter in unit.parameters):
+        if any(parameter.requires_grad != unit.trains for parameter in (*unit.parameters, *unit.shards)):
             raise RuntimeError(f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping")
-        if any(shard.requires_grad != unit.trains for shard in unit.shards):
-            raise RuntimeError(f"{stage}: requires_grad changed in a shard of {unit.name}: freeze before wrapping")
         for shard in unit.shards:
             check_place(stage, shard)
-        check_where_hooks_are(stage, unit)
+        for parameter in unit.parameters:
+            check_hooks(stage, parameter.wrapped_in[0], parameter)  # type: ignore[attr-defined]
 
 
 def names_and_parameters(module: nn.Module) -> dict[str, int]:
@@ -105,11 +98,11 @@ def names_and_parameters(module: nn.Module) -> dict[str, int]:
     return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
-def check_unchanged(stage: str, unit: UnitLike, version: int, *, twice: bool) -> None:
-    """`RuntimeError` if backward cannot use the unit's parameters as forward did. twice: can it have a graph itself?"""
+def check_unchanged(stage: str, unit: UnitLike, version: int, *, double_backward: bool) -> None:
+    """`RuntimeError` if backward cannot use the unit's parameters as forward did. double_backward: is it served?"""
     if unit.master._version != version:
         raise RuntimeError(f"{stage}: {unit.name} was changed between its forward and its backward")
-    if torch.is_grad_enabled() and not twice:
+    if torch.is_grad_enabled() and not double_backward:
         raise RuntimeError(
             f"{stage}: double backward (create_graph=True) is not supported: use DDP, Zero1 or "
             "Zero2, and torch.autograd.grad(…, inputs, create_graph=True)"

@@ -5,7 +5,7 @@ FunASR#3472: a step while no_sync() holds gradients back. DeepSpeed#7807: an opt
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,43 +44,44 @@ def own_gradient_comes(weak_shard: Any, weak_unit: Any) -> Callable[[torch.Tenso
     return comes
 
 
-def check_where_hooks_are(stage: str, unit: UnitLike) -> None:
-    """`RuntimeError` if a hook on a parameter of the module would see no average, and may step with what it sees."""
-    for parameter in unit.parameters:
-        if torch_private.gradient_hooks(parameter)[1]:
+def check_hooks(stage: str, name: str, parameter: nn.Parameter) -> None:
+    """`ValueError` if a hook on a parameter of the module may step with what it sees, which is no average."""
+    if torch_private.gradient_hooks(parameter)[1]:
+        raise ValueError(
+            f"{stage}: a hook of register_post_accumulate_grad_hook on {name} would see this rank's gradient before it "
+            "is averaged: put it on what parameters() of Zero1, Zero2 or Zero3 gives"
+        )
+
+
+def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, UnitLike, str]]:
+    """The shards that it holds, with their units and stages."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        reference, stage = getattr(parameter, "shard_of", (None, ""))
+        if reference and (unit := reference()):  # else it is no shard, or of an engine that is gone
+            yield parameter, unit, stage
+        elif hasattr(parameter, "wrapped_in"):
+            *_, stage = parameter.wrapped_in
             raise RuntimeError(
-                f"{stage}: a hook on {parameter.wrapped_in[0]} would see this rank's gradient "  # type: ignore[attr-defined]
-                "before it is averaged: put it on what parameters() of Zero1, Zero2 or Zero3 gives"
+                f"this optimizer holds parameters that are not {stage}'s shards: it was built before the model was "
+                "wrapped, or from a module around the wrapped model, such as torch.compile gives: "
+                f"build it afterwards, from the parameters() of the {stage} itself"
             )
 
 
 def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Called before every optimizer step in this process: does the optimizer hold what it should?"""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        reference, stage = getattr(parameter, "shard_of", (None, ""))
-        unit = reference() if reference else None
-        if not stage and hasattr(parameter, "wrapped_in"):
-            *_, wrapper = parameter.wrapped_in
-            raise RuntimeError(
-                f"this optimizer holds parameters that are not {wrapper}'s shards: it was built before the model was "
-                "wrapped, or from a module around the wrapped model, such as torch.compile gives: "
-                f"build it afterwards, from the parameters() of the {wrapper} itself"
-            )
-        if unit is None:  # no shard, or of an engine that is gone
-            continue
-        check_place(stage, parameter)
-        check_averaged(stage, parameter)
+    """Called before every optimizer step in this process: may it step what it holds?"""
+    for shard, unit, stage in shards_of(optimizer):
+        check_place(stage, shard)
+        check_averaged(stage, shard)
         if not unit.original:
             check_elementwise(optimizer, stage)
 
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called after every optimizer step in this process: the replicas of what it stepped are old from here on."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        reference, _ = getattr(parameter, "shard_of", (None, ""))
-        unit = reference() if reference else None
-        if unit is not None and not unit.original:
-            torch.autograd.graph.increment_version(parameter)  # a fused kernel writes without telling
+    for shard, unit, _ in shards_of(optimizer):
+        if not unit.original:
+            torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
             unit.point_parameters_at(None)
 
 
