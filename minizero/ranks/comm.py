@@ -3,15 +3,15 @@
 A rank is one of N workers that run the same program, each on its own data. What one rank knows,
 another learns only from a message, and a `Comm` sends and receives the messages:
 
-    World(4).run(fn)                          4 ranks, threads of this process, each call fn(comm)
-    with Comm.from_process_group() as comm:   this process is one rank of torchrun
+    World(4).run(fn)                    4 ranks, threads of this process, each call fn(comm)
+    comm = Comm.from_process_group()    this process is one rank of torchrun
 
 `send` returns when the matching `recv` has copied the data (a rendezvous, as in MPI). Two ranks that both `send` first
 deadlock; use `send_recv`. The collectives are made of these three calls, DDP and ZeRO of the collectives.
 """
 
+import atexit
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from minizero.ranks.torchrun import process_transport
 from minizero.ranks.transport import Transport
 
 
-class Comm:
+class Comm(contextlib.AbstractContextManager):
     """One rank's view of the others.
 
     rank: this rank, 0 … size-1. size: how many ranks there are, N. device: where this rank computes.
@@ -36,17 +36,27 @@ class Comm:
         self.ranks = transport.ranks
         self.parts: list[Comm] = []  # made by `split`
         self.observers = [] if observers is None else observers  # called after each collective, also of the parts
+        self.leaving = contextlib.ExitStack()  # what there is to be done at its end
 
     @staticmethod
-    @contextlib.contextmanager
-    def from_process_group(group: Any = None) -> Iterator["Comm"]:
+    def from_process_group(group: Any = None) -> "Comm":
         """This process as one rank of `torch.distributed`, on a GPU if each rank has one, else on the CPU.
 
-        A context manager. If there is no process group yet, it makes one from torchrun's variables,
-        and destroys it at the end. `ValueError` outside torchrun.
+        If there is no process group yet, it makes one from torchrun's variables, `ValueError` outside torchrun.
+        `close()`, the end of a `with` block, or the end of the program destroys only what was made here.
         """
-        with process_transport(group) as transport:
-            yield Comm(transport)
+        leaving = contextlib.ExitStack()
+        comm = Comm(leaving.enter_context(process_transport(group)))
+        comm.leaving = leaving
+        atexit.register(comm.close)
+        return comm
+
+    def close(self) -> None:
+        """Leave the other ranks. What is closed already, or a thread's, stays as it is."""
+        self.leaving.close()
+
+    def __exit__(self, *error: Any) -> None:
+        self.leaving.__exit__(*error)  # after an error the others are told
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send `tensor` to rank `dst`. Returns when it has been received."""

@@ -11,6 +11,7 @@ until a `Watch` sees it (watch.py).
 import dataclasses
 import time
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -42,22 +43,11 @@ class ProcessTransport(Transport):
     collective: TaggedCollective | None
 
     def __init__(
-        self,
-        rank: int,
-        ranks: list[int],
-        device: torch.device,
-        timeout: float,
-        name: str,
-        gloo: Any,
-        nccl: Any,
-        watch: Watch,
-        peers: list[int],
+        self, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str, nccl: Any, watch: Watch
     ) -> None:
-        super().__init__(rank, ranks, device, timeout, name)
-        self.gloo = gloo
-        self.nccl = nccl
-        self.watch = watch
-        self.peers = peers  # gloo's numbers for the ranks
+        super().__init__(rank, ranks, device, timeout, name, nccl, watch)
+        self.gloo, self.nccl, self.watch = watch.gloo, nccl, watch
+        self.peers = [watch.ranks.index(world_rank) for world_rank in ranks]  # gloo's numbers for the ranks
         watch.transports.append(self)
 
     def begin(self, name: str, words: str) -> None:
@@ -69,10 +59,10 @@ class ProcessTransport(Transport):
             return
         tag = self._tag_of(incoming if outgoing is None else outgoing)
         # Send first: if the receiver is not ready yet, gloo's own thread does the writing, not this one.
-        pending = [] if outgoing is None else [self._send(outgoing, dst, tag)]
+        pending = [] if outgoing is None else [self._post("send to", self.gloo.send, outgoing, dst, tag)]
         if incoming is not None:
             early = self.collective.posted.pop(incoming.data_ptr(), None) if self.collective else None
-            pending.append(early or self._recv(incoming, src, tag))
+            pending.append(early or self._post("recv from", self.gloo.recv, incoming, src, tag))
         self._finish(pending)
 
     def _transfer_by_nccl(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
@@ -93,7 +83,8 @@ class ProcessTransport(Transport):
         self.collective.agreed = True  # once all of these have come, every rank has been heard from
         for tensor in tensors:
             if tensor.is_contiguous():
-                self.collective.posted[tensor.data_ptr()] = self._recv(tensor, src, self.collective.tag)
+                early = self._post("recv from", self.gloo.recv, tensor, src, self.collective.tag)
+                self.collective.posted[tensor.data_ptr()] = early
 
     def ring_buffers(self, tensor: torch.Tensor) -> int:
         # A small message takes as long as the processes take to wake up: they wake less often if receives are posted.
@@ -111,11 +102,6 @@ class ProcessTransport(Transport):
         self._swap(list(boards))
         return [bytes(board).rstrip(b"\0").decode() for board in boards.numpy()]
 
-    def subgroup(self, ranks: list[int], name: str) -> Transport:
-        mine, name = ranks.index(self.rank), f"{self.name}/{name}"
-        chosen, peers = [self.ranks[rank] for rank in ranks], [self.peers[rank] for rank in ranks]
-        return ProcessTransport(mine, chosen, self.device, self.timeout, name, self.gloo, self.nccl, self.watch, peers)
-
     def _tag_of(self, tensor: torch.Tensor) -> int:
         return self.collective.tag if self.collective else _hash(f"{self.name} {tensor.numel()} {tensor.dtype}")
 
@@ -123,21 +109,17 @@ class ProcessTransport(Transport):
         """Fill in the other ranks' rows. All send to all: in one trip, and each rank sees who is missing."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         tag = _hash(f"{self.collective.tag if self.collective else self.name} {rows[0].numel()} words")
-        pending = [self._send(rows[self.rank], rank, tag, AGREEMENT) for rank in others]
-        self._finish(pending + [self._recv(rows[rank], rank, tag, AGREEMENT) for rank in others])
+        pending = [self._post(AGREEMENT, self.gloo.send, rows[self.rank], rank, tag) for rank in others]
+        self._finish(pending + [self._post(AGREEMENT, self.gloo.recv, rows[rank], rank, tag) for rank in others])
 
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int, verb: str = "send to") -> Pending:
-        # `dist.isend` ends in this call, but its checks cost as much as a small message.
+    def _post(self, verb: str, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Begin a message. `dist.isend` ends in the same call of gloo, but its checks cost as much as a small one."""
+        if self.watch.over.is_set():
+            raise RuntimeError(f"rank {self.world_rank}: {verb} rank {peer} over a communicator that is closed")
         try:
-            return verb, dst, self.gloo.send([_real(tensor)], self.peers[dst], tag)
+            return verb, peer, call([_real(tensor)], self.peers[peer], tag)
         except RuntimeError as error:
-            raise self._lost(verb, dst, error) from error
-
-    def _recv(self, tensor: torch.Tensor, src: int, tag: int, verb: str = "recv from") -> Pending:
-        try:
-            return verb, src, self.gloo.recv([_real(tensor)], self.peers[src], tag)
-        except RuntimeError as error:
-            raise self._lost(verb, src, error) from error
+            raise self._lost(verb, peer, error) from error
 
     def _finish(self, pending: list[Pending]) -> None:
         patience = timedelta(seconds=self.timeout)

@@ -27,7 +27,7 @@ class Run:
     def __init__(self, size: int) -> None:
         self.size = size
         self.transports: list[ThreadTransport] = []  # of the whole world, by rank
-        self.channels: dict[tuple, _Channel] = {}
+        self.queues: dict[tuple, SimpleQueue] = {}
         self.meetings: dict[tuple, _Meeting] = {}
         self.failure: tuple[int, BaseException, str] | None = None  # the first rank that failed, its error, a report
         self.finished: set[int] = set()  # ranks that have returned or raised
@@ -55,14 +55,6 @@ class Run:
                 self.over.set()
 
 
-class _Channel:
-    """From one rank to another: tensors one way, acknowledgements the other."""
-
-    def __init__(self) -> None:
-        self.tensors: SimpleQueue = SimpleQueue()
-        self.copied: SimpleQueue = SimpleQueue()
-
-
 class _Meeting:
     """A place where all ranks of a communicator leave their words and read the others'."""
 
@@ -75,10 +67,8 @@ class _Meeting:
 class ThreadTransport(Transport):
     """The connections of a rank that is a thread."""
 
-    def __init__(
-        self, rank: int, ranks: list[int], device: torch.device, timeout: float, run: Run, name: str = ""
-    ) -> None:
-        super().__init__(rank, ranks, device, timeout, name)
+    def __init__(self, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str, run: Run) -> None:
+        super().__init__(rank, ranks, device, timeout, name, run)
         self.run = run
         self.meeting_number = 0
         # What this rank waits in, for reports: on which transport, verb, and peers that have not answered.
@@ -89,11 +79,9 @@ class ThreadTransport(Transport):
         self.settle()
         # First the own tensor goes out, without waiting, so that two ranks can do this at the same time.
         if outgoing is not None:
-            sending = self._channel(self.rank, dst)
-            sending.tensors.put((outgoing, _record(outgoing)))
+            self._queue("tensors", self.rank, dst).put((outgoing, _record(outgoing)))
         if incoming is not None:
-            receiving = self._channel(src, self.rank)
-            tensor, ready = self._wait(_taker(receiving.tensors), lambda: [src], "recv from")
+            tensor, ready = self._wait(_taker(self._queue("tensors", src, self.rank)), lambda: [src], "recv from")
             if tensor.numel() != incoming.numel() or tensor.dtype != incoming.dtype:
                 raise CollectiveMismatch(
                     f"rank {self.world_rank} expected {incoming.numel():,} elements of {incoming.dtype} "
@@ -102,10 +90,10 @@ class ThreadTransport(Transport):
             _await(ready, incoming)
             incoming.view(-1).copy_(tensor.view(-1))
             del tensor  # before the sender goes on: it may count on the memory being free
-            receiving.copied.put((_record(incoming),))
+            self._queue("copied", self.rank, src).put((_record(incoming),))
         # The sender may change its tensor only after the receiver has copied it.
         if outgoing is not None:
-            (copied,) = self._wait(_taker(sending.copied), lambda: [dst], "send to")
+            (copied,) = self._wait(_taker(self._queue("copied", dst, self.rank)), lambda: [dst], "send to")
             _await(copied, outgoing)
 
     def settle(self) -> None:
@@ -136,14 +124,10 @@ class ThreadTransport(Transport):
             self.run.meetings.pop(key, None)  # two ranks may both see that they are the last
         return meeting.words  # type: ignore[return-value]  # complete: none is None
 
-    def subgroup(self, ranks: list[int], name: str) -> Transport:
-        chosen = [self.ranks[rank] for rank in ranks]
-        name = f"{self.name}/{name}"
-        return ThreadTransport(ranks.index(self.rank), chosen, self.device, self.timeout, self.run, name)
-
-    def _channel(self, src: int, dst: int) -> _Channel:
-        key = (self.name, self.ranks[src], self.ranks[dst])
-        return self.run.channels.get(key) or self.run.channels.setdefault(key, _Channel())
+    def _queue(self, what: str, src: int, dst: int) -> SimpleQueue:
+        """From one rank to another: its "tensors", or the word that it has "copied" one of the other's."""
+        key = (what, self.name, self.ranks[src], self.ranks[dst])
+        return self.run.queues.get(key) or self.run.queues.setdefault(key, SimpleQueue())
 
     def _wait(self, attempt: Callable[[float], Any], peers: Callable[[], list[int]], verb: str) -> Any:
         """Repeat `attempt(seconds)` until it gives something, unless the run has failed or time is up."""

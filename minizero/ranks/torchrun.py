@@ -5,6 +5,7 @@ addresses; from then on their messages need no store (processes.py).
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,32 +19,36 @@ from minizero.ranks.errors import RankFailed
 from minizero.ranks.processes import ProcessTransport
 from minizero.ranks.watch import Watch
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT = timedelta(seconds=60)
 
 
 @contextlib.contextmanager
 def process_transport(group: Any = None) -> Iterator[ProcessTransport]:
     """This process's connections to the others: see `Comm.from_process_group`."""
-    ours, transport = not dist.is_initialized(), None
-    if ours:
-        _init_process_group()
+    ours = None if dist.is_initialized() else _init_process_group()
     try:
         transport = _connect(group)
-        yield transport
-    except BaseException as error:
-        if transport is not None:
+        try:
+            yield transport
+        except BaseException as error:
             transport.watch.blame(error.rank if isinstance(error, RankFailed) else transport.world_rank)
             transport.watch.close()  # the others are not to wait until this process ends
-        raise
-    finally:
-        if transport is not None:
+            raise
+        finally:
             transport.watch.stop()
-        if ours and dist.is_initialized():
+    finally:
+        if ours is not None and ours is dist.group.WORLD:
             dist.destroy_process_group()
 
 
-def _init_process_group() -> None:
-    """Meet the other processes of this torchrun."""
+@functools.cache  # for all groups: a new store at the same address could be met while the old one ends
+def _meet() -> tuple[dist.Store, int, int]:
+    """The store, this rank, and the number of ranks."""
+    return next(rendezvous("env://", timeout=TIMEOUT))
+
+
+def _init_process_group() -> Any:
+    """The group of all processes of this torchrun."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"from_process_group: {', '.join(missing)} not set: start with torchrun, or use World(n).run")
@@ -52,11 +57,13 @@ def _init_process_group() -> None:
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-    # torchrun keeps one store for all its attempts. A restarted rank would find a dead one's address there.
-    timeout = timedelta(seconds=TIMEOUT_SECONDS)
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    # torchrun keeps one store for all its attempts. A rank would find an earlier group's addresses there.
+    store, rank, size = _meet()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    number = store.add(f"groups of rank {rank}, attempt {attempt}", 1)
+    store = dist.PrefixStore(f"attempt {attempt}, group {number}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return dist.group.WORLD
 
 
 def _connect(group: Any) -> ProcessTransport:
@@ -71,12 +78,10 @@ def _connect(group: Any) -> ProcessTransport:
     store = group.get_group_store()
     number = store.add(f"communicators of rank {dist.get_rank()}", 1)  # an earlier one's addresses are old
     store, rank = dist.PrefixStore(f"communicator {number}", store), ranks.index(dist.get_rank())
-    timeout = timedelta(seconds=TIMEOUT_SECONDS)
-    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), TIMEOUT)
     # All wait for the last one. A rank that left at once would close connections that others still wait for.
     if store.add("connected", 1) == len(ranks):
         store.set("all connected", "")
-    store.wait(["all connected"], timeout)
+    store.wait(["all connected"], TIMEOUT)
     nccl = group if device.type == "cuda" else None
-    everyone = list(range(len(ranks)))
-    return ProcessTransport(rank, ranks, device, TIMEOUT_SECONDS, "", gloo, nccl, Watch(gloo, store), everyone)
+    return ProcessTransport(rank, ranks, device, TIMEOUT.total_seconds(), "", nccl, Watch(gloo, store, ranks))

@@ -4,7 +4,7 @@
     processes.py   messages of `torch.distributed`
 
 Both offer the same: `transfer` moves tensors, `exchange` shows every rank's words to all, `settle`
-waits until all ranks have agreed (agreement.py), `subgroup` makes the transport of some of the ranks.
+waits until all ranks have agreed (agreement.py).
 """
 
 import abc
@@ -29,16 +29,20 @@ class Collective:
 class Transport(abc.ABC):
     """One rank's connections to the others.
 
-    `ranks[r]` is the world rank of this communicator's rank r; `timeout`: seconds that one wait may last.
+    `ranks[r]` is the world rank of this communicator's rank r; `timeout`: seconds that one wait may last; `common`:
+    what all communicators of this rank have, the last arguments of a subclass.
     """
 
-    def __init__(self, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str) -> None:
+    def __init__(
+        self, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str, *common: Any
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
         self.world_rank = ranks[rank]
         self.device = device
         self.timeout = timeout
+        self.common = common
         self.name = name  # which of the splits this is; "" before any split
         self.sent = self.received = 0  # bytes of payload
         self.sequence = 0  # collectives begun
@@ -56,9 +60,10 @@ class Transport(abc.ABC):
     def exchange(self, words: str) -> list[str]:
         """Every rank's words, in rank order. They do not count as payload."""
 
-    @abc.abstractmethod
     def subgroup(self, ranks: list[int], name: str) -> "Transport":
         """The transport of these ranks, of which this rank is one."""
+        mine, chosen, name = ranks.index(self.rank), [self.ranks[rank] for rank in ranks], f"{self.name}/{name}"
+        return type(self)(mine, chosen, self.device, self.timeout, name, *self.common)
 
     def soon(self, tensors: list[torch.Tensor], src: int) -> None:  # noqa: B027
         """Hint: the next tensors to be received from `src`, in this order.

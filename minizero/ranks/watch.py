@@ -10,7 +10,6 @@ Different words are the mismatch.
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +25,8 @@ NEVER = 0x7FFFFFFE  # a tag that nobody sends
 class Watch:
     """Looks after the communicators of one process, which share one gloo and one store."""
 
-    def __init__(self, gloo: Any, store: Any) -> None:
-        self.gloo, self.store = gloo, store
+    def __init__(self, gloo: Any, store: Any, ranks: list[int]) -> None:
+        self.gloo, self.store, self.ranks = gloo, store, ranks  # ranks[r] is the world rank of gloo's r
         self.transports: list[Transport] = []  # one of each communicator
         self.told = ""  # the mismatch, once there is one
         self.over = threading.Event()
@@ -55,31 +54,22 @@ class Watch:
         return [(transport, collective) for transport, collective in both if collective is not None]
 
     def compare(self, transport: Transport) -> dict[int, str]:
-        """What each rank has published that is, or was, stuck in the same collective as this one, by rank."""
+        """Publish this rank's words. Returns the words of each rank that published in the same collective, by rank."""
         found: dict[int, str] = {}
         collective = transport.collective  # read once: its own thread goes on while we look
         if collective is None or self.told:  # what was said about a mismatch stays: others still have to read it
             return found
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
-            self.publish(transport, collective)
-            for rank, words in self.read(transport, collective):
-                found[rank] = words
+            self.store.set(f"{transport.name} {transport.rank}", f"{collective.number} {collective.words}")
+            for rank in range(transport.size):
+                if self.store.check([key := f"{transport.name} {rank}"]):
+                    number, words = self.store.get(key).decode().split(" ", 1)
+                    if int(number) == collective.number:
+                        found[rank] = words
         for rank, words in found.items():
             if words != collective.words:
                 self.told = self.told or str(transport.mismatch(collective.words, rank, words))
         return found
-
-    def publish(self, transport: Transport, collective: Collective) -> None:
-        """Leave word of what this rank is about to do."""
-        self.store.set(f"{transport.name} {transport.rank}", f"{collective.number} {collective.words}")
-
-    def read(self, transport: Transport, collective: Collective) -> Iterator[tuple[int, str]]:
-        """Each rank's words about its collective of the same number, as far as it has published them."""
-        for rank in range(transport.size):
-            if self.store.check([key := f"{transport.name} {rank}"]):
-                number, words = self.store.get(key).decode().split(" ", 1)
-                if int(number) == collective.number:
-                    yield rank, words
 
     def look(self, transport: Transport, seconds: float = LOOK_SECONDS) -> dict[int, str]:
         """`compare` all that is under way until a mismatch is known, all ranks have published, or time is up.

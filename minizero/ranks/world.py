@@ -6,10 +6,11 @@ The first rank that fails is reported, with what the others were waiting in. The
 their next communication. A rank that only computes is stopped a second later, at its next line of Python.
 """
 
+import atexit
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from minizero.ranks.errors import RankFailed
 from minizero.ranks.threads import Run, ThreadTransport
 
 GRACE_SECONDS = 1.0  # that the other ranks have to stop after a failure
+END_SECONDS = 10.0  # that the end of the program waits for ranks that have not
 
 
 class World:
@@ -58,7 +60,15 @@ class World:
                     torch.cuda.set_device(comm.device)
                 # Otherwise every rank's backward would queue up in one thread for each device.
                 with torch.autograd.set_multithreading_enabled(False):
-                    results[comm.rank] = fn(comm, *args, **kwargs)
+                    try:
+                        results[comm.rank] = result = fn(comm, *args, **kwargs)
+                    finally:
+                        _forget_failed_backward()
+                if isinstance(result, Generator | AsyncGenerator | Awaitable):
+                    raise TypeError(
+                        f"World.run: the function returned a {type(result).__name__}, which nobody runs: "
+                        "hand over a function without yield and async; it may call list(...) or asyncio.run(...)"
+                    )
             except BaseException as error:  # also SystemExit: no rank may vanish silently
                 run.fail(comm.rank, error)
             finally:
@@ -66,7 +76,7 @@ class World:
 
         everyone = list(range(self.size))
         run.transports = [
-            ThreadTransport(rank, everyone, self._device_of(rank), self.timeout, run) for rank in everyone
+            ThreadTransport(rank, everyone, self._device_of(rank), self.timeout, "", run) for rank in everyone
         ]
         threads = [
             threading.Thread(target=rank_main, args=(Comm(transport),), name=f"rank {transport.rank}", daemon=True)
@@ -84,10 +94,8 @@ class World:
             alive = _alive_after(GRACE_SECONDS, threads)
             # After a failure such a thread only computes, and never sees that the run is over: SystemExit stops it.
             for thread in alive if run.failure is not None else []:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
-                )
-            _alive_after(GRACE_SECONDS / 4, alive)
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
         if run.failure is not None:
             rank, cause, report = run.failure
             raise RankFailed(rank, report) from cause
@@ -97,6 +105,21 @@ class World:
         if self.device.type == "cuda" and self.device.index is None:
             return torch.device("cuda", rank % torch.cuda.device_count())
         return self.device
+
+
+def _forget_failed_backward() -> None:
+    """Let this thread's autograd drop what a backward that raised had still to do: the next backward does.
+
+    Else it is freed after Python's end of the thread, and a program that ends at that moment aborts.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
+
+
+@atexit.register
+def _wait_for_ranks() -> None:
+    """The program ends: a rank that comes back to Python from a long operation would now be cut off, and abort it."""
+    _alive_after(END_SECONDS, [thread for thread in threading.enumerate() if thread.name.startswith("rank ")])
 
 
 def _alive_after(seconds: float, threads: list[threading.Thread]) -> list[threading.Thread]:

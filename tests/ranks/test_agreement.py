@@ -118,7 +118,7 @@ class Refusing:
 
 def stopped(rank, size):
     """The watch of one rank, whose thread has ended."""
-    watch = Watch(Refusing(rank, size), dist.HashStore())
+    watch = Watch(Refusing(rank, size), dist.HashStore(), list(range(size)))
     watch.stop()
     return watch
 

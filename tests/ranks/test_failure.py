@@ -1,11 +1,13 @@
 """The first rank that fails ends the run of all, soon, and the error says where each rank was."""
 
+import contextlib
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,45 @@ def test_a_rank_that_computes_for_ever_is_stopped():
     while threading.active_count() > threads:
         assert time.monotonic() < patience, threading.enumerate()
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_backward_that_raised_leaves_nothing_in_its_thread(caught, monkeypatch):
+    """Else autograd frees it after Python's end of the thread; a program that ends at that moment is aborted."""
+    gradients, left, finish = [], [], Run.finish
+
+    class Add(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            return a + b
+
+        @staticmethod
+        def backward(ctx, gradient):
+            both = gradient * 2, gradient * 3
+            gradients.extend(map(weakref.ref, both))
+            return both
+
+    def refuse(gradient):
+        raise ValueError("on purpose")
+
+    def fn(comm):
+        x = torch.ones(2, requires_grad=True)
+        first, second = x * 2, x * 3
+        second.register_hook(refuse)
+        loss = Add.apply(first, second).sum()
+        with contextlib.suppress(ValueError if caught else ()):
+            loss.backward()
+
+    def look(run, rank):
+        left.extend(reference() for reference in gradients)
+        finish(run, rank)
+
+    monkeypatch.setattr(Run, "finish", look)
+    if caught:
+        World(1).run(fn)
+    else:
+        failure_of(World(1), fn)
+    assert left[0] is None, "the gradient of `first`, whose turn had not come"
 
 
 @pytest.mark.parametrize("wait", ["recv", "send", "barrier"])
@@ -276,6 +317,35 @@ def test_a_rank_that_returned_is_not_stopped(monkeypatch):
     monkeypatch.setattr("ctypes.pythonapi.PyThreadState_SetAsyncExc", lambda *which: stopped.append(which))
     World(4).run(barrier)
     assert not stopped
+
+
+@pytest.mark.slow
+def test_the_end_of_the_program_waits_for_ranks_that_compute(tmp_path):
+    """They would be cut off as they come back to Python, and a thread that is cut off inside C++ aborts the program."""
+    program = """
+import atexit, threading, torch
+
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "rank" in thread.name]))  # the last
+import minizero.ranks.world as world
+
+goes_on = threading.Event()
+atexit.register(goes_on.set)  # the first
+
+
+def fn(comm):
+    if comm.rank == 0:
+        raise ValueError("on purpose")
+    try:
+        goes_on.wait()
+    finally:
+        torch.linalg.matrix_power(torch.eye(500), 2**60)
+
+
+world.GRACE_SECONDS = 0
+world.World(2).run(fn)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "[]\n"), done.stderr
 
 
 @pytest.mark.slow

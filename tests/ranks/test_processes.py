@@ -1,6 +1,8 @@
 """The same ranks as processes over gloo. A spawn costs seconds, so each does many checks."""
 
+import atexit
 import functools
+import gc
 import os
 import pickle
 import socket
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minizero import CollectiveMismatch, World
+from minizero import CollectiveMismatch, RankFailed, World
 from minizero.engines.layout import pad
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
@@ -241,22 +243,58 @@ def test_nobody_begins_or_leaves_before_all_are_connected(tmp_path):
     assert 0 < connected < min(first, second, last)
 
 
-def as_torchrun_does(rank, size, folder, port):
+def as_torchrun_does(rank, size, folder, port, script):
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
-    with Comm.from_process_group() as comm:
-        assert (comm.rank, comm.size) == (rank, size)
-        assert dist.is_initialized()
-        assert all_reduce(torch.tensor(rank + 1), comm).item() == 3
-    assert not dist.is_initialized()
+    script(rank, size)
+
+
+def sum_of_ranks(comm):
+    return all_reduce(torch.tensor(comm.rank), comm).item()
+
+
+def with_a_block(rank, size):
+    for _ in range(3):  # torchrun's store still has the addresses of the time before
+        with Comm.from_process_group() as comm:
+            assert (comm.rank, comm.size) == (rank, size)
+            assert dist.is_initialized()
+            assert sum_of_ranks(comm) == 1
+        assert not dist.is_initialized()
+
+
+def flat(rank, size):
+    """Of three communicators one is closed, one left open, and one forgotten."""
+    atexit.register(lambda: dist.is_initialized() or os._exit(3))  # comes last: after those of the communicators
+    first, second = Comm.from_process_group(), Comm.from_process_group()
+    assert sum_of_ranks(first) == sum_of_ranks(second) == 1
+    first.close()
+    first.close()
+    assert not dist.is_initialized(), "it made the group"
+    with pytest.raises(RuntimeError, match="a communicator that is closed"):
+        sum_of_ranks(first)
+    assert sum_of_ranks(second) == sum_of_ranks(Comm.from_process_group()) == 1
+    gc.collect()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the user's: it must stay
+
+
+def one_fails(rank, size):
+    comm = Comm.from_process_group()
+    if rank == 1:
+        raise ArithmeticError("on purpose")
+    with pytest.raises(RankFailed, match="rank 0 lost rank 1") as caught:
+        barrier(comm)
+    assert caught.value.rank == 1
 
 
 @pytest.mark.slow
-def test_its_own_group_from_the_variables_of_torchrun(tmp_path):
+@pytest.mark.parametrize("script, codes", [(with_a_block, [0, 0]), (flat, [0, 0]), (one_fails, [0, 1])])
+def test_its_own_group_from_the_variables_of_torchrun(script, codes, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert spawn(as_torchrun_does, 2, tmp_path, port) == [0, 0]
+    assert spawn(as_torchrun_does, 2, tmp_path, port, script) == codes
 
 
 def test_outside_torchrun(monkeypatch):

@@ -65,7 +65,7 @@ def test_the_last_two_to_leave_a_meeting(monkeypatch):
 
 def test_a_message_that_came_between_two_looks_is_not_lost():
     run = Run(2)
-    run.transports = [ThreadTransport(rank, [0, 1], torch.device("cpu"), 1.0, run) for rank in range(2)]
+    run.transports = [ThreadTransport(rank, [0, 1], torch.device("cpu"), 1.0, "", run) for rank in range(2)]
     answers = iter([None, "message"])
 
     def attempt(seconds):

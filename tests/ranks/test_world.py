@@ -1,5 +1,6 @@
 """N ranks as threads: what a world accepts, what it gives back, and that nothing of it stays."""
 
+import functools
 import gc
 import threading
 import time
@@ -24,6 +25,43 @@ def test_results_come_in_rank_order():
 
 def test_arguments_may_have_any_name():
     assert World(2).run(lambda comm, fn, self: (fn, self), fn=1, self=2) == [(1, 2)] * 2
+
+
+def generator(comm):
+    yield all_reduce(torch.ones(1), comm)
+
+
+async def coroutine(comm):
+    return all_reduce(torch.ones(1), comm)
+
+
+async def stream(comm):
+    yield all_reduce(torch.ones(1), comm)
+
+
+class Later:
+    async def __call__(self, comm):
+        return all_reduce(torch.ones(1), comm)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize(
+    "fn, kind",
+    [
+        (generator, "generator"),
+        (coroutine, "coroutine"),
+        (stream, "async_generator"),
+        (functools.partial(coroutine), "coroutine"),
+        (lambda comm: generator(comm), "generator"),
+        (Later(), "coroutine"),
+    ],
+)
+def test_what_would_never_run_is_refused(fn, kind):
+    failed, _ = failure_of(World(2), fn)
+    assert isinstance(failed.__cause__, TypeError)
+    assert f"the function returned a {kind}, which nobody runs" in str(failed.__cause__)
+    del failed
+    gc.collect()  # Python's own warning comes now
 
 
 def test_an_empty_run_is_quick():
@@ -146,5 +184,5 @@ def test_meetings_are_forgotten_once_all_have_read():
 
 
 def test_what_a_transport_must_offer():
-    with pytest.raises(TypeError, match="exchange.*settle.*subgroup.*transfer"):
+    with pytest.raises(TypeError, match="exchange.*settle.*transfer"):
         Transport(0, [0, 1], torch.device("cpu"), 1.0, "")

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import textwrap
 import threading
-from contextlib import chdir, contextmanager, redirect_stdout
+from contextlib import chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
@@ -39,9 +39,8 @@ def execute(source, name, namespace, first_line=1):
 # Programs of torchrun: their ranks are threads here.
 
 
-@contextmanager
 def of_this_thread(group=None):
-    yield thread.comm
+    return thread.comm
 
 
 def torchrun(source, name, namespace, ranks=2, first_line=1):
