@@ -164,6 +164,8 @@ def test_uses_that_would_train_something_else_are_refused(stage):
             model.requires_grad_(False)
         with pytest.raises(ValueError, match="norm_type"):
             model.clip_grad_norm_(1.0, 0)
+        with pytest.raises(RuntimeError, match="model.no_sync"):
+            model.require_backward_grad_sync = False
 
 
 class Scale(nn.Module):

@@ -53,3 +53,11 @@ class Refuses(nn.Module):
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise RuntimeError(f"{type(self).__name__}: cannot be copied: copy the module before wrapping it")
+
+    def _no_such_switch(self, sync: bool) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__}: require_backward_grad_sync has no effect: run the forward and backward passes but "
+            "the last in `with model.no_sync():`"
+        )
+
+    require_backward_grad_sync = property(None, _no_such_switch)  # of PyTorch's DDP, whose training loops set it
