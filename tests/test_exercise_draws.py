@@ -503,7 +503,11 @@ WRONG = {
     ],
 }  # fmt: skip
 POSSIBLE = [name for name in WRONG if find(name).is_possible()]
-TABLE = [pytest.param(find(name), answer, id=f"{name}, {answer.name}") for name in POSSIBLE for answer in WRONG[name]]
+TABLE = [  # the first of each exercise, and the others in soak
+    pytest.param(find(name), answer, id=f"{name}, {answer.name}", marks=[pytest.mark.soak] if number else [])
+    for name in POSSIBLE
+    for number, answer in enumerate(WRONG[name])
+]
 
 
 @pytest.fixture(scope="module")

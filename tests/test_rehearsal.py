@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Together, since each process takes seconds to start.
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-GROUPS = [["readme", "docstrings", "demo", "gpu"], NOTEBOOKS[:5], NOTEBOOKS[5:10], NOTEBOOKS[10:]]
+GROUPS = [["readme", "docstrings", "demo", "gpu"]]
+# On a CPU each notebook runs in test_notebooks.py.
+GROUPS += [pytest.param(names, marks=pytest.mark.soak) for names in (NOTEBOOKS[:5], NOTEBOOKS[5:10], NOTEBOOKS[10:])]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import argparse
 import html
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -83,12 +84,19 @@ def draw(cell, fold):
     return f"<h3>{html.escape(cell.metadata['heading'])}</h3><p>{said}</p>{shown}{code}"
 
 
+@cache
+def exporter(**without):
+    """What makes HTML of cells: it reads its templates once, which takes longer than a cell."""
+    made = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True, **without)
+    kinds = ["text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain"]  # no widgets: nothing runs them
+    made.config.NbConvertBase.display_data_priority = kinds
+    return made
+
+
 def body(cell, **without):
     """What nbconvert makes of a cell, without a page around it."""
-    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True, **without)
-    kinds = ["text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain"]  # no widgets: nothing runs them
-    exporter.config.NbConvertBase.display_data_priority = kinds
-    text = exporter.from_notebook_node(nbformat.v4.new_notebook(cells=[nbformat.from_dict(dict(cell))]))[0]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.from_dict(dict(cell))])
+    text = exporter(**without).from_notebook_node(notebook)[0]
     return re.sub(r'<link[^>]+href="https?:[^>]*>', "", text)
 
 

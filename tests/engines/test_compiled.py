@@ -59,7 +59,7 @@ def run_one(*args, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("stage", [DDP, Zero1, Zero2, Zero3])
 def test_compiled_blocks_and_a_compiled_engine(stage, backend):
     plain = run_one(stage)

@@ -12,7 +12,7 @@ from minizero import Comm
 from minizero.recompute import checkpoint
 from tests.support.helpers import STAGES, run, train
 
-STEPS = 50
+STEPS = 10
 
 
 class Forgetful(nn.Module):
@@ -68,8 +68,8 @@ def process_main(rank, world_size, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_threads_and_processes_agree(world_size):
+def test_threads_and_processes_agree():
+    world_size = 3  # the fewest of which a sum has an order
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(process_main, (world_size, folder), nprocs=world_size)
         processes = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world_size)]
