@@ -119,11 +119,9 @@ def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch
     if isinstance(micro_batch, Mapping):
         call = "model(**micro_batch).loss"
         loss = getattr(model(**micro_batch), "loss", None)
-        inputs = [*micro_batch.values()]
     else:
         call = "model(x, y)"
         loss = model(*micro_batch)
-        inputs = [*micro_batch]
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"accumulate: {call} must be one number, the mean loss, not {what}")
@@ -137,14 +135,12 @@ def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch
     else:
         # The gradient of a 16-bit loss has 16 bits. A weight would be rounded there, and with it every gradient, in one
         # direction. So the weight multiplies each gradient where it arrives.
-        ends = [*(model.module if isinstance(model, Engine) else model).parameters(), *inputs]
-        ends = [end for end in ends if isinstance(end, torch.Tensor) and end.requires_grad]
-        hooks = [end.register_hook(lambda gradient: gradient * weight) for end in ends]
-        try:
+        inputs = micro_batch.values() if isinstance(micro_batch, Mapping) else micro_batch
+        with contextlib.ExitStack() as hooks:
+            for end in (*(model.module if isinstance(model, Engine) else model).parameters(), *inputs):
+                if isinstance(end, torch.Tensor) and end.requires_grad:
+                    hooks.enter_context(end.register_hook(lambda gradient: gradient * weight))
             loss.backward()
-        finally:
-            for hook in hooks:
-                hook.remove()
     return loss.detach().float().view(()) * weight if weight else 0.0
 
 

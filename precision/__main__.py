@@ -62,9 +62,8 @@ def literal(node: ast.Constant, text: str) -> Number:
 
 def operate(function: Callable, left: float, right: float, rounding: str) -> Number:
     """The exact result of an operation. Infinities, NaNs and divisions by zero follow IEEE 754."""
-    if function is operator.pow:
-        if left == 0 and right < 0:
-            function, left, right = operator.truediv, 1.0, left if right % 2 else 0.0
+    if function is operator.pow and left == 0 and right < 0:
+        function, left, right = operator.truediv, 1.0, left if right % 2 else 0.0
     if function is operator.truediv and right == 0:
         signs = math.copysign(1, left) * math.copysign(1, right)
         return math.nan if left == 0 or math.isnan(left) else signs * math.inf

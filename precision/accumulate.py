@@ -60,6 +60,13 @@ def kahan(terms: Iterable[Tensor], total: Tensor, round_: Round) -> Tensor:
     return total
 
 
+def outer_products(round_: Round, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for (…, m, k) and (…, k, n): k outer products, added up."""
+    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    products = (round_(a[..., :, k, None] * b[..., None, k, :]) for k in range(a.shape[-1]))
+    return sequential(products, a.new_zeros(shape), round_)
+
+
 METHODS: dict[str, Callable[[Tensor, Tensor, Round], Tensor]] = {
     "sequential": sequential,
     "pairwise": pairwise,
@@ -103,10 +110,7 @@ def matmul(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
     x, y = _values("matmul", a), _values("matmul", b)
     if min(x.dim(), y.dim()) < 2 or x.shape[-1] != y.shape[-2]:
         raise ValueError(f"matmul: {tuple(x.shape)} and {tuple(y.shape)} are not (…, m, k) and (…, k, n)")
-    round_ = rounding_to(accumulator)
-    shape = (*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1])
-    products = (round_(x[..., :, k, None] * y[..., None, k, :]) for k in range(x.shape[-1]))
-    return _as_fp16(sequential(products, x.new_zeros(shape), round_), a)
+    return _as_fp16(outer_products(rounding_to(accumulator), x, y), a)
 
 
 @exactly

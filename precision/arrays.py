@@ -72,7 +72,7 @@ def as_array(name: str, x: Any) -> Array:
     """
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided or x.is_nested:
-            raise TypeError(f"{name} is sparse or nested ({x.layout}): give a dense tensor, such as {name}.to_dense()")
+            raise TypeError(f"{name} is sparse or nested ({x.layout}): give a dense tensor, such as its to_dense()")
         x = x.detach().resolve_neg()
     else:
         if any(isinstance(part, np.ma.MaskedArray) for part in (x, *(x if isinstance(x, list | tuple) else ()))):
@@ -81,7 +81,6 @@ def as_array(name: str, x: Any) -> Array:
             x = np.asarray(x)
         except ValueError as error:
             raise TypeError(f"{name} is no array of numbers: {error}") from None
-        x = x.astype(x.dtype.newbyteorder("="), copy=False)  # a file's bytes may lie in the other order
     return x.reshape(1) if x.ndim == 0 else x
 
 

@@ -163,13 +163,8 @@ class _Emulation(TorchDispatchMode):
         """What to keep of `tensor`: the format's bits. Parameters live on anyhow, and are kept as they are."""
         base = tensor if tensor._base is None else tensor._base
         parameter = base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter))
-        if (
-            parameter
-            or self.is_wide(tensor)
-            or self.fmt.width > 16
-            or tensor.dtype == _DTYPES.get(self.fmt)
-            or not _tensors(tensor)
-        ):
+        packs = self.fmt.width <= 16 and tensor.dtype != _DTYPES.get(self.fmt) and _tensors(tensor)
+        if parameter or self.is_wide(tensor) or not packs:
             return _Kept(tensor.detach(), tensor._version)
         with exact():
             storage, view = tensor.untyped_storage(), None

@@ -259,10 +259,8 @@ def _outward(negative: Array, rounding: str) -> Array:
 def decode_integers(bits: Array, fmt: BitLayout) -> Array:
     """The numbers that bits (of any integer type) stand for: float32 if that holds them all, else float64."""
     # A subnormal number is computed below. It must be normal in the carrier, unless it has the same bits there.
-    same_grid = fmt.bias == FLOAT32.bias
-    carrier = FLOAT32 if same_grid or fmt.min_exponent - fmt.mantissa_bits >= -126 else FLOAT64
-    if not is_within_float32(fmt):
-        carrier = FLOAT64
+    fits = fmt.bias == FLOAT32.bias or fmt.min_exponent - fmt.mantissa_bits >= -126
+    carrier = FLOAT32 if fits and is_within_float32(fmt) else FLOAT64
     bits = cast(bits, carrier.integer)
     code = bits & (2 ** (fmt.width - 1) - 1)
     mantissa = (code & (2**fmt.mantissa_bits - 1)) << (carrier.mantissa_bits - fmt.mantissa_bits)

@@ -22,29 +22,12 @@ FP16. `mask.to(torch.float32)` and `torch.zeros(n, dtype=torch.float32)` are nar
 
 import math
 import re
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from precision.exact import exact, is_exact
-from precision.formats import FloatFormat
-
-
-class Emulation(Protocol):
-    """What islands ask of the emulation around them."""
-
-    @property
-    def fmt(self) -> FloatFormat: ...
-
-    def rounds(self) -> bool: ...
-
-    def is_wide(self, tensor: torch.Tensor) -> bool: ...
-
-    def convert(self, tensor: torch.Tensor, wide: bool) -> torch.Tensor: ...
-
-    def mark_wide(self, tensor: torch.Tensor) -> None: ...
-
 
 CONVERSIONS = frozenset({"float", "to", "type", "type_as"})
 # PyTorch refuses these if the dtypes differ. A model that meets them here has left its island without a word.
@@ -57,7 +40,7 @@ ONE_DTYPE = re.compile(
 class Islands(TorchFunctionMode):
     """Sees every call of PyTorch's functions, and converts their tensors as a 16-bit model would."""
 
-    def __init__(self, emulation: Emulation) -> None:
+    def __init__(self, emulation: Any) -> None:  # emulate's, which knows what is wide
         super().__init__()
         self.emulation = emulation
 
@@ -72,15 +55,10 @@ class Islands(TorchFunctionMode):
             return result
         if name == "rms_norm":
             return self.rms_norm(func, args, kwargs)
+        asks_for_fp32 = name != "view" and any(each is torch.float32 for each in (*args, *kwargs.values()))
         if name in CONVERSIONS:
             args = [self.converted(name, *args, **kwargs), *args[1:]]
-        elif (
-            name != "view"
-            and args
-            and isinstance(args[0], torch.Tensor)
-            and any(each is torch.float32 for each in (*args, *kwargs.values()))
-        ):
-            # softmax, sum, ... which convert first
+        elif asks_for_fp32 and args and isinstance(args[0], torch.Tensor):  # softmax, sum, ... which convert first
             args = [_each(args[0], lambda x: self.convert(x, True)), *args[1:]]
         else:
             args, kwargs = self.promoted(name, args, kwargs)
@@ -152,7 +130,7 @@ class _Convert(torch.autograd.Function):
     """From narrow to wide or back. Its gradient goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, emulation: Emulation, wide: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, emulation: Any, wide: bool) -> torch.Tensor:
         ctx.emulation, ctx.wide = emulation, wide
         return emulation.convert(x, wide)
 

@@ -19,11 +19,6 @@ import torch
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
-def gradient_to_master(gradient: torch.Tensor) -> torch.Tensor:
-    """Up: the gradient in FP32, exactly; the tensor itself if it is FP32 already."""
-    return gradient.float()
-
-
 @torch.no_grad()
 def master_to_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
     """Back: fill `weight` with the numbers of its dtype that are nearest to the master's. Shapes must agree."""
@@ -81,7 +76,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Give each master its parameter's gradient as FP32. A scaler calls this before it unscales."""
         self._check_parameters()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None if parameter.grad is None else gradient_to_master(parameter.grad)
+            master.grad = None if parameter.grad is None else parameter.grad.float()  # itself if it is FP32 already
         self.taken = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
 
     @torch.no_grad()
@@ -153,11 +148,9 @@ class MasterWeights(torch.optim.Optimizer):
     def _check_parameters(self) -> None:
         # The bits are compared, not PyTorch's counts of writes: writing through `.data` or NumPy is not counted.
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            is_the_master = parameter.dtype in BITS and parameter.device == master.device
-            if is_the_master:
-                integers = BITS[parameter.dtype]
-                is_the_master = torch.equal(parameter.view(integers), master.to(parameter.dtype).view(integers))
-            if not is_the_master:
+            integers = BITS.get(parameter.dtype, parameter.dtype)
+            rounded = master.to(parameter.dtype).view(integers)
+            if parameter.device != master.device or not torch.equal(parameter.view(integers), rounded):
                 raise RuntimeError(
                     f"MasterWeights: parameter {i} was written to, or moved, and is not masters[{i}], rounded: the "
                     "step would undo that. Load or move weights before MasterWeights is made; or write to "

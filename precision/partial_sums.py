@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from precision.accumulate import Round, rounding_to, sequential
+from precision.accumulate import Round, outer_products, rounding_to, sequential
 from precision.formats import FloatFormat
 
 
@@ -31,40 +31,23 @@ def add_up(round_: Round, terms: Tensor, dims: Sequence[int] | None = None, keep
     return sequential(rows, rows.new_zeros(rows.shape[1:]), round_).view(shape)
 
 
-def matmul(round_: Round, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for (..., m, k) and (..., k, n): k outer products, added up."""
-    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    products = (round_(a[..., :, k, None] * b[..., None, k, :]) for k in range(a.shape[-1]))
-    return sequential(products, a.new_zeros(shape), round_)
-
-
 def product_with_vector(round_: Round, a: Tensor, b: Tensor) -> Tensor:
     """a @ b for (..., k) and (k,): a matrix or a vector by a vector."""
-    return matmul(round_, torch.atleast_2d(a), b[:, None]).view(a.shape[:-1])
+    return outer_products(round_, torch.atleast_2d(a), b[:, None]).view(a.shape[:-1])
 
 
 def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta · c + alpha · a @ b; c broadcasts."""
-    return beta * c + alpha * matmul(round_, a, b) if beta else alpha * matmul(round_, a, b)
+    return beta * c + alpha * outer_products(round_, a, b) if beta else alpha * outer_products(round_, a, b)
 
 
-def sum_all(round_: Round, terms: Tensor, *, dtype: Any = None) -> Tensor:
-    """aten.sum.default."""
-    return add_up(round_, terms)
-
-
-def sum_dims(round_: Round, terms: Tensor, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """aten.sum.dim_IntList."""
+def sum_up(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """aten.sum, over all dimensions and over some."""
     return add_up(round_, terms, dims, keepdim)
 
 
-def mean_all(round_: Round, terms: Tensor, *, dtype: Any = None) -> Tensor:
-    """aten.mean.default."""
-    return add_up(round_, terms) / terms.numel()
-
-
-def mean_dims(round_: Round, terms: Tensor, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """aten.mean.dim."""
+def mean(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """aten.mean, likewise."""
     total = add_up(round_, terms, dims, keepdim)
     return total / (terms.numel() // max(total.numel(), 1))
 
@@ -73,7 +56,7 @@ def convolution(round_: Round, x: Tensor, weight: Tensor, bias: Tensor | None, *
     """x: (batch, channels, height, width), weight: (out, channels, kernel height, kernel width)."""
     geometry = _geometry(x, weight, shape)
     columns = F.unfold(x, **geometry)  # (batch, channels · kernel, positions)
-    y = matmul(round_, weight.flatten(1), columns)
+    y = outer_products(round_, weight.flatten(1), columns)
     sizes = [
         (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
         for size, kernel, dilation, padding, stride in zip(x.shape[2:], *geometry.values())
@@ -91,13 +74,13 @@ def convolution_backward(
     flat = gradient.flatten(2)  # (batch, out, positions)
     of_x = of_weight = of_bias = None
     if wants_x:
-        columns = matmul(round_, weight.flatten(1).t(), flat)
+        columns = outer_products(round_, weight.flatten(1).t(), flat)
         # Where windows overlap, a pixel gets one term from each place in the kernel.
         of_x = sequential(_folded(columns, x, weight, geometry), torch.zeros_like(x), round_)
     if wants_weight:
         columns = F.unfold(x, **geometry)
-        of_weight = matmul(round_, flat.transpose(0, 1).flatten(1), columns.transpose(1, 2).flatten(0, 1))
-        of_weight = of_weight.view_as(weight)
+        pairs = flat.transpose(0, 1).flatten(1), columns.transpose(1, 2).flatten(0, 1)
+        of_weight = outer_products(round_, *pairs).view_as(weight)
     if wants_bias:
         of_bias = add_up(round_, gradient, (0, 2, 3))
     return of_x, of_weight, of_bias
@@ -125,16 +108,16 @@ def _geometry(x: Tensor, weight: Tensor, shape: Sequence[Any]) -> dict[str, Any]
 
 _aten = torch.ops.aten
 _OPERATORS: dict[Any, Callable[..., Any]] = {
-    _aten.mm.default: matmul,
-    _aten.bmm.default: matmul,
+    _aten.mm.default: outer_products,
+    _aten.bmm.default: outer_products,
     _aten.mv.default: product_with_vector,
     _aten.dot.default: product_with_vector,
     _aten.addmm.default: matmul_and_add,
     _aten.baddbmm.default: matmul_and_add,
-    _aten.sum.default: sum_all,
-    _aten.sum.dim_IntList: sum_dims,
-    _aten.mean.default: mean_all,
-    _aten.mean.dim: mean_dims,
+    _aten.sum.default: sum_up,
+    _aten.sum.dim_IntList: sum_up,
+    _aten.mean.default: mean,
+    _aten.mean.dim: mean,
     _aten.convolution.default: convolution,
     _aten.convolution_backward.default: convolution_backward,
 }

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
+ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # of GradScaler's state
 
 
 @dataclass
@@ -39,7 +40,7 @@ class LossScaler:
     none does: `lambda flag: all_reduce(flag, comm, op="max")`. Called once for each optimizer and update.
     """
 
-    def __init__(self, scale: float, combine: Combine | None) -> None:
+    def __init__(self, scale: float, combine: Combine | None = None) -> None:
         self._scale = _positive("scale", scale)
         self.combine = combine
         self._has_scaled = False
@@ -121,8 +122,7 @@ class LossScaler:
         return self._scale
 
     def _adapt(self, overflow: bool) -> None:
-        """Choose the next scale. overflow: whether a gradient was inf or NaN since the last update."""
-        raise NotImplementedError
+        """Choose the next scale; here it stays. overflow: whether a gradient was inf or NaN since the last update."""
 
     def _check_has_scaled(self, call: str) -> None:
         if not self._has_scaled:
@@ -133,12 +133,6 @@ class LossScaler:
 
 class StaticLossScaler(LossScaler):
     """The same scale throughout. scale: positive and finite; combine: see `LossScaler`."""
-
-    def __init__(self, scale: float, combine: Combine | None = None) -> None:
-        super().__init__(scale, combine)
-
-    def _adapt(self, overflow: bool) -> None:
-        pass
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self._scale}
@@ -196,23 +190,15 @@ class DynamicLossScaler(LossScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of GradScaler's state, which loads this one, and the bounds. Save it after update()."""
-        return {
-            "scale": self._scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": self._growth_tracker,
-            "min_scale": self.min_scale,
-            "max_scale": self.max_scale,
-        }
+        values = (self._scale, self.growth_factor, self.backoff_factor, self.growth_interval, self._growth_tracker)
+        return dict(zip(ENTRIES, values)) | {"min_scale": self.min_scale, "max_scale": self.max_scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or one of GradScaler. That has no bounds: this scaler keeps its own.
 
         `ValueError` for a scale outside the bounds, `KeyError` for entries that are missing.
         """
-        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-        scale, growth, backoff, interval, tracker = _entries(state_dict, *names)
+        scale, growth, backoff, interval, tracker = _entries(state_dict, *ENTRIES)
         low, high = state_dict.get("min_scale", self.min_scale), state_dict.get("max_scale", self.max_scale)
         self._set(scale, growth, backoff, interval, low, high, tracker)
 

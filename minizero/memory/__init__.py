@@ -7,7 +7,7 @@
     operators.py         which outputs of an operator are new tensors
     position.py          which phase of a step is running, and which module's forward
     hooks.py             what is a parameter, a gradient, a state; when a forward or a step begins and ends
-    tables.py            the ledger's figures as tables: by phase, by module, by rank
+    tables.py            the ledger's figures as tables: by phase, by module
     allocators.py        what PyTorch's profiler, the operating system and a GPU's allocator count beside it
     formulas.py          model states, activations and traffic in theory
     estimate.py          what a run will need before it starts, and what the machine has

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-MAY_BE_0 = ("n_parameters", "n_root", "stage")
-
 
 def predict(
     n_parameters: int,
@@ -70,7 +68,10 @@ def predict_sent(
     `ValueError` for arguments that no engine could have.
     """
     psi, stage, ranks, inside = _checked("predict_sent", n_parameters, stage, world_size, sharding_factor)
-    n_root, bytes_each = _whole("predict_sent", n_root=n_root, bytes_each=bytes_each)
+    (n_root,), (bytes_each,) = (
+        _whole("predict_sent", 0, n_root=n_root),
+        _whole("predict_sent", 1, bytes_each=bytes_each),
+    )
     if n_root > psi:
         raise ValueError(f"predict_sent: n_root ({n_root}) must be at most n_parameters ({psi})")
     elements = 3 * psi - n_root if stage == 3 and reshard_after_forward else 2 * psi
@@ -98,7 +99,7 @@ def predict_activations(
     `ValueError` for sizes below 1, heads that do not divide the width, a dtype in which no layer computes.
     """
     batch_size, sequence_length, width, heads = _whole(
-        "predict_activations", batch_size=batch_size, sequence_length=sequence_length, width=width, heads=heads
+        "predict_activations", 1, batch_size=batch_size, sequence_length=sequence_length, width=width, heads=heads
     )
     if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"predict_activations: dtype must be a floating torch.dtype of 16 bits or more, not {dtype!r}")
@@ -133,8 +134,8 @@ def predict_activations(
 
 def _checked(function: str, n_parameters: Any, stage: Any, world_size: Any, factor: Any) -> list[int]:
     """Parameters, stage, ranks, and ranks that share one copy of the states: `factor`, or all if it is None."""
-    psi, stage, ranks = _whole(function, n_parameters=n_parameters, stage=stage, world_size=world_size)
-    (shards,) = _whole(function, sharding_factor=ranks if factor is None else factor)
+    psi, stage = _whole(function, 0, n_parameters=n_parameters, stage=stage)
+    ranks, shards = _whole(function, 1, world_size=world_size, sharding_factor=world_size if factor is None else factor)
     if stage > 3:
         raise ValueError(f"{function}: stage must be 0, 1, 2 or 3, not {stage}")
     if ranks % shards:
@@ -142,10 +143,10 @@ def _checked(function: str, n_parameters: Any, stage: Any, world_size: Any, fact
     return [psi, stage, ranks, shards]
 
 
-def _whole(function: str, **counts: Any) -> list[int]:
-    """The counts as integers. Parameters and the stage may be 0, and 7e9 parameters are a whole number, too."""
+def _whole(function: str, lowest: int, **counts: Any) -> list[int]:
+    """The counts as integers. `ValueError` for one that is below `lowest`, or no whole number."""
     for name, value in counts.items():
-        kind, lowest = (numbers.Real if name.startswith("n_") else numbers.Integral), int(name not in MAY_BE_0)
+        kind = numbers.Integral if lowest else numbers.Real  # 7e9 parameters are a whole number, too
         if not isinstance(value, kind) or isinstance(value, bool) or value % 1 or value < lowest:
             raise ValueError(f"{function}: {name} must be a whole number of at least {lowest}, not {value!r}")
     return [int(value) for value in counts.values()]

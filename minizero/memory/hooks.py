@@ -7,22 +7,13 @@ No hook tells when a backward begins and ends: the recorder sees that by itself.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from minizero.memory.recorder import Recorder
-
-
-class Place(NamedTuple):
-    """Where a parameter was when the ledger opened."""
-
-    parameters: dict[str, Any]  # its module's
-    key: str  # its name in there
-    device: torch.device
-    dtype: torch.dtype
 
 
 class Hooks:
@@ -34,7 +25,7 @@ class Hooks:
         self.optimizer = optimizer
         self.handles: list[Any] = []
         self.owner: dict[int, str] = {}  # by a parameter's id: the name of its module
-        self.places: dict[str, Place] = {}  # by a parameter's name in the model
+        self.places: dict[str, Any] = {}  # by a parameter's name: its module, its name there, device and dtype
         if model is not None:
             self._watch_model(model)
         if optimizer is not None:
@@ -50,8 +41,8 @@ class Hooks:
 
     def check_places(self) -> None:
         """`RuntimeError` if a parameter is on another device, or of another dtype, than when the ledger opened."""
-        for name, (parameters, key, device, dtype) in self.places.items():
-            now = parameters.get(key)  # a parameter may have been replaced, or be gone
+        for name, (module, key, device, dtype) in self.places.items():
+            now = module._parameters.get(key)  # a parameter may have been replaced, or be gone
             if now is not None and (now.device, now.dtype) != (device, dtype):
                 raise RuntimeError(
                     f"Ledger: {name} went from {dtype} on {device} to {now.dtype} on {now.device} while it was "
@@ -90,8 +81,7 @@ class Hooks:
     def _watch_own(self, path: str, module: nn.Module, *_: Any) -> None:
         for key, parameter in module._parameters.items():
             if parameter is not None and not is_lazy(parameter):
-                place = Place(module._parameters, key, parameter.device, parameter.dtype)
-                self.places.setdefault(f"{path}.{key}", place)
+                self.places.setdefault(f"{path}.{key}", (module, key, parameter.device, parameter.dtype))
                 self._watch_parameter(parameter, path)
         for buffer in module._buffers.values():
             if buffer is not None and not is_lazy(buffer):

@@ -203,13 +203,10 @@ def common_path(one: str, other: str) -> str:
 @functools.cache  # once in a process
 def _watch_what_runs_no_operator() -> None:
     """Make these functions of PyTorch tell the recorder: no operator runs in them, so no dispatch mode sees them."""
-    for owner, names in (
-        (torch.UntypedStorage, ("__new__", "from_buffer", "resize_")),
-        (torch, ("frombuffer", "asarray", "from_dlpack")),
-        (torch.utils.dlpack, ("from_dlpack",)),
-    ):
-        for name in names:
-            setattr(owner, name, _telling(getattr(owner, name)))
+    storages = [(torch.UntypedStorage, name) for name in ("__new__", "from_buffer", "resize_")]
+    tensors = [(torch, name) for name in ("frombuffer", "asarray", "from_dlpack")]
+    for owner, name in (*storages, *tensors, (torch.utils.dlpack, "from_dlpack")):
+        setattr(owner, name, _telling(getattr(owner, name)))
 
 
 def _telling(function: Callable[..., Any]) -> Callable[..., Any]:

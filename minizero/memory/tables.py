@@ -1,10 +1,10 @@
-"""The ledger's figures as tables: by phase, by module, by rank.
+"""The ledger's figures as tables: by phase, by module.
 
 The tables read plain data, as `Ledger.summary()` returns it. One MiB is 2^20 bytes.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich import box
@@ -20,7 +20,6 @@ COUNTED_BY = {
     "the GPU's allocator: blocks handed out": "allocated",
     "the GPU's allocator: + its reserve": "reserved",
 }
-Bytes = Mapping[str, int]
 
 
 def by_module(holders: Iterable[Mapping[str, Any]], rows: int | None = None) -> dict[str, dict[str, int]]:
@@ -72,16 +71,6 @@ def print_peak(summary: Mapping[str, Any], console: Console, rows: int = 14) -> 
     for name, module in modules.items():
         other = sum(module.get(category, 0) for category in others)
         table.add_row(name, *(_mib(module.get(category, 0)) for category in STATES), _mib(other), _mib(module["total"]))
-    console.print(table)
-
-
-def print_ranks(peaks: Sequence[Bytes], console: Console) -> None:
-    """Prints one row for each rank: its `Ledger.peak`."""
-    categories = [name for name in peaks[0] if name != "total" and any(peak[name] for peak in peaks)]
-    console.print("Peak MiB by rank, measured", style="italic")
-    table = _table("rank", *categories, "joint total")
-    for rank, peak in enumerate(peaks):
-        table.add_row(str(rank), *(_mib(peak[name]) for name in [*categories, "total"]))
     console.print(table)
 
 

@@ -93,12 +93,8 @@ def moments(tape: Tape, start: int = 0) -> Iterator[Moment]:
 
 def peak(tape: Tape, start: int) -> dict[str, int]:
     """The most bytes of each category at any moment. `total` is the most of all categories together."""
-    most = dict.fromkeys((*CATEGORIES, "total"), 0)
-    for moment in moments(tape, start):
-        for category, held in moment.totals.items():
-            if held > most[category]:
-                most[category] = held
-    return most
+    phases = peak_by_phase(tape, start).values()
+    return {category: max(most[category] for most in phases) for category in (*CATEGORIES, "total")}
 
 
 def peak_by_phase(tape: Tape, start: int) -> dict[str, dict[str, int]]:
