@@ -168,6 +168,20 @@ def not_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     return torch._disable_dynamo(call)
 
 
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks the function: `torch.compile` leaves it as it is, with all that it calls.
+
+    Why: `not_compiled` loads the compiler at the first call, and takes a microsecond, where autograd calls once for
+    each tensor that it saves.
+    Since 2.7. In its place: as `not_compiled`.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where what calls it is compiled
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 BatchNorm = nn.modules.batchnorm._NormBase
 """The class of all norms with running statistics.
 

@@ -7,7 +7,7 @@ inputs.py          the arguments, kept for the second run
 replay.py          the second run sees what the first saw:
   generators.py      the same random numbers
   own_generators.py  the same in a thread, where torch's generators are shared
-  buffers.py         the same buffers
+  state.py           the same buffers, and what else modules hold
 selective.py       results that are kept, since they would take long to make again
 sequential.py      a schedule of recomputation on real layers
 mismatch.py        the error for a second run that differs

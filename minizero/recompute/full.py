@@ -8,6 +8,7 @@ Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,9 +17,8 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.recompute.frame import Frame
-from minizero.recompute.inputs import Inputs, may_bring_gradient
-from minizero.recompute.mismatch import name_of
-from minizero.recompute.replay import Replay, is_recomputing
+from minizero.recompute.inputs import Inputs
+from minizero.recompute.replay import Replay
 from minizero.recompute.selective import Comparison, Keeper, Policy
 
 
@@ -30,24 +30,22 @@ def checkpoint(
     Tensors are found in nested tuples, lists and dicts of the arguments; anything else is passed as it is. Under
     no_grad it just calls fn.
 
-    The second run sees what the first run saw:
+    The second run sees what the first run saw: autocast, the default device, buffers of modules, and (unless
+    `preserve_rng_state` is False) torch's generators, the global ones and those among the arguments. In a thread, such
+    as a rank of a `World`, fn draws from generators of its own, which `torch.manual_seed`, `torch.set_rng_state` and
+    PyTorch's own checkpoint inside of fn do not reach.
 
-    - torch's generators, the global ones and those among the arguments (unless `preserve_rng_state` is False). In a
-      thread, such as a rank of a `World`, fn draws from generators of its own, and so other numbers than without
-      checkpoint. `torch.manual_seed`, `torch.set_rng_state` and PyTorch's own checkpoint reach only the global
-      ones: inside such an fn they give other numbers than in the main thread.
-    - autocast and the default device.
-    - buffers, which the first run may change: batch norms count a batch once. Buffers are found in fn if it is a
-      module, in the modules that fn has in its closure, arguments, defaults or globals, and in every module that fn
-      calls. They are not found, and change twice, if fn takes a module from a list or an attribute and runs
-      `module.forward(x)`. Other state is not put back, such as a plain attribute or a parameter that forward assigns.
+    The second run ends as soon as it has what backward needs. It leaves modules as it found them: buffers, attributes,
+    lists and dicts among these, hooks of forward, and which parameters train. So batch norms count a batch once.
+    Modules are found if fn is one, calls them, or has them in its closure, arguments, defaults or globals, but not if
+    it takes one from a list or an attribute and runs `module.forward(x)`. Nothing else is put back.
 
     verify: compares the values of all operators. Without it only other shapes, dtypes or another number of saved
     tensors are noticed.
 
-    Raises `RecomputeMismatch` if the second run differs, or would: fn changes an input in place, draws from NumPy's
-    or Python's global generator, or depends on something that changes. Raises `ValueError` if a gradient is asked
-    for and can go nowhere.
+    Raises `RecomputeMismatch` if the second run differs, or would: fn changes in place an input, or what its backward
+    needs, draws from NumPy's or Python's global generator, or depends on something that changes. Raises
+    `NotImplementedError` under a transform of torch.func, and if fn calls one.
     """
     return _checkpoint(fn, args, kwargs, preserve_rng_state, verify=verify)
 
@@ -76,19 +74,15 @@ def checkpoint_selective(
     return _checkpoint(fn, args, kwargs, preserve_rng_state, keep=keep)
 
 
+@torch_private.never_compiled  # torch.compile would trace hooks that run in another order
 def _checkpoint(
     fn: Any, args: Any, kwargs: Any, preserve_rng_state: bool, verify: bool = False, keep: Policy | None = None
 ) -> Any:
     if not (torch.is_grad_enabled() and is_enabled()):
         return fn(*args, **kwargs)
-    if torch_private.function_transform_is_active() and not is_recomputing():
-        raise NotImplementedError(
-            "checkpoint: torch.func's transforms (grad, vmap, jacrev, …) cannot go through it: call the function "
-            "without checkpoint there, or inside set_enabled(False)"
-        )
     # Note what the first run begins with.
     inputs = Inputs(fn, args, kwargs)
-    replay = Replay(fn, inputs.tensors, preserve_rng_state, inputs.generators)
+    replay = Replay(fn, [*inputs.tensors, *inputs.generators], preserve_rng_state)
 
     # The frame calls this in backward, when the first tensor that it dropped is asked for.
     def again() -> None:
@@ -99,41 +93,29 @@ def _checkpoint(
     frame, nothing = Frame(fn, again), contextlib.nullcontext()
     # Only `verify` and `keep` need to see every operator.
     observer = Comparison() if verify else Keeper(keep, frame.saved) if keep else None
-    with replay.first_run(), frame.dropping(), observer or nothing:
-        outputs = fn(*args, **kwargs)
-    for part in (observer, inputs):
-        if part is not None:
-            part.first_run_is_over()
-    if not may_bring_gradient(outputs):
-        _check_that_nothing_asks(fn, inputs, frame)
+    with replay.first_run(), observer or nothing:
+        outputs = frame.first_run(fn, *args, **kwargs)
+    if observer:
+        observer.first_run_is_over(frame.may_stop)
+    inputs.first_run_is_over()
     return outputs
 
 
-def _check_that_nothing_asks(fn: Any, inputs: Inputs, frame: Frame) -> None:
-    """Raises `ValueError` if something that `fn` was given asks for a gradient: its outputs will bring none."""
-    asking = [f"tensor {i} of its arguments" for i, requires_grad in enumerate(inputs.trains) if requires_grad]
-    if isinstance(fn, nn.Module):
-        asking += [f"parameter {parameter}" for parameter, p in fn.named_parameters() if p.requires_grad]
-    if frame.autograd_saves:
-        asking.append("something in it")
-    if asking:
-        raise ValueError(
-            f"checkpoint: {name_of(fn)} returns nothing with a gradient, though {asking[0]} asks for one: return "
-            "what is computed from it, without detach() or no_grad(), or call it without checkpoint"
-        )
+def _of_the_module(function: Any) -> Any:
+    return lambda self, *args, **kwargs: function(self.module, *args, **kwargs)
 
 
 class Checkpointed(nn.Module):
     """`module`, of which every forward is a `checkpoint`. Its parameters' names begin with `module.`
 
-    Other attributes are the module's: code that asks a block for one finds it here too.
+    All else is the module's: code that reads, writes or deletes an attribute here, or an item, does it there.
     """
 
     def __init__(self, module: nn.Module, *, verify: bool = False, preserve_rng_state: bool = True) -> None:
         super().__init__()
-        self.module = module
-        self.verify = verify
-        self.preserve_rng_state = preserve_rng_state
+        super().__delattr__("training")  # all but these three is the module's
+        vars(self).update(verify=verify, preserve_rng_state=preserve_rng_state)
+        super().__setattr__("module", module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _checkpoint(self.module, args, kwargs, self.preserve_rng_state, self.verify)
@@ -143,6 +125,23 @@ class Checkpointed(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module" or name in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    __delattr__ = _of_the_module(delattr)
+    register_parameter = _of_the_module(nn.Module.register_parameter)
+    register_buffer = _of_the_module(nn.Module.register_buffer)
+    add_module = _of_the_module(nn.Module.add_module)
+    __bool__ = _of_the_module(bool)
+    __len__ = _of_the_module(len)
+    __iter__ = _of_the_module(iter)
+    __getitem__ = _of_the_module(operator.getitem)
+    __setitem__ = _of_the_module(operator.setitem)
+    __delitem__ = _of_the_module(operator.delitem)
 
 
 _enabled = True

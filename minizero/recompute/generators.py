@@ -21,13 +21,14 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 class Generators:
-    """The states of generators before the first run. given: the generators among the arguments, beside `tensors`."""
+    """The states of generators before the first run. given: the tensors and generators among the arguments."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor], given: Iterable[torch.Generator]) -> None:
-        shared = [] if in_a_thread() else _global_generators(tensors)
-        self.states: States = [(generator, generator.get_state()) for generator in (*shared, *given)]
+    def __init__(self, given: Iterable[Any]) -> None:
+        generators = [one for one in given if isinstance(one, torch.Generator)]
+        if not in_a_thread():
+            generators += _global_generators([one for one in given if isinstance(one, torch.Tensor)])
+        self.states: States = [(generator, generator.get_state()) for generator in generators]
         self.refused = [(name, read, read()) for name, read in (("NumPy", _numpy_state), ("Python", _python_state))]
-        self.knew_the_gpu = torch.cuda.is_initialized()
 
     def first_run_is_over(self) -> None:
         """Forgets generators that were not used. Raises `RecomputeMismatch` if a number drawn cannot be drawn again."""
@@ -39,11 +40,6 @@ class Generators:
                     "second forward: draw them with torch, or outside, and pass them as an argument"
                 )
         self.refused = []
-        if not self.knew_the_gpu and torch.cuda.is_initialized():
-            raise RecomputeMismatch(
-                "checkpoint: the first use of the GPU was inside, so the state of its generator is not known: "
-                "call torch.cuda.init() before"
-            )
 
     def put_back(self) -> States:
         """Sets the generators to where they were before the first run. Returns where they are now, for `set_states`."""
@@ -78,8 +74,8 @@ _without_spare = b""  # the words of NumPy's generator when last no spare waited
 
 def _numpy_state() -> tuple[Any, Any]:
     """What tells whether something was drawn from NumPy's global generator: its words, and the spare."""
-    # Normal numbers are made in pairs: the second waits as a spare, and taking it changes no word. So words alone
-    # tell everything only if no spare waits. Reading the words takes half a microsecond, reading the spare 30.
+    # Normal numbers are made in pairs, of which the second waits as a spare. Taking it changes no word.
+    # Reading the words takes half a microsecond, reading the spare 30.
     global _without_spare
     generator = mtrand.get_bit_generator()
     words = b""

@@ -113,11 +113,3 @@ def leaves(value: Any) -> Iterator[Any]:
         return
     for item in value:
         yield from leaves(item)
-
-
-def may_bring_gradient(value: Any) -> bool:
-    """Does `value`, or anything in it, require a gradient, or is it something that may hide a tensor which does?"""
-    return any(
-        leaf.requires_grad if isinstance(leaf, torch.Tensor) else not isinstance(leaf, int | float | str | None)
-        for leaf in leaves(value)
-    )

@@ -1,10 +1,15 @@
-"""The error for a second forward that differs from the first, and words that its messages share."""
+"""The error for a second forward that differs from the first, and words that messages share."""
 
 from typing import Any
 
 ADVICE = (
     "let it depend on its arguments and on torch's generators only (a cache that grows with each forward is a common "
     "cause: switch it off, in Hugging Face's models by use_cache=False)"
+)
+
+TRANSFORMS = (
+    "checkpoint: torch.func's transforms (grad, vmap, jacrev, …) can neither go through it nor be called inside of it: "
+    "call the function without checkpoint there, or inside set_enabled(False)"
 )
 
 

@@ -3,11 +3,11 @@
 What a function computes depends on more than its arguments:
 
     random numbers       in the main thread `Generators` sets torch's back; a thread beside it has `OwnGenerators`
-    buffers              `Buffers` puts them back: batch norm, for one, adds each batch to its running statistics
+    what modules hold    `State` puts it back: batch norm, for one, adds each batch to its running statistics
     autocast, device     the defaults of the moment: read before the first run, and entered again
 
 A `Replay` notes all of it before the first run and restores it for every later run. A later run leaves nothing
-behind: generators and buffers end as it found them.
+behind: generators and modules end as it found them.
 """
 
 import contextlib
@@ -16,11 +16,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from minizero import torch_private
-from minizero.recompute.buffers import Buffers, before_each_module, give_back, modules_of
 from minizero.recompute.generators import Generators, set_states
 from minizero.recompute.own_generators import OwnGenerators, in_a_thread
+from minizero.recompute.state import State, give_back, modules_of
 
 _running = threading.local()  # .again: does this thread run something for the second time?
 
@@ -34,42 +36,44 @@ class Replay:
     """What a run of `fn` depends on besides its arguments.
 
     `with first_run():` goes around the first run, `with again():` around each later one.
-    tensors, generators: those among the arguments. preserve_rng_state: False leaves random numbers alone.
+    given: the tensors and generators among its arguments. preserve_rng_state: False leaves random numbers alone.
     """
 
-    def __init__(
-        self,
-        fn: Any,
-        tensors: Iterable[torch.Tensor],
-        preserve_rng_state: bool = True,
-        generators: Iterable[torch.Generator] = (),
-    ) -> None:
+    def __init__(self, fn: Any, given: Iterable[Any], preserve_rng_state: bool = True) -> None:
         self.fn = fn
         self.autocast = _autocast()
         self.device = _default_device()
-        self.buffers = Buffers()
-        self.generators = Generators(tensors, generators) if preserve_rng_state else None
+        self.state = State()
+        self.generators = Generators(given) if preserve_rng_state else None
         self.own = OwnGenerators() if preserve_rng_state and in_a_thread() else None
 
     @contextlib.contextmanager
     def first_run(self) -> Iterator[None]:
+        thread = threading.get_ident()
+
+        def note(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() == thread:
+                self.state.note(module)
+
         for module in modules_of(self.fn):
-            self.buffers.note(module)
-        with self.own or contextlib.nullcontext(), before_each_module(self.buffers.note):
-            yield
-        self.buffers.first_run_is_over()
+            self.state.note(module)
+        handle = register_module_forward_pre_hook(note)
+        try:
+            with self.own or contextlib.nullcontext():
+                yield
+        finally:
+            handle.remove()
+        self.state.first_run_is_over()
         if self.generators is not None:
             self.generators.first_run_is_over()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         outer, _running.again = is_recomputing(), True
+        held = self.state.put_back()
+        states = self.generators.put_back() if self.generators is not None else []
         try:
             with contextlib.ExitStack() as stack:
-                # What was put back is undone at the end, whatever happens.
-                stack.callback(give_back, self.buffers.put_back())
-                if self.generators is not None:
-                    stack.callback(set_states, self.generators.put_back())
                 if self.autocast != _autocast():
                     for kind, enabled, dtype, cache in self.autocast:
                         stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
@@ -79,6 +83,8 @@ class Replay:
                     stack.enter_context(self.own)
                 yield
         finally:
+            set_states(states)
+            give_back(held)
             _running.again = outer
 
 

@@ -35,20 +35,14 @@ class Observer(TorchDispatchMode):
     """Sees every operator of the first run. `again()` gives the mode that sees those of the second."""
 
     is_over = False
+    second_run: Callable[[], TorchDispatchMode]
 
-    def first_run_is_over(self) -> None:
+    def first_run_is_over(self, may_stop: bool) -> None:
         self.is_over = True
 
-    def again(self) -> TorchDispatchMode:
-        if not self.is_over:
-            raise NotImplementedError(
-                "checkpoint: the function calls backward inside itself, which neither verify nor a policy can follow: "
-                "leave them out"
-            )
-        return self.second_run()
-
-    def second_run(self) -> TorchDispatchMode:
-        raise NotImplementedError
+    def again(self) -> Any:
+        # A function that goes backward inside itself runs again before the first run is over: unseen.
+        return self.second_run() if self.is_over else torch_private.without_modes()
 
 
 class Result(NamedTuple):
@@ -89,10 +83,10 @@ class Keeper(Observer):
             self.saved_before.append(len(self.saved))
         return result
 
-    def first_run_is_over(self) -> None:
-        # The second run stops at the last tensor that autograd saved: results that came after it are not needed.
+    def first_run_is_over(self, may_stop: bool) -> None:
+        # If the second run stops at the last tensor that autograd saved, results that came after it are not needed.
         for number, saved_before in enumerate(self.saved_before):
-            if saved_before == len(self.saved):
+            if may_stop and saved_before == len(self.saved):
                 self.results[number] = None
         self.is_over = True
 
@@ -203,8 +197,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _versions(result: Any) -> list[int]:
-    results = result if isinstance(result, tuple | list) else (result,)
-    return [tensor._version for tensor in results if isinstance(tensor, torch.Tensor)]
+    return [tensor._version for tensor in leaves(result) if isinstance(tensor, torch.Tensor)]
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

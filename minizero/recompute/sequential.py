@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from minizero import torch_private
 from minizero.recompute.frame import Frame
 from minizero.recompute.full import is_enabled
 from minizero.recompute.inputs import Inputs
@@ -20,6 +21,7 @@ from minizero.recompute.replay import Replay
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
+@torch_private.never_compiled
 def checkpoint_sequential(layers: Iterable[Layer], x: torch.Tensor, schedule: Any) -> torch.Tensor:
     """`layers` applied to x one after the other, holding in between what the `Schedule` says.
 
@@ -50,6 +52,7 @@ class Chain:
         self.layers, self.steps = layers, steps
         self.replays: list[Replay] = []
         self.trains: list[bool] = []  # does a stage's input require a gradient?
+        self.is_swept = False  # is the first sweep over?
         self.position = 0  # the next step's place in `steps`
         self.stage = len(layers) - 1  # the stage whose tape was built last
         self.kept: dict[int, torch.Tensor] = {}  # by stage; the chain's own input is in `inputs`
@@ -70,6 +73,7 @@ class Chain:
             elif action == "backward":
                 x = self._call(i, x)  # the last stage, on a plain tape: backward begins with it
                 self.inputs.first_run_is_over()
+                self.is_swept = True
                 return x
 
     def _first_forward(self, i: int, x: torch.Tensor) -> torch.Tensor:
@@ -80,11 +84,16 @@ class Chain:
             )
         self.trains.append(x.requires_grad)
         self.replays.append(Replay(self.layers[i], [x]))
-        with self.replays[i].first_run(), Frame(f"layer {i}", lambda: self._second_forward(i)).dropping():
-            return self._call(i, x)
+        with self.replays[i].first_run():
+            return Frame(f"layer {i}", lambda: self._second_forward(i)).first_run(self._call, i, x)
 
     def _second_forward(self, i: int) -> None:
         """Runs stage i for its frame, which keeps the tape."""
+        if not self.is_swept:
+            raise NotImplementedError(
+                "checkpoint_sequential: a layer calls backward or torch.autograd.grad inside itself, which no schedule "
+                "foresees: call checkpoint on an nn.Sequential of these layers"
+            )
         self._advance_to(i)
         x = self._input_of(i)
         # The step "backward, i" is done with this; the input that ran is used up.
@@ -116,8 +125,8 @@ class Chain:
     def _advance(self, i: int, x: torch.Tensor) -> torch.Tensor:
         # With grad mode on: under no_grad some operators take another way, with other roundings.
         frame = Frame(f"layer {i}", lambda: self.layers[i](x))
-        with self.replays[i].again(), torch.enable_grad(), frame.dropping():
-            return self._call(i, x).detach()
+        with self.replays[i].again(), torch.enable_grad():
+            return frame.first_run(self._call, i, x).detach()
 
     def _input_of(self, i: int) -> torch.Tensor:
         if i == 0:

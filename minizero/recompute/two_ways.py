@@ -10,7 +10,6 @@ the graph as it is, and drops what the graph saves. Both take and return tensors
 Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from minizero.recompute.frame import Stop
+from minizero.recompute.frame import stopping
 from minizero.recompute.replay import Replay
 
 
@@ -52,10 +51,10 @@ def by_function(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
 def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """The graph is the plain one; only what it saves is dropped, and computed again when its backward asks for it.
 
-    Everything that works on a graph works, and the second forward stops before the last products.
+    Everything that works on a graph works, and the second forward ends with the module that saved the last tensor.
     """
     replay = Replay(fn, tensors)
-    values: list[Any] = []  # what the second forward saved
+    values: list[Any] = []  # what the second forward saved, each with its version: how often it was written to
     saved = 0  # how many tensors the first forward would have saved
 
     def drop(tensor: torch.Tensor) -> int:
@@ -64,17 +63,17 @@ def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         return saved - 1
 
     def keep(tensor: torch.Tensor) -> None:
-        values.append(tensor.detach())
-        if len(values) == saved:
-            raise Stop
+        values.append((tensor.detach(), tensor._version))
 
     def fetch(index: int) -> torch.Tensor:
         if not values or values[index] is None:  # for the first time, or for another backward
             values.clear()
-            with replay.again(), saved_tensors_hooks(keep, lambda _: _), torch.enable_grad():
-                with contextlib.suppress(Stop):
+            with replay.again(), stopping(lambda: len(values) == saved), torch.enable_grad():
+                with saved_tensors_hooks(keep, lambda _: _):
                     fn(*tensors)
-        value, values[index] = values[index], None
+        (value, version), values[index] = values[index], None
+        if value._version != version:
+            raise RuntimeError("by_hooks: fn changes a tensor in place that its backward needs: change a clone of it")
         return value
 
     with replay.first_run(), saved_tensors_hooks(drop, fetch):

@@ -124,6 +124,41 @@ def test_the_wrapper_shows_the_blocks_attributes():
         wrapped.downsample  # noqa: B018
 
 
+def test_what_is_written_to_the_wrapper_arrives_in_the_block():
+    embedding, wrapped = nn.Embedding(4, 4), Checkpointed(nn.Linear(4, 4))
+    wrapped.weight = embedding.weight  # tied
+    wrapped.kind, wrapped.training, wrapped.extra = "full", False, nn.Linear(1, 1)
+    wrapped.register_buffer("mask", torch.ones(4))
+    wrapped.register_parameter("scale", nn.Parameter(torch.ones(4)))
+    wrapped.add_module("more", nn.Tanh())
+    block = wrapped.module
+    assert block.weight is embedding.weight and not block.training and not wrapped.training
+    assert (block.kind, block.mask.shape, block.scale.shape, type(block.more)) == ("full", (4,), (4,), nn.Tanh)
+    assert list(block._modules) == ["extra", "more"] and list(wrapped._modules) == ["module"]
+    assert all(name.startswith("module.") for name in wrapped.state_dict())
+    del wrapped.kind
+    wrapped.train()
+    wrapped.verify = True
+    assert not hasattr(block, "kind") and not hasattr(block, "verify") and block.training
+    wrapped.module = nn.Dropout()
+    wrapped.p = 0.0
+    assert wrapped.module.p == 0.0 and not list(wrapped.parameters())
+
+
+def test_the_wrapper_of_a_container_is_one():
+    first, last = nn.Linear(4, 4), nn.Tanh()
+    wrapped = Checkpointed(nn.Sequential(first, last))
+    assert (len(wrapped), wrapped[0], wrapped[-1], [*wrapped]) == (2, first, last, [first, last])
+    assert last in wrapped and len(wrapped[1:]) == 1
+    wrapped[1] = first
+    del wrapped[0]
+    assert [*wrapped.module] == [first]
+    assert [*Checkpointed(nn.ModuleDict({"a": first}))] == ["a"]
+    assert Checkpointed(first) and not Checkpointed(nn.Sequential())  # as without
+    with pytest.raises(TypeError, match="'Linear' has no len"):
+        len(Checkpointed(first))
+
+
 def test_names_of_options_belong_to_the_function_too():
     class Scale(nn.Module):
         def forward(self, x, verify=1.0, preserve_rng_state=1.0):

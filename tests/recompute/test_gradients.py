@@ -41,6 +41,84 @@ def test_an_input_without_gradient_has_none_in_the_second_run():
     assert seen == [(False, True)] * 8
 
 
+class Fills(torch.autograd.Function):
+    """Saves a tensor, and fills it afterwards."""
+
+    @staticmethod
+    def forward(ctx, x):
+        factor = torch.empty_like(x)
+        ctx.save_for_backward(factor)
+        factor.copy_(x)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        nn.RReLU(),
+        lambda x: nn.functional.rrelu(x, training=True)[1:] + 1,
+        nn.Sequential(nn.RReLU(), nn.RReLU(), nn.BatchNorm1d(8)),
+        nn.Sequential(nn.Linear(8, 8), nn.RReLU()).requires_grad_(False),
+        lambda x: nn.functional.fractional_max_pool2d(x[None], 2, output_size=2),
+        Fills.apply,
+    ],
+)
+def test_an_operator_that_saves_a_tensor_before_it_fills_it(fn, way):
+    """RReLU so saves its noise: pytorch#193671."""
+
+    def gradient(way):
+        torch.manual_seed(0)
+        torch.full((5, 8), 777.0)  # what lies in the memory that comes next
+        x = vectors().requires_grad_()
+        way(fn, x).sum().backward()
+        return [x.grad]
+
+    assert equal(gradient(WAYS[way]), gradient(plain))
+
+
+def squared_then_shifted(x):
+    h = x * 2
+    y = h * h.sin()
+    h.add_(1)
+    return y * x
+
+
+def hidden_by_detach(x):
+    h = x.tanh()
+    h.detach().zero_()
+    return h * x
+
+
+def at_the_end(x):
+    h = x.tanh()
+    h.detach().zero_()
+    return h
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.exp().mul_(2).sin(),
+        lambda x: nn.functional.relu(x.exp(), inplace=True) * x,
+        lambda x: x.exp().index_fill_(0, torch.tensor([1]), 0.0).sin(),
+        squared_then_shifted,
+        hidden_by_detach,
+        at_the_end,
+    ],
+)
+def test_a_write_to_what_backward_needs_raises_as_it_does_without(fn, way):
+    """pytorch#119590, pytorch#113737."""
+    for run in (plain, WAYS[way]):
+        with pytest.raises(RuntimeError, match="modified by an inplace|in place"):
+            run(fn, vectors().requires_grad_()).sum().backward()
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_a_gpt(recompute):
     def gradients(**options):
@@ -126,10 +204,8 @@ def test_a_function_may_differentiate_inside():
         way(penalty, x * 1).sum().backward()
         return [x.grad]
 
-    assert equal(gradient(checkpoint), gradient(plain))
-    for way in (verified, selective):
-        with pytest.raises(NotImplementedError, match="calls backward inside itself"):
-            gradient(way)
+    for way in (checkpoint, verified, selective, partial(checkpoint_selective, lambda operator: True), nested):
+        assert equal(gradient(way), gradient(plain))
 
 
 def test_the_graph_can_be_looked_at_outside_of_a_backward():

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from minizero.recompute import RecomputeMismatch, checkpoint, set_enabled
+from minizero.recompute import RecomputeMismatch, checkpoint, checkpoint_sequential, set_enabled
+from minizero.schedules import every_k
 from tests.support.recompute_ways import nested, selective, vectors, verified
 
 
@@ -19,19 +19,12 @@ def draws_from_numpy(x):
     return x * float(np.random.rand())
 
 
-def no_gradient(x):
-    return x.detach()
-
-
 @pytest.mark.parametrize("way", [checkpoint, verified, selective, nested])
 @pytest.mark.parametrize(
     ("fn", "error", "words"),
     [
         (changes_its_input, RecomputeMismatch, "tensor 0 of its arguments in place.*out-of-place"),
         (draws_from_numpy, RecomputeMismatch, "NumPy's global generator.*draw them with torch"),
-        (no_gradient, ValueError, "nothing with a gradient, though tensor 0 of its arguments asks.*without detach"),
-        (lambda x: None, ValueError, "returns nothing with a gradient"),
-        (lambda x: (x.argmax(), 3, "text"), ValueError, "returns nothing with a gradient"),
     ],
 )
 def test_bad_functions_are_refused_at_the_call(way, fn, error, words):
@@ -39,17 +32,12 @@ def test_bad_functions_are_refused_at_the_call(way, fn, error, words):
         way(fn, vectors().requires_grad_() * 1)
 
 
-def test_a_parameter_that_no_gradient_can_reach():
-    class Detached(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).detach()
-
-    with pytest.raises(ValueError, match="Detached returns nothing with a gradient, though parameter weight asks"):
-        checkpoint(Detached(8, 8), vectors())
-    module = nn.Linear(8, 8)
-    with pytest.raises(ValueError, match="though something in it asks"):
-        checkpoint(lambda x: module(x).detach(), vectors())
-    checkpoint(module.requires_grad_(False), vectors())  # where nobody asks, nothing is wrong
+@pytest.mark.parametrize("way", [checkpoint, verified, selective, nested])
+def test_what_brings_no_gradient_is_returned_as_it_is(way):
+    x = vectors().requires_grad_()
+    for fn in (torch.detach, torch.argmax, lambda x: None, lambda x: (x.argmax(), 3, "text")):
+        result = way(fn, x)
+        assert type(result) is type(fn(x)) and not getattr(result, "requires_grad", False)
 
 
 def test_functional_transforms_are_refused():
@@ -63,6 +51,22 @@ def test_functional_transforms_are_refused():
     x = torch.ones(3, requires_grad=True)  # a backward in a batch is none of them
     (rows,) = torch.autograd.grad(nested(torch.sin, x), x, torch.eye(3), is_grads_batched=True)
     assert torch.equal(rows, torch.diag(torch.ones(3).cos()))
+
+
+def test_functional_transforms_inside_are_refused():
+    """PyTorch's own message names saved tensor hooks, which the caller has never heard of."""
+    x, schedule = vectors().requires_grad_(), every_k(2, 1)
+
+    def slopes(x):
+        return x * torch.func.jacrev(lambda y: y.sin().sum())(x)
+
+    for way in (checkpoint, verified, nested, lambda fn, x: checkpoint_sequential([fn, torch.sin], x, schedule)):
+        with pytest.raises(NotImplementedError, match=r"torch.func's transforms .* nor be called inside"):
+            way(slopes, x)
+    with pytest.raises(NotImplementedError, match=r"torch.func's transforms"):
+        torch.func.grad(lambda x: checkpoint_sequential([torch.sin, torch.sin], x, schedule).sum())(x)
+    with pytest.raises(RuntimeError, match="of its own"):
+        checkpoint(lambda x: (_ for _ in ()).throw(RuntimeError("of its own")), x)
 
 
 def test_numpys_generator_is_watched_to_the_last_number():

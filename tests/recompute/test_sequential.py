@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from collections import deque
 from functools import partial
 
 import pytest
@@ -37,11 +38,12 @@ SCHEDULES = {
 
 
 class Layer(nn.Module):
-    """Of several operators, with dropout and running statistics; counts its calls."""
+    """Of several operators, with dropout and running statistics. Notes its calls; a list would be put back."""
 
     def __init__(self, inputs, outputs, kind=0):
         super().__init__()
-        self.linear, self.norm, self.kind, self.calls = nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), kind, []
+        self.linear, self.norm, self.kind = nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), kind
+        self.calls = deque()
 
     def forward(self, x):
         self.calls.append(is_recomputing())
@@ -279,7 +281,7 @@ def test_without_grad_mode_or_switched_off_it_is_the_plain_chain():
         assert not checkpoint_sequential(layers, vectors(), sqrt_n(4)).requires_grad
     with set_enabled(False):
         checkpoint_sequential(layers, vectors(), sqrt_n(4)).sum().backward()
-    assert all(layer.calls == [False, False] for layer in layers)
+    assert all(list(layer.calls) == [False, False] for layer in layers)
 
 
 def test_autocast_is_that_of_the_first_sweep():
@@ -389,6 +391,50 @@ def test_a_layer_that_changes_between_the_runs():
     y = checkpoint_sequential([moody, torch.tanh], vectors().requires_grad_(), sqrt_n(2))
     with pytest.raises(RecomputeMismatch, match="layer 0 saved 2 tensors .* first forward and 1 in the second"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_layer_that_calls_backward_inside_itself(place, name):
+    """pytorch#102223. The last layer, whose tape is built at once, may do so."""
+
+    def slope(x):
+        y = x.detach().requires_grad_()
+        y.cos().sum().backward()
+        return x * y.grad
+
+    layers, x = [torch.sin, torch.tanh], vectors().requires_grad_()
+    layers.insert(place, slope)
+    if place < 2:
+        with pytest.raises(NotImplementedError, match="a layer calls backward .* inside itself.*call checkpoint on"):
+            checkpoint_sequential(layers, x, SCHEDULES[name](3))
+    else:
+        gradients = [
+            torch.autograd.grad(way(layers, x, SCHEDULES[name](3)).sum(), x)
+            for way in (by_plain, checkpoint_sequential)
+        ]
+        assert equal(*gradients)
+
+
+def test_a_layer_is_run_until_what_it_saves_is_finished_and_left_as_it_was():
+    def way(fn, x):
+        return checkpoint_sequential([torch.sin, fn, torch.sin], x, binomial(3, 1))
+
+    class Noisy(nn.Module):
+        def forward(self, x):
+            self.eval()
+            x = F.rrelu(x, training=True)
+            self.train()
+            return x
+
+    gradients, layer = [], Noisy()
+    for each in (lambda fn, x: fn(x.sin()).sin(), way):
+        torch.manual_seed(0)
+        x = vectors().requires_grad_()
+        gradients += [torch.autograd.grad(each(layer, x).sum(), x)]
+    assert equal(*gradients) and layer.training
+    with pytest.raises(RuntimeError, match="changed in place after layer 1 saved it"):
+        way(lambda x: x.exp().mul_(2), vectors().requires_grad_()).sum().backward()
 
 
 def test_an_optimal_schedule_of_measured_stages_runs():

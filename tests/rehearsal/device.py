@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
 from minizero.ranks.threads import ThreadTransport
-from minizero.recompute import buffers, own_generators
 from minizero.recompute import generators as set_back
+from minizero.recompute import own_generators, state
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
@@ -370,7 +370,7 @@ def pretend():
             run(self)
 
     threading.Thread.run = watched
-    for module in (buffers, set_back, own_generators):
+    for module in (state, set_back, own_generators):
         module.without_modes = without_other_modes
     ThreadTransport.transfer = transfer
     # An operator of our own runs Python code, which is watched too.
