@@ -20,57 +20,59 @@ dP_ij = dO_i . O_i: both are left out there, so that dS_ij = dlse_i to the bit, 
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import itertools
 import math
 import threading
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from flash import tiled
-from flash.checks import PACKED, check, check_backend, check_cu_seqlens, check_starts
-from flash.options import Options
+from flash.checks import (
+    PACKED,
+    check,
+    check_backend,
+    check_cu_seqlens,
+    check_starts,
+    check_transforms,
+    refuse_second_derivative,
+)
+from flash.options import Keywords, Options
 
 # The interpreter patches triton.language while a kernel runs, so it must launch one at a time.
 _one_launch = threading.Lock()
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, backend: str = "auto", **keywords: Unpack[Keywords]
 ) -> Any:
     """softmax(scale * q k^T) v without the scores in memory: out, like q, or (out, lse) with `return_lse`.
 
     q: (batch, heads, Nq, head dim); k, v: (batch, kv heads, Nk, head dim), where kv heads divides heads: query
     head h uses key/value head h // (heads / kv heads). lse: (batch, heads, Nq), natural log, before dropout.
-    Query i sits at key i + o. causal: True has o = 0, as PyTorch; "bottom-right" o = Nk - Nq, as FlashAttention-2.
-    window (left, right): sees keys i + o - left to i + o + right, both included, None for no bound.
-    A row that may see nothing has out 0, lse -inf, gradients 0. scale: 1 / sqrt(head dim) unless given.
-    dropout_p: the share of the weights that become 0; the others are divided by 1 - p. dropout_seed: drawn from torch's
-    generator unless given. backend: "triton", "tiled" or "auto": Triton on a GPU, but not for float64.
-    Head dim 1 to 256; float16, bfloat16, float32, float64. `ValueError` for arguments out of range or shape,
-    `TypeError` for dtypes, `NotImplementedError` for forward-mode derivatives.
+    backend: "triton", "tiled" or "auto": Triton on a GPU, but not for float64. The keywords, with their defaults:
+
+    causal=False              query i sits at key i + o and sees all keys; with True or "bottom-right" no later ones.
+                              o = Nk - Nq for "bottom-right", as in FlashAttention-2; else o = 0, as in PyTorch
+    scale=None                a number; None: 1 / sqrt(head dim)
+    window=None               (left, right): sees keys i + o - left to i + o + right, both included, None for no bound
+    window_diagonal="top-left"    the window's o is causal's; "bottom-right": it is Nk - Nq, whatever causal is
+    dropout_p=0.0             the share of the weights that become 0; the others are divided by 1 - p
+    dropout_seed=None         a whole number; None: drawn from torch's generator
+
+    A row that sees nothing, or only scores of -inf, has out 0, lse -inf, gradients 0. Head dim 1 to 256; float16,
+    bfloat16, float32, float64. `ValueError` for arguments out of range or shape, `TypeError` for dtypes and unknown
+    keywords, `NotImplementedError` for forward-mode and second derivatives, and for torch.func's.
     """
     name = "flash_attention"
-    options = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed)
+    options = check(name, q, k, v, **keywords)
     check_backend(name, backend)
-    _refuse_forward_mode(name, q, k, v)
-    out, lse = _attend(q, k, v, options, backend)
+    check_transforms(name, q, k, v)
+    out, lse = _attention(q, k, v, *options, backend)
     return (out, lse) if return_lse else out
 
 
@@ -81,13 +83,9 @@ def flash_attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **keywords: Unpack[Keywords],
 ) -> Any:
     """Sequences of different lengths, packed one behind the other: no row of padding is computed.
 
@@ -98,14 +96,14 @@ def flash_attention_varlen(
     for the GPU. Errors as there, and `ValueError` for cu_seqlens that are no sums of lengths.
     """
     name = "flash_attention_varlen"
-    options = check(name, q, k, v, causal, scale, window, dropout_p, dropout_seed, PACKED)
+    options = check(name, q, k, v, PACKED, **keywords)
     check_backend(name, backend)
     check_cu_seqlens(name, cu_seqlens_q, "q", q)
     check_cu_seqlens(name, cu_seqlens_k, "k", k)
-    _refuse_forward_mode(name, q, k, v)
+    check_transforms(name, q, k, v)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     options = options._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    out, lse = _attend(q, k, v, options, backend)
+    out, lse = _attention(q, k, v, *options, backend)
     out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse) if return_lse else out
 
@@ -138,45 +136,20 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 # The operators. As custom operators they stay whole under torch.compile, which need not look inside. An operator takes
-# tensors and plain numbers only: hence each option by itself.
+# tensors and plain numbers only: hence the fields of `Options` one by one, in their order.
+FIELDS = (
+    "Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, SymInt? left, SymInt? right, "
+    "bool bottom_right, bool causal_top_left, float dropout_p, SymInt? max_q, SymInt? max_k, str backend"
+)
+QKV = "Tensor q, Tensor k, Tensor v"
+FORWARD = f"({QKV}, {FIELDS}) -> (Tensor, Tensor)"
+BACKWARD = f"(Tensor dout, Tensor dlse, {QKV}, Tensor out, Tensor lse, {FIELDS}) -> (Tensor, Tensor, Tensor)"
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str) -> tuple[Tensor, Tensor]:
-    """out and lse, by the operator. q, k, v: (batch, heads, sequence, head dim)."""
-    return _attention(
-        q,
-        k,
-        v,
-        seed=options.seed,
-        cu_seqlens_q=options.cu_seqlens_q,
-        cu_seqlens_k=options.cu_seqlens_k,
-        scale=options.scale,
-        left=options.left,
-        right=options.right,
-        bottom_right=options.bottom_right,
-        dropout_p=options.dropout_p,
-        backend=backend,
-    )
-
-
-@torch.library.custom_op("flash::attention", mutates_args=())
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    bottom_right: bool,
-    dropout_p: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    options = Options(scale, left, right, bottom_right, dropout_p, seed, cu_seqlens_q, cu_seqlens_k)
-    options, end = _with_lengths(options, q, k)
-    with _backend(backend, q, k) as module:
+@torch.library.custom_op("flash::attention", mutates_args=(), schema=FORWARD)
+def _attention(q: Tensor, k: Tensor, v: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+    options, end = _with_lengths(Options(*fields[:-1]), q, k)
+    with _backend(fields[-1], q, k) as module:
         out, lse = module.forward(q, k, v, options)
     out[:, :, end[0] :], lse[:, :, end[0] :] = 0, -math.inf
     return out, lse
@@ -187,28 +160,12 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=tiled.compute_dtype(q))
 
 
-@torch.library.custom_op("flash::attention_backward", mutates_args=())
+@torch.library.custom_op("flash::attention_backward", mutates_args=(), schema=BACKWARD)
 def _attention_backward(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    bottom_right: bool,
-    dropout_p: float,
-    backend: str,
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = Options(scale, left, right, bottom_right, dropout_p, seed, cu_seqlens_q, cu_seqlens_k)
-    options, (end_q, end_k) = _with_lengths(options, q, k)
-    with _backend(backend, q, k) as module:
+    options, (end_q, end_k) = _with_lengths(Options(*fields[:-1]), q, k)
+    with _backend(fields[-1], q, k) as module:
         dq, dk, dv = module.backward(dout, dlse, q, k, v, out, lse, options)
     dq[:, :, end_q:] = dk[:, :, end_k:] = dv[:, :, end_k:] = 0
     return dq, dk, dv
@@ -219,7 +176,7 @@ def _(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> t
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-# For backward: tensors the way autograd wants them, and the plain numbers, which both operators take last.
+# For backward: tensors the way autograd wants them, and the plain fields, which both operators take last.
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, seed, cu_seqlens_q, cu_seqlens_k, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, *output, seed, cu_seqlens_q, cu_seqlens_k)
@@ -231,12 +188,7 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
-
-
-def _refuse_forward_mode(name: str, *tensors: Tensor) -> None:
-    """If an operator has no forward-mode derivative, PyTorch silently takes it to be 0."""
-    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(f"{name}: no forward-mode derivative (jvp): use attention_reference for it")
+_attention_backward.register_autograd(refuse_second_derivative)
 
 
 def _with_lengths(options: Options, q: Tensor, k: Tensor) -> tuple[Options, tuple[int, int]]:

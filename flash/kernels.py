@@ -24,7 +24,7 @@ from flash.launch import Launch, prepare
 from flash.masks import (
     INTERPRETED,
     LOG2_E,
-    diagonal,
+    band,
     dropout,
     head_of,
     length,
@@ -57,7 +57,7 @@ def forward_kernel(
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
     scale, sign, left, right, seed, threshold, factor,
-    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAUSAL_TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one block of rows of one head."""
@@ -81,15 +81,15 @@ def forward_kernel(
     o = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)  # exp(S - m) V so far
 
     # Over the blocks of keys that these rows see.
-    offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
-    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, offset, left, right, BLOCK_K, True)
+    left, right = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
+    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, left, right, BLOCK_K, True)
     for part in tl.static_range(0 if left is not None else 1, 3):  # blocks to mask, whole blocks, blocks to mask
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
             keys = start_k + tl.arange(0, BLOCK_K)
             k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
             s = over_columns(q, k, PRECISION)  # S = Q K^T: (rows, keys)
             if part != 1:
-                s = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), s, float("-inf"))
+                s = tl.where(visible(rows[:, None], keys[None, :], n_k, left, right), s, float("-inf"))
             larger = tl.maximum(m, tl.max(s, 1))  # m' = max(m, rowmax S)
             # P = exp(S - m'), scaled here. Without the bound a scaled m' of -3.4e38 is -inf, and -inf - -inf is NaN.
             p = tl.exp2(s * (scale * LOG2_E) - tl.maximum(larger * (scale * LOG2_E), -3.4e38)[:, None])
@@ -114,7 +114,8 @@ def delta_kernel(
     do_strides, out_strides, dlse_strides, delta_strides,
     heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
     left, right,
-    BOTTOM_RIGHT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, CAUSAL_TOP_LEFT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO O) - dlse, which both backward kernels need; -dlse where a row sees one key (`sees_one`)."""
     start, head, batch = place(n_q, heads, BLOCK_Q, False)
@@ -127,7 +128,8 @@ def delta_kernel(
     do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
     o = load_block(O, out_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
     # A row that sees one key goes without dO O here, and without dP in the other kernels: its dS is dlse.
-    do = tl.where(sees_one(rows, n_k, diagonal(n_q, n_k, BOTTOM_RIGHT), left, right)[:, None], 0.0, do)
+    left, right = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
+    do = tl.where(sees_one(rows, n_k, left, right)[:, None], 0.0, do)
     dlse = load_numbers(DLSE, dlse_strides, rows, n_q)
     store_numbers(DELTA, delta_strides, rows, n_q, tl.sum(do * o, 1) - dlse)
 
@@ -138,7 +140,7 @@ def dkdv_kernel(
     do_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dk_strides, dv_strides,
     heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
     scale, left, right, seed, threshold, factor,
-    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAUSAL_TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys. What is (rows, keys) in the formulas is (keys, rows) here: S^T, P^T, dS^T."""
@@ -157,8 +159,8 @@ def dkdv_kernel(
     dv = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
 
     # Over the blocks of rows that see these keys: seen from a key, left and right change places.
-    offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
-    bounds = spans(start, tl.minimum(start + BLOCK_K, n_k) - 1, n_q, -offset, right, left, BLOCK_Q, False)
+    left, right = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
+    bounds = spans(start, tl.minimum(start + BLOCK_K, n_k) - 1, n_q, right, left, BLOCK_Q, False)
     for member in range(GROUP):  # the query heads that share these keys
         head = kv_head * GROUP + member
         Q = head_of(q_ptr, q_strides, batch, head, cu_seqlens_q)
@@ -168,20 +170,23 @@ def dkdv_kernel(
         state = start_hash(seed, batch, head)
         for part in tl.static_range(0 if right is not None else 1, 3 if left is not None else 2):
             for start_q in range(bounds[part], bounds[part + 1], BLOCK_Q):
-                rows = start_q + tl.arange(0, BLOCK_Q)
-                q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
-                lse = load_lse(LSE, lse_strides, rows, n_q)
+                # Beyond the end stands the last row once more, with an lse of +inf: its P is 0. A row of zeros would
+                # have an S of NaN for a key of infinity.
+                numbers = start_q + tl.arange(0, BLOCK_Q)
+                rows = tl.minimum(numbers, n_q - 1)
+                q = load_block(Q, q_strides, rows, n_q, False, HEAD_DIM, BLOCK_D)
+                lse = load_lse(LSE, lse_strides, numbers, n_q)
                 s = over_columns(k, q, PRECISION)  # S^T = K Q^T: (keys, rows)
                 p = tl.exp2((s * scale - lse[None, :]) * LOG2_E)  # P^T = exp(S^T - lse)
                 if part != 1:
-                    p = tl.where(visible(rows[None, :], keys[:, None], n_k, offset, left, right), p, 0.0)
+                    p = tl.where(visible(rows[None, :], keys[:, None], n_k, left, right), p, 0.0)
                 kept = dropout(seed, state, rows[None, :], keys[:, None], threshold, factor)
-                do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
+                do = load_block(DO, do_strides, rows, n_q, False, HEAD_DIM, BLOCK_D)
                 dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)  # dV += P^T dO
                 dp = over_columns(v, do, PRECISION) * kept  # dP^T = V dO^T
                 if part != 1:
-                    dp = tl.where(sees_one(rows, n_k, offset, left, right)[None, :], 0.0, dp)
-                ds = p * (dp - load_numbers(DELTA, delta_strides, rows, n_q)[None, :])  # dS^T = P^T (dP^T - delta)
+                    dp = tl.where(sees_one(rows, n_k, left, right)[None, :], 0.0, dp)
+                ds = p * (dp - load_numbers(DELTA, delta_strides, numbers, n_q)[None, :])  # dS^T = P^T (dP^T - delta)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # dK += dS^T Q
 
     DK = head_of(dk_ptr, dk_strides, batch, kv_head, cu_seqlens_k)
@@ -196,7 +201,7 @@ def dq_kernel(
     do_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dq_strides,
     heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
     scale, left, right, seed, threshold, factor,
-    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAUSAL_TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of rows."""
@@ -219,9 +224,9 @@ def dq_kernel(
     dq = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)
 
     # Over the blocks of keys that these rows see. A row that sees one needs no dP (`sees_one`).
-    offset = diagonal(n_q, n_k, BOTTOM_RIGHT)
-    do = tl.where(sees_one(rows, n_k, offset, left, right)[:, None], 0.0, do)
-    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, offset, left, right, BLOCK_K, True)
+    left, right = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
+    do = tl.where(sees_one(rows, n_k, left, right)[:, None], 0.0, do)
+    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, left, right, BLOCK_K, True)
     for part in tl.static_range(0 if left is not None else 1, 3):
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
             keys = start_k + tl.arange(0, BLOCK_K)
@@ -230,7 +235,7 @@ def dq_kernel(
             s = over_columns(q, k, PRECISION)  # S = Q K^T: (rows, keys)
             p = tl.exp2((s * scale - lse[:, None]) * LOG2_E)  # P = exp(S - lse)
             if part != 1:
-                p = tl.where(visible(rows[:, None], keys[None, :], n_k, offset, left, right), p, 0.0)
+                p = tl.where(visible(rows[:, None], keys[None, :], n_k, left, right), p, 0.0)
             kept = dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
             dp = over_columns(do, v, PRECISION) * kept  # dP = dO V^T
             ds = p * (dp - delta[:, None])  # dS = P (dP - delta)
@@ -262,6 +267,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv like q, k, v."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dout, dlse = options.zero_rows_without_keys(dout, dlse, lse)
     if INTERPRETED and q.dtype == torch.bfloat16:
         exact = backward(dout.float(), dlse, q.float(), k.float(), v.float(), out.float(), lse, options)
         return dq.copy_(exact[0]), dk.copy_(exact[1]), dv.copy_(exact[2])

@@ -72,7 +72,7 @@ WRONG = [
 def inputs(n_q: int, n_k: int, causal: object, heads: int = 2):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, 8, generator=generator) * 2 for n in (n_q, n_k, n_k))
-    options = check_options("exercise", q, k, v, causal, None, None, 0.0, None)
+    options = check_options("exercise", q, k, v, causal=causal)
     return q, k, v, options.with_lengths(n_q, n_k)
 
 
@@ -190,7 +190,10 @@ def given(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
     if case.first_row == "all alike":  # each key counts as much: a sum of 400, of which 16 bits would lose some
         q, v = 0 * q, v.abs() + 2
     seed = case.seed if case.dropout else None
-    options = check_options("exercise", q, k, v, case.causal, case.scale, case.window, case.dropout, seed)
+    options = check_options(
+        "exercise", q, k, v, causal=case.causal, scale=case.scale, window=case.window, dropout_p=case.dropout,
+        dropout_seed=seed,
+    )  # fmt: skip
     return q, k, v, options.with_lengths(*case.lengths)
 
 

@@ -63,7 +63,7 @@ WRONG = [
 def gradients(causal: bool):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 40, 8, generator=generator) for _ in range(4))
-    options = check_options("exercise", q, k, v, causal, None, None, 0.0, None).with_lengths(40, 40)
+    options = check_options("exercise", q, k, v, causal=causal).with_lengths(40, 40)
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = attention_reference(*inputs, causal=causal, return_lse=True)
     wants = torch.autograd.grad(out, inputs, dout.double())

@@ -24,7 +24,7 @@ PLAN = [
     "n_q. rows, and pointers to the head's Q, K, V: query head h uses key/value head h // GROUP. state = "
     "start_hash(seed, batch, head).",
     "Load q, times `sign`. m (-3.4e38), l, o: FP32, on the chip.",
-    "offset = diagonal(…); bounds = spans(start, last row, n_k, offset, left, right, BLOCK_K, True).",
+    "left, right = band(…); bounds = spans(start, last row, n_k, left, right, BLOCK_K, True).",
     "For part in tl.static_range(0 if left is not None else 1, 3), for start_k from bounds[part] to bounds[part "
     "+ 1] by BLOCK_K: load k; s = q kᵀ; unless part == 1, -∞ where not visible.",
     "Online softmax in base 2: scale · LOG2_E multiplies the differences. Rescale l and o. p times dropout(…) "

@@ -15,7 +15,7 @@ PLAN = [
     "Where am I? As in the forward kernel. Pointers to this head's Q, DO, LSE, DELTA, and to K, V of head // GROUP.",
     "Load q, do, lse, delta once; do is 0 where sees_one(rows, …), since delta leaves dO · O out there. dq begins as "
     "FP32 zeros.",
-    "offset, bounds, and the two loops over blocks of keys as in the forward kernel.",
+    "left and right, bounds, and the two loops over blocks of keys as in the forward kernel.",
     "Load k and v; s; p = exp2((s · scale - lse) · LOG2_E), 0 where not visible unless part == 1; dp = do vᵀ times "
     "dropout(…); ds = p (dp - delta); dq += ds k.",
     "Store dq · scale, also of rows that see no key: nobody has set their memory to 0.",

@@ -71,7 +71,7 @@ def measured(case: dict[str, Any], backward: bool) -> tuple[int, int]:
     q, dout, out, dq = (torch.ones(rows) for _ in range(4))
     k, v, dk, dv = (torch.ones(keys) for _ in range(4))
     lse, dlse, delta = (torch.ones(rows[:3]) for _ in range(3))
-    options = check_options("exercise", q, k, v, case["causal"], None, None, 0.0, None)
+    options = check_options("exercise", q, k, v, causal=case["causal"])
     rest = options.with_lengths(case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
     if not backward:
         moved = count(tiled.forward_tiles, q, k, v, out, lse, *rest)

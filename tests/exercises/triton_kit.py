@@ -20,7 +20,7 @@ def tensors(causal: bool, n: int = 40, heads: int = 2, kv_heads: int = 1):
     generator = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(1, heads, n, 16, generator=generator) for _ in range(2))
     k, v = (torch.randn(1, kv_heads, n, 16, generator=generator) for _ in range(2))
-    options = check_options("exercise", q, k, v, causal, None, None, 0.0, None).with_lengths(n, n)
+    options = check_options("exercise", q, k, v, causal=causal).with_lengths(n, n)
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = attention_reference(*inputs, causal=causal, return_lse=True)
     gradients = torch.autograd.grad(out, inputs, dout.double())
@@ -229,7 +229,10 @@ def given(case: Case):
         dlse.zero_()
     q, k, v, dout, dlse = (framed(x, case.seed + i) for i, x in enumerate((q, k, v, dout, dlse)))
     seed = case.seed if case.dropout else None
-    options = check_options("exercise", q, k, v, case.causal, case.scale, case.window, case.dropout, seed)
+    options = check_options(
+        "exercise", q, k, v, causal=case.causal, scale=case.scale, window=case.window, dropout_p=case.dropout,
+        dropout_seed=seed,
+    )  # fmt: skip
     n_q, n_k = case.lengths
     if case.packed:
         starts = [(0, n_q // 4, n_q // 4, n_q // 2, n_q), (0, 0, n_k // 4, n_k - n_k // 4, n_k)]

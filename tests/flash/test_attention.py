@@ -39,10 +39,8 @@ def test_opcheck(case, transposed):
         q, k, v = (x.mT.contiguous().mT for x in (q, k, v))
     starts = [torch.tensor(x, dtype=torch.int32) for x in rest.get("starts", ())] or [None, None]
     seed = torch.tensor(rest["seed"]) if "seed" in rest else None
-    numbers = 0.3, 4, 0, rest.get("bottom_right", False), rest.get("dropout_p", 0.0), "tiled"
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    numbers = 0.3, 4, 0, rest.get("bottom_right", False), False, rest.get("dropout_p", 0.0), None, None, "tiled"
     torch.library.opcheck(flash.attention._attention, (q, k, v, seed, *starts, *numbers))
-    q, k, v = (x.detach() for x in (q, k, v))
     out, lse = flash.attention._attention(q, k, v, seed, *starts, *numbers)
     arguments = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, seed, *starts, *numbers)
     torch.library.opcheck(flash.attention._attention_backward, arguments)
@@ -87,12 +85,41 @@ def cu(*ends):
     return torch.tensor([0, *ends], dtype=torch.int32)
 
 
-def test_no_second_derivative_is_said_not_guessed():
-    for attention in (attention_tiled, flash_attention):
-        (q,) = (x.requires_grad_() for x in tensors((1, 1, 4, 2)))
-        (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            torch.autograd.grad(first.sum(), q)
+@pytest.mark.parametrize("attention", [attention_tiled, flash_attention])
+def test_no_second_derivative_is_said_not_guessed(attention):
+    """Also where q is in the second loss itself, so that a derivative without the rest would pass unseen."""
+    (q,) = (x.requires_grad_() for x in tensors((1, 1, 4, 2)))
+    (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
+    assert torch.equal(first, torch.autograd.grad(attention(q, q, q).sum(), q)[0])
+    for loss in (first.sum(), (q * first).sum()):
+        with pytest.raises(NotImplementedError, match="flash_attention, attention_tiled: no second derivative"):
+            torch.autograd.grad(loss, q, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("attention", [attention_tiled, flash_attention])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda q: torch.func.vjp(f, q)])
+def test_torch_func_is_refused_by_name_and_the_reference_has_it(attention, transform):
+    q, k = tensors((1, 2, 5, 4), (1, 2, 7, 4))
+    with pytest.raises(NotImplementedError, match=f"^{attention.__name__}: no transforms of torch.func .*: use"):
+        transform(lambda q: attention(q, k, k).sum())(q)
+    transform(lambda q: attention_reference(q, k, k).sum())(q)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_goes_through_the_operators_and_not_through_tiles():
+    """Forward, and backward for many gradients at once."""
+    (q,), (k,) = tensors((3, 1, 2, 5, 4)), tensors((1, 2, 7, 4))
+    one_by_one = torch.stack([flash_attention(x, k, k, causal=True) for x in q])
+    torch.testing.assert_close(torch.vmap(lambda x: flash_attention(x, k, k, causal=True))(q), one_by_one)
+    expected = torch.autograd.functional.jacobian(lambda x: attention_reference(x, k, k), q[0])
+    at_once = torch.autograd.functional.jacobian(lambda x: flash_attention(x, k, k), q[0], vectorize=True)
+    torch.testing.assert_close(at_once, expected)
+    for call in (
+        lambda: torch.vmap(lambda x: attention_tiled(x, k, k))(q),
+        lambda: torch.autograd.functional.jacobian(lambda x: attention_tiled(x, k, k), q[0], vectorize=True),
+    ):
+        with pytest.raises(NotImplementedError, match="^attention_tiled: no transforms of torch.func"):
+            call()
 
 
 @pytest.mark.slow  # PyTorch loads its forward-mode formulas
@@ -104,7 +131,7 @@ def test_no_forward_derivative_is_said_not_zero():
             flash_attention(q, q, dual)
         with pytest.raises(NotImplementedError, match="^flash_attention_varlen: no forward-mode derivative"):
             flash_attention_varlen(dual[0].mT, q[0].mT, q[0].mT, cu(2), cu(2))
-        with pytest.raises(NotImplementedError, match="forward mode"):
+        with pytest.raises(NotImplementedError, match="^attention_tiled: no forward-mode derivative"):
             attention_tiled(dual, q, q)
         derivative = torch.autograd.forward_ad.unpack_dual(attention_reference(dual, q, q)).tangent
     assert derivative.abs().sum() > 0
@@ -214,7 +241,7 @@ def test_a_seed_is_drawn_from_torchs_generator():
 
 def test_seeds_are_drawn_from_all_of_63_bits():
     q = torch.zeros(1, 1, 1, 1)
-    seeds = [check("test", q, q, q, False, None, None, 0.5, None).seed.item() for _ in range(40)]
+    seeds = [check("test", q, q, q, dropout_p=0.5).seed.item() for _ in range(40)]
     assert len(set(seeds)) == 40 and min(seeds) >= 0 and max(seeds) > 2**61
 
 

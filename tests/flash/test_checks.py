@@ -112,6 +112,9 @@ BAD = [
     ((Q, Q, Q), dict(window=7), ValueError, r"window is 7; expected \(left, right\) or None"),
     ((Q, Q, Q), dict(causal="top-left"), ValueError, "causal is 'top-left'; expected False, True .* or 'bottom-right'"),
     ((Q, Q, Q), dict(causal=torch.ones(5)), ValueError, r"causal is tensor\(.*; expected False, True"),
+    ((Q, Q, Q), dict(window_diagonal="middle"), ValueError, "window_diagonal is 'middle'; expected 'top-left' or 'bot"),
+    ((Q, Q, Q), dict(window_diagonal=True), ValueError, "window_diagonal is True; expected 'top-left' or"),
+    ((Q, Q, Q), dict(casual=True), TypeError, "unknown keyword casual; expected causal, scale, window,"),
     ((Q, Q, Q), dict(dropout_p=1.0), ValueError, "dropout_p is 1.0; expected a number from 0 to below 1"),
     ((Q, Q, Q), dict(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
     ((Q, Q, Q), dict(dropout_p=math.nan), ValueError, "dropout_p is nan"),
@@ -142,6 +145,12 @@ BAD_PACKED = [
     ((Q, Q, Q, cu(9), cu(9)), ValueError, r"q has 4 dimensions, .*; expected \(total, heads, head dim\)"),
     ((P, P[:, :3], P[:, :3], cu(9), cu(9)), ValueError, "q has 4 heads, k and v have 3"),
 ]
+
+
+@pytest.mark.parametrize("attention", [attention_reference_varlen, flash_attention_varlen])
+def test_a_bad_option_of_packed_sequences(attention):
+    with pytest.raises(ValueError, match=f"^{attention.__name__}: window_diagonal is 'left'"):
+        attention(P, P, P, cu(9), cu(9), window=(1, 0), window_diagonal="left")
 
 
 @pytest.mark.parametrize("attention", [attention_reference_varlen, flash_attention_varlen])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flash import attention_reference, flash_attention, flash_attention_varlen
 from flash.options import dropout_keep
+from flash.reference import attention_reference_varlen
 from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, gamma
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -174,13 +175,93 @@ def test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others(which, bad)
         assert torch.isnan(out[0, 0, rows]).all() and torch.isnan(lse[0, 0, rows]).all()
 
 
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize(
+    ("n_q", "n_k", "keywords"),
+    [
+        (40, 8, dict(causal="bottom-right")),
+        (40, 20, dict(window=(3, 1))),
+        (40, 20, dict(window=(3, 1), window_diagonal="bottom-right", dropout_p=0.2, dropout_seed=1)),
+        (40, 20, dict(causal=True, window=(None, 2), window_diagonal="bottom-right")),
+        (8, 40, dict(causal=True, window=(2, None), window_diagonal="bottom-right")),  # where no row sees any
+        ((3, 20, 15), (20, 3, 0), dict(causal="bottom-right")),
+    ],
+)
+def test_what_comes_in_for_rows_that_see_nothing_has_no_effect(n_q, n_k, keywords, bad, backend):
+    """As it does from a loss that has no derivative there, and leaves these rows out with `where`."""
+    packed = isinstance(n_q, tuple)
+    rows, keys = (sum(n_q), sum(n_k)) if packed else (n_q, n_k)
+    q, k, v, dout = tensors((1, 2, rows, 16), (1, 1, keys, 16), (1, 1, keys, 16), (1, 2, rows, 16))
+    call = functools.partial(flash_attention, backend=backend)
+    if packed:
+        q, k, v, dout = (x[0].transpose(0, 1) for x in (q, k, v, dout))
+        starts = [torch.tensor([0, *n], device=DEVICE).cumsum(0).int() for n in (n_q, n_k)]
+        call = lambda *inputs, **rest: flash_attention_varlen(*inputs, *starts, backend=backend, **rest)  # noqa: E731
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    with blocks_of(16, 16):
+        out, lse = call(q, k, v, return_lse=True, **keywords)
+        nothing = lse == -INF
+        where = nothing.mT[..., None] if packed else nothing[..., None]
+        found = [
+            torch.autograd.grad(
+                (out, lse), (q, k, v), (dout.masked_fill(where, x), (lse * 0 + 1).masked_fill(nothing, x)), True
+            )
+            for x in (0, bad)
+        ]
+    assert nothing.any()
+    assert all(torch.isfinite(one).all() and torch.equal(one, other) for one, other in zip(*found))
+    assert not found[1][0].masked_select(where).any()
+
+
+@pytest.mark.parametrize("n", [1, 63, 64])
+@pytest.mark.parametrize("keywords", [{}, dict(causal=True), dict(window=(None, 3), dropout_p=0.1, dropout_seed=1)])
+def test_a_key_of_minus_infinity_is_no_key(n, keywords):
+    """Also where rows end within a block: a row of zeros behind them would have 0 times infinity for a score."""
+    q, k, v, dout = tensors(*[(1, 1, n, 16)] * 4)
+    q = q.abs()
+    k[:, :, n // 2] = -INF
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    results = []
+    for call in (attention, attention_reference):
+        out, lse = call(q, k, v, return_lse=True, **keywords)
+        results.append((out, lse, *torch.autograd.grad((out, lse), (k, v), (dout, torch.ones_like(lse)))))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
+    assert not any(x[:, :, n // 2].any() for x in results[0][2:])
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_scores_of_minus_infinity_are_no_scores():
-    q, k, v = tensors(*[(1, 1, 64, 16)] * 3)
+    q, k, v = tensors(*[(1, 1, 63, 16)] * 3)
     q, k, v = q.abs(), torch.full_like(k, -INF), v.requires_grad_()
     out, lse = attention(q, k, v, return_lse=True)
     assert (out == 0).all() and (lse == -INF).all()
     assert (torch.autograd.grad(out.sum(), v)[0] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
+@pytest.mark.parametrize("causal", [False, True, "bottom-right"])
+@pytest.mark.parametrize("window", [(3, 1), (None, 20), (20, None), (None, None)])
+def test_a_window_may_lie_bottom_right_whatever_causal_is(causal, window, backend):
+    """Padded, fewer and more rows than keys, and both in one packed batch."""
+    keywords = dict(causal=causal, window=window, window_diagonal="bottom-right", return_lse=True)
+    starts = [torch.tensor([0, *n], device=DEVICE).cumsum(0).int() for n in ((20, 37), (37, 20))]
+    q, k, v = (x.requires_grad_() for x in tensors((57, 2, 16), (57, 1, 16), (57, 1, 16)))
+    with blocks_of(16, 32):
+        packed = flash_attention_varlen(q, k, v, *starts, backend=backend, **keywords)
+        grads = torch.autograd.grad(packed, (q, k, v), [torch.ones_like(x) for x in packed])
+    expected = attention_reference_varlen(q, k, v, *starts, **keywords)
+    exact = torch.autograd.grad(expected, (q, k, v), [torch.ones_like(x) for x in expected])
+    for one, other in zip((*packed, *grads), (*expected, *exact)):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    for number in (0, 1):
+        rows, keys = (slice(*s[number : number + 2].tolist()) for s in starts)
+        q_n, k_n, v_n = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
+        with blocks_of(16, 32):
+            out, lse = flash_attention(q_n, k_n, v_n, backend=backend, **keywords)
+        torch.testing.assert_close(out[0].transpose(0, 1), expected[0][rows], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[0], expected[1][:, rows], atol=1e-5, rtol=1e-5)
 
 
 # Memory that is not theirs.
@@ -204,7 +285,7 @@ def test_bands_of_nan_around_every_buffer_stay_outside(head_dim, causal):
     """What is read beyond a tensor turns the answer into NaN, what is written there turns NaN into a number."""
     shapes = dict(q=(2, 2, 37, head_dim), k=(2, 1, 23, head_dim), v=(2, 1, 23, head_dim), do=(2, 2, 37, head_dim))
     values = dict(zip(shapes, tensors(*shapes.values())))
-    options = options_of(values["q"], values["k"], values["v"], causal, p=0.2, seed=3)
+    options = options_of(values["q"], values["k"], values["v"], causal=causal, dropout_p=0.2, dropout_seed=3)
     expected = kernels.forward(values["q"], values["k"], values["v"], options)
     dlse = tensors((2, 2, 37))[0]
     arguments = values["do"], dlse, values["q"], values["k"], values["v"], *expected
@@ -256,7 +337,7 @@ def test_four_threads_at_once_give_the_same_bits():
 @pytest.mark.slow
 def test_fifty_backward_runs_give_the_same_bits():
     q, k, v, dout = tensors((1, 2, 40, 16), (1, 1, 50, 16), (1, 1, 50, 16), (1, 2, 40, 16), dtype=torch.float16)
-    options = options_of(q, k, v, causal=True, p=0.1, seed=5)
+    options = options_of(q, k, v, causal=True, dropout_p=0.1, dropout_seed=5)
     out, lse = kernels.forward(q, k, v, options)
     with blocks_of(32, 32):
         first = kernels.backward(dout, lse, q, k, v, out, lse, options)

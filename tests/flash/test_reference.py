@@ -33,15 +33,17 @@ def test_it_is_pytorchs_attention(kv_heads, causal, n_k):
 
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])
 @pytest.mark.parametrize("window", [None, (2, 1), (0, 0), (None, 2), (3, None)])
+@pytest.mark.parametrize("diagonal", ["top-left", "bottom-right"])
 @pytest.mark.parametrize("n_k", [9, 4, 15])
-def test_which_keys_a_query_sees(causal, window, n_k):
+def test_which_keys_a_query_sees(causal, window, diagonal, n_k):
     """Pair by pair, as the contract words it; a row without keys gives 0 and -inf."""
     q, k, v = tensors(n_k=n_k)
-    out, lse = attention_reference(q, k, v, causal=causal, window=window, return_lse=True)
+    out, lse = attention_reference(q, k, v, causal=causal, window=window, window_diagonal=diagonal, return_lse=True)
     left, right = (INF if side is None else side for side in window or (None, None))
     o = n_k - 9 if causal == "bottom-right" else 0
+    w = n_k - 9 if "bottom-right" in (causal, diagonal) else 0
     for i in range(9):
-        seen = [j for j in range(n_k) if i + o - left <= j <= i + o + right and not (causal and j > i + o)]
+        seen = [j for j in range(n_k) if i + w - left <= j <= i + w + right and not (causal and j > i + o)]
         scores = q[:, :, i, None] @ k[:, :, seen].mT / math.sqrt(8)
         torch.testing.assert_close(out[:, :, i, None], scores.softmax(-1) @ v[:, :, seen])
         expected = scores.exp().sum(-1)[..., 0].log() if seen else torch.full((2, 4), -INF, dtype=torch.float64)
@@ -70,6 +72,18 @@ def test_the_lse_of_16_bits_has_32(dtype):
     packed = attention_reference_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), starts, starts, return_lse=True)
     for out, lse in (attention_reference(q, k, v, return_lse=True), packed):
         assert out.dtype == dtype and lse.dtype == max(dtype, torch.float32, key=lambda kind: kind.itemsize)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("keywords", [{}, dict(causal=True), dict(window=(1, 0))])
+def test_scores_beyond_float16_are_no_keys_that_are_not_there(sign, autocast, keywords):
+    """±720,000, also where autocast would compute in float16. Equal scores: the output is the mean of the values."""
+    q, v = torch.full((1, 2, 4, 64), 300.0).half(), torch.ones(1, 1, 4, 64).half().requires_grad_()
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        out, lse = attention_reference(q, sign * q[:, :1], v, scale=0.125, return_lse=True, **keywords)
+    assert (out == 1).all() and ((lse - sign * 720_000).abs() < 2).all()
+    assert torch.autograd.grad(out.sum(), v)[0].sum() == 2 * 4 * 64
 
 
 def test_packed_sequences_are_sequences_one_by_one():

@@ -16,14 +16,15 @@ def tensors(*shapes, dtype=torch.float32, seed=1):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def options_of(q, k, causal=False, window=None, p=0.0, seed=None):
-    return check("test", q, k, k, causal, None, window, p, seed).with_lengths(q.shape[2], k.shape[2])
+def options_of(q, k, **options):
+    return check("test", q, k, k, **options).with_lengths(q.shape[2], k.shape[2])
 
 
 def test_a_bound_that_no_pair_reaches_is_none():
     q, k = torch.empty(1, 1, 10, 4), torch.empty(1, 1, 20, 4)
     windows = (30, 29), (29, 30), (2**80, 0), (None, 2**30)
-    assert [options_of(q, k, window=window)[1:3] for window in windows] == [(-1, 29), (29, -1), (-1, 0), (-1, -1)]
+    found = [options_of(q, k, window=window) for window in windows]
+    assert [(x.left, x.right) for x in found] == [(None, 29), (29, None), (None, 0), (None, None)]
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 64])
@@ -46,7 +47,7 @@ def test_a_tile_fits_into_the_cache_however_many_heads_share_keys(group):
 )
 def test_only_blocks_at_the_edge_of_the_band_are_masked(causal, window, masked, monkeypatch):
     q, k = tensors((1, 1, 96, 4), (1, 1, 112, 4))
-    options, calls, hidden = options_of(q, k, causal, window), [], flash.tiles.hidden
+    options, calls, hidden = options_of(q, k, causal=causal, window=window), [], flash.tiles.hidden
     monkeypatch.setattr(flash.tiles, "hidden", lambda *args: calls.append(args) or hidden(*args))
     out, lse = tiled.forward(q, k, k, options, (16, 16))
     assert len(calls) == masked
@@ -74,7 +75,7 @@ def test_sixteen_bit_gradients_are_summed_in_float32_and_rounded_once(dtype):
 def test_blocks_change_nothing(blocks):
     """Nor do heads that are cut off from each other: every part gets its own dropout mask."""
     q, k, v, dout = tensors((2, 6, 40, 8), (2, 3, 50, 8), (2, 3, 50, 8), (2, 6, 40, 8), dtype=torch.float64)
-    options = options_of(q, k, causal="bottom-right", window=(20, 3), p=0.3, seed=11)
+    options = options_of(q, k, causal="bottom-right", window=(20, 3), dropout_p=0.3, dropout_seed=11)
     results = []
     for size, tile in ((blocks, 1), ((256, 256), 2**18)):
         before, flash.tiles.TILE = flash.tiles.TILE, tile
@@ -83,6 +84,14 @@ def test_blocks_change_nothing(blocks):
         results.append((out, lse, *tiled.backward(dout, lse * 0 + 0.5, q, k, v, out, lse, options, size)))
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_see_nothing_load_no_keys():
+    """The window begins 30 keys behind the diagonal at 0, where causal ends."""
+    q, k = tensors((1, 1, 64, 4), (1, 1, 96, 4))
+    options = options_of(q, k, causal=True, window=(2, None), window_diagonal="bottom-right")
+    (part,) = parts(q, k, options, (16, 64))
+    assert not any(map(part.keys_seen_by, part.row_blocks()))
 
 
 def test_only_blocks_with_visible_keys_are_touched(monkeypatch):

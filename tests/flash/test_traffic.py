@@ -40,7 +40,7 @@ def test_the_tiles_move_exactly_what_the_model_says(number):
     k, v, dk, dv = (torch.ones(keys, dtype=dtype) for _ in range(4))
     dq = torch.ones(rows, dtype=tiled.compute_dtype(q))
     lse, dlse, delta = (torch.ones(rows[:3], dtype=dq.dtype) for _ in range(3))
-    options = check("test", q, k, v, case["causal"], None, case["window"], 0.0, None)
+    options = check("test", q, k, v, causal=case["causal"], window=case["window"])
     rest = options.with_lengths(case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
     forward = count(tiled.forward_tiles, q, k, v, out, lse, *rest)
     assert forward == hbm_bytes(**case)

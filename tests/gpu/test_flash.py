@@ -16,6 +16,8 @@ from tests.bench.gpu_tools import most_bytes  # noqa: E402
 
 if CUDA:  # what holds under the interpreter holds here as well
     from tests.flash.test_kernels import (  # noqa: F401
+        test_a_key_of_minus_infinity_is_no_key,
+        test_a_window_may_lie_bottom_right_whatever_causal_is,
         test_any_length_and_dtype,
         test_bands_of_nan_around_every_buffer_stay_outside,
         test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others,
@@ -24,6 +26,7 @@ if CUDA:  # what holds under the interpreter holds here as well
         test_rows_that_see_nothing,
         test_scores_of_minus_infinity_are_no_scores,
         test_the_dropout_mask_is_everybodys,
+        test_what_comes_in_for_rows_that_see_nothing_has_no_effect,
     )
 
 pytestmark = marks

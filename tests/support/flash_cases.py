@@ -1,8 +1,8 @@
 """Drawn combinations of attention's options, and the rule by which an implementation is accurate.
 
-For out, lse, dq, dk, dv: the largest error against float64 is at most twice that of plain attention in the same
-dtype, or of a dense evaluation that rounds P, dS and the results to that dtype, plus 1e-5. The exact result,
-rounded to the dtype, is a third yardstick. These sum in one order, another processor in another: what that may
+For out, lse, dq, dk, dv: the largest error against float64 is at most twice that of plain attention, which computes
+16-bit inputs in float32, or of a dense evaluation that rounds P, dS and the results to the dtype, plus 1e-5. The exact
+result, rounded to the dtype, is a third yardstick. These sum in one order, another processor in another: what that may
 change has a bound, too, which is `order_of_sums`.
 """
 
@@ -52,7 +52,7 @@ def cases(draw, dtypes=(torch.float16, torch.bfloat16, torch.float32), lengths=L
     options = dict(causal=one(False, True, "bottom-right"), scale=one(None, None, 0.3, -0.1, 0.0))
     if one(False, True):
         side = st.one_of(st.none(), st.integers(0, 100))
-        options["window"] = (draw(side), draw(side))
+        options |= dict(window=(draw(side), draw(side)), window_diagonal=one("top-left", "bottom-right"))
     if one(False, False, True):
         options |= dict(dropout_p=one(0.1, 0.5, 0.9), dropout_seed=draw(st.integers(-(2**63), 2**63 - 1)))
     return Case(
@@ -154,12 +154,15 @@ def _dense(q, k, keywords, batches):
     scale = keywords["scale"] if keywords.get("scale") is not None else 1 / math.sqrt(q.shape[-1])
     n_q, n_k = q.shape[2], k.shape[2]
     i, j = torch.arange(n_q, device=q.device)[:, None], torch.arange(n_k, device=q.device)
-    place = i + (n_k - n_q if keywords["causal"] == "bottom-right" else 0)
-    left, right = keywords.get("window", (None, None))
+    causal, (left, right) = keywords["causal"], keywords.get("window", (None, None))
+    at_causal, at_window = (
+        i + (n_k - n_q if "bottom-right" in diagonals else 0)
+        for diagonals in ((causal,), (causal, keywords.get("window_diagonal")))
+    )
     seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
-    seen = seen if left is None else seen & (j >= place - left)
-    seen = seen if right is None else seen & (j <= place + right)
-    seen = seen & (j <= place) if keywords["causal"] else seen
+    seen = seen if left is None else seen & (j >= at_window - left)
+    seen = seen if right is None else seen & (j <= at_window + right)
+    seen = seen & (j <= at_causal) if causal else seen
 
     s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
     lse = s.logsumexp(-1) if n_k else s.new_full(s.shape[:-1], -math.inf)

@@ -16,8 +16,8 @@ def tensors(*shapes, dtype=torch.float32, seed=1):
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
-def options_of(q, k, v, causal=False, window=None, p=0.0, seed=None, scale=None):
-    return check("test", q, k, v, causal, scale, window, p, seed).with_lengths(q.shape[2], k.shape[2])
+def options_of(q, k, v, **options):
+    return check("test", q, k, v, **options).with_lengths(q.shape[2], k.shape[2])
 
 
 def blocks_of(rows, keys):
