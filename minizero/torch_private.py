@@ -202,6 +202,8 @@ IN_PLACE = {
     "_python_dispatch": "the module of TorchDispatchMode, whose documentation imports it from there; since 1.13",
     "_pytree": "the module that goes through nested tuples, lists and dicts; since 1.8",
     "_dispatch_has_kernel_for_dispatch_key": "as `consists_of_others`, in `precision`, which does not import minizero",
-    "_C": "the module of that",
+    "_are_functorch_transforms_active": "as `function_transform_is_active`, in `flash`, which does not import minizero",
+    "_functorch": "the module of is_legacy_batchedtensor: autograd batches so, too; since 2.0",
+    "_C": "the module of those",
 }
 """Names that stand in other files: a function around an attribute would be called for each operator or tensor."""
