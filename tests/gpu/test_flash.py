@@ -15,6 +15,7 @@ from flash import kernels  # noqa: E402
 from tests.bench.gpu_tools import most_bytes  # noqa: E402
 
 if CUDA:  # what holds under the interpreter holds here as well
+    from tests.flash.test_kernel_on_a_page import test_it_is_attention  # noqa: F401
     from tests.flash.test_kernels import (  # noqa: F401
         test_any_length_and_dtype,
         test_bands_of_nan_around_every_buffer_stay_outside,
