@@ -1,7 +1,7 @@
 """The forward pass of FlashAttention on a page, as one Triton kernel: read this first.
 
-A block of rows Q_i meets the blocks of keys and values K_j, V_j one after the other. Each row keeps the largest score so
-far, m, the sum of the exponentials so far, l, and the sum of the values times these exponentials, acc:
+A block of rows Q_i meets the blocks of keys and values K_j, V_j one after the other. Each row keeps three things: its
+largest score so far, m; the sum of the exponentials so far, l; the sum of the values times these exponentials, acc.
 
     S = scale Q_i K_j^T     m' = max(m, rowmax S)     P = exp(S - m')
     l = exp(m - m') l + rowsum P     acc = exp(m - m') acc + P V_j     after the last block O_i = acc / l
