@@ -11,7 +11,9 @@ order and without atomics: the gradients are the same bits in every run.
 
 The GPU has an instruction for 2^x, none for e^x: exp(x) is exp2(x log2 e). Backward subtracts first and multiplies
 then: the difference of two large numbers in base 2, each rounded on its own, would be off.
-Dao, 2023, "FlashAttention-2"; Tillet, Kung & Cox, 2019, "Triton". What options add: `flash.masks`.
+Dao, 2023, "FlashAttention-2"; Tillet, Kung & Cox, 2019, "Triton".
+
+To be read first: `flash.kernel_on_a_page`, the forward pass without options. What options add: `flash.masks`.
 """
 
 from typing import Any

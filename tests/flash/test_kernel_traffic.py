@@ -13,7 +13,7 @@ from flash.options import all_visible, keys_of_rows, rows_of_keys
 from flash.traffic import Traffic
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from flash import kernels  # noqa: E402
+from flash import kernel_on_a_page, kernels  # noqa: E402
 from tests.support.kernel_cases import blocks_of, options_of, tensors  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="looks into Triton's interpreter")
@@ -82,6 +82,16 @@ def test_the_kernels_move_exactly_what_the_model_says(number):
         with counted() as (loads, stores):
             kernels.backward(dout, lse, q, k, v, out, lse, options)
         assert Traffic(sum(loads), sum(stores)) == hbm_bytes(algorithm="kernels", backward=True, **case)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernel_on_a_page_moves_what_the_model_says_but_no_logsumexp(causal):
+    q, k, v = tensors(*[(2, 3, 150, 16)] * 3, dtype=torch.float16)
+    with counted() as (loads, stores):
+        kernel_on_a_page.attention(q, k, v, causal=causal)
+    shape = dict(block_q=64, block_k=64, batch=2, heads=3, causal=causal)
+    assert sum(loads) == hbm_bytes(150, 16, algorithm="kernels", **shape).loads
+    assert sum(stores) == q.nbytes, "the result, once, and no scores"
 
 
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])

@@ -15,6 +15,7 @@ from flash import kernels  # noqa: E402
 from tests.bench.gpu_tools import most_bytes  # noqa: E402
 
 if CUDA:  # what holds under the interpreter holds here as well
+    from tests.flash.test_kernel_on_a_page import test_it_is_attention  # noqa: F401
     from tests.flash.test_kernels import (  # noqa: F401
         test_a_key_of_minus_infinity_is_no_key,
         test_a_window_may_lie_bottom_right_whatever_causal_is,
