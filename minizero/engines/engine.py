@@ -195,7 +195,8 @@ class Engine(Wrapped, abc.ABC):
         """Clear up what an exception left behind, and gather what the whole forward needs."""
         check_complete(self.stage, self.module, self.complete, self.units)
         if self.frees_replicas:
-            check_compiled(self.stage, self.module, self.units, [unit.module or self.module for unit in self.units])
+            modules = [self.module if unit.module is None else unit.module for unit in self.units]
+            check_compiled(self.stage, self.module, self.units, modules)
         if torch_private.current_backward() == -1:  # no recompute: no backward runs
             if self.backward is not None:  # the last backward raised
                 self.backward = None

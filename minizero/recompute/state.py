@@ -76,7 +76,7 @@ def give_back(contents: Contents) -> None:
         if type(held) is list:
             held[:] = before
         elif isinstance(held, torch.Tensor):
-            held.requires_grad_(before)
+            held.requires_grad = before
         elif held or before:
             held.update(before)
             for name in held.keys() - before.keys() if len(held) > len(before) else ():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from minizero import CollectiveMismatch, RankFailed, World
 from minizero.engines.layout import pad
+from minizero.ranks import torchrun
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
 from tests.support.failures import SOON, error_of, timed, wait_for
@@ -295,6 +296,22 @@ def test_its_own_group_from_the_variables_of_torchrun(script, codes, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert spawn(as_torchrun_does, 2, tmp_path, port, script) == codes
+
+
+def test_each_group_has_its_own_part_of_the_store(monkeypatch):
+    """torchrun has one store for all: there a rank would find where the others were in the group before."""
+    store, stores = dist.HashStore(), []
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torchrun, "rendezvous", lambda *_, **__: iter([(store, 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda _, store, **__: stores.append(store))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    torchrun._meet.cache_clear()
+    for _ in range(2):
+        torchrun._init_process_group()
+    torchrun._meet.cache_clear()
+    stores[0].set("address", "of before")
+    assert not stores[1].check(["address"])
 
 
 def test_outside_torchrun(monkeypatch):
