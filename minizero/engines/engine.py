@@ -191,6 +191,7 @@ class Engine(Wrapped, abc.ABC):
                     unit.nodes.append(put_aside(parameter, aside))
                 parameter.register_post_accumulate_grad_hook(arrival(self, unit, number, aside))
 
+    @torch_private.never_compiled  # there is nothing to compute
     def begin_forward(self) -> None:
         """Clear up what an exception left behind, and gather what the whole forward needs."""
         check_complete(self.stage, self.module, self.complete, self.units)
