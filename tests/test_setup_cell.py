@@ -22,7 +22,7 @@ def package(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").touch()
-        (folder / name / "train.py").touch()
+        (folder / name / "cli.py").touch()
     return folder
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from minizero.cli import DTYPES, Parser, check_output, positive, run_command
+from minizero.cli import DTYPES, Parser, check_output, positive, run_command, write_files
 from minizero.pictures.timeline import save_chrome_trace
-from minizero.report import write_files
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose
 from minizero.simulate.plan import Constants, Plan

@@ -25,7 +25,7 @@ from pathlib import Path
 ADDRESS = "{address}"  # from pyproject.toml; if it says OWNER, no copy is published
 needed = {names}
 places = [Path.cwd(), *Path.cwd().parents, Path.cwd() / "minizero"]
-checkouts = [str(place) for place in places if (place / "minizero" / "train.py").exists()]
+checkouts = [str(place) for place in places if (place / "minizero" / "cli.py").exists()]
 sys.path += checkouts[:1]
 if not checkouts and not find_spec("minizero") and "{nobody}" not in ADDRESS:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", ADDRESS], capture_output=True)
