@@ -14,6 +14,7 @@ from minizero.accumulate import accumulate
 from minizero.engines.timeline import Timeline
 from minizero.memory import Ledger
 from minizero.models.text import TEXT, read_text
+from minizero.pictures import MIB, draw_steps
 from minizero.pictures.style import COLORS, FONT, label_axes
 from notebooks.tools.zero import Block, slow_link
 
@@ -67,7 +68,7 @@ def moved_by(kind, vector):
     return parameter.norm().item()
 
 
-def watch(batch_size, pieces, device="cpu", recompute="none"):
+def watch(batch_size, pieces, recompute="none", device="cpu"):
     """The ledger of a training step on so many sequences, in so many micro-batches."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**vars(BIG) | {"recompute": recompute})).to(device)
@@ -82,9 +83,10 @@ def watch(batch_size, pieces, device="cpu", recompute="none"):
     return ledger
 
 
-def at_once(ledger, *categories):
-    """The most bytes that these categories held together, at one moment."""
-    return max(sum(sample[category] for category in categories) for sample in ledger.curve)
+def peaks(ledger):
+    """In MiB, the most that these held at one moment: activations; activations and temporary tensors; all."""
+    at_once = max(sample["activations"] + sample["temporary"] for sample in ledger.curve)
+    return [bytes_ / MIB for bytes_ in (ledger.peak["activations"], at_once, ledger.peak["total"])]
 
 
 def what_is_done(comm, pieces):
@@ -170,7 +172,7 @@ def race(comm, turns=40, patience=6):
 
 
 def with_pytorch(comm):
-    """Gradients by PyTorch's DDP of a window of four micro-batches on two ranks: as it should be, and two ways wrong."""
+    """Gradients of a window by PyTorch's DDP, on two ranks: as they should be, and wrong in two ways."""
     model = DistributedDataParallel(GPT(SMALL).to(comm.device))
     mine = window_of(1024, 256, 64, 4)[comm.rank :: comm.size]
     own = sum((y != -100).sum() for _, y in mine)
@@ -220,7 +222,8 @@ def draw_weights(targets, weights):
         side = "bottom" if weight > 1 else "top"
         axes.annotate(f"{weight:.2g}", at, ha="center", va=side, fontsize=FONT + 4, weight="bold", **below)
     axes.axhline(1, color="black", linestyle="dashed", linewidth=2)
-    axes.annotate("as in one batch", (3.95, 1), (0, -6), textcoords="offset points", ha="right", va="top", fontsize=FONT)
+    look = {"textcoords": "offset points", "ha": "right", "va": "top", "fontsize": FONT}
+    axes.annotate("as in one batch", (3.95, 1), (0, -6), **look)
     axes.set(yscale="log", ylim=(0.12, 300), xlim=(-0.6, 4))
     axes.set_yticks([0.1, 1, 10, 100], ["", "1", "10", "100"])
     axes.set_xticks(places, [f"{count} targets" for count in targets])
@@ -264,6 +267,15 @@ def _box(axes, left, top, width, height, words, color):
     look = {"ha": "center", "va": "center", "fontsize": FONT + 1}
     dark = color in (*PARTS[2:], COLORS["optimizer"])
     axes.text(left + width / 2, top + height / 2, words, color="white" if dark else "black", **look)
+
+
+def draw_hills(steps):
+    """As `draw_steps`, of two. In the second the phases are narrower than their names, so they get one name for all."""
+    _, second, _ = draw_steps(steps)
+    for text in [text for text in second.texts if not text.get_text().startswith("peak")]:
+        text.remove()
+    look = {"xycoords": "axes fraction", "ha": "center", "fontsize": FONT}
+    second.annotate("four times forward and backward", (0.5, 1.02), **look)
 
 
 def draw_race(best):

@@ -49,7 +49,8 @@ def draw_steps(events):
         last = 1e3 * (max(event.end for event in its) - min(event.start for event in its))
         axes.axvline(last, color="black", linewidth=2, linestyle="dashed")
         axes.annotate(f"{last:.0f} ms", (last, -0.35), (5, 0), textcoords="offset points", fontsize=FONT, va="center")
-        lanes = [label.get_text().removeprefix("rank 0  " if len(ranks) == 1 else "") for label in axes.get_yticklabels()]
+        of_rank = "rank 0  " if len(ranks) == 1 else ""
+        lanes = [label.get_text().removeprefix(of_rank) for label in axes.get_yticklabels()]
         axes.set_yticks(axes.get_yticks(), lanes)
         axes.tick_params(labelsize=FONT - 1)
         lengths.append(last)
