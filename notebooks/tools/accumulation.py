@@ -142,7 +142,7 @@ def talk(no_sync, pieces=4):
         return [event for events in World(2).run(step) for event in events]
 
 
-def race(comm, turns=40, patience=6):
+def race(comm, turns=25, patience=6):
     """Seconds of a step by way, for two processes: the best of several turns, in which the ways alternate.
 
     They stop when no way has become faster by 2 % for so many turns: what else the machine does only slows one down.

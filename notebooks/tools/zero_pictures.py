@@ -40,7 +40,7 @@ def draw_factors(factors, states, crossing):
 def draw_steps(events):
     """One step for each title, one above the other, on one scale of time. events: by title, of one rank or several."""
     ranks = {event.rank for its in events.values() for event in its}
-    figure = Figure(figsize=(16, (2.2 + len(ranks)) * len(events)), layout="constrained")
+    figure = Figure(figsize=(16, (2.8 + 0.4 * len(ranks)) * len(events)), layout="constrained")
     panels = figure.subplots(len(events), 1, sharex=True)
     lengths = []
     for axes, (title, its) in zip(panels, events.items()):
