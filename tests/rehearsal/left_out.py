@@ -43,10 +43,14 @@ CELLS = {
     },
     "05_recompute": {
         **INSTALL,
-        "sizes = (1, 10, 19)": "measures the time of deep networks",
-        "def small_gpt(n)": "measures the memory of deep networks",
-        "fit(chain, few, 1)": "measures the memory of deep networks",
-        "def larger_gpt(n)": "measures the memory and time of deep networks",
+        "sizes, make = (1, 7": "measures the time of deep networks",
+        "lesson.draw_depths": "draws it",
+        "assert again == 56": "judges it",
+        "cases = [": "measures the memory of deep networks",
+        "deep_gpt = small_gpt(n)": "measures the memory of deep networks",
+        "best = depth.best_region": "judges it",
+        "fit(sixteen, few, 1)": "measures the memory of deep networks",
+        "assert found[0][2]": "judges it",
     },
     "06_gradient_accumulation": {
         **INSTALL,
