@@ -169,6 +169,7 @@ def draw_memory(steps: Sequence[Step], axes: Axes, labels: Sequence[str] | None 
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=FONT - 4)
     axes.set_xlim(0, 1.25 * max(max(step.memory["total"], step.cluster.gpu.memory) for step in steps) / GIB)
     axes.invert_yaxis()
+    axes.tick_params(axis="x", labelsize=FONT - 3)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 
