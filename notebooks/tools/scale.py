@@ -5,12 +5,14 @@ import dataclasses
 import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
+from rich.console import Console
 
 from minizero import DDP, GPT, World, Zero1, Zero2, Zero3
 from minizero.memory import Ledger, predict
 from minizero.simulate import CLUSTERS, MODELS, Plan, model, report, simulate
 from minizero.simulate.fits import fit, run
 from minizero.simulate.published import PUBLICATIONS, RATIO, ZERO_TABLE_1
+from minizero.simulate.remedies import remedies
 from notebooks.tools.scale_pictures import STRATEGIES
 from notebooks.tools.zero import STATES, table
 
@@ -94,22 +96,27 @@ def communication_seconds(step):
     )
 
 
+def show_remedies(step):
+    """Prints what makes the step fit, as the command does; returns it."""
+    found = remedies(step)
+    report.print_remedies(found, Console(width=100, force_jupyter=False, color_system=None))
+    return found
+
+
 def all_predicted():
-    """Every published row that no fit looked at, as (error, cells of a row), the worst first."""
+    """Every published number that no fit looked at, as (error, cells of a row), the worst first."""
     rows = []
-    for name in PUBLICATIONS:
-        one = fit(name)
+    for one in map(fit, PUBLICATIONS):
         for row, value in zip(one.publication.rows, one.values):
             if not row.fitted:
-                run_as = f"{row.model}, {row.plan.gpus:,} GPUs, batch {row.plan.batch_size}"
-                run_as += ", DDP" if row.plan.stage == 0 else f", F = {f}" if (f := row.plan.sharding_factor) else ""
-                run_as += f" / {row.against.gpus} GPUs" if row.against else ""
+                name = f"{row.model}, {row.plan.gpus:,}{f' : {row.against.gpus}' if row.against else ''} GPUs"
+                name += f", batch {row.plan.batch_size}"
+                name += ", DDP" if row.plan.stage == 0 else f", F = {f}" if (f := row.plan.sharding_factor) else ""
+                unit = "(ratio)" if row.against else row.unit.removesuffix(" per GPU")
                 digits = 2 if row.unit == RATIO else 0 if value > 1000 else 1
-                published, predicted = (f"{number:,.{digits}f}" for number in (row.value, value))
+                published, predicted = (f"{number:,.{digits}f} {unit}" for number in (row.value, value))
                 error = value / row.value - 1
-                rows.append(
-                    (error, [f"{run_as}", row.unit, "about " * row.about + published, predicted, f"{error:+.1%}"])
-                )
+                rows.append((error, [name, "about " * row.about + published, predicted, f"{100 * error:+.1f} %"]))
     return sorted(rows, key=lambda pair: -abs(pair[0]))
 
 

@@ -54,7 +54,11 @@ CELLS = {
         "class Mean(nn.Module)": "trains on the CPU only, for long",
     },
     "07_flash_attention": {**INSTALL, "curvature": "draws the memory of long sequences"},
-    "08_scale": {**INSTALL, "machine.compare(": "measures the seconds of ranks on the CPU"},
+    "08_scale": {
+        **INSTALL,
+        "machine.compare(": "measures the seconds of ranks on the CPU",
+        "[row.ranks for row in measured]": "judges them",
+    },
     "09_all_together": {**INSTALL, "def peak_with(": "measures deep networks"},
 }
 
