@@ -21,6 +21,7 @@ from minizero.pictures.timeline import save_chrome_trace
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose
 from minizero.simulate.plan import Constants, Plan
+from minizero.simulate.remedies import remedies
 from minizero.simulate.search import frontier, search
 from minizero.simulate.shapes import MODELS, RECOMPUTE, Model, gpt, model
 from minizero.simulate.step import Step, simulate
@@ -125,6 +126,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         plan = Plan(batch_size=size, **{name: getattr(options, name) for name in names})
         step = simulate(chosen, cluster, plan, constants)
     report.print_step(step, console)
+    if not step.fits:
+        report.print_remedies(remedies(step, constants), console)
     if options.output is not None:
         for path in save(step, options.output):
             console.print(f"wrote {path}")

@@ -62,7 +62,11 @@ CELLS = {
         "right, not_times": "compares with them",
     },
     "07_flash_attention": {**INSTALL, "curvature": "draws the memory of long sequences"},
-    "08_scale": {**INSTALL, "machine.compare(": "measures the seconds of ranks on the CPU"},
+    "08_scale": {
+        **INSTALL,
+        "machine.compare(": "measures the seconds of ranks on the CPU",
+        "[row.ranks for row in measured]": "judges them",
+    },
     "09_all_together": {**INSTALL, "def peak_with(": "measures deep networks"},
 }
 
