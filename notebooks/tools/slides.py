@@ -60,7 +60,7 @@ def draw(cell):
     """A slide: its title, its text, what its cell has shown."""
     title, text, figures = cell.metadata.get("title"), cell.metadata.get("text"), []
     if cell.cell_type == "markdown" and text is None:
-        heading, _, rest = re.match(r"(?:#+ (.+))?(\n*)(.*)", cell.source, re.DOTALL).groups()
+        heading, _, rest = re.match(r"(?:#+ ([^\n]+))?(\n*)(.*)", cell.source, re.DOTALL).groups()
         title, text = title or heading, rest
     if cell.cell_type == "code":
         figures, chosen = outputs(cell), cell.metadata.get("outputs")
