@@ -13,7 +13,7 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.recompute.frame import Frame
-from minizero.recompute.mismatch import RecomputeMismatch, name_of
+from minizero.recompute.guards.mismatch import RecomputeMismatch, name_of
 
 
 class Place(int):

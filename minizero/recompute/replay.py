@@ -7,7 +7,7 @@ What a function computes depends on more than its arguments:
     autocast, device     the defaults of the moment: read before the first run, and entered again
 
 A `Replay` notes all of it before the first run and restores it for every later run. A later run leaves nothing
-behind: generators and modules end as it found them.
+behind: generators and modules end as it found them. How the first two are done is in guards/.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from minizero import torch_private
-from minizero.recompute.generators import Generators, set_states
-from minizero.recompute.own_generators import OwnGenerators, in_a_thread
-from minizero.recompute.state import State, give_back, modules_of
+from minizero.recompute.guards.generators import Generators, set_states
+from minizero.recompute.guards.own_generators import OwnGenerators, in_a_thread
+from minizero.recompute.guards.state import State, give_back, modules_of
 
 _running = threading.local()  # .again: does this thread run something for the second time?
 

@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minizero import torch_private
+from minizero.recompute.guards.mismatch import ADVICE, RecomputeMismatch
+from minizero.recompute.guards.own_generators import draws
 from minizero.recompute.inputs import leaves, map_tensors
-from minizero.recompute.mismatch import ADVICE, RecomputeMismatch
-from minizero.recompute.own_generators import draws
 
 Policy = Callable[[Any], bool]
 

@@ -14,8 +14,8 @@ import torch
 from minizero import torch_private
 from minizero.recompute.frame import Frame
 from minizero.recompute.full import is_enabled
+from minizero.recompute.guards.mismatch import RecomputeMismatch, name_of
 from minizero.recompute.inputs import Inputs
-from minizero.recompute.mismatch import RecomputeMismatch, name_of
 from minizero.recompute.replay import Replay
 
 Layer = Callable[[torch.Tensor], torch.Tensor]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from numpy.random import MT19937, mtrand
 
-from minizero.recompute.mismatch import RecomputeMismatch
-from minizero.recompute.own_generators import in_a_thread
+from minizero.recompute.guards.mismatch import RecomputeMismatch
+from minizero.recompute.guards.own_generators import in_a_thread
 from minizero.torch_private import without_modes
 
 States = list[tuple[torch.Generator, torch.Tensor]]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from minizero.recompute.mismatch import RecomputeMismatch
+from minizero.recompute.guards.mismatch import RecomputeMismatch
 from minizero.torch_private import without_modes
 
 Contents = list[tuple[Any, Any]]  # what belongs to modules, each with a copy of what is in it

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minizero.recompute.mismatch import RecomputeMismatch
+from minizero.recompute.guards.mismatch import RecomputeMismatch
 from minizero.torch_private import without_modes
 
 _running = threading.local()  # .own: the innermost `OwnGenerators` of this thread
