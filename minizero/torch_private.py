@@ -104,15 +104,6 @@ def function_transform_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def function_mode_is_active() -> bool:
-    """Is any TorchFunctionMode active, such as a default device?
-
-    Why: to ask for the default device takes 3 µs, and without a mode it is the CPU.
-    Since 1.13. In its place: a faster getter.
-    """
-    return torch._C._len_torch_function_stack() > 0
-
-
 def consists_of_others(operator: Any) -> bool:
     """Does the operator only call other operators?
 
@@ -199,7 +190,6 @@ IN_PLACE = {
     "_buffers": "a module's own dict, which recompute lends and takes back; since 0.1",
     "_schema": "an operator's arguments and results, and which of them are views or written; since 1.13",
     "_op": "an operator without the Python call around it, which takes 1 µs; since 1.13",
-    "_ops": "the module of the class of operators; since 1.13",
     "_python_dispatch": "the module of TorchDispatchMode, whose documentation imports it from there; since 1.13",
     "_pytree": "the module that goes through nested tuples, lists and dicts; since 1.8",
     "_dispatch_has_kernel_for_dispatch_key": "as `consists_of_others`, in `precision`, which does not import minizero",

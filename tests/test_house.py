@@ -86,7 +86,7 @@ def test_no_two_files_need_each_other():
     assert circles() == set()
 
 
-OTHERS = {"_replace", "_asdict", "_make", "_fields", "_exit", "_inst"}  # of named tuples, os and random
+OTHERS = {"_replace", "_asdict", "_fields", "_exit", "_inst"}  # of named tuples, os and random
 
 
 def test_every_private_name_of_torch_is_listed_with_its_reason():

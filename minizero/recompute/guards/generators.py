@@ -78,11 +78,10 @@ def _numpy_state() -> tuple[Any, Any]:
     # Reading the words takes half a microsecond, reading the spare 30.
     global _without_spare
     generator = mtrand.get_bit_generator()
-    words = b""
-    if type(generator) is MT19937:
-        words = ctypes.string_at(generator.ctypes.state_address, 2500)  # 624 words, and which is next
-        if words == _without_spare:
-            return words, None
+    # 624 words, and which is next
+    words = ctypes.string_at(generator.ctypes.state_address, 2500) if type(generator) is MT19937 else b""
+    if words and words == _without_spare:
+        return words, None
     state: Any = mtrand.get_state(legacy=False)
     spare = state["gauss"] if state["has_gauss"] else None
     if spare is None:
