@@ -1,7 +1,7 @@
 """What carries the tensors of a `Comm`. Only the files of `ranks/` use it.
 
-    threads.py     a receiver copies out of the sender's tensor
-    processes.py   messages of `torch.distributed`
+    threads.py              a receiver copies out of the sender's tensor
+    processes/transport.py  messages of `torch.distributed`
 
 Both offer the same: `transfer` moves tensors, `exchange` shows every rank's words to all, `settle`
 waits until all ranks have agreed (agreement.py).
