@@ -1,4 +1,4 @@
-"""What notebooks 07 and 07b measure with: seconds, peaks, the blocks that the kernels take, a kernel with another line."""
+"""What notebooks 07 and 07b measure with: seconds, peaks, the blocks that kernels take, a kernel with another line."""
 
 import importlib.util
 import inspect
@@ -38,10 +38,10 @@ def best(calls, turns=5):
     return seconds
 
 
-def peak(call):
-    """The most bytes that it holds at once, beside what was there before."""
+def peak(function, *inputs):
+    """The most bytes that the call holds at once, beside what was there before."""
     with Ledger() as ledger:
-        call()
+        function(*inputs)
     return ledger.peak["total"]
 
 

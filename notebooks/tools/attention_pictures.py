@@ -16,25 +16,30 @@ LOOKS += ({"color": "black", "marker": "^", "linestyle": "dotted"}, {"color": CH
 
 def draw_heads(tokens, parts):
     """The matrices of one head, side by side. parts: (title, matrix, what stands behind it)."""
-    figure = Figure(figsize=(16, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(parts), width_ratios=[len(matrix[0]) + 0.9 for _, matrix, _ in parts])
-    for axes, (title, matrix, sign) in zip(panels, parts):
+    behind = [0.7 + 0.24 * len(sign) for _, _, sign in parts]
+    widths = [len(matrix[0]) + space for (_, matrix, _), space in zip(parts, behind)]
+    figure = Figure(figsize=(16, 4), layout="constrained")
+    panels = figure.subplots(1, len(parts), width_ratios=widths)
+    for axes, (title, matrix, sign), width in zip(panels, parts, widths):
         rows, columns = len(matrix), len(matrix[0])
         for row, column in np.ndindex(rows, columns):
             number = matrix[row][column]
             shade = (0.9, 0.62, 0, 0.15 + 0.85 * number) if title.startswith("P") else "white"
             axes.add_patch(Rectangle((column, -row - 1), 1, 1, facecolor=shade, edgecolor="black"))
-            axes.text(column + 0.5, -row - 0.5, f"{number:.2g}", ha="center", va="center", fontsize=FONT + 1)
-        axes.text(columns + 0.15, -rows / 2, sign, ha="left", va="center", fontsize=FONT + 4)
+            words = f"{number:.2f}".rstrip("0").rstrip(".")
+            axes.text(column + 0.5, -row - 0.5, words, ha="center", va="center", fontsize=FONT)
+        axes.text((columns + width) / 2, -rows / 2, sign, ha="center", va="center", fontsize=FONT + 6)
+        axes.text(columns / 2, 0.75, title, ha="center", fontsize=FONT + 2, weight="bold")
         if columns == rows:
-            axes.set_xticks(np.arange(columns) + 0.5, tokens, fontsize=FONT - 2)
-            axes.xaxis.tick_top()
+            for place, token in enumerate(tokens):
+                axes.text(place + 0.5, 0.15, token, ha="center", fontsize=FONT - 2)
+        if axes is panels[0]:
+            axes.set_yticks(-np.arange(rows) - 0.5, tokens, fontsize=FONT)
         else:
-            axes.set_xticks([])
-        axes.set_yticks(-np.arange(rows) - 0.5, tokens if axes is panels[0] else [""] * rows, fontsize=FONT)
+            axes.set_yticks([])
+        axes.set_xticks([])
         axes.tick_params(length=0)
-        axes.set_title(title, fontsize=FONT + 1, pad=12)
-        axes.set(xlim=(0, columns + 0.9), ylim=(-rows, 0), aspect="equal")
+        axes.set(xlim=(-0.05, width), ylim=(-rows - 0.05, 1.3), aspect="equal")
         axes.spines[:].set_visible(False)
     return figure
 
@@ -53,7 +58,7 @@ def draw_memories(memories, between):
         axes.text(0, middle - 0.2, f"{size}, {speed}", ha="center", va="center", fontsize=FONT)
     for floor, words in enumerate(between, 1):
         height = floors - floor + 0.03
-        axes.annotate("", (4.0, height + 0.42), (4.0, height - 0.42), arrowprops={"arrowstyle": "->", "linewidth": 2})
+        axes.annotate("", (4.0, height - 0.42), (4.0, height + 0.42), arrowprops={"arrowstyle": "->", "linewidth": 2})
         axes.text(4.15, height, words, va="center", fontsize=FONT + 1)
     axes.set(xlim=(-4.4, 8), ylim=(0, floors + 0.05))
     axes.axis("off")
@@ -81,8 +86,8 @@ def draw_roofline(name, bytes_per_second, operations_per_second, points):
         )
     axes.axvline(ridge, color="black", linewidth=1, linestyle="dotted")
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, top))
-    ticks, heights = [3, 10, 30, 100, round(ridge), 1000, 3000], [10, 30, 100, 300]
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    ticks, heights = [3, 10, 30, 100, round(ridge, -1), 1000, 3000], [10, 30, 100, 300]
+    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
     axes.set_yticks(heights, heights)
     axes.minorticks_off()
     label_axes(axes, "operations for each byte between HBM and the chip", f"10¹² operations a second,\n{name}, at most")
