@@ -98,7 +98,7 @@ def animate_online(scores, steps, exact):
     """A player: the keys so far, as they count now, and the output so far. steps: of `flash.tiled.online_softmax`."""
     from matplotlib import pyplot
 
-    figure, (bars, output) = pyplot.subplots(1, 2, figsize=(12, 4), width_ratios=(3, 1))
+    figure, (bars, output) = pyplot.subplots(1, 2, figsize=(12, 3.8), width_ratios=(3, 1))
 
     def draw(number):
         step, seen = steps[number], range(number + 1)
@@ -154,11 +154,11 @@ def animate_tiles(blocks, moves, plain):
     """A player of all of them, with a counter of bytes. plain: the bytes of plain attention."""
     from matplotlib import pyplot
 
-    figure, (axes, counter) = pyplot.subplots(1, 2, figsize=(12, 5), width_ratios=(2, 1))
+    figure, (axes, counter) = pyplot.subplots(1, 2, figsize=(13, 4.4), width_ratios=(2, 1))
 
     def draw(number):
         tile, moved = moves[number]
-        draw_tile(axes, blocks, tile, "orange: on the chip; blue: in HBM; grey: made and forgotten")
+        draw_tile(axes, blocks, tile, "orange: on the chip   blue: in HBM   grey: made and forgotten")
         counter.clear()
         counter.bar([0, 1], [moved / 1024, plain / 1024], color=[TILED, PLAIN])
         counter.set_xticks([0, 1], ["tiles,\nso far", "plain,\nin all"])
@@ -192,7 +192,7 @@ def draw_theorem(srams, moved, names, curve, constant):
 def draw_growth(lengths, peaks, seconds):
     """Memory and time over the number of tokens, a line for each attention. peaks, seconds: {name: by length}."""
     figure = Figure(figsize=(15, 5.2), layout="constrained")
-    panels = zip(figure.subplots(1, 2), (peaks, seconds), (MIB, 1e-3), ("peak (MiB)", "best of 5 turns (ms)"))
+    panels = zip(figure.subplots(1, 2), (peaks, seconds), (MIB, 1e-3), ("peak (MiB)", "best of several turns (ms)"))
     for axes, values, unit, label in panels:
         for (name, its), look in zip(values.items(), LOOKS):
             axes.plot(lengths, [each / unit for each in its], label=name, linewidth=3, markersize=10, **look)

@@ -56,6 +56,7 @@ CELLS = {
     "07_flash_attention": {
         **INSTALL,
         "curvature": "judges the memory of long sequences",
+        'here["cache"] > 1.2': "compares seconds, which are not a card's here",
         'fast = "Triton" if': "compares seconds, which are not a card's here",
     },
     "07b_flash_backward": {
