@@ -17,6 +17,7 @@ Large-Vocabulary Language Models", never writes even a chunk's logits to memory:
 PyTorch has `F.linear_cross_entropy` since 2.13.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,50 +26,58 @@ from torch.nn import functional as F
 from minizero.memory import tag
 
 
+def loss_and_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    chunk: int,
+    ignore_index: int,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The sum of the tokens' losses, and its gradients by hidden, weight and bias: None for one that is not needed.
+
+    The loss, the weight's gradient and the bias's are sums over tokens. Those of 16-bit numbers are FP32.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    by_hidden = torch.zeros_like(hidden) if needed[0] else None
+    by_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+    by_bias = torch.zeros_like(weight[:, 0], dtype=wide) if needed[2] else None
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        h, y = hidden[rows], targets[rows, None]
+        counts = y != ignore_index
+        y = y.masked_fill(~counts, 0)
+        z = by_z = None  # the last chunk's logits go before the next come
+        z = F.linear(h, weight, bias).to(wide)
+        z -= z.amax(1, keepdim=True)  # changes neither L nor p, and no exp overflows
+        z_y = z.gather(1, y)
+        total = z.exp_().sum(1, keepdim=True)
+        loss += torch.where(counts, total.log() - z_y, 0).sum()
+        if not any(needed):
+            continue
+        by_z = z.mul_(counts / total).scatter_add_(1, y, -counts.to(wide))  # ∂L/∂z, or 0 without a target
+        if by_bias is not None:
+            by_bias += by_z.sum(0)
+        by_z = by_z.to(hidden.dtype)
+        if by_hidden is not None:
+            by_hidden[rows] = by_z @ weight
+        if by_weight is not None:
+            by_weight += by_z.T @ h
+    return loss, [by_hidden, by_weight, by_bias]
+
+
 class LossInChunks(torch.autograd.Function):
-    """One node of the graph. Its forward makes the gradients, too: by_z is ∂L/∂z."""
+    """One node of the graph, whose forward makes the gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        chunk: int,
-        ignore_index: int,
-        has_backward: bool,
-    ) -> torch.Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)  # sums of 16-bit numbers are FP32
-        needs_h, needs_w, needs_b = (needs and has_backward for needs in ctx.needs_input_grad[:3])
-        by_hidden = torch.zeros_like(hidden) if needs_h else None
-        by_weight = torch.zeros_like(weight, dtype=wide) if needs_w else None
-        by_bias = torch.zeros_like(weight[:, 0], dtype=wide) if needs_b else None
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            h, y = hidden[rows], targets[rows, None]
-            counts = y != ignore_index
-            y = y.masked_fill(~counts, 0)
-            z = by_z = None  # the last chunk's logits go before the next come
-            z = F.linear(h, weight, bias).to(wide)
-            z -= z.amax(1, keepdim=True)  # changes neither L nor p, and no exp overflows
-            z_y = z.gather(1, y)
-            total = z.exp_().sum(1, keepdim=True)
-            loss += torch.where(counts, total.log() - z_y, 0).sum()
-            if not (needs_h or needs_w or needs_b):
-                continue
-            by_z = z.div_(total).masked_fill_(~counts, 0).scatter_add_(1, y, -counts.to(wide))
-            if by_bias is not None:
-                by_bias += by_z.sum(0)
-            by_z = by_z.to(hidden.dtype)
-            if by_hidden is not None:
-                by_hidden[rows] = by_z @ weight
-            if by_weight is not None:
-                by_weight += by_z.T @ h
-        if by_weight is not None:
-            tag(by_weight, "gradients")
-        ctx.save_for_backward(by_hidden, by_weight, by_bias)
+    def forward(ctx: Any, has_backward: bool, *inputs: Any) -> torch.Tensor:
+        needed = [needs and has_backward for needs in ctx.needs_input_grad[1:4]]
+        loss, gradients = loss_and_gradients(*inputs, needed=needed)
+        if gradients[1] is not None:
+            tag(gradients[1], "gradients")
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
@@ -80,7 +89,8 @@ class LossInChunks(torch.autograd.Function):
             )
         # by_loss has the loss scale, and the mean's 1/n. With a dimension it makes the product FP32. Autograd rounds
         # that once, to the dtype of what it is the gradient of.
-        return *(None if made is None else made * by_loss[None] for made in ctx.saved_tensors), None, None, None, None
+        gradients = (None if made is None else made * by_loss[None] for made in ctx.saved_tensors)
+        return None, *gradients, None, None, None
 
 
 def cross_entropy_in_chunks(
@@ -118,5 +128,5 @@ def cross_entropy_in_chunks(
     if reduction not in ("mean", "sum"):
         raise ValueError(f'cross_entropy_in_chunks: reduction must be "mean" or "sum", not {reduction!r}')
     flat = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1)
-    loss = LossInChunks.apply(*flat, chunk, ignore_index, torch.is_grad_enabled())
+    loss = LossInChunks.apply(torch.is_grad_enabled(), *flat, chunk, ignore_index)
     return loss if reduction == "sum" else loss / (targets != ignore_index).sum().clamp(min=1)
