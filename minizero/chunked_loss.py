@@ -27,15 +27,15 @@ from minizero.memory import tag
 
 
 def loss_and_gradients(
+    needed: Sequence[bool],
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     chunk: int,
     ignore_index: int,
-    needed: Sequence[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The sum of the tokens' losses, and its gradients by hidden, weight and bias: None for one that is not needed.
+    """The sum of the tokens' losses, and its gradients by hidden, weight and bias: None for one that is not `needed`.
 
     The loss, the weight's gradient and the bias's are sums over tokens. Those of 16-bit numbers are FP32.
     """
@@ -50,7 +50,8 @@ def loss_and_gradients(
         counts = y != ignore_index
         y = y.masked_fill(~counts, 0)
         z = by_z = None  # the last chunk's logits go before the next come
-        z = F.linear(h, weight, bias).to(wide)
+        z = F.linear(h, weight, bias)
+        narrow, z = z.dtype, z.to(wide)
         z -= z.amax(1, keepdim=True)  # changes neither L nor p, and no exp overflows
         z_y = z.gather(1, y)
         total = z.exp_().sum(1, keepdim=True)
@@ -60,10 +61,12 @@ def loss_and_gradients(
         by_z = z.mul_(counts / total).scatter_add_(1, y, -counts.to(wide))  # ∂L/∂z, or 0 without a target
         if by_bias is not None:
             by_bias += by_z.sum(0)
-        by_z = by_z.to(hidden.dtype)
+        by_z = by_z.to(narrow)
         if by_hidden is not None:
             by_hidden[rows] = by_z @ weight
-        if by_weight is not None:
+        if by_weight is not None and narrow == wide:
+            by_weight.addmm_(by_z.T, h)  # the product is added where it is made, and is no matrix of its own
+        elif by_weight is not None:
             by_weight += by_z.T @ h
     return loss, [by_hidden, by_weight, by_bias]
 
@@ -74,7 +77,7 @@ class LossInChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, has_backward: bool, *inputs: Any) -> torch.Tensor:
         needed = [needs and has_backward for needs in ctx.needs_input_grad[1:4]]
-        loss, gradients = loss_and_gradients(*inputs, needed=needed)
+        loss, gradients = loss_and_gradients(needed, *inputs)
         if gradients[1] is not None:
             tag(gradients[1], "gradients")
         ctx.save_for_backward(*gradients)
