@@ -15,7 +15,7 @@ FLOORS = [
     {"memory", "models"},
     {"ranks", "schedules"},
     {"engines", "cli"},
-    {"checkpoint", "accumulate", "simulate", "mixed_precision", "grid", "one_step"},
+    {"checkpoint", "accumulate", "chunked_loss", "simulate", "mixed_precision", "grid", "one_step"},
     {"train"},
 ]
 # From which file to which, each with its reason.
