@@ -154,7 +154,7 @@ def animate_tiles(blocks, moves, plain):
     """A player of all of them, with a counter of bytes. plain: the bytes of plain attention."""
     from matplotlib import pyplot
 
-    figure, (axes, counter) = pyplot.subplots(1, 2, figsize=(13, 4.4), width_ratios=(2, 1))
+    figure, (axes, counter) = pyplot.subplots(1, 2, figsize=(13, 3.9), width_ratios=(2, 1))
 
     def draw(number):
         tile, moved = moves[number]
