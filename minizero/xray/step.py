@@ -1,0 +1,108 @@
+"""A training step under a plan, watched: the loop of any training script, once with numbers or without.
+
+Nothing here knows whether its tensors are fake. So a test runs it on real tensors, and expects the same bytes.
+
+The loop: the batch is made, micro-batch by micro-batch the loss and its backward, the optimizer's step, zero_grad. It
+keeps of the model's output only the loss. It runs twice, and the second time is what is shown: the optimizer's states
+exist from the first step on, and stage 3 has learned what to prefetch.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from minizero.engines.engine import Engine
+from minizero.memory import Ledger
+from minizero.ranks.comm import Comm
+from minizero.xray.lines import LineLedger
+from minizero.xray.plan import Plan
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One step: its ledger, and the bytes that this rank sent in it."""
+
+    ledger: Ledger
+    sent: int
+
+
+def measure(module: nn.Module, inputs: Any, plan: Plan, optimizer: Optimizer, comm: Comm) -> Measured:
+    """Train `module`, which is changed, under `plan` as one rank of `comm`. inputs: this rank's batch."""
+    model = plan.wrap(module.train(), comm)
+    states = optimizer(model.parameters())
+    with LineLedger(model, states) as ledger:
+        for _ in range(STEPS):
+            ledger.reset()
+            before = comm.bytes_sent
+            step(model, states, inputs, plan)
+    return Measured(ledger, comm.bytes_sent - before)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> None:
+    """One step of training."""
+    batch = tree_map_only(Tensor, torch.clone, inputs)  # a new one, as from a data loader
+    for number in range(plan.micro_batches):
+        last = number == plan.micro_batches - 1
+        with model.no_sync() if isinstance(model, Engine) and not last else contextlib.nullcontext():
+            loss = loss_of(model, cut(batch, plan.micro_batches, number))
+            (loss if plan.micro_batches == 1 else loss / plan.micro_batches).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def loss_of(model: nn.Module, inputs: Any) -> Tensor:
+    """The loss of a model that is called as its user calls it.
+
+    inputs: keyword arguments in a dict, or arguments in a tuple or list, or one tensor. The model returns the loss, or
+    something with `.loss`, or a tuple or dict with one number in it. `ValueError` if there is no one number.
+    """
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    if isinstance(loss := getattr(output, "loss", output), Tensor) and loss.numel() == 1:
+        return loss
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    numbers = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
+    if len(numbers) != 1:
+        raise ValueError(
+            f"xray: the model returned {describe(output)}, which has no loss, a tensor with one number: give inputs "
+            "with which it returns the loss (Hugging Face's models want labels=…), or a module around it that does"
+        )
+    return numbers[0]
+
+
+def describe(output: Any) -> str:
+    """What a value is, for an error."""
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    return f"a {type(output).__name__}"
+
+
+def batch_size(inputs: Any) -> int:
+    """How many samples a batch has: the first tensor's first dimension. 0 if there is none."""
+    return next((tensor.shape[0] for tensor in tensors_of(inputs) if tensor.dim()), 0)
+
+
+def tensors_of(inputs: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+
+def cut(batch: Any, pieces: int, number: int) -> Any:
+    """Piece `number` of a batch: a part of each tensor whose first dimension counts samples, and all else whole."""
+    size = batch_size(batch)
+    samples = size // pieces
+
+    def part(tensor: Tensor) -> Tensor:
+        counts = tensor.dim() and tensor.shape[0] == size
+        return tensor[number * samples : (number + 1) * samples] if counts else tensor
+
+    return tree_map_only(Tensor, part, batch) if pieces > 1 else batch
