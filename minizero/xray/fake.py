@@ -8,7 +8,7 @@ hundred MiB, and every tensor in it is born and dies as the real one does: a mem
 
 PyTorch's FakeTensorMode is all of that. Two things are added here, for a model that nobody here has seen.
 Building: `build` calls the user's function on the device "meta", where tensors have no numbers either. What looks at a
-number there is built again for real. Operators: a few own other memory than their fake kernel says (`OWN_SHAPES`).
+number there is built again for real. Operators: a few own other memory than their fake kernel says (`OWN_ANSWERS`).
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from minizero import torch_private
+from minizero.xray.hugging_face import masks_as_for_real
 
 aten = torch.ops.aten
 
@@ -71,13 +72,13 @@ class AsFake(TorchFunctionMode):
 
 
 class Pretend(FakeTensorMode):
-    """PyTorch's fake tensors, and the operators of `OWN_SHAPES`. Real tensors from before may take part."""
+    """PyTorch's fake tensors, and the operators of `OWN_ANSWERS`. Real tensors from before may take part."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = OWN_SHAPES.get(func)
+        own = OWN_ANSWERS.get(func)
         if own is None:
             return super().dispatch(func, types, args, kwargs or {})
         with self:
@@ -95,6 +96,7 @@ def pretend() -> Iterator[Pretend]:
     with contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # only where something compiles: loading it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(masks_as_for_real())
         yield stack.enter_context(Pretend())
 
 
@@ -134,7 +136,9 @@ def by_trial(operator: Any) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
-OWN_SHAPES: dict[Any, Callable[..., Any]] = {
+OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
+    # An engine makes a parameter that is away a `Released`, of which the fake mode does not know the device.
+    torch.ops.prim.device.default: lambda tensor: torch.device("cpu"),
     aten._grouped_mm.default: grouped_products,
     aten.mse_loss.default: reduced_in_place(0),
     aten.smooth_l1_loss.default: reduced_in_place(0),

@@ -1,6 +1,8 @@
 """A plan: which techniques a step uses. Each is one field, so a stack of techniques is a plan, too."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,11 +12,17 @@ from minizero.engines import STAGES
 from minizero.engines.units import repeated_blocks
 from minizero.ranks.comm import Comm
 from minizero.recompute import Checkpointed
+from minizero.xray.scores import WithoutScores
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """stage: of ZeRO, 0 for DDP; None for a plain module on one device."""
+    """How to train one step. The default is the plain step on one device.
+
+    stage: of ZeRO, 0 for DDP; None without an engine. dtype: to compute in, with FP32 masters. The rest as in `Zero3`.
+    recompute: of every repeated block. no_scores: see scores.py. momentum: SGD with momentum in place of the optimizer.
+    foreach: the optimizer steps all tensors at once, as PyTorch's optimizers do on a GPU unless they are told otherwise.
+    """
 
     stage: int | None = None
     ranks: int = 1
@@ -23,27 +31,43 @@ class Plan:
     offload: bool = False
     recompute: bool = False
     micro_batches: int = 1
+    no_scores: bool = False
+    momentum: bool = False
+    foreach: bool = False
 
     def wrap(self, module: nn.Module, comm: Comm) -> nn.Module:
         """The module as this plan trains it."""
         if self.recompute:
-            module = recompute_blocks(module)
+            recompute_blocks(module)
         if self.stage is None and self.dtype is None:
             return module
-        options: dict[str, Any] = {"dtype": self.dtype}
-        if self.sharding_factor is not None:
-            options["sharding_factor"] = self.sharding_factor
-        if self.offload:
-            options["offload"] = True
-        return STAGES[self.stage or 0](module, comm, **options)
+        of_stage_3 = {"sharding_factor": self.sharding_factor, "offload": self.offload} if self.stage == 3 else {}
+        return STAGES[self.stage or 0](module, comm, dtype=self.dtype, **of_stage_3)
+
+    def optimizer(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of `model`. given: the user's, a function of the parameters."""
+        if self.momentum:
+            return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=self.foreach or None)
+        optimizer = given(model.parameters())
+        for group in optimizer.param_groups:
+            if self.foreach and group.get("foreach", ...) is None and not group.get("fused"):
+                group["foreach"] = True
+        return optimizer
+
+    @contextlib.contextmanager
+    def around_the_steps(self, model: nn.Module) -> Iterator[None]:
+        """What holds while the steps run."""
+        with contextlib.ExitStack() as stack:
+            if self.no_scores:
+                stack.enter_context(WithoutScores())
+            yield
 
 
-def recompute_blocks(module: nn.Module) -> nn.Module:
+def recompute_blocks(module: nn.Module) -> None:
     """Put a `Checkpointed` around each repeated block. `ValueError` if there is none."""
     blocks = list(repeated_blocks(module))
     if not blocks:
-        raise ValueError("no repeated blocks: no ModuleList or Sequential of modules of one type")
+        raise ValueError("it has no repeated blocks: no ModuleList or Sequential of modules of one type")
     for path, block in blocks:
         parent, _, name = path.rpartition(".")
         module.get_submodule(parent)._modules[name] = Checkpointed(block)
-    return module

@@ -37,8 +37,8 @@ class Measured:
 def measure(module: nn.Module, inputs: Any, plan: Plan, optimizer: Optimizer, comm: Comm) -> Measured:
     """Train `module`, which is changed, under `plan` as one rank of `comm`. inputs: this rank's batch."""
     model = plan.wrap(module.train(), comm)
-    states = optimizer(model.parameters())
-    with LineLedger(model, states) as ledger:
+    states = plan.optimizer(optimizer, model)
+    with LineLedger(model, states) as ledger, plan.around_the_steps(module):
         for _ in range(STEPS):
             ledger.reset()
             before = comm.bytes_sent

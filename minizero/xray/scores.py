@@ -1,0 +1,62 @@
+"""Attention that stores no scores, in a model that stores them: how much would it save?
+
+    softmax(q kᵀ / √d) v        autograd keeps the scores, (…, queries, keys), until backward
+
+FlashAttention keeps none. Nobody can put it in the place of a softmax that a user has written. But what autograd keeps
+can be changed: here it keeps the scores' shape, and hands backward an empty tensor of that shape. Numbers are then
+wrong, and bytes are right: those of an attention that makes all its scores again in backward. FlashAttention makes them
+a tile at a time. So this is an upper bound.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# What may lie between a softmax and the product with v: a cast, dropout, another shape.
+BETWEEN = ("ToCopy", "NativeDropout", "Mul", "Div", "View", "UnsafeView", "Expand", "Clone", "Transpose")
+
+
+class Shape(NamedTuple):
+    """What is kept of scores."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
+    """While it is entered, autograd keeps no scores. It learns their shapes in a first step.
+
+    At the end, `ValueError` if there were no scores.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self.keep, self.give_back)
+        self.kinds: set[tuple[int, int]] = set()  # elements, keys
+
+    def keep(self, tensor: Tensor) -> Tensor | Shape:
+        if tensor.dim() < 3:  # such as the choice of an expert for each token
+            return tensor
+        kind = tensor.numel(), tensor.shape[-1]
+        if comes_from_softmax(tensor.grad_fn):
+            self.kinds.add(kind)
+        return Shape(tensor.shape, tensor.dtype, tensor.device) if kind in self.kinds else tensor
+
+    def give_back(self, kept: Tensor | Shape) -> Tensor:
+        return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device) if isinstance(kept, Shape) else kept
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        super().__exit__(kind, *exception)
+        if kind is None and not self.kinds:
+            raise ValueError("its attention stores no scores, or it has none")
+
+
+def comes_from_softmax(node: Any, steps: int = 3) -> bool:
+    """Is what this node of the graph made a softmax, or a softmax that was cast, dropped out, reshaped?"""
+    if node is None:
+        return False
+    name = node.name().removesuffix("Backward0")
+    if name == "Softmax" or not steps:
+        return name == "Softmax"
+    return name in BETWEEN and any(comes_from_softmax(before, steps - 1) for before, _ in node.next_functions)
