@@ -151,6 +151,14 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins: its memory's number, and the elements before it there.
+
+    Why, since when, and in its place: as `storage_id`. A fake tensor has no `data_ptr()` at all.
+    """
+    return storage_id(tensor.untyped_storage()), tensor.storage_offset()
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Did `module.compile()` compile the module, with its hooks?
 

@@ -16,7 +16,7 @@ from minizero.xray.fake import build, pretend
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.plan import Plan
-from minizero.xray.step import Measured, Optimizer, batch_size, measure
+from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, result, tensors_of
 
 
 class NotPossible(ValueError):
@@ -32,24 +32,30 @@ class Case:
         self.model, self.inputs, self.make_optimizer = model, inputs, optimizer
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
-        tables = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)]
-        self.vocabulary = max(tables, default=0)
+        self.vocabulary = vocabulary_of(model, inputs)
         self.notes: dict[str, None] = {}  # what a reader must know, in order, each once
-        self.found: dict[Plan, Measured | NotPossible] = {}
+        self.found: dict[Plan, Result | NotPossible] = {}
 
-    def run(self, plan: Plan) -> Measured:
-        """A step under `plan`, without numbers. `NotPossible` if this model has none."""
+    def run(self, plan: Plan) -> Result:
+        """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
         if plan not in self.found:
             try:
-                self.found[plan] = self._run(plan)
-            except Exception as error:
-                self.found[plan] = NotPossible(reason(error))
+                self.found[plan] = result(self.measure(plan))
+            except NotPossible as error:
+                self.found[plan] = error
         found = self.found[plan]
         if isinstance(found, NotPossible):
             raise found
         return found
 
-    def _run(self, plan: Plan) -> Measured:
+    def measure(self, plan: Plan) -> Measured:
+        """Run a step under `plan`, without numbers. `NotPossible` if this model cannot follow it."""
+        try:
+            return self._measure(plan)
+        except Exception as error:
+            raise NotPossible(reason(error)) from error
+
+    def _measure(self, plan: Plan) -> Measured:
         if plan.micro_batches > 1 and self.batch_size % plan.micro_batches:
             raise ValueError(f"{plan.micro_batches} micro-batches do not divide a batch of {self.batch_size}")
         with pretend() as mode:
@@ -57,6 +63,14 @@ class Case:
             if plan.recompute and switch_caches_off(module):
                 self.notes["with recompute: use_cache=False, since a cache would keep what recompute drops"] = None
             return measure(module, inputs, plan, self.make_optimizer, one_of_many(plan.ranks))
+
+
+def vocabulary_of(model: nn.Module, inputs: Any) -> int:
+    """How many words the largest embedding has; 0 if a length or a width is the same number, so that none can tell."""
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    words = max((table.num_embeddings for table in tables), default=0)
+    others = {table.embedding_dim for table in tables} | {n for tensor in tensors_of(inputs) for n in tensor.shape}
+    return 0 if words in others else words
 
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW) -> Case:

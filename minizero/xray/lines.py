@@ -41,11 +41,10 @@ class Birth(NamedTuple):
 
 
 class LineRecorder(Recorder):
-    """A recorder that also notes, by the record's id(), each tensor's `Birth`."""
+    """A recorder that also notes each tensor's `Birth`, on its record."""
 
     def __init__(self, tape: Any) -> None:
         super().__init__(tape)
-        self.births: dict[int, Birth] = {}
         self.forwards: dict[int, tuple[str, str]] = {}  # by autograd's number of an operation: its module and line
         self.is_users: dict[str, bool] = {}  # by a file's name
 
@@ -58,8 +57,8 @@ class LineRecorder(Recorder):
         elif not self.position.in_backward:
             self.forwards.setdefault(torch_private.next_operation() - 1, (module, line))
         for entry in self.tape[before:]:
-            if type(entry) is Record and entry() is not None and id(entry) not in self.births:  # else it died
-                self.births[id(entry)] = self.birth(entry, result, module, line)
+            if type(entry) is Record and entry() is not None and not hasattr(entry, "birth"):  # else it died
+                entry.birth = self.birth(entry, result, module, line)
         return result
 
     def birth(self, record: Record, result: Any, module: str, line: str) -> Birth:
@@ -82,12 +81,6 @@ class LineRecorder(Recorder):
 
 
 class LineLedger(Ledger):
-    """A ledger that knows the lines. After its block, `births` has each tensor's."""
+    """A ledger whose records know the lines."""
 
     recorder_type = LineRecorder
-
-    def __enter__(self) -> "LineLedger":
-        super().__enter__()
-        assert isinstance(self.recorder, LineRecorder)
-        self.births = self.recorder.births
-        return self

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from minizero.engines.engine import Engine
 from minizero.memory import Ledger
+from minizero.memory.tape import at_peak
 from minizero.ranks.comm import Comm
 from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
@@ -32,6 +33,20 @@ class Measured:
 
     ledger: Ledger
     sent: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The figures of one step, without its tape. peak: as the ledger's; parts: by category, at the joint peak."""
+
+    peak: dict[str, int]
+    parts: dict[str, int]
+    sent: int
+
+
+def result(measured: Measured) -> Result:
+    ledger = measured.ledger
+    return Result(ledger.peak, dict(at_peak(ledger.tape, ledger.start).totals), measured.sent)
 
 
 def measure(module: nn.Module, inputs: Any, plan: Plan, optimizer: Optimizer, comm: Comm) -> Measured:
