@@ -14,7 +14,7 @@ FLOORS = [
     {"memory", "models", "report"},
     {"ranks", "schedules"},
     {"engines", "cli", "measure"},
-    {"checkpoint", "accumulate", "simulate", "mixed_precision", "grid", "one_step"},
+    {"checkpoint", "accumulate", "simulate", "mixed_precision", "grid", "one_step", "xray"},
     {"train"},
 ]
 # From which file to which, each with its reason.

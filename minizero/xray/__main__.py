@@ -1,6 +1,7 @@
 """python -m minizero.xray: who holds the peak of a training step, and what would help."""
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -26,8 +27,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--batch", type=positive, default=2, metavar="N", help="samples, for --hf and our GPT (default: %(default)s)")
     add("--length", type=positive, metavar="N", help="tokens of a sample (default: 2048, our GPT's 64)")
     add("--ranks", type=positive, default=8, metavar="N", help="devices to shard over (default: %(default)s)")
+    add("--fit", type=budget, metavar="80GiB", help="a device's memory: find the cheapest stack that fits it")
+    add("--no-table", action="store_true", help="only the picture of the step, without the runs of each technique")
     add("--output", type=Path, metavar="FOLDER", help="where xray.png, .html and .json go (default: nowhere)")
     return parser.parse_args(argv)
+
+
+def budget(text: str) -> float:
+    """The type of --fit: bytes, as 80GiB, 500MiB or 80GB."""
+    units = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+    for unit, each in units.items():
+        with contextlib.suppress(ValueError):
+            if text.endswith(unit) and float(text.removesuffix(unit)) > 0:
+                return float(text.removesuffix(unit)) * each
+    raise argparse.ArgumentTypeError(f"must be a size such as 80GiB or 500MiB, not {text!r}")
 
 
 def maker(options: argparse.Namespace) -> tuple[Callable[[], Any], str]:
@@ -57,6 +70,14 @@ def run(options: argparse.Namespace, console: Console) -> None:
     make, name = maker(options)
     report = Report(case_of(make), options.ranks, name)
     report.show(console)
+    if not options.no_table:
+        report.what_would_help(console)
+    if options.fit is not None:
+        report.fit(options.fit)
+        report.show_fit(console)
+    if options.output is not None:
+        for path in report.save(options.output):
+            console.print(f"wrote {path}")
 
 
 def main(argv: list[str] | None = None) -> int:
