@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero.memory import Ledger
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray.fake import build, pretend
 from minizero.xray.hugging_face import switch_caches_off
@@ -35,6 +36,7 @@ class Case:
         self.vocabulary = vocabulary_of(model, inputs)
         self.notes: dict[str, None] = {}  # what a reader must know, in order, each once
         self.found: dict[Plan, Result | NotPossible] = {}
+        self.trained: frozenset[int] | None = None  # which parameters get a gradient, once a step has shown it
 
     def run(self, plan: Plan) -> Result:
         """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
@@ -48,21 +50,25 @@ class Case:
             raise found
         return found
 
-    def measure(self, plan: Plan) -> Measured:
+    def measure(self, plan: Plan, ledger_type: type[Ledger] = Ledger) -> Measured:
         """Run a step under `plan`, without numbers. `NotPossible` if this model cannot follow it."""
         try:
-            return self._measure(plan)
+            return self._measure(plan, ledger_type)
         except Exception as error:
             raise NotPossible(reason(error)) from error
 
-    def _measure(self, plan: Plan) -> Measured:
+    def _measure(self, plan: Plan, ledger_type: type[Ledger]) -> Measured:
         if plan.micro_batches > 1 and self.batch_size % plan.micro_batches:
             raise ValueError(f"{plan.micro_batches} micro-batches do not divide a batch of {self.batch_size}")
         with pretend() as mode:
             module, inputs = mode.copy(self.model), mode.copy(self.inputs)
             if plan.recompute and switch_caches_off(module):
                 self.notes["with recompute: use_cache=False, since a cache would keep what recompute drops"] = None
-            return measure(module, inputs, plan, self.make_optimizer, one_of_many(plan.ranks))
+            comm, trained = one_of_many(plan.ranks), self.trained
+            found = measure(module, inputs, plan, self.make_optimizer, comm, ledger_type, trained)
+            if plan == Plan():
+                self.trained = found.trained
+            return found
 
 
 def vocabulary_of(model: nn.Module, inputs: Any) -> int:

@@ -25,6 +25,7 @@ from minizero.report import write_files
 from minizero.xray.case import Case
 from minizero.xray.fit import Fit, fit, kept_free, with_minizero, with_pytorch
 from minizero.xray.holders import Row, rows_at_peak
+from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 from minizero.xray.step import Optimizer, Result, result
 from minizero.xray.techniques import Outcome, outcome, techniques
@@ -50,7 +51,7 @@ class Report:
     def __init__(self, case: Case, ranks: int = 8, name: str = "") -> None:
         self.case, self.ranks = case, ranks
         self.title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters, batch {case.batch_size}"
-        measured = case.measure(Plan())
+        measured = case.measure(Plan(), LineLedger)
         self.plain: Result = result(measured)
         self.peak = self.plain.peak
         self.holders: list[Row] = rows_at_peak(measured.ledger, case.vocabulary)
