@@ -10,14 +10,14 @@ A folder for each lesson; its `__init__` gives the order of its files.
     models/           what the lessons train
     pictures/         draws plain data
     checkpoint/       state on disk, read again at another world size
+    train/            the main job: train under each stage, and measure
     simulate/         clusters that nobody here owns
     mixed_precision/  the claims of the mixed-precision paper as runs
     accumulate.py     micro-batches, weighted by their tokens
-    train.py          the main job: train under each stage, and measure
     grid.py           who holds what, live
     one_step.py       one step of a plain model, its memory measured
     torch_private.py  every private name of PyTorch in use
-    report.py  cli.py the main job's tables; what command lines share
+    cli.py            what command lines share
 
 An import goes down this list's floors, never up: CONTRIBUTING.md draws them, and a test holds them.
 """

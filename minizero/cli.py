@@ -1,4 +1,4 @@
-"""What command lines share: the parser, what an option may be, and how a command ends.
+"""What command lines share: the parser, what an option may be, how a command ends, and the files that it writes.
 
 Each check raises `ValueError` with one line that says what was wrong and what to do.
 """
@@ -6,11 +6,13 @@ Each check raises `ValueError` with one line that says what was wrong and what t
 import argparse
 import contextlib
 import math
+import os
+import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -113,3 +115,28 @@ def check_device(name: str) -> None:
     """`ValueError` if --device asks for a GPU and PyTorch finds none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no CUDA GPU here: use --device cpu")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures are measured on: cpu, cores, python, torch, and the device's name."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"cpu": cpu, "cores": os.cpu_count(), **versions, "device": name}
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
+    """Writes files, by name, into `folder`, which it creates; returns their paths.
+
+    It writes all of them beside their places first, and then moves them: a full disk must not leave half a file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as beside:
+        for name, content in files.items():
+            Path(beside, name).write_bytes(content)
+        for name in files:
+            os.replace(Path(beside, name), folder / name)
+    return [folder / name for name in files]

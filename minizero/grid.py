@@ -1,19 +1,22 @@
 """Who holds what: ranks down, units across, boxes that fill and empty through a training step, live.
 
     python -m minizero.grid --stage 3 --delay 0.3
+    python -m minizero.grid --by-hand
 
 Each box has three bars, for the unit's parameters (blue), gradients (yellow) and optimizer states (green). A bar says
 how much of them this rank holds at this moment, measured by the size of the tensors. A rank stops for `--delay` seconds
-after everything that its engine does, so that a lecture hall can follow.
+after everything that its engine does, so that a lecture hall can follow. With `--by-hand` it stops until Enter comes.
 """
 
+import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -80,10 +83,18 @@ def step_by_step(
         tell("zero_grad")
 
 
+def frame(board: list[tuple[str, Holding]]) -> Group | Text:
+    """All that the terminal shows: what just happened, the board, and what its signs mean."""
+    if not all(units for _, units in board):
+        return Text("The ranks begin …")
+    states = Text.assemble(*((f"██ {state}   ", COLORS[state]) for state in STATES))
+    signs = Text("██ all of it   ▂▂ a part of it: a shard   ·· nothing")
+    return Group(Text(board[0][0], style="bold"), draw_text(board), states, signs)
+
+
 def draw_text(board: list[tuple[str, Holding]]) -> Table:
     """The board as a table for a terminal. board: for each rank, what happened last, and its holding."""
-    title = Text.assemble(*((f"█ {state}  ", COLORS[state]) for state in STATES))
-    table = Table(title=title, pad_edge=False)
+    table = Table(pad_edge=False)
     table.add_column("")
     names = list(next((units for _, units in board if units), {}))
     for name in names:
@@ -98,7 +109,6 @@ def draw_text(board: list[tuple[str, Holding]]) -> Table:
                 cell.append(LEVELS[level] * 2 + " ", style=COLORS[state])
             cells.append(cell)
         table.add_row(f"rank {rank}", *cells)
-    table.caption = board[0][0]
     return table
 
 
@@ -111,17 +121,33 @@ def run(argv: list[str] | None, console: Console) -> None:
     add("--layers", type=positive, default=4, metavar="N", help="blocks (default: %(default)s)")
     add("--steps", type=positive, default=2, metavar="N", help="(default: %(default)s)")
     add("--delay", type=float, default=0.2, metavar="SECONDS", help="after each event (default: %(default)s)")
+    add("--by-hand", action="store_true", help="go on with Enter, one event at a time")
     options = parser.parse_args(argv)
     if not 0 <= options.delay < 60:
         raise ValueError(f"--delay {options.delay}: give seconds, from 0 to 60")
     config = GPTConfig(width=64, layers=options.layers, heads=2)
     board: list[tuple[str, Holding]] = [("", {})] * options.world_size
 
+    def wait_for_enter() -> None:
+        console.clear()
+        console.print(frame(board), Text("Enter: on   q and Enter: end", style="dim"))
+        with contextlib.suppress(EOFError):
+            if input().strip() == "q":
+                ended.set()  # what is left of the steps takes no second
+
+    ended, together = threading.Event(), threading.Barrier(options.world_size, wait_for_enter)
+
     def show(rank: int, what: str, units: Holding) -> None:
         board[rank] = what, units
-        time.sleep(options.delay)
+        if options.by_hand and not ended.is_set():
+            together.wait()
+        elif not options.by_hand:
+            time.sleep(options.delay)
 
-    with Live(get_renderable=lambda: draw_text(board), console=console, refresh_per_second=20):
+    if options.by_hand:
+        World(options.world_size, "cpu").run(step_by_step, options.stage, config, options.steps, show)
+        return
+    with Live(get_renderable=lambda: frame(board), console=console, refresh_per_second=20):
         World(options.world_size, "cpu").run(step_by_step, options.stage, config, options.steps, show)
 
 

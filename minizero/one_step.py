@@ -18,13 +18,12 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from minizero.cli import Parser, check_device, check_output, check_shapes, positive, run_command
+from minizero.cli import Parser, check_device, check_output, check_shapes, positive, run_command, write_files
 from minizero.memory.allocators import compare, describe_gap, return_memory_at_once
 from minizero.memory.estimate import estimate, free_memory
 from minizero.memory.ledger import Ledger
 from minizero.memory.tables import MIB, print_comparison, print_peak
 from minizero.models.gpt import GPT, GPTConfig
-from minizero.report import write_files
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -11,9 +11,9 @@ PACKAGES = ("minizero", "flash", "precision")
 FLOORS = [
     {"torch_private"},
     {"pictures", "recompute", "flash", "precision"},
-    {"memory", "models", "report"},
+    {"memory", "models"},
     {"ranks", "schedules"},
-    {"engines", "cli", "measure"},
+    {"engines", "cli"},
     {"checkpoint", "accumulate", "simulate", "mixed_precision", "grid", "one_step", "xray"},
     {"train"},
 ]

@@ -3,20 +3,23 @@
 import html
 import json
 import re
-import shutil
-import subprocess
 
+import nbformat
 import pytest
 
-from notebooks.tools.publish import DECK_SLIDES, FOLDER, book, slides
+from notebooks.tools.cells import number_of, read, title_of
+from notebooks.tools.publish import book, main
+from notebooks.tools.slides import DECK_SLIDES, FOLDER, browser, draw, faults, lecture, opened, slides
 from tests.exercises.course import COURSE
+from tests.test_lessons import LESSONS
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 pytestmark = pytest.mark.slow
+in_a_browser = pytest.mark.skipif(browser() is None, reason="no Chromium here: it opens the pages as a reader would")
 
 # Runs in the page when it has loaded, and leaves what it saw in the document.
-PROBE = """<script>addEventListener("load", () => setTimeout(() => {
+PROBE = """addEventListener("load", () => setTimeout(() => {
+  const asleep = document.querySelectorAll(".asleep").length;
   const broken = [...document.images].filter(image => image.currentSrc && !image.naturalWidth).length;
   let moved = 0, sliders = document.querySelectorAll("input[type=range]");
   for (const slider of sliders) {
@@ -27,39 +30,126 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   let slides = 0;
   if (window.Reveal) { Reveal.next(); slides = Reveal.getTotalSlides(); }
   const at = window.Reveal ? Reveal.getIndices().h : -1;
-  const found = {broken, images: document.images.length, sliders: sliders.length, moved, slides, at};
-  document.documentElement.dataset.probe = JSON.stringify(found);
-}, 500));</script>"""
+  const say = wide => {
+    const found = {wide, asleep, broken, images: document.images.length, sliders: sliders.length, moved, slides, at};
+    document.documentElement.dataset.probe = JSON.stringify(found);
+  };
+  if (window.Reveal) return say(0);
+  const phone = document.createElement("iframe");  // a window of its own cannot be so narrow
+  phone.width = 390;
+  phone.srcdoc = document.documentElement.outerHTML.replace(/<script[^]*?<\\/script>/g, "");
+  phone.onload = () => say(phone.contentDocument.documentElement.scrollWidth);
+  document.body.append(phone);
+}, 500));"""
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """Every file by its name, slides and book."""
+def made(tmp_path_factory):
+    """The files of slides and book by their names, and what is wrong with slides."""
     folder = tmp_path_factory.mktemp("published")
-    paths = [*slides(folder / "slides"), *book(folder / "book")]
-    return {f"{path.parent.name}/{path.stem}": path for path in paths}
+    paths, wrong = slides(folder / "slides")
+    return {f"{path.parent.name}/{path.stem}": path for path in [*paths, *book(folder / "book")]}, wrong
+
+
+@pytest.fixture(scope="module")
+def published(made):
+    return made[0]
 
 
 def test_there_is_a_file_for_each_notebook_and_one_deck(published):
     assert sorted(published) == sorted(
         [f"{kind}/{name}" for kind in ("slides", "book") for name in NAMES] + ["slides/deck", "book/index"]
     )
+
+
+def test_nothing_is_wrong_with_the_slides_of_lessons(made):
+    """Titles, texts, notes; and, with a browser, what lies below the screen, is cut, or too small to be read."""
+    for name in [*LESSONS, "deck"]:
+        assert made[1][name] == [], name
+
+
+def test_the_lecture_has_notes_to_speak_from(published):
+    """A title, an agenda that names the parts, a slide that opens each part; 50 minutes are about 25 slides."""
     text = published["slides/deck"].read_text()
-    notes = re.findall(r"<aside class='notes'>(.*?)</aside>", text, re.DOTALL)
-    assert 15 <= len(notes) <= DECK_SLIDES and all(len(note) > 40 for note in notes)
+    notes = [html.unescape(note) for note in re.findall(r'<aside class="notes">(.*?)</aside>', text, re.DOTALL)]
+    assert 15 <= len(notes) <= DECK_SLIDES
+    assert all(100 <= len(note.split()) <= 150 for note in notes), [len(note.split()) for note in notes]
+    titles = [
+        cell.metadata["title"]
+        for name in NAMES
+        for cell in read(FOLDER / f"{name}.ipynb").cells[:1]
+        if "title" in cell.metadata and cell.metadata.get("deck")
+    ]
+    agenda = re.search(r"<table class='agenda'>(.*?)</table>", text)[1]
+    assert [html.unescape(title) for title in re.findall(r"</td><td>(.*?)</td>", agenda)] == titles and len(titles) >= 4
+    assert len(re.findall(r"<p class='part'>Part", text)) == len(titles)
 
 
-def test_the_deck_leaves_out_what_says_so(published):
-    """A notebook's own slides have all its notes, the deck those of no cell whose `deck` is false."""
-    deck, left_out = published["slides/deck"].read_text(), 0
-    for name in NAMES:
-        own = published[f"slides/{name}"].read_text()
-        for cell in json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]:
-            if cell["metadata"].get("deck") is False and "slideshow" in cell["metadata"]:
-                note = f"<aside class='notes'>{html.escape(cell['metadata']['notes'])}</aside>"
-                assert note in own and note not in deck, f"{name}: {note}"
-                left_out += 1
-    assert left_out > 10
+def test_lessons_have_notes_on_each_slide():
+    for name in LESSONS:
+        for cell in read(FOLDER / f"{name}.ipynb").cells:
+            if cell.metadata.get("slideshow"):
+                assert "title" in cell.metadata, f"{name}: {cell.source[:50]}"
+                assert len(cell.metadata["notes"].split()) >= 60, f"{name}: {cell.metadata['title']}"
+
+
+def slide(kind, source, **metadata):
+    """A cell with the mark of a slide; of code, with what it has shown."""
+    shown = [nbformat.v4.new_output("stream", text=text) for text in metadata.pop("shown", [])]
+    cell = nbformat.v4.new_code_cell(source, outputs=shown) if kind == "code" else nbformat.v4.new_markdown_cell(source)
+    cell.metadata.update({"alt": "a figure of nothing", "heading": "Heading", "notes": "Said."} | metadata)
+    return cell
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        (slide("markdown", "## A `message`\n\nWith a text."), []),
+        (slide("markdown", "long prose", title="A message", text="short"), []),
+        (slide("code", "run()", title="A message", shown=["one\n", "two"]), []),
+        (slide("markdown", "## A message"), ["it has a title and nothing else"]),
+        (slide("code", "run()", title="A message"), ["it has a title and nothing else"]),
+        (slide("code", "run()", title="A message", shown=["one"], outputs=[]), ["it has a title and nothing else"]),
+        (slide("markdown", "Prose alone."), ["it has no title"]),
+        (
+            slide("markdown", "## A message\n\nAll published rows:"),
+            ["it announces what does not come: All published rows:"],
+        ),
+        (slide("code", "run()", title="A message", outputs=[3]), ["`outputs` names one that its cell has not"]),
+        (slide("markdown", "## A message\n\nText.", notes=""), ["it has no notes"]),
+    ],
+)
+def test_what_is_wrong_with_a_slide_is_said(cell, said):
+    assert list(faults(draw(cell), cell.metadata["notes"])) == said
+
+
+def test_a_slide_shows_all_outputs_or_those_that_it_names():
+    cell = slide("code", "run()", title="A message", shown=["one\n", "two\n"])
+    assert "one\ntwo" in draw(cell) and "run()" not in draw(cell)
+    cell.outputs.insert(1, nbformat.v4.new_output("display_data", data={"text/markdown": "between"}))
+    assert re.findall("one|between|two", draw(cell)) == ["one", "between", "two"]
+    cell.metadata.update(outputs=[2], code=True)
+    assert "two" in draw(cell) and "one" not in draw(cell) and "run" in draw(cell)
+
+
+def test_a_slide_that_opens_a_part_stands_in_the_agenda():
+    talk = [
+        (True, "01", "<h2>First</h2>", "a"),
+        (False, "01", "<h2>Second</h2>", "b"),
+        (True, "02", "<h2>Third</h2>", "c"),
+    ]
+    _, agenda, first, second, third = (shown for shown, _ in lecture(talk))
+    assert "First" in agenda and "Third" in agenda and "Second" not in agenda
+    assert "Part 1 of 2" in first and "Part" not in second and "Part 2 of 2" in third
+
+
+def test_publish_says_what_is_wrong(monkeypatch, tmp_path, capsys):
+    wrong = {"01_a": ["slide 3: it has no notes"], "deck": []}
+    monkeypatch.setattr("sys.argv", ["publish", "slides"])
+    monkeypatch.setattr("notebooks.tools.publish.slides", lambda folder: ([tmp_path], wrong))
+    assert main() == 1 and "01_a, slide 3: it has no notes" in capsys.readouterr().err
+    wrong["01_a"].clear()
+    assert main() == 0
 
 
 def test_nothing_is_fetched_and_every_picture_has_words(published):
@@ -77,6 +167,7 @@ def test_links_inside_the_book_lead_somewhere(published):
         if name.startswith("book"):
             for link in re.findall(r'href="([\w./-]+\.html)', path.read_text()):
                 assert (path.parent / link).exists(), f"{name}: {link}"
+            assert 'href="../' not in path.read_text(), f"{name} needs what lies around the folder"
             assert ".ipynb" not in re.sub(r"<code>.*?</code>|<pre.*?</pre>", "", path.read_text(), flags=re.DOTALL)
 
 
@@ -97,23 +188,49 @@ def test_what_answers_an_exercise_is_folded(published):
             assert "comm.send_recv(outgoing, right, incoming, left)" not in unfolded, name
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: it opens the pages as a reader would")
-def test_a_browser_opens_them_all(published, tmp_path):
+@in_a_browser
+def test_a_browser_opens_them_all(published):
     moved = 0
     for name, path in published.items():
-        probed = tmp_path / f"{name.replace('/', '-')}.html"
-        probed.write_text(PROBE.join(path.read_text().rsplit("</body>", 1)))
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=8000", "--dump-dom"]
-        done = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=600, check=False)
-        assert not re.findall(r"CONSOLE.*", done.stderr), name
-        found = json.loads(re.search(r'data-probe="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))
-        assert found["broken"] == 0, f"{name}: {found}"
+        found, console = opened(path, PROBE)
+        assert not console, name
+        assert found["broken"] == found["asleep"] == 0, f"{name}: {found}"
+        assert found["wide"] <= 390, f"{name} scrolls sideways on a phone: {found}"
         assert found["sliders"] == found["moved"], f"{name}: {found}"
         moved += found["moved"]
         if name.startswith("slides"):
             assert found["slides"] >= 5 and found["at"] == 1, f"{name}: {found}"
     assert moved >= 2
+
+
+@in_a_browser
+def test_a_browser_finds_what_is_cut_off_or_too_small(tmp_path, monkeypatch):
+    """Three slides: one that is right, one that is too long, one whose line is too wide."""
+    from notebooks.tools import slides as tool
+
+    right, long = "## A message\n\nShort.", "## A message\n\n" + "A line of text.\n\n" * 30
+    drawn = [(draw(slide("markdown", text)), "notes") for text in (right, long)]
+    drawn.append((draw(slide("code", "run()", title="A message", shown=["x" * 400])), "notes"))
+    path = tmp_path / "slides.html"
+    path.write_text(tool.deck("Three", drawn))
+    said = tool.look(path)
+    assert any(re.fullmatch(r"slide 2: \d+ px of it lie below the screen", text) for text in said), said
+    assert any(text.startswith("slide 3: its letters are") for text in said), said
+    assert not any(text.startswith("slide 1") for text in said), said
+
+
+def test_a_page_of_the_book_has_numbers_contents_and_ways_on(published):
+    index = published["book/index"].read_text()
+    for at, name in enumerate(NAMES):
+        text, title = published[f"book/{name}"].read_text(), title_of(read(FOLDER / f"{name}.ipynb"))
+        assert f">{number_of(name)} · {title}" in html.unescape(text), name
+        sections = re.findall(r'<h2 id="([^"]*)"', text)
+        assert re.findall(r'<li><a href="#([^"]*)"', text) == sections, name
+        assert text.count('<a href="index.html">') == 2 and text.count("<nav>") == 2, name
+        assert at == 0 or text.count(f'href="{NAMES[at - 1]}.html">←') == 2, name
+        row = re.search(rf"<tr><td>{number_of(name)}</td>.*?</tr>", index)[0]
+        assert f'href="{name}.html"' in row and len(row.rpartition("<td>")[2]) > 20, name
+        assert "VBox(" not in text, name
 
 
 def test_every_notebook_ends_with_its_exercises():
@@ -129,3 +246,26 @@ def test_every_notebook_ends_with_its_exercises():
             r"\]\((?!http)([^)#]+)\)", "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
         ):
             assert (FOLDER / link).exists(), f"{name}: {link}"
+
+
+def test_the_lecturers_page_adds_up():
+    """Minutes of homework, a day and of the core; and of each notebook the slides and the whole lesson."""
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    core = sum(exercise.minutes for exercise in COURSE if exercise.core)
+    assert f"the core: {core} minutes" in text
+    days = re.findall(r"^\| (\d) \| ([\d, b-c]+) \| ([\d–, ]+): .*? \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    given, shown = [], []
+    for day, present, numbers, minutes, of_core in days:
+        parts = [list(map(int, part.split("–"))) for part in numbers.split(", ")]
+        these = [exercise for exercise in COURSE for part in parts if part[0] <= exercise.number <= part[-1]]
+        assert sum(exercise.minutes for exercise in these) == int(minutes), f"day {day}"
+        assert sum(exercise.minutes for exercise in these if exercise.core) == int(of_core), f"day {day}"
+        given += [exercise.number for exercise in these]
+        shown += present.split(", ")
+    assert sorted(given) == [exercise.number for exercise in COURSE]
+    table = re.findall(r"^\| \[(\w+) .*?\]\((\w+)\.ipynb\) \| (\d+) \((\d+)\) \|", text, re.MULTILINE)
+    assert [name for _, name, *_ in table] == NAMES and [number for number, *_ in table] == shown
+    slides_of = {number: int(minutes) for number, _, minutes, _ in table}
+    for day, present, *_ in days:
+        assert sum(slides_of[number] for number in present.split(", ")) <= 90, f"day {day}"
+    assert all(int(minutes) < int(whole) for *_, minutes, whole in table)

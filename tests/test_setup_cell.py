@@ -13,7 +13,7 @@ from notebooks.tools import setup_cell
 from notebooks.tools.run import FOLDER
 
 PROJECT = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-OTHERS = ["numpy", "torch", "matplotlib", "rich", "safetensors"]  # what else a notebook needs
+OTHERS = ["numpy", "torch", "matplotlib", "rich", "safetensors", "ipywidgets"]  # what else a notebook needs
 NOWHERE = "https://127.0.0.1:9/minizero"  # a port at which nobody answers: as if there were no network
 
 
@@ -22,14 +22,16 @@ def package(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").touch()
-        (folder / name / "train.py").touch()
+        (folder / name / "cli.py").touch()
     return folder
 
 
-def opened(folder: Path, *found: str, repository: str = PROJECT["urls"]["Repository"], pip: str | None = None):
+def opened(
+    folder: Path, *found: str, repository: str = PROJECT["urls"]["Repository"], pip: str | None = None, then: str = ""
+):
     """Run the cell in `folder` in a Python that has the empty packages `found`, and nothing of this machine's.
 
-    pip: what `python -m pip` does, in place of the real one.
+    pip: what `python -m pip` does, in place of the real one. then: what runs at the end.
     """
     site = folder.parent / "site"
     site.mkdir(exist_ok=True)
@@ -41,7 +43,8 @@ def opened(folder: Path, *found: str, repository: str = PROJECT["urls"]["Reposit
     if pip is not None:
         (folder.parent / "pip.py").write_text(pip)
         environment["PYTHONPATH"] = str(folder.parent)  # the cell's own Python is isolated (-I), its pip is not
-    program = f"import sys; sys.path.append({str(site)!r})\n{cell}\nimport minizero; print(minizero.__file__)"
+    found = "import minizero; print(minizero.__file__, flush=True)"
+    program = f"import sys; sys.path.append({str(site)!r})\n{cell}\n{found}{then}"
     command = [sys.executable, "-I", "-S", "-c", program]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -63,7 +66,7 @@ def test_every_notebook_has_it_first_with_the_address_of_pyproject():
         assert f'ADDRESS = "git+{repository}"' in source, f"{path.name}: run python -m notebooks.tools.run --setup"
         assert source == setup_cell.source(), f"{path.name}: run python -m notebooks.tools.run --setup"
         assert repository not in "".join("".join(c["source"]) for c in cells[1:])
-    assert len(source.splitlines()) <= 15
+    assert len(source.splitlines()) <= 20
     needed = [f'"{name}"' for name in ("minizero", *OTHERS)]
     assert f"needed = [{', '.join(needed)}]" in source
 
@@ -96,9 +99,21 @@ def test_a_bare_checkout_is_found(tmp_path, where):
     assert Path(done.stdout.strip()).samefile(checkout / "minizero" / "__init__.py")
 
 
+def test_a_process_that_the_notebook_starts_finds_the_checkout_too(tmp_path):
+    checkout = package(tmp_path / "checkout", "minizero")
+    (tmp_path / "elsewhere").mkdir()
+    child = "import minizero; print(minizero.__file__)"
+    start = (
+        f"\nsubprocess.run([sys.executable, '-S', '-c', {child!r}], cwd={str(tmp_path / 'elsewhere')!r}, check=True)"
+    )
+    done = opened(checkout, *OTHERS, then=start)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [Path(line).parent.name for line in done.stdout.splitlines()] == ["minizero", "minizero"]
+
+
 def test_a_bare_checkout_names_what_else_is_missing(tmp_path):
     checkout = package(tmp_path / "checkout", "minizero")
-    assert says_one_line(opened(checkout, "numpy", "torch", "matplotlib")) == "rich, safetensors"
+    assert says_one_line(opened(checkout, "numpy", "torch", "matplotlib")) == "rich, safetensors, ipywidgets"
 
 
 def test_what_is_installed_is_taken(tmp_path):
@@ -117,9 +132,13 @@ def test_elsewhere_without_an_address_it_says_so_in_one_line(tmp_path):
     assert not (tmp_path / "ran").exists(), "pip has nothing to install from"
 
 
-def test_elsewhere_without_a_network_it_says_so_in_one_line(tmp_path):
+def test_elsewhere_without_a_network_it_shows_what_pip_says(tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    assert says_one_line(opened(tmp_path / "elsewhere", *OTHERS, repository=NOWHERE)) == "minizero"
+    done = opened(tmp_path / "elsewhere", *OTHERS, repository=NOWHERE)
+    assert done.returncode == 1 and done.stdout.startswith("Installing, which takes some minutes")
+    *errors, last = done.stderr.splitlines()
+    assert any(line.startswith("ERROR: ") or "fatal: " in line for line in errors), done.stderr
+    assert last.startswith("Not found: minizero.")
 
 
 def test_elsewhere_with_an_address_it_installs(tmp_path):
@@ -133,4 +152,6 @@ def test_elsewhere_with_an_address_it_installs(tmp_path):
     )
     done = opened(tmp_path / "elsewhere", *OTHERS, repository=NOWHERE, pip=pip)
     assert (done.returncode, done.stderr) == (0, "")
-    assert Path(done.stdout.strip()).parent == tmp_path / "site" / "minizero"
+    said, found = done.stdout.splitlines()
+    assert said.startswith("Installing, which takes some minutes")
+    assert Path(found).parent == tmp_path / "site" / "minizero"

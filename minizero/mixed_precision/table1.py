@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from torch import nn
 from torch.nn import functional as F
 
-from minizero.cli import Parser, check_output, positive, run_command
+from minizero.cli import Parser, check_output, machine, positive, run_command
 from minizero.memory import Ledger
 from minizero.mixed_precision import report
 from minizero.mixed_precision.step_memory import crossover, peaks
@@ -37,7 +37,6 @@ from minizero.models import images
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.models.networks import NETWORKS
 from minizero.models.text import TEXT, read_text, windows
-from minizero.report import machine
 from precision.emulate import emulate
 from precision.formats import FP16
 

@@ -1,17 +1,48 @@
-"""Bits that can be clicked, as plain HTML with its script: no kernel, no library, no network.
+"""Pictures that can be clicked, as plain HTML with its script: no kernel, no library, no network.
 
-The HTML holds a table with one number decoded. The script puts buttons in its place. Where scripts are taken out, as on
-GitHub, the table stays.
+Bits: the HTML holds a table with one number decoded, and the script puts buttons in its place. A player: the HTML holds
+one frame and a sentence, and the script takes the sentence away. Where scripts are taken out, as on GitHub or in a
+notebook that is not trusted yet, the table, the frame and the sentence stay.
 """
 
 import html
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from matplotlib.animation import Animation
 
 from minizero.pictures.bits import EXPONENT, MANTISSA, SIGN, fields, power, spell
 
 _SCRIPT = Path(__file__).parents[1] / "data" / "clickable_bits.js"
+# matplotlib's buttons fetch their icons from the web. These signs stand in for them: any typeface has them.
+SIGNS = {"minus": "−", "fast-backward": "|◀◀", "step-backward": "|◀", "play fa-flip-horizontal": "◀", "pause": "❚❚"}
+SIGNS |= {"play": "▶", "step-forward": "▶|", "fast-forward": "▶▶|", "plus": "+"}
+ASLEEP = "This player is asleep. Run this notebook, or trust it (in JupyterLab: View, Activate Command Palette, Trust)."
+
+
+def player(animation: Animation, first: int = 0) -> str:
+    """HTML with buttons for an animation of matplotlib. It stands still until it is started.
+
+    first: the frame that is seen at the beginning, also where scripts are taken out.
+    """
+    made = plain_signs(animation.to_jshtml(default_mode="once"))
+    frames = re.findall(r'frames\[\d+\] = "([^"]*)"', made)
+    if not frames:  # none was drawn
+        return made
+    asleep = f'<p class="asleep">{ASLEEP}</p>'
+    wake = 'for (const said of document.querySelectorAll(".asleep")) said.remove();'
+    made = made.replace("this.current_frame = 0;", f"this.current_frame = {first};", 1)
+    made = made.replace("<img id=", f'<img src="{frames[first]}" id='.replace("\\\n", ""), 1)
+    return f"{asleep}{made}<script>{wake}</script>"
+
+
+def plain_signs(made: str) -> str:
+    """A player's HTML without what it would fetch."""
+    for icon, sign in SIGNS.items():
+        made = made.replace(f'<i class="fa fa-{icon}"></i>', sign)
+    return re.sub(r"<link[^>]*font-awesome[^>]*>", "", made)
 
 
 def clickable_bits(

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
+from minizero.pictures.clickable import player
 from minizero.pictures.style import FONT, Look
 
 States = Sequence[Sequence[Sequence[int]]]
@@ -29,9 +30,6 @@ HEIGHT, PITCH = 0.8, 1.6  # of a box, and from a rank to the next; a box is 1 wi
 XLIM, YLIM = (-1.45, 5.5), (-0.85, 6.95)
 FAMILIES = {"sans-serif": "Sans", "monospace": "Sans Mono"}  # DejaVu, by kind; a browser may have another
 ADVANCE = 0.602  # how wide a digit or a space of the typeface is, for size 1
-# matplotlib's buttons fetch their icons from elsewhere. These signs stand in for them.
-SIGNS = {"minus": "−", "fast-backward": "|◀◀", "step-backward": "|◀", "play fa-flip-horizontal": "◀", "pause": "❚❚"}
-SIGNS |= {"play": "▶", "step-forward": "▶|", "fast-forward": "▶▶|", "plus": "+"}
 
 
 def draw_ring(states: States, sent: Sent, unit: float = 42) -> None:
@@ -71,11 +69,9 @@ def animate_ring(states: States, sent: Sent, unit: float = 66) -> str:
     brief |= {f"font.{kind}": [f"DejaVu {name}", kind] for kind, name in FAMILIES.items()}
     frames = 3 * len(states) - 2
     with rc_context(brief):  # type: ignore[arg-type]
-        player = FuncAnimation(figure, draw, frames=frames, interval=900).to_jshtml(default_mode="once")  # type: ignore
+        made = player(FuncAnimation(figure, draw, frames=frames, interval=900))  # type: ignore[arg-type]
     pyplot.close(figure)
-    for icon, sign in SIGNS.items():
-        player = player.replace(f'<i class="fa fa-{icon}"></i>', sign)
-    return re.sub("<link[^>]*>", "", player)
+    return made
 
 
 def draw_frame(ax: Axes, states: States, sent: Sent, number: int, unit: float) -> None:

@@ -5,20 +5,25 @@ dropped. A cut from bottom to top crosses as many bars as slots are taken. Cells
 and come down one backward at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from minizero.pictures.style import FONT, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, label_axes, new_axes
 
 Step = tuple[str, int]  # what is done, and to which stage
-KEPT, FORWARD, BACKWARD = "#B5B5B5", "#000000", "#CC79A7"
+KEPT, FORWARD, BACKWARD = "#B5B5B5", "#000000", COLORS["gradients"]
 
 
-def plot_schedule(steps: Iterable[Step], title: str, axes: Axes | None = None) -> Axes:
-    """Draws the steps of a schedule on `axes`, by default on a new figure."""
+def plot_schedule(
+    steps: Iterable[Step], title: str, axes: Axes | None = None, sizes: Sequence[float] | None = None
+) -> Axes:
+    """Draws the steps of a schedule on `axes`, by default on a new figure.
+
+    sizes: of each stage's input. The bar of a larger one is thicker.
+    """
     if axes is None:
         axes = new_axes(14, 7)
     bars, cells = _where(steps)
@@ -28,7 +33,8 @@ def plot_schedule(steps: Iterable[Step], title: str, axes: Axes | None = None) -
     # From back to front. Heights differ as well as colours, so that nobody has to tell the colours.
     look: dict[str, Any] = {"linewidth": 0}
     kept, first, last = zip(*bars)
-    axes.barh(kept, [b - a for a, b in zip(first, last)], 0.4, first, color=KEPT, label="input kept", **look)
+    thick = [0.4] * len(kept) if sizes is None else [0.8 * sizes[stage] / max(sizes) for stage in kept]
+    axes.barh(kept, [b - a for a, b in zip(first, last)], thick, first, color=KEPT, label="input kept", **look)
     for action, color, height, label in (
         ("forward", FORWARD, 0.55, "forward"),
         ("backward", BACKWARD, 0.95, "forward with tape, and backward"),

@@ -189,7 +189,9 @@ class Schedule:
     def plot(self, ax: Any = None) -> Any:
         """Draws the steps, stage against step; returns the matplotlib Axes."""
         costs = f"{self.slots} kept at most, {self.advances} forwards without a tape"
-        return plot_schedule(self.steps, f"{len(self.stages)} stages: {costs}", ax)
+        sizes = [stage.boundary for stage in self.stages]
+        differ = len(set(sizes)) > 1
+        return plot_schedule(self.steps, f"{len(self.stages)} stages: {costs}", ax, sizes if differ else None)
 
 
 def unfold(stages: Sequence[Stage], split: Callable[[int, int, list[int]], int]) -> Schedule:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -133,14 +132,18 @@ def held_bytes(run: Callable[..., object], layers: Sequence[nn.Module], *argumen
 
 
 def seconds(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The shortest time of each run. The runs take turns, so that what disturbs one disturbs all."""
+    """The shortest time of each run. The runs take turns, so that what disturbs one disturbs all.
+
+    Without a GPU it is the processor's time, which does not grow while other programs run.
+    """
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     times: dict[str, list[float]] = {name: [] for name in runs}
     for name, run in [*runs.items()] * (repeats + 1):
-        start = time.perf_counter()
+        start = clock()
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        times[name].append(time.perf_counter() - start)
+        times[name].append(clock() - start)
     return {name: min(found[1:]) for name, found in times.items()}  # the first of each warms up
 
 
@@ -164,10 +167,3 @@ def against_depth(
             row: Row = {"depth": depth, "bytes": held_bytes(run, layers)}
             rows[name].append(row | ({"seconds": times[name]} if repeats else {}))
     return rows
-
-
-def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
-    """(a, b, R²) of the line y = a + b·x by least squares. R² is the share of y's variance that it explains."""
-    b, a = np.polyfit(x, y, 1)
-    left = np.asarray(y) - (a + b * np.asarray(x))
-    return float(a), float(b), float(1 - left.var() / np.var(y))

@@ -1,8 +1,8 @@
 """Which stage inputs to keep, and which to compute again: less memory for more forwards.
 
     keep                       inputs kept at once      advances of n stages
-    everything                 n - 1                    n - 1
-    every √n-th                about 2√n                about 2n
+    every input, no tape       n - 1                    n - 1
+    every √n-th                2(√n - 1)                2(n - √n)
     the middle, then halves    log₂ n                   ½ n log₂ n
     binomial, s slots          s                        r·n - C(s+r, r-1), r the least with C(s+r, s) ≥ n
     optimal, any chain         what fits the budget     the least time that the budget allows
@@ -31,7 +31,7 @@ from minizero.schedules.optimal import fastest_within, least_budget
 def every_k(n: int, k: int) -> Schedule:
     """Keeps the inputs of stages 0, k, 2k, …, and inside the running segment all but the last.
 
-    The last one is used straight away. k = n keeps everything. The n stages cost the same,
+    The last one is used straight away. k = n keeps every input. The n stages cost the same,
     `Stage(1, 2, boundary=1, tape=0)`; `Schedule.on` takes others.
     """
     stages = _equal_stages("every_k", n)

@@ -5,6 +5,7 @@
     plan.py        how a model is trained
     step.py        one step as a timeline of two streams
     peak.py        the most that a GPU holds during one step
+    remedies.py    what to try if a plan does not fit
     search.py      the best plan for a model and a cluster, and the frontier of memory against speed
     published.py   others' figures, and how they were made
     fits.py        constants fitted on some of these figures, and the others predicted

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from minizero.cli import DTYPES, Parser, check_output, positive, run_command
+from minizero.cli import DTYPES, Parser, check_output, positive, run_command, write_files
 from minizero.pictures.timeline import save_chrome_trace
-from minizero.report import write_files
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose
 from minizero.simulate.plan import Constants, Plan
+from minizero.simulate.remedies import remedies
 from minizero.simulate.search import frontier, search
 from minizero.simulate.shapes import MODELS, RECOMPUTE, Model, gpt, model
 from minizero.simulate.step import Step, simulate
@@ -126,6 +126,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         plan = Plan(batch_size=size, **{name: getattr(options, name) for name in names})
         step = simulate(chosen, cluster, plan, constants)
     report.print_step(step, console)
+    if not step.fits:
+        report.print_remedies(remedies(step, constants), console)
     if options.output is not None:
         for path in save(step, options.output):
             console.print(f"wrote {path}")

@@ -79,6 +79,11 @@ class Cluster:
             )
         return members // per_host
 
+    def with_network(self, share: float) -> "Cluster":
+        """The same hosts on a network of this share of the bandwidth."""
+        between = dataclasses.replace(self.between, bandwidth=self.between.bandwidth * share)
+        return dataclasses.replace(self, between=between)
+
     def ring(self, size: float, members: int, stride: int = 1) -> float:
         """Seconds of one reduce-scatter or all-gather in a group. size: bytes of the whole tensor."""
         if members == 1 or size == 0:
@@ -130,7 +135,7 @@ GPUS = {
         GPU(
             "H200",
             {"float32": 494.5e12, "float16": 989e12, "bfloat16": 989e12},
-            141e9,
+            141 * GIB,
             4.8e12,
             "NVIDIA H200 datasheet, SXM",
         ),

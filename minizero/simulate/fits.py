@@ -89,9 +89,8 @@ def kind(publication: Publication, row: Row) -> str:
 
 def run(cluster: Cluster, name: str, plan: Plan, efficiency: float, shared: Mapping[str, float]) -> Step:
     """Simulates one step. shared: constants; `network` is the share of the network's bandwidth that is reached."""
-    between = dataclasses.replace(cluster.between, bandwidth=cluster.between.bandwidth * shared.get("network", 1))
     constants = Constants(efficiency, shared.get("interference", 0), shared.get("jitter", 0))
-    return simulate(shape(name), dataclasses.replace(cluster, between=between), plan, constants)
+    return simulate(shape(name), cluster.with_network(shared.get("network", 1)), plan, constants)
 
 
 def value(publication: Publication, row: Row, efficiency: float, shared: Mapping[str, float]) -> float:
@@ -107,13 +106,17 @@ def value(publication: Publication, row: Row, efficiency: float, shared: Mapping
 def fit(name: str) -> Fit:
     """The fit of one publication. Constants that it carries over come from the fit of llm-foundry."""
     publication = PUBLICATIONS[name]
-    carried = {constant: fit("llm-foundry").shared[constant] for constant in publication.carried}
+    return fit_to(publication, {constant: fit("llm-foundry").shared[constant] for constant in publication.carried})
+
+
+def fit_to(publication: Publication, carried: Mapping[str, float]) -> Fit:
+    """The fit of any publication. carried: constants that are given."""
     kinds = list(dict.fromkeys(kind(publication, row) for row in publication.rows))
     looked_at = [row for row in publication.rows if row.fitted]
 
     def constants(x: np.ndarray) -> tuple[dict[str, float], dict[str, float]]:
         numbers = np.exp(x).tolist()
-        return dict(zip(kinds, numbers)), carried | dict(zip(publication.shared, numbers[len(kinds) :]))
+        return dict(zip(kinds, numbers)), dict(carried) | dict(zip(publication.shared, numbers[len(kinds) :]))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         efficiencies, shared = constants(x)

@@ -15,6 +15,7 @@ from minizero.pictures.timeline import Event, plot_timeline
 from minizero.simulate.clusters import GIB
 from minizero.simulate.fits import Fit, fit, two_points
 from minizero.simulate.published import PUBLICATIONS, RATIO
+from minizero.simulate.remedies import Changes
 from minizero.simulate.search import describe
 from minizero.simulate.step import Step
 
@@ -46,6 +47,33 @@ def print_step(step: Step, console: Console) -> None:
     for name, text in rows.items():
         table.add_row(name, text)
     console.print(table)
+
+
+def print_remedies(found: Sequence[tuple[Changes, Step]], console: Console) -> None:
+    """Prints what makes a plan fit, as the command's options."""
+    if not found:
+        console.print("No switch makes it fit, nor do all together: take more GPUs, or a smaller batch.")
+        return
+    count = len(found[0][0])
+    console.print(
+        f"It fits with {'one switch' if count == 1 else f'{count} switches'} more. Any of these lines will do:"
+    )
+    table = Table("add", box=box.SIMPLE_HEAD)
+    for heading in ("GiB\nper GPU", "tokens/s\nper GPU"):
+        table.add_column(heading, justify="right", style=PREDICTED["color"])
+    for changes, step in found:
+        held = step.memory["total"] / GIB
+        table.add_row(as_options(changes), f"{held:,.1f}", f"{step.tokens_per_second:,.0f}")
+    console.print(table)
+
+
+def as_options(changes: Changes) -> str:
+    """Changes of a plan as options of `python -m minizero.simulate`."""
+    words = []
+    for name, value in changes.items():
+        option = "no --sharding-factor" if value is None else f"--{name}"
+        words.append(option if value is True or value is None else f"{option} {value}")
+    return " ".join(words)
 
 
 def print_search(steps: Sequence[Step], best: Iterable[Step], console: Console) -> None:
@@ -141,6 +169,7 @@ def draw_memory(steps: Sequence[Step], axes: Axes, labels: Sequence[str] | None 
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=FONT - 4)
     axes.set_xlim(0, 1.25 * max(max(step.memory["total"], step.cluster.gpu.memory) for step in steps) / GIB)
     axes.invert_yaxis()
+    axes.tick_params(axis="x", labelsize=FONT - 3)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 

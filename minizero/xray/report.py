@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from minizero.cli import write_files
 from minizero.pictures.memory import plot_curve
-from minizero.report import write_files
 from minizero.xray.case import Case
 from minizero.xray.fit import Fit, fit, kept_free, with_minizero, with_pytorch
 from minizero.xray.holders import Row, rows_at_peak

@@ -38,8 +38,9 @@ def draw_factors(factors, states, crossing):
 
 
 def draw_steps(events):
-    """One step of rank 0 for each title, one above the other, on one scale of time. events: by title."""
-    figure = Figure(figsize=(16, 3.2 * len(events)), layout="constrained")
+    """One step for each title, one above the other, on one scale of time. events: by title, of one rank or several."""
+    ranks = {event.rank for its in events.values() for event in its}
+    figure = Figure(figsize=(16, (2.8 + 0.4 * len(ranks)) * len(events)), layout="constrained")
     panels = figure.subplots(len(events), 1, sharex=True)
     lengths = []
     for axes, (title, its) in zip(panels, events.items()):
@@ -48,7 +49,8 @@ def draw_steps(events):
         last = 1e3 * (max(event.end for event in its) - min(event.start for event in its))
         axes.axvline(last, color="black", linewidth=2, linestyle="dashed")
         axes.annotate(f"{last:.0f} ms", (last, -0.35), (5, 0), textcoords="offset points", fontsize=FONT, va="center")
-        lanes = [label.get_text().removeprefix("rank 0  ") for label in axes.get_yticklabels()]
+        of_rank = "rank 0  " if len(ranks) == 1 else ""
+        lanes = [label.get_text().removeprefix(of_rank) for label in axes.get_yticklabels()]
         axes.set_yticks(axes.get_yticks(), lanes)
         axes.tick_params(labelsize=FONT - 1)
         lengths.append(last)

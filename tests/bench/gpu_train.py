@@ -91,7 +91,7 @@ def arithmetic(rows, columns, rounds):
 
 def job(folder, tiny):
     """The main job: losses of every stage."""
-    from minizero import train as main_job
+    from minizero.train import command as main_job
 
     sizes = ["--steps", "2", "--width", "32", "--layers", "1", "--world-size", "2"] if tiny else ["--steps", "40"]
     arguments = ["--device", DEVICE, "--attention", "flash", "--output", str(folder), *sizes]

@@ -129,10 +129,23 @@ def test_the_grid_shows_what_the_stage_shards(stage):
 def test_the_grid_is_drawn(capsys):
     assert grid(["--delay", "0", "--steps", "1", "--layers", "2", "--world-size", "2"]) == 0
     out = capsys.readouterr().out
-    assert "rank 1" in out and all(len(line) <= 80 for line in out.splitlines())
+    assert "rank 1" in out and "nothing" in out and all(len(line) <= 80 for line in out.splitlines())
     assert grid(["--delay", "-1"]) == 2
     assert "--delay -1" in capsys.readouterr().err
 
     units = {"a": dict(zip(STATES, (1.0, 0.5, 0.0)))}
     cell = draw_text([("now", units)]).columns[1]._cells[0]
     assert cell.plain == "██ ▄▄ ·· "
+
+
+def test_the_grid_goes_on_by_hand(capsys, monkeypatch):
+    """Each Enter is one event of rank 0; the first picture is whole; where nobody types it goes on by itself."""
+    seen = []
+    monkeypatch.setattr("builtins.input", lambda: seen.append(capsys.readouterr().out) or "")
+    assert grid(["--by-hand", "--stage", "1", "--steps", "1", "--layers", "2", "--world-size", "2"]) == 0
+    assert len(seen) >= 3 and all("rank 1" in out and "shard" in out for out in seen)
+    assert "zero_grad" in seen[-1]
+
+    monkeypatch.setattr("builtins.input", lambda: seen.append("") or "q")
+    seen.clear()
+    assert grid(["--by-hand", "--steps", "1", "--layers", "2", "--world-size", "2"]) == 0 and len(seen) == 1

@@ -1,7 +1,7 @@
 """A chain of n stages goes backward from its end, but keeps only some of the stages' inputs. Keep every k-th:
 then the last segment of k stages is run again from its kept input, this time keeping all inside it, goes
-backward, and so on with the segment before. With k = √n about 2√n inputs are kept at once, for one more forward
-of each stage.
+backward, and so on with the segment before. A stage's tape is built by one more forward, just before its backward.
+With k = √n about 2√n inputs are kept at once, and nearly every stage runs three times.
 
 A schedule is the answer to one question, which unfold(stages, split) asks again and again: the input of stage i
 is the last that is kept, and stages i … end-1 have still to go backward; the input of which stage should be

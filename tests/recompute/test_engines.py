@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from minizero import GPT, Zero3
-from minizero import train as main_job
 from minizero.memory import Ledger
 from minizero.recompute import checkpoint
+from minizero.train import command as main_job
 from tests.support.helpers import SMALL, STAGES, batch, run
 from tests.support.recompute_ways import nested, plain, selective, vectors, verified
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint as theirs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from minizero import GPT, GPTConfig
-from minizero import train as main_job
 from minizero.memory import Ledger
 from minizero.memory.estimate import estimate
 from minizero.recompute import checkpoint
+from minizero.train import command as main_job
 from tests.support.helpers import SMALL, batch
 from tests.support.recompute_ways import WAYS, block, plain, selective, vectors
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from matplotlib.animation import Animation
 
-import minizero.train
+import minizero.train.command
 from minizero import DDP, GPT, Comm, GPTConfig, World
 from precision import DynamicLossScaler
 from tests.rehearsal.device import ROOT, files
@@ -140,7 +140,7 @@ def example(comm, source, name):
 def demo():
     """The main job, small."""
     options = "--world-size 2 --steps 2 --batch-size 1 --width 32 --layers 2 --heads 2"
-    assert minizero.train.main(options.split()) == 0, "python -m minizero.train failed on the pretend GPUs"
+    assert minizero.train.command.main(options.split()) == 0, "python -m minizero.train failed on the pretend GPUs"
 
 
 def gpu():

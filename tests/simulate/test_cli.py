@@ -12,6 +12,7 @@ from rich.console import Console
 from minizero.simulate import CLUSTERS, Plan, gpt, model, report, simulate
 from minizero.simulate.__main__ import main
 from minizero.simulate.peak import peak_memory
+from minizero.simulate.remedies import remedies
 from minizero.simulate.search import describe, factors, frontier, plans, search
 
 SMALL = gpt(4, 1024, 16, 512)
@@ -70,6 +71,33 @@ def test_plans_in_words():
     plan = Plan(64, sharding_factor=8, batch_size=2, micro_batches=4, recompute="full", offload=True)
     assert describe(plan) == "stage 3, F = 8, 4 x 2, full recompute, offload"
     assert describe(Plan(8, stage=0)) == "DDP, 1 x 1"
+
+
+# What to try if a plan does not fit.
+
+
+def test_remedies_are_the_fewest_switches_that_make_it_fit():
+    sharded = remedies(simulate(model("mpt-7b"), A100, Plan(64, stage=0)))
+    assert sorted(changes["stage"] for changes, _ in sharded) == [1, 2, 3]
+    large = simulate(model("mpt-7b"), A100, Plan(64, sharding_factor=2, batch_size=16, dtype="float32"))
+    both = remedies(large)
+    others = [changes.keys() - {"recompute"} for changes, _ in both]
+    assert all(changes["recompute"] == "full" for changes, _ in both)
+    assert sorted(others, key=str) == [{"dtype"}, {"flash"}, {"offload"}, {"sharding_factor"}]
+    for found in (sharded, both):
+        assert all(step.fits for _, step in found)
+        assert [step.seconds for _, step in found] == sorted(step.seconds for _, step in found)
+    assert remedies(simulate(model("megatron-1t"), A100, Plan(8))) == []
+
+
+def test_the_command_says_what_to_try(capsys):
+    assert main(["--model", "gpt-175b", "--gpus", "512"]) == 0
+    out = capsys.readouterr().out
+    assert "OUT OF MEMORY" in out and "with one switch more" in out and "--recompute full" in out
+    assert main(["--model", "gpt-175b", "--gpus", "512", "--recompute", "full"]) == 0
+    assert "switch" not in capsys.readouterr().out
+    assert main(["--model", "megatron-1t", "--gpus", "8"]) == 0
+    assert "take more GPUs, or a smaller batch" in capsys.readouterr().out
 
 
 # Tables and pictures.

@@ -10,7 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from minizero import pictures, report
+from minizero import pictures
+from minizero.train import report
 
 NAMES = ["DDP", "Zero1", "Zero2", "Zero3"]
 STATES = ["parameters", "gradients", "optimizer"]

@@ -1,7 +1,7 @@
 """The main job's report: its tables, the machine that it ran on, and its files.
 
 Everything here reads one dictionary, `results`. The file results.json holds the same. So
-`python -m minizero.report results.json` shows a run again without running it.
+`python -m minizero.train.report results.json` shows a run again without running it.
 
     machine                  cpu, cores, python, torch, device
     config                   the options of the run
@@ -21,36 +21,22 @@ Everything here reads one dictionary, `results`. The file results.json holds the
 Measured and predicted never share a column. One MiB is 2^20 bytes.
 """
 
-import contextlib
 import io
 import json
 import os
-import platform
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from minizero.cli import write_files
 from minizero.pictures.memory import Results, describe_size, draw_curves, draw_losses, shown_categories
 from minizero.pictures.shards import draw_boxes
 from minizero.pictures.style import PREDICTED, mib
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures are measured on: cpu, cores, python, torch, and the device's name."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"cpu": cpu, "cores": os.cpu_count(), **versions, "device": name}
 
 
 def print_table(results: Results, console: Console) -> None:
@@ -118,20 +104,6 @@ def _pictures(results: Results) -> dict[str, bytes]:
     return pictures
 
 
-def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """Writes files, by name, into `folder`, which it creates; returns their paths.
-
-    It writes all of them beside their places first, and then moves them: a full disk must not leave half a file.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as beside:
-        for name, content in files.items():
-            Path(beside, name).write_bytes(content)
-        for name in files:
-            os.replace(Path(beside, name), folder / name)
-    return [folder / name for name in files]
-
-
 def _seconds(run: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[str, str]:
     """A run's seconds per step, and their ratio to DDP's; a dash for what was not measured. first: DDP's, if it ran."""
     mine = run["step_seconds"]
@@ -147,7 +119,7 @@ def _largest(run: Mapping[str, Any], kind: str, category: str) -> str:
 def main() -> None:
     """Shows a saved run again: prints its tables, and draws its pictures beside it."""
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m minizero.report results.json")
+        sys.exit("usage: python -m minizero.train.report results.json")
     results = json.loads(Path(sys.argv[1]).read_text())
     print_table(results, Console())
     write_files(_pictures(results), Path(sys.argv[1]).parent)

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from minizero import GPT, GPTConfig, World, cli, train
+from minizero import GPT, GPTConfig, World, cli
 from minizero.memory.estimate import estimate
 from minizero.models.text import read_text
+from minizero.train import command, loop
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = ["--width", "16", "--layers", "2", "--heads", "2", "--sequence-length", "8", "--steps", "6"]
 CPU = ["--device", "cpu"]  # the same numbers on a machine with a GPU
 
 
 def run(folder, *argv):
     """The results of a run in this process."""
-    assert train.main([*TINY, *CPU, *argv, "--output", str(folder)]) == 0
+    assert command.main([*TINY, *CPU, *argv, "--output", str(folder)]) == 0
     return json.loads((folder / "results.json").read_text())
 
 
@@ -34,7 +35,7 @@ def four_stages(tmp_path_factory):
 def default_shapes(tmp_path_factory):
     """The demo with fewer steps."""
     folder = tmp_path_factory.mktemp("demo")
-    assert train.main([*CPU, "--steps", "2", "--output", str(folder)]) == 0
+    assert command.main([*CPU, "--steps", "2", "--output", str(folder)]) == 0
     return json.loads((folder / "results.json").read_text())
 
 
@@ -94,8 +95,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, four_stages, c
     """Bit for bit in every stage, and to rounding on other ranks; --steps and --learning-rate are this run's."""
     save, resume = ("--save", str(tmp_path / "state")), ("--resume", str(tmp_path / "state"))
     three = ("--world-size", "3", "--steps")
-    assert train.main([*TINY, *CPU, *three, "2", "--stage", "3", *save]) == 0
-    assert train.main([*TINY, *CPU, *three, "1", "--stage", "1", *resume, *save]) == 0
+    assert command.main([*TINY, *CPU, *three, "2", "--stage", "3", *save]) == 0
+    assert command.main([*TINY, *CPU, *three, "1", "--stage", "1", *resume, *save]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "saved the state after step 2: go on with --resume" in out and "saved the state after step 3" in out
     for one, whole in zip(run(tmp_path, *three, "3", *resume)["runs"], four_stages["runs"]):
@@ -115,21 +116,21 @@ def test_results_name_no_place(four_stages):
 
 
 def make_job(batch_size=2, **shapes):
-    return train.Job(GPTConfig(sequence_length=8, **shapes), 3, batch_size, 1e-3, torch.float32)
+    return loop.Job(GPTConfig(sequence_length=8, **shapes), 3, batch_size, 1e-3, torch.float32)
 
 
 def test_ranks_take_disjoint_parts_of_one_global_batch():
     text = torch.arange(200, dtype=torch.uint8)  # a byte is its own place
-    whole, targets = next(train.batches(text, make_job(8), 0, 1))
+    whole, targets = next(loop.batches(text, make_job(8), 0, 1))
     assert whole.shape == (8, 8) and torch.equal(targets, whole + 1), "y is one byte ahead"
     for world_size in (2, 4, 8):
-        parts = [next(train.batches(text, make_job(8 // world_size), rank, world_size)) for rank in range(world_size)]
+        parts = [next(loop.batches(text, make_job(8 // world_size), rank, world_size)) for rank in range(world_size)]
         assert torch.equal(torch.cat([x for x, _ in parts]), whole)
 
 
 def test_every_window_of_the_text_can_be_drawn_and_none_beyond():
     text = torch.arange(10, dtype=torch.uint8)  # two windows of 8 and a target
-    drawn = train.batches(text, make_job(), 0, 1)
+    drawn = loop.batches(text, make_job(), 0, 1)
     assert {int(start) for _, (x, _) in zip(range(20), drawn) for start in x[:, 0]} == {0, 1}
 
 
@@ -195,34 +196,34 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
     (tmp_path / "latin.txt").write_bytes("für Elise, und mehr".encode("latin-1"))
     if "--output" not in argv:
         argv = [*argv, "--output", "new/folder"]
-    assert train.main([*TINY, *CPU, *argv]) == 2
+    assert command.main([*TINY, *CPU, *argv]) == 2
     out, error = capsys.readouterr()
     assert words in error and error.count("\n") == 1 and len(error) < 6000 and not out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "latin.txt"]
 
 
 def test_a_state_that_does_not_fit_or_is_not_there_is_one_line(tmp_path, capsys):
-    assert train.main([*TINY, *CPU, "--stage", "2", "--save", str(tmp_path / "state")]) == 0
+    assert command.main([*TINY, *CPU, "--stage", "2", "--save", str(tmp_path / "state")]) == 0
     for argv, words in (
         (["--width", "32"], "embedding.weight has shape (256, 16) in the checkpoint, (256, 32) here"),
         (["--layers", "3"], "parameters that the checkpoint has not: blocks.2"),
         (["--resume", str(tmp_path)], "nothing has been saved in"),
     ):
         capsys.readouterr()
-        assert train.main([*TINY, *CPU, "--stage", "3", "--resume", str(tmp_path / "state"), *argv]) == 2
+        assert command.main([*TINY, *CPU, "--stage", "3", "--resume", str(tmp_path / "state"), *argv]) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu(capsys):
-    assert train.main([*TINY, "--device", "cuda"]) == 2
+    assert command.main([*TINY, "--device", "cuda"]) == 2
     assert "finds no CUDA GPU here: use --device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
 def test_a_folder_that_cannot_be_made(capsys):
-    assert train.main([*TINY, "--output", "/proc/minizero"]) == 2
+    assert command.main([*TINY, "--output", "/proc/minizero"]) == 2
     assert "cannot write to /proc/minizero" in capsys.readouterr().err
 
 
@@ -244,13 +245,13 @@ def failing_run(error):
 
 def test_memory_that_runs_out_is_one_line_and_a_bug_is_not(monkeypatch, capsys):
     for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: you tried")):
-        monkeypatch.setattr(train, "run", failing_run(error))
-        assert train.main([]) == 2
+        monkeypatch.setattr(command, "run", failing_run(error))
+        assert command.main([]) == 2
         message = capsys.readouterr().err
         assert "does not fit in memory: use a smaller --batch-size" in message and message.count("\n") == 1
-    monkeypatch.setattr(train, "run", failing_run(RuntimeError("a bug")))
+    monkeypatch.setattr(command, "run", failing_run(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
-        train.main([])
+        command.main([])
 
 
 def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
@@ -262,9 +263,9 @@ def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
 
 def test_help_says_every_default(capsys):
     with contextlib.suppress(SystemExit):
-        train.main(["--help"])
+        command.main(["--help"])
     words = capsys.readouterr().out
-    for name, value in vars(train.parse([])).items():
+    for name, value in vars(command.parse([])).items():
         assert "--" + name.replace("_", "-") in words
         assert name in ("text", "world_size", "dtype") or f"default: {value}" in words or value in ("auto", None)
 
@@ -297,7 +298,7 @@ def test_from_a_shell_into_a_pipe(tmp_path):
 def test_control_c_is_one_line(tmp_path):
     """In the middle of training, while the ranks' threads compute."""
     interrupted = """
-import os, runpy, signal, sys, threading, minizero.report
+import os, runpy, signal, sys, threading, minizero.train.report
 threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
 runpy.run_module("minizero.train", run_name="__main__", alter_sys=True)
 """

@@ -1,21 +1,11 @@
-"""The main job: train a small GPT on real text under DDP and ZeRO 1, 2, 3, and measure each.
-
-    python -m minizero.train                                    4 ranks as threads, every stage
-    torchrun --nproc-per-node 4 -m minizero.train --stage 3     each rank a process
-    ... --stage 3 --save state ; ... --stage 2 --resume state   stop, and go on in another stage or on other ranks
-
-It ends with a table and, with --output, with pictures and their numbers. The loop in `train` is the
-one that every PyTorch user knows; only the line that wraps the model differs between the stages.
-"""
+"""The command: its options, and the stages that it runs, on threads or as one rank of torchrun."""
 
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,76 +13,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-from minizero import checkpoint, cli, report
+from minizero import cli
 from minizero.engines import STAGES
-from minizero.measure import Measured
-from minizero.memory import predict, predict_sent
 from minizero.memory.estimate import check_memory, estimate
-from minizero.models.gpt import ATTENTIONS, GPT, RECOMPUTE, GPTConfig
-from minizero.models.text import TEXT, read_text, windows
-from minizero.ranks.collectives import all_reduce
+from minizero.models.gpt import ATTENTIONS, RECOMPUTE, GPTConfig
+from minizero.models.text import TEXT, read_text
 from minizero.ranks.comm import Comm
 from minizero.ranks.world import World
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One training run; `batch_size` sequences per rank. save, resume: folders of a checkpoint."""
-
-    config: GPTConfig
-    steps: int
-    batch_size: int
-    learning_rate: float
-    dtype: torch.dtype
-    save: Path | None = None
-    resume: Path | None = None
-
-
-def batches(text: torch.Tensor, job: Job, rank: int, world_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's part of each step's batch: x and y, (batch_size, sequence_length), y one byte ahead of x."""
-    length = job.config.sequence_length
-    generator = torch.Generator().manual_seed(job.config.seed)  # every rank draws the same, and takes its part
-    while True:
-        starts = torch.randint(len(text) - length, (world_size, job.batch_size), generator=generator)[rank]
-        yield windows(text, starts.tolist(), length)
-
-
-def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[..., None]) -> dict[str, Any]:
-    """Train under one stage, and measure: returns a run as `report` describes it."""
-    model = STAGES[stage](GPT(job.config), comm, dtype=None if job.dtype == torch.float32 else job.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
-    first = checkpoint.load(job.resume, model, optimizer) if job.resume is not None else 0
-    for group in optimizer.param_groups:
-        group["lr"] = job.learning_rate  # load() brings the one that was saved; this run's options hold
-    last = first + job.steps
-    measured, losses = Measured(model, optimizer, comm, job.steps), []
-    # The batches before `first` are drawn again and dropped: a resumed run sees those that one long run would.
-    todo = itertools.islice(batches(text, job, comm.rank, comm.size), first, last)
-    for step, (x, y) in enumerate(todo):
-        with measured.step(step):
-            loss = model(x, y)
-            loss.backward()
-            optimizer.step()
-            measured.between_steps(step)
-            optimizer.zero_grad()
-            loss.item()  # waits until a GPU has done the step
-
-        losses.append(all_reduce(loss.detach(), comm, "mean").item())
-        if comm.rank == 0:
-            tokens = comm.size * job.batch_size * job.config.sequence_length
-            show(step + 1, losses[-1], tokens / measured.seconds, measured.peak["total"])
-    if job.save is not None:
-        checkpoint.save(job.save, model, optimizer, last)
-    total, root = job.config.count_parameters()
-    sent = predict_sent(total, comm.size, stage, n_root=root, bytes_each=job.dtype.itemsize)
-    return {
-        "stage": stage,
-        "name": STAGES[stage].__name__,
-        "steps_before": first,
-        "losses": losses,
-        "bytes_sent_formula": sent,
-        "predicted": predict(total, comm.size, stage, dtype=job.dtype),
-    } | measured.results()
+from minizero.train import report
+from minizero.train.loop import Job, train
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -193,7 +122,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         return
     given = {"batch_size": job.batch_size, "steps": job.steps, "learning_rate": job.learning_rate}
     results = {
-        "machine": report.machine(device),
+        "machine": cli.machine(device),
         "config": dataclasses.asdict(config) | given | {"dtype": options.dtype},
         "world_size": world_size,
         "n_parameters": config.count_parameters()[0],
@@ -224,10 +153,3 @@ def main(argv: list[str] | None = None) -> int:
         message = f"rank {own_rank()}: {message}"
     print(f"python -m minizero.train: {message}", file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    if status:
-        os._exit(status)  # ranks that are threads may still compute: they would hold up an orderly exit

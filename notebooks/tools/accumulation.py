@@ -1,0 +1,313 @@
+"""What notebook 06 trains, measures and draws."""
+
+import contextlib
+import time
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minizero import DDP, GPT, GPTConfig, World, all_reduce, barrier, broadcast
+from minizero.accumulate import accumulate
+from minizero.engines.timeline import Timeline
+from minizero.memory import Ledger
+from minizero.models.text import TEXT, read_text
+from minizero.pictures import MIB, draw_steps
+from minizero.pictures.style import COLORS, FONT, label_axes
+from notebooks.tools.zero import Block, slow_link
+
+LENGTH = 32  # tokens of a sequence
+SMALL = GPTConfig(sequence_length=LENGTH, width=64, layers=1, heads=4)
+DEEP = GPTConfig(sequence_length=LENGTH, width=64, layers=4, heads=4)
+BIG = GPTConfig(sequence_length=LENGTH, width=128, layers=4, heads=4)
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#8C8C8C"
+PARTS = ("#F3DCE8", "#E0A9C7", "#B5648F", "#5E2750")  # of a batch
+TEST = 20  # the last twentieth of the text
+
+
+def sample(count, seed, test=False):
+    """x and y, (count, LENGTH), from random places of the text; y is one byte ahead."""
+    text = read_text(TEXT, LENGTH)
+    text = text[-len(text) // TEST :] if test else text[: -len(text) // TEST]
+    starts = torch.randint(len(text) - LENGTH, (count, 1), generator=torch.Generator().manual_seed(seed))
+    rows = text[starts + torch.arange(LENGTH + 1)].long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def cut(x, y, pieces):
+    """The batch as a list of micro-batches."""
+    return list(zip(x.chunk(pieces), y.chunk(pieces), strict=True))
+
+
+def window_of(*targets):
+    """A micro-batch of 32 sequences for each number of targets; all places after these are padding, -100."""
+    window = []
+    for seed, count in enumerate(targets):
+        x, y = sample(32, 10 + seed)
+        window.append((x, torch.where(torch.arange(y.numel()).view(y.shape) < count, y, -100)))
+    return window
+
+
+def gradient(model):
+    """All that stands in .grad, as one vector, on the CPU."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).cpu()
+
+
+def apart(one, other):
+    """‖one − other‖ / ‖other‖."""
+    return ((one - other).norm() / other.norm()).item()
+
+
+def moved_by(kind, vector):
+    """How far one step of an optimizer goes with this gradient."""
+    parameter = nn.Parameter(torch.zeros_like(vector))
+    parameter.grad = vector.clone()
+    kind([parameter], lr=1e-3).step()
+    return parameter.norm().item()
+
+
+def watch(batch_size, pieces, recompute="none", device="cpu"):
+    """The ledger of a training step on so many sequences, in so many micro-batches."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**vars(BIG) | {"recompute": recompute})).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    window = cut(*(part.to(device) for part in sample(batch_size, 1)), pieces)
+    ledger = Ledger(model, optimizer)
+    for watched in (contextlib.nullcontext(), ledger):  # the first step makes the optimizer's states
+        with watched:
+            accumulate(model, window)
+            optimizer.step()
+            optimizer.zero_grad()
+    return ledger
+
+
+def peaks(ledger):
+    """In MiB, the most that these held at one moment: activations; activations and temporary tensors; all."""
+    at_once = max(sample["activations"] + sample["temporary"] for sample in ledger.curve)
+    return [bytes_ / MIB for bytes_ in (ledger.peak["activations"], at_once, ledger.peak["total"])]
+
+
+def what_is_done(comm, pieces):
+    """One step on this rank's part of 128 sequences: sequences of each forward, all-reduce, update, as they happen."""
+    engine, done = DDP(GPT(SMALL), comm), []
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+    engine.module.register_forward_hook(lambda module, inputs, output: done.append(len(inputs[0])))
+    optimizer.register_step_post_hook(lambda *_: done.append("update"))
+    comm.observers.append(lambda operation, label, began: done.append(operation) if label != "accumulate" else None)
+    x, y = (part.chunk(comm.size)[comm.rank].to(comm.device) for part in sample(128, 1))
+    accumulate(engine, cut(x, y, pieces))
+    vector = gradient(engine.module)
+    optimizer.step()
+    return done, vector
+
+
+class Classifier(nn.Module):
+    """A norm between two layers; model(x, y) is the mean loss."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(32, 64), norm(64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.layers(x), y)
+
+
+class Pauses(nn.Module):
+    """Three blocks that pretend to compute, so that the picture does not depend on the machine."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(0.006) for _ in range(3)])
+
+    def forward(self, x, y):
+        return self.blocks(x).square().mean()
+
+
+def talk(no_sync, pieces=4):
+    """A window on two ranks of a machine of pauses: what both did when."""
+
+    def step(comm):
+        engine = DDP(Pauses(), comm)
+        window = [(torch.ones(4, 256), torch.zeros(4, dtype=torch.long))] * pieces
+        accumulate(engine, window, no_sync=no_sync)  # warm
+        barrier(comm)
+        with Timeline(engine) as timeline:
+            accumulate(engine, window, no_sync=no_sync)
+        return [event for event in timeline.events if event.name != "accumulate"]  # counts: scalars
+
+    with slow_link(40e6):
+        return [event for events in World(2).run(step) for event in events]
+
+
+def race(comm, turns=25, patience=6):
+    """Seconds of a step by way, for two processes: the best of several turns, in which the ways alternate.
+
+    They stop when no way has become faster by 2 % for so many turns: what else the machine does only slows one down.
+    """
+    torch.set_num_threads(1)
+    config = GPTConfig(sequence_length=LENGTH, width=128, layers=2, heads=4)
+    alone, engine = GPT(config).to(comm.device), DDP(GPT(config), comm)
+    batch = torch.randint(256, (256, LENGTH), generator=torch.Generator().manual_seed(0)).to(comm.device)
+    ways = {"1 × 128": (alone, 128, 1), "4 × 32": (alone, 128, 4), "2 × 64": (engine, 128, 1)}
+    ways |= {"2 × (2 × 32)": (engine, 128, 2), "2 × 128": (engine, 256, 1)}
+    best, better = dict.fromkeys(ways, float("inf")), 0
+    for turn in range(turns):
+        for way, (model, sequences, pieces) in ways.items():
+            x = batch[:sequences].chunk(comm.size)[comm.rank] if model is engine else batch[:sequences]
+            barrier(comm)
+            start = time.perf_counter()
+            if model is engine or comm.rank == 0:
+                accumulate(model, cut(x, x, pieces)).item()
+                model.zero_grad()
+            barrier(comm)
+            seconds = time.perf_counter() - start
+            better = turn if seconds < 0.98 * best[way] else better
+            best[way] = min(best[way], seconds)
+        if broadcast(torch.tensor(turn - better, device=comm.device), comm) >= patience:  # rank 0 decides
+            break
+    return best
+
+
+def with_pytorch(comm):
+    """Gradients of a window by PyTorch's DDP, on two ranks: as they should be, and wrong in two ways."""
+    model = DistributedDataParallel(GPT(SMALL).to(comm.device))
+    mine = window_of(1024, 256, 64, 4)[comm.rank :: comm.size]
+    own = sum((y != -100).sum() for _, y in mine)
+    total = all_reduce(own, comm)  # of all ranks
+    factors = {"as it should be": comm.size / total, "not times the ranks": 1 / total, "own targets only": 1 / own}
+    found = {}
+    for way, factor in factors.items():
+        model.zero_grad()
+        for number, (x, y) in enumerate(mine, start=1):
+            with model.no_sync() if number < len(mine) else contextlib.nullcontext():
+                loss = model(x.to(comm.device), y.to(comm.device)) * (y != -100).sum()
+                (loss * factor).backward()
+        found[way] = gradient(model)
+    return found
+
+
+def train(batch_size, rate=2e-3, sequences=128 * 60, device="cpu"):
+    """The model, and points (steps so far, loss on unseen text), of a run over so many sequences."""
+    torch.manual_seed(0)
+    model, unseen = GPT(SMALL).to(device), [part.to(device) for part in sample(256, 0, test=True)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    points, steps = [], sequences // batch_size
+    for step in range(steps + 1):
+        if step in (0, 10, 20, 40, 60, 120, 240, 480, 960):
+            with torch.no_grad():
+                points.append((step, model(*unseen).item()))
+        if step < steps:
+            x, y = sample(batch_size, step + 1)
+            model(x.to(device), y.to(device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, points
+
+
+# Pictures.
+
+
+def draw_weights(targets, weights):
+    """How much one token of each micro-batch counts. A bar begins at 1, what it counts in the whole batch."""
+    figure = Figure(figsize=(14, 5.6), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(targets))
+    bars = axes.bar(places, [weight - 1 for weight in weights], 0.6, bottom=1, color=ORANGE)
+    for bar, weight in zip(bars, weights):
+        at = (bar.get_x() + bar.get_width() / 2, weight)
+        below = {"xytext": (0, 6 if weight > 1 else -6), "textcoords": "offset points"}
+        side = "bottom" if weight > 1 else "top"
+        axes.annotate(f"{weight:.2g}", at, ha="center", va=side, fontsize=FONT + 4, weight="bold", **below)
+    axes.axhline(1, color="black", linestyle="dashed", linewidth=2)
+    look = {"textcoords": "offset points", "ha": "right", "va": "top", "fontsize": FONT}
+    axes.annotate("as in one batch", (3.95, 1), (0, -6), **look)
+    axes.set(yscale="log", ylim=(0.12, 300), xlim=(-0.6, 4))
+    axes.set_yticks([0.1, 1, 10, 100], ["", "1", "10", "100"])
+    axes.set_xticks(places, [f"{count} targets" for count in targets])
+    label_axes(axes, "micro-batch", "weight of one token")
+    axes.tick_params(axis="x", labelsize=FONT + 1)
+    return figure
+
+
+def draw_cuts(runs):
+    """A batch cut in time and in space, side by side. runs: by title, for each GPU what it does, as `what_is_done`."""
+    figure = Figure(figsize=(16, 6.4), layout="constrained")
+    for axes, (title, gpus) in zip(figure.subplots(1, len(runs)), runs.items()):
+        parts = [what for done in gpus for what in done if isinstance(what, int)]
+        axes.text(0, -1.6, f"one batch of {sum(parts)} sequences", fontsize=FONT)
+        for number, part in enumerate(parts):
+            _box(axes, 5 * number / len(parts), -1.5, 5 / len(parts), 0.6, str(part), PARTS[number % 4])
+        number = 0
+        for row, done in enumerate(gpus):
+            now = 0.0
+            for what in done:
+                if isinstance(what, int):
+                    _box(axes, now, row, 0.62, 0.8, str(what), PARTS[number % 4])
+                    _box(axes, now + 0.62, row, 0.35, 0.8, "+ g" if now else "g", COLORS["gradients"])
+                    now, number = now + 1.03, number + 1
+                elif what == "update":
+                    _box(axes, now, row, 0.8, 0.8, "update", COLORS["optimizer"])
+                elif row == 0 < len(gpus) - 1:  # one GPU has nobody to talk to
+                    _box(axes, now, 0, 0.75, len(gpus) - 0.2, "all-\nreduce", COLORS["gradients"])
+                now += 0.81 * (what == "all_reduce" and len(gpus) > 1)
+        axes.set_title(title, fontsize=FONT + 4, fontweight="bold")
+        axes.set(xlim=(-0.02, 5.02), ylim=(4, -2.1), xticks=[])
+        axes.set_yticks([row + 0.4 for row in range(len(gpus))], [f"GPU {row}" for row in range(len(gpus))])
+        label_axes(axes, "time →", "")
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(length=0)
+    return figure
+
+
+def _box(axes, left, top, width, height, words, color):
+    axes.add_patch(Rectangle((left, top), width, height, facecolor=color, edgecolor="black", linewidth=1))
+    look = {"ha": "center", "va": "center", "fontsize": FONT + 1}
+    dark = color in (*PARTS[2:], COLORS["optimizer"])
+    axes.text(left + width / 2, top + height / 2, words, color="white" if dark else "black", **look)
+
+
+def draw_hills(steps):
+    """As `draw_steps`, of two. In the second the phases are narrower than their names, so they get one name for all."""
+    _, second, _ = draw_steps(steps)
+    for text in [text for text in second.texts if not text.get_text().startswith("peak")]:
+        text.remove()
+    look = {"xycoords": "axes fraction", "ha": "center", "fontsize": FONT}
+    second.annotate("four times forward and backward", (0.5, 1.02), **look)
+
+
+def draw_race(best):
+    """Sequences in a second, by way. best: seconds of a step, as `race` returns them."""
+    figure = Figure(figsize=(14, 5.4), layout="constrained")
+    axes = figure.subplots()
+    ways = list(best)[::-1]
+    sequences = [256 if way == "2 × 128" else 128 for way in ways]
+    rates = [count / best[way] for count, way in zip(sequences, ways)]
+    bars = axes.barh(ways, rates, 0.7, color=[PARTS[2] if way.startswith("2") else GREY for way in ways])
+    words = [f"{1e3 * best[way]:.0f} ms for {count}" for count, way in zip(sequences, ways)]
+    axes.bar_label(bars, words, padding=6, fontsize=FONT + 1)
+    axes.set(xlim=(0, 1.25 * max(rates)))
+    label_axes(axes, "sequences in a second", "", FONT + 1)
+    keys = [Patch(color=color, label=words) for color, words in ((GREY, "one process"), (PARTS[2], "two processes"))]
+    figure.legend(handles=keys, loc="outside upper right", ncols=2, fontsize=FONT, frameon=False)
+    return figure
+
+
+def draw_training(curves):
+    """Loss over steps, and over what was read. curves: by batch size, points (steps, loss)."""
+    figure = Figure(figsize=(16, 5.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    last = min(points[-1][0] for points in curves.values())
+    for (size, points), color, style in zip(curves.items(), (BLUE, ORANGE, "black"), ("o-", "s--", "^:")):
+        steps, losses = zip(*points)
+        look = {"color": color, "linewidth": 3, "markersize": 9, "label": f"batches of {size}"}
+        count = sum(step <= last for step in steps)
+        panels[0].plot(steps[:count], losses[:count], style, **look)
+        panels[1].plot([step * size / 1000 for step in steps], losses, style, **look)
+    for axes, title, words in zip(panels, ("equal steps", "equal reading"), ("steps", "sequences read (thousands)")):
+        axes.set_title(title, fontsize=FONT + 2, fontweight="bold")
+        label_axes(axes, words, "loss on unseen text\n(nats per byte)" if axes is panels[0] else "")
+    panels[0].legend(fontsize=FONT, frameon=False)
+    return figure

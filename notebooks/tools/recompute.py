@@ -1,0 +1,198 @@
+"""What notebook 05 counts and draws with, from plain data."""
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.patches import Circle, Rectangle
+from torch.utils.flop_counter import FlopCounterMode
+
+from minizero.pictures import COLORS, FONT, MIB, PREDICTED
+from minizero.pictures.style import label_axes
+from minizero.schedules import binomial, depth, optimal_schedule
+
+PLAIN = {"color": "black", "marker": "o", "markersize": 11, "linewidth": 3}
+REGIONS = {"color": "#CC79A7", "marker": "s", "markersize": 11, "linewidth": 3, "linestyle": "dashed"}
+ONE_TAPE = {"color": "#E69F00", "marker": "^", "markersize": 11, "linewidth": 3}
+
+# Counting.
+
+
+def forwards(layers, run):
+    """The layers that run forward in `run(layers)`, in order, counted from 1."""
+    ran = []
+    handles = [layer.register_forward_pre_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers, 1)]
+    run(layers)
+    for handle in handles:
+        handle.remove()
+    return ran
+
+
+def watch(layers, way):
+    """A step of `way(layers, x)`: the layers that ran, and how many tensors of x's size the ledger found at most."""
+    device = next(layers[0].parameters()).device
+    x, factors = torch.randn(2, 4096, layers[0][0].in_features, device=device)
+    run = lambda layers: (way(layers, x.clone()) * factors).sum().backward()  # noqa: E731  the input counts, too
+    return forwards(layers, run), round(depth.held_bytes(run, layers) / x.nbytes)
+
+
+def compare(chain, step, ways):
+    """Prints of each way (bytes held, matrix products against the first way's, gradients equal to the first's)."""
+    found, expected = {}, None
+    for name, way in ways.items():
+        chain.zero_grad()
+        with FlopCounterMode(display=False) as counter:
+            step(chain, way)
+        gradients = [parameter.grad.clone() for parameter in chain.parameters()]
+        expected = expected or (counter.get_total_flops(), gradients)
+        equal = all(torch.equal(a, b) for a, b in zip(gradients, expected[1], strict=True))
+        found[name] = depth.held_bytes(step, chain, way), counter.get_total_flops() / expected[0], equal
+        held, products, _ = found[name]
+        print(f"{name:28}{held / MIB:6.2f} MiB, products × {products:.2f}, gradients equal: {equal}")
+    return found
+
+
+def worst_moment(schedule, n, k=1):
+    """Of n layers in regions of k: the layer at work, the nodes and the gradients in memory when they are most.
+
+    Node i is the input of layer i, node n + 1 what the last layer gives.
+    """
+    kept, moments = set(), []
+    for action, region in schedule.steps:
+        first, last = region * k + 1, min((region + 1) * k, n)
+        if action == "keep":
+            kept.add(first)
+        elif action == "drop":
+            kept.remove(first)
+        elif action == "backward":
+            moments.append((last, kept | set(range(first, last + 2)), {last, last + 1}))
+    return max(moments, key=lambda moment: len(moment[1]) + len(moment[2]))
+
+
+def regions_and_one_tape(stages):
+    """By the size of the region, and by the budget: (peak, forwards) of both families. Forwards cost 1 each."""
+    n, backward = len(stages), sum(stage.backward for stage in stages)
+    plans = {k: depth.in_regions(stages, k) for k in range(1, n + 1)}
+    budgets = range(int(binomial(n, 1).on(stages).peak), int(plans[1].peak) + 1)
+    found = [optimal_schedule(stages, budget) for budget in budgets]
+    regions = {k: (plan.peak, plan.time - backward) for k, plan in plans.items()}
+    return regions, [(plan.peak, plan.time - backward) for plan in found]
+
+
+# Drawing.
+
+
+def panels(count, height=5.6, width=16):
+    """A figure with so many axes beside each other."""
+    figure, axes = plt.subplots(1, count, figsize=(width, height), layout="constrained", squeeze=False)
+    return axes[0]
+
+
+def draw_nodes(rows):
+    """A row for each name: (worst moment, layers that ran). Grey circles and yellow squares are in memory."""
+    figure, column = plt.subplots(len(rows), 1, figsize=(14, 2.3 * len(rows)), layout="constrained", squeeze=False)
+    for axes, (name, ((layer, nodes, gradients), ran)) in zip(column[:, 0], rows.items()):
+        for node in range(1, 7):
+            color = COLORS["activations"] if node in nodes else "white"
+            axes.add_patch(Circle((node, 1), 0.3, facecolor=color, edgecolor="black", linewidth=2))
+            axes.text(node, 1, node if node < 6 else "out", ha="center", va="center", fontsize=FONT + 2)
+            if node in gradients:
+                square = Rectangle((node - 0.2, 0.05), 0.4, 0.4, facecolor=COLORS["gradients"], edgecolor="black")
+                axes.add_patch(square)
+        arrow = {"arrowstyle": "-|>", "linewidth": 3, "color": "black", "mutation_scale": 20}
+        axes.annotate("", (layer + 0.22, 0.25), (layer + 0.78, 0.25), arrowprops=arrow)
+        title = f"{name}: {len(nodes) + len(gradients)} tensors, {len(ran)} forwards"
+        axes.set_title(title, fontsize=FONT + 4, fontweight="bold", loc="left")
+        starts = [i for i in range(1, len(ran)) if ran[i] <= ran[i - 1]]
+        sweeps = [" ".join(map(str, ran[a:b])) for a, b in zip([0, *starts], [*starts, None])]
+        axes.text(6.7, 1, "layers run:\n" + " | ".join(sweeps), va="center", fontsize=FONT + 1)
+        axes.set(xlim=(0.6, 10.6), ylim=(-0.05, 1.4), aspect="equal")
+        axes.axis("off")
+    return column[:, 0]
+
+
+def draw_root(depths, plain, regions):
+    """Inputs held, measured, against the number of layers; and the two formulas."""
+    (axes,) = panels(1, width=13)
+    axes.plot(depths, plain, label="keep everything, measured", **{**PLAIN, "linestyle": "none"})
+    axes.plot(depths, regions, label="regions of √n, measured", **{**REGIONS, "linestyle": "none"})
+    along = range(1, depths[-1] + 1)
+    axes.plot(along, [n + 1 for n in along], label="n + 1 and 2√n, counted", **PREDICTED)
+    axes.plot(along, [2 * n**0.5 for n in along], **PREDICTED)
+    for amounts in (plain, regions):
+        axes.annotate(f"{amounts[-1]:.0f}", (depths[-1], amounts[-1]), (-8, 12), textcoords="offset points",
+                      ha="right", fontsize=FONT + 2)  # fmt: skip
+    axes.set(xlim=(0, None), ylim=(0, 1.1 * plain[-1]))
+    label_axes(axes, "layers, n", "peak (inputs of one layer)")
+    axes.legend(fontsize=FONT, frameon=False)
+    return axes
+
+
+def draw_depths(layers, rows, unit):
+    """Memory and time of a step against the depth. rows: of `depth.against_depth`, for "plain" and "regions"."""
+    memory, time = panels(2)
+    for name, look in (("plain", PLAIN), ("regions", REGIONS)):
+        label = "keep everything" if name == "plain" else "regions of √N"
+        memory.plot(layers, [row["bytes"] / MIB for row in rows[name]], label=label, **look)
+        time.plot(layers, [1000 * row["seconds"] for row in rows[name]], label=label, **look)
+    label_axes(memory, "layers, 6n + 2", "peak beside the parameters (MiB)")
+    label_axes(time, "layers, 6n + 2", f"one step ({unit})")
+    for axes, title in ((memory, "memory, measured"), (time, "time, measured")):
+        axes.set_title(title, fontsize=FONT + 2)
+        axes.set(xlim=(0, None), ylim=(0, None), xticks=layers)
+    memory.legend(fontsize=FONT, frameon=False)
+    return memory, time
+
+
+def draw_region_sizes(held, counted, marks):
+    """Peak against the size of a region. held, counted: by size, in inputs. marks: a size by its name."""
+    (axes,) = panels(1, width=13)
+    axes.plot(counted.keys(), counted.values(), label="n/k + k (w + 1), counted", **PREDICTED)
+    axes.plot(held.keys(), held.values(), label="measured", **{**REGIONS, "linestyle": "none"})
+    for name, size in marks.items():
+        axes.axvline(size, color="#B5B5B5", linewidth=2, zorder=0)
+        axes.text(size * 1.03, 0.9 * max(held.values()), name, fontsize=FONT + 2)
+    axes.set(xscale="log", ylim=(0, None))
+    axes.set_xticks(list(held), list(held))
+    axes.minorticks_off()
+    label_axes(axes, "blocks in a region, k", "peak (inputs of one block)")
+    axes.legend(fontsize=FONT, frameon=False, loc="upper left", bbox_to_anchor=(0.12, 0.85))
+    return axes
+
+
+def draw_schedules(schedules):
+    """Two by two, each with its name, what it keeps and what it costs."""
+    figure, grid = plt.subplots(2, 2, figsize=(16, 9.5), layout="constrained")
+    for axes, (name, schedule) in zip(grid.flat, schedules.items()):
+        schedule.plot(axes).set_ylabel("layer, from 0")
+        ran = len(schedule.stages) + schedule.advances
+        axes.set_title(f"{name}\n{schedule.slots} inputs kept, {ran} forwards", fontsize=FONT + 2, pad=8)
+        legend = axes.get_legend()
+        entries = legend.legend_handles, [text.get_text() for text in legend.texts]
+        legend.remove()
+    figure.legend(*entries, loc="outside lower center", ncols=3, fontsize=FONT + 1, frameon=False)
+    return grid
+
+
+def draw_budgets(families, shown, points):
+    """Forwards against memory, a panel for each title: (regions, one tape) of `regions_and_one_tape`.
+
+    shown: the sizes of regions that get their number. points: other schedules by name, (peak, forwards) by panel.
+    """
+    for number, (axes, (title, (regions, one_tape))) in enumerate(zip(panels(2, 6.2), families.items())):
+        axes.plot(*zip(*one_tape), label="one tape at a time: the best", **{**ONE_TAPE, "marker": "none"})
+        places = [regions[k] for k in shown]
+        axes.plot(*zip(*places), label="regions of k", **{**REGIONS, "linestyle": "none"})
+        for k, place in zip(shown, places):
+            name = f"{k}" if k < max(shown) else f"{k}: keep everything"
+            side = "center" if k < max(shown) else "right"
+            axes.annotate(name, place, (0, -24), textcoords="offset points", fontsize=FONT, ha=side)
+        for name, where in points.items():
+            axes.plot(*where[number], **{**ONE_TAPE, "linestyle": "none", "markeredgecolor": "black"})
+            axes.annotate(name, where[number], (10, 6), textcoords="offset points", fontsize=FONT)
+        axes.set(ylim=(0, 330), xscale="log")
+        ticks = (5, 10, 20, 50, 100, 200, 500, 1000)
+        axes.set_xticks(ticks, ticks)
+        axes.minorticks_off()
+        axes.set_title(title, fontsize=FONT + 2)
+        label_axes(axes, "peak (inputs of one layer)", "forwards of a layer")
+        if number == 0:
+            axes.legend(fontsize=FONT, frameon=False)

@@ -1,0 +1,221 @@
+"""The pictures that only notebook 08 needs, from plain data and simulated steps. Each says what is published in it,
+what is fitted and what is predicted.
+"""
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from minizero.pictures import FONT, PREDICTED
+from minizero.pictures.style import label_axes
+from minizero.simulate.report import FITTED, PUBLISHED, ruler_errors
+from notebooks.tools import zero_pictures
+
+GIB = 2**30
+SPEED = "TFLOP/s per GPU"
+DIAMOND = PUBLISHED | {"s": 110}
+STRATEGIES = {"full shard": "#0072B2", "hybrid, F = 8": "#E69F00", "replication, F = 1": "#009E73", "DDP": "#C1272D"}
+
+
+def new_axes(width, height):
+    """Axes on a figure that is shown once, where a cell ends with it."""
+    return Figure(figsize=(width, height), layout="constrained").add_subplot()
+
+
+def draw_steps(steps):
+    """A simulated step for each title, one above the other."""
+    figure = zero_pictures.draw_steps({title: step.events() for title, step in steps.items()})
+    figure.axes[-1].set_xlabel("milliseconds, predicted", fontsize=FONT)
+    return figure
+
+
+def draw_exposed(tokens, shares, kinks):
+    """The exposed share of the step over the tokens on a GPU. shares, kinks: by network; a kink is in tokens."""
+    axes = new_axes(13, 5)
+    for (name, line), marker in zip(shares.items(), "os^"):
+        axes.plot(tokens, [100 * share for share in line], **PREDICTED, marker=marker, markersize=9)
+        axes.axvline(kinks[name], color="black", linewidth=1.5)
+        axes.text(kinks[name] * 1.03, 58, f"by hand, {name}:\n{kinks[name]:,.0f} tokens", fontsize=FONT - 1, va="top")
+        place = next((i for i, share in enumerate(line) if share < 0.55), 0)
+        axes.annotate(name, (tokens[place], 100 * line[place]), (12, 8), textcoords="offset points", fontsize=FONT)
+    axes.plot([], [], **PREDICTED, label="predicted")
+    axes.legend(frameon=False, fontsize=FONT, loc="upper right")
+    axes.set(xscale="log", ylim=(0, 100))
+    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+    axes.minorticks_off()
+    label_axes(axes, "tokens on each GPU", "exposed, % of the step", ticks=FONT - 2)
+    return axes.figure
+
+
+def draw_who_fits(steps, models):
+    """The peak in GiB, black where it does not fit. steps: by strategy, a step for each model. models: parameters."""
+    held = np.array([[step.memory["total"] / GIB for step in row] for row in steps.values()])
+    fits = np.array([[step.fits for step in row] for row in steps.values()])
+    axes = new_axes(14, 5.4)
+    axes.imshow(np.where(fits, np.log(held), np.nan), cmap="Oranges", aspect="auto", vmax=np.log(250))
+    axes.set_facecolor("black")
+    for (i, j), gib in np.ndenumerate(held):
+        axes.text(
+            j, i, f"{gib:,.0f}", ha="center", va="center", color="black" if fits[i, j] else "white", fontsize=FONT
+        )
+    axes.set_xticks(range(len(models)), [f"{count / 1e9:.3g}B" for count in models])
+    axes.set_yticks(range(len(steps)), list(steps))
+    label_axes(axes, "parameters of the model", "strategy", ticks=FONT - 1)
+    axes.set_title("GiB per GPU at the peak, predicted; black: more than the GPU or its host has", fontsize=FONT)
+    return axes.figure
+
+
+def draw_foundry(one):
+    """Left: the speeds, published and simulated. Right: how far three predictions of 512 GPUs are off. one: a `Fit`."""
+    figure = Figure(figsize=(15, 6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    names = list(one.efficiencies)
+    for name in names:
+        rows = [(row, value) for row, value in zip(one.publication.rows, one.values) if row.model == name]
+        gpus, values = [row.plan.gpus for row, _ in rows], [value for _, value in rows]
+        left.plot(gpus[:2], values[:2], **FITTED | {"linewidth": 4})
+        left.plot(gpus[1:], values[1:], **PREDICTED)
+        left.scatter(gpus, [row.value for row, _ in rows], **DIAMOND)
+        left.text(545, values[-1], name.removeprefix("mpt-").upper(), fontsize=FONT, va="center")
+    left.plot([], [], **FITTED | {"linewidth": 4}, label="fitted: 128, 256")
+    left.plot([], [], **PREDICTED, label="predicted: 512")
+    left.scatter([], [], **DIAMOND, label="published")
+    left.set(xscale="log", yscale="log", xlim=(115, 720), ylim=(700, 2e5))
+    left.set_xticks(gpus, gpus)
+    left.set_yticks([1000, 10_000, 100_000], ["1,000", "10,000", "100,000"])
+    left.xaxis.minorticks_off()
+    left.legend(frameon=False, fontsize=FONT - 1, loc="upper center", ncols=3, columnspacing=1, handletextpad=0.4)
+    label_axes(left, "GPUs (H100)", "tokens/s per GPU")
+    line, flat = ruler_errors(one)
+    kinds = {"model": (one.errors(fitted=False), PREDICTED["color"], "o"), "ruler": (line, "black", "x")}
+    kinds["no change since 256"] = (flat, "#8A8A8A", "s")
+    for kind, (errors, color, marker) in kinds.items():
+        mean = np.abs(errors).mean()
+        percent = [100 * error for error in errors]
+        label = f"{kind}: {mean:.1%} on average"
+        right.plot(percent, range(len(names)), marker, color=color, markersize=11, markeredgewidth=3, label=label)
+    right.axvline(0, ymax=0.7, color="black", linewidth=1)
+    right.set_yticks(range(len(names)), [name.removeprefix("mpt-").upper() for name in names])
+    right.set(ylim=(-0.5, 8.2))
+    right.legend(frameon=False, fontsize=FONT - 1, loc="upper left")
+    label_axes(right, "predicted / published − 1 at 512 GPUs (%)", "")
+    return figure
+
+
+def draw_strategies(groups, published):
+    """TFLOP/s of T5 by size and strategy, in the paper's colours. groups: by label, {strategy: (step, kind)}.
+
+    kind: "fitted", "predicted" or "assumed". published: {(label, strategy): TFLOP/s}.
+    """
+    hatches = {"fitted": "", "predicted": "//", "assumed": ".."}
+    axes = new_axes(15, 6.4)
+    for place, (label, steps) in enumerate(groups.items()):
+        for number, (strategy, (step, kind)) in enumerate(steps.items()):
+            x = place + 0.21 * (number - 1.5)
+            if not step.fits:
+                axes.text(
+                    x, 3, "out of memory", rotation=90, ha="center", fontsize=FONT - 1, color=STRATEGIES[strategy]
+                )
+                continue
+            look = {"color": STRATEGIES[strategy], "hatch": hatches[kind], "edgecolor": "white", "linewidth": 0}
+            axes.bar(x, step.tflops, 0.19, **look)
+            if (label, strategy) in published:
+                axes.scatter(x, published[label, strategy], **DIAMOND)
+    keys = [Patch(color=color, label=strategy) for strategy, color in STRATEGIES.items()]
+    kinds = {"fitted": "fitted", "predicted": "predicted", "assumed": "assumed: BF16's efficiency"}
+    keys += [
+        Patch(facecolor="#8A8A8A", edgecolor="white", linewidth=0, hatch=hatches[kind], label=words)
+        for kind, words in kinds.items()
+    ]
+    keys.append(axes.scatter([], [], **DIAMOND, label="published, about"))
+    axes.legend(handles=keys, frameon=False, fontsize=FONT - 1, ncols=2, loc="upper left")
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set(xlim=(-0.5, len(groups) - 0.5), ylim=(0, 165))
+    label_axes(axes, "model, and the format it computes in (16 GPUs)", SPEED)
+    return axes.figure
+
+
+def draw_scaling(panels):
+    """TFLOP/s per GPU over GPUs. panels: (title, GPUs, {label: (line, colour, style)}, published points)."""
+    figure = Figure(figsize=(15, 5.4), layout="constrained")
+    for axes, (title, gpus, lines, points) in zip(figure.subplots(1, 2, sharey=True), panels):
+        for label, (line, color, style) in lines.items():
+            axes.plot(gpus, line, style, color=color, linewidth=3, markersize=9, label=label)
+        if points:
+            axes.scatter(*zip(*points), **DIAMOND, label="published")
+        axes.set(xscale="log", ylim=(0, 215))
+        axes.set_xticks(gpus, gpus)
+        axes.minorticks_off()
+        label_axes(axes, "GPUs (A100)", SPEED if title.startswith("T5") else "")
+        axes.set_title(title, fontsize=FONT)
+        axes.legend(frameon=False, fontsize=FONT - 1, loc="lower left")
+    return figure
+
+
+def draw_causes(gpus, lines, published):
+    """What is lost since the first number of GPUs, in percent. lines: by what is switched off. published: a range.
+
+    The first line is fitted, the others are predicted.
+    """
+    axes = new_axes(13, 5.6)
+    looks = (FITTED | {"linewidth": 4}, PREDICTED, PREDICTED, PREDICTED)
+    for (label, line), look, marker in zip(lines.items(), looks, "osD^"):
+        axes.plot(gpus, [100 * share for share in line], **look, marker=marker, markersize=9)
+        kind = "fitted" if look is looks[0] else "predicted"
+        words = f"{label}, {kind}: {100 * line[-1]:.1f} %".replace("-", "−")
+        axes.text(gpus[-1] * 1.12, 100 * line[-1], words, va="center", fontsize=FONT)
+    low, high = (100 * share for share in published)
+    axes.fill_between((gpus[-1] / 1.08, gpus[-1] * 1.08), low, high, color="black", alpha=0.25, linewidth=0)
+    axes.text(gpus[-1] / 1.12, high, "published: 7 %", ha="right", va="center", fontsize=FONT)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlim=(7.5, 5000), ylim=(-1, 8.2))
+    axes.set_xticks(gpus, gpus)
+    axes.minorticks_off()
+    label_axes(axes, "GPUs (A100)", "TFLOP/s per GPU lost since 8 (%)")
+    axes.set_title("T5-11B, batch 8", fontsize=FONT)
+    return axes.figure
+
+
+def draw_megatron(one, kink):
+    """Megatron-LM's table of ZeRO-3 over the tokens on a GPU. one: its `Fit`. kink: tokens, by hand."""
+    axes = new_axes(13, 5.4)
+    points = {}  # by tokens: TFLOP/s, and what the point is called
+    for name, marker in (("megatron-175b", "o"), ("megatron-530b", "s")):
+        rows = [(row, value) for row, value in zip(one.publication.rows, one.values) if row.model == name]
+        look, kind = (FITTED | {"linewidth": 6}, "fitted") if rows[0][0].fitted else (PREDICTED, "predicted")
+        size = name.removeprefix("megatron-").upper()
+        tokens = [2048 * row.plan.batch_size for row, _ in rows]
+        axes.plot(tokens, [value for _, value in rows], **look, marker=marker, markersize=9, label=f"{size}, {kind}")
+        for (row, _), count in zip(rows, tokens):
+            points.setdefault(count, []).append((row.value, f"{size}, {row.plan.gpus:,} GPUs"))
+    for count, pair in points.items():
+        axes.scatter([count] * 2, [value for value, _ in pair], **DIAMOND)
+        for (value, words), place in zip(sorted(pair), ((12, -20, "left"), (-12, 8, "right"))):
+            look = {"textcoords": "offset points", "ha": place[2], "fontsize": FONT - 2}
+            axes.annotate(words, (count, value), place[:2], **look)
+    axes.scatter([], [], **DIAMOND, label="published")
+    axes.axvline(kink, color="black", linewidth=1.5)
+    words = f"by hand, with\nthe fitted network:\n{kink:,.0f} tokens"
+    axes.text(kink * 0.985, 8, words, ha="right", fontsize=FONT)
+    axes.set(xlim=(0, 12_500), ylim=(0, 190))
+    axes.set_xticks([0, 2048, 4096, 8192], ["0", "2,048", "4,096", "8,192"])
+    label_axes(axes, "tokens on each GPU", SPEED)
+    axes.legend(frameon=False, fontsize=FONT, loc="upper left")
+    return axes.figure
+
+
+def draw_networks(speeds, lines, ours):
+    """TFLOP/s over the speed of the network. lines: by label. ours: the speeds of the real ones, by name."""
+    axes = new_axes(13, 5.2)
+    for (label, line), marker in zip(lines.items(), "os^"):
+        axes.plot([speed / 1e9 for speed in speeds], line, **PREDICTED, marker=marker, markersize=9, label=label)
+    for name, speed in ours.items():
+        axes.axvline(speed / 1e9, color="black", linewidth=1.5)
+        axes.text(speed / 1e9 * 0.96, 8, name, ha="right", fontsize=FONT + 2, fontweight="bold")
+    axes.set(xscale="log", ylim=(0, None))
+    axes.set_xticks([0.3, 1, 3, 10, 30], [0.3, 1, 3, 10, 30])
+    axes.minorticks_off()
+    label_axes(axes, "between hosts (GB/s per GPU)", SPEED)
+    axes.set_title("7B on 64 A100, one sequence on each, predicted", fontsize=FONT)
+    axes.legend(frameon=False, fontsize=FONT, loc="center", bbox_to_anchor=(0.7, 0.35))
+    return axes.figure
