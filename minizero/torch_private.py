@@ -156,7 +156,7 @@ def place(tensor: torch.Tensor) -> tuple[int, int]:
 
     Why, since when, and in its place: as `storage_id`. A fake tensor has no `data_ptr()` at all.
     """
-    return storage_id(tensor.untyped_storage()), tensor.storage_offset()
+    return storage_id(tensor.untyped_storage()), int(tensor.storage_offset())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -222,8 +222,7 @@ IN_PLACE = {
     "_dispatch_has_kernel_for_dispatch_key": "as `consists_of_others`, in `precision`, which does not import minizero",
     "_are_functorch_transforms_active": "as `function_transform_is_active`, in `flash`, which does not import minizero",
     "_functorch": "the module of is_legacy_batchedtensor: autograd batches so, too; since 2.0",
-    "_subclasses": "the module of FakeTensorMode, which has no public name; it loads slowly, so only its user imports it",
-    "_subclasses": "the module of fake tensors, which have no public name; it loads slowly, so only its user imports it",
+    "_subclasses": "the module of fake tensors, which loads slowly, so only who needs it does",
     "_grouped_mm": "an operator of PyTorch's own, which mixtures of experts call; since 2.8",
     "_getframe": "Python's own: the frame that runs, as `inspect.currentframe` gives it, without an import",
     "_C": "the module of those",

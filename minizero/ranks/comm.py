@@ -84,7 +84,8 @@ class Comm(contextlib.AbstractContextManager):
         else:
             colors = exchange(self, "split", f"{color}")  # what each rank says, in the order of the ranks
         mine = [rank for rank, other in enumerate(colors) if other == colors[self.rank]]
-        name = f"{self.transport.sequence}:{colors[self.rank]}"  # `sequence` counts the collectives: no two splits have one name
+        # `sequence` counts the collectives: no two splits have one name.
+        name = f"{self.transport.sequence}:{colors[self.rank]}"
         part = Comm(self.transport.subgroup(mine, name), self.observers)
         self.parts.append(part)
         return part

@@ -49,7 +49,10 @@ def maker(options: argparse.Namespace) -> tuple[Callable[[], Any], str]:
         return lambda: from_config(options.hf, options.batch, options.length or 2048), ""
     if options.make is None:
         config = GPTConfig(sequence_length=options.length or GPTConfig.sequence_length)
-        return lambda: (GPT(config), torch.zeros(2, options.batch, config.sequence_length, dtype=torch.long).unbind()), ""
+        return lambda: (
+            GPT(config),
+            torch.zeros(2, options.batch, config.sequence_length, dtype=torch.long).unbind(),
+        ), ""
     file, _, name = options.make.rpartition(":")
     if not file or not Path(file).is_file():
         raise ValueError(f"{options.make!r}: expected FILE.py:make, a file and a function in it")

@@ -46,9 +46,9 @@ class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
     def give_back(self, kept: Tensor | Shape) -> Tensor:
         return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device) if isinstance(kept, Shape) else kept
 
-    def __exit__(self, kind: Any, *exception: Any) -> None:
-        super().__exit__(kind, *exception)
-        if kind is None and not self.kinds:
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if exception[0] is None and not self.kinds:
             raise ValueError("its attention stores no scores, or it has none")
 
 
