@@ -93,5 +93,4 @@ def recompute_blocks(module: nn.Module) -> None:
     if not blocks:
         raise ValueError("it has no repeated blocks: no ModuleList or Sequential of modules of one type")
     for path, block in blocks:
-        parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent), name, Checkpointed(block))
+        module.set_submodule(path, Checkpointed(block))
