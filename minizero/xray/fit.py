@@ -48,6 +48,8 @@ def stacks(ranks: int, batch: int) -> list[Plan]:
     for dtype, no_scores, in_chunks, micro_batches, recompute in itertools.product(
         (None, torch.bfloat16), off_or_on, off_or_on, pieces, off_or_on
     ):
+        if no_scores and recompute:  # then no block stores anything
+            continue
         plan = Plan(None, 1, dtype, None, False, recompute, micro_batches, no_scores, in_chunks, foreach=True)
         if ranks == 1:
             plans.append(plan)

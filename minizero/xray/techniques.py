@@ -85,9 +85,9 @@ def techniques(ranks: int, batch: int) -> Iterator[Technique]:
     yield row(f"ZeRO-3 on {ranks}, offload", HOST, stage=3, offload=True, **on)
     stack: dict[str, Any] = dict(stage=3, dtype=BF16, **on)
     yield row("ZeRO-3, BF16", f"{STAGE_3}; {MASTERS}", **stack)
-    yield row("… and recompute", FORWARD, **stack, recompute=True)
-    yield row("… and loss in chunks", FORWARD, **stack, recompute=True, loss_in_chunks=True)
-    yield row("… and offload", f"{FORWARD}; {HOST}", **stack, recompute=True, offload=True)
+    yield row("ZeRO-3, BF16, recompute", FORWARD, **stack, recompute=True)
+    yield row("the same, loss in chunks", FORWARD, **stack, recompute=True, loss_in_chunks=True)
+    yield row("the same, offload", f"{FORWARD}; {HOST}", **stack, recompute=True, offload=True)
 
 
 def largest_divisor(number: int) -> int:
