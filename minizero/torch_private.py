@@ -3,7 +3,8 @@
 A private name may change with any release. "Since 2.1" means that the packages of PyTorch have it from 2.1 on, and
 that 2.0 does not. "At least since 1.12" means that nobody has looked into an older package. minizero needs 2.11 or
 newer, so it has all of them. A CI job tries the newest PyTorch, so that a change is seen here first. A test
-holds that no other file has a private name, but for those in `IN_PLACE`.
+holds that no other file has a private name, but for those in `IN_PLACE`. What we change for the whole process, in
+PyTorch, Triton or Python, stands in `WHOLE_PROCESS`, and a test holds that it is complete.
 """
 
 from collections.abc import Callable
@@ -113,15 +114,6 @@ def function_transform_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def function_mode_is_active() -> bool:
-    """Is any TorchFunctionMode active, such as a default device?
-
-    Why: to ask for the default device takes 3 µs, and without a mode it is the CPU.
-    Since 1.13. In its place: a faster getter.
-    """
-    return torch._C._len_torch_function_stack() > 0
-
-
 def consists_of_others(operator: Any) -> bool:
     """Does the operator only call other operators?
 
@@ -156,7 +148,7 @@ def place(tensor: torch.Tensor) -> tuple[int, int]:
 
     Why, since when, and in its place: as `storage_id`. A fake tensor has no `data_ptr()` at all.
     """
-    return storage_id(tensor.untyped_storage()), tensor.storage_offset()
+    return storage_id(tensor.untyped_storage()), int(tensor.storage_offset())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -216,16 +208,36 @@ IN_PLACE = {
     "_buffers": "a module's own dict, which recompute lends and takes back; since 0.1",
     "_schema": "an operator's arguments and results, and which of them are views or written; since 1.13",
     "_op": "an operator without the Python call around it, which takes 1 µs; since 1.13",
-    "_ops": "the module of the class of operators; since 1.13",
     "_python_dispatch": "the module of TorchDispatchMode, whose documentation imports it from there; since 1.13",
     "_pytree": "the module that goes through nested tuples, lists and dicts; since 1.8",
     "_dispatch_has_kernel_for_dispatch_key": "as `consists_of_others`, in `precision`, which does not import minizero",
     "_are_functorch_transforms_active": "as `function_transform_is_active`, in `flash`, which does not import minizero",
     "_functorch": "the module of is_legacy_batchedtensor: autograd batches so, too; since 2.0",
-    "_subclasses": "the module of FakeTensorMode, which has no public name; it loads slowly, so only its user imports it",
-    "_subclasses": "the module of fake tensors, which have no public name; it loads slowly, so only its user imports it",
+    "_subclasses": "the module of fake tensors, which loads slowly, so only who needs it does",
     "_grouped_mm": "an operator of PyTorch's own, which mixtures of experts call; since 2.8",
     "_getframe": "Python's own: the frame that runs, as `inspect.currentframe` gives it, without an import",
     "_C": "the module of those",
 }
 """Names that stand in other files: a function around an attribute would be called for each operator or tensor."""
+
+
+WHOLE_PROCESS = {
+    "minizero/engines/guards/optimizers.py": "Two hooks around each step of every optimizer. They begin with `import "
+    "minizero`, and leave an optimizer without shards alone. Without them: import `flash` and `precision` only.",
+    "minizero/memory/recorder.py": "Seven functions that make or resize a storage without an operator, such as "
+    "`UntypedStorage.resize_`, are wrapped. It begins with the first `Ledger` and does not end; between ledgers "
+    "they only look for one. Without it: open no `Ledger`.",
+    "minizero/recompute/replay.py": "A hook before the forward of every module, which ignores other threads. It lives "
+    "during the first run of a checkpoint. Without it: `set_enabled(False)`.",
+    "minizero/recompute/frame.py": "A hook after the forward of every module, which ignores other threads. It lives "
+    "during the second run of a checkpoint. Without it: `set_enabled(False)`.",
+    "minizero/ranks/world.py": "A call at the program's end, which waits for the threads of a `World`. It begins with "
+    "`import minizero`, and does nothing without such threads. Without it: import `flash` and `precision` only.",
+    "minizero/ranks/comm.py": "A call at the program's end, which closes a communicator. It begins with "
+    "`Comm.from_process_group`. Without it: make the ranks threads, by `World`.",
+    "flash/__init__.py": "The environment gets TRITON_INTERPRET=1. It begins with `import flash`, if there is no GPU "
+    "and Triton is not imported. Without it: give the variable a value, or import Triton first.",
+    "flash/launch.py": "The interpreter of Triton before 3.7 lets an array of one element be an index, which NumPy 2.4 "
+    "asks for. It begins with the first kernel. Without it: a newer Triton, or backend='tiled'.",
+}
+"""Files that change PyTorch, Triton or Python for the whole process: what, from when to when, how to be without it."""

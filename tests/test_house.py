@@ -1,9 +1,10 @@
 """Who may import whom: an import goes down a floor or more, or stays in its room. Those inside functions count too."""
 
 import ast
+import re
 from pathlib import Path
 
-from minizero.torch_private import IN_PLACE
+from minizero.torch_private import IN_PLACE, WHOLE_PROCESS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("minizero", "flash", "precision")
@@ -14,8 +15,8 @@ FLOORS = [
     {"memory", "models"},
     {"ranks", "schedules"},
     {"engines", "cli"},
-    {"checkpoint", "accumulate", "simulate", "mixed_precision", "grid", "one_step", "xray"},
-    {"train"},
+    {"checkpoint", "accumulate", "chunked_loss", "simulate", "mixed_precision", "grid", "one_step"},
+    {"train", "xray"},
 ]
 # From which file to which, each with its reason.
 EXCEPTIONS = {
@@ -85,7 +86,7 @@ def test_no_two_files_need_each_other():
     assert circles() == set()
 
 
-OTHERS = {"_replace", "_asdict", "_make", "_fields", "_exit", "_inst"}  # of named tuples, os and random
+OTHERS = {"_replace", "_asdict", "_fields", "_exit", "_inst"}  # of named tuples, os and random
 
 
 def test_every_private_name_of_torch_is_listed_with_its_reason():
@@ -105,3 +106,27 @@ def test_every_private_name_of_torch_is_listed_with_its_reason():
                 )
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
     assert private - OTHERS - (ours - IN_PLACE.keys()) == IN_PLACE.keys()
+
+
+def changes_the_process(node: ast.AST, imported: set[str]) -> bool:
+    """Is it a hook on every module or optimizer, a call at the program's end, or a write to what was imported?"""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+        return not ast.unparse(node.args[0]).startswith("self")
+    if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return ast.unparse(node).replace("[", ".").split(".")[0] in imported
+    if isinstance(node, ast.Attribute | ast.alias):
+        words = ast.unparse(node)
+        every = re.fullmatch(r"(\w+\.)*register_(module|optimizer_step)_\w*hook", words)
+        return bool(every) or words in ("atexit.register", "os.environ.setdefault", "os.environ.update")
+    return False
+
+
+def test_every_change_of_the_whole_process_is_listed_with_its_way_out():
+    found = set()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+        if any(changes_the_process(node, imported) for node in nodes):
+            found.add(path.relative_to(ROOT).as_posix())
+    assert found == WHOLE_PROCESS.keys()

@@ -103,7 +103,7 @@ class Engine(Wrapped, abc.ABC):
         self.roots = [unit for unit in self.units if unit.module is None]  # gathered until backward ends
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]  # reduced last block first, root last
         if self.frees_replicas:
-            check_compiled(self.stage, module, self.units, module.modules())
+            check_compiled(self.stage, module, self.units)
         for unit in self.units:
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
@@ -196,8 +196,7 @@ class Engine(Wrapped, abc.ABC):
         """Clear up what an exception left behind, and gather what the whole forward needs."""
         check_complete(self.stage, self.module, self.complete, self.units)
         if self.frees_replicas:
-            modules = [self.module if unit.module is None else unit.module for unit in self.units]
-            check_compiled(self.stage, self.module, self.units, modules)
+            check_compiled(self.stage, self.module, self.units)
         if torch_private.current_backward() == -1:  # no recompute: no backward runs
             if self.backward is not None:  # the last backward raised
                 self.backward = None

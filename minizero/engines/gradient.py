@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minizero.engines.guards.optimizers import check_untouched
+from minizero.engines.guards.no_sync import check_untouched
 from minizero.engines.layout import Layout
 from minizero.memory import tag
 

@@ -51,18 +51,11 @@ def make_units(
             if (owner.copy().pop() if len(owner) == 1 else "") == path:
                 its = torch.float32 if in_norms[id(parameter)] else dtype
                 contents.setdefault((path, parameter.requires_grad, its), {})[name] = parameter
-    return [
-        Unit(
-            (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)"),
-            chosen.get(path) if path else None,
-            named,
-            comm,
-            inside,
-            its,
-            group_by,
-        )
-        for (path, trains, its), named in contents.items()
-    ]
+    units = []
+    for (path, trains, its), named in contents.items():
+        name = (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)")
+        units.append(Unit(name, chosen[path] if path else None, named, comm, inside, its, group_by))
+    return units
 
 
 def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

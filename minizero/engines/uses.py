@@ -87,9 +87,7 @@ def without_leaves(args: Any, kwargs: Any) -> Any:
     leaves = {id(tensor): tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
     if not (leaves and torch.is_grad_enabled()):
         return None  # leave them as they are
-    views = {
-        key: leaf.view_as(leaf) for key, leaf in leaves.items()
-    }  # one each: nn.MultiheadAttention asks whether q is k
+    views = {key: leaf.view_as(leaf) for key, leaf in leaves.items()}  # one each: attention asks whether q is k
     return tuple(views.get(id(a), a) for a in args), {name: views.get(id(a), a) for name, a in kwargs.items()}
 
 

@@ -11,19 +11,15 @@ import torch
 from torch import nn
 
 from minizero.engines.guards.modules import names_and_parameters
-from minizero.engines.guards.optimizers import check_averaged
+from minizero.engines.guards.no_sync import check_averaged
 from minizero.engines.guards.wrapped import Refuses
 from minizero.engines.unit import Unit
 from minizero.ranks.collectives import all_gather, broadcast
-from minizero.ranks.comm import Comm
 
 
 class Wrapped(Refuses):
     """The contract of DDP, Zero1, Zero2 and Zero3."""
 
-    module: nn.Module
-    comm: Comm
-    units: list[Unit]
     in_order: list[Unit]  # those that train, in the order in which they are reduced
     sync: bool  # False under no_sync
     state_names: list[str]
@@ -32,9 +28,11 @@ class Wrapped(Refuses):
     def note_names(self) -> None:
         """What the module's parameters and buffers are called before they are moved into flat buffers."""
         self.state_names = list(self.module.state_dict())
-        self.names_of = {}  # tied parameters have several
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            self.names_of.setdefault(id(parameter), []).append(name)
+        self.names_of = {}  # what is tied has several
+        parameters, buffers = self.module.named_parameters, self.module.named_buffers
+        for name, tensor in [*parameters(remove_duplicate=False), *buffers(remove_duplicate=False)]:
+            if isinstance(tensor, nn.Parameter) or name in self.state_names:  # of buffers those that are saved
+                self.names_of.setdefault(id(tensor), []).append(name)
         self.complete = names_and_parameters(self.module)
 
     def named_parameters(
@@ -123,14 +121,10 @@ class Wrapped(Refuses):
         buffers = {name: b for name, b in self.module.named_buffers(remove_duplicate=False) if name in self.state_names}
         shapes = {name: b.shape for name, b in buffers.items()}
         for unit in self.units:
-            shapes |= {
-                n: s for p, s in zip(unit.parameters, unit.layout.shapes, strict=True) for n in self.names_of[id(p)]
-            }
-        tied = dict(self.names_of)  # the names of each parameter and buffer
-        for name, buffer in buffers.items():
-            tied[id(buffer)] = [*tied.get(id(buffer), []), name]
+            for parameter, shape in zip(unit.parameters, unit.layout.shapes, strict=True):
+                shapes |= dict.fromkeys(self.names_of[id(parameter)], shape)
         state = dict(state)
-        for names in tied.values():
+        for names in self.names_of.values():
             given = next((name for name in names if name in state), None)
             if given is not None:
                 state = dict.fromkeys(names, state[given]) | state
@@ -138,7 +132,7 @@ class Wrapped(Refuses):
             raise ValueError(f"load_full_state_dict: names missing or unknown: {', '.join(wrong)}")
         if wrong := [f"{n} {tuple(state[n].shape)}, here {tuple(s)}" for n, s in shapes.items() if state[n].shape != s]:
             raise ValueError(f"load_full_state_dict: shapes differ: {'; '.join(wrong)}")
-        for first, *others in tied.values():
+        for first, *others in self.names_of.values():
             if any(state[n] is not state[first] and not same_values(state[first], state[n]) for n in others):
                 raise ValueError(f"load_full_state_dict: {first}, {', '.join(others)} are one tensor: give one value")
         for name, buffer in buffers.items():

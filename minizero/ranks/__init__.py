@@ -19,7 +19,5 @@ arguments.py    what a collective refuses before anything is sent
 agreement.py    all ranks say the same, or all raise
 transport.py    what threads and processes must offer
 threads.py      the transport of threads
-torchrun.py     the processes of torchrun meet
-processes.py    their transport
-watch.py        how those that disagree find out
+processes/      the transport of processes: how they meet, talk, and find out that they disagree
 """

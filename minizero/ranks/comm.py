@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from minizero.ranks.agreement import Observer, agreement, exchange
-from minizero.ranks.torchrun import process_transport
+from minizero.ranks.processes.torchrun import process_transport
 from minizero.ranks.transport import Transport
 
 
@@ -30,7 +30,7 @@ class Comm(contextlib.AbstractContextManager):
     """
 
     def __init__(self, transport: Transport, observers: list[Observer] | None = None) -> None:
-        self.transport = transport  # carries the messages: threads.py or processes.py
+        self.transport = transport  # carries the messages: threads.py or processes/
         self.rank = transport.rank
         self.size = transport.size
         self.device = transport.device
@@ -84,7 +84,8 @@ class Comm(contextlib.AbstractContextManager):
         else:
             colors = exchange(self, "split", f"{color}")  # what each rank says, in the order of the ranks
         mine = [rank for rank, other in enumerate(colors) if other == colors[self.rank]]
-        name = f"{self.transport.sequence}:{colors[self.rank]}"  # `sequence` counts the collectives: no two splits have one name
+        # `sequence` counts the collectives: no two splits have one name.
+        name = f"{self.transport.sequence}:{colors[self.rank]}"
         part = Comm(self.transport.subgroup(mine, name), self.observers)
         self.parts.append(part)
         return part

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from minizero.memory.operators import Watcher
 from minizero.ranks.comm import Comm
 from minizero.ranks.transport import Transport
 
@@ -41,12 +42,41 @@ class AbsentPeers(Transport):
 
 
 class AtOnce(Executor):
-    """Runs a call when it is handed over: with nobody to wait for, there is no time to be gained beside this thread."""
+    """Runs a call when it is handed over. What it took and made stays until somebody waits for the result.
+
+    So the memory of a message that is under way is there while the next block computes, as it is beside real ranks.
+    """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        future: Future = Future()
-        future.set_result(fn(*args, **kwargs))
+        future = UnderWay()
+        with Holding(future.held):
+            future.set_result(fn(*args, **kwargs))
         return future
+
+
+class UnderWay(Future):
+    """A result, and the tensors that are there until it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.held.clear()
+        return super().result(timeout)
+
+
+class Holding(Watcher):
+    """Keeps what operators take and make."""
+
+    def __init__(self, held: list[Any]) -> None:
+        super().__init__()
+        self.held = held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.held.append((args, kwargs, result))
+        return result
 
 
 def one_of_many(size: int, rank: int = 0, device: str | torch.device = "cpu") -> Comm:

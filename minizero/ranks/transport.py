@@ -1,8 +1,8 @@
 """What carries the tensors of a `Comm`. Only the files of `ranks/` use it.
 
-    threads.py     a receiver copies out of the sender's tensor
-    processes.py   messages of `torch.distributed`
-    one_of_many.py nothing: the other ranks are absent
+    threads.py              a receiver copies out of the sender's tensor
+    processes/transport.py  messages of `torch.distributed`
+    one_of_many.py          nothing: the other ranks are absent
 
 All offer the same: `transfer` moves tensors, `exchange` shows every rank's words to all, `settle`
 waits until all ranks have agreed (agreement.py).

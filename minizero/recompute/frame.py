@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 
 from minizero import torch_private
-from minizero.recompute.mismatch import ADVICE, TRANSFORMS, RecomputeMismatch, name_of
+from minizero.recompute.guards.mismatch import ADVICE, TRANSFORMS, RecomputeMismatch, name_of
 from minizero.recompute.replay import is_recomputing
 
 

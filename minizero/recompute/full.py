@@ -9,7 +9,7 @@ Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 
 import contextlib
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ def checkpoint(
 ) -> Any:
     """`fn(*args, **kwargs)`, without keeping what it computes on the way; backward runs fn again.
 
-    Tensors are found in nested tuples, lists and dicts of the arguments; anything else is passed as it is. Under
-    no_grad it just calls fn.
+    Tensors are found in nested tuples, lists and dicts of the arguments, and in what else PyTorch's pytree knows;
+    anything else is passed as it is. Under no_grad it just calls fn.
 
     The second run sees what the first run saw: autocast, the default device, buffers of modules, and (unless
     `preserve_rng_state` is False) torch's generators, the global ones and those among the arguments. In a thread, such
@@ -51,7 +51,7 @@ def checkpoint(
 
 
 def checkpoint_selective(
-    keep: Policy | Collection[Any],
+    keep: Policy,
     fn: Callable[..., Any],
     /,
     *args: Any,
@@ -60,17 +60,9 @@ def checkpoint_selective(
 ) -> Any:
     """`checkpoint` that keeps the results of the operators for which `keep(operator)` is true.
 
-    keep: a function of the operator (`torch.ops.aten.mm.default`, …), or a list of operators; `keep_matmuls` keeps
-    what takes long. Raises `TypeError` if it is neither.
+    keep: a function of the operator; `keep_matmuls` keeps what takes long. Of a list of operators, such as
+    `[torch.ops.aten.mm.default]`, its `__contains__` is one.
     """
-    if not callable(keep) or isinstance(keep, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
-        operators = list(keep) if isinstance(keep, Collection) else [None]
-        if not all(isinstance(operator, torch._ops.OpOverload) for operator in operators):
-            raise TypeError(
-                "checkpoint_selective: keep must be a function of an operator or a list of operators, such as "
-                f"torch.ops.aten.mm.default, not {keep!r}"
-            )
-        keep = operators.__contains__
     return _checkpoint(fn, args, kwargs, preserve_rng_state, keep=keep)
 
 
@@ -152,19 +144,13 @@ def is_enabled() -> bool:
     return _enabled
 
 
-class set_enabled:  # noqa: N801
+def set_enabled(on: bool) -> contextlib.ExitStack:
     """`set_enabled(False)`: from now on, or inside `with`, `checkpoint` and its relatives are plain calls.
 
     It holds in every thread. A checkpoint that has run already still recomputes.
     """
-
-    def __init__(self, on: bool) -> None:
-        global _enabled
-        self.before, _enabled = _enabled, on
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: Any) -> None:
-        global _enabled
-        _enabled = self.before
+    global _enabled
+    leaving = contextlib.ExitStack()  # of a `with` block; without one nobody leaves
+    leaving.callback(set_enabled, _enabled)
+    _enabled = on
+    return leaving

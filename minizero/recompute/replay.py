@@ -7,7 +7,7 @@ What a function computes depends on more than its arguments:
     autocast, device     the defaults of the moment: read before the first run, and entered again
 
 A `Replay` notes all of it before the first run and restores it for every later run. A later run leaves nothing
-behind: generators and modules end as it found them.
+behind: generators and modules end as it found them. How the first two are done is in guards/.
 """
 
 import contextlib
@@ -19,10 +19,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from minizero import torch_private
-from minizero.recompute.generators import Generators, set_states
-from minizero.recompute.own_generators import OwnGenerators, in_a_thread
-from minizero.recompute.state import State, give_back, modules_of
+from minizero.recompute.guards.generators import Generators, set_states
+from minizero.recompute.guards.own_generators import OwnGenerators, in_a_thread
+from minizero.recompute.guards.state import State, give_back, modules_of
 
 _running = threading.local()  # .again: does this thread run something for the second time?
 
@@ -42,7 +41,7 @@ class Replay:
     def __init__(self, fn: Any, given: Iterable[Any], preserve_rng_state: bool = True) -> None:
         self.fn = fn
         self.autocast = _autocast()
-        self.device = _default_device()
+        self.device = torch.get_default_device()
         self.state = State()
         self.generators = Generators(given) if preserve_rng_state else None
         self.own = OwnGenerators() if preserve_rng_state and in_a_thread() else None
@@ -77,7 +76,7 @@ class Replay:
                 if self.autocast != _autocast():
                     for kind, enabled, dtype, cache in self.autocast:
                         stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
-                if self.device != _default_device():
+                if self.device != torch.get_default_device():
                     stack.enter_context(self.device)
                 if self.own is not None:
                     stack.enter_context(self.own)
@@ -91,8 +90,3 @@ class Replay:
 def _autocast() -> list[tuple[str, bool, torch.dtype, bool]]:
     cache = torch.is_autocast_cache_enabled()
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in ("cpu", "cuda")]
-
-
-def _default_device() -> torch.device:
-    # Asking takes 3 µs. If no mode is active, nobody has set another device than the CPU.
-    return torch.get_default_device() if torch_private.function_mode_is_active() else torch.device("cpu")

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero import torch_private
-from minizero.recompute.inputs import leaves, map_tensors
-from minizero.recompute.mismatch import ADVICE, RecomputeMismatch
-from minizero.recompute.own_generators import draws
+from minizero.recompute.guards.mismatch import ADVICE, RecomputeMismatch
+from minizero.recompute.guards.own_generators import draws
 
 Policy = Callable[[Any], bool]
 
@@ -68,15 +68,16 @@ class Keeper(Observer):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if written := _written(func, args, kwargs or {}):
+        if func._schema.is_mutable:
             # A result that is written to is not the operator's any more: it will be computed again. Versions would
             # not show every write: the parts that unsafe_chunk makes (recurrent cells use it) have their own.
+            written = _storages((args[:1], kwargs))
             for number, kept in enumerate(self.results):
                 if kept is not None and not written.isdisjoint(_storages(kept.tensors)):
                     self.results[number] = None
         elif _makes_tensors(func) and self.policy(func):
             # The result itself will lead to the graph, which leads here: an alias, or nothing would be freed.
-            aliases = map_tensors(_alias, result)
+            aliases = tree_map_only(torch.Tensor, _alias, result)
             # Random numbers must be drawn again, so that the generator moves on for those that follow.
             drawn = draws(func, args, kwargs or {})
             self.results.append(None if drawn else Result(func._schema.name, aliases, _versions(aliases)))
@@ -119,7 +120,7 @@ class _HandOut(TorchDispatchMode):
         # With retain_graph another backward will ask again.
         if not torch_private.keeps_graph():
             self.results[self.number] = None
-        return map_tensors(_alias, kept.tensors)
+        return tree_map_only(torch.Tensor, _alias, kept.tensors)
 
 
 class Comparison(Observer):
@@ -170,24 +171,8 @@ def _makes_tensors(func: Any) -> bool:
     return not any(value.alias_info for value in (*schema.returns, *schema.arguments))
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> set[int]:
-    """The storages that this call writes to."""
-    arguments = _arguments_written(func)
-    if not arguments:
-        return set()
-    given = dict(enumerate(args)) | kwargs
-    return _storages([given.get(argument) for argument in arguments])
-
-
-@functools.cache
-def _arguments_written(func: Any) -> list[int | str]:
-    """The arguments that an operator writes to: of each its number and its name, since a call may use either."""
-    written = [(i, argument) for i, argument in enumerate(func._schema.arguments) if argument.alias_info]
-    return [key for i, argument in written if argument.alias_info.is_write for key in (i, argument.name)]
-
-
 def _storages(value: Any) -> set[int]:
-    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return {torch_private.storage_id(tensor.untyped_storage()) for tensor in tensors if tensor.layout == torch.strided}
 
 
@@ -197,7 +182,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _versions(result: Any) -> list[int]:
-    return [tensor._version for tensor in leaves(result) if isinstance(tensor, torch.Tensor)]
+    return [tensor._version for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,7 +194,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 def _digest(result: Any) -> bytes:
     """A digest of the bits of all tensors and numbers in a result. Tensors of bytes are scratch, and left out."""
     digest = hashlib.blake2b(digest_size=8)
-    for leaf in leaves(result):
+    for leaf in tree_leaves(result):
         if not isinstance(leaf, torch.Tensor):
             digest.update(repr(leaf).encode())
         elif leaf.dtype != torch.uint8 and leaf.layout == torch.strided:

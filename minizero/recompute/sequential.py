@@ -14,8 +14,8 @@ import torch
 from minizero import torch_private
 from minizero.recompute.frame import Frame
 from minizero.recompute.full import is_enabled
+from minizero.recompute.guards.mismatch import RecomputeMismatch, name_of
 from minizero.recompute.inputs import Inputs
-from minizero.recompute.mismatch import RecomputeMismatch, name_of
 from minizero.recompute.replay import Replay
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -60,28 +60,38 @@ class Chain:
 
     def first_sweep(self, x: torch.Tensor) -> torch.Tensor:
         """The chain's output, on a graph that comes back here when it needs what a stage would have saved."""
-        self.inputs = Inputs("the chain", x)
-        while True:
+        self.inputs, self.running = Inputs("the chain", x), (0, x)
+        self._take_steps(self.stage, self._first_forward)
+        (_, x), self.running = self.running, None
+        x = self._call(self.stage, x)  # the last stage, on a plain tape: backward begins with it
+        self.position += 1
+        self.inputs.first_run_is_over()
+        self.is_swept = True
+        return x
+
+    def _take_steps(self, stage: int, forward: Callable[[int], torch.Tensor]) -> None:
+        """Takes steps until the next is the stage's backward. forward: runs a stage, and returns its output."""
+        while self.steps[self.position] != ("backward", stage):
             action, i = self.steps[self.position]
-            self.position += 1
             if action == "keep" and i > 0:
-                self.kept[i] = x.detach()  # x leads to the graph, and the graph leads here
+                assert self.running is not None  # what is kept is the running input
+                self.kept[i] = self.running[1].detach()  # it may lead to the graph, and the graph leads here
             elif action == "drop":
                 self.kept.pop(i, None)
             elif action == "forward":
-                x = self._first_forward(i, x)
-            elif action == "backward":
-                x = self._call(i, x)  # the last stage, on a plain tape: backward begins with it
-                self.inputs.first_run_is_over()
-                self.is_swept = True
-                return x
+                self.running = i + 1, forward(i)
+            elif action == "backward":  # of a stage that this backward does not need, or whose tape was plain
+                self.running = None
+            self.position += 1
 
-    def _first_forward(self, i: int, x: torch.Tensor) -> torch.Tensor:
+    def _first_forward(self, i: int) -> torch.Tensor:
+        assert self.running is not None
         if i != len(self.replays):
             raise ValueError(
                 f"checkpoint_sequential: the steps come to forward {i} where forward {len(self.replays)} is due: "
                 "before the first backward each stage must run once"
             )
+        x = self.running[1]
         self.trains.append(x.requires_grad)
         self.replays.append(Replay(self.layers[i], [x]))
         with self.replays[i].first_run():
@@ -94,7 +104,11 @@ class Chain:
                 "checkpoint_sequential: a layer calls backward or torch.autograd.grad inside itself, which no schedule "
                 "foresees: call checkpoint on an nn.Sequential of these layers"
             )
-        self._advance_to(i)
+        # Backward goes from the last stage to the first. A stage that is not before the last one asked for belongs
+        # to a second backward through this graph: begin again from the chain's own input.
+        if i >= self.stage:
+            self.position, self.kept, self.running = 0, {}, None
+        self._take_steps(i, self._advance)
         x = self._input_of(i)
         # The step "backward, i" is done with this; the input that ran is used up.
         self.position += 1
@@ -103,26 +117,8 @@ class Chain:
         with self.replays[i].again():
             self.layers[i](x)
 
-    def _advance_to(self, i: int) -> None:
-        """Takes steps until the next is stage i's backward."""
-        # Backward goes from the last stage to the first. A stage that is not before the last one asked for belongs
-        # to a second backward through this graph: begin again from the chain's own input.
-        if i >= self.stage:
-            self.position, self.stage = 0, len(self.layers)
-            self.kept, self.running = {}, None
-        while self.steps[self.position] != ("backward", i):
-            action, j = self.steps[self.position]
-            if action == "keep" and j > 0:
-                self.kept[j] = self._input_of(j).detach()
-            elif action == "drop":
-                self.kept.pop(j, None)
-            elif action == "forward":
-                self.running = j + 1, self._advance(j, self._input_of(j))
-            elif action == "backward":  # of a stage that this backward does not need, or whose tape was plain
-                self.running = None
-            self.position += 1
-
-    def _advance(self, i: int, x: torch.Tensor) -> torch.Tensor:
+    def _advance(self, i: int) -> torch.Tensor:
+        x = self._input_of(i)
         # With grad mode on: under no_grad some operators take another way, with other roundings.
         frame = Frame(f"layer {i}", lambda: self.layers[i](x))
         with self.replays[i].again(), torch.enable_grad():

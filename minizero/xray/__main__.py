@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-import importlib.util
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,17 +49,15 @@ def maker(options: argparse.Namespace) -> tuple[Callable[[], Any], str]:
         return lambda: from_config(options.hf, options.batch, options.length or 2048), ""
     if options.make is None:
         config = GPTConfig(sequence_length=options.length or GPTConfig.sequence_length)
-        return lambda: (GPT(config), torch.zeros(2, options.batch, config.sequence_length, dtype=torch.long).unbind()), ""
+        return lambda: (
+            GPT(config),
+            torch.zeros(2, options.batch, config.sequence_length, dtype=torch.long).unbind(),
+        ), ""
     file, _, name = options.make.rpartition(":")
     if not file or not Path(file).is_file():
         raise ValueError(f"{options.make!r}: expected FILE.py:make, a file and a function in it")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(file).parent.resolve()))  # what lies beside the file can be imported
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    if not callable(make := getattr(module, name, None)):
+    if not callable(make := runpy.run_path(file).get(name)):
         raise ValueError(f"{file} has no function {name}(): it must return your model and its inputs")
     return make, Path(file).name
 

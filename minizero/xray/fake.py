@@ -42,7 +42,7 @@ def build(make: Callable[[], Any]) -> Any:
 
 
 class AsFake(TorchFunctionMode):
-    """While it is entered, `copy.deepcopy` makes tensors of `mode`: on the CPU, those that shared memory share again."""
+    """While it is entered, `copy.deepcopy` makes tensors of `mode`: on the CPU, and sharing what they shared."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()

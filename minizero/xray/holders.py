@@ -1,16 +1,16 @@
 """Who holds the peak, in rows that a person can read.
 
-    34 tensors of 32 layers      one row, "32 alike": layers are the same but for their number
-    aten._log_softmax.default    "log-softmax of the logits: 4 × 2,048 × 32,000"
-    born in                      the line of the user's code, backward's too
+34 tensors of 32 layers      one row, "32 alike": layers are the same but for their number
+aten._log_softmax.default    "log-softmax of the logits: 4 × 2,048 × 32,000"
+born in                      the line of the user's code, backward's too
 """
 
 import dataclasses
 import re
 from typing import Any
 
-from minizero.memory.tape import at_peak
 from minizero.memory import Ledger
+from minizero.memory.tape import at_peak
 from minizero.xray.lines import Birth
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")

@@ -7,6 +7,7 @@ they ask whether tensors are fake, and build a mask that a real step does not ha
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,7 @@ def switch_caches_off(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def masks_as_for_real() -> Iterator[None]:
-    """Answer "no" for a batch of packed sequences: with real tensors the library looks, with fake ones it assumes it."""
-    import sys
-
+    """Answer "no" for a batch of packed sequences: the library looks at real tensors, and assumes it of fake."""
     if (masks := sys.modules.get("transformers.masking_utils")) is None:
         yield
     else:

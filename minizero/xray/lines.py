@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import minizero
 from minizero import torch_private
 from minizero.memory import Ledger
 from minizero.memory.recorder import Recorder
 from minizero.memory.tape import Record
 
-HERE = os.path.join(os.path.dirname(minizero.__file__), "")
+LOOP = os.path.join(os.path.dirname(__file__), "step.py")  # what calls the user's code: beyond it no line counts
+HERE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 MODELS = os.path.join(HERE, "models", "")  # of the lessons: a user's code, like any other model
-LOOP = os.path.join(HERE, "xray", "step.py")  # what calls the user's code: beyond it no line counts
-TORCH, PYTHON = (os.path.join(os.path.dirname(module.__file__), "") for module in (torch, os))
+TORCH, PYTHON = (os.path.join(os.path.dirname(str(module.__file__)), "") for module in (torch, os))
 
 
 def is_users(file: str) -> bool:

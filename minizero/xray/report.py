@@ -1,8 +1,8 @@
 """The report of an X-ray: the picture of a step, and what would help. In the terminal, as PNG, HTML and JSON.
 
-    report = xray(model, inputs)
-    report.show()                    tables of at most 100 columns
-    report.save("results/xray")      xray.png, xray.html, which needs no network, and xray.json
+report = xray(model, inputs)
+report.show()                    tables of at most 100 columns
+report.save("results/xray")      xray.png, xray.html, which needs no network, and xray.json
 """
 
 import base64
@@ -23,10 +23,11 @@ from torch import nn
 from minizero.cli import write_files
 from minizero.pictures.memory import plot_curve
 from minizero.xray.case import Case
-from minizero.xray.fit import Fit, fit, kept_free, with_minizero, with_pytorch
+from minizero.xray.fit import Fit, fit, kept_free
 from minizero.xray.holders import Row, rows_at_peak
 from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
+from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.step import Optimizer, Result, result
 from minizero.xray.techniques import Outcome, outcome, techniques
 
@@ -71,7 +72,9 @@ class Report:
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the curve by category; returns the matplotlib Axes."""
-        return plot_curve(self.curve, axes, "not seen: scratch inside operators, an allocator's reserve, a GPU's context")
+        return plot_curve(
+            self.curve, axes, "not seen: scratch inside operators, an allocator's reserve, a GPU's context"
+        )
 
     # In the terminal, and on the page: the same tables.
 
@@ -140,8 +143,9 @@ class Report:
         peak, free = size(found.result.peak["total"]), size(kept_free(budget))
         verdict = f"fits, with {size(found.spare)} to spare" if found.spare >= 0 else f"{size(-found.spare)} too much"
         lines = [
-            f"{self.ranks} × {size(budget)}: the " + ("cheapest that fits" if found.spare >= 0 else "smallest, which does not fit"),
-            f"    {described(found.plan)}",
+            f"{self.ranks} × {size(budget)}: the "
+            + ("cheapest that fits" if found.spare >= 0 else "smallest, which does not fit"),
+            f"    {found.plan}",
             f"    peak {peak}, and {free} kept free for what is not seen: {verdict}. Stacks tried: {found.tried}.",
             "",
             "With this package:",
@@ -205,21 +209,10 @@ class Report:
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 16px system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem }}
 img {{ width: 100% }} pre {{ font: 13px/1.35 ui-monospace, monospace; overflow-x: auto }}</style>
-<h1>Memory of a training step</h1><img alt="memory by category through one training step" src="data:image/png;base64,{picture}">
+<h1>Memory of a training step</h1>
+<img alt="memory by category through one training step" src="data:image/png;base64,{picture}">
 {text}</html>
 """
-
-
-def described(plan: Plan) -> str:
-    """A plan in words."""
-    parts = [] if plan.stage is None else [f"ZeRO-{plan.stage} on {plan.ranks}" if plan.stage else f"DDP on {plan.ranks}"]
-    parts += [f"groups of {plan.sharding_factor}"] if plan.sharding_factor else []
-    parts += ["BF16 with FP32 masters"] if plan.dtype else []
-    parts += ["recompute of each block"] if plan.recompute else []
-    parts += [f"{plan.micro_batches} micro-batches"] if plan.micro_batches > 1 else []
-    parts += ["attention that stores no scores"] if plan.no_scores else []
-    parts += ["offload"] if plan.offload else []
-    return ", ".join(parts) or "as it is"
 
 
 def size(count: float) -> str:

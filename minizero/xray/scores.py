@@ -5,7 +5,7 @@
 FlashAttention keeps none. Nobody can put it in the place of a softmax that a user has written. But what autograd keeps
 can be changed: here it keeps the scores' shape, and hands backward an empty tensor of that shape. Numbers are then
 wrong, and bytes are right: those of an attention that makes all its scores again in backward. FlashAttention makes them
-a tile at a time. So this is an upper bound.
+a tile at a time, so it never has a layer's scores at once, as this has for a moment.
 """
 
 from typing import Any, NamedTuple
@@ -17,12 +17,27 @@ from torch import Tensor
 BETWEEN = ("ToCopy", "NativeDropout", "Mul", "Div", "View", "UnsafeView", "Expand", "Clone", "Transpose")
 
 
-class Shape(NamedTuple):
-    """What is kept of scores."""
+class Scores:
+    """What is kept of one softmax's scores. uses: how often backward will ask for them; it gets one tensor."""
 
+    def __init__(self) -> None:
+        self.uses = 0
+        self.made: Tensor | None = None  # from the first use to the last
+
+    def use(self, like: dict[str, Any], shape: torch.Size) -> Tensor:
+        """An empty tensor in the place of scores."""
+        made = torch.empty(shape, **like) if self.made is None else self.made
+        self.uses -= 1
+        self.made = made if self.uses else None
+        return made.view(shape)
+
+
+class Kept(NamedTuple):
+    """What autograd keeps in the place of a tensor of scores."""
+
+    scores: Scores
+    like: dict[str, Any]
     shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
 
 
 class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
@@ -35,20 +50,25 @@ class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self.keep, self.give_back)
         self.kinds: set[tuple[int, int]] = set()  # elements, keys
 
-    def keep(self, tensor: Tensor) -> Tensor | Shape:
+    def keep(self, tensor: Tensor) -> Tensor | Kept:
         if tensor.dim() < 3:  # such as the choice of an expert for each token
             return tensor
         kind = tensor.numel(), tensor.shape[-1]
         if comes_from_softmax(tensor.grad_fn):
             self.kinds.add(kind)
-        return Shape(tensor.shape, tensor.dtype, tensor.device) if kind in self.kinds else tensor
+        if kind not in self.kinds:
+            return tensor
+        storage: Any = tensor.untyped_storage()  # softmax and the product with v keep the same
+        storage.scores = scores = getattr(storage, "scores", None) or Scores()
+        scores.uses += 1
+        return Kept(scores, {"dtype": tensor.dtype, "device": tensor.device}, tensor.shape)
 
-    def give_back(self, kept: Tensor | Shape) -> Tensor:
-        return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device) if isinstance(kept, Shape) else kept
+    def give_back(self, kept: Tensor | Kept) -> Tensor:
+        return kept.scores.use(kept.like, kept.shape) if isinstance(kept, Kept) else kept
 
-    def __exit__(self, kind: Any, *exception: Any) -> None:
-        super().__exit__(kind, *exception)
-        if kind is None and not self.kinds:
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if exception[0] is None and not self.kinds:
             raise ValueError("its attention stores no scores, or it has none")
 
 

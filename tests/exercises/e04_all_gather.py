@@ -37,7 +37,7 @@ AFTER = (
     "their order. Processes on a CPU then post all receives at once, and each message finds its place ready. What has "
     "come round the ring has passed through every rank, so it also proves that all ranks agree: one exchange of "
     "messages is saved. Threads ignore the call, and the ring is right without it. Read next: `soon` in "
-    "minizero/ranks/processes.py."
+    "minizero/ranks/processes/transport.py."
 )
 LOOP = "for step in range(comm.size - 1):\n        # First"
 WRONG = [

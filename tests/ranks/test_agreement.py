@@ -13,9 +13,9 @@ import torch.distributed as dist
 from minizero import World
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
-from minizero.ranks.processes import WORDS_BYTES
+from minizero.ranks.processes.transport import WORDS_BYTES
+from minizero.ranks.processes.watch import Watch
 from minizero.ranks.transport import Collective
-from minizero.ranks.watch import Watch
 from tests.support.failures import SOON, error_of, timed, wait_for
 from tests.support.processes import run
 

@@ -11,7 +11,7 @@ from minizero.engines.layout import pad
 from minizero.memory import Ledger
 from minizero.ranks.agreement import agreement
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
-from minizero.ranks.processes import ProcessTransport
+from minizero.ranks.processes.transport import ProcessTransport
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -47,7 +47,9 @@ def test_a_collective_leaves_what_should_have_come_from_others_as_it_is():
     barrier(comm)
     assert (all_gather(x, comm).shape, all_reduce(x, comm).shape, broadcast(x, comm).shape) == ((32,), (8,), (8,))
     assert all_gather(x, comm)[16:24].equal(x)
-    assert comm.bytes_sent == 2 * 3 * 32 + 2 * 3 * 2 * 4  # two gathers, one all-reduce; a leaf of the tree sends nothing
+    assert (
+        comm.bytes_sent == 2 * 3 * 32 + 2 * 3 * 2 * 4
+    )  # two gathers, one all-reduce; a leaf of the tree sends nothing
 
 
 def test_a_rule_tells_the_colors_of_absent_ranks_and_a_color_does_not():

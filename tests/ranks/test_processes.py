@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from minizero import CollectiveMismatch, RankFailed, World
 from minizero.engines.layout import pad
-from minizero.ranks import torchrun
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
+from minizero.ranks.processes import torchrun
 from tests.support.failures import SOON, error_of, timed, wait_for
 from tests.support.processes import run, spawn
 

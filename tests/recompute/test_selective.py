@@ -30,26 +30,6 @@ def test_what_is_kept_is_not_computed_again():
     assert "addmm" in again(lambda operator: operator == torch.ops.aten.convolution.default)
 
 
-def test_a_list_of_operators_is_a_policy():
-    def fn(x):
-        return (x @ x.t()).sin().exp()
-
-    def again(way):
-        x = vectors().requires_grad_()
-        y = way(fn, x).sum()
-        with Operators() as operators:
-            torch.autograd.grad(y, x)
-        return operators.names.count("mm"), operators.names.count("sin")
-
-    assert again(checkpoint) == (3, 1)  # two of them are backward's own
-    assert again(partial(checkpoint_selective, [torch.ops.aten.mm.default])) == (2, 1)
-    assert again(partial(checkpoint_selective, {torch.ops.aten.mm.default, torch.ops.aten.sin.default})) == (2, 0)
-    x = vectors().requires_grad_()
-    for wrong in ("mm", ["mm"], torch.ops.aten.mm, torch.ops.aten.mm.default, 3, [torch.mm]):
-        with pytest.raises(TypeError, match="keep must be a function of an operator or a list of operators"):
-            checkpoint_selective(wrong, fn, x)
-
-
 def test_numbers_drawn_inside_a_kept_operator_are_drawn_again():
     """Were they not, the next dropout would get them."""
 

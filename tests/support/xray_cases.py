@@ -47,7 +47,9 @@ class UNet(nn.Module):
         super().__init__()
 
         def block(inputs: int, outputs: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+            return nn.Sequential(
+                nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+            )
 
         widths = [channels << level for level in range(levels)]
         self.down = nn.ModuleList(block(a, b) for a, b in zip([3, *widths], widths))
@@ -112,7 +114,7 @@ def real(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
 
 
 def fake(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
-    """The same without numbers, one rank alone. It knows from the plain step which parameters train, as a report does."""
+    """The same without numbers, one rank alone. As in a report, the plain step comes first."""
     case = Case(*make(), optimizer)
     case.run(Plan())
     return case.run(plan)

@@ -16,7 +16,6 @@ from minizero.xray.plan import Plan
 from minizero.xray.step import measure
 from tests.support.xray_cases import OWN, adamw, fake, real
 
-
 SLOW = ("inception_v1", "inception_v2", "inception_v3")
 
 
@@ -102,10 +101,16 @@ CASES = {
     "LSTM": lambda: nn.LSTM(16, 16, 2, batch_first=True)(leaf(4, 9, 16))[0],
     "convolutions": lambda: (nn.Conv1d(4, 8, 3)(leaf(2, 4, 9)), nn.ConvTranspose2d(4, 8, 3)(leaf(2, 4, 9, 9))),
     "pools": lambda: (F.max_pool2d(leaf(2, 4, 8, 8), 2), F.adaptive_avg_pool2d(leaf(2, 4, 9, 9), 4)),
-    "norms": lambda: (nn.BatchNorm2d(4)(leaf(2, 4, 8, 8)), nn.GroupNorm(2, 4)(leaf(2, 4, 8, 8)), nn.LayerNorm(8)(leaf(2, 8))),
+    "norms": lambda: (
+        nn.BatchNorm2d(4)(leaf(2, 4, 8, 8)),
+        nn.GroupNorm(2, 4)(leaf(2, 4, 8, 8)),
+        nn.LayerNorm(8)(leaf(2, 8)),
+    ),
     "activations": lambda: tuple(f(leaf(4, 8)) for f in (F.gelu, F.silu, F.relu, F.mish, F.softplus, F.glu, F.dropout)),
     "attention": lambda: F.scaled_dot_product_attention(*(leaf(2, 4, 64, 16) for _ in range(3)), is_causal=True),
-    "attention, dropout": lambda: F.scaled_dot_product_attention(*(leaf(2, 4, 64, 16) for _ in range(3)), dropout_p=0.1),
+    "attention, dropout": lambda: F.scaled_dot_product_attention(
+        *(leaf(2, 4, 64, 16) for _ in range(3)), dropout_p=0.1
+    ),
     "interpolate": lambda: F.interpolate(leaf(2, 4, 8, 8), scale_factor=2, mode="bilinear"),
     "einsum": lambda: torch.einsum("bij,bjk->bik", leaf(2, 3, 4), leaf(2, 4, 5)),
     "indices": lambda: (leaf(5, 4)[torch.tensor([1, 2])], leaf(5, 4).gather(0, torch.zeros(2, 4, dtype=torch.long))),

@@ -3,7 +3,7 @@
 DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffers that share memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from minizero import torch_private
-from minizero.engines.guards import UnitLike
 from minizero.engines.guards.optimizers import check_hooks, check_place
+from minizero.engines.unit import Unit
 
 
 def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -73,7 +73,7 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
             )
 
 
-def check_complete(stage: str, module: nn.Module, complete: dict[str, int], units: Sequence[UnitLike]) -> None:
+def check_complete(stage: str, module: nn.Module, complete: dict[str, int], units: Sequence[Unit]) -> None:
     """`RuntimeError` if the module has other parameters, frozen ones or hooks than when it was wrapped.
 
     complete: what `names_and_parameters` gave then.
@@ -98,7 +98,7 @@ def names_and_parameters(module: nn.Module) -> dict[str, int]:
     return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
-def check_unchanged(stage: str, unit: UnitLike, version: int, *, double_backward: bool) -> None:
+def check_unchanged(stage: str, unit: Unit, version: int, *, double_backward: bool) -> None:
     """`RuntimeError` if backward cannot use the unit's parameters as forward did. double_backward: is it served?"""
     if unit.master._version != version:
         raise RuntimeError(f"{stage}: {unit.name} was changed between its forward and its backward")
@@ -109,7 +109,7 @@ def check_unchanged(stage: str, unit: UnitLike, version: int, *, double_backward
         )
 
 
-def check_gradient(stage: str, unit: UnitLike, gradient: torch.Tensor | None, *, again: bool, gathered: bool) -> None:
+def check_gradient(stage: str, unit: Unit, gradient: torch.Tensor | None, *, again: bool, gathered: bool) -> None:
     """`RuntimeError` if a parameter of the unit has a gradient that the engine cannot use.
 
     again: the unit is reduced already. gathered: its parameters are there.
@@ -133,10 +133,10 @@ def check_gradient(stage: str, unit: UnitLike, gradient: torch.Tensor | None, *,
         raise RuntimeError(f"{unit.name}: sparse gradients are not supported: use sparse=False")
 
 
-def check_compiled(stage: str, whole: nn.Module, units: Sequence[UnitLike], modules: Iterable[nn.Module]) -> None:
-    """`ValueError` if a unit would be gathered and released inside what one of `modules` compiled. whole: the model."""
+def check_compiled(stage: str, whole: nn.Module, units: Sequence[Unit]) -> None:
+    """`ValueError` if a unit would be gathered and released inside what a module compiled. whole: the model."""
     used_by = {unit.module for unit in units}
-    for module in modules:
+    for module in whole.modules():
         inside: list[nn.Module | None] = []
         if torch_private.is_compiled(module):  # module.compile(): its hooks are in it, too
             inside = [*module.modules(), *([None] if module is whole else [])]

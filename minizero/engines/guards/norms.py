@@ -20,20 +20,13 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def let_norms_compute_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Wrap the forward of each such norm in `module`, unless all computes in FP32."""
-    if dtype is None or dtype == torch.float32:
-        return
-    for part in module.modules():
-        if keeps_statistics(part):
-            compute_in_fp32(part, dtype)
+    """Cast what each such norm in `module` is given to FP32, and what it returns back to `dtype`."""
 
-
-def compute_in_fp32(norm: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what a norm is given to FP32, and what it returns back to `dtype`, as PyTorch's MixedPrecision does."""
-
-    def cast(value: Any, to: torch.dtype) -> Any:
+    def cast(value: Any, to: torch.dtype | None) -> Any:
         return tree_map_only(torch.Tensor, lambda x: x.to(to) if x.is_floating_point() else x, value)
 
-    # First and last of its hooks: a unit that is this norm itself has FP32 inputs and outputs.
-    norm.register_forward_pre_hook(lambda _, *call: cast(call, torch.float32), prepend=True, with_kwargs=True)
-    norm.register_forward_hook(lambda _, __, output: cast(output, dtype))
+    for part in module.modules() if dtype in (torch.float16, torch.bfloat16) else ():
+        if keeps_statistics(part):
+            # First and last of its hooks: a unit that is this norm itself has FP32 inputs and outputs.
+            part.register_forward_pre_hook(lambda _, *call: cast(call, torch.float32), prepend=True, with_kwargs=True)
+            part.register_forward_hook(lambda _, __, output: cast(output, dtype))

@@ -1,11 +1,11 @@
-"""Against optimizers that step the wrong tensors, need whole ones, or step too early; and hooks that see a part.
+"""Against optimizers that step the wrong tensors, or need whole ones; and hooks that see a part.
 
 Two functions are called around every optimizer step in this process: one checks, one marks replicas as old.
-FunASR#3472: a step while no_sync() holds gradients back. DeepSpeed#7807: an optimizer of matrices fed with shards.
+DeepSpeed#7807: an optimizer of matrices fed with shards.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from minizero import torch_private
-from minizero.engines.guards import UnitLike
+from minizero.engines.guards.no_sync import check_averaged
+from minizero.engines.unit import Unit
 
 
-def mark(unit: UnitLike, stage: str, names: dict[int, list[str]]) -> None:
+def mark(unit: Unit, stage: str, names: dict[int, list[str]]) -> None:
     """Write on parameters and shards whose they are, for the checks of this folder."""
     for parameter in unit.parameters:
         parameter.wrapped_in = names[id(parameter)][0], unit.name, stage  # type: ignore[attr-defined]
@@ -53,7 +54,7 @@ def check_hooks(stage: str, name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, UnitLike, str]]:
+def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, str]]:
     """The shards that it holds, with their units and stages."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         reference, stage = getattr(parameter, "shard_of", (None, ""))
@@ -91,24 +92,6 @@ def check_place(stage: str, shard: torch.Tensor) -> None:
         raise RuntimeError(
             f"{stage}: a shard no longer lies in its unit's memory: something gave it other memory through .data, "
             "as vector_to_parameters does, so the model would not see it: copy_() into it under no_grad"
-        )
-
-
-def check_averaged(stage: str, shard: torch.Tensor) -> None:
-    """`RuntimeError` if the shard's .grad is this rank's sum under no_sync."""
-    if hasattr(shard.grad, "held_back"):
-        raise RuntimeError(
-            f"{stage}: no_sync() holds the gradients back, each rank has its own: run the last backward outside "
-            "no_sync() before you step or clip, or drop them by zero_grad()"
-        )
-
-
-def check_untouched(name: str, shards: Sequence[nn.Parameter], shown: list[int]) -> None:
-    """`RuntimeError` if the .grad of a unit's shards was written to under no_sync. shown: their counts of writes."""
-    if [shard.grad._version if shard.grad is not None else None for shard in shards] != shown:
-        raise RuntimeError(
-            f"{name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
-            "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
         )
 
 

@@ -1,11 +1,12 @@
 """Against what a module can do and an engine cannot: moves, casts, copies, state dicts of a part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
+from minizero.engines.unit import Unit
 from minizero.ranks.comm import Comm
 
 
@@ -14,7 +15,7 @@ class Refuses(nn.Module):
 
     module: nn.Module
     comm: Comm
-    units: Sequence[Any]
+    units: list[Unit]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda` and `half` call. Where the device and the dtype are those already, nothing happens."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minizero.recompute.mismatch import RecomputeMismatch
+from minizero.recompute.guards.mismatch import RecomputeMismatch
 from minizero.torch_private import without_modes
 
 _running = threading.local()  # .own: the innermost `OwnGenerators` of this thread
@@ -48,7 +48,7 @@ class OwnGenerators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Most operators draw nothing: they are let through first.
-        if id(func) in _may_draw and not _may_draw[id(func)][1]:
+        if not may_draw(func):
             return func._op(*args, **kwargs) if kwargs else func._op(*args)
         kwargs = kwargs or {}
         if not draws(func, args, kwargs) or kwargs.get("generator") is not None:
@@ -95,15 +95,15 @@ def _with_generator(func: Any) -> Any:
     return next((o for o in overloads if {argument.name for argument in o._schema.arguments} == names), None)
 
 
-# By an operator's id, since its hash is computed in Python: the operator, so that it lives, and whether it may draw.
-_may_draw: dict[int, tuple[Any, bool]] = {}
+@functools.cache
+def may_draw(func: Any) -> bool:
+    """Are there calls of this operator that draw random numbers?"""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Does this call of an operator draw random numbers? If it were not repeated, all later draws would differ."""
-    if id(func) not in _may_draw:
-        _may_draw[id(func)] = func, torch.Tag.nondeterministic_seeded in func.tags
-    if not _may_draw[id(func)][1]:
+    if not may_draw(func):
         return False
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args)) | kwargs

@@ -1,7 +1,7 @@
 """This process joins the others that torchrun has started, and leaves them again.
 
 The processes meet by a store, whose address torchrun gives them. There each finds the others'
-addresses; from then on their messages need no store (processes.py).
+addresses; from then on their messages need no store (transport.py).
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from minizero.ranks.errors import RankFailed
-from minizero.ranks.processes import ProcessTransport
-from minizero.ranks.watch import Watch
+from minizero.ranks.processes.transport import ProcessTransport
+from minizero.ranks.processes.watch import Watch
 
 TIMEOUT = timedelta(seconds=60)
 

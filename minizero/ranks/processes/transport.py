@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
+from minizero.ranks.processes.watch import STUCK_SECONDS, Watch
 from minizero.ranks.transport import Collective, Transport
-from minizero.ranks.watch import STUCK_SECONDS, Watch
 
 WORDS_BYTES = 256  # of one rank's words in an exchange
 AHEAD_BYTES = 2**20  # of small messages that a ring may expect at once

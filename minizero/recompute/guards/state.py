@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from minizero.recompute.mismatch import RecomputeMismatch
 from minizero.torch_private import without_modes
 
 Contents = list[tuple[Any, Any]]  # what belongs to modules, each with a copy of what is in it
@@ -37,13 +35,8 @@ class State:
         for each in module.modules():  # the function may change a module that it does not call
             if each not in self.modules:
                 self.modules[each] = each._buffers.copy()
-                for name, buffer in each._buffers.items():
+                for buffer in each._buffers.values():
                     if buffer is not None and id(buffer) not in self.buffers:
-                        if is_lazy(buffer):
-                            raise RecomputeMismatch(
-                                f"checkpoint: buffer {name} of {type(each).__name__} has no size before the first "
-                                "forward, and could not be put back: run the module once without checkpoint"
-                            )
                         self.buffers[id(buffer)] = buffer, _version(buffer), _copy(buffer)
 
     def first_run_is_over(self) -> None:

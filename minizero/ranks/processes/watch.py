@@ -1,6 +1,6 @@
 """Processes that disagree wait for each other; a watch finds out, and ends the wait.
 
-Messages of ranks that disagree never meet, since their tags differ (processes.py). So agreement
+Messages of ranks that disagree never meet, since their tags differ (transport.py). So agreement
 costs no message, but ranks that disagree are stuck. In each process a thread looks every
 STUCK_SECONDS whether a collective is still the one it was. Only then it publishes what this rank
 is about to do, in the store by which the processes met, and reads what the others have published.

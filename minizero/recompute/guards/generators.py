@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from numpy.random import MT19937, mtrand
 
-from minizero.recompute.mismatch import RecomputeMismatch
-from minizero.recompute.own_generators import in_a_thread
+from minizero.recompute.guards.mismatch import RecomputeMismatch
+from minizero.recompute.guards.own_generators import in_a_thread
 from minizero.torch_private import without_modes
 
 States = list[tuple[torch.Generator, torch.Tensor]]
@@ -78,11 +78,10 @@ def _numpy_state() -> tuple[Any, Any]:
     # Reading the words takes half a microsecond, reading the spare 30.
     global _without_spare
     generator = mtrand.get_bit_generator()
-    words = b""
-    if type(generator) is MT19937:
-        words = ctypes.string_at(generator.ctypes.state_address, 2500)  # 624 words, and which is next
-        if words == _without_spare:
-            return words, None
+    # 624 words, and which is next
+    words = ctypes.string_at(generator.ctypes.state_address, 2500) if type(generator) is MT19937 else b""
+    if words and words == _without_spare:
+        return words, None
     state: Any = mtrand.get_state(legacy=False)
     spare = state["gauss"] if state["has_gauss"] else None
     if spare is None:
