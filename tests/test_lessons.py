@@ -20,6 +20,7 @@ LESSONS += ["02c_zero_choices", "03_fp16_bits", "03b_fp16_sums", "04_mixed_preci
 LESSONS += ["06_gradient_accumulation"]
 LESSONS += ["05_recompute"]
 LESSONS += ["08_scale"]
+LESSONS += ["09_all_together"]
 MOST_LINES = 15  # of a code cell that stands open
 BET, SEEN = "**Your bet.**", "**What you see.**"
 
