@@ -52,6 +52,16 @@ def operation_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
 
 
+def operation_going_backwards() -> int:
+    """The number of the operation whose backward runs now; -1 if none does.
+
+    Why: what is born in backward is told by the line that it has in forward.
+    Since 2.1. In its place: a public question for the node that runs, and its number.
+    """
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
 def keeps_graph() -> bool:
     """Was the backward that is running called with retain_graph=True?
 
@@ -133,6 +143,14 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins: its memory's number, and the elements before it there.
+
+    Why, since when, and in its place: as `storage_id`. A fake tensor has no `data_ptr()` at all.
+    """
+    return storage_id(tensor.untyped_storage()), int(tensor.storage_offset())
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Did `module.compile()` compile the module, with its hooks?
 
@@ -195,6 +213,9 @@ IN_PLACE = {
     "_dispatch_has_kernel_for_dispatch_key": "as `consists_of_others`, in `precision`, which does not import minizero",
     "_are_functorch_transforms_active": "as `function_transform_is_active`, in `flash`, which does not import minizero",
     "_functorch": "the module of is_legacy_batchedtensor: autograd batches so, too; since 2.0",
+    "_subclasses": "the module of fake tensors, which loads slowly, so only who needs it does",
+    "_grouped_mm": "an operator of PyTorch's own, which mixtures of experts call; since 2.8",
+    "_getframe": "Python's own: the frame that runs, as `inspect.currentframe` gives it, without an import",
     "_C": "the module of those",
 }
 """Names that stand in other files: a function around an attribute would be called for each operator or tensor."""

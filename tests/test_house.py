@@ -16,7 +16,7 @@ FLOORS = [
     {"ranks", "schedules"},
     {"engines", "cli"},
     {"checkpoint", "accumulate", "chunked_loss", "simulate", "mixed_precision", "grid", "one_step"},
-    {"train"},
+    {"train", "xray"},
 ]
 # From which file to which, each with its reason.
 EXCEPTIONS = {

@@ -28,7 +28,8 @@ def inside_and_across(comm: Comm, sharding_factor: int | None) -> tuple[Comm, Co
     if not isinstance(sharding_factor, int) or sharding_factor < 1 or comm.size % sharding_factor:
         factors = ", ".join(str(factor) for factor in range(1, comm.size + 1) if comm.size % factor == 0)
         raise ValueError(f"sharding_factor: {sharding_factor!r} does not divide {comm.size} ranks: use {factors}")
-    return comm.split(comm.rank // sharding_factor), comm.split(comm.rank % sharding_factor)
+    factor = sharding_factor
+    return comm.split(lambda rank: rank // factor), comm.split(lambda rank: rank % factor)
 
 
 def average_in_two_steps(gradient: torch.Tensor, inside: Comm, across: Comm, label: str) -> torch.Tensor:

@@ -16,7 +16,6 @@ Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -29,9 +28,9 @@ from minizero.ranks.comm import Comm
 class Lane:
     """A thread that runs one call after the other, on a GPU in a stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.thread = ThreadPoolExecutor(1)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, comm: Comm) -> None:
+        self.thread = comm.transport.executor()
+        self.stream = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
 
     def start(self, call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """Begin `call(*args)`; what this returns waits for the result. Memory that it tags counts as the caller's."""
@@ -100,9 +99,9 @@ class Ahead:
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
         self.following: list[Unit] = []  # what comes next, until its gather has begun
-        self.gathers, self.reductions = Lane(stage.comm.device), Lane(stage.comm.device)
-        gather_comm = stage.units[0].comm.split(0)
-        self.reduce_comm = gather_comm.split(0)
+        self.gathers, self.reductions = Lane(stage.comm), Lane(stage.comm)
+        gather_comm = stage.units[0].comm.split(lambda rank: 0)  # all of them once more
+        self.reduce_comm = gather_comm.split(lambda rank: 0)
         for unit in stage.units:
             unit.comm = gather_comm  # the same ranks; only the gathers' lane sends through it
 

@@ -33,6 +33,8 @@ class Ledger:
     another device or dtype. `TypeError` if `model` is no module, or `optimizer` no optimizer.
     """
 
+    recorder_type = Recorder  # xray/lines.py has one that notes more
+
     def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
             if not isinstance(given, kind | None):
@@ -49,7 +51,7 @@ class Ledger:
             raise RuntimeError("Ledger: another ledger watches this thread already: close it first")
         if self.tape:
             raise RuntimeError("Ledger: this one was open before: make a new Ledger for each block")
-        self.recorder = Recorder(self.tape)
+        self.recorder = self.recorder_type(self.tape)
         self.hooks = Hooks(self.recorder, self.model, self.optimizer)  # writes down what exists already
         self.start = len(self.tape)
         self.recorder.__enter__()

@@ -40,11 +40,11 @@ def watched_by(recorder: "Recorder | None") -> Iterator[None]:
 
     The recorder still does not see this thread's operators.
     """
-    _active.recorder = recorder
+    before, _active.recorder = current_recorder(), recorder
     try:
         yield
     finally:
-        _active.recorder = None
+        _active.recorder = before
 
 
 def tag(tensor: torch.Tensor, category: str) -> None:

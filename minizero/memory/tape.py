@@ -25,13 +25,14 @@ Tape = list[Any]
 class Record(weakref.ref[torch.UntypedStorage]):
     """A weak reference to one storage, and what is known of it."""
 
-    __slots__ = ("first_size", "size", "category", "phase", "module")
+    __slots__ = ("first_size", "size", "category", "phase", "module", "birth")
 
     first_size: int  # bytes at its birth, or at the last reset
     size: int  # bytes now
     category: str | None  # None until something tells: in the end that is "temporary"
     phase: str  # in which it was born
     module: str  # whose forward was running then; for parameters, gradients and states, the module that owns them
+    birth: Any  # what a recorder notes that asks for more (xray/lines.py); else it is not set
 
 
 class Sample(dict):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minizero import torch_private
 from minizero.memory import tag
 from minizero.ranks.agreement import agreement
 from minizero.ranks.arguments import check_dimension, check_op, check_out
@@ -70,7 +71,7 @@ def all_gather(shard: Tensor, comm: Comm, *, out: Tensor | None = None, label: s
         out = shard.new_empty(shape) if out is None else out
         if shard.numel():
             chunks = list(out.detach().chunk(comm.size))
-            if chunks[comm.rank].data_ptr() != shard.data_ptr():
+            if torch_private.place(chunks[comm.rank]) != torch_private.place(shard):
                 chunks[comm.rank].copy_(shard.detach())
             ring_all_gather(chunks, comm)
     return out

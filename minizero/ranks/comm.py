@@ -12,11 +12,12 @@ deadlock; use `send_recv`. The collectives are made of these three calls, DDP an
 
 import atexit
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from minizero.ranks.agreement import Observer, exchange
+from minizero.ranks.agreement import Observer, agreement, exchange
 from minizero.ranks.processes.torchrun import process_transport
 from minizero.ranks.transport import Transport
 
@@ -70,11 +71,21 @@ class Comm(contextlib.AbstractContextManager):
         """Send `outgoing` to rank `dst`, and at the same time fill `incoming` from rank `src`."""
         self.transport.move(outgoing, dst, incoming, src)
 
-    def split(self, color: int) -> "Comm":
-        """A communicator of the ranks that gave the same color, in the order of their ranks. Collective."""
-        colors = exchange(self, "split", f"{color}")  # what each rank says, in the order of the ranks
+    def split(self, color: int | Callable[[int], int]) -> "Comm":
+        """A communicator of the ranks that gave the same color, in the order of their ranks. Collective.
+
+        color: this rank's, which the others must be told; or the rule that gives each rank its color. With a rule a
+        rank knows all colors, and the ranks only agree that they have one rule.
+        """
+        if callable(color):
+            colors = [f"{color(rank)}" for rank in range(self.size)]
+            with agreement(self, "split", colors=",".join(colors)):
+                pass
+        else:
+            colors = exchange(self, "split", f"{color}")  # what each rank says, in the order of the ranks
         mine = [rank for rank, other in enumerate(colors) if other == colors[self.rank]]
-        name = f"{self.transport.sequence}:{color}"  # `sequence` counts the collectives: no two splits have one name
+        # `sequence` counts the collectives: no two splits have one name.
+        name = f"{self.transport.sequence}:{colors[self.rank]}"
         part = Comm(self.transport.subgroup(mine, name), self.observers)
         self.parts.append(part)
         return part

@@ -2,17 +2,20 @@
 
     threads.py              a receiver copies out of the sender's tensor
     processes/transport.py  messages of `torch.distributed`
+    one_of_many.py          nothing: the other ranks are absent
 
-Both offer the same: `transfer` moves tensors, `exchange` shows every rank's words to all, `settle`
+All offer the same: `transfer` moves tensors, `exchange` shows every rank's words to all, `settle`
 waits until all ranks have agreed (agreement.py).
 """
 
 import abc
 import dataclasses
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from minizero import torch_private
 from minizero.ranks.errors import CollectiveMismatch
 
 
@@ -76,6 +79,10 @@ class Transport(abc.ABC):
         """How many receive buffers like `tensor` a ring rotates through, at least 2."""
         return 2
 
+    def executor(self) -> Executor:
+        """What runs this rank's calls one after the other, beside its own thread."""
+        return ThreadPoolExecutor(1)
+
     def begin(self, name: str, words: str) -> None:
         """A collective begins, in which this rank is about to do `words`."""
         self.collective = Collective(self.sequence, name, words)
@@ -128,4 +135,8 @@ def _copy_to_oneself(outgoing: Any, target: Any) -> None:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+    """Do two contiguous tensors share bytes? PyTorch asks it so, too: a tensor without values has no address."""
+    if torch_private.storage_id(a.untyped_storage()) != torch_private.storage_id(b.untyped_storage()):
+        return False
+    start_of_a, start_of_b = (tensor.storage_offset() * tensor.itemsize for tensor in (a, b))
+    return start_of_a < start_of_b + b.nbytes and start_of_b < start_of_a + a.nbytes

@@ -23,7 +23,7 @@ def mark(unit: Unit, stage: str, names: dict[int, list[str]]) -> None:
     for parameter in unit.parameters:
         parameter.wrapped_in = names[id(parameter)][0], unit.name, stage  # type: ignore[attr-defined]
     for shard in unit.shards:
-        shard.shard_of, shard.cut_at = (weakref.ref(unit), stage), shard.data_ptr()  # type: ignore[attr-defined]
+        shard.shard_of, shard.cut_at = (weakref.ref(unit), stage), torch_private.place(shard)  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
             shard.register_hook(own_gradient_comes(weakref.ref(shard), weakref.ref(unit)))
 
@@ -88,7 +88,7 @@ def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def check_place(stage: str, shard: torch.Tensor) -> None:
     """`RuntimeError` if a shard was given other memory."""
-    if shard.data_ptr() != shard.cut_at:  # type: ignore[attr-defined]
+    if torch_private.place(shard) != shard.cut_at:  # type: ignore[attr-defined]
         raise RuntimeError(
             f"{stage}: a shard no longer lies in its unit's memory: something gave it other memory through .data, "
             "as vector_to_parameters does, so the model would not see it: copy_() into it under no_grad"

@@ -1,0 +1,105 @@
+"""A case: a model, a batch and an optimizer, of which any number of steps can be run, each under another plan.
+
+A plan that this model cannot follow raises `NotPossible`, with the reason in words and the line of the user's code.
+"""
+
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from minizero.memory import Ledger
+from minizero.ranks.one_of_many import one_of_many
+from minizero.xray.fake import build, pretend
+from minizero.xray.hugging_face import switch_caches_off
+from minizero.xray.lines import is_users
+from minizero.xray.plan import Plan
+from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, result, tensors_of
+
+
+class NotPossible(ValueError):
+    """A step that cannot be run under a plan; says why."""
+
+
+class Case:
+    """model: real or on "meta". inputs: as `model(*inputs)` or `model(**inputs)` takes them. Neither is changed."""
+
+    def __init__(self, model: nn.Module, inputs: Any, optimizer: Optimizer = torch.optim.AdamW) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"xray: the model must be a torch.nn.Module, not {type(model).__name__}")
+        self.model, self.inputs, self.make_optimizer = model, inputs, optimizer
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.batch_size = batch_size(inputs)
+        self.vocabulary = vocabulary_of(model, inputs)
+        self.notes: dict[str, None] = {}  # what a reader must know, in order, each once
+        self.found: dict[Plan, Result | NotPossible] = {}
+        self.trained: frozenset[int] | None = None  # which parameters get a gradient, once a step has shown it
+
+    def run(self, plan: Plan) -> Result:
+        """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
+        if plan not in self.found:
+            try:
+                self.found[plan] = result(self.measure(plan))
+            except NotPossible as error:
+                self.found[plan] = error
+        found = self.found[plan]
+        if isinstance(found, NotPossible):
+            raise found
+        return found
+
+    def measure(self, plan: Plan, ledger_type: type[Ledger] = Ledger) -> Measured:
+        """Run a step under `plan`, without numbers. `NotPossible` if this model cannot follow it."""
+        try:
+            return self._measure(plan, ledger_type)
+        except Exception as error:
+            raise NotPossible(reason(error)) from error
+
+    def _measure(self, plan: Plan, ledger_type: type[Ledger]) -> Measured:
+        if plan.micro_batches > 1 and self.batch_size % plan.micro_batches:
+            raise ValueError(f"{plan.micro_batches} micro-batches do not divide a batch of {self.batch_size}")
+        with pretend() as mode:
+            module, inputs = mode.copy(self.model), mode.copy(self.inputs)
+            if plan.recompute and switch_caches_off(module):
+                self.notes["with recompute: use_cache=False, since a cache would keep what recompute drops"] = None
+            comm, trained = one_of_many(plan.ranks), self.trained
+            found = measure(module, inputs, plan, self.make_optimizer, comm, ledger_type, trained)
+            if plan == Plan():
+                self.trained = found.trained
+            return found
+
+
+def vocabulary_of(model: nn.Module, inputs: Any) -> int:
+    """How many words the largest embedding has; 0 if a length or a width is the same number, so that none can tell."""
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    words = max((table.num_embeddings for table in tables), default=0)
+    others = {table.embedding_dim for table in tables} | {n for tensor in tensors_of(inputs) for n in tensor.shape}
+    return 0 if words in others else words
+
+
+def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW) -> Case:
+    """The case that a user's `make()` describes: it returns a model and its inputs."""
+    made = build(make)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(f"xray: make() must return a model and its inputs, (model, inputs), not {type(made).__name__}")
+    return Case(*made, optimizer)
+
+
+KNOWN = {
+    "DataDependentOutputException": "it looks at a tensor's value ({operator}), and a fake tensor has none",
+    "DynamicOutputShapeException": "a shape depends on a tensor's values ({operator}), and a fake tensor has none",
+    "UnsupportedOperatorException": "{operator} has no fake kernel",
+}
+
+
+def reason(error: BaseException) -> str:
+    """An error in words, and the user's line that led to it."""
+    words = KNOWN.get(type(error).__name__, "{error}").format(
+        operator=getattr(error, "func", ""), error=next(iter(str(error).splitlines()), type(error).__name__)
+    )
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    if lines:
+        words += f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})"
+    return words

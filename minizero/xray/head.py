@@ -1,0 +1,99 @@
+"""The loss in chunks, in a model that makes all logits: how much would it save?
+
+    logits = hidden @ weight.T; loss = cross_entropy(logits, targets)       in the user's code
+    loss = cross_entropy_in_chunks(hidden, weight, targets, chunk=…)        in its place
+
+The head is the linear layer whose result goes into the cross-entropy. A first step finds it. From then on its product
+is not made. A stand-in of the logits' shape goes on: one number, expanded, that remembers hidden and weight. What only
+changes its shape or its dtype is done to `hidden` instead. When the stand-in comes to the cross-entropy, the loss is
+computed in chunks, with the right value and gradients. Whatever else the code does with its logits is refused by name.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from minizero.chunked_loss import cross_entropy_in_chunks
+
+CHUNKS = 8  # so many chunks: the logits of one are an eighth of all
+SAME_ROWS = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "float", "to", "contiguous", "clone"}
+QUESTIONS = {"size", "dim", "numel", "stride", "__get__", "is_floating_point", "detach"}
+
+
+class Head(NamedTuple):
+    """What makes the logits that a stand-in stands for: hidden (…, width), weight (words, width)."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class LossInChunks(TorchFunctionMode):
+    """At the end, `ValueError` if no loss was computed in chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()  # id() of each head's weight
+        self.losses = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else kwargs.get("input")
+        known = vars(first) if isinstance(first, Tensor) else {}
+        if func is F.linear:
+            head = as_head(*args, **kwargs)
+            if id(head.weight) in self.found:
+                return stand_in(head, (*head.hidden.shape[:-1], head.weight.shape[0]))
+            result = func(*args, **kwargs)
+            result.made_by = id(head.weight)  # type: ignore[attr-defined]
+            return result
+        if "made_by" in known:  # of any linear layer: is it a head?
+            result = func(*args, **kwargs)
+            if func is F.cross_entropy:
+                self.found.add(known["made_by"])
+            elif name in SAME_ROWS or name == "__getitem__":
+                result.made_by = known["made_by"]
+            return result
+        if "head" not in known or name in QUESTIONS:
+            return func(*args, **kwargs)
+        return self.go_on(known["head"], func, name, first, args, kwargs)
+
+    def go_on(self, head: Head, func: Any, name: str, logits: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """What the code does with logits, done to a stand-in."""
+        if func is F.cross_entropy:
+            self.losses += 1
+            return loss(head, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+        shape = func(*args, **kwargs).shape if name in SAME_ROWS or name == "__getitem__" else ()
+        if shape[-1:] != logits.shape[-1:]:
+            raise ValueError(f"its logits go through {name}() before the loss")
+        hidden = head.hidden[args[1]] if name == "__getitem__" else head.hidden.reshape(*shape[:-1], -1)
+        return stand_in(head._replace(hidden=hidden), shape)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if exception[0] is None and not self.losses:
+            raise ValueError("no linear layer leads straight to a cross-entropy")
+
+
+def as_head(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Head:
+    """The arguments of a linear layer."""
+    return Head(input, weight, bias)
+
+
+def stand_in(head: Head, shape: Any) -> Tensor:
+    """A tensor in the place of logits: one number, expanded."""
+    made = head.hidden.new_zeros(()).expand(shape)
+    made.head = head  # type: ignore[attr-defined]
+    return made
+
+
+def loss(head: Head, target: Tensor, **options: Any) -> Tensor:
+    """The cross-entropy of what a stand-in stands for."""
+    known = {name: options.pop(name) for name in ("ignore_index", "reduction") if name in options}
+    if given := [name for name, value in options.items() if value not in (None, 0.0)]:
+        raise ValueError(f"its cross-entropy has {', '.join(given)}")
+    chunk = -(-target.numel() // CHUNKS)
+    return cross_entropy_in_chunks(*head[:2], target, bias=head.bias, chunk=chunk, **known)

@@ -1,0 +1,86 @@
+"""Who holds the peak, in rows that a person can read.
+
+34 tensors of 32 layers      one row, "32 alike": layers are the same but for their number
+aten._log_softmax.default    "log-softmax of the logits: 4 × 2,048 × 32,000"
+born in                      the line of the user's code, backward's too
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+from minizero.memory import Ledger
+from minizero.memory.tape import at_peak
+from minizero.xray.lines import Birth
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states", "buffers": "buffers"}
+# What makes a tensor, in words. An operator that is not here is called by its own name.
+WORDS = {
+    "_log_softmax": "log-softmax",
+    "_softmax": "softmax",
+    "mm addmm": "matrix product",
+    "bmm baddbmm": "batched matrix product",
+    "_grouped_mm": "products of the experts",
+    "clone contiguous copy _to_copy": "copy",
+    "cat": "concatenation",
+    "mul": "product",
+    "add": "sum",
+    "native_layer_norm _fused_rms_norm": "norm",
+    "native_dropout bernoulli_": "dropout",
+    "_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "nll_loss_forward nll_loss": "loss",
+    "embedding": "embeddings",
+    "embedding_dense": "embeddings",
+    "convolution": "convolution",
+    "native_batch_norm": "batch norm",
+    "sum": "sum",
+    "empty new_empty zeros new_zeros zeros_like empty_like full": "new memory",
+}
+NAMES = {operator: words for operators, words in WORDS.items() for operator in operators.split()}
+
+
+@dataclasses.dataclass
+class Row:
+    """Tensors that are alike: born in the same line, of the same shape, in layers of the same name."""
+
+    what: str
+    category: str
+    module: str
+    line: str
+    alike: int  # modules
+    tensors: int
+    bytes: int
+    phase: str
+
+
+def rows_at_peak(ledger: Ledger, vocabulary: int = 0) -> list[Row]:
+    """Everything that is alive when the total is largest, the most bytes first."""
+    found: dict[tuple[str, ...], Row] = {}
+    modules: dict[tuple[str, ...], set[str]] = {}
+    for record, held, operator in at_peak(ledger.tape, ledger.start).alive.values():
+        category = record.category or "temporary"
+        birth: Birth | None = getattr(record, "birth", None)
+        module, line = (birth.module, birth.line) if birth else (record.module, "")
+        if category in STATES or birth is None:
+            what, module, line = STATES.get(category, category), record.module, ""
+        else:
+            what = in_words(operator, birth, vocabulary)
+        key = what, category, NUMBER.sub("*", module), line
+        row = found.setdefault(key, Row(*key[:2], key[2], line, 0, 0, 0, record.phase))
+        modules.setdefault(key, set()).add(module)
+        row.tensors, row.bytes, row.alike = row.tensors + 1, row.bytes + held, len(modules[key])
+    return sorted((row for row in found.values() if row.bytes), key=lambda row: -row.bytes)
+
+
+def in_words(operator: Any, birth: Birth, vocabulary: int = 0) -> str:
+    """What a tensor is: what made it, and its shape. What has a column for each word of `vocabulary` is logits."""
+    name = str(operator).removeprefix("aten.").split(".")[0].removesuffix("_").removesuffix("_data")
+    plain = name.removesuffix("_backward")
+    words = NAMES.get(plain, plain.strip("_").replace("_", " "))
+    if vocabulary and birth.shape[-1:] == (vocabulary,) and plain not in ("embedding", "embedding_dense"):
+        words = "logits" if words == "matrix product" else f"{words} of the logits"
+    if name != plain:
+        words = f"gradient through {words}"
+    size = " × ".join(f"{length:,}" for length in birth.shape) or "one number"
+    return f"{words}: {size}"

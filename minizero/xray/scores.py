@@ -1,0 +1,82 @@
+"""Attention that stores no scores, in a model that stores them: how much would it save?
+
+    softmax(q kᵀ / √d) v        autograd keeps the scores, (…, queries, keys), until backward
+
+FlashAttention keeps none. Nobody can put it in the place of a softmax that a user has written. But what autograd keeps
+can be changed: here it keeps the scores' shape, and hands backward an empty tensor of that shape. Numbers are then
+wrong, and bytes are right: those of an attention that makes all its scores again in backward. FlashAttention makes them
+a tile at a time, so it never has a layer's scores at once, as this has for a moment.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# What may lie between a softmax and the product with v: a cast, dropout, another shape.
+BETWEEN = ("ToCopy", "NativeDropout", "Mul", "Div", "View", "UnsafeView", "Expand", "Clone", "Transpose")
+
+
+class Scores:
+    """What is kept of one softmax's scores. uses: how often backward will ask for them; it gets one tensor."""
+
+    def __init__(self) -> None:
+        self.uses = 0
+        self.made: Tensor | None = None  # from the first use to the last
+
+    def use(self, like: dict[str, Any], shape: torch.Size) -> Tensor:
+        """An empty tensor in the place of scores."""
+        made = torch.empty(shape, **like) if self.made is None else self.made
+        self.uses -= 1
+        self.made = made if self.uses else None
+        return made.view(shape)
+
+
+class Kept(NamedTuple):
+    """What autograd keeps in the place of a tensor of scores."""
+
+    scores: Scores
+    like: dict[str, Any]
+    shape: torch.Size
+
+
+class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
+    """While it is entered, autograd keeps no scores. It learns their shapes in a first step.
+
+    At the end, `ValueError` if there were no scores.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self.keep, self.give_back)
+        self.kinds: set[tuple[int, int]] = set()  # elements, keys
+
+    def keep(self, tensor: Tensor) -> Tensor | Kept:
+        if tensor.dim() < 3:  # such as the choice of an expert for each token
+            return tensor
+        kind = tensor.numel(), tensor.shape[-1]
+        if comes_from_softmax(tensor.grad_fn):
+            self.kinds.add(kind)
+        if kind not in self.kinds:
+            return tensor
+        storage: Any = tensor.untyped_storage()  # softmax and the product with v keep the same
+        storage.scores = scores = getattr(storage, "scores", None) or Scores()
+        scores.uses += 1
+        return Kept(scores, {"dtype": tensor.dtype, "device": tensor.device}, tensor.shape)
+
+    def give_back(self, kept: Tensor | Kept) -> Tensor:
+        return kept.scores.use(kept.like, kept.shape) if isinstance(kept, Kept) else kept
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if exception[0] is None and not self.kinds:
+            raise ValueError("its attention stores no scores, or it has none")
+
+
+def comes_from_softmax(node: Any, steps: int = 3) -> bool:
+    """Is what this node of the graph made a softmax, or a softmax that was cast, dropped out, reshaped?"""
+    if node is None:
+        return False
+    name = node.name().removesuffix("Backward0")
+    if name == "Softmax" or not steps:
+        return name == "Softmax"
+    return name in BETWEEN and any(comes_from_softmax(before, steps - 1) for before, _ in node.next_functions)

@@ -1,0 +1,66 @@
+"""One rank of N, alone, holds and sends what that rank of N real ones does; what it cannot know it refuses."""
+
+import pytest
+import torch
+
+from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3, all_gather, all_reduce, barrier, broadcast
+from minizero.memory import Ledger
+from minizero.ranks.one_of_many import one_of_many
+
+CONFIG = GPTConfig(vocabulary=32, sequence_length=8, width=16, layers=3, heads=2)
+ENGINES = {
+    "DDP": (DDP, {}),
+    "DDP in BF16": (DDP, {"dtype": torch.bfloat16}),
+    "Zero1": (Zero1, {}),
+    "Zero2": (Zero2, {}),
+    "Zero3": (Zero3, {"prefetch": 0}),
+    "Zero3 in BF16": (Zero3, {"prefetch": 0, "dtype": torch.bfloat16}),
+    "Zero3, ahead": (Zero3, {}),
+    "Zero3, in pairs": (Zero3, {"sharding_factor": 2}),
+    "Zero3, offloaded": (Zero3, {"offload": True}),
+}
+
+
+def train(comm, engine, options):
+    model = engine(GPT(CONFIG), comm, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(2, 2, 8, dtype=torch.long)
+    with Ledger(model, optimizer) as ledger:
+        for _ in range(3):
+            model(*tokens).backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    curve = [sample["total"] for sample in ledger.curve]
+    return ledger.peak, comm.bytes_sent, comm.bytes_received, curve if options.get("prefetch", 1) == 0 else []
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_it_holds_and_sends_what_a_real_rank_does(name, rank):
+    assert train(one_of_many(4, rank), *ENGINES[name]) == World(4, "cpu").run(train, *ENGINES[name])[rank]
+
+
+def test_a_collective_leaves_what_should_have_come_from_others_as_it_is():
+    comm = one_of_many(4, rank=2)
+    x = torch.arange(8.0)
+    barrier(comm)
+    assert (all_gather(x, comm).shape, all_reduce(x, comm).shape, broadcast(x, comm).shape) == ((32,), (8,), (8,))
+    assert all_gather(x, comm)[16:24].equal(x)
+    assert (
+        comm.bytes_sent == 2 * 3 * 32 + 2 * 3 * 2 * 4
+    )  # two gathers, one all-reduce; a leaf of the tree sends nothing
+
+
+def test_a_rule_tells_the_colors_of_absent_ranks_and_a_color_does_not():
+    comm = one_of_many(8, rank=5)
+    inside, across = comm.split(lambda rank: rank // 4), comm.split(lambda rank: rank % 4)
+    assert (inside.ranks, inside.rank, across.ranks, across.rank) == ([4, 5, 6, 7], 1, [1, 5], 1)
+    with pytest.raises(RuntimeError, match="rank 5 is alone, and cannot know what the other 7 would say to '1'"):
+        comm.split(1)
+
+
+@pytest.mark.parametrize("size, rank", [(4, 4), (4, -1), (0, 0), ("4", 0)])
+def test_it_must_be_one_of_them(size, rank):
+    with pytest.raises(ValueError, match="there is no rank"):
+        one_of_many(size, rank)

@@ -1,0 +1,120 @@
+"""Small models for the X-ray, and one step of each on real tensors: what a step on fake ones must equal."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import GPT, GPTConfig, World
+from minizero.models.networks import NETWORKS
+from minizero.ranks.one_of_many import one_of_many
+from minizero.xray.case import Case
+from minizero.xray.hugging_face import switch_caches_off
+from minizero.xray.plan import Plan
+from minizero.xray.step import Result, measure, result
+
+WORDS, WIDTH, LENGTH, BATCH = 320, 64, 32, 4
+Make = Callable[[], tuple[nn.Module, Any]]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def tokens(length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(1, WORDS, (BATCH, length))
+
+
+class LSTM(nn.Module):
+    """A language model whose layers one operator runs, with a reserve that no fake kernel knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.lstm(self.embedding(x))[0]).flatten(0, 1), y.flatten())
+
+
+class UNet(nn.Module):
+    """Convolutions down and up, and a mean squared error, whose one number owns the memory of all differences."""
+
+    def __init__(self, channels: int = 16, levels: int = 3) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int) -> nn.Module:
+            return nn.Sequential(
+                nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+            )
+
+        widths = [channels << level for level in range(levels)]
+        self.down = nn.ModuleList(block(a, b) for a, b in zip([3, *widths], widths))
+        self.up = nn.ModuleList(block(2 * a + a, a) for a in reversed(widths[:-1]))
+        self.out = nn.Conv2d(channels, 3, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for down in self.down:
+            x = down(x)
+            kept.append(x)
+            x = F.max_pool2d(x, 2)
+        x = kept.pop()
+        for up in self.up:
+            x = up(torch.cat([F.interpolate(x, scale_factor=2.0), kept.pop()], 1))
+        return F.mse_loss(self.out(x), y)
+
+
+class WithLoss(nn.Module):
+    """A network of classes, and its cross-entropy."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.network(x), y)
+
+
+def gpt(**options: Any) -> Make:
+    config = GPTConfig(**dict(vocabulary=WORDS, sequence_length=LENGTH, width=WIDTH, layers=3, heads=4) | options)
+    return lambda: (GPT(config), (tokens(config.sequence_length), tokens(config.sequence_length)))
+
+
+def network(name: str) -> Make:
+    return lambda: (WithLoss(NETWORKS[name]()), (torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))))
+
+
+OWN: dict[str, Make] = {
+    "GPT": gpt(),
+    "GPT, tiled": gpt(attention="tiled"),
+    "GPT, recompute": gpt(recompute="full"),
+    "GPT, selective": gpt(recompute="selective"),
+    "LSTM": lambda: (LSTM(), (tokens(), tokens())),
+    "UNet": lambda: (UNet(), (torch.randn(BATCH, 3, 32, 32), torch.randn(BATCH, 3, 32, 32))),
+    **{name: network(name) for name in NETWORKS},
+}
+
+
+def real(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
+    """Rank 0's figures of a step with numbers, all ranks running."""
+    torch.manual_seed(0)
+    module, inputs = make()
+
+    def run(comm: Any) -> Result:
+        model = copy.deepcopy(module)
+        if plan.recompute:
+            switch_caches_off(model)
+        return result(measure(model, inputs, plan, optimizer, comm))
+
+    return run(one_of_many(1)) if plan.ranks == 1 else World(plan.ranks, "cpu").run(run)[0]
+
+
+def fake(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
+    """The same without numbers, one rank alone. As in a report, the plain step comes first."""
+    case = Case(*make(), optimizer)
+    case.run(Plan())
+    return case.run(plan)

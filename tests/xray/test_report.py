@@ -1,0 +1,198 @@
+"""The report: its tables, files, command; and the cheapest stack that fits."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from minizero import GPT, GPTConfig
+from minizero.memory import Ledger
+from minizero.xray import xray
+from minizero.xray.__main__ import main
+from minizero.xray.case import Case
+from minizero.xray.fit import fit, kept_free, price, stacks
+from minizero.xray.plan import Plan
+from minizero.xray.script import with_minizero, with_pytorch
+from tests.support.xray_cases import BATCH, OWN, WORDS, gpt
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def report():
+    model, inputs = gpt(sequence_length=48)()
+    return xray(model, inputs, ranks=1, name="a GPT")
+
+
+def printed(show, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    show(console)
+    return console.file.getvalue()
+
+
+def test_its_peak_is_the_ledgers_of_a_real_step(report):
+    model, inputs = gpt(sequence_length=48)()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Ledger(model, optimizer) as ledger:
+        for _ in range(2):
+            ledger.reset()
+            batch = [tensor.clone() for tensor in inputs]
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del batch
+    assert report.peak == ledger.peak and report.phase == "backward"
+    assert max(sample["total"] for sample in report.curve) == report.peak["total"]
+    assert sum(row.bytes for row in report.holders) == report.peak["total"]
+
+
+def test_rows_are_grouped_and_have_words_and_the_users_line(report):
+    scores = next(row for row in report.holders if row.what.startswith("softmax:"))
+    assert (scores.what, scores.category, scores.tensors, scores.alike) == (
+        "softmax: 16 × 48 × 48",
+        "activations",
+        3,
+        3,
+    )
+    assert scores.module == "blocks.*.attention" and re.fullmatch(r"gpt\.py:\d+", scores.line)
+    log_softmax = next(row for row in report.holders if "log-softmax" in row.what)
+    assert log_softmax.what == f"log-softmax of the logits: {BATCH * 48} × {WORDS}"
+    backward = next(row for row in report.holders if row.category == "temporary" and row.phase == "backward")
+    assert backward.what.startswith("gradient through") and re.fullmatch(r"gpt\.py:\d+", backward.line)
+    states = next(row for row in report.holders if row.what == "optimizer states" and row.module == "blocks.*.up")
+    assert states.alike == 3 and states.line == ""
+
+
+def test_the_tables_fit_100_columns(report):
+    for show in (report.show, report.what_would_help):
+        text = printed(show)
+        assert max(map(len, text.splitlines())) <= 100 and "…and" not in text
+    assert "blocks.*.attention, 3 alike" in printed(report.show)
+    assert "4 micro-batches" in printed(report.what_would_help)
+
+
+@pytest.mark.slow
+def test_the_table_of_several_ranks_fits_100_columns():
+    text = printed(xray(*gpt()(), ranks=4).what_would_help)
+    assert max(map(len, text.splitlines())) <= 100
+    for words in ("DDP on 4", "ZeRO-3 in groups of 2", "the same, offload"):
+        assert words in text
+
+
+def test_the_files_say_the_same_and_need_no_network(report, tmp_path):
+    report.fit(20 * MIB)
+    names = {path.name: path for path in report.save(tmp_path / "new")}
+    assert names.keys() == {"xray.png", "xray.html", "xray.json"}
+    assert names["xray.png"].read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads(names["xray.json"].read_text())
+    assert numbers["peak"] == report.peak and numbers["techniques"][0]["name"] == "recompute of each block"
+    assert max(numbers["curve"]["total"]) == report.peak["total"]
+    page = names["xray.html"].read_text()
+    assert not re.search(r'(src|href)="(?!data:)', page) and "<script" not in page
+    for words in ("blocks.*.attention, 3 alike", "4 micro-batches", "With PyTorch's own:", "Not seen"):
+        assert words in page.replace("&#x27;", "'")
+
+
+def test_stacks_are_tried_from_the_cheapest_on():
+    plans = stacks(4, 8)
+    assert [*map(price, plans)] == sorted(map(price, plans)) and len(set(plans)) == len(plans)
+    assert plans[0] == Plan(stage=2, ranks=4, foreach=True)
+    assert {plan.micro_batches for plan in plans} == {1, 2, 8}
+    assert {plan.stage for plan in stacks(1, 8)} == {None}
+
+
+def test_ample_room_needs_nothing():
+    case = Case(*OWN["GPT"]())
+    ample = fit(case, 100 * MIB, 1)
+    assert ample.plan == stacks(1, BATCH)[0] and ample.tried == 1
+    assert ample.spare == 100 * MIB - kept_free(100 * MIB) - ample.result.peak["total"]
+
+
+@pytest.mark.slow
+def test_the_first_stack_that_fits_is_found_or_the_smallest():
+    case = Case(*OWN["GPT"]())
+    order = stacks(2, BATCH)
+    found = fit(case, 3 * MIB, 2)
+    assert found.spare >= 0 and found.tried > 1
+    usable = 3 * MIB - kept_free(3 * MIB)
+    cheaper = order[: order.index(found.plan)]
+    assert all(case.run(plan).peak["total"] > usable for plan in cheaper if plan in case.found)
+    nothing = fit(Case(*OWN["UNet"]()), 0.1 * MIB, 1)
+    assert nothing.spare < 0 and nothing.tried > 1
+
+
+LINES = """
+import sys, torch
+from torch import nn
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+from tests.support.xray_cases import gpt
+model, inputs = gpt()()
+{lines}
+optimizer = torch.optim.AdamW(model.parameters())
+model(*inputs).backward()
+optimizer.step()
+dist.destroy_process_group()
+print("trained", type(model).__name__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [with_minizero, with_pytorch])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_lines_can_be_run(lines, stage, tmp_path):
+    plan = Plan(stage=stage, ranks=1, dtype=torch.bfloat16 if stage else None, recompute=True, micro_batches=2)
+    text = LINES.format(lines="\n".join(lines(plan, GPT(GPTConfig()))))
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(tmp_path / "meet")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.startswith("trained"), done.stderr
+
+
+def test_the_command_shows_our_gpt_and_writes_files(tmp_path, capfd):
+    assert main(["--length", "16", "--no-table"]) == 0
+    out, error = capfd.readouterr()
+    assert error == "" and "GPT: 3," in out and "Who holds the peak" in out and "What would help" not in out
+
+
+def test_the_command_shows_a_model_of_the_users(tmp_path, capfd):
+    (tmp_path / "beside.py").write_text("width = 4\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom beside import width\n"
+        "class Mine(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(width, 1000)\n"
+        "    def forward(self, x, y):\n"
+        "        logits = self.layer(x)\n"
+        "        return logits, torch.nn.functional.cross_entropy(logits, y)\n"
+        "def make():\n"
+        "    return Mine(), {'x': torch.ones(64, width), 'y': torch.zeros(64, dtype=torch.long)}\n"
+    )
+    assert main([f"{file}:make", "--ranks", "1", "--fit", "2MiB"]) == 0
+    out, error = capfd.readouterr()
+    assert error == "" and "mine.py:9" in out and "1 × 2.00 MiB: the cheapest that fits" in out and "as it is" in out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["nowhere.py:make"], "expected FILE.py:make"),
+        ([f"{__file__}:nothing"], "has no function nothing()"),
+        (["--hf", "nowhere.json"], "--hf: nowhere.json describes no model"),
+        (["--fit", "80"], "--fit: must be a size such as 80GiB"),
+        (["--output", "/proc/no"], "--output: cannot write"),
+    ],
+)
+def test_the_command_refuses_in_one_line(wrong, words, capfd):
+    if "--hf" in wrong:
+        pytest.importorskip("transformers")
+    assert main(wrong) == 2
+    out, error = capfd.readouterr()
+    assert out == "" and words in error and len(error.splitlines()) == 1
