@@ -3,11 +3,11 @@
 A block of rows Q_i meets the blocks of keys and values K_j, V_j one after the other. Each row keeps three things: its
 largest score so far, m; the sum of the exponentials so far, l; the sum of the values times these exponentials, acc.
 
-    S = scale Q_i K_j^T     m' = max(m, rowmax S)     P = exp(S - m')
-    l = exp(m - m') l + rowsum P     acc = exp(m - m') acc + P V_j     after the last block O_i = acc / l
+    S = scale Q_i K_j^T     m_new = max(m, rowmax S)     P = exp(S - m_new)
+    l = exp(m - m_new) l + rowsum P     acc = exp(m - m_new) acc + P V_j     after the last block O_i = acc / l
 
 The maximum is subtracted because exp of a large score overflows. What l and acc have so far was measured against the
-old maximum m, and the factor exp(m - m') measures it against the new one. So the result is softmax(S) V, exactly.
+old maximum m, and the factor exp(m - m_new) measures it against the new one. So the result is softmax(S) V, exactly.
 
 A GPU runs one program for each block of rows of each head. The program's block of scores stays on the chip, and the
 next block takes its place: the N × N scores are never in memory. Without a GPU Triton's interpreter runs the same code.
@@ -55,9 +55,9 @@ def attention_kernel(
         # A hidden key must have weight 0. That is exp(-inf): with a score of 0 it would count.
         visible = (keys < n) & (keys <= rows) if CAUSAL else keys < n
         s = tl.where(visible, s, float("-inf"))
-        larger = tl.maximum(m, tl.max(s, 1, keep_dims=True))  # m'; finite, for each row sees key 0
-        p = tl.exp(s - larger)  # P = exp(S - m')
-        rescale = tl.exp(m - larger)  # exp(m - m'); 0 at the first block, which has nothing to rescale
+        larger = tl.maximum(m, tl.max(s, 1, keep_dims=True))  # m_new: finite, for each row sees key 0
+        p = tl.exp(s - larger)  # P = exp(S - m_new)
+        rescale = tl.exp(m - larger)  # exp(m - m_new): 0 at the first block, which has nothing to rescale
         l = rescale * l + tl.sum(p, 1, keep_dims=True)
         acc = rescale * acc + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         m = larger

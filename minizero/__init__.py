@@ -14,6 +14,7 @@ A folder for each lesson; its `__init__` gives the order of its files.
     simulate/         clusters that nobody here owns
     mixed_precision/  the claims of the mixed-precision paper as runs
     accumulate.py     micro-batches, weighted by their tokens
+    chunked_loss.py   cross-entropy without the matrix of logits
     grid.py           who holds what, live
     one_step.py       one step of a plain model, its memory measured
     torch_private.py  every private name of PyTorch in use
@@ -22,6 +23,7 @@ A folder for each lesson; its `__init__` gives the order of its files.
 An import goes down this list's floors, never up: CONTRIBUTING.md draws them, and a test holds them.
 """
 
+from minizero.chunked_loss import cross_entropy_in_chunks
 from minizero.engines import DDP, Zero1, Zero2, Zero3
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
@@ -45,5 +47,6 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "cross_entropy_in_chunks",
     "reduce_scatter",
 ]

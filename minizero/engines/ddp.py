@@ -44,7 +44,6 @@ class DDP(Engine):
             if unit.replica_is_stale():
                 unit.replica.copy_(unit.master)  # rounded to the computing dtype
                 unit.replica_is_fresh_now()
-                unit.point_parameters_at(unit.replica)  # `mark_as_old` emptied them after a step
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         if unit is self.in_order[0]:  # the first of a backward
@@ -88,7 +87,7 @@ class DDP(Engine):
                 yield name, masters[id(parameter)]
 
     def part_saves(self) -> None:
-        self.before_forward()  # after a step in 16 bits the parameters are empty
+        self.refresh()  # after a step in 16 bits the parameters are empty
 
     def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, master in self.masters_of(part):
@@ -98,7 +97,7 @@ class DDP(Engine):
     def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:
         if about.get("assign_to_params_buffers"):
             raise ValueError("DDP: assign=True would replace the parameters that the engine watches: leave it out")
-        self.before_forward()
+        self.refresh()
         for name, master in self.masters_of(part):
             new = state.get(prefix + name)
             if new is not None and new.shape == master.shape:  # else PyTorch says so

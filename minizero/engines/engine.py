@@ -48,6 +48,7 @@ from minizero.engines.guards.modules import (
 )
 from minizero.engines.guards.norms import let_norms_compute_in_fp32
 from minizero.engines.guards.optimizers import mark
+from minizero.engines.guards.released import Released
 from minizero.engines.layout import GroupBy
 from minizero.engines.unit import Unit
 from minizero.engines.units import make_units, start_buffers
@@ -204,9 +205,16 @@ class Engine(Wrapped, abc.ABC):
                 for unit in self.in_order:
                     unit.gradient = None  # unless it was reduced, .grad is that of before; what no_sync added is gone
             self.running.clear()  # what is left there ended by an exception
-        self.do(self.before_forward)
+        self.refresh()
         for unit in self.roots:
             self.do(self.gather, unit)
+
+    def refresh(self) -> None:
+        """The module computes with new replicas, also after a step: `mark_as_old` has emptied its parameters."""
+        self.do(self.before_forward)
+        for unit in self.units:
+            if not self.frees_replicas and isinstance(unit.parameters[0], Released):
+                unit.point_parameters_at(unit.replica)
 
     def end_forward(self, output: Any) -> None:
         """Let the gradient of a tensor in `output` begin the backward."""

@@ -47,7 +47,6 @@ class Unit:
         self.name, self.module, self.dtype = name, module, dtype
         self.everyone, self.comm = everyone, comm
         self.layout = Layout(list(parameters), [p.shape for p in parameters.values()], everyone.size)
-        self.size = self.layout.size  # elements of a flat buffer
         self.parameters = list(parameters.values())
         self.kinds = [type(parameter) for parameter in self.parameters]
         self.trains = self.parameters[0].requires_grad
@@ -57,6 +56,11 @@ class Unit:
         self.gradient: LocalGradient | None = None
         self.nodes: list[Any] = []  # only if `original` (below): autograd's nodes, held so that hooks stay (engine.py)
         self.version = -1  # of `master` when the replica was last made from it
+
+    @property
+    def size(self) -> int:
+        """Elements of a flat buffer."""
+        return self.layout.size
 
     @property
     def whole(self) -> bool:

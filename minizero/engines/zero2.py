@@ -33,7 +33,6 @@ class Zero2(Engine):
                 mine.copy_(unit.master)  # rounded to the computing dtype
                 all_gather(mine, self.comm, out=unit.replica, label=unit.name)
                 unit.replica_is_fresh_now()
-                unit.point_parameters_at(unit.replica)  # `mark_as_old` emptied them after a step
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after this: its memory is free for the next unit's.

@@ -9,11 +9,12 @@ lies under each 1. A thick frame: the sum is complete.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from matplotlib import rc_context
 from matplotlib.animation import FuncAnimation
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
@@ -65,9 +66,15 @@ def animate_ring(states: States, sent: Sent, unit: float = 66) -> str:
         ax.clear()
         draw_frame(ax, states, sent, number, unit)
 
+    return play(figure, draw, 3 * len(states) - 2)
+
+
+def play(figure: Figure, draw: Callable[[int], None], frames: int) -> str:
+    """A player as HTML of the pictures that draw(0), draw(1), … make on `figure`, which it closes."""
+    from matplotlib import pyplot
+
     brief: Look = {"svg.fonttype": "none", "animation.frame_format": "svg"}
     brief |= {f"font.{kind}": [f"DejaVu {name}", kind] for kind, name in FAMILIES.items()}
-    frames = 3 * len(states) - 2
     with rc_context(brief):  # type: ignore[arg-type]
         made = player(FuncAnimation(figure, draw, frames=frames, interval=900))  # type: ignore[arg-type]
     pyplot.close(figure)

@@ -67,6 +67,11 @@ def worst_moment(schedule, n, k=1):
     return max(moments, key=lambda moment: len(moment[1]) + len(moment[2]))
 
 
+def next_kept(n, slots):
+    """The first layer after layer 0 whose input `binomial` keeps or uses at once: n layers, so many slots."""
+    return next(stage for action, stage in binomial(n, slots).steps[1:] if action != "forward")
+
+
 def regions_and_one_tape(stages):
     """By the size of the region, and by the budget: (peak, forwards) of both families. Forwards cost 1 each."""
     n, backward = len(stages), sum(stage.backward for stage in stages)
@@ -126,7 +131,7 @@ def draw_root(depths, plain, regions):
     return axes
 
 
-def draw_depths(layers, rows, unit):
+def draw_depths(layers, rows, clock):
     """Memory and time of a step against the depth. rows: of `depth.against_depth`, for "plain" and "regions"."""
     memory, time = panels(2)
     for name, look in (("plain", PLAIN), ("regions", REGIONS)):
@@ -134,7 +139,7 @@ def draw_depths(layers, rows, unit):
         memory.plot(layers, [row["bytes"] / MIB for row in rows[name]], label=label, **look)
         time.plot(layers, [1000 * row["seconds"] for row in rows[name]], label=label, **look)
     label_axes(memory, "layers, 6n + 2", "peak beside the parameters (MiB)")
-    label_axes(time, "layers, 6n + 2", f"one step ({unit})")
+    label_axes(time, "layers, 6n + 2", clock)
     for axes, title in ((memory, "memory, measured"), (time, "time, measured")):
         axes.set_title(title, fontsize=FONT + 2)
         axes.set(xlim=(0, None), ylim=(0, None), xticks=layers)

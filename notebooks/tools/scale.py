@@ -97,9 +97,13 @@ def communication_seconds(step):
 
 
 def show_remedies(step):
-    """Prints what makes the step fit, as the command does; returns it."""
+    """Prints what makes the step fit, as the command does, and what of it is close; returns it."""
     found = remedies(step)
     report.print_remedies(found, Console(width=100, force_jupyter=False, color_system=None))
+    most = step.cluster.gpu.memory / 1.18  # what is left for it beside workspaces (Rajbhandari et al., 2019, table 2)
+    for changes, one in found:
+        if one.memory["total"] > most:
+            print(f"{report.as_options(changes)} is close: more than {most / GIB:.0f} GiB, so workspaces may not fit.")
     return found
 
 

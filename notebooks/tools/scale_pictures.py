@@ -41,7 +41,8 @@ def draw_exposed(tokens, shares, kinks):
     axes.plot([], [], **PREDICTED, label="predicted")
     axes.legend(frameon=False, fontsize=FONT, loc="upper right")
     axes.set(xscale="log", ylim=(0, 100))
-    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+    ticks = [256 * 2**i for i in range(7)]
+    axes.set_xticks(ticks, [f"{count:,}" for count in ticks])
     axes.minorticks_off()
     label_axes(axes, "tokens on each GPU", "exposed, % of the step", ticks=FONT - 2)
     return axes.figure
@@ -136,13 +137,13 @@ def draw_strategies(groups, published):
 
 
 def draw_scaling(panels):
-    """TFLOP/s per GPU over GPUs. panels: (title, GPUs, {label: (line, colour, style)}, published points)."""
+    """TFLOP/s per GPU over GPUs. panels: (title, GPUs, {label: (line, style, published of its last point)})."""
     figure = Figure(figsize=(15, 5.4), layout="constrained")
-    for axes, (title, gpus, lines, points) in zip(figure.subplots(1, 2, sharey=True), panels):
-        for label, (line, color, style) in lines.items():
+    for axes, (title, gpus, lines) in zip(figure.subplots(1, 2, sharey=True), panels):
+        for (label, (line, style, published)), color in zip(lines.items(), ("#0072B2", "#E69F00")):
             axes.plot(gpus, line, style, color=color, linewidth=3, markersize=9, label=label)
-        if points:
-            axes.scatter(*zip(*points), **DIAMOND, label="published")
+            axes.scatter(gpus[-1], published, **DIAMOND | {"edgecolor": color, "linewidth": 2.5})
+        axes.scatter([], [], **DIAMOND, label="published")
         axes.set(xscale="log", ylim=(0, 215))
         axes.set_xticks(gpus, gpus)
         axes.minorticks_off()

@@ -37,8 +37,11 @@ def draw_factors(factors, states, crossing):
     return figure
 
 
-def draw_steps(events):
-    """One step for each title, one above the other, on one scale of time. events: by title, of one rank or several."""
+def draw_steps(events, times=True):
+    """One step for each title, one above the other, on one scale of time. events: by title, of one rank or several.
+
+    times: False if they mean nothing, and order alone is to be read.
+    """
     ranks = {event.rank for its in events.values() for event in its}
     figure = Figure(figsize=(16, (2.8 + 0.4 * len(ranks)) * len(events)), layout="constrained")
     panels = figure.subplots(len(events), 1, sharex=True)
@@ -48,7 +51,11 @@ def draw_steps(events):
         plot_timeline(its, axes).set_title(title, fontsize=FONT, fontweight="bold", loc="left")
         last = 1e3 * (max(event.end for event in its) - min(event.start for event in its))
         axes.axvline(last, color="black", linewidth=2, linestyle="dashed")
-        axes.annotate(f"{last:.0f} ms", (last, -0.35), (5, 0), textcoords="offset points", fontsize=FONT, va="center")
+        if times:
+            look = {"textcoords": "offset points", "fontsize": FONT, "va": "center"}
+            axes.annotate(f"{last:.0f} ms", (last, -0.35), (5, 0), **look)
+        else:
+            axes.set(xticks=[], xlabel="in this order →")
         of_rank = "rank 0  " if len(ranks) == 1 else ""
         lanes = [label.get_text().removeprefix(of_rank) for label in axes.get_yticklabels()]
         axes.set_yticks(axes.get_yticks(), lanes)

@@ -144,6 +144,7 @@ _rows = [
     ("bug_loss_scale", "Find the bug: a loss scale, and clipping", TASKS, "train_scaled", 20, False),
     ("bug_random", "Find the bug: random numbers on ranks", TASKS, "train_on_noise", 25, False),
     ("zero3_hooks", "ZeRO-3: the four hooks", "minizero.engines", "watch", 40, False),
+    ("chunked_loss", "The loss in chunks", "minizero.chunked_loss", "loss_and_gradients", 25, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -162,15 +163,20 @@ NOTEBOOKS = {
     28: "04b_masters_sums_bytes",
     31: "05_recompute",
     32: "06_gradient_accumulation",
+    34: "07_flash_attention",
+    35: "07b_flash_backward",
+    36: "07_flash_attention",
+    38: "07b_flash_backward",
     39: "07_flash_attention",
     40: "08_scale",
-    41: "07_flash_attention",
+    41: "07b_flash_backward",
     42: "02c_zero_choices",
     43: "06_gradient_accumulation",
     44: "02_zero",
     45: "04_mixed_precision",
     46: "01b_collectives_cost",
     47: "02b_zero_engines",
+    48: "00_where_memory_goes",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 

@@ -27,13 +27,15 @@ from tests.exercises.training import PSI, SMALL, check_training, one_step, train
 PLAN = [
     "unit.replica: `full` in unit.dtype (`full` itself, if that is its dtype). unit.point_parameters_at(unit.replica) "
     "makes the parameters views of it.",
-    "unit.master: this rank's chunk of `full`. A view, if the replica is `full`; else a copy of the chunk.",
+    "unit.master: this rank's chunk of `full`. A view of `full.data`, if the replica is `full`; else a copy of the "
+    "chunk.",
     "unit.cut_shards() makes the optimizer's parameters from it.",
 ]
 HINTS = [
     "full.to(unit.dtype) is `full` itself where the dtype is FP32 already.",
     "unit.chunk(full) is this rank's chunk, as a view.",
-    "unit.replica is full tells whether the two are one: then no copy is needed.",
+    "unit.replica is full tells whether the two are one: then no copy is needed. `.data` gives the view a count of "
+    "writes of its own: a gather into the replica is no write to the master.",
 ]
 AFTER = (
     "In FP32 the master is a view of the replica, so the optimizer's step writes into the parameters themselves. In "
@@ -42,7 +44,7 @@ AFTER = (
     "chunk: with `group_by` they get options of their own, such as no weight decay. Read next: `cut` in "
     "minizero/engines/layout.py."
 )
-MASTER = "unit.chunk(full) if unit.replica is full else unit.chunk(full).clone()"
+MASTER = "unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()"
 WRONG = [
     wrong("asks-for-fp32", ("if unit.replica is full", "if unit.dtype == torch.float32"), says="random"),
     wrong("shards-nothing", (MASTER, "full")),

@@ -26,8 +26,7 @@ PLAN = [
     "`mine` is this rank's chunk of unit.replica. Round the master into it: copy_ does.",
     "Gather all ranks' chunks into the unit.replica that is there: all_gather(mine, self.comm, out=…, "
     "label=unit.name).",
-    "Last, say that the replica is fresh now, or it will be gathered again. (If the master is a view of the replica, "
-    "to gather is to write to the master, too.)",
+    "Last, say that the replica is fresh now, or it will be gathered again.",
 ]
 HINTS = [
     "unit.chunk(unit.replica) is a view: what is written to it is in unit.replica.",
@@ -35,10 +34,9 @@ HINTS = [
 ]
 AFTER = (
     "The package gathers before a forward, and not after the step, so it needs no hook on the optimizer. It looks at "
-    "PyTorch's count of in-place writes, `_version`, so a second forward without a step sends nothing. The replica is "
-    "called fresh last. Gathering writes into the replica, and in FP32 the master shares its memory and its count: "
-    "noted earlier, it would look stale again, and every forward would gather. Read next: `replica_is_stale` in "
-    "minizero/engines/unit.py."
+    "PyTorch's count of in-place writes, `_version`, so a second forward without a step sends nothing. In FP32 the "
+    "master lies in the replica's memory. It has a count of its own, so a gather into the replica is no write to it. "
+    "Read next: `replica_is_stale` in minizero/engines/unit.py."
 )
 GATHER = "all_gather(mine, self.comm, out=unit.replica, label=unit.name)"
 WRONG = [

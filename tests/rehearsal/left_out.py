@@ -61,7 +61,17 @@ CELLS = {
         "tools.with_pytorch, 2": "PyTorch's own engines need processes",
         "right, not_times": "compares with them",
     },
-    "07_flash_attention": {**INSTALL, "curvature": "draws the memory of long sequences"},
+    "07_flash_attention": {
+        **INSTALL,
+        "curvature": "judges the memory of long sequences",
+        'here["cache"] > 1.2': "compares seconds, which are not a card's here",
+        'fast = "Triton" if': "compares seconds, which are not a card's here",
+    },
+    "07b_flash_backward": {
+        **INSTALL,
+        'peaks["flash"][-1] <': "judges the memory of long sequences",
+        'passes["tiled"] <': "compares seconds, which are not a card's here",
+    },
     "08_scale": {
         **INSTALL,
         "machine.compare(": "measures the seconds of ranks on the CPU",
@@ -88,7 +98,16 @@ SHORTER = {
         "tools.train(128, rate": "tools.train(128, sequences=128, rate",
         "torchrun(tools.race, 2)": "World(2).run(tools.race, 1)",
     },
-    "07_flash_attention": {"lengths = [512, 1024, 1536, 2048]": "lengths = [64, 128]"},
+    "07_flash_attention": {
+        "lengths = [512, 1024, 1536, 2048]": "lengths = [64, 128]",
+        "(64, torch.float16) if": "(2, torch.float16) if",
+        "turns=5 * 2048 // n": "turns=1",
+    },
+    "07b_flash_backward": {
+        "torch.randn(1, heads, 2048, 64": "torch.randn(1, 1, 64, 64",
+        'lengths, names = [512, 1024, 2048], ["naive"': 'lengths, names = [64, 1024], ["naive"',
+        "turns=5 * 2048 // n": "turns=1",
+    },
 }
 
 # Of tests/gpu: what is not run, and the tests whose assertions on values may fail, since only a card has those.

@@ -1,0 +1,236 @@
+"""The pictures of notebooks 07 and 07b, from plain data."""
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
+
+from minizero.pictures import FONT, MIB
+from minizero.pictures.ring import play
+from minizero.pictures.style import label_axes
+
+PLAIN, TILED, THIRD = "#CC79A7", "#5E2750", "#8A8A8A"
+CHIP, HBM, DONE = "#E69F00", "#A6D8F5", "#E4E4E4"
+LOOKS = ({"color": PLAIN, "marker": "s", "linestyle": "dashed"}, {"color": TILED, "marker": "o"})
+LOOKS += ({"color": "black", "marker": "^", "linestyle": "dotted"}, {"color": CHIP, "marker": "d"})
+
+
+def draw_heads(tokens, parts):
+    """The matrices of one head, side by side. parts: (title, matrix, what stands behind it)."""
+    behind = [0.7 + 0.24 * len(sign) for _, _, sign in parts]
+    widths = [len(matrix[0]) + space for (_, matrix, _), space in zip(parts, behind)]
+    figure = Figure(figsize=(16, 4), layout="constrained")
+    panels = figure.subplots(1, len(parts), width_ratios=widths)
+    for axes, (title, matrix, sign), width in zip(panels, parts, widths):
+        rows, columns = len(matrix), len(matrix[0])
+        for row, column in np.ndindex(rows, columns):
+            number = matrix[row][column]
+            shade = (0.9, 0.62, 0, 0.15 + 0.85 * number) if title.startswith("P") else "white"
+            axes.add_patch(Rectangle((column, -row - 1), 1, 1, facecolor=shade, edgecolor="black"))
+            words = f"{number:.2f}".rstrip("0").rstrip(".")
+            axes.text(column + 0.5, -row - 0.5, words, ha="center", va="center", fontsize=FONT)
+        axes.text((columns + width) / 2, -rows / 2, sign, ha="center", va="center", fontsize=FONT + 6)
+        axes.text(columns / 2, 0.75, title, ha="center", fontsize=FONT + 2, weight="bold")
+        if columns == rows:
+            for place, token in enumerate(tokens):
+                axes.text(place + 0.5, 0.15, token, ha="center", fontsize=FONT - 2)
+        if axes is panels[0]:
+            axes.set_yticks(-np.arange(rows) - 0.5, tokens, fontsize=FONT)
+        else:
+            axes.set_yticks([])
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.set(xlim=(-0.05, width), ylim=(-rows - 0.05, 1.3), aspect="equal")
+        axes.spines[:].set_visible(False)
+    return figure
+
+
+def draw_memories(memories, between):
+    """A pyramid, not to scale. memories: (name, size, speed), from the top; between: what to say of two neighbours."""
+    figure = Figure(figsize=(14, 5.4), layout="constrained")
+    axes = figure.subplots()
+    floors = len(memories)
+    for floor, ((name, size, speed), color) in enumerate(zip(memories, (CHIP, HBM, DONE))):
+        top, bottom = floors - floor, floors - floor - 0.94
+        corners = [(x, y) for y, signs in ((top, (-1, 1)), (bottom, (1, -1))) for x in (s * (4.4 - y) for s in signs)]
+        axes.add_patch(Polygon(corners, facecolor=color, edgecolor="black"))
+        middle = (top + bottom) / 2
+        axes.text(0, middle + 0.17, name, ha="center", va="center", fontsize=FONT + 3, weight="bold")
+        axes.text(0, middle - 0.2, f"{size}, {speed}", ha="center", va="center", fontsize=FONT)
+    for floor, words in enumerate(between, 1):
+        height = floors - floor + 0.03
+        axes.annotate("", (4.0, height - 0.42), (4.0, height + 0.42), arrowprops={"arrowstyle": "->", "linewidth": 2})
+        axes.text(4.15, height, words, va="center", fontsize=FONT + 1)
+    axes.set(xlim=(-4.4, 8), ylim=(0, floors + 0.05))
+    axes.axis("off")
+    return figure
+
+
+def draw_roofline(name, bytes_per_second, operations_per_second, points):
+    """The most operations a second, over operations for a byte. points: {title: operations for a byte}."""
+    figure = Figure(figsize=(14, 6), layout="constrained")
+    axes = figure.subplots()
+    ridge, low, high = operations_per_second / bytes_per_second, 3, 3000
+    x = np.array([low, ridge, high])
+    axes.plot(x, np.minimum(x * bytes_per_second, operations_per_second) / 1e12, color="black", linewidth=3)
+    bottom, top = low * bytes_per_second / 1e12, 2.6 * operations_per_second / 1e12
+    for left, right, color, words in ((low, ridge, HBM, "waits for bytes"), (ridge, high, "#F5DFA8", "computes")):
+        axes.axvspan(left, right, color=color, alpha=0.45, linewidth=0)
+        axes.text((left * right) ** 0.5, top / 1.35, words, ha="center", fontsize=FONT + 3, weight="bold")
+    for title, each in points.items():
+        reached = min(each * bytes_per_second, operations_per_second) / 1e12
+        color, marker = (PLAIN, "s") if title == "plain" else (TILED, "o")
+        axes.plot(each, reached, marker, color=color, markersize=15, markeredgecolor="black")
+        near = (0, 16, "center") if each > ridge else (14, -12, "left")
+        axes.annotate(
+            f"{title}: {each:.0f}", (each, reached), near[:2], textcoords="offset points", ha=near[2], fontsize=FONT
+        )
+    axes.axvline(ridge, color="black", linewidth=1, linestyle="dotted")
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, top))
+    ticks, heights = [3, 10, 30, 100, round(ridge, -1), 1000, 3000], [10, 30, 100, 300]
+    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axes.set_yticks(heights, heights)
+    axes.minorticks_off()
+    label_axes(axes, "operations for each byte between HBM and the chip", f"10¹² operations a second,\n{name}, at most")
+    return figure
+
+
+def animate_online(scores, steps, exact):
+    """A player: the keys so far, as they count now, and the output so far. steps: of `flash.tiled.online_softmax`."""
+    from matplotlib import pyplot
+
+    figure, (bars, output) = pyplot.subplots(1, 2, figsize=(12, 3.8), width_ratios=(3, 1))
+
+    def draw(number):
+        step, seen = steps[number], range(number + 1)
+        bars.clear()
+        bars.bar(seen, np.exp(np.array(scores[: number + 1]) - step.maximum), color=[HBM] * number + [CHIP])
+        bars.set(xlim=(-0.6, len(scores) - 0.4), ylim=(0, 1.12), xticks=range(len(scores)))
+        words = f"m = {step.maximum:.1f}, what was there × {step.rescale:.2f}, l = {step.total:.2f}"
+        bars.set_title(words, fontsize=FONT)
+        label_axes(bars, "key", "exp(score − m)")
+        output.clear()
+        output.bar([0], [step.output.item()], color=CHIP)
+        output.axhline(exact, color="black", linestyle="dashed", linewidth=2)
+        output.set(xticks=[], ylim=(0, 1.08))
+        label_axes(output, "dashed: exact", "o / l")
+        figure.tight_layout()
+
+    return play(figure, draw, len(steps))
+
+
+def draw_tile(axes, blocks, tile, title):
+    """Which blocks of Q, K, V, O are on the chip while this tile of the scores is made, and what is done already."""
+    i, j = tile
+    axes.clear()
+
+    def box(x, y, color, name="", line="solid"):
+        axes.add_patch(Rectangle((x, y), 0.92, 0.92, facecolor=color, edgecolor="black", linestyle=line))
+        axes.text(x + 0.46, y + 0.44, name, ha="center", va="center", fontsize=FONT)
+
+    for b in range(blocks):
+        y = blocks - 1 - b
+        box(-1.6, y, CHIP if b == i else HBM, f"Q{b}")
+        box(b, blocks + 0.4, CHIP if b == j else HBM, f"K{b}")
+        box(b, blocks + 1.4, CHIP if b == j else HBM, f"V{b}")
+        box(blocks + 0.6, y, CHIP if b == i else HBM if b < i else "white", f"O{b}")
+        for c in range(blocks):
+            box(c, y, CHIP if (b, c) == tile else DONE if (b, c) < tile else "white", line="dotted")
+    axes.set(xlim=(-1.8, blocks + 1.7), ylim=(-0.2, blocks + 2.5), aspect="equal")
+    axes.set_title(title, fontsize=FONT)
+    axes.axis("off")
+
+
+def draw_tiles(blocks, moves):
+    """The first tile, one in the middle, and the last. moves: [(tile, bytes moved so far)]."""
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    chosen = (0, len(moves) // 2, len(moves) - 1)
+    for axes, number in zip(figure.subplots(1, 3), chosen):
+        tile, moved = moves[number]
+        draw_tile(axes, blocks, tile, f"tile {number + 1}: {moved:,} bytes so far")
+    return figure
+
+
+def animate_tiles(blocks, moves, plain):
+    """A player of all of them, with a counter of bytes. plain: the bytes of plain attention."""
+    from matplotlib import pyplot
+
+    figure, (axes, counter) = pyplot.subplots(1, 2, figsize=(13, 3.9), width_ratios=(2, 1))
+
+    def draw(number):
+        tile, moved = moves[number]
+        draw_tile(axes, blocks, tile, "orange: on the chip   blue: in HBM   grey: made and forgotten")
+        counter.clear()
+        counter.bar([0, 1], [moved / 1024, plain / 1024], color=[TILED, PLAIN])
+        counter.set_xticks([0, 1], ["tiles,\nso far", "plain,\nin all"])
+        counter.set_title(f"{moved:,} bytes", fontsize=FONT)
+        label_axes(counter, "", "KiB moved")
+        figure.tight_layout()
+
+    return play(figure, draw, len(moves))
+
+
+def draw_theorem(srams, moved, names, curve, constant):
+    """Bytes over SRAM: those of the best blocks that fit, by their names, and the theorem's curve. All in bytes."""
+    figure = Figure(figsize=(13, 5.4), layout="constrained")
+    axes = figure.subplots()
+    sizes = [sram // 1024 for sram in srams]
+    label = f"{constant:.1f} N² d² / M, the theorem's form"
+    axes.plot(sizes, [constant * each / MIB for each in curve], color="black", linewidth=2, label=label)
+    axes.plot(sizes, [each / MIB for each in moved], "o", color=TILED, markersize=14, label="best blocks that fit")
+    for size, each, name in zip(sizes, moved, names):
+        words = f"{each / MIB:.0f} MiB\nblocks of {name}"
+        axes.annotate(words, (size, each / MIB), (12, 6), textcoords="offset points", fontsize=FONT - 1)
+    axes.set(xscale="log", yscale="log", xlim=(sizes[0] * 0.85, sizes[-1] * 2.1), ylim=(40, 900))
+    axes.set_xticks(sizes, sizes)
+    axes.set_yticks([50, 100, 200, 400, 800], [50, 100, 200, 400, 800])
+    axes.minorticks_off()
+    label_axes(axes, "SRAM of a processor (KiB)", "between HBM and chip (MiB)")
+    axes.legend(fontsize=FONT, frameon=False)
+    return figure
+
+
+def draw_growth(lengths, peaks, seconds):
+    """Memory and time over the number of tokens, a line for each attention. peaks, seconds: {name: by length}."""
+    figure = Figure(figsize=(15, 5.2), layout="constrained")
+    panels = zip(figure.subplots(1, 2), (peaks, seconds), (MIB, 1e-3), ("peak (MiB)", "best of several turns (ms)"))
+    for axes, values, unit, label in panels:
+        for (name, its), look in zip(values.items(), LOOKS):
+            axes.plot(lengths, [each / unit for each in its], label=name, linewidth=3, markersize=10, **look)
+        axes.set(ylim=(0, None), xticks=lengths)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        label_axes(axes, "tokens N", label)
+    axes.legend(fontsize=FONT, frameon=False)
+    return figure
+
+
+def draw_floors(name, floors):
+    """What a pass takes at least, by its operations and by its bytes. floors: {title: (seconds, seconds)}."""
+    figure = Figure(figsize=(14, 0.95 * len(floors) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    for row, (operations, moved) in enumerate(floors.values()):
+        for shift, value, color in ((-0.19, operations, CHIP), (0.19, moved, HBM)):
+            axes.barh(row + shift, 1e6 * value, 0.36, color=color, edgecolor="black")
+            axes.text(1e6 * value + 2, row + shift, f"{1e6 * value:.0f}", va="center", fontsize=FONT)
+    axes.set_yticks(range(len(floors)), list(floors))
+    axes.invert_yaxis()
+    handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="black") for color in (CHIP, HBM)]
+    axes.legend(handles, ["its operations", "its bytes"], fontsize=FONT, frameon=False, loc="center right")
+    axes.margins(x=0.1)
+    label_axes(axes, f"at least (µs a head), {name}", "")
+    return figure
+
+
+def draw_training(lengths, seconds, peaks):
+    """A training step with each attention: seconds and peak, bars for each length. {name: by length}."""
+    figure = Figure(figsize=(15, 5.2), layout="constrained")
+    panels = zip(figure.subplots(1, 2), (seconds, peaks), (1e-3, MIB), ("ms a step, best of several", "peak (MiB)"))
+    for axes, values, unit, label in panels:
+        for shift, (name, its), color in zip((-0.2, 0.2), values.items(), (PLAIN, TILED)):
+            places = np.arange(len(lengths)) + shift
+            bars = axes.bar(places, [each / unit for each in its], 0.38, color=color, edgecolor="black", label=name)
+            axes.bar_label(bars, fmt="%.0f", fontsize=FONT - 1, padding=3)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.margins(y=0.12)
+        label_axes(axes, "tokens N", label)
+    axes.legend(fontsize=FONT, frameon=False, loc="upper left")
+    return figure

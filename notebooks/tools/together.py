@@ -1,0 +1,133 @@
+"""What notebook 09 measures: one step of a GPT with any set of techniques, without numbers or on real ranks."""
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+from matplotlib import pyplot
+from torch.nn import functional as F
+
+from minizero import GPT
+from minizero.memory import Ledger
+from minizero.pictures import FONT
+from minizero.ranks.one_of_many import one_of_many
+from minizero.xray import Plan
+from minizero.xray.case import Case
+from minizero.xray.fake import pretend
+from minizero.xray.step import measure
+from notebooks.tools.zero import table
+
+GIB = 2**30
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "total", "host")
+
+
+def gpt(config, fused=False):
+    """A GPT; with fused=True its attention is PyTorch's own, which keeps no scores."""
+    model = GPT(dataclasses.replace(config, attention="tiled") if fused else config)
+    for block in model.blocks:
+        if fused:
+            block.attention.from_flash = attention
+    return model
+
+
+def attention(q, k, v, *, causal):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+@functools.cache
+def case(config, batch, fused):
+    """What the X-ray needs of a GPT: the model and its inputs, on a device without numbers."""
+    with torch.device("meta"):
+        return Case(gpt(config, fused), torch.zeros(2, batch, config.sequence_length, dtype=torch.long).unbind())
+
+
+def xray_of(config, batch, fused=False, **plan):
+    """The figures of one step on one rank of four, unless `ranks` says other."""
+    return case(config, batch, fused).run(Plan(**{"ranks": 4} | plan))
+
+
+def watch(case, wrap, train):
+    """The ledger of the second step of one rank of four, without numbers, and the bytes that it sends.
+
+    wrap(model, comm) returns an engine, train(engine, batch, optimizer) runs a step.
+    """
+    with pretend() as fake:
+        comm = one_of_many(4)
+        engine, batch = wrap(fake.copy(case.model), comm), fake.copy(case.inputs)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        for _ in range(2):
+            sent = comm.bytes_sent
+            with Ledger(engine, optimizer) as ledger:
+                train(engine, [tensor.clone() for tensor in batch], optimizer)
+    return ledger, comm.bytes_sent - sent
+
+
+def really(comm, config, batch, fused=False, **plan):
+    """Two steps on a real rank: the loss of the second, its peak in bytes, and the bytes that it sends."""
+    losses, module = [], gpt(config, fused).to(comm.device)
+    module.register_forward_hook(lambda module, inputs, loss: losses.append(loss.item()))
+    generator = torch.Generator().manual_seed(comm.rank)
+    tokens = torch.randint(config.vocabulary, (2, batch, config.sequence_length), generator=generator)
+    plan = Plan(**{"ranks": comm.size} | plan)
+    found = measure(module, tokens.to(comm.device).unbind(), plan, torch.optim.AdamW, comm)
+    last = losses[-plan.micro_batches :]
+    return sum(last) / len(last), found.ledger.peak["total"], found.sent
+
+
+def matrix(rows):
+    """The largest amount of each category in percent of the first row's, and what changed by a tenth or more.
+
+    rows: peaks by name. `host` is in percent of the first row's total.
+    """
+    first, before, lines = next(iter(rows.values())), None, []
+    for name, peak in rows.items():
+        line = [name]
+        for category in CATEGORIES:
+            share = 100 * peak[category] / first["total" if category == "host" else category]
+            mark = mark_of(peak[category], before[category]) if before else ""
+            line.append(f"{mark} {share:.0f} %")
+        lines.append(line)
+        before = peak
+    return table(["most of each in a step", *CATEGORIES], lines)
+
+
+def mark_of(after, before):
+    """▼ if a tenth or more is gone, ▲ if a tenth or more has come."""
+    return "▼" if after < 0.9 * before else "▲" if after > 1.1 * before else ""
+
+
+def most_layers(fits, guess):
+    """The largest number of layers that fits: `fits(layers)` runs a step. Every answer is a run: n fits, n + 1 not."""
+    layers = max(1, guess)
+    while not fits(layers):
+        layers -= 1
+    while fits(layers + 1):
+        layers += 1
+    return layers
+
+
+def draw_largest(found):
+    """A bar for each name: how many billion parameters fit. found: parameters and layers by name."""
+    axes = pyplot.figure(figsize=(14, 5), layout="constrained").add_subplot()
+    sizes = [parameters / 1e9 for parameters, _ in found.values()]
+    axes.barh(list(found), sizes, color="#0072B2", height=0.6)
+    for place, (size, (_, layers)) in enumerate(zip(sizes, found.values())):
+        words = f"{size:.1f} billion, {layers} layers"
+        axes.annotate(words, (size, place), (8, 0), textcoords="offset points", va="center", fontsize=FONT + 1)
+    axes.invert_yaxis()
+    axes.set_xlabel("parameters of the largest model that fits, in billions (measured)", fontsize=FONT)
+    axes.tick_params(labelsize=FONT)
+    axes.set_xlim(0, 1.35 * max(sizes))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+@contextlib.contextmanager
+def folder_of(name, text):
+    """A file of such a name and text, for the time of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_text(text, encoding="utf-8")
+        yield path

@@ -1,0 +1,379 @@
+"""The loss in chunks: the values and gradients of plain cross-entropy, in the bytes of a chunk's logits."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minizero import GPT, Zero3, cross_entropy_in_chunks
+from minizero.accumulate import accumulate
+from minizero.memory import Ledger
+from minizero.recompute import checkpoint
+from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, train
+
+TOKENS, WIDTH, WORDS = 13, 8, 37
+
+
+def numbers(dtype=torch.float64, tokens=TOKENS, ignored=(1, 4, 12), scale=1.0):
+    """hidden, weight, bias, targets; `ignored` tokens have none."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, WIDTH), (WORDS, WIDTH), (WORDS,))
+    tensors = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
+    targets = torch.randint(WORDS, (tokens,), generator=generator)
+    targets[list(ignored)] = -100
+    return *tensors, targets
+
+
+def at_once(hidden, weight, targets, bias=None, **options):
+    """Plain cross-entropy, as models write it: logits in FP32 or more."""
+    logits = F.linear(hidden, weight, bias)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, **options)
+
+
+def both(tensors, targets, loss_of, **options):
+    """The loss and the gradients of hidden, weight and bias. What the loss is multiplied by must arrive in them."""
+    hidden, weight, bias = tensors
+    loss = loss_of(hidden, weight, targets, bias=bias, **options)
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    return loss, torch.autograd.grad(3 * loss, wanted, retain_graph=True)
+
+
+def difference(found, expected):
+    """The largest ‖Δ‖/‖expected‖ of a loss and its gradients."""
+    pairs = zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True)
+    pairs = [(a.double(), b.double()) for a, b in pairs]
+    return max(float(((a - b).norm() / b.norm()).detach()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 12, 13, 100])
+def test_value_and_gradients_are_those_of_plain_cross_entropy(chunk, reduction):
+    *tensors, targets = numbers()
+    expected = both(tensors, targets, at_once, reduction=reduction)
+    found = both(tensors, targets, cross_entropy_in_chunks, chunk=chunk, reduction=reduction)
+    assert difference(found, expected) < 1e-13
+    assert found[0].dtype == torch.float64 and found[0].shape == ()
+
+
+@pytest.mark.parametrize("mark", [-100, -1, 0, 5])
+def test_another_mark_for_no_target_be_it_a_word(mark):
+    *tensors, targets = numbers()
+    targets[targets == -100] = mark
+    expected = both(tensors, targets, at_once, ignore_index=mark)
+    found = both(tensors, targets, cross_entropy_in_chunks, ignore_index=mark, chunk=4)
+    assert difference(found, expected) < 1e-13
+
+
+@pytest.mark.parametrize("trained", [t for t in itertools.product([False, True], repeat=3) if any(t)])
+def test_what_is_frozen_gets_no_gradient_and_costs_none(trained):
+    """A bias may be left out, and hidden vectors may have any number of dimensions."""
+    hidden, weight, bias, targets = numbers(tokens=12, ignored=(3,))
+    hidden = hidden.detach().view(3, 4, WIDTH)
+    for with_bias in (True, False):
+        tensors = [t.detach().requires_grad_(on) for t, on in zip((hidden, weight, bias), trained)]
+        tensors[2] = tensors[2] if with_bias else None
+        if not any(t is not None and t.requires_grad for t in tensors):
+            continue
+        flat = [tensors[0].flatten(0, 1), *tensors[1:]]
+        loss = at_once(*flat[:2], targets, bias=flat[2])
+        wanted = [t for t in tensors if t is not None and t.requires_grad]
+        expected = loss, torch.autograd.grad(3 * loss, wanted)
+        found = both(tensors, targets.view(3, 4), cross_entropy_in_chunks, chunk=5)
+        assert difference(found, expected) < 1e-13
+        made = found[0].grad_fn.next_functions[0][0].saved_tensors
+        assert [t is not None for t in made] == [t is not None and t.requires_grad for t in tensors]
+
+
+def test_large_logits_do_not_overflow():
+    *tensors, targets = numbers(torch.float32, scale=30.0)
+    expected = both(tensors, targets, at_once)
+    assert (tensors[0] @ tensors[1].T).max() > 1000
+    assert difference(both(tensors, targets, cross_entropy_in_chunks, chunk=4), expected) < 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_without_any_target_the_loss_and_its_gradients_are_zero(reduction):
+    """As what `accumulate` adds for such a micro-batch. PyTorch's mean is 0/0."""
+    *tensors, targets = numbers(ignored=range(TOKENS))
+    loss, gradients = both(tensors, targets, cross_entropy_in_chunks, chunk=4, reduction=reduction)
+    assert loss == 0 and all((gradient == 0).all() for gradient in gradients)
+    assert at_once(*tensors[:2], targets, reduction=reduction).isnan() == (reduction == "mean")
+    empty = cross_entropy_in_chunks(tensors[0][:0], tensors[1], targets[:0], chunk=4, reduction=reduction)
+    assert empty == 0
+
+
+def test_a_token_without_target_may_have_no_number():
+    *tensors, targets = numbers()
+    hidden = tensors[0].detach().clone()
+    expected = at_once(hidden, tensors[1], targets)
+    hidden[4] = torch.nan
+    assert torch.allclose(cross_entropy_in_chunks(hidden, tensors[1], targets, chunk=4), expected)
+
+
+# 16 bits.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_the_error_is_that_of_plain_cross_entropy(dtype):
+    *tensors, targets = numbers(dtype, tokens=300, ignored=range(0, 300, 7))
+    exact = both([t.detach().double().requires_grad_() for t in tensors], targets, at_once)
+    found = both(tensors, targets, cross_entropy_in_chunks, chunk=32)
+    assert found[0].dtype == torch.float32 and {g.dtype for g in found[1]} == {dtype}
+    assert difference(found, exact) < 1.5 * difference(both(tensors, targets, at_once), exact) < 0.02
+
+
+def test_the_weights_gradient_adds_up_in_fp32():
+    """4,096 chunks add the same small matrix. A sum in bfloat16 stands still at 256 of them."""
+    many = 4096
+    hidden = torch.ones(many, 1, dtype=torch.bfloat16)
+    weight, bias = (torch.zeros(2, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in [(1,), ()])
+    targets = torch.zeros(many, dtype=torch.long)
+    cross_entropy_in_chunks(hidden, weight, targets, bias=bias, chunk=1, reduction="sum").backward()
+    assert weight.grad.tolist() == [[-many / 2], [many / 2]] and bias.grad.tolist() == [-many / 2, many / 2]
+
+    one = torch.tensor(0.5, dtype=torch.bfloat16)
+    naive = torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(many):
+        naive += one
+    assert naive <= 256
+
+
+def test_a_loss_scale_saves_what_fp16_would_lose():
+    """Of 2**18 targets each adds 2**-18 to the mean: with an eighth of it FP16 ends. The scale takes 1/n back."""
+    many, scale = 2**18, 2.0**16
+    hidden = torch.full((many, 1), 2.0**-8, dtype=torch.float16, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.float16, requires_grad=True)
+    targets = torch.zeros(many, dtype=torch.long)
+    loss = cross_entropy_in_chunks(hidden, weight, targets, chunk=many // 4)
+    found = torch.autograd.grad(loss * scale, (hidden, weight))
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    expected = torch.autograd.grad(at_once(*exact, targets) * scale, exact)
+    assert all(relative_error({"g": a.double()}, {"g": b}) < 1e-3 for a, b in zip(found, expected))
+
+
+def test_the_loss_may_be_multiplied_by_what_is_no_16_bit_number():
+    """Here 2**-26, as a mean over so many tokens would be: 0 in FP16. The gradient is not."""
+    hidden = torch.zeros(2, 1, dtype=torch.float16, requires_grad=True)
+    weight = torch.tensor([[0.0], [2.0**10]], dtype=torch.float16)
+    targets = torch.zeros(2, dtype=torch.long)
+    (cross_entropy_in_chunks(hidden, weight, targets, chunk=1, reduction="sum") * 2.0**-26).backward()
+    assert hidden.grad.tolist() == [[2.0**-17], [2.0**-17]]
+
+
+def test_under_autocast_a_layer_with_the_same_weight_still_learns():
+    hidden, weight, _, targets = numbers(torch.float32)
+    for loss_of, options in ((at_once, {}), (cross_entropy_in_chunks, {"chunk": 4})):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(hidden, weight, targets, **options)
+            other = F.linear(hidden, weight).float().sum()
+        (gradient,) = torch.autograd.grad(other, weight)
+        assert gradient.abs().sum() > 0 and loss > 0
+
+
+def test_under_autocast_it_is_what_a_linear_layer_and_cross_entropy_are():
+    *tensors, targets = numbers(torch.float32, tokens=100, ignored=(3,))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = both(tensors, targets, at_once)
+        found = both(tensors, targets, cross_entropy_in_chunks, chunk=32)
+    assert {g.dtype for g in found[1]} == {torch.float32} and found[0].dtype == torch.float32
+    assert difference(found, expected) < 5e-3
+    in_fp32 = both(tensors, targets, at_once)
+    assert difference(found, in_fp32) > 1e-4  # the products were made in bfloat16
+    in_bf16 = both(
+        [t.detach().bfloat16().requires_grad_() for t in tensors], targets, cross_entropy_in_chunks, chunk=32
+    )
+    assert torch.equal(found[0], in_bf16[0])
+    assert all(torch.equal(gradient.bfloat16(), other) for gradient, other in zip(found[1], in_bf16[1]))
+
+
+# Graphs.
+
+
+def test_without_a_graph_there_are_no_gradients():
+    *tensors, targets = numbers()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), Ledger() as ledger:
+            loss = cross_entropy_in_chunks(*tensors[:2], targets, chunk=1)
+        assert not loss.requires_grad and torch.allclose(loss, at_once(*tensors[:2], targets))
+        assert ledger.peak["gradients"] == 0 and ledger.peak["total"] < tensors[1].nbytes
+
+
+def test_a_graph_that_is_kept_serves_again():
+    *tensors, targets = numbers()
+    loss = cross_entropy_in_chunks(*tensors[:2], targets, chunk=4)
+    first = torch.autograd.grad(loss, tensors[:2], retain_graph=True)
+    second = torch.autograd.grad(2 * loss, tensors[:2])
+    assert all(torch.equal(2 * a, b) for a, b in zip(first, second))
+
+
+def test_a_second_derivative_is_refused_in_words():
+    *tensors, targets = numbers()
+    loss = cross_entropy_in_chunks(*tensors[:2], targets, chunk=4)
+    with pytest.raises(RuntimeError, match="no second derivative.*F.cross_entropy"):
+        torch.autograd.grad(loss, tensors[1], create_graph=True)
+
+
+def test_a_checkpoint_around_it_changes_nothing():
+    *tensors, targets = numbers()
+    expected = both(tensors, targets, cross_entropy_in_chunks, chunk=4)
+    again = both(tensors, targets, lambda *a, **k: checkpoint(cross_entropy_in_chunks, *a, **k), chunk=4)
+    assert all(torch.equal(a, b) for a, b in zip([expected[0], *expected[1]], [again[0], *again[1]]))
+
+
+def test_nothing_is_left_when_the_loss_is_gone():
+    *tensors, targets = numbers()
+    gc.collect()
+    gc.disable()
+    try:
+        with Ledger() as ledger:
+            loss = cross_entropy_in_chunks(*tensors[:2], targets, chunk=4)
+            del loss
+            assert ledger.current["total"] == 0
+    finally:
+        gc.enable()
+
+
+def test_it_counts_on_the_device_meta():
+    """No step asks for a value: nothing waits for a GPU, and bytes can be counted without data."""
+    hidden, weight = (torch.zeros(n, 8, device="meta", requires_grad=True) for n in (32, 16))
+    loss = cross_entropy_in_chunks(hidden, weight, torch.zeros(32, dtype=torch.long, device="meta"), chunk=8)
+    loss.backward()
+    assert hidden.grad.shape == (32, 8) and weight.grad.shape == (16, 8)
+
+
+# Bytes.
+
+
+def bytes_of(loss_of, tokens=512, width=16, words=4096, **options):
+    """What one forward and backward holds beside hidden vectors and weight: a ledger."""
+    hidden, weight = (nn.Parameter(torch.randn(n, width)) for n in (tokens, words))
+    targets = torch.randint(words, (tokens,))
+    with Ledger() as ledger:
+        loss_of(hidden, weight, targets, **options).backward()
+    return ledger
+
+
+def test_the_logits_at_the_peak_are_those_of_a_chunk():
+    tokens, width, words, four = 512, 16, 4096, 4
+    all_logits = tokens * words * four
+    assert bytes_of(at_once).peak["total"] > 2 * all_logits  # theirs, and their gradient
+    made = (tokens + words) * width * four
+    for chunk in (8, 32, 128):
+        one = chunk * words * four
+        ledger = bytes_of(cross_entropy_in_chunks, chunk=chunk)
+        small = chunk * (2 * width * four + 64) + 1000  # vectors and columns of a chunk, and scalars
+        assert one + made <= ledger.peak["total"] <= max(one, made) + made + small, chunk
+        kept = max(sample["total"] for sample in ledger.curve if sample.phase == "backward")
+        assert kept <= 2 * made + small  # from forward to backward: no logits at all
+        assert ledger.peak["gradients"] >= words * width * four
+
+
+def test_twice_the_tokens_need_no_more_logits():
+    peaks = [bytes_of(cross_entropy_in_chunks, tokens=n, chunk=32).peak["total"] for n in (512, 1024)]
+    assert peaks[1] - peaks[0] <= 512 * (16 * 4 + 8)  # hidden's gradient, and a count for each
+    plain_peaks = [bytes_of(at_once, tokens=n).peak["total"] for n in (512, 1024)]
+    assert plain_peaks[1] > 1.9 * plain_peaks[0]
+
+
+# In a model, and on ranks.
+
+
+class ChunkedGPT(GPT):
+    """The GPT whose loss never sees all logits. Its last matrix is its first: the embedding."""
+
+    def __init__(self, config, chunk=24):
+        super().__init__(config)
+        self.chunk, self.read = chunk, self.head
+        self.head = nn.Identity()
+
+    def forward(self, x, y=None):
+        if y is None:
+            return self.read(super().forward(x))
+        hidden = super().forward(x)
+        return cross_entropy_in_chunks(hidden, self.read.weight, y, chunk=self.chunk)
+
+
+def test_the_gpt_trains_as_before():
+    losses, state = plain(3, eps=1e-4)
+    chunked_losses, chunked = plain(3, lambda: ChunkedGPT(SMALL), eps=1e-4)
+    assert chunked_losses == pytest.approx(losses, rel=1e-6)
+    assert "read.weight" in chunked and "head.weight" not in chunked
+    assert (
+        relative_error({n: chunked[n] for n in state if n in chunked}, {n: state[n] for n in state if n in chunked})
+        < 1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_every_stage_trains_it_with_the_same_bits(dtype):
+    """The weight is tied to the embedding, and belongs to the root unit, which stage 3 gathers and frees."""
+    make, steps = lambda: ChunkedGPT(SMALL), 3
+    expected = plain(steps, make, eps=1e-4)
+    results = [run(2, train, stage, steps, make, dtype=dtype, eps=1e-4) for stage in STAGES]
+    for ranks in results:
+        mean = [sum(losses) / 2 for losses in zip(*(losses for losses, _, _ in ranks))]
+        assert mean == pytest.approx(expected[0], rel=1e-5 if dtype is None else 2e-2)
+        assert relative_error(ranks[0][1], expected[1]) < (1e-4 if dtype is None else 5e-2)
+        if dtype is None:
+            assert all(torch.equal(ranks[0][1][name], results[0][0][1][name]) for name in expected[1])
+
+
+def test_it_sends_what_the_plain_model_sends():
+    for stage in STAGES:
+        sent = [run(2, train, stage, 2, make)[0][2] for make in (lambda: GPT(SMALL), lambda: ChunkedGPT(SMALL))]
+        assert sent[0] == sent[1] > 0, stage.__name__
+
+
+def test_a_micro_batch_without_targets_adds_nothing_on_ranks():
+    x, y = batch(0, size=4)
+    none = torch.full_like(y, -100)
+    windows = [[(x[:2], y[:2]), (x, none)], [(x[2:], y[2:])]]
+
+    def work(comm):
+        model = Zero3(ChunkedGPT(SMALL), comm)
+        loss = accumulate(model, windows[comm.rank])
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        return loss.item(), model.gather_state_dict()
+
+    model = ChunkedGPT(SMALL)
+    loss = model(x, y)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for measured, state in run(2, work):
+        assert measured == pytest.approx(loss.item(), rel=1e-6)
+        assert relative_error(state, model.state_dict()) < 1e-5
+
+
+# Misuse.
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"hidden": torch.zeros(4, 7)}, ValueError, r"\(4, 7\), \(37, 8\), \(4,\)"),
+        ({"weight": torch.zeros(8, 37)}, ValueError, r"weight \(vocabulary, width\)"),
+        ({"weight": torch.zeros(8)}, ValueError, "weight"),
+        ({"hidden": torch.tensor(0.0)}, ValueError, "hidden must be"),
+        ({"targets": torch.zeros(5, dtype=torch.long)}, ValueError, r"targets \(…\)"),
+        ({"targets": torch.zeros(1, dtype=torch.long)}, ValueError, "targets"),
+        ({"bias": torch.zeros(1)}, ValueError, "bias"),
+        ({"targets": torch.zeros(4)}, TypeError, "must be int64"),
+        ({"targets": torch.full((4,), 37)}, RuntimeError, "out of bounds"),
+        ({"targets": torch.full((4,), -1)}, RuntimeError, "out of bounds"),
+        ({"weight": torch.zeros(37, 8, dtype=torch.bfloat16)}, RuntimeError, "same dtype"),
+        ({"chunk": 0}, ValueError, "chunk must be"),
+        ({"chunk": 2.0}, ValueError, "chunk must be"),
+        ({"chunk": None}, ValueError, "chunk must be"),
+        ({"reduction": "none"}, ValueError, 'must be "mean" or "sum"'),
+    ],
+)
+def test_misuse_is_refused(change, error, words):
+    given = {"hidden": torch.zeros(4, 8), "weight": torch.zeros(37, 8), "targets": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(error, match=words):
+        cross_entropy_in_chunks(**{**given, "chunk": 2} | change)
