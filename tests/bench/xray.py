@@ -1,11 +1,11 @@
 """The X-ray of large models: how long it takes, and its peaks beside published ones.
 
-    python -m tests.bench xray
+    python -m tests.bench.xray
 
-Models are built from configurations that stand here. Nothing is downloaded, and nothing is trained: a step on fake tensors
-computes shapes. Published: torchtitan's own table of Llama 3 8B (H100, FSDP2, sequences of 8,192, selective recompute),
-what `torch.cuda.max_memory_reserved` said; and Zhao et al., 2023, "PyTorch FSDP": T5-11B at batches of 8 and 16 of 512
-tokens trains on A100s of 80 GB.
+Models are built from configurations that stand here. Nothing is downloaded, and nothing is trained: on fake tensors a
+step only computes shapes. Published: torchtitan's table of Llama 3 8B (H100, FSDP2, two sequences of 8,192, selective
+recompute), what a GPU's allocator had reserved; and Zhao et al., 2023, "PyTorch FSDP": T5-11B trains at batches of 8 and
+16 of 512 tokens on A100s of 80 GB.
 """
 
 import resource
@@ -63,7 +63,7 @@ def model_of(name: str, batch: int, length: int) -> Case:
 
 
 class Selective(nn.Module):
-    """A block that keeps its matrix products, and computes the rest again: torchtitan's default, but for every second."""
+    """A block that keeps its matrix products, and computes the rest again. (torchtitan keeps every second.)"""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
