@@ -16,7 +16,7 @@ A folder for each lesson; its `__init__` gives the order of its files.
     accumulate.py     micro-batches, weighted by their tokens
     chunked_loss.py   cross-entropy without the matrix of logits
     grid.py           who holds what, live
-    one_step.py       one step of a plain model, its memory measured
+    xray/             a user's own model: who holds the peak, what would help
     torch_private.py  every private name of PyTorch in use
     cli.py            what command lines share
 

@@ -1,4 +1,4 @@
-"""Where the memory goes: bytes measured (`Ledger`), bytes predicted (`predict`, …), and what allocators say.
+"""Where the memory goes: bytes measured (`Ledger`), bytes predicted (`predict`, …).
 
     ledger_on_a_page.py  the whole idea: to be read first
     ledger.py            Ledger: opens, closes, and reads its figures off a tape
@@ -7,12 +7,10 @@
     operators.py         which outputs of an operator are new tensors
     position.py          which phase of a step is running, and which module's forward
     hooks.py             what is a parameter, a gradient, a state; when a forward or a step begins and ends
-    tables.py            the ledger's figures as tables: by phase, by module
-    allocators.py        what PyTorch's profiler, the operating system and a GPU's allocator count beside it
     formulas.py          model states, activations and traffic in theory
     estimate.py          what a run will need before it starts, and what the machine has
 
-`python -m minizero.memory` measures one training step of the demo model.
+`python -m minizero.xray` shows who holds the peak of a step, also of a model of your own.
 """
 
 from minizero.memory.formulas import predict, predict_activations, predict_sent

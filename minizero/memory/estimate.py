@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from minizero.memory.formulas import predict
-from minizero.memory.tables import MIB
+
+MIB = 2**20
 
 
 def estimate(config: Any, world_size: int, stages: Iterable[int], batch_size: int, dtype: torch.dtype) -> float:

@@ -110,10 +110,7 @@ class Ledger:
         return found | {"holders": self.holders, "curve": columns}
 
     def plot(self, ax: Any = None, note: str = "not seen: scratch inside operators") -> Any:
-        """Draw the curve, stacked by category, and the note; returns the matplotlib Axes.
-
-        `allocators.describe_gap` makes a note that says how much the ledger did not see.
-        """
+        """Draw the curve, stacked by category, and the note; returns the matplotlib Axes."""
         from minizero.pictures.memory import plot_curve  # here, because matplotlib loads slowly and most never plot
 
         return plot_curve(self.curve, ax, note)

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch.nn import functional as F
 
 from minizero import cross_entropy_in_chunks
-from minizero.memory.allocators import profile_step
+from tests.bench.allocators import profile_step
 
 TOKENS, WIDTH, VOCABULARY = 1024, 128, 16384
 CASES = {"FP32": torch.float32, "BF16": torch.bfloat16}

@@ -5,8 +5,8 @@ import torch
 
 from minizero import DDP, GPT, GPTConfig, World, Zero3
 from minizero.memory import Ledger
-from minizero.memory.allocators import compare
 from precision import FP16
+from tests.bench.allocators import compare
 from tests.gpu.device import CUDA, DEVICE, marks, size
 
 pytestmark = marks

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minizero import GPT
 from minizero.memory import CATEGORIES, Ledger, tag
-from minizero.memory.tables import by_module
+from tests.support.by_module import by_module
 from tests.support.ledger_gpt import CONFIG, TOKENS
 
 # As what, and when.

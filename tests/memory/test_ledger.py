@@ -10,8 +10,8 @@ from torch import nn
 
 from minizero import GPT
 from minizero.memory import CATEGORIES, Ledger, tag
-from minizero.memory.tables import by_module
 from minizero.memory.tape import Record
+from tests.support.by_module import by_module
 from tests.support.helpers import STAGES, run
 from tests.support.ledger_gpt import CONFIG, TOKENS
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from minizero import DDP, GPT, GPTConfig, Zero1, Zero2, Zero3
 from minizero.memory import CATEGORIES, Ledger, predict, predict_activations, predict_sent
-from minizero.memory.tables import by_module
 from minizero.memory.tape import holders, moments
 from minizero.models.gpt import Attention, Block
+from tests.support.by_module import by_module
 from tests.support.helpers import STAGES, run
 from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from minizero.memory.ledger import Ledger
+from minizero import GPT, GPTConfig
+from minizero.memory import Ledger
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
-from minizero.memory.tables import MIB
 
 Step = Callable[[], Any]
 RESET = "/proc/self/clear_refs"  # where Linux takes the order to forget a process's highest memory
@@ -154,8 +157,41 @@ def compare(ledger: Ledger, step: Step, device: torch.device) -> dict[str, Any]:
     return found | {"profiler": profiled.pop("peak"), **profiled}
 
 
-def describe_gap(compared: dict[str, Any]) -> str:
-    """In a few words, how much the ledger could not see. compared: from `compare`."""
-    gap = compared["profiler"] - compared["ledger"]
-    where = f" ({compared['operator'].removesuffix('.default')})" if gap * 1000 > compared["ledger"] else ""
-    return f"not seen: scratch inside operators, {gap / MIB:.2f} MiB at the peak{where} by PyTorch's profiler"
+COUNTED_BY = {
+    "the ledger: tensors": "ledger",
+    "PyTorch's profiler: + scratch in operators": "profiler",
+    "the operating system: all that is resident": "process",
+    "the GPU's allocator: blocks handed out": "allocated",
+    "the GPU's allocator: + its reserve": "reserved",
+}
+
+
+def main() -> None:
+    return_memory_at_once()  # before anything large exists
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = GPT(GPTConfig()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = torch.zeros(2, 2, 64, dtype=torch.long, device=device)
+
+    def step() -> None:
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Ledger(model, optimizer) as ledger:
+        step()
+    found = compare(ledger, step, device)
+    table = Table("counted by", title="Peak of the demo's step above its start", box=box.SIMPLE_HEAD)
+    table.add_column("MiB", justify="right")
+    table.add_column("against the ledger", justify="right")
+    for name, key in COUNTED_BY.items():
+        if found[key] is not None:
+            table.add_row(name, f"{found[key] / 2**20:,.2f}", f"{(found[key] / found['ledger'] - 1) * 100:+.2f} %")
+    Console(width=100).print(table)
+    largest = [f"{name.removesuffix('.default')} {taken / 2**20:.2f}" for name, taken in found["scratch"].items()][:3]
+    print(f"Most scratch in one call, MiB: {', '.join(largest) or 'none'}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The X-ray of large models: how long it takes, and its peaks beside published ones.
+
+    python -m tests.bench.xray
+
+Models are built from configurations that stand here. Nothing is downloaded, and nothing is trained: on fake tensors a
+step only computes shapes. Published: torchtitan's table of Llama 3 8B (H100, FSDP2, two sequences of 8,192, selective
+recompute), what a GPU's allocator had reserved; and Zhao et al., 2023, "PyTorch FSDP": T5-11B trains at batches of 8 and
+16 of 512 tokens on A100s of 80 GB.
+"""
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from minizero.recompute import checkpoint_selective, keep_matmuls
+from minizero.xray.case import Case, case_of
+from minizero.xray.hugging_face import batch_for, switch_caches_off
+from minizero.xray.plan import Plan
+from minizero.xray.report import GIB, Report
+
+BF16 = torch.bfloat16
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3 8B": (
+        "Llama",
+        dict(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=8192,
+        ),
+    ),
+    "T5-11B": (
+        "T5",
+        dict(d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128, decoder_start_token_id=0),
+    ),
+    "a GPT of 65 B": ("GPT2", dict(n_embd=8192, n_layer=80, n_head=64, n_positions=2048)),
+}
+
+
+def model_of(name: str, batch: int, length: int) -> Case:
+    """A case of one of the configurations, on "meta"."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    kind, options = CONFIGS[name]
+    config = getattr(transformers, f"{kind}Config")(**options)
+
+    def make() -> Any:
+        wanted = "ForConditionalGeneration" if kind == "T5" else "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+        model = getattr(transformers, kind + wanted)(config)
+        return model, batch_for(model, batch, length)
+
+    return case_of(make)
+
+
+class Selective(nn.Module):
+    """A block that keeps its matrix products, and computes the rest again. (torchtitan keeps every second.)"""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint_selective(keep_matmuls, self.block, *args, **kwargs)
+
+
+def timed(name: str, ranks: int) -> list[str]:
+    """Seconds and MiB of this process for the picture, and then for the whole table."""
+    start = time.perf_counter()
+    report = Report(model_of(name, 1, 2048), ranks, name)
+    picture = time.perf_counter() - start
+    rows = report.outcomes
+    whole = time.perf_counter() - start
+    refused = sum(row.result is None for row in rows)
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = report.peak["total"] / GIB
+    return [name, f"{peak:,.1f}", f"{picture:.0f}", f"{whole:.0f}", f"{len(rows)} ({refused} refused)", f"{held:.0f}"]
+
+
+def peak_of(case: Case, plan: Plan) -> float:
+    return case.run(plan).peak["total"] / GIB
+
+
+def published() -> list[list[str]]:
+    """What, how, measured here, published."""
+    rows = []
+    case = model_of("Llama 3 8B", 2, 8192)
+    switch_caches_off(case.model)
+    for path in [f"model.layers.{number}" for number in range(32)]:
+        case.model.set_submodule(path, Selective(case.model.get_submodule(path)))
+    for ranks, printed in ((8, 82.4), (128, 67.0)):
+        ours = peak_of(case, Plan(stage=3, ranks=ranks, dtype=BF16, foreach=True))
+        words = f"ZeRO-3 on {ranks}, BF16, matrix products kept"
+        rows.append(["Llama 3 8B, 2 × 8,192", words, f"{ours:.1f}", f"{printed} ({ours / printed - 1:+.1%})"])
+    for batch in (8, 16):
+        case = model_of("T5-11B", batch, 512)
+        for recompute in (False, True):
+            plan = Plan(stage=3, ranks=8, dtype=BF16, recompute=recompute, foreach=True)
+            words = "ZeRO-3 on 8, BF16" + ", recompute" * recompute
+            rows.append([f"T5-11B, {batch} × 512", words, f"{peak_of(case, plan):.1f}", "trains in 74.5 (80 GB)"])
+    return rows
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    console = Console(width=120)
+    table = Table("model, 1 × 2,048", title=f"A step on fake tensors, torch {torch.__version__}")
+    for heading in ("peak, GiB", "picture, s", "table, s", "rows", "this process, MiB"):
+        table.add_column(heading, justify="right")
+    for name in sys.argv[1:] or CONFIGS:
+        table.add_row(*timed(name, 8))
+    console.print(table)
+    table = Table("model", "how", title="Peak of a rank, GiB")
+    table.add_column("measured here", justify="right")
+    table.add_column("published")
+    for row in published():
+        table.add_row(*row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
