@@ -4,7 +4,7 @@
 
 Models are built from configurations that stand here. Nothing is downloaded, and nothing is trained: on fake tensors a
 step only computes shapes. Published: torchtitan's table of Llama 3 8B (H100, FSDP2, two sequences of 8,192, selective
-recompute), what a GPU's allocator had reserved; and Zhao et al., 2023, "PyTorch FSDP": T5-11B trains at batches of 8 and
+recompute), what a GPU's allocator had reserved. Zhao et al., 2023, "PyTorch FSDP": T5-11B trains at batches of 8 and
 16 of 512 tokens on A100s of 80 GB.
 """
 
