@@ -175,7 +175,7 @@ def test_the_command_shows_a_model_of_the_users(tmp_path, capfd):
         "def make():\n"
         "    return Mine(), {'x': torch.ones(64, width), 'y': torch.zeros(64, dtype=torch.long)}\n"
     )
-    assert main([f"{file}:make", "--ranks", "1", "--fit", "2MiB"]) == 0
+    assert main([f"{file}:make", "--ranks", "1", "--fit", "2MiB", "--no-table"]) == 0
     out, error = capfd.readouterr()
     assert error == "" and "mine.py:9" in out and "1 × 2.00 MiB: the cheapest that fits" in out and "as it is" in out
 
