@@ -22,7 +22,6 @@ from minizero.pictures.style import (
     PREDICTED,
     Look,
     label_axes,
-    mib,
     new_axes,
 )
 
