@@ -22,11 +22,11 @@ from minizero.pictures.style import (
     PREDICTED,
     Look,
     label_axes,
-    mib,
     new_axes,
 )
 
 Results = dict[str, Any]
+UNITS = {"MiB": MIB, "GiB": 1024 * MIB}
 PHASES = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 
 
@@ -63,7 +63,7 @@ def plot_curve(samples: Sequence[Any], axes: Axes | None = None, note: str = "")
     curve["phase"] = [sample.phase for sample in samples]
     if hasattr(samples[0], "number"):
         curve["number"] = [sample.number for sample in samples]
-    _draw_curve(axes, curve, names)
+    _draw_curve(axes, curve, names, unit="GiB" if max(curve["total"]) >= UNITS["GiB"] else "MiB")
     axes.set_xlabel("\n".join(filter(None, [axes.get_xlabel(), note])))
     axes.legend(handles=_keys(names), loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT, frameon=False)
     return axes
@@ -126,30 +126,33 @@ def _length(curve: Mapping[str, list[Any]]) -> int:
     return int(_spread(curve.get("number", range(len(curve["total"]))))[-1]) + 1
 
 
-def _draw_curve(axes: Axes, curve: Mapping[str, list[Any]], names: list[str], width: int | None = None) -> None:
+def _draw_curve(
+    axes: Axes, curve: Mapping[str, list[Any]], names: list[str], width: int | None = None, unit: str = "MiB"
+) -> None:
     """Draws one curve, stacked by category, with its phases and its peak. The x axis counts operators if it can.
 
-    width: where the x axis ends, by default with the curve.
+    width: where the x axis ends, by default with the curve. unit: of the y axis.
     """
-    peak = max(curve["total"])
+    peak, each = max(curve["total"]), UNITS[unit]
     places = _spread(curve.get("number", range(len(curve["total"]))))
     stacked = [name for name in names if name != "host"]  # the total leaves the host out
-    layers = [[held / MIB for held in curve.get(name, [0] * len(places))] for name in stacked]
+    layers = [[held / each for held in curve.get(name, [0] * len(places))] for name in stacked]
     colors = [COLORS.get(name, OTHER) for name in stacked]
     axes.stackplot(places, layers, step="post", colors=colors, linewidth=0)
     length, width = _length(curve), width or _length(curve)
     highest = peak
     if "host" in names:
-        axes.step(places, [held / MIB for held in curve["host"]], where="post", **HOST)
+        axes.step(places, [held / each for held in curve["host"]], where="post", **HOST)
         highest = max(highest, *curve["host"])
     axes.set_xlim(0, width)
     _mark_phases(axes, curve["phase"], [*places, length])
     when = places[curve["total"].index(peak)]
-    axes.plot(when, peak / MIB, "o", color="black", markersize=8, zorder=4)
+    axes.plot(when, peak / each, "o", color="black", markersize=8, zorder=4)
     side = "left" if when < width / 3 else "right" if when > width * 0.6 else "center"
-    _write_above(axes, f"peak {mib(peak)} MiB", (when, peak / MIB), side)
-    label_axes(axes, "operators, in order" if "number" in curve else "allocations and frees, in order", "memory (MiB)")
-    axes.set_ylim(0, 1.2 * highest / MIB)
+    _write_above(axes, f"peak {peak / each:,.2f} {unit}", (when, peak / each), side)
+    counted = "operators, in order" if "number" in curve else "allocations and frees, in order"
+    label_axes(axes, counted, f"memory ({unit})")
+    axes.set_ylim(0, 1.2 * highest / each)
 
 
 def _spread(numbers: Sequence[int]) -> list[float]:

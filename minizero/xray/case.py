@@ -21,7 +21,7 @@ from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure,
 
 
 class NotPossible(ValueError):
-    """A step that cannot be run under a plan; says why."""
+    """A model that cannot be built here, or a step that cannot be run under a plan; says why."""
 
 
 class Case:
@@ -81,7 +81,10 @@ def vocabulary_of(model: nn.Module, inputs: Any) -> int:
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW) -> Case:
     """The case that a user's `make()` describes: it returns a model and its inputs."""
-    made = build(make)
+    try:
+        made = build(make)
+    except Exception as error:
+        raise NotPossible(f"make() failed: {reason(error)}: it runs on the CPU, without a GPU") from error
     if not isinstance(made, tuple) or len(made) != 2:
         raise ValueError(f"xray: make() must return a model and its inputs, (model, inputs), not {type(made).__name__}")
     return Case(*made, optimizer)

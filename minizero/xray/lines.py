@@ -45,9 +45,11 @@ class LineRecorder(Recorder):
     def __init__(self, tape: Any) -> None:
         super().__init__(tape)
         self.forwards: dict[int, tuple[str, str]] = {}  # by autograd's number of an operation: its module and line
-        self.is_users: dict[str, bool] = {}  # by a file's name
+        self.files: dict[str, bool] = {}  # by name: is it the user's?
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # a fake tensor's device is asked for: no operator
+            return func(*args)
         before = len(self.tape)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         module, line = self.position.running[-1], self.line()
@@ -71,9 +73,9 @@ class LineRecorder(Recorder):
         """The line of the user's code that runs: file and number."""
         frame = sys._getframe(2)
         while frame is not None and (name := frame.f_code.co_filename) != LOOP:
-            if name not in self.is_users:
-                self.is_users[name] = is_users(name)
-            if self.is_users[name]:
+            if name not in self.files:
+                self.files[name] = is_users(name)
+            if self.files[name]:
                 return f"{os.path.basename(name)}:{frame.f_lineno}"
             frame = frame.f_back  # type: ignore[assignment]
         return ""

@@ -65,6 +65,11 @@ class Report:
         """A row for each technique. The first use runs them, which takes as long as some twenty steps."""
         return [outcome(self.case, each, self.plain) for each in techniques(self.ranks, self.case.batch_size)]
 
+    @property
+    def has_table(self) -> bool:
+        """Have the techniques been run? Files contain what has been asked for."""
+        return "outcomes" in vars(self)
+
     def fit(self, budget: float) -> Fit:
         """The cheapest stack of techniques on `ranks` devices of `budget` bytes each."""
         self.fits = budget, fit(self.case, budget, self.ranks)
@@ -165,7 +170,7 @@ class Report:
         rows = [
             {"name": row.technique.name, "price": row.technique.price, "remark": row.remark, "against": row.against}
             | (dataclasses.asdict(row.result) if row.result else {})
-            for row in self.outcomes
+            for row in (self.outcomes if self.has_table else ())
         ]
         return {
             "title": self.title,
@@ -185,7 +190,8 @@ class Report:
         """One HTML page that needs no network. picture: the PNG."""
         console = Console(width=110, record=True, file=io.StringIO())
         self.show(console)
-        self.what_would_help(console)
+        if self.has_table:
+            self.what_would_help(console)
         if self.fits:
             self.show_fit(console)
         text = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

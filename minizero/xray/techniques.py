@@ -16,7 +16,7 @@ from minizero.xray.step import Result
 
 BF16 = torch.bfloat16
 FORWARD = "about a third more time"
-SMALLER = "smaller matrix products"
+SMALLER = "smaller products; a loss that is no mean changes"
 MASTERS = "rounding to 8 bits"
 STAGE_3 = "half as much again is sent"
 HOST = "traffic to the CPU, which runs the optimizer"

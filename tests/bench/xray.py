@@ -4,8 +4,8 @@
 
 Models are built from configurations that stand here. Nothing is downloaded, and nothing is trained: on fake tensors a
 step only computes shapes. Published: torchtitan's table of Llama 3 8B (H100, FSDP2, two sequences of 8,192, selective
-recompute), what a GPU's allocator had reserved. Zhao et al., 2023, "PyTorch FSDP": T5-11B trains at batches of 8 and
-16 of 512 tokens on A100s of 80 GB.
+recompute), what a GPU's allocator had reserved; and Zhao et al., 2023, "PyTorch FSDP": T5-11B trains at batches of 8
+and 16 of 512 tokens on A100s of 80 GB.
 """
 
 import resource
@@ -17,12 +17,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 
+from minizero import GPT, GPTConfig
+from minizero.ranks.one_of_many import one_of_many
 from minizero.recompute import checkpoint_selective, keep_matmuls
 from minizero.xray.case import Case, case_of
+from minizero.xray.fake import pretend
 from minizero.xray.hugging_face import batch_for, switch_caches_off
 from minizero.xray.plan import Plan
 from minizero.xray.report import GIB, Report
+from minizero.xray.step import measure
 
 BF16 = torch.bfloat16
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,9 +115,55 @@ def published() -> list[list[str]]:
     return rows
 
 
+def others() -> list[list[str]]:
+    """A GPT's step: real, by the X-ray, by PyTorch's private MemTracker on the same fake tensors, and by formulas."""
+    rows = []
+    for words, batch, options in (
+        ("the demo's", 2, {}),
+        ("vocabulary 32,000", 4, {"vocabulary": 32_000, "sequence_length": 256}),
+        ("512 tokens", 4, {"sequence_length": 512}),
+    ):
+        config = GPTConfig(**options)
+        tokens = torch.zeros(2, batch, config.sequence_length, dtype=torch.long).unbind()
+        case = Case(GPT(config), tokens)
+        start = time.process_time()
+        ours = case.run(Plan()).peak["total"]
+        seconds = time.process_time() - start
+        start = time.process_time()
+        tracked = by_mem_tracker(case)
+        ratio = (time.process_time() - start) / seconds
+        real = measure(GPT(config), tokens, Plan(), torch.optim.AdamW, one_of_many(1)).ledger.peak["total"]
+        figures = (real, ours, tracked, 16 * case.parameters)
+        rows.append([words, *(f"{held / 2**20:,.1f}" for held in figures), f"{ratio:.1f}"])
+    return rows
+
+
+def by_mem_tracker(case: Case) -> int:
+    """The peak that PyTorch's own tracker finds in two steps."""
+    with pretend() as mode:
+        model = mode.copy(case.model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                batch = [tensor.clone() for tensor in mode.copy(case.inputs)]
+                model(*batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
 def main() -> None:
     torch.set_num_threads(2)
     console = Console(width=120)
+    table = Table("a GPT's step", title="Peak, MiB; fake tensors but for the first")
+    for heading in ("real step", "X-ray", "MemTracker", "16 bytes a parameter", "time, MemTracker / X-ray"):
+        table.add_column(heading, justify="right")
+    for row in others():
+        table.add_row(*row)
+    console.print(table)
     table = Table("model, 1 × 2,048", title=f"A step on fake tensors, torch {torch.__version__}")
     for heading in ("peak, GiB", "picture, s", "table, s", "rows", "this process, MiB"):
         table.add_column(heading, justify="right")

@@ -198,6 +198,14 @@ def test_make_must_return_a_model_and_its_inputs(made):
         case_of(lambda: made)
 
 
+def test_a_make_that_fails_is_told_with_its_line():
+    def make():
+        return nn.Linear(1, 1).to("cuda:7"), ()
+
+    with pytest.raises(NotPossible, match=r"make\(\) failed: .*\(test_fake\.py:\d+\): it runs on the CPU"):
+        case_of(make)
+
+
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(NotPossible, match=r"returned a tensor of shape \(2, 3\), which has no loss"):
         Case(nn.Linear(4, 3), (torch.ones(2, 4),)).run(Plan())

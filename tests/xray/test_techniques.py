@@ -32,7 +32,10 @@ def assert_real(model, plan):
         assert found.sent == expected.sent
 
 
-@pytest.mark.parametrize("name", ROWS)
+STACKS = ("ZeRO-3, BF16", "ZeRO-3, BF16, recompute", "the same, loss in chunks", "the same, offload")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in STACKS)) for name in ROWS])
 def test_a_row_is_a_real_run(name):
     assert_real("GPT", ROWS[name])
 
