@@ -15,9 +15,7 @@ import torch
 from minizero.memory import predict
 from notebooks.tools.run import FOLDER
 
-LESSONS = ["00_where_memory_goes", "01_collectives", "01b_collectives_cost", "02_zero", "02b_zero_engines"]
-LESSONS += ["02c_zero_choices", "03_fp16_bits", "03b_fp16_sums", "04_mixed_precision", "04b_masters_sums_bytes"]
-LESSONS += ["05_recompute", "06_gradient_accumulation", "07_flash_attention", "07b_flash_backward", "08_scale"]
+LESSONS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 MOST_LINES = 15  # of a code cell that stands open
 BET, SEEN = "**Your bet.**", "**What you see.**"
 

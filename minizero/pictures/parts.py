@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from minizero.pictures.memory import plot_curve, shown_categories
 from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, label_axes, new_axes
@@ -105,6 +106,7 @@ def _stack(
         below += height
     if highest is not None:
         look = {"ha": "center", "fontsize": FONT + 1, "fontweight": "bold"}
+        look["path_effects"] = [withStroke(linewidth=5, foreground="white")]  # the line of a limit may cross it
         axes.annotate(f"{below:,.{digits}f}", (place, below), (0, 5), textcoords="offset points", **look)
 
 

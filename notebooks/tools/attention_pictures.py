@@ -158,7 +158,7 @@ def animate_tiles(blocks, moves, plain):
 
     def draw(number):
         tile, moved = moves[number]
-        draw_tile(axes, blocks, tile, "orange: on the chip   blue: in HBM   grey: made and forgotten")
+        draw_tile(axes, blocks, tile, "orange: on the chip, blue: in HBM")
         counter.clear()
         counter.bar([0, 1], [moved / 1024, plain / 1024], color=[TILED, PLAIN])
         counter.set_xticks([0, 1], ["tiles,\nso far", "plain,\nin all"])

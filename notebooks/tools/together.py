@@ -3,16 +3,18 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import tempfile
 from pathlib import Path
 
 import torch
 from matplotlib import pyplot
+from rich.console import Console
 from torch.nn import functional as F
 
 from minizero import GPT
 from minizero.memory import Ledger
-from minizero.pictures import FONT
+from minizero.pictures import FONT, plot_curve
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray import Plan
 from minizero.xray.case import Case
@@ -49,6 +51,7 @@ def xray_of(config, batch, fused=False, **plan):
     return case(config, batch, fused).run(Plan(**{"ranks": 4} | plan))
 
 
+@functools.cache
 def watch(case, wrap, train):
     """The ledger of the second step of one rank of four, without numbers, and the bytes that it sends.
 
@@ -131,3 +134,19 @@ def folder_of(name, text):
         path = Path(folder, name)
         path.write_text(text, encoding="utf-8")
         yield path
+
+
+def text_of(show):
+    """What `show(console)` prints, at 100 columns."""
+    show(console := Console(width=100, file=io.StringIO(), force_jupyter=False, force_terminal=False))
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def draw_curve(curve):
+    """The curve of a large model, its axis and its peak in GiB."""
+    axes = plot_curve(curve)
+    axes.yaxis.set_major_locator(pyplot.MultipleLocator(10 * 1024))
+    axes.yaxis.set_major_formatter(lambda mib, place: f"{mib / 1024:.0f}")
+    axes.set_ylabel("memory (GiB)", fontsize=FONT)
+    (words,) = [text for text in axes.texts if text.get_text().startswith("peak")]
+    words.set_text(f"peak {max(sample['total'] for sample in curve) / GIB:.1f} GiB")

@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 
-from minizero import GPT, GPTConfig, train
+from minizero import GPT, GPTConfig
 from minizero.memory import Ledger
 from minizero.memory.estimate import estimate
 from minizero.models.gpt import ATTENTIONS
+from minizero.train import command
 
 TINY = GPTConfig(vocabulary=50, sequence_length=40, width=24, layers=2, heads=4)
 
@@ -67,7 +68,7 @@ def test_the_main_job_trains_to_the_same_loss_with_fewer_activations(tmp_path):
     for attention in ("naive", "flash"):
         shape = "--width 32 --layers 2 --heads 4 --sequence-length 256 --batch-size 2 --steps 6 --learning-rate 3e-3"
         rest = ["--device", "cpu", "--stage", "3", "--world-size", "2", "--attention", attention]
-        assert train.main([*shape.split(), *rest, "--output", str(tmp_path / attention)]) == 0
+        assert command.main([*shape.split(), *rest, "--output", str(tmp_path / attention)]) == 0
         results = json.loads((tmp_path / attention / "results.json").read_text())
         assert results["config"]["attention"] == attention
         runs[attention] = results["runs"][0]
@@ -89,5 +90,5 @@ def test_the_estimate_knows_that_there_are_no_scores():
 def test_an_unknown_attention_is_refused(capsys):
     with pytest.raises(ValueError, match="GPT: attention is 'fast'; expected one of naive, reference, tiled, flash"):
         GPT(GPTConfig(attention="fast"))
-    assert train.main(["--attention", "fast"]) == 2
+    assert command.main(["--attention", "fast"]) == 2
     assert "--attention: invalid choice: 'fast'" in capsys.readouterr().err

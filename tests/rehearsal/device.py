@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
 from minizero.ranks.threads import ThreadTransport
-from minizero.recompute import generators as set_back
-from minizero.recompute import own_generators, state
+from minizero.recompute.guards import generators as set_back
+from minizero.recompute.guards import own_generators, state
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
