@@ -3,7 +3,20 @@
 import pytest
 import torch
 
-from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3, all_gather, all_reduce, barrier, broadcast
+from minizero import (
+    DDP,
+    GPT,
+    GPTConfig,
+    World,
+    Zero1,
+    Zero2,
+    Zero3,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
 from minizero.memory import Ledger
 from minizero.ranks.one_of_many import one_of_many
 
@@ -64,3 +77,14 @@ def test_a_rule_tells_the_colors_of_absent_ranks_and_a_color_does_not():
 def test_it_must_be_one_of_them(size, rank):
     with pytest.raises(ValueError, match="there is no rank"):
         one_of_many(size, rank)
+
+
+def test_a_message_under_way_holds_its_memory_until_somebody_waits():
+    with Ledger() as ledger:
+        gradient = torch.ones(400)
+        comm, args = one_of_many(4), [gradient]
+        call = comm.transport.executor().submit(lambda: reduce_scatter(args.pop(), comm))
+        del gradient
+        assert ledger.current["total"] == 4 * (400 + 2 * 100)  # the gradient, and the two chunks of a ring
+        shard = call.result()
+        assert ledger.current["total"] == 4 * 100 and shard.shape == (100,)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import GPT, GPTConfig
+from minizero import GPT, GPTConfig, RankFailed
 from minizero.engines.units import repeated_blocks
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.head import LossInChunks
@@ -47,7 +47,7 @@ def test_a_row_of_another_model_is_a_real_run(model, name):
     try:
         fake(OWN[model], ROWS[name])
     except NotPossible as error:
-        with pytest.raises(ValueError, match=str(error).split(" (")[0]):
+        with pytest.raises((ValueError, RankFailed), match=str(error).split(" (")[0]):
             real(OWN[model], ROWS[name])
     else:
         assert_real(model, ROWS[name])
