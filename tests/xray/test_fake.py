@@ -16,7 +16,7 @@ from minizero.xray.plan import Plan
 from minizero.xray.step import measure
 from tests.support.xray_cases import OWN, adamw, fake, real
 
-SLOW = ("inception_v1", "inception_v2", "inception_v3")
+SLOW = ("alexnet", "vgg", "inception_v1", "inception_v2", "inception_v3", "GPT, selective")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in OWN])
@@ -41,7 +41,9 @@ def optimizers():
     yield "AdamW, fused", lambda parameters: optim.AdamW(parameters, fused=True)
 
 
-@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in optimizers()])
+@pytest.mark.parametrize(
+    "make", [pytest.param(m, id=name, marks=[pytest.mark.slow] * ("," not in name)) for name, m in optimizers()]
+)
 def test_optimizers(make):
     assert fake(OWN["GPT"], Plan(), make) == real(OWN["GPT"], Plan(), make)
 
