@@ -32,7 +32,8 @@ def assert_real(model, plan):
         assert found.sent == expected.sent
 
 
-STACKS = ("ZeRO-3, BF16", "ZeRO-3, BF16, recompute", "the same, loss in chunks", "the same, offload")
+LONGER = ("4 micro-batches", "SGD with momentum", "DDP on 4", "ZeRO-2 on 4", "ZeRO-3 in groups of 2")
+STACKS = (*LONGER, "ZeRO-3, BF16", "ZeRO-3, BF16, recompute", "the same, loss in chunks", "the same, offload")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in STACKS)) for name in ROWS])
