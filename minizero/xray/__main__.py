@@ -63,6 +63,7 @@ def maker(options: argparse.Namespace) -> tuple[Callable[[], Any], str]:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
+    """X-ray the model that the options name: print the tables, and write the files."""
     if options.output is not None:
         check_output(options.output)
     make, name = maker(options)

@@ -80,12 +80,17 @@ def fit(case: Case, budget: float, ranks: int) -> Fit:
         kind = plan.stage, plan.dtype, plan.offload
         if kind in too_large or any(getattr(plan, field) for field in refused):
             continue
-        result = case.run(plan)
+        try:
+            result = case.run(plan)
+        except NotPossible:  # such as a stage that refuses this model: other stacks may fit
+            continue
         tried.append(Fit(plan, result, usable - result.peak["total"], len(tried) + 1))
         if tried[-1].spare >= 0:
             return tried[-1]
         if result.parts["optimizer"] + (result.parts["parameters"] if plan.stage != 3 else 0) > usable:
             too_large.add(kind)
+    if not tried:
+        raise NotPossible(f"no stack of techniques can be run on {ranks} ranks: the table says why for each technique")
     return dataclasses.replace(max(tried, key=lambda fit: fit.spare), tried=len(tried))
 
 

@@ -40,6 +40,9 @@ def with_pytorch(plan: Plan, model: nn.Module) -> Iterator[str]:
             yield f"    setattr({blocks}, name, checkpoint_wrapper(block))"
     if plan.stage in (0, 1):
         yield "model = torch.nn.parallel.DistributedDataParallel(model)"
+        if plan.stage == 1:
+            yield "from torch.distributed.optim import ZeroRedundancyOptimizer"
+            yield "# the optimizer: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)"
     if plan.stage in (2, 3):
         names = ["CPUOffloadPolicy"] * plan.offload + ["MixedPrecisionPolicy"] * bool(plan.dtype) + ["fully_shard"]
         yield f"from torch.distributed.fsdp import {', '.join(names)}"

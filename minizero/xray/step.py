@@ -47,6 +47,7 @@ class Result:
 
 
 def result(measured: Measured) -> Result:
+    """What is kept of a step once its tape is dropped."""
     ledger = measured.ledger
     return Result(ledger.peak, dict(at_peak(ledger.tape, ledger.start).totals), measured.sent)
 
@@ -135,6 +136,7 @@ def batch_size(inputs: Any) -> int:
 
 
 def tensors_of(inputs: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
     return (leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 

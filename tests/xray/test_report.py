@@ -9,12 +9,13 @@ import sys
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 from minizero import GPT, GPTConfig
 from minizero.memory import Ledger
 from minizero.xray import xray
 from minizero.xray.__main__ import main
-from minizero.xray.case import Case
+from minizero.xray.case import Case, NotPossible
 from minizero.xray.fit import fit, kept_free, price, stacks
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
@@ -124,6 +125,22 @@ def test_the_first_stack_that_fits_is_found_or_the_smallest():
     assert all(case.run(plan).peak["total"] > usable for plan in cheaper if plan in case.found)
     nothing = fit(Case(*OWN["UNet"]()), 0.1 * MIB, 1)
     assert nothing.spare < 0 and nothing.tried > 1
+
+
+class WholeBatchOnly(nn.Linear):
+    def forward(self, x):
+        if len(x) != 4:
+            raise ValueError("I want all four samples")
+        return super().forward(x).square().mean()
+
+
+def test_a_stack_that_a_model_refuses_is_left_out_and_others_are_tried():
+    found = fit(Case(WholeBatchOnly(8, 8), torch.ones(4, 8)), 1000, 1)
+    assert found.plan.micro_batches == 1 and found.spare < 0
+    broken = WholeBatchOnly(8, 8)
+    broken.register_buffer("view", broken.weight.detach()[0])  # which no engine moves into a flat buffer
+    with pytest.raises(NotPossible, match="no stack of techniques can be run on 2 ranks"):
+        fit(Case(broken, torch.ones(4, 8)), 1000, 2)
 
 
 LINES = """
