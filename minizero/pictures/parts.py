@@ -105,7 +105,7 @@ def _stack(
             axes.text(place, below + height / 2, f"{height:,.{digits}f}", ha="center", va="center", **look)
         below += height
     if highest is not None:
-        look = {"ha": "center", "fontsize": FONT + 1, "fontweight": "bold"}
+        look = {"ha": "center", "fontsize": FONT + 1, "fontweight": "bold", "zorder": 5}
         look["path_effects"] = [withStroke(linewidth=5, foreground="white")]  # the line of a limit may cross it
         axes.annotate(f"{below:,.{digits}f}", (place, below), (0, 5), textcoords="offset points", **look)
 

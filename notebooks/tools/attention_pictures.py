@@ -16,7 +16,7 @@ LOOKS += ({"color": "black", "marker": "^", "linestyle": "dotted"}, {"color": CH
 
 def draw_heads(tokens, parts):
     """The matrices of one head, side by side. parts: (title, matrix, what stands behind it)."""
-    behind = [0.7 + 0.24 * len(sign) for _, _, sign in parts]
+    behind = [0.7 + 0.32 * len(sign) for _, _, sign in parts]
     widths = [len(matrix[0]) + space for (_, matrix, _), space in zip(parts, behind)]
     figure = Figure(figsize=(16, 4), layout="constrained")
     panels = figure.subplots(1, len(parts), width_ratios=widths)

@@ -166,6 +166,7 @@ def draw_region_sizes(held, counted, marks):
 def draw_schedules(schedules):
     """Two by two, each with its name, what it keeps and what it costs."""
     figure, grid = plt.subplots(2, 2, figsize=(16, 9.5), layout="constrained")
+    figure.get_layout_engine().set(hspace=0.08)
     for axes, (name, schedule) in zip(grid.flat, schedules.items()):
         schedule.plot(axes).set_ylabel("layer, from 0")
         ran = len(schedule.stages) + schedule.advances

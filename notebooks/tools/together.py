@@ -121,7 +121,7 @@ def draw_largest(found):
         words = f"{size:.1f} billion, {layers} layers"
         axes.annotate(words, (size, place), (8, 0), textcoords="offset points", va="center", fontsize=FONT + 1)
     axes.invert_yaxis()
-    axes.set_xlabel("parameters of the largest model that fits, in billions (measured)", fontsize=FONT)
+    axes.set_xlabel("parameters of the largest model that fits, in billions (X-ray)", fontsize=FONT)
     axes.tick_params(labelsize=FONT)
     axes.set_xlim(0, 1.35 * max(sizes))
     axes.spines[["top", "right"]].set_visible(False)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from minizero import GPT, GPTConfig
 from minizero.memory import Ledger
 from minizero.memory.estimate import estimate
+from minizero.models.gpt import RECOMPUTE
 from minizero.recompute import checkpoint
-from minizero.train import command as main_job
 from tests.support.helpers import SMALL, batch
 from tests.support.recompute_ways import WAYS, block, plain, selective, vectors
 
@@ -68,7 +68,7 @@ def mlp(way, blocks=16):
 
 
 def gpt(way, monkeypatch):
-    monkeypatch.setitem(main_job.GPT.__init__.__globals__["RECOMPUTE"], "theirs", way)
+    monkeypatch.setitem(RECOMPUTE, "theirs", way)
     model = GPT(dataclasses.replace(SMALL, layers=8, recompute="theirs"))
     return model, lambda: model(*batch(0))
 
