@@ -119,7 +119,7 @@ def test_notebooks(tmp_path):
     assert "tensor(2.)" in (tmp_path / "notebooks" / "tiny.ipynb").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # they also run on the pretend GPU of test_rehearsal.py
 def test_the_tests_for_a_gpu_pass_on_the_cpu_as_far_as_they_go(tmp_path):
     found = gpu_tests.run_tests(tmp_path)
     assert found["failed"] == [] and found["tests"] > 25

@@ -64,8 +64,8 @@ def cells(submissions):
     return dict(zip(names[1:], row[1:], strict=True))
 
 
-# One for each way in which an answer can end, or mark, what is around it; the others in soak.
-FEW = ("killer", "forges", "prints", "computes for ever", "=HYPERLINK(1)", "right")
+# One that ends what is around it, one that marks it, one that a spreadsheet would run; the others in soak.
+FEW = ("killer", "forges", "=HYPERLINK(1)", "right")
 
 
 @pytest.mark.slow

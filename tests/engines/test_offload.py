@@ -59,7 +59,12 @@ def test_states_are_on_the_host_and_no_total_contains_them(dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{"sharding_factor": 2}, {"offload": True}, {"offload": True, "sharding_factor": 2}]
+    "options",
+    [
+        pytest.param({"sharding_factor": 2}, marks=pytest.mark.soak),
+        {"offload": True},
+        {"offload": True, "sharding_factor": 2},
+    ],
 )
 @pytest.mark.slow
 def test_accumulation_either_way(options):

@@ -35,7 +35,7 @@ def test_persistent_bytes_are_the_formulas(world_size, dtype):
             assert left < 2000, f"{stage.__name__} keeps {left} bytes of something else"
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # at 4 ranks: the test above
 def test_the_factors_at_64_ranks():
     """16 / (8 + 8/64), 16 / (4 + 12/64), 64: in FP32, where the ZeRO paper's counting has 4x, 8x, Nx as limits."""
     totals = []

@@ -180,7 +180,7 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
     assert words in error and error.count("\n") == 1 and not out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mixed_precision_trains_as_fp32_does():
     baseline, mixed = (table1.accuracy("alexnet", 0, mixed, 80) for mixed in (False, True))
     assert baseline > 60 and mixed > 60 and abs(baseline - mixed) < 4
@@ -241,7 +241,7 @@ def test_large_updates_are_not_lost():
     assert experiments.train_classifier(False, steps=10, learning_rate=1e-2).lost < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_without_masters_accuracy_is_lost():
     """Five seeds: every run without masters is worse than every run with them."""
     with_masters, without = (

@@ -56,7 +56,7 @@ def mismatches(comm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_mismatch_is_told_on_every_rank_and_names_both_sides(size, tmp_path):
     threads, processes = World(size).run(mismatches), run(mismatches, size, tmp_path)
     for rank, there in itertools.product(range(size), [threads, processes]):

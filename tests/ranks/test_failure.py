@@ -348,8 +348,18 @@ world.World(2).run(fn)
     assert (done.returncode, done.stdout) == (1, "[]\n"), done.stderr
 
 
+SOAK = pytest.mark.soak
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("busy", ["barrier(comm)", "time.sleep(600)", "while True: torch.ones(300, 300) @ x"])
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "barrier(comm)",
+        pytest.param("time.sleep(600)", marks=SOAK),
+        pytest.param("while True: torch.ones(300, 300) @ x", marks=SOAK),
+    ],
+)
 def test_ctrl_c_ends_promptly(busy):
     program = f"""
 import time, torch

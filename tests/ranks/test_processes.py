@@ -171,7 +171,9 @@ def dies(rank, size, folder, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "raises", "killed as it waits for another"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("killed", marks=pytest.mark.soak), "raises", "killed as it waits for another"]
+)
 def test_the_others_name_a_rank_that_died(how, tmp_path):
     codes = spawn(dies, 4, tmp_path, how)
     assert codes == [0, 0, 1, 0]

@@ -74,7 +74,7 @@ def double(comm):
 double.__module__ = doubled.__module__ = "__main__"  # as in a notebook
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # notebook 06 does it, too
 def test_a_function_of_a_notebook_runs_on_processes_with_its_helpers():
     assert [result.tolist() for result in torchrun(double, 3, doubled)] == [[12.0]] * 3
 

@@ -7,7 +7,7 @@ from tests.support.two_hosts import NoNamespaces, measure
 LINK, BUCKET = 50e6 / 8, 256 * 1024  # bytes a second; bytes that pass at once after a rest
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the bytes alone, without a link: test_hybrid.py
 def test_hybrid_sends_less_than_full_sharding_over_a_slow_link():
     try:
         found = measure(["50mbit"], steps=2)

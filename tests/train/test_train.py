@@ -145,9 +145,8 @@ def test_the_text_is_the_one_given(tmp_path, four_stages):
 
 @pytest.mark.slow
 @pytest.mark.accuracy
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_16_bits_and_other_world_sizes(tmp_path, dtype, world_size):
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "float16"), (8, "bfloat16")])
+def test_16_bits_and_other_world_sizes(tmp_path, world_size, dtype):
     results = run(tmp_path, "--world-size", str(world_size), "--dtype", dtype, "--steps", "3")
     losses = [one["losses"] for one in results["runs"]]
     assert losses[1:] == losses[:1] * 3
@@ -308,7 +307,7 @@ runpy.run_module("minizero.train", run_name="__main__", alter_sys=True)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # in every stage; test_processes_go_on_where_threads_stopped is the short one
 def test_torchrun_gives_the_losses_of_threads_bit_for_bit(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = ["-m", "minizero.train", *TINY]
