@@ -145,6 +145,9 @@ _rows = [
     ("bug_random", "Find the bug: random numbers on ranks", TASKS, "train_on_noise", 25, False),
     ("zero3_hooks", "ZeRO-3: the four hooks", "minizero.engines", "watch", 40, False),
     ("chunked_loss", "The loss in chunks", "minizero.chunked_loss", "loss_and_gradients", 25, False),
+    ("bug_recompute", "Find the bug: recompute", TASKS, "train_recomputed", 20, False),
+    ("bug_muon", "Find the bug: Muon on shards", TASKS, "train_with_muon", 20, False),
+    ("bug_held_back", "Find the bug: accumulation that sends once", TASKS, "train_held_back", 20, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -177,6 +180,9 @@ NOTEBOOKS = {
     46: "01b_collectives_cost",
     47: "02b_zero_engines",
     48: "00_where_memory_goes",
+    49: "05_recompute",
+    50: "02c_zero_choices",
+    51: "06_gradient_accumulation",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 
