@@ -17,6 +17,7 @@ class Text(NamedTuple):
 
     after: what the package does differently, and what to read next. For who has passed.
     bug: edits of the reference, pairs of old and new text, if the student mends a function instead of writing one.
+    takeaway: what one remembers of a run to mend, in a sentence, for the book's page `museum`.
     """
 
     about: str
@@ -24,6 +25,7 @@ class Text(NamedTuple):
     hints: list[str]
     after: str
     bug: tuple[tuple[str, str], ...] = ()
+    takeaway: str = ""
 
 
 class Exercise(NamedTuple):
@@ -74,11 +76,10 @@ class Exercise(NamedTuple):
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             and isinstance(statement.targets[0], ast.Name)
-            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER", "BUGGY")
+            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER", "BUGGY", "TAKEAWAY")
         }
-        return Text(
-            ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values["AFTER"], values.get("BUGGY", ())
-        )
+        about, plan, hints, after = ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values["AFTER"]
+        return Text(about, plan, hints, after, values.get("BUGGY", ()), values.get("TAKEAWAY", ""))
 
     def load(self) -> ModuleType:
         """The exercise's module: PLAN, HINTS, AFTER, WRONG, check()."""
