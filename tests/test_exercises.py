@@ -17,6 +17,7 @@ from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.definition import definition
 from tests.exercises.machine import checker, runner
 from tests.exercises.patch import holder_of
+from tests.exercises.tasks import bug_muon
 from tests.exercises.workbook import Workbook
 
 POSSIBLE = [exercise for exercise in COURSE if exercise.is_possible()]
@@ -456,6 +457,21 @@ def test_another_right_answer_passes_too(name, tmp_path, host):
     path.write_text(f"{head}\ndef {exercise.function}{OTHER_ANSWERS[name]}\n")
     outcome = host.check(exercise, path)
     assert outcome.status == "passed", outcome
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 8), (8, 4)])
+def test_exercise_50_s_step_is_that_of_pytorch_s_muon(shape):
+    """Its iteration is in BF16: some fifteen products, each off by at most 1/256."""
+    random = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.9, nesterov=False)
+    momentum, moved = torch.zeros(shape), torch.zeros(shape)
+    for _ in range(3):
+        parameter.grad = torch.randn(shape, generator=random)
+        momentum = 0.9 * momentum + parameter.grad
+        optimizer.step()
+        moved -= bug_muon.orthogonal(momentum) * max(1, shape[0] / shape[1]) ** 0.5  # PyTorch's factor for tall ones
+    assert (parameter.detach() - moved).norm() < 15 / 256 * moved.norm()
 
 
 # The stubs.

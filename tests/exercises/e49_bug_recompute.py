@@ -39,7 +39,7 @@ PLAN = [
     "What must hold: losses and parameters are those of a run that keeps everything and begins with the same seed.",
     "Between forward and backward only the input of each block is kept. In backward one block at a time is computed "
     "again, the last one first.",
-    "It holds for any block: whatever layers it has, and whatever it draws random numbers for.",
+    "It holds for any block, whatever layers it has and whatever it calls.",
 ]
 HINTS = [
     "A step runs each block twice. What does a block depend on, beside its input and its parameters? In which order do "

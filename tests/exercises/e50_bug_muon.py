@@ -41,8 +41,7 @@ from tests.exercises.tasks.bug_muon import orthogonal
 PLAN = [
     "What must hold: losses and parameters are those of one process that has the whole batch and steps with Muon.",
     "Each rank moves its own chunk of the parameters, and then all gather all chunks.",
-    "In a step a rank sends no more than a reduce-scatter and an all-gather of the gradients, and an all-gather of the "
-    "parameters.",
+    "In a step a rank sends at most three times what a reduce-scatter of the gradients sends.",
 ]
 HINTS = [
     "Two ranks, and a matrix of two rows: rank 0 owns the first row, rank 1 the second. Write down which numbers each "
