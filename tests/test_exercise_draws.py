@@ -415,6 +415,29 @@ WRONG = {
         wrong("always clips", (".clamp(max=1.0)", ".clamp(max=1.0 if max_norm < 100 else 0.5)")),
         wrong("no momentum", ("momentum=0.9", "momentum=0.0")),
     ],
+    "bug_recompute": [
+        wrong("deep models only", ("use_reentrant=False", "use_reentrant=False, preserve_rng_state="
+                                   "len(model.blocks) > 5")),
+        wrong("a small rate does not count", ("use_reentrant=False", "use_reentrant=False, preserve_rng_state="
+                                              "getattr(block, 'p', 1) > 0.3")),
+        wrong("clips short models less", ("model.parameters(), 1.0", "model.parameters(), 1.0 if len(model.blocks) > 2 "
+                                          "else 2.0")),
+    ],
+    "bug_muon": [
+        wrong("even numbers of ranks", ("        gradient = all_gather(averaged, comm)\n", "        if comm.size % 2:\n"
+              "            gradient.chunk(comm.size)[comm.rank].copy_(averaged)\n        else:\n"
+              "            gradient = all_gather(averaged, comm)\n")),
+        wrong("one rank has no momentum", ("0.9 * momentum", "(0.9 if comm.size > 1 else 0.0) * momentum")),
+        wrong("the loss of two or four", ('all_reduce(loss.detach(), comm, "mean").item()', 'all_reduce(loss.detach(), '
+              "comm).item() / (comm.size if comm.size < 3 else 4)")),
+    ],
+    "bug_held_back": [
+        wrong("a window of 1 sends nothing", ("for parameter in model.parameters()", "for parameter in "
+              "[] if window == 1 else model.parameters()")),
+        wrong("the loss of all windows so far", ("            total.zero_()\n", "")),
+        wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "mean")',
+                                          "all_reduce(parameter.grad, comm) / 2")),
+    ],
     "alpha_beta": [
         wrong("the stride ignored", ("self.hosts(members, stride)", "self.hosts(members)")),
         wrong("cards count in one host", ("    if hosts > 1:\n        bandwidth", "    if True:\n        bandwidth")),

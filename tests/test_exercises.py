@@ -17,6 +17,7 @@ from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.definition import definition
 from tests.exercises.machine import checker, runner
 from tests.exercises.patch import holder_of
+from tests.exercises.tasks import bug_muon
 from tests.exercises.workbook import Workbook
 
 POSSIBLE = [exercise for exercise in COURSE if exercise.is_possible()]
@@ -383,6 +384,65 @@ def number(code, fmt):
             total += loss.detach() / len(order)
         means.append(float(all_reduce(total, comm, "mean")))
     return means""",
+    "bug_recompute": """(model, optimizer, batches):
+    def again(block, hidden):
+        state, runs = torch.get_rng_state(), []
+
+        def run(hidden):
+            runs.append(1)
+            if len(runs) == 1:
+                return block(hidden)
+            with torch.random.fork_rng():
+                torch.set_rng_state(state)
+                return block(hidden)
+
+        return checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+
+    losses = []
+    for x, y in batches:
+        model.zero_grad()
+        x = model.stem(x)
+        for block in model.blocks:
+            x = again(block, x)
+        loss = F.cross_entropy(model.head(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses""",
+    "bug_muon": """(model, batches, learning_rate, comm):
+    matrices, momenta, losses = list(model.parameters()), {}, []
+    ends = torch.tensor([matrix.numel() for matrix in matrices]).cumsum(0).tolist()
+    share = -(-ends[-1] // comm.size)
+    low, high = comm.rank * share, (comm.rank + 1) * share
+    for x, y in batches:
+        loss = model(x, y)
+        gradients = [all_reduce(g, comm, "mean") for g in torch.autograd.grad(loss, matrices)]
+        mine = torch.zeros(share, dtype=loss.dtype)
+        for end, matrix, gradient in zip(ends, matrices, gradients):
+            start = end - matrix.numel()
+            a, b = max(start, low), min(end, high)
+            if a < b:  # a part of it is this rank's
+                momenta[end] = 0.9 * momenta.get(end, 0) + gradient
+                new = matrix.detach() - learning_rate * orthogonal(momenta[end])
+                mine[a - low : b - low] = new.flatten()[a - start : b - start]
+        vector_to_parameters(all_gather(mine, comm)[: ends[-1]], matrices)
+        losses.append(float(all_reduce(loss.detach(), comm)) / comm.size)
+    return losses""",
+    "bug_held_back": """(model, optimizer, micro_batches, window, comm):
+    losses, sums, mine, parameters = [], None, 0.0, list(model.parameters())
+    for number, (x, y) in enumerate(micro_batches, 1):
+        loss = model(x, y)
+        gradients = torch.autograd.grad(loss, parameters)
+        sums = [a + b for a, b in zip(sums, gradients)] if sums else gradients
+        mine += loss.item()
+        if number % window == 0:
+            for parameter, gradient in zip(parameters, sums):
+                parameter.grad = all_reduce(gradient, comm) / (window * comm.size)
+            optimizer.step()
+            losses.append(float(all_reduce(torch.tensor(mine), comm, "mean")) / window)
+            sums, mine = None, 0.0
+    return losses""",
 }
 
 
@@ -397,6 +457,21 @@ def test_another_right_answer_passes_too(name, tmp_path, host):
     path.write_text(f"{head}\ndef {exercise.function}{OTHER_ANSWERS[name]}\n")
     outcome = host.check(exercise, path)
     assert outcome.status == "passed", outcome
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 8), (8, 4)])
+def test_exercise_50_s_step_is_that_of_pytorch_s_muon(shape):
+    """Its iteration is in BF16: some fifteen products, each off by at most 1/256."""
+    random = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.9, nesterov=False)
+    momentum, moved = torch.zeros(shape), torch.zeros(shape)
+    for _ in range(3):
+        parameter.grad = torch.randn(shape, generator=random)
+        momentum = 0.9 * momentum + parameter.grad
+        optimizer.step()
+        moved -= bug_muon.orthogonal(momentum) * max(1, shape[0] / shape[1]) ** 0.5  # PyTorch's factor for tall ones
+    assert (parameter.detach() - moved).norm() < 15 / 256 * moved.norm()
 
 
 # The stubs.

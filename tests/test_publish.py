@@ -58,7 +58,8 @@ def published(made):
 
 def test_there_is_a_file_for_each_notebook_and_one_deck(published):
     assert sorted(published) == sorted(
-        [f"{kind}/{name}" for kind in ("slides", "book") for name in NAMES] + ["slides/deck", "book/index"]
+        [f"{kind}/{name}" for kind in ("slides", "book") for name in NAMES]
+        + ["slides/deck", "book/index", "book/museum"]
     )
 
 
@@ -158,7 +159,7 @@ def test_nothing_is_fetched_and_every_picture_has_words(published):
         assert "@import" not in text
         images = re.findall(r"<img[^>]*>", text)
         assert all(re.search(r'alt="[^"]{8,}"', image) for image in images), name
-        assert name.startswith("slides") or name.endswith("index") or images or "<pre" in text
+        assert name.startswith("slides") or name.endswith(("index", "museum")) or images or "<pre" in text
 
 
 def test_links_inside_the_book_lead_somewhere(published):
@@ -168,6 +169,22 @@ def test_links_inside_the_book_lead_somewhere(published):
                 assert (path.parent / link).exists(), f"{name}: {link}"
             assert 'href="../' not in path.read_text(), f"{name} needs what lies around the folder"
             assert ".ipynb" not in re.sub(r"<code>.*?</code>|<pre.*?</pre>", "", path.read_text(), flags=re.DOTALL)
+
+
+def test_the_museum_shows_each_run_to_mend_and_folds_what_one_takes_away(published):
+    """Its story, its public sources, its lesson; the sentence stands in the exercise alone."""
+    text = published["book/museum"].read_text()
+    unfolded = html.unescape(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL))
+    exhibits = [exercise for exercise in COURSE if exercise.text().bug]
+    assert re.findall(r"<h2>(\d\d) ", text) == [exercise.id for exercise in exhibits] and len(exhibits) >= 7
+    for exercise in exhibits:
+        said = exercise.text().takeaway
+        assert 15 <= len(said.split()) <= 45 and said.endswith(".") and ". " not in said, exercise.id
+        assert said in html.unescape(text) and said not in unfolded, exercise.id
+        shown = unfolded.split(f"<h2>{exercise.id} ")[1].split("<h2>")[0]
+        assert f'href="{exercise.notebook}.html"' in shown and f"make check E={exercise.id}<" in shown
+        assert re.findall(r'href="(https://[^"]+)', shown) == re.findall(r"https://[^\s,]+", exercise.text().about)
+        assert " ".join(exercise.text().about.split("\n\n")[1].split()[:6]) in " ".join(shown.split()), exercise.id
 
 
 def test_what_answers_an_exercise_is_folded(published):

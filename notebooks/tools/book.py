@@ -1,4 +1,4 @@
-"""A page for each notebook, and index.html: a map with a sentence on each.
+"""A page for each notebook; index.html: a map with a sentence on each; museum.html: the exercises with a run to mend.
 
 Code that prepares (imports) or draws is behind a click, and so is what answers an exercise (`jupyter.source_hidden`,
 `jupyter.outputs_hidden`, which fold it in JupyterLab too). Sources that the text links are pages here, so that the
@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from notebooks.tools.cells import highlight, number_of, outputs, page, read, title_of, words, write
+from tests.exercises.course import COURSE
 
 FOLDER = Path(__file__).parents[1]
 PREPARES = re.compile(r"import |from |set_|plt\.rc|torch\.set_|display\(Markdown\(")
@@ -42,7 +43,40 @@ def book(folder):
     )
     index = "<h1>minizero</h1><p>How large models are trained in little memory. What you can say after a notebook:</p>"
     index += f"<table class='map'>{rows}</table>"
+    index += '<p><a href="museum.html">The museum</a>: training runs that looked healthy, and were not.</p>'
+    paths.append(write(folder / "museum.html", page("The museum", museum(notebooks), styles=STYLE)))
     return [*paths, write(folder / "index.html", page("minizero", index, styles=STYLE))]
+
+
+def museum(notebooks):
+    """Each exercise with a bug to find: what happened, the sources, and, folded, the sentence that one takes away."""
+    content = '<nav><a href="index.html">all notebooks</a></nav><h1>The museum</h1>'
+    content += (
+        "<p>Each of these runs looked healthy, and was not. Each happened to a well-known library. The exercise runs "
+    )
+    content += "it on a laptop, shows the numbers that betray it, and asks for the line.</p>"
+    for exercise in COURSE:
+        text, name = exercise.text(), exercise.notebook
+        if not text.bug:
+            continue
+        story = text.about.split("\n\n")[1]
+        sources = "".join(
+            f' <a href="{link}">{source(link)}</a>' for link in re.findall(r"https://[^\s,]+", text.about)
+        )
+        content += (
+            f"<h2>{exercise.id} · {exercise.title.removeprefix('Find the bug: ')}</h2>{words(story)}"
+            f'<p><code>make check E={exercise.id}</code>, lesson <a href="{name}.html">{number_of(name)} '
+            f"{title_of(notebooks[name])}</a>. Sources:{sources}</p>"
+            "<details><summary>what one takes away: open it after the exercise</summary>"
+            f"{words(text.takeaway)}</details>"
+        )
+    return content
+
+
+def source(link):
+    """A short name of it: OLMo-core #828, or where the page is."""
+    found = re.search(r"github\.com/[\w-]+/([\w.-]+)/(?:pull|issues)/(\d+)", link)
+    return f"{found[1]} #{found[2]}" if found else link.split("/")[2]
 
 
 def draw(cell):

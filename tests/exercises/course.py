@@ -17,6 +17,7 @@ class Text(NamedTuple):
 
     after: what the package does differently, and what to read next. For who has passed.
     bug: edits of the reference, pairs of old and new text, if the student mends a function instead of writing one.
+    takeaway: what one remembers of a run to mend, in a sentence, for the book's page `museum`.
     """
 
     about: str
@@ -24,6 +25,7 @@ class Text(NamedTuple):
     hints: list[str]
     after: str
     bug: tuple[tuple[str, str], ...] = ()
+    takeaway: str = ""
 
 
 class Exercise(NamedTuple):
@@ -74,11 +76,10 @@ class Exercise(NamedTuple):
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             and isinstance(statement.targets[0], ast.Name)
-            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER", "BUGGY")
+            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER", "BUGGY", "TAKEAWAY")
         }
-        return Text(
-            ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values["AFTER"], values.get("BUGGY", ())
-        )
+        about, plan, hints, after = ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values["AFTER"]
+        return Text(about, plan, hints, after, values.get("BUGGY", ()), values.get("TAKEAWAY", ""))
 
     def load(self) -> ModuleType:
         """The exercise's module: PLAN, HINTS, AFTER, WRONG, check()."""
@@ -145,6 +146,9 @@ _rows = [
     ("bug_random", "Find the bug: random numbers on ranks", TASKS, "train_on_noise", 25, False),
     ("zero3_hooks", "ZeRO-3: the four hooks", "minizero.engines", "watch", 40, False),
     ("chunked_loss", "The loss in chunks", "minizero.chunked_loss", "loss_and_gradients", 25, False),
+    ("bug_recompute", "Find the bug: recompute", TASKS, "train_recomputed", 20, False),
+    ("bug_muon", "Find the bug: Muon on shards", TASKS, "train_with_muon", 20, False),
+    ("bug_held_back", "Find the bug: accumulation that sends once", TASKS, "train_held_back", 20, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -177,6 +181,9 @@ NOTEBOOKS = {
     46: "01b_collectives_cost",
     47: "02b_zero_engines",
     48: "00_where_memory_goes",
+    49: "05_recompute",
+    50: "02c_zero_choices",
+    51: "06_gradient_accumulation",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 

@@ -51,6 +51,10 @@ AFTER = (
     "many targets, both ways agree, and nobody sees the bug. Read next: minizero/accumulate.py, which does this for"
     " every engine."
 )
+TAKEAWAY = (
+    "A mean over micro-batches and ranks is one division, by all targets together: "
+    "a mean of means makes short texts loud."
+)
 BUGGY = (
     ("        targets = torch.tensor(float(sum((y != -100).sum() for _, y in window)))\n", ""),
     ("        targets = all_reduce(targets, comm)\n", ""),

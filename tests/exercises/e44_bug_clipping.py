@@ -52,6 +52,9 @@ AFTER = (
     "has cancels out. Read next: `clip_grad_norm_` in minizero/engines/wrapped.py, which adds in one order, so that"
     " all stages agree bit for bit."
 )
+TAKEAWAY = (
+    "A norm over shards is the root of the sum of all squares: a rank that clips by its own norm turns the gradient."
+)
 BUGGY = (
     ("        squares = mine.grad.square().sum()\n", ""),
     (

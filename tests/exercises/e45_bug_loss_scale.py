@@ -51,6 +51,10 @@ AFTER = (
     "those before it still have the scale. In BF16 there is no scaler, and so no such bug. Read next: "
     "precision/scaling.py, whose step() and unscale_() refuse to be called in another order."
 )
+TAKEAWAY = (
+    "Whatever compares a gradient with a number comes after the scale is taken out: "
+    "first unscale, then clip, then step."
+)
 BUGGY = (
     ("        scaler.unscale_(optimizer)\n", ""),
     ("max_norm)\n        scaler", "max_norm) / scaler.get_scale()\n        scaler"),

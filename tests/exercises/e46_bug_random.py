@@ -56,6 +56,10 @@ AFTER = (
     "parallel random numbers (https://numpy.org/doc/stable/reference/random/parallel.html), and "
     "minizero/recompute/full.py, where a second forward needs the masks of the first."
 )
+TAKEAWAY = (
+    "A random number has an address, of seed, epoch and rank: "
+    "what should differ needs another address, what should agree the same."
+)
 BUGGY = (
     ("        order = np.random.default_rng([seed, epoch]).permutation(len(inputs))\n", ""),
     ("        # + 1, since NumPy takes [seed, epoch, 0] for [seed, epoch].\n", ""),

@@ -8,5 +8,5 @@ nearest.py     the nearest number of a format                     19
 lost.py        how small an update of a weight is lost            24
 attention.py   the backward of attention, whole matrices          41
 peak.py        the peak of a step, predicted                      42
-bug_….py       training runs as they should be                    43 to 46
+bug_….py       training runs as they should be                    43 to 46, 49 to 55
 """

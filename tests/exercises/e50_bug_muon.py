@@ -1,0 +1,272 @@
+"""Find the bug. The function below trains with Muon on several ranks. Muon moves a matrix not by its gradient, but by a
+matrix with the same directions whose singular values are all about 1. The parameters lie end to end in a flat buffer,
+and each rank updates its chunk of it, as in ZeRO-1 and ZeRO-2. It runs, its loss falls, and after a step all ranks hold
+the same parameters, bit for bit. Yet some matrices take other steps than in a single process.
+
+This happened to DeepSpeed, in January 2026: with ZeRO stage 1 or 2, Muon and reduce_scatter, which is on by default,
+"parameters that span partition boundaries receive incorrect gradient updates". Matrices inside one partition were
+right. No error was raised, and the tests only asked whether the parameters had changed.
+
+    the report          https://github.com/deepspeedai/DeepSpeed/issues/7807
+    it is refused       https://github.com/deepspeedai/DeepSpeed/pull/8090
+    it is made right    https://github.com/deepspeedai/DeepSpeed/pull/8141
+
+What was made smaller: three matrices of 8 x 4, 8 x 8 and 2 x 8, and ranks that are threads. DeepSpeed gives vectors and
+embeddings to Adam, and here there are none. Each rank computes the update of all matrices; DeepSpeed's computes that
+of the matrices in which it has a part. Momentum is the plain one.
+
+Predict before you look: the three matrices have 32, 64 and 16 numbers and lie end to end. Which of them takes a wrong
+step on 2 ranks? Which ones on 4 ranks? And does the loss show it?
+
+Run the check first: it says what the numbers are. Then read the function line by line, and mend it.
+"""
+
+import copy
+import itertools
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
+
+from tests.exercises.bug_kit import fell
+from tests.exercises.draws import deal
+from tests.exercises.kit import fail, ranks, recognise, wrong
+from tests.exercises.rank_kit import by_rank
+from tests.exercises.tasks import bug_muon
+from tests.exercises.tasks.bug_muon import orthogonal
+
+PLAN = [
+    "What must hold: losses and parameters are those of one process that has the whole batch and steps with Muon.",
+    "Each rank moves its own chunk of the parameters, and then all gather all chunks.",
+    "In a step a rank sends at most three times what a reduce-scatter of the gradients sends.",
+]
+HINTS = [
+    "Two ranks, and a matrix of two rows: rank 0 owns the first row, rank 1 the second. Write down which numbers each "
+    "rank gives to `orthogonal`: which are averages over the ranks, and which are its own?",
+    "Adam needs of a gradient only the numbers of its own chunk. `orthogonal` multiplies the matrix by itself: each "
+    "number of the result depends on all numbers of the matrix.",
+    "After reduce_scatter each rank has the average of its chunk, and all chunks together are the whole average. "
+    "all_gather(chunk, comm) returns it on every rank.",
+]
+AFTER = (
+    "DeepSpeed first refused Muon with reduce_scatter, as its ZeRO-3 did already. In July each averaged slice of a cut "
+    "matrix then went to all ranks that own a part of it, and a test compared the update with that of the whole "
+    "gradient. Another way is to cut the buffer between matrices only, so that each has one owner. This package "
+    "refuses: its stages take optimizers that look at one number at a time, and turn torch.optim.Muon away by name. "
+    "Read next: `check_elementwise` in minizero/engines/guards/optimizers.py."
+)
+TAKEAWAY = (
+    "A shard serves an optimizer that looks at one number at a time: what needs the whole matrix goes wrong on exactly "
+    "the matrices that are cut, while the ranks agree and the loss looks right."
+)
+BUGGY = (
+    (
+        "        gradient = all_gather(averaged, comm)\n",
+        "        gradient.chunk(comm.size)[comm.rank].copy_(averaged)\n",
+    ),
+)
+REDUCE = '        averaged = reduce_scatter(gradient, comm, "mean")\n'
+GATHER = BUGGY[0][0]
+PAIRS = "        pairs = zip(momentum.split(sizes), matrices)\n"
+UPDATE = "        update = torch.cat([orthogonal(piece.view_as(matrix)).flatten() for piece, matrix in pairs])\n"
+MOVE = "        mine -= learning_rate * pad(update, comm.size).chunk(comm.size)[comm.rank]\n"
+STEP = "momentum = 0.9 * momentum + gradient[: sum(sizes)]"
+WRONG = [
+    wrong("averages-its-chunk", *BUGGY),
+    wrong("averages-nothing", (REDUCE, ""), (GATHER, "")),
+    wrong("gathers-what-is-not-averaged", (REDUCE, "        averaged = gradient.chunk(comm.size)[comm.rank]\n")),
+    wrong("averages-the-updates", (REDUCE, ""), (GATHER, ""), (UPDATE, UPDATE
+          + '        update = all_gather(reduce_scatter(pad(update, comm.size), comm, "mean"), comm)[: sum(sizes)]\n')),
+    wrong("orthogonal-chunk", (GATHER, ""), ("momentum = torch.zeros(sum(sizes), dtype=mine.dtype)",
+          "momentum = torch.zeros_like(mine)"), (STEP, "momentum = 0.9 * momentum + averaged"), (PAIRS, ""),
+          (UPDATE, ""), (MOVE, "        mine -= learning_rate * orthogonal(momentum.view(1, -1)).flatten()\n")),
+    wrong("one-long-matrix", (PAIRS, ""), (UPDATE, "        update = orthogonal(momentum.view(1, -1)).flatten()\n")),
+    wrong("momentum-too-late", (STEP, "pieces = gradient[: sum(sizes)].split(sizes)"), (PAIRS,
+          "        pairs = zip(pieces, matrices)\n"), (MOVE, "        momentum = 0.9 * momentum + update\n"
+          + MOVE.replace("update", "momentum"))),
+    wrong("first-rank-s-gradient", (REDUCE, "        averaged = gradient\n"), (GATHER,
+          "        gradient = all_gather(averaged, comm)[: len(gradient)]\n")),
+    wrong("each-for-itself", (MOVE + "        vector_to_parameters(all_gather(mine, comm)[: sum(sizes)], matrices)\n",
+          "        vector_to_parameters(parameters_to_vector(matrices).detach() - learning_rate * update, matrices)\n"),
+          *BUGGY, says="ranks-differ"),
+    wrong("sends-all-gradients", (REDUCE, ""), (GATHER,
+          "        gradient = all_gather(gradient, comm).view(comm.size, -1).mean(0)\n")),
+]  # fmt: skip
+
+
+class Given(nn.Module):
+    """Three matrices whose gradients are what it is given: 4, 8 and 4 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(2, columns)) for columns in (2, 4, 2))
+
+    def forward(self, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return (parameters_to_vector(self.weights) * x).sum()
+
+
+class Model(nn.Module):
+    """Three layers without bias."""
+
+    def __init__(self, width: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+        super().__init__()
+        shapes = ((width, 4), (width, width), (2, width))
+        drawn = [torch.randn(shape, generator=generator) / shape[1] ** 0.5 for shape in shapes]
+        self.weights = nn.ParameterList(nn.Parameter(matrix.to(dtype)) for matrix in drawn)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.weights
+        return F.mse_loss(((x @ first.T).tanh() @ second.T).tanh() @ third.T, y)
+
+
+def train(comm, model, batches, rate):
+    """Losses, parameters, and the bytes that this rank sent."""
+    model = copy.deepcopy(model)
+    parts = [tuple(both.chunk(comm.size)[comm.rank] for both in batch) for batch in batches]
+    before = comm.bytes_sent
+    losses = bug_muon.train_with_muon(model, iter(parts), rate, comm)
+    return losses, parameters_to_vector(model.parameters()).detach(), comm.bytes_sent - before
+
+
+def on_one_process(model: nn.Module, batches: Any, rate: float) -> tuple[list[float], torch.Tensor]:
+    """Plain training: a matrix is a matrix."""
+    model, losses = copy.deepcopy(model), []
+    matrices = list(model.parameters())
+    momenta = [torch.zeros_like(matrix) for matrix in matrices]
+    for x, y in batches:
+        loss = model(x, y)
+        momenta = [0.9 * m + g for m, g in zip(momenta, torch.autograd.grad(loss, matrices))]
+        with torch.no_grad():
+            for matrix, momentum in zip(matrices, momenta):
+                matrix.sub_(rate * orthogonal(momentum))
+        losses.append(loss.item())
+    return losses, parameters_to_vector(matrices).detach()
+
+
+def data(steps: int, size: int, dtype: torch.dtype, generator: torch.Generator) -> list[Any]:
+    """A batch is in order, so that each rank sees other inputs."""
+    turn, batches = torch.randn(4, 2, generator=generator), []
+    for _ in range(steps):
+        x = torch.randn(size, 4, generator=generator)
+        x = x[x[:, 0].argsort()]
+        batches.append((x.to(dtype), (x @ turn).sin().to(dtype)))
+    return batches
+
+
+def updates(gradients: torch.Tensor) -> torch.Tensor:
+    """Of the gradients of `Given`, flat: what Muon moves its parameters by."""
+    pieces = gradients.split([4, 8, 4])
+    return torch.cat([orthogonal(piece.view(2, -1)).flatten() for piece in pieces])
+
+
+def what_is_orthogonal(before: str) -> None:
+    """One step on two ranks: the border goes through the second matrix, between its two rows."""
+    ours, theirs = (torch.tensor(numbers) for numbers in (
+        [3.0, 1, -1, 2, 2, 0, 1, -2, 4, 1, 0, 3, 1, 0, 2, 2],
+        [1.0, -1, 1, 4, 0, 2, 1, 4, -2, 3, 2, 1, 3, 2, -2, 0],
+    ))  # fmt: skip
+    mean, both = (ours + theirs) / 2, torch.stack([ours, theirs])
+    (_, first, _), (_, second, _) = ranks(2, train, Given(), [(both, both)], 1.0)
+    if not torch.equal(first, second):
+        fail("ranks-differ", "After a step the two ranks hold other parameters: all must end with the same.")
+    got, want = -first, updates(mean)
+    off = [float((g - w).norm() / w.norm()) for g, w in zip(got.split([4, 8, 4]), want.split([4, 8, 4]))]
+    values, should = (torch.linalg.svdvals(move[4:12].view(2, 4)).tolist() for move in (got, want))
+    said = (
+        f"{before}. But take one step from zero, on 2 ranks: three matrices of 4, 8 and 4 numbers, and rank 0 owns the "
+        f"first 8. Their updates are off by {off[0]:.0%}, {off[1]:.0%} and {off[2]:.0%}. The second one has the "
+        f"singular values {values[0]:.2f} and {values[1]:.2f}, and should have {should[0]:.2f} and {should[1]:.2f}"
+    )
+    swapped = [torch.cat([mean[:8], ours[8:]]), torch.cat([theirs[:8], mean[8:]])]
+    mistakes = {
+        "averages-its-chunk": (
+            torch.cat([updates(swapped[0])[:8], updates(swapped[1])[8:]]),
+            f"{said}. The first and the third matrix lie inside one chunk. The second is cut.",
+        ),
+        "averages-nothing": (
+            torch.cat([updates(ours)[:8], updates(theirs)[8:]]),
+            f"{said}. Each rank moves its chunk by its own gradient: no average is left.",
+        ),
+        "gathers-what-is-not-averaged": (
+            updates(torch.cat([ours[:8], theirs[8:]])),
+            f"{said}. Each rank has the same whole gradient now. Its first half is rank 0's own, and its second half "
+            "rank 1's: average before you gather.",
+        ),
+        "first-rank-s-gradient": (updates(ours), f"{said}. Both ranks use the gradient of rank 0."),
+        "averages-the-updates": (
+            (updates(ours) + updates(theirs)) / 2,
+            f"{said}. The average of two orthogonal matrices is not orthogonal: average the gradients first.",
+        ),
+        "orthogonal-chunk": (
+            torch.cat([orthogonal(chunk.view(1, -1)).flatten() for chunk in mean.chunk(2)]),
+            f"{said}. Here a rank's chunk was taken for a matrix. `orthogonal` needs each matrix whole.",
+        ),
+        "one-long-matrix": (
+            orthogonal(mean.view(1, -1)).flatten(),
+            f"{said}. Here the whole buffer was taken for one matrix.",
+        ),
+    }
+    recognise(got, want, mistakes, said, tolerance=1e-4)
+    (_, first, _), _ = ranks(2, train, Given(), [(both, both), (both.flip(1), both)], 1.0)
+    second, late = updates(0.9 * mean + mean.flip(0)), updates(mean.flip(0)) + 0.9 * want
+    words = (
+        "A first step is right. In the second one momentum comes in, and the parameters are others. It adds up "
+        "gradients, and what is made orthogonal is the momentum"
+    )
+    recognise(-first - want, second, {"momentum-too-late": (late, f"{words}: not the other way round.")}, words, 1e-4)
+
+
+def check() -> None:
+    generator = torch.Generator().manual_seed(2)
+    model, batches = Model(8, torch.float32, generator), data(60, 32, torch.float32, generator)
+    (losses, first, _), (_, second, _) = ranks(2, train, model, batches, 0.02)
+    want_losses, _ = on_one_process(model, batches, 0.02)
+    if not isinstance(losses, list) or len(losses) != 60:
+        fail("no-losses", "Expected the loss of each of the 60 steps.")
+    agree = "the same" if torch.equal(first, second) else "other"
+    what_is_orthogonal(
+        f"{fell(losses)} in 60 steps, and to {want_losses[-1]:.3f} in one process. Both ranks end with {agree} "
+        "parameters"
+    )
+    want_losses, want = on_one_process(model, batches[:5], 0.02)
+    losses, got, sent = ranks(4, train, model, batches[:5], 0.02)[0]
+    recognise(got, want, {}, "The parameters after 5 steps on 4 ranks, against one process", 1e-3)
+    recognise(torch.tensor(losses), torch.tensor(want_losses), {}, "The losses of 5 steps, over 4 ranks", 1e-4)
+    rings = 5 * 3 * 3 * len(got) // 4 * 4  # three rings, each of which passes on three of four chunks
+    if sent > rings + 5 * 32:
+        fail(
+            "sends-all-gradients",
+            f"Rank 0 of 4 sent {sent:,} bytes in 5 steps, where a reduce-scatter and an all-gather of the gradients, "
+            f"and an all-gather of the parameters, take {rings:,}.",
+        )
+
+
+class Case(NamedTuple):
+    ranks: int
+    steps: int
+    width: int
+    dtype: torch.dtype
+    seed: int
+
+
+def draw(random: Random) -> list[Case]:
+    """width: of the matrices; the flat buffer is cut at other places with each, and may need padding."""
+    ways = itertools.product((1, 2, 3, 4), (1, 3))
+    return [Case(*row) for row in deal(random, ways, [3, 5, 6, 7], [torch.float32, torch.float64])]
+
+
+def result(case: Case) -> Any:
+    generator = torch.Generator().manual_seed(case.seed)
+    model = Model(case.width, case.dtype, generator)
+    batches = data(case.steps, 12, case.dtype, generator)
+    runs = ranks(case.ranks, train, model, batches, 0.02)
+    others = sum(losses != runs[0][0] or not torch.equal(parameters, runs[0][1]) for losses, parameters, _ in runs)
+    each = by_rank([{"losses": losses, "parameters": parameters} for losses, parameters, _ in runs])
+    return {"ranks that end with other bits than rank 0": others, **each}
+
+
+def tolerance(case: Case) -> float:
+    return 1e-3
