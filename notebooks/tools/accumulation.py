@@ -1,6 +1,7 @@
 """What notebook 06 trains, measures and draws."""
 
 import contextlib
+import functools
 import time
 
 import torch
@@ -68,17 +69,18 @@ def moved_by(kind, vector):
     return parameter.norm().item()
 
 
-def watch(batch_size, pieces, recompute="none", device="cpu"):
+@functools.cache
+def watch(batch_size, pieces, recompute, device):
     """The ledger of a training step on so many sequences, in so many micro-batches."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**vars(BIG) | {"recompute": recompute})).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     window = cut(*(part.to(device) for part in sample(batch_size, 1)), pieces)
-    ledger = Ledger(model, optimizer)
-    for watched in (contextlib.nullcontext(), ledger):  # the first step makes the optimizer's states
+    ledger, first = Ledger(model, optimizer), [tuple(part[:1] for part in window[0])]
+    for watched, batch in ((contextlib.nullcontext(), first), (ledger, window)):
         with watched:
-            accumulate(model, window)
-            optimizer.step()
+            accumulate(model, batch)
+            optimizer.step()  # the first one makes the optimizer's states: one sequence does
             optimizer.zero_grad()
     return ledger
 
@@ -281,6 +283,14 @@ def draw_hills(steps):
         text.remove()
     look = {"xycoords": "axes fraction", "ha": "center", "fontsize": FONT}
     second.annotate("four times forward and backward", (0.5, 1.02), **look)
+    phases = [sample.phase for sample in [*steps.values()][1]]
+    numbers = [sample.number for sample in [*steps.values()][1]]
+    for phase in ("forward", "backward", "optimizer"):
+        first = phases.index(phase)
+        last = next((i for i in range(first, len(phases)) if phases[i] != phase), len(phases) - 1)
+        at = ((numbers[first] + numbers[last]) / 2, 0.6)
+        words = "optimizer step" if phase == "optimizer" else phase
+        second.annotate(words, at, rotation=90, va="center", **look | {"xycoords": second.get_xaxis_transform()})
 
 
 def draw_race(best):
