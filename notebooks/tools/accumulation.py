@@ -144,7 +144,7 @@ def talk(no_sync, pieces=4):
         return [event for events in World(2).run(step) for event in events]
 
 
-def race(comm, turns=40, patience=5):
+def race(comm, turns=24, patience=4):
     """Seconds of a step by way, for two processes: the best of several turns, in which the ways alternate.
 
     They stop when no way has become faster by 2 % for so many turns: what else the machine does only slows one down.
@@ -153,7 +153,7 @@ def race(comm, turns=40, patience=5):
     on_gpu = comm.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
     torch.set_num_threads(1)
-    config = GPTConfig(sequence_length=LENGTH, width=128, layers=2, heads=4)
+    config = GPTConfig(sequence_length=LENGTH, width=128, layers=1, heads=4)
     alone, engine = GPT(config).to(comm.device), DDP(GPT(config), comm)
     batch = torch.randint(256, (256, LENGTH), generator=torch.Generator().manual_seed(0)).to(comm.device)
     ways = {"1 × 128": (alone, 128, 1), "4 × 32": (alone, 128, 4), "2 × 64": (engine, 128, 1)}

@@ -227,4 +227,4 @@ def draw_budgets(families, shown, points):
         axes.set_title(title, fontsize=FONT + 2)
         label_axes(axes, "peak (inputs of one layer)", "forwards of a layer")
         if number == 0:
-            axes.legend(fontsize=FONT, frameon=False)
+            axes.legend(fontsize=FONT, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.82))
