@@ -36,7 +36,7 @@ def plot_schedule(
     thick = [0.4] * len(kept) if sizes is None else [0.8 * sizes[stage] / max(sizes) for stage in kept]
     axes.barh(kept, [b - a for a, b in zip(first, last)], thick, first, color=KEPT, label="input kept", **look)
     for action, color, height, label in (
-        ("forward", FORWARD, 0.55, "forward"),
+        ("forward", FORWARD, 0.55, "forward without tape"),
         ("backward", BACKWARD, 0.95, "forward with tape, and backward"),
     ):
         if cells[action]:

@@ -1,6 +1,7 @@
 """What notebook 06 trains, measures and draws."""
 
 import contextlib
+import functools
 import time
 
 import torch
@@ -68,17 +69,18 @@ def moved_by(kind, vector):
     return parameter.norm().item()
 
 
-def watch(batch_size, pieces, recompute="none", device="cpu"):
+@functools.cache
+def watch(batch_size, pieces, recompute, device):
     """The ledger of a training step on so many sequences, in so many micro-batches."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**vars(BIG) | {"recompute": recompute})).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     window = cut(*(part.to(device) for part in sample(batch_size, 1)), pieces)
-    ledger = Ledger(model, optimizer)
-    for watched in (contextlib.nullcontext(), ledger):  # the first step makes the optimizer's states
+    ledger, first = Ledger(model, optimizer), [tuple(part[:1] for part in window[0])]
+    for watched, batch in ((contextlib.nullcontext(), first), (ledger, window)):
         with watched:
-            accumulate(model, window)
-            optimizer.step()
+            accumulate(model, batch)
+            optimizer.step()  # the first one makes the optimizer's states: one sequence does
             optimizer.zero_grad()
     return ledger
 
@@ -142,7 +144,7 @@ def talk(no_sync, pieces=4):
         return [event for events in World(2).run(step) for event in events]
 
 
-def race(comm, turns=40, patience=5):
+def race(comm, turns=24, patience=4):
     """Seconds of a step by way, for two processes: the best of several turns, in which the ways alternate.
 
     They stop when no way has become faster by 2 % for so many turns: what else the machine does only slows one down.
@@ -151,7 +153,7 @@ def race(comm, turns=40, patience=5):
     on_gpu = comm.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
     torch.set_num_threads(1)
-    config = GPTConfig(sequence_length=LENGTH, width=128, layers=2, heads=4)
+    config = GPTConfig(sequence_length=LENGTH, width=128, layers=1, heads=4)
     alone, engine = GPT(config).to(comm.device), DDP(GPT(config), comm)
     batch = torch.randint(256, (256, LENGTH), generator=torch.Generator().manual_seed(0)).to(comm.device)
     ways = {"1 × 128": (alone, 128, 1), "4 × 32": (alone, 128, 4), "2 × 64": (engine, 128, 1)}
@@ -281,6 +283,14 @@ def draw_hills(steps):
         text.remove()
     look = {"xycoords": "axes fraction", "ha": "center", "fontsize": FONT}
     second.annotate("four times forward and backward", (0.5, 1.02), **look)
+    phases = [sample.phase for sample in [*steps.values()][1]]
+    numbers = [sample.number for sample in [*steps.values()][1]]
+    for phase in ("forward", "backward", "optimizer"):
+        first = phases.index(phase)
+        last = next((i for i in range(first, len(phases)) if phases[i] != phase), len(phases) - 1)
+        at = ((numbers[first] + numbers[last]) / 2, 0.6)
+        words = "optimizer step" if phase == "optimizer" else phase
+        second.annotate(words, at, rotation=90, va="center", **look | {"xycoords": second.get_xaxis_transform()})
 
 
 def draw_race(best):

@@ -5,7 +5,7 @@ import torch
 from matplotlib.patches import Circle, Rectangle
 from torch.utils.flop_counter import FlopCounterMode
 
-from minizero.pictures import COLORS, FONT, MIB, PREDICTED
+from minizero.pictures import COLORS, FONT, MIB, PREDICTED, plot_schedule
 from minizero.pictures.style import label_axes
 from minizero.schedules import binomial, depth, optimal_schedule
 
@@ -70,6 +70,17 @@ def worst_moment(schedule, n, k=1):
 def next_kept(n, slots):
     """The first layer after layer 0 whose input `binomial` keeps or uses at once: n layers, so many slots."""
     return next(stage for action, stage in binomial(n, slots).steps[1:] if action != "forward")
+
+
+def every_tenth(i, end, kept, again=False):
+    """A rule for `unfold`: every tenth input on the way up. again: `binomial` uses the free ones of ten places below.
+
+    For the stretch from i on, 11 - len(kept) places are free: its own first input's counts.
+    """
+    tenth = i - i % 10 + 10
+    if tenth < end:  # on the way up
+        return tenth
+    return i + next_kept(end - i, 11 - len(kept)) if again else end - 1
 
 
 def regions_and_one_tape(stages):
@@ -178,6 +189,17 @@ def draw_schedules(schedules):
     return grid
 
 
+def draw_schedule(schedule, ticks):
+    """One schedule of many layers, its bars as thick as they may be. ticks: the layers that get their number."""
+    (axes,) = panels(1, 9, 14)
+    n = len(schedule.stages)
+    title = f"{n} layers: {schedule.advances} + {n} = {schedule.advances + n} forwards"
+    plot_schedule(schedule.steps, title, axes, [1] * n)
+    axes.set(ylabel="layer, counted from 0", yticks=ticks)
+    axes.tick_params(axis="y", labelsize=FONT - 2)
+    return axes
+
+
 def draw_budgets(families, shown, points):
     """Forwards against memory, a panel for each title: (regions, one tape) of `regions_and_one_tape`.
 
@@ -185,6 +207,10 @@ def draw_budgets(families, shown, points):
     """
     for number, (axes, (title, (regions, one_tape))) in enumerate(zip(panels(2, 6.2), families.items())):
         axes.plot(*zip(*one_tape), label="one tape at a time: the best", **{**ONE_TAPE, "marker": "none"})
+        least, ran = one_tape[0]  # above the axis
+        at = next(peak for peak, its in one_tape if its < 330)
+        words = f"↑ down to {least:.0f} inputs:\n   {ran:,.0f} forwards"
+        axes.annotate(words, (at, 330), (4, -4), textcoords="offset points", va="top", fontsize=FONT)
         places = [regions[k] for k in shown]
         axes.plot(*zip(*places), label="regions of k", **{**REGIONS, "linestyle": "none"})
         for k, place in zip(shown, places):
@@ -201,4 +227,4 @@ def draw_budgets(families, shown, points):
         axes.set_title(title, fontsize=FONT + 2)
         label_axes(axes, "peak (inputs of one layer)", "forwards of a layer")
         if number == 0:
-            axes.legend(fontsize=FONT, frameon=False)
+            axes.legend(fontsize=FONT, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.82))

@@ -1,5 +1,7 @@
 """The pictures that only notebooks 02b and 02c need, from plain data."""
 
+import dataclasses
+
 from matplotlib.figure import Figure
 
 from minizero.pictures import FONT, MIB, OTHER, mark_place, plot_timeline
@@ -40,7 +42,7 @@ def draw_factors(factors, states, crossing):
 def draw_steps(events, times=True):
     """One step for each title, one above the other, on one scale of time. events: by title, of one rank or several.
 
-    times: False if they mean nothing, and order alone is to be read.
+    times: False if they mean nothing, and order alone is to be read. Then all computations are equally wide.
     """
     ranks = {event.rank for its in events.values() for event in its}
     figure = Figure(figsize=(16, (2.8 + 0.4 * len(ranks)) * len(events)), layout="constrained")
@@ -48,6 +50,7 @@ def draw_steps(events, times=True):
     lengths = []
     for axes, (title, its) in zip(panels, events.items()):
         its = [event for event in its if event.lane != "optimizer" and event.end - event.start > SHORTEST]
+        its = its if times else in_order(its)
         plot_timeline(its, axes).set_title(title, fontsize=FONT, fontweight="bold", loc="left")
         last = 1e3 * (max(event.end for event in its) - min(event.start for event in its))
         axes.axvline(last, color="black", linewidth=2, linestyle="dashed")
@@ -56,6 +59,7 @@ def draw_steps(events, times=True):
             axes.annotate(f"{last:.0f} ms", (last, -0.35), (5, 0), **look)
         else:
             axes.set(xticks=[], xlabel="in this order →")
+            axes.annotate("end", (last, -0.35), (5, 0), textcoords="offset points", fontsize=FONT, va="center")
         of_rank = "rank 0  " if len(ranks) == 1 else ""
         lanes = [label.get_text().removeprefix(of_rank) for label in axes.get_yticklabels()]
         axes.set_yticks(axes.get_yticks(), lanes)
@@ -67,6 +71,16 @@ def draw_steps(events, times=True):
             axes.set_xlabel("")
     panels[0].set_xlim(0, 1.1 * max(lengths))
     return figure
+
+
+def in_order(events):
+    """The same events, of each rank one after the other; a message is four times as wide as a computation."""
+    placed, now = [], dict.fromkeys((event.rank for event in events), 0.0)
+    for event in sorted(events, key=lambda event: event.start):
+        start = now[event.rank]
+        now[event.rank] += 0.01 if event.lane == "compute" else 0.04
+        placed.append(dataclasses.replace(event, start=start, end=now[event.rank]))
+    return placed
 
 
 def draw_page(curve, whole):

@@ -103,7 +103,7 @@ def test_the_picture_shows_every_step():
     boxes = {container.get_label(): [patch.get_bbox() for patch in container] for container in axes.containers}
     cells = {label: [(box.x0, box.x1, round((box.y0 + box.y1) / 2)) for box in found] for label, found in boxes.items()}
     assert cells["input kept"] == [(2, 8, 2), (0, 11, 0)]
-    assert cells["forward"] == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 4, 3), (5, 6, 2), (8, 9, 0)]
+    assert cells["forward without tape"] == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 4, 3), (5, 6, 2), (8, 9, 0)]
     taped = [(4, 5, 4), (6, 7, 3), (7, 8, 2), (9, 10, 1), (10, 11, 0)]
     assert cells["forward with tape, and backward"] == taped
     assert axes.get_title() == "5 stages: 2 kept at most, 6 forwards without a tape"
