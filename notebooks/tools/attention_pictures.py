@@ -1,10 +1,13 @@
 """The pictures of notebooks 07 and 07b, from plain data."""
 
+from itertools import takewhile
+
 import numpy as np
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from minizero.pictures import FONT, MIB
+from minizero.pictures import FONT, MIB, plot_curve
 from minizero.pictures.ring import play
 from minizero.pictures.style import label_axes
 
@@ -16,31 +19,31 @@ LOOKS += ({"color": "black", "marker": "^", "linestyle": "dotted"}, {"color": CH
 
 def draw_heads(tokens, parts):
     """The matrices of one head, side by side. parts: (title, matrix, what stands behind it)."""
-    behind = [0.7 + 0.32 * len(sign) for _, _, sign in parts]
-    widths = [len(matrix[0]) + space for (_, matrix, _), space in zip(parts, behind)]
-    figure = Figure(figsize=(16, 4), layout="constrained")
-    panels = figure.subplots(1, len(parts), width_ratios=widths)
-    for axes, (title, matrix, sign), width in zip(panels, parts, widths):
+    figure = Figure(figsize=(17, 3.2), layout="constrained")
+    axes = figure.subplots()
+    x, high = 0, len(tokens)
+    for title, matrix, sign in parts:
         rows, columns = len(matrix), len(matrix[0])
+        top = -(high - rows) / 2
+        whole = all(number == round(number) for row in matrix for number in row)
+        if rows == high and not title.startswith("P"):  # its rows are those of the scores beside it
+            x += 1.3
+            for row, token in enumerate(tokens):
+                axes.text(x - 0.12, -row - 0.5, token, ha="right", va="center", fontsize=FONT - 2)
+        for place, token in enumerate(tokens if columns == high else ()):
+            axes.text(x + place + 0.5, top + 0.15, token, ha="center", fontsize=FONT - 2)
         for row, column in np.ndindex(rows, columns):
-            number = matrix[row][column]
+            number, corner = matrix[row][column], (x + column, top - row - 1)
             shade = (0.9, 0.62, 0, 0.15 + 0.85 * number) if title.startswith("P") else "white"
-            axes.add_patch(Rectangle((column, -row - 1), 1, 1, facecolor=shade, edgecolor="black"))
-            words = f"{number:.2f}".rstrip("0").rstrip(".")
-            axes.text(column + 0.5, -row - 0.5, words, ha="center", va="center", fontsize=FONT)
-        axes.text((columns + width) / 2, -rows / 2, sign, ha="center", va="center", fontsize=FONT + 6)
-        axes.text(columns / 2, 0.75, title, ha="center", fontsize=FONT + 2, weight="bold")
-        if columns == rows:
-            for place, token in enumerate(tokens):
-                axes.text(place + 0.5, 0.15, token, ha="center", fontsize=FONT - 2)
-        if axes is panels[0]:
-            axes.set_yticks(-np.arange(rows) - 0.5, tokens, fontsize=FONT)
-        else:
-            axes.set_yticks([])
-        axes.set_xticks([])
-        axes.tick_params(length=0)
-        axes.set(xlim=(-0.05, width), ylim=(-rows - 0.05, 1.3), aspect="equal")
-        axes.spines[:].set_visible(False)
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor=shade, edgecolor="black"))
+            middle = corner[0] + 0.5, corner[1] + 0.5
+            axes.text(*middle, f"{number:.{0 if whole else 2}f}", ha="center", va="center", fontsize=FONT - 1)
+        axes.text(x + columns / 2, 0.8, title, ha="center", fontsize=FONT + 2, weight="bold")
+        behind = 0.6 + 0.3 * len(sign)
+        axes.text(x + columns + behind / 2, -high / 2, sign, ha="center", va="center", fontsize=FONT + 4)
+        x += columns + behind
+    axes.set(xlim=(-0.05, x - 0.5), ylim=(-high - 0.05, 1.4), aspect="equal")
+    axes.axis("off")
     return figure
 
 
@@ -143,10 +146,14 @@ def draw_tile(axes, blocks, tile, title):
 def draw_tiles(blocks, moves):
     """The first tile, one in the middle, and the last. moves: [(tile, bytes moved so far)]."""
     figure = Figure(figsize=(15, 5), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.2)
     chosen = (0, len(moves) // 2, len(moves) - 1)
     for axes, number in zip(figure.subplots(1, 3), chosen):
         tile, moved = moves[number]
         draw_tile(axes, blocks, tile, f"tile {number + 1}: {moved:,} bytes so far")
+    looks = {"on the chip": CHIP, "in HBM": HBM, "forgotten": DONE, "to come": "white"}
+    handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="black", label=name) for name, color in looks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=FONT, frameon=False)
     return figure
 
 
@@ -154,7 +161,7 @@ def animate_tiles(blocks, moves, plain):
     """A player of all of them, with a counter of bytes. plain: the bytes of plain attention."""
     from matplotlib import pyplot
 
-    figure, (axes, counter) = pyplot.subplots(1, 2, figsize=(13, 3.9), width_ratios=(2, 1))
+    figure, (axes, counter) = pyplot.subplots(1, 2, figsize=(10.5, 5.2), width_ratios=(5, 3))
 
     def draw(number):
         tile, moved = moves[number]
@@ -170,21 +177,26 @@ def animate_tiles(blocks, moves, plain):
 
 
 def draw_theorem(srams, moved, names, curve, constant):
-    """Bytes over SRAM: those of the best blocks that fit, by their names, and the theorem's curve. All in bytes."""
+    """Bytes over SRAM: those of the best blocks that fit, by their names, and the theorem's curve. All in bytes.
+
+    Of neighbours with the same blocks the first is named.
+    """
     figure = Figure(figsize=(13, 5.4), layout="constrained")
     axes = figure.subplots()
     sizes = [sram // 1024 for sram in srams]
     label = f"{constant:.1f} N² d² / M, the theorem's form"
     axes.plot(sizes, [constant * each / MIB for each in curve], color="black", linewidth=2, label=label)
     axes.plot(sizes, [each / MIB for each in moved], "o", color=TILED, markersize=14, label="best blocks that fit")
-    for size, each, name in zip(sizes, moved, names):
-        words = f"{each / MIB:.0f} MiB\nblocks of {name}"
-        axes.annotate(words, (size, each / MIB), (12, 6), textcoords="offset points", fontsize=FONT - 1)
-    axes.set(xscale="log", yscale="log", xlim=(sizes[0] * 0.85, sizes[-1] * 2.1), ylim=(40, 900))
+    for at, (size, each, name) in enumerate(zip(sizes, moved, names)):
+        if name not in names[:at]:
+            words = f"{each / MIB:,.0f} MiB\nblocks of {name}"
+            axes.annotate(words, (size, each / MIB), (0, 14), textcoords="offset points", fontsize=FONT - 1)
+    axes.set(xscale="log", yscale="log", xlim=(sizes[0] * 0.9, sizes[-1] * 1.55), ylim=(160, 2800))
     axes.set_xticks(sizes, sizes)
-    axes.set_yticks([50, 100, 200, 400, 800], [50, 100, 200, 400, 800])
+    ticks = [200, 400, 800, 1600]
+    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
-    label_axes(axes, "SRAM of a processor (KiB)", "between HBM and chip (MiB)")
+    label_axes(axes, "SRAM of one program (KiB)", "moved, forward and\nbackward (MiB)")
     axes.legend(fontsize=FONT, frameon=False)
     return figure
 
@@ -204,19 +216,39 @@ def draw_growth(lengths, peaks, seconds):
 
 
 def draw_floors(name, floors):
-    """What a pass takes at least, by its operations and by its bytes. floors: {title: (seconds, seconds)}."""
+    """What a pass takes by its operations and by its bytes. floors: {title: (products, seconds, seconds)}."""
     figure = Figure(figsize=(14, 0.95 * len(floors) + 1.6), layout="constrained")
     axes = figure.subplots()
-    for row, (operations, moved) in enumerate(floors.values()):
-        for shift, value, color in ((-0.19, operations, CHIP), (0.19, moved, HBM)):
+    for row, (products, operations, moved) in enumerate(floors.values()):
+        bars = ((-0.19, operations, CHIP, f" ({products} products)"), (0.19, moved, HBM, ""))
+        for shift, value, color, words in bars:
             axes.barh(row + shift, 1e6 * value, 0.36, color=color, edgecolor="black")
-            axes.text(1e6 * value + 2, row + shift, f"{1e6 * value:.0f}", va="center", fontsize=FONT)
+            axes.text(1e6 * value + 2, row + shift, f"{1e6 * value:.0f}{words}", va="center", fontsize=FONT)
     axes.set_yticks(range(len(floors)), list(floors))
     axes.invert_yaxis()
     handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="black") for color in (CHIP, HBM)]
-    axes.legend(handles, ["its operations", "its bytes"], fontsize=FONT, frameon=False, loc="center right")
+    words = ["time for the operations", "time for the bytes"]
+    axes.legend(handles, words, fontsize=FONT, frameon=False, loc="upper right")
     axes.margins(x=0.1)
-    label_axes(axes, f"at least (µs a head), {name}", "")
+    label_axes(axes, f"model without caches (µs a head), {name}", "")
+    return figure
+
+
+def draw_passes(curves):
+    """Memory until the optimizer's step, a panel for each attention, on one scale. curves: {name: a ledger's curve}."""
+    figure = Figure(figsize=(17, 5.4), layout="constrained")
+    highest = max(sample["total"] for curve in curves.values() for sample in curve) / MIB
+    panels = figure.subplots(1, len(curves))
+    for axes, (name, curve) in zip(panels, curves.items()):
+        samples = [*takewhile(lambda sample: sample.phase != "optimizer", curve)]
+        plot_curve(samples, axes, "not seen: scratch inside operators")
+        next(text for text in axes.texts if text.get_text().startswith("peak")).set_ha("left")  # off the lines
+        top = [layer for layer in axes.collections if isinstance(layer, PolyCollection)][-1]
+        top.set(edgecolor="black", linewidth=1)  # a peak of one operator is as thin as a line
+        axes.set_title(f"{name} attention", pad=32, weight="bold", fontsize=FONT + 2)
+        axes.set_ylim(0, 1.15 * highest)
+        if axes is not panels[-1]:
+            axes.get_legend().remove()  # the same as the last one's
     return figure
 
 

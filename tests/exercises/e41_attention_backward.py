@@ -3,10 +3,10 @@ PyTorch, and the N × N scores may exist:
 
     S = Q Kᵀ / √d        P = softmax(S), row by row        O = P V
 
-dout is the gradient of the loss with respect to O. Three of the four steps back are products of matrices. The fourth
-goes through softmax, whose Jacobian of one row p is diag(p) - p pᵀ. A row of the gradient of P times this matrix is a
-vector. You can write that vector down without the matrix, and you should: for N keys the matrix has N² numbers, and
-each row has a matrix of its own.
+dout is the gradient of the loss with respect to O. Of the three steps two are products of matrices, and each goes back
+by two products. The one between them is softmax, whose Jacobian of one row p is diag(p) - p pᵀ. A row of the gradient
+of P times this matrix is a vector. You can write that vector down without the matrix, and you should: for N keys the
+matrix has N² numbers, and each row has a matrix of its own.
 
 FlashAttention takes one step more: the sum over keys that this vector needs is also a sum over the columns of O. That
 is D = rowsum(dO · O). It needs neither P nor the gradient of P.

@@ -70,7 +70,7 @@ CELLS = {
     "07b_flash_backward": {
         **INSTALL,
         'peaks["flash"][-1] <': "judges the memory of long sequences",
-        'passes["tiled"] <': "compares seconds, which are not a card's here",
+        'passes["tiled", name] <': "compares seconds, which are not a card's here",
     },
     "08_scale": {
         **INSTALL,
