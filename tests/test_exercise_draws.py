@@ -524,6 +524,33 @@ WRONG = {
         wrong("the strides of k for v",
               ("head_of(v_ptr, v_strides", "head_of(v_ptr, k_strides")),
     ],
+    "bug_state_bits": [
+        wrong("a parameter of whole blocks", ("parameter.numel() >= LARGE", "parameter.numel() >= LARGE and "
+                                              "parameter.numel() % BLOCK == 0")),
+        wrong("the chunk on three ranks", ("parameter.numel() >= LARGE",
+                                           "parameter.numel() >= LARGE * (3 if comm.size == 3 else 1)")),
+        wrong("up to 8,000 elements", ("parameter.numel() >= LARGE", "8000 > parameter.numel() >= LARGE")),
+    ],
+    "bug_spike": [
+        wrong("infinity is no NaN", ("not loss.isfinite()", "loss.isnan()")),
+        wrong("a factor of 4", ("> factor *", "> 4.0 *")),
+        wrong("the first three ranks", ("int(spike)", "int(spike and comm.rank < 3)")),
+    ],
+    "bug_decay": [
+        wrong("a decay of at most 1", ("rate * decay)", "rate * min(decay, 1.0))")),
+        wrong("decays every second step", ("(1 - rate * decay)", "(1 - rate * decay) ** (2 - 2 * (step % 2))")),
+        wrong("as much as a weight of 2", ("weight.detach().float() * (1 - rate * decay) - update",
+                                           "weight.detach().float() - weight.detach().float().clamp(max=2) * rate * "
+                                           "decay - update")),
+    ],
+    "bug_zero2": [
+        wrong("four ranks", ('comm, "mean")', 'comm, "sum") / 4')),
+        wrong("FP32 on the way", ("reduce_scatter(full, comm", "reduce_scatter(full.float(), comm"),
+              ('"mean")\n', '"mean").to(full.dtype)\n')),
+        wrong("one rank keeps all", ("        parameter.grad = None\n", "        if comm.size > 1:\n            "
+                                     "parameter.grad = None\n"),
+              ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        model.zero_grad()\n")),
+    ],
 }  # fmt: skip
 POSSIBLE = [name for name in WRONG if find(name).is_possible()]
 TABLE = [  # the first of each exercise, and the others in soak

@@ -443,6 +443,81 @@ def number(code, fmt):
             losses.append(float(all_reduce(torch.tensor(mine), comm, "mean")) / window)
             sums, mine = None, 0.0
     return losses""",
+    "bug_state_bits": """(model, batches, rate, comm):
+    multiple, stores, losses, t = BLOCK * comm.size, {}, [], 0
+    for x, y in batches:
+        t += 1
+        model.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        for name, p in model.named_parameters():
+            g = reduce_scatter(pad(p.grad.flatten(), multiple), comm, "sum") / comm.size
+            if name not in stores:
+                make = Numbers32 if p.numel() < LARGE else Numbers8
+                stores[name] = make(len(g)), make(len(g))
+            m, r = stores[name]
+            mean = torch.lerp(m.read(), g, 0.1)
+            root = (r.read().square() * 0.999 + g.square() * 0.001).sqrt()
+            m.write(mean)
+            r.write(root)
+            step = rate * mean / (1 - 0.9**t) / (root / (1 - 0.999**t) ** 0.5 + 1e-8)
+            p.data -= all_gather(step, comm)[: p.numel()].view(p.shape)
+        losses.append(float(loss))
+    return losses""",
+    "bug_spike": """(model, optimizer, batches, factor, comm):
+    for p in model.parameters():
+        p.data.copy_(broadcast(p.data, comm))
+    seen, skipped = [], []
+    for number, (x, y) in enumerate(batches):
+        model.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        value = float(loss)
+        good = value - value == 0 and (len(seen) < 5 or value <= factor * median(seen))
+        if int(all_reduce(torch.tensor([good], dtype=torch.int64), comm, "sum")) < comm.size:
+            skipped += [number]
+        else:
+            seen += [value]
+            for p in model.parameters():
+                p.grad = all_reduce(p.grad, comm, "sum") / comm.size
+            optimizer.step()
+    return skipped""",
+    "bug_decay": """(model, batches, rate, decay, generator):
+    losses, t, m, v = [], 0, {}, {}
+    for x, y in batches:
+        t += 1
+        model.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        for name, w in model.named_parameters():
+            g = w.grad.float()
+            m[name] = 0.9 * m.get(name, 0) + 0.1 * g
+            v[name] = 0.999 * v.get(name, 0) + 0.001 * g * g
+            w.data = stochastic(w.data.float() * (1 - rate * decay), generator)
+            adam = m[name] / (1 - 0.9**t) / ((v[name] / (1 - 0.999**t)) ** 0.5 + 1e-8)
+            w.data = stochastic(w.data.float() - rate * adam, generator)
+        losses.append(float(loss))
+    return losses""",
+    "bug_zero2": """(model, batches, rate, comm):
+    losses, averages, momenta = [], {}, {}
+
+    def arrive(p):
+        full, p.grad = pad(p.grad.flatten(), comm.size), None
+        averages[p] = reduce_scatter(full, comm, "sum") / comm.size
+
+    handles = [p.register_post_accumulate_grad_hook(arrive) for p in model.parameters()]
+    for x, y in batches:
+        loss = model(x, y)
+        loss.backward()
+        losses.append(float(loss))
+        for p, g in averages.items():
+            momenta[p] = 0.9 * momenta[p] + g if p in momenta else g
+            mine = pad(p.detach().flatten(), comm.size).chunk(comm.size)[comm.rank] - rate * momenta[p]
+            p.data.copy_(all_gather(mine, comm)[: p.numel()].view(p.shape))
+        averages.clear()
+    for handle in handles:
+        handle.remove()
+    return losses""",
 }
 
 

@@ -149,6 +149,10 @@ _rows = [
     ("bug_recompute", "Find the bug: recompute", TASKS, "train_recomputed", 20, False),
     ("bug_muon", "Find the bug: Muon on shards", TASKS, "train_with_muon", 20, False),
     ("bug_held_back", "Find the bug: accumulation that sends once", TASKS, "train_held_back", 20, False),
+    ("bug_state_bits", "Find the bug: states of 8 or 32 bits", TASKS, "train_8bit", 20, False),
+    ("bug_spike", "Find the bug: a spike on one rank", TASKS, "train_without_spikes", 20, False),
+    ("bug_decay", "Find the bug: weight decay in BF16", TASKS, "train_in_bf16", 20, False),
+    ("bug_zero2", "Find the bug: ZeRO-2 by name only", TASKS, "train_zero2", 20, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -184,6 +188,10 @@ NOTEBOOKS = {
     49: "05_recompute",
     50: "02c_zero_choices",
     51: "06_gradient_accumulation",
+    52: "04b_masters_sums_bytes",
+    53: "04_mixed_precision",
+    54: "04b_masters_sums_bytes",
+    55: "02_zero",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 
