@@ -157,6 +157,7 @@ OTHER_ANSWERS = {
     return padded""",
     "all_gather": """(chunks, comm):
     current = comm.rank
+    comm.transport.soon([chunks[(comm.rank - k) % comm.size] for k in range(1, comm.size)], (comm.rank - 1) % comm.size)
     for _ in range(comm.size - 1):
         before = (current - 1) % comm.size
         comm.send_recv(chunks[current], (comm.rank + 1) % comm.size, chunks[before], (comm.rank - 1) % comm.size)

@@ -23,6 +23,19 @@ def test_a_step_holds_and_sends_what_the_formulas_say(number):
         assert len(found["losses"]) == 3
 
 
+def test_what_travels_is_counted_by_phase_and_drawn():
+    found = {
+        stage.__name__: World(2, "cpu").run(zero.traveled, stage, SMALL, (1, 8))[0] for stage in (DDP, Zero2, Zero3)
+    }
+    assert found["DDP"] == {("backward", "all_reduce"): pytest.approx(2, rel=0.01)}
+    assert found["Zero2"]["forward", "all_gather"] == pytest.approx(1, rel=0.01)
+    assert found["Zero2"]["backward", "reduce_scatter"] == pytest.approx(1, rel=0.01)
+    assert found["Zero3"]["backward", "all_gather"] == pytest.approx(1 - ROOT / PSI, rel=0.01), "not the root again"
+    words = [text.get_text() for text in zero_pictures.draw_travel(found).axes[0].texts]
+    assert words.count("all-gather\ngradients") == 1 and words.count("all-gather\nparameters") == 3
+    assert {"2.00 ×", f"{3 - ROOT / PSI:.2f} ×"} <= set(words)
+
+
 def test_a_step_has_the_same_sequences_on_any_number_of_ranks():
     alone, shared = (
         [torch.cat(parts) for parts in zip(*World(n, "cpu").run(zero.batch, 3, sequences=4, tokens=8))] for n in (1, 2)

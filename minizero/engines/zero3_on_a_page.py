@@ -47,9 +47,9 @@ def step(layers: list, shards: list, x: torch.Tensor, loss_of: Callable, comm: C
         drop(layer)
     loss = loss_of(x.requires_grad_())
     (gradient,) = torch.autograd.grad(loss, x)
-    for layer, mine, x in reversed(list(zip(layers, shards, inputs))):
+    for layer, mine, kept in reversed(list(zip(layers, shards, inputs))):
         vector_to_parameters(all_gather(mine, comm), layer.parameters())
-        x = x.detach().requires_grad_()
+        x = kept.detach().requires_grad_()
         # Backward of this layer alone: the gradients of its parameters, and of its input, for the layer before.
         *parts, gradient = torch.autograd.grad(layer(x), [*layer.parameters(), x], gradient)
         drop(layer)

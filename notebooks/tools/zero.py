@@ -52,6 +52,36 @@ def one_step(comm, stage, config, shape=(2, 64), steps=3, ledger=True, **options
     return found
 
 
+def traveled(comm, stage, config, shape=(2, 64)):
+    """What a rank sends in a training step, by phase and collective: {("backward", "reduce_scatter"): 1.0, …}.
+
+    In messages of the size that a ring sends of all parameters: (N - 1)/N of 4Ψ bytes. So a number is how often the
+    model travels. Each engine gathers when it needs to, and not ahead.
+    """
+    engine = stage(GPT(config), comm, **({"prefetch": 0} if stage is Zero3 else {}))
+    optimizer = torch.optim.AdamW(engine.parameters())
+    once = 4 * config.count_parameters()[0] * (comm.size - 1) / comm.size
+    phase, sent, found = "", 0, {}
+
+    def note(operation, label, began):
+        nonlocal sent
+        found[phase, operation] = found.get((phase, operation), 0) + (comm.bytes_sent - sent) / once
+        sent = comm.bytes_sent
+
+    comm.observers.append(note)
+    x, y = torch.zeros((2, *shape), dtype=torch.long, device=comm.device)
+    for _ in range(2):  # the second step begins as each later one does
+        found.clear()
+        phase = "forward"
+        loss = engine(x, y)
+        phase = "backward"
+        loss.backward()
+        phase = "step"
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 def batch(comm, step, sequences=8, tokens=64):
     """x and y of this rank: its part of the sequences of a step, which are the same on any number of ranks."""
     text = read_text(TEXT, tokens)

@@ -3,8 +3,9 @@
 import dataclasses
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from minizero.pictures import FONT, MIB, OTHER, mark_place, plot_timeline
+from minizero.pictures import COLORS, FONT, MIB, OTHER, mark_place, plot_timeline
 from minizero.pictures.style import LINE_STYLES, label_axes
 
 SHORTEST = 0.002  # seconds: a shorter event is not drawn
@@ -81,6 +82,52 @@ def in_order(events):
         now[event.rank] += 0.01 if event.lane == "compute" else 0.04
         placed.append(dataclasses.replace(event, start=start, end=now[event.rank]))
     return placed
+
+
+def draw_travel(found):
+    """Who sends what, and when: a row for each stage, a box for each collective, as long as its bytes.
+
+    found: by the stage's name, what `zero.traveled` returns. A box of length 1 sends the model once.
+    """
+    figure = Figure(figsize=(16, 1.6 + 1.15 * len(found)), layout="constrained")
+    axes = figure.subplots()
+    starts = {"forward": 0.0, "backward": 1.35, "step": 3.7}
+    words = {"forward": "forward", "backward": "backward", "step": "optimizer's step"}
+    for row, sent in enumerate(found.values()):
+        for phase, start in starts.items():
+            for what, how, length in _boxes(sent, phase):
+                look = {"facecolor": COLORS[what], "edgecolor": "black", "linewidth": 2}
+                axes.add_patch(Rectangle((start, row + 0.12), length, 0.76, **look))
+                color = "white" if what == "parameters" else "black"
+                text = f"{how}\n{what}"
+                axes.text(start + length / 2, row + 0.5, text, ha="center", va="center", color=color, fontsize=FONT)
+                start += length
+        axes.text(4.95, row + 0.5, f"{sum(sent.values()):.2f} ×", ha="center", va="center", fontsize=FONT + 2)
+    for start in list(starts.values())[1:]:
+        axes.axvline(start - 0.17, color="black", linewidth=1.5, linestyle="dotted")
+    for phase, start in starts.items():
+        axes.text(start, -0.15, words[phase], fontsize=FONT + 1, fontweight="bold", va="bottom")
+    axes.text(4.95, -0.15, "sent in all", fontsize=FONT + 1, fontweight="bold", ha="center", va="bottom")
+    axes.set(xlim=(-0.05, 5.25), ylim=(len(found), -0.5), xticks=[])
+    axes.set_yticks([row + 0.5 for row in range(len(found))], list(found), fontsize=FONT + 1, fontweight="bold")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def _boxes(sent, phase):
+    """Of a phase: (what travels, how, how often the model). An all-reduce of gradients is two halves."""
+    boxes = []
+    for (when, operation), length in sent.items():
+        if when != phase or not length:
+            continue
+        if operation == "all_reduce":
+            halves = ("reduce-scatter", "all-gather")
+            boxes += [("gradients", half, length / 2) for half in halves]
+        else:
+            what = "parameters" if operation == "all_gather" else "gradients"
+            boxes.append((what, operation.replace("_", "-"), length))
+    return boxes
 
 
 def draw_page(curve, whole):

@@ -5,6 +5,9 @@ stand in a ring and only pass to the right. In each of N-1 steps a rank sends on
     step s   rank r sends chunk r-s                and receives chunk r-s-1             (all modulo N)
 
 So every rank sends N-1 chunks of the N, which is the least: each chunk must reach N-1 others.
+
+Before the first step a rank says what will come: comm.transport.soon(tensors, left) names the N-1 tensors that it is
+going to receive from the left, in their order. Processes then begin to receive all of them at once.
 """
 
 import itertools
@@ -25,20 +28,20 @@ PLAN = [
     "Who is on the left, who on the right? Modulo comm.size.",
     "In each of comm.size - 1 steps: which chunk goes out, which place in `chunks` is filled?",
     "comm.send_recv(outgoing, right, incoming, left) does both at the same time; incoming is filled in place.",
-    "(The package also calls comm.transport.soon(…), so that a transport may begin to receive at once. You need not.)",
+    "Before that loop: which places will it fill, in which order? Name all of them at once, by comm.transport.soon.",
 ]
 HINTS = [
     "In step 0 rank r sends chunks[r]. What came in, from the left, was the left one's own: chunks[r - 1].",
     "In step 1 rank r passes that on: chunks[r - 1] goes out, chunks[r - 2] comes in.",
-    "Index (comm.rank - step) % comm.size goes out. One less comes in.",
+    "Index (comm.rank - step) % comm.size goes out. One less comes in: a list of these, over all steps, is for `soon`.",
 ]
 AFTER = (
-    "The package has your loop, and one line before it. `soon` names all tensors that are going to be received, in "
-    "their order. Processes on a CPU then post all receives at once, and each message finds its place ready. What has "
-    "come round the ring has passed through every rank, so it also proves that all ranks agree: one exchange of "
-    "messages is saved. Threads ignore the call, and the ring is right without it. Read next: `soon` in "
-    "minizero/ranks/processes/transport.py."
+    "The package has your loop, and your line before it. After `soon` processes on a CPU post all receives at once, "
+    "and each message finds its place ready. What has come round the ring has passed through every rank, so it also "
+    "proves that all ranks agree: one exchange of messages is saved. Threads ignore the call, and the ring is right "
+    "without it. Read next: `soon` in minizero/ranks/processes/transport.py."
 )
+SOON = "comm.transport.soon([chunks[(comm.rank - step - 1) % comm.size] for step in range(comm.size - 1)], left)"
 LOOP = "for step in range(comm.size - 1):\n        # First"
 WRONG = [
     wrong("one-step-short", (LOOP, "for step in range(comm.size - 2):\n        # First")),
@@ -66,6 +69,9 @@ WRONG = [
                          "comm.send_recv(outgoing.float(), right, fresh, left)\n        incoming.copy_(fresh)")),
     wrong("announces-others", ("soon([chunks[(comm.rank - step - 1)", "soon([chunks[(comm.rank + step - 1)"),
           says="random"),
+    wrong("announces-nothing", (SOON, "pass"), says="announces-too-few"),
+    wrong("announces-each-in-its-step", (SOON, "pass"), ("        comm.send_recv(outgoing",
+          "        comm.transport.soon([incoming], left)\n        comm.send_recv(outgoing"), says="announces-too-few"),
     wrong("not-a-ring", ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]"),
           ("comm.send_recv(outgoing, right, incoming, left)",
            "comm.send_recv(outgoing, (right + step) % comm.size, incoming, (left - step) % comm.size)")),
@@ -81,6 +87,13 @@ def check() -> None:
             "not-a-ring", "Rank 0 sends to several ranks. In a ring each sends to its neighbour only, always the same."
         )
     ranks(4, memory)
+    named = ranks(4, named_before)[0]
+    if named < 3:
+        fail(
+            "announces-too-few",
+            f"When its first message went, rank 0 of 4 had named {named} of the 3 tensors that it received: before the "
+            "loop comm.transport.soon(tensors, left) names all of them, in their order.",
+        )
     ranks(4, trains)
 
 
@@ -151,6 +164,24 @@ def receivers(comm) -> list[tuple[int, int]]:
     return seen
 
 
+def named_before(comm) -> int:
+    """How many tensors this rank had named by `soon` when its first message went."""
+    named, first = [], []
+    soon, transfer = comm.transport.soon, comm.transport.transfer
+
+    def noted_soon(tensors, src):
+        named.extend(tensors)
+        soon(tensors, src)
+
+    def noted(outgoing, dst, incoming, src):
+        first.append(len(named))
+        transfer(outgoing, dst, incoming, src)
+
+    comm.transport.soon, comm.transport.transfer = noted_soon, noted
+    collectives.ring_all_gather([torch.ones(4) for _ in range(comm.size)], comm)
+    return first[0]
+
+
 def memory(comm) -> None:
     chunks = [torch.ones(10_000) for _ in range(comm.size)]
     with Ledger() as ledger:
@@ -214,7 +245,7 @@ def result(case: Case) -> dict[str, Any]:
             "bytes sent": watch.sent,
             "hops in a row": watch.hops,
             "receivers": sorted(watch.receivers),
-            "what `soon` named, if it was called, is what came next": watch.kept_its_word,
+            "what `soon` named is what came next": watch.kept_its_word,
         }
 
     return rank_kit.by_rank(ranks(case.ranks * case.groups, on_rank))

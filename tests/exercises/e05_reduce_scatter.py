@@ -1,5 +1,5 @@
 """N ranks have a tensor each (their gradients), cut into N chunks; rank r needs chunk r, summed over all ranks.
-A partial sum travels round the ring: it starts where its chunk's owner has its right neighbour, and each rank
+The partial sum of a chunk travels round the ring. It starts at the right neighbour of the chunk's owner, and each rank
 adds its own part.
 
     chunk c starts at rank c+1, goes right, and after N-1 hops arrives at rank c, complete.

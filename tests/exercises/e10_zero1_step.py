@@ -26,7 +26,7 @@ PLAN = [
     "`mine` is this rank's chunk of unit.replica. Round the master into it: copy_ does.",
     "Gather all ranks' chunks into the unit.replica that is there: all_gather(mine, self.comm, out=…, "
     "label=unit.name).",
-    "Last, say that the replica is fresh now, or it will be gathered again.",
+    "Last, when the chunks are there, say that the replica is fresh now, or it will be gathered again.",
 ]
 HINTS = [
     "unit.chunk(unit.replica) is a view: what is written to it is in unit.replica.",
@@ -52,6 +52,7 @@ WRONG = [
           says="random"),
     wrong("a-second-buffer", (GATHER, "unit.replica.copy_(all_gather(mine, self.comm, label=unit.name))"),
           says="random"),
+    wrong("forgets-the-label", (GATHER, "all_gather(mine, self.comm, out=unit.replica)")),
     wrong("sums-instead", (GATHER, "from minizero.ranks.collectives import all_reduce\n            "
           "unit.replica.copy_(all_reduce(unit.replica, self.comm, label=unit.name))")),
 ]  # fmt: skip
@@ -73,7 +74,7 @@ def check() -> None:
         fail(
             "gathers-always",
             f"Two forwards without a step between them, and the second sent {size(again)} a rank again: gather "
-            "what is stale, and mark it as fresh.",
+            "what is stale, and then, after the gather, mark it as fresh: unit.replica_is_fresh_now().",
         )
     moved = ranks(2, half)[0]
     if not moved:
@@ -146,7 +147,7 @@ def result(case: keep.Case) -> dict[str, Any]:
             unit.name = f"unit {number}"
         replicas = [unit.replica for unit, _ in units]
         engine: Any = SimpleNamespace(units=[unit for unit, _ in units], comm=inside)
-        seen: dict[str, Any] = {"the labels of collectives": labels}
+        seen: dict[str, Any] = {"the units that are gathered, in order": labels}
         inside.observers.append(lambda operation, label, _: labels.append(label))
         for name, stepped in {"two steps": (0, 2), "no step": (), "a step": (1,), "no other step": ()}.items():
             with torch.no_grad():
@@ -157,6 +158,11 @@ def result(case: keep.Case) -> dict[str, Any]:
             before = inside.bytes_sent
             with Ledger() as ledger:
                 Zero1.before_forward(engine)
+            if "" in labels:
+                fail(
+                    "forgets-the-label",
+                    "all_gather got no label. With label=unit.name the ranks notice if they gather different units.",
+                )
             seen[f"after {name} the replicas"] = [unit.replica.clone() for unit in engine.units]
             seen[f"after {name} the replicas are the same tensors"] = all(
                 unit.replica is replica for unit, replica in zip(engine.units, replicas)

@@ -1,5 +1,7 @@
 """Recomputation: forward keeps only a block's inputs; backward runs the block again, now with a tape, and goes backward
-through that at once. Its activations live only while its own backward runs, for one more forward.
+through that at once. Its activations live only while its own backward runs, for one more forward. The dozen lines of
+the lesson have one input, one output, and other random numbers in the second run. Yours serve several of both, some
+without a gradient, and draw the same numbers again.
 
 `ByFunction` is one node of the graph; its forward ran fn without a tape, and left in ctx:
 

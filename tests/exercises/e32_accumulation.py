@@ -7,6 +7,8 @@ Activations exist for one micro-batch at a time: each goes backward before the n
 `_backward(model, micro_batch, weight)` does that: it adds the gradient of weight · loss to .grad and returns weight ·
 loss. A micro-batch is a pair (x, y). One without any target has a mean of 0/0; it must add nothing.
 
+The loop of the lesson serves one small model in FP32. Yours takes any window, also with a micro-batch that has no
+target, adds up 16-bit gradients in FP32, and refuses models that average by themselves.
 For an engine of minizero, whose ranks must agree, `_accumulate_on_ranks(model, window, counts, no_sync)` is there.
 """
 

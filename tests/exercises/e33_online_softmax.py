@@ -5,6 +5,7 @@ far was measured against the old maximum, and is scaled down:
     m' = max(m, largest of the block)       rescale = exp(m - m')       p = exp(s - m')
     l = rescale · l + Σ p                   o = rescale · o + p V       in the end softmax(s) V = o / l
 
+The lesson goes key by key, and a value is one number. Here a block of keys comes at a time, and a value is a row.
 One row of attention: scores (Nk,), values (Nk, head dim), `block` keys at a time, a `Step` for each block.
 """
 

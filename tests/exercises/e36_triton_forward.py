@@ -17,7 +17,7 @@ import torch
 
 from tests.exercises import triton_kit
 from tests.exercises.kit import fail, same, wrong
-from tests.exercises.triton_kit import expect, small_blocks, tensors, with_options
+from tests.exercises.triton_kit import compiles, expect, small_blocks, tensors, with_options
 
 PLAN = [
     "Where am I? place(n_q, heads, BLOCK_Q, right is not None); lengths (packed sequences); return if start >= "
@@ -61,6 +61,12 @@ WRONG = [
           ("V = head_of(v_ptr, v_strides, batch, head // GROUP", "V = head_of(v_ptr, v_strides, batch, head")),
     wrong("each-head-its-own-values", ("V = head_of(v_ptr, v_strides, batch, head // GROUP",
                                        "V = head_of(v_ptr, v_strides, batch, head"), says="each-head-its-own-keys"),
+    wrong("forgets-the-precision", ("o * rescale[:, None], input_precision=PRECISION)", "o * rescale[:, None])"),
+          says="multiplies-in-tf32"),
+    wrong("begins-as-a-number", ("m = tl.full([BLOCK_Q], -3.4e38, tl.float32)", "m = -3.4e38"),
+          says="does-not-compile"),
+    wrong("stores-all-rows", ("out_strides, rows, n_q, o / l", "out_strides, rows, n_q + BLOCK_Q, o / l"),
+          says="stores-outside"),
     wrong("the-first-keys-again", ("keys = start_k + tl.arange(0, BLOCK_K)", "keys = tl.arange(0, BLOCK_K)")),
 ]  # fmt: skip
 
@@ -112,6 +118,7 @@ def check() -> None:
         if not torch.allclose(lse.double(), want_lse, atol=1e-4):
             fail("lse-in-base-2", f"lse is {lse[0, 0, 0]:.3f}, expected {want_lse[0, 0, 0]:.3f}: m · scale + ln l.")
     with_options((0, 4))
+    compiles("forward")
 
 
 def online(s, values, rescale_sum=False, rescale_output=False):

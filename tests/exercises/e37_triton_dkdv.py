@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.exercises import triton_kit
 from tests.exercises.kit import fail, wrong
-from tests.exercises.triton_kit import backward, expect, formulas, with_options
+from tests.exercises.triton_kit import backward, compiles, expect, formulas, with_options
 
 PLAN = [
     "Where am I? place(n_k, heads // GROUP, BLOCK_K, False) gives a block of keys and a key/value head. Lengths, "
@@ -43,6 +43,9 @@ AFTER = (
     "LOG2_E: the difference of two large numbers, each rounded after a product, would be off. Read next: `sees_one` "
     "in flash/masks.py."
 )
+STORE = "store_block(DV, dv_strides, keys, n_k, dv, HEAD_DIM, BLOCK_D)"
+NO_MASK = """columns = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(DV + keys[:, None] * dv_strides[2] + columns * dv_strides[3], dv.to(DV.dtype.element_ty))"""
 WRONG = [
     wrong("forgets-delta", ("p * (dp - load_numbers(DELTA, delta_strides, numbers, n_q)[None, :])", "p * dp")),
     wrong("forgets-the-scale", ("dk * scale", "dk")),
@@ -51,6 +54,9 @@ WRONG = [
         ("if part != 1:\n                    p = tl.where", "if part == 7:\n                    p = tl.where"),
     ),
     wrong("keeps-the-last-block", ("do, dv, input_precision", "do, input_precision")),
+    wrong("forgets-the-precision", ("do, dv, input_precision=PRECISION)", "do, dv)"), says="multiplies-in-tf32"),
+    wrong("forgets-the-precision-of-dk", ("q, dk, input_precision=PRECISION)", "q, dk)"), says="multiplies-in-tf32"),
+    wrong("stores-without-a-mask", (STORE, NO_MASK), says="stores-outside"),
     wrong("first-head-only", ("for member in range(GROUP):", "for member in range(1):")),
     wrong("wrong-base", ("(s * scale - lse[None, :]) * LOG2_E", "s * scale - lse[None, :]")),
     wrong("dk-from-p", ("tl.dot(ds.to(q.dtype), q, dk", "tl.dot(p.to(q.dtype), q, dk")),
@@ -89,6 +95,7 @@ def check() -> None:
             "forgets-the-mask", "With causal=True rows that lie before a key count for it: p is 0 where not visible(…)."
         )
     with_options((2, 3))
+    compiles("dkdv")
 
 
 def draw(random: Random) -> list[triton_kit.Case]:

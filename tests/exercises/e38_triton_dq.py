@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.exercises import triton_kit
 from tests.exercises.kit import fail, wrong
-from tests.exercises.triton_kit import backward, expect, formulas, with_options
+from tests.exercises.triton_kit import backward, compiles, expect, formulas, with_options
 
 PLAN = [
     "Where am I? As in the forward kernel. Pointers to this head's Q, DO, LSE, DELTA, and to K, V of head // GROUP.",
@@ -39,6 +39,14 @@ WRONG = [
         ("if part != 1:\n                p = tl.where", "if part == 7:\n                p = tl.where"),
     ),
     wrong("keeps-the-last-block", ("k, dq, input_precision", "k, input_precision")),
+    wrong("forgets-the-precision", ("k, dq, input_precision=PRECISION)", "k, dq)"), says="multiplies-in-tf32"),
+    wrong(
+        "begins-as-a-number",
+        ("dq = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)", "dq = 0.0"),
+        ("tl.dot(ds.to(k.dtype), k, dq, input_precision", "dq + tl.dot(ds.to(k.dtype), k, input_precision"),
+        says="does-not-compile",
+    ),
+    wrong("stores-all-columns", ("n_q, dq * scale, HEAD_DIM,", "n_q, dq * scale, BLOCK_D,"), says="stores-outside"),
     wrong("wrong-base", ("(s * scale - lse[:, None]) * LOG2_E", "s * scale - lse[:, None]")),
     wrong("dq-from-p", ("dq = tl.dot(ds.to(k.dtype)", "dq = tl.dot(p.to(k.dtype)")),
 ]
@@ -63,6 +71,7 @@ def check() -> None:
     if (dq - want).abs().max() > 1e-3:
         fail("forgets-the-mask", "With causal=True keys in the future count: p is 0 where not visible(…).")
     with_options((1,))
+    compiles("dq")
 
 
 def draw(random: Random) -> list[triton_kit.Case]:

@@ -157,6 +157,8 @@ def _brief(value: Any) -> str:
         return "None: is there a return?"
     if isinstance(value, dict):
         return f"{len(value)} values"
+    if value == "":
+        return "an empty text"
     text = str(value) if not isinstance(value, torch.Tensor) else f"a tensor of shape {tuple(value.shape)}"
     return text if len(text) <= 120 else f"{text[:117]} …"
 

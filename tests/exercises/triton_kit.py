@@ -1,15 +1,23 @@
 """What the checks of the three Triton kernels share: they run under Triton's interpreter, on a CPU."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
+from tests.exercises.course import ROOT
 from tests.exercises.draws import deal
 from tests.exercises.kit import AtMost, fail, same
+
+OUTPUTS = {"forward": 2, "delta": 1, "dkdv": 2, "dq": 1}  # of a kernel's tensors, the last ones
 
 
 def tensors(causal: bool, n: int = 40, heads: int = 2, kv_heads: int = 1):
@@ -28,8 +36,20 @@ def tensors(causal: bool, n: int = 40, heads: int = 2, kv_heads: int = 1):
 
 
 def small_blocks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call it with blocks of 16 rows and 16 keys, so that there are several."""
-    with blocks_of(16, 16):
+    """Call it with blocks of 16 rows and 16 keys, so that there are several. What a kernel stores outside is told."""
+    from flash.launch import Launch
+
+    launch = Launch.run
+
+    def run_in_frames(self: Launch) -> None:
+        inputs, outputs = self.tensors[: -OUTPUTS[self.name]], self.tensors[-OUTPUTS[self.name] :]
+        held = [framed(torch.full_like(x, torch.nan), i) for i, x in enumerate(outputs)]
+        launch(self._replace(tensors=(*inputs, *held)))
+        nothing_outside(held)
+        for x, stored in zip(outputs, held):
+            x.copy_(stored)
+
+    with blocks_of(16, 16), mock.patch.object(Launch, "run", run_in_frames):
         return function(*args, **kwargs)
 
 
@@ -108,6 +128,24 @@ def expect(got: torch.Tensor, want: torch.Tensor, mistakes: dict[str, tuple[torc
         if same(got, value, 1e-3):
             fail(name, words)
     fail("values", f"{what} is wrong, by {(got - want).abs().max().item():.3g} at most.")
+
+
+def compiles(kernel: str) -> None:
+    """Fail if the answer compiles for no GPU, or multiplies in TF32 what is FP32. kernel: "forward", "dkdv" or "dq".
+
+    Triton chooses between its interpreter and its compiler when it is imported, so another process compiles.
+    """
+    from flash import kernels
+
+    path, secret = getattr(kernels, f"{kernel}_kernel").fn.__code__.co_filename, secrets.token_hex()
+    command = [sys.executable, "-m", "tests.exercises.compiled", kernel, path]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, input=secret, capture_output=True, text=True)
+    *_, said = done.stdout.splitlines() or [""]
+    if not said.startswith(secret):
+        fail("does-not-compile", f"The compiler for GPUs ended without a word (exit status {done.returncode}).")
+    if found := json.loads(said[len(secret) :]):
+        fail(*found)
 
 
 # The random stage.
@@ -281,6 +319,17 @@ def numbers_in(x: torch.Tensor | None) -> int:
     return int((~x.isnan()).sum())
 
 
+def nothing_outside(outputs: Iterable[torch.Tensor]) -> None:
+    """Fail if a kernel has stored beside these tensors, each of which lies in a frame of NaN."""
+    outside = sum(numbers_in(x._base) - numbers_in(x) for x in outputs)
+    if outside:
+        fail(
+            "stores-outside",
+            f"The kernel stores {outside} numbers beside its tensors. The last block may be cut off, and a block has "
+            "BLOCK_D columns, the tensor HEAD_DIM: mask the store, as store_block and store_numbers do.",
+        )
+
+
 def run(case: Case, prepare: Callable[..., Any], **outputs: torch.Tensor) -> dict[str, Any]:
     """What the kernel stores into the outputs and beside them, and what it loads. prepare: its launch, for these."""
     held = {
@@ -291,9 +340,9 @@ def run(case: Case, prepare: Callable[..., Any], **outputs: torch.Tensor) -> dic
         launch = prepare(*held.values())
     with watched() as seen:
         launch.run()
-    outside = sum(numbers_in(x._base) - numbers_in(x) for x in held.values())
+    nothing_outside(held.values())
     most = {name: AtMost(number, 1.1) for name, number in seen.items()}  # NaN in q is loaded as often as q
-    return {**held, "numbers stored outside": outside, **most}
+    return {**held, **most}
 
 
 def run_forward(case: Case) -> dict[str, Any]:

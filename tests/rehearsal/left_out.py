@@ -25,6 +25,7 @@ CELLS = {
     "04_mixed_precision": {
         **INSTALL,
         "middle, low =": "judges the values of long training",
+        "late, *fixed =": "judges the values of long training",
         "ends = {name": "judges the values of long training",
         "skipped = [step": "trains for long",
         "of 200 steps skipped": "judges the values of long training",
