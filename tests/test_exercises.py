@@ -386,6 +386,8 @@ def number(code, fmt):
         means.append(float(all_reduce(total, comm, "mean")))
     return means""",
     "bug_recompute": """(model, optimizer, batches):
+    from minizero.recompute import checkpoint as ours
+
     def again(block, hidden):
         state, runs = torch.get_rng_state(), []
 
@@ -403,8 +405,8 @@ def number(code, fmt):
     for x, y in batches:
         model.zero_grad()
         x = model.stem(x)
-        for block in model.blocks:
-            x = again(block, x)
+        for number, block in enumerate(model.blocks):
+            x = (again if number % 2 else ours)(block, x)
         loss = F.cross_entropy(model.head(x), y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

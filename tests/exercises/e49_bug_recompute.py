@@ -95,10 +95,14 @@ WRONG = [
 WIDTH, DEPTH, STEPS, CLASSES = 16, 6, 150, 10
 
 
+class Log(list):
+    """What modules write down. Plain lists of modules would be given back by this package's recompute."""
+
+
 class Block(nn.Module):
     """x + dropout(f(x)), which writes down what it dropped. layer: of nn.Dropout; else it draws by itself."""
 
-    def __init__(self, width: int, p: float, layer: bool, log: list[Any] | None) -> None:
+    def __init__(self, width: int, p: float, layer: bool, log: Log | None) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(p) if layer else None
@@ -118,7 +122,7 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """It writes down when it runs: forward ends with it."""
 
-    def __init__(self, width: int, log: list[Any]) -> None:
+    def __init__(self, width: int, log: Log) -> None:
         super().__init__(width, CLASSES)
         self.log = log
 
@@ -130,7 +134,7 @@ class Head(nn.Linear):
 class Model(bug_recompute.Deep):
     def __init__(self, width: int = WIDTH, depth: int = DEPTH, p: float = 0.5, layer: bool = True) -> None:
         super().__init__()
-        self.log: list[Any] = []
+        self.log = Log()
         self.stem, self.head = nn.Linear(6, width), Head(width, self.log)
         self.blocks = nn.ModuleList(Block(width, p, layer, self.log) for _ in range(depth))
 
@@ -257,8 +261,8 @@ def wrong_numbers(run: Run, twin: Run) -> tuple[str, str] | None:
         if all(torch.equal(mask, run.first[0][block]) for block, mask in run.again[0]):
             return (
                 "numbers-of-its-own",
-                "Here both forwards of a block draw the same numbers now, but not those of the plain run: use the "
-                "random generator as the plain run does, and do not seed it.",
+                "Here both forwards of a block draw the same numbers now, but not those of the plain run: do not "
+                "seed the generator; and once a block has run again, set it to where it was before.",
             )
     wrongs = [(block, mask) for block, mask in run.again[0] if not torch.equal(mask, run.first[0][block])]
     if not wrongs:

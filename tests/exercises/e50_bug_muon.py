@@ -3,9 +3,8 @@ matrix with the same directions whose singular values are all about 1. The param
 and each rank updates its chunk of it, as in ZeRO-1 and ZeRO-2. It runs, its loss falls, and after a step all ranks hold
 the same parameters, bit for bit. Yet some matrices take other steps than in a single process.
 
-This happened to DeepSpeed, in January 2026: with ZeRO stage 1 or 2, Muon and reduce_scatter, which is on by default,
-"parameters that span partition boundaries receive incorrect gradient updates". Matrices inside one partition were
-right. No error was raised, and the tests only asked whether the parameters had changed.
+This happened to DeepSpeed, in January 2026, with ZeRO stage 1 or 2, Muon and reduce_scatter, which is on by default: a
+part of the matrices took wrong steps. No error was raised, and the tests only asked whether the parameters had changed.
 
     the report          https://github.com/deepspeedai/DeepSpeed/issues/7807
     it is refused       https://github.com/deepspeedai/DeepSpeed/pull/8090
@@ -16,7 +15,7 @@ embeddings to Adam, and here there are none. Each rank computes the update of al
 of the matrices in which it has a part. Momentum is the plain one.
 
 Predict before you look: the three matrices have 32, 64 and 16 numbers and lie end to end. Which of them takes a wrong
-step on 2 ranks? Which ones on 4 ranks? And does the loss show it?
+first step on 2 ranks? Which ones on 4 ranks? And does the loss show it?
 
 Run the check first: it says what the numbers are. Then read the function line by line, and mend it.
 """
@@ -52,6 +51,7 @@ HINTS = [
     "all_gather(chunk, comm) returns it on every rank.",
 ]
 AFTER = (
+    "Of 32, 64 and 16 numbers the second matrix is cut on 2 ranks, the first and the second on 4. "
     "DeepSpeed first refused Muon with reduce_scatter, as its ZeRO-3 did already. In July each averaged slice of a cut "
     "matrix then went to all ranks that own a part of it, and a test compared the update with that of the whole "
     "gradient. Another way is to cut the buffer between matrices only, so that each has one owner. This package "
@@ -178,7 +178,7 @@ def what_is_orthogonal(before: str) -> None:
     said = (
         f"{before}. But take one step from zero, on 2 ranks: three matrices of 4, 8 and 4 numbers, and rank 0 owns the "
         f"first 8. Their updates are off by {off[0]:.0%}, {off[1]:.0%} and {off[2]:.0%}. The second one has the "
-        f"singular values {values[0]:.2f} and {values[1]:.2f}, and should have {should[0]:.2f} and {should[1]:.2f}"
+        f"singular values {values[0]:.2f} and {values[1]:.2f}. They should be {should[0]:.2f} and {should[1]:.2f}"
     )
     swapped = [torch.cat([mean[:8], ours[8:]]), torch.cat([theirs[:8], mean[8:]])]
     mistakes = {

@@ -28,10 +28,10 @@ def train_held_back(
         loss = model(x, y) / window
         loss.backward()
         total += loss.detach()
-        # A message costs time: the gradients of a window are sent once, and else each rank adds up its own.
+        # A message costs time: the gradients of a window are sent once. In between each rank adds up its own.
         if (number + 1) % window == 0:
             for parameter in model.parameters():
-                assert parameter.grad is not None
+                assert parameter.grad is not None, "no gradient: was it stepped and cleared already?"
                 parameter.grad = all_reduce(parameter.grad, comm, "mean")
             optimizer.step()
             optimizer.zero_grad()
