@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 STAMP_REAL := .venv/.installed-real
 
 .PHONY: help setup demo quick test real portable notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
-.PHONY: exercises check hint watch solution reset gradebook
+.PHONY: exercises check hint watch questions solution reset gradebook autograder
 
 help:   ## show this list
 	@sed -n -e 's/^#: //p' -e 's/^\([a-z0-9]*\):[^#]*## /  \1	/p' $(MAKEFILE_LIST) | expand -t 14
@@ -44,6 +44,9 @@ hint: setup  ## one more hint for it: python -m tests.exercises hint 05
 watch: setup  ## check exercises on every save: python -m tests.exercises watch
 	@$(PY) -m tests.exercises watch
 
+questions: setup  ## three questions on a run of your own answer, E=05: python -m tests.exercises questions 05
+	@$(PY) -m tests.exercises questions $(E) $(SAID)
+
 solution: setup  ## the package's own function; before you have passed with INSIST=1: python -m tests.exercises solution 05
 	@$(PY) -m tests.exercises solution $(E) $(if $(INSIST),--insist) $(SAID)
 
@@ -52,6 +55,9 @@ reset: setup  ## begin an exercise anew, make reset E=05: python -m tests.exerci
 
 gradebook: setup  ## for lecturers: check submissions, DIR=folder: python -m tests.exercises gradebook folder
 	@$(PY) -m tests.exercises gradebook $(DIR)
+
+autograder: setup  ## for lecturers: what Gradescope and GitHub Actions take, E="05 08" or all: python -m tests.exercises autograder 05 08
+	@$(PY) -m tests.exercises autograder $(E) $(SAID)
 
 #: Develop
 

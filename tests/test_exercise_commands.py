@@ -200,7 +200,7 @@ def test_without_triton_its_exercises_block_nothing(tmp_path, monkeypatch, workb
 
 def test_the_makefile_has_the_commands():
     text = Path(ROOT, "Makefile").read_text()
-    for name in ("list", "check", "hint", "watch", "solution", "reset", "gradebook"):
+    for name in ("list", "check", "hint", "watch", "questions", "solution", "reset", "gradebook", "autograder"):
         assert f"python -m tests.exercises {name}" in text
 
 

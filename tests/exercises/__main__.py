@@ -1,4 +1,4 @@
-"""`python -m tests.exercises list|check|hint|watch|solution|reset|gradebook`."""
+"""`python -m tests.exercises list|check|hint|watch|solution|questions|reset|gradebook|autograder`."""
 
 import sys
 

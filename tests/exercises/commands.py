@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tests.exercises.course import COURSE, NO_TRITON, Exercise, find
-from tests.exercises.machine.checker import run
+from tests.exercises.machine.checker import Checker, run
 from tests.exercises.machine.runner import Outcome
+from tests.exercises.sheet import Sheet, is_right
 from tests.exercises.workbook import Workbook
 
 console = Console(width=min(80, shutil.get_terminal_size().columns), highlight=False)
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         "check": (check, "check an exercise, by default the one you are at"),
         "hint": (hint, "one more hint"),
         "watch": (watch, "check on every save, until Ctrl-C"),
+        "questions": (questions, "three questions on a run of your own answer, once it has passed"),
         "solution": (solution, "the package's own function, once you have passed"),
         "reset": (reset, "begin an exercise anew; what you wrote is kept in workbook/old"),
     }
@@ -42,8 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     book = commands.add_parser("gradebook", help="check a folder of submissions: a CSV of exercise × student")
     book.add_argument("folder", type=Path, help="a folder for each student, with files such as 05_reduce_scatter.py")
     book.add_argument("--output", type=Path, help="default: gradebook.csv in that folder")
+    grader = commands.add_parser("autograder", help="what Gradescope and GitHub Actions take, to check submissions")
+    grader.add_argument("exercises", nargs="*", metavar="exercise", help="05, or reduce_scatter; default: all")
+    grader.add_argument("--output", type=Path, default=Path("results/autograder"), help="default: %(default)s")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.command == "autograder":
+            from tests.exercises.machine import autograder
+
+            return autograder.write(arguments.output, arguments.exercises, console)
         if arguments.command == "gradebook":
             from tests.exercises.machine.gradebook import write
 
@@ -163,6 +172,40 @@ def watch(_: argparse.Namespace, workbook: Workbook) -> int:
                     console.rule(time.strftime("%H:%M:%S"))
                     check_one(exercise, workbook)
         time.sleep(0.5)
+
+
+def questions(arguments: argparse.Namespace, workbook: Workbook) -> int:
+    """Check the answer, ask, and show what happened in the run."""
+    exercise = _chosen(arguments.exercise, workbook)
+    if not exercise.core:
+        raise ValueError(f"there are questions on the core only: {', '.join(e.id for e in COURSE if e.core)}")
+    with Checker() as checker:
+        outcome = checker.check(exercise, workbook.path(exercise))
+        workbook.note(exercise, passed=outcome.status == "passed")
+        if outcome.status == "passed":
+            outcome = checker.check(exercise, workbook.path(exercise), "ask")
+    name = f"{exercise.id} {exercise.title}"
+    if outcome.status != "passed":
+        console.print(f"{name} must pass before there are questions: make check E={exercise.id}")
+        say(outcome.words)
+        return 1
+    sheet = Sheet.read(outcome.words)
+    console.print(f"{name}: a run of {_short(workbook.path(exercise))}")
+    say(sheet.case)
+    say("Answer without running it. Several numbers are typed with spaces between them.", "dim")
+    right = 0
+    for number, (text, answer) in enumerate(sheet.questions, 1):
+        console.print()
+        say(f"{number}. {text}")
+        try:
+            good = is_right(input("  > "), answer)
+        except EOFError:
+            good = False
+        right += good
+        say("✓" if good else f"✗ The run says {answer}", "green" if good else "red")
+    console.print(f"\n{right} of {len(sheet.questions)} right. What happened:")
+    say("\n".join(sheet.trace))
+    return 0
 
 
 def solution(arguments: argparse.Namespace, workbook: Workbook) -> int:

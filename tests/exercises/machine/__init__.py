@@ -4,6 +4,8 @@
     checker.py     in a process of its own, within limits
     sandbox.py     shuts strangers' answers in
     gradebook.py   a folder of submissions becomes tables of marks
+    oral.py        and pages of questions
+    autograder.py  one submission, on Gradescope or in GitHub Actions (services/ has what runs there)
 
 A student who reads an exercise does not need these.
 """

@@ -60,8 +60,8 @@ class Checker:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def check(self, exercise: Exercise, path: Path) -> Outcome:
-        """How the check of the answer in `path` ends."""
+    def check(self, exercise: Exercise, path: Path, what: str = "examine") -> Outcome:
+        """How the check of the answer in `path` ends. what: "ask" asks questions on it instead (questions.py)."""
         said = runner.look(exercise, path)
         if said is not None:
             return said
@@ -70,6 +70,7 @@ class Checker:
         assert self.host is not None and self.host.stdin is not None
         secret = secrets.token_hex()
         asked = {"exercise": exercise.id, "path": str(path.absolute()), "secret": secret, "wait": self.wait}
+        asked["what"] = what
         with contextlib.suppress(OSError):  # it has ended: so have its replies
             self.host.stdin.write(json.dumps(asked).encode() + b"\n")
             self.host.stdin.flush()
@@ -168,12 +169,17 @@ def main() -> None:
         asked = json.loads(line)
         exercise, path = next(e for e in COURSE if e.id == asked["exercise"]), Path(asked["path"])
         exercise.load()
+        check = functools.partial(runner.examine, exercise, path)
+        if asked["what"] == "ask":
+            from tests.exercises import questions
+
+            check = functools.partial(questions.ask, exercise, path)
         with tempfile.TemporaryFile() as printed:
             if CAN_FORK:
-                said = _in_a_child(exercise, path, asked["wait"], printed, channel)
+                said = _in_a_child(check, path, asked["wait"], printed, channel)
             else:
                 end = functools.partial(_end, channel, asked["secret"])
-                said = _here(exercise, path, asked["wait"], printed, end)
+                said = _here(check, path, asked["wait"], printed, end)
             printed.seek(max(0, printed.seek(0, os.SEEK_END) - 4000))
             said.printed = printed.read().decode(errors="replace").strip()
             _write(channel, asked["secret"], said)
@@ -190,7 +196,7 @@ def _end(channel: int, secret: str, said: Outcome) -> None:
     os._exit(0)  # a rank may still compute
 
 
-def _in_a_child(exercise: Exercise, path: Path, wait: float, printed: Any, channel: int) -> Outcome:
+def _in_a_child(check: Callable[[], Outcome], path: Path, wait: float, printed: Any, channel: int) -> Outcome:
     """Fork, check in the child, and end all that the child has started."""
     secret = secrets.token_hex()
     receive, send = os.pipe()
@@ -203,7 +209,7 @@ def _in_a_child(exercise: Exercise, path: Path, wait: float, printed: Any, chann
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             _limit()
             end = functools.partial(_end, send, secret)
-            end(_here(exercise, path, wait, printed, end))
+            end(_here(check, path, wait, printed, end))
         os._exit(1)
     os.close(send)
     said = b""
@@ -234,12 +240,14 @@ def _limit() -> None:
             resource.setrlimit(what, (most, most + 2))  # a process hears of the first, and cannot outlive the second
 
 
-def _here(exercise: Exercise, path: Path, wait: float, printed: Any, end: Callable[[Outcome], None]) -> Outcome:
+def _here(
+    check: Callable[[], Outcome], path: Path, wait: float, printed: Any, end: Callable[[Outcome], None]
+) -> Outcome:
     """Check in this process. `end` is called, from another thread, if the check takes too long."""
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)
     threading.Thread(target=_watch, args=(path, wait, end), daemon=True).start()
-    said = runner.examine(exercise, path)
+    said = check()
     with contextlib.suppress(Exception):  # the answer may have closed it
         sys.stdout.flush()
     return said
