@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from minizero import GPT, Zero3
 from minizero.memory import Ledger
-from minizero.pictures import FONT, draw_parts, plot_curve
+from minizero.pictures import FONT, draw_parts
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray import Plan
 from minizero.xray.case import Case
@@ -161,13 +161,3 @@ def text_of(show):
     """What `show(console)` prints, at 100 columns."""
     show(console := Console(width=100, file=io.StringIO(), force_jupyter=False, force_terminal=False))
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-
-
-def draw_curve(curve):
-    """The curve of a large model, its axis and its peak in GiB."""
-    axes = plot_curve(curve)
-    axes.yaxis.set_major_locator(pyplot.MultipleLocator(10 * 1024))
-    axes.yaxis.set_major_formatter(lambda mib, place: f"{mib / 1024:.0f}")
-    axes.set_ylabel("memory (GiB)", fontsize=FONT)
-    (words,) = [text for text in axes.texts if text.get_text().startswith("peak")]
-    words.set_text(f"peak {max(sample['total'] for sample in curve) / GIB:.1f} GiB")
