@@ -50,6 +50,12 @@ def test_the_pieces_of_a_bar_stand_on_each_other_and_are_numbered():
     assert all(pyplot.matplotlib.colors.to_hex(key.get_facecolor()).upper() == COLORS[key.get_label()] for key in keys)
 
 
+def test_a_small_part_has_a_number_if_asked_for():
+    bars = {"one": {"parameters": 10 * MIB, "gradients": 0.5 * MIB}}
+    assert [text.get_text() for text in draw_parts(bars).texts] == ["10.0", "10.5"]
+    assert [text.get_text() for text in draw_parts(bars, smallest=0.04).texts] == ["10.0", "0.5", "10.5"]
+
+
 def test_the_legend_tells_the_optimizers_states_from_its_step():
     legend = draw_parts({"optimizer.step()": {"parameters": 4 * MIB, "optimizer": 8 * MIB}}).get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["optimizer states", "parameters"]

@@ -27,16 +27,18 @@ def draw_parts(
     limit: float | None = None,
     limit_name: str = "",
     digits: int = 1,
+    smallest: float = 0.06,
 ) -> Axes:
     """Draws a bar for each name, stacked by category, with the number of each part in it and the sum above it.
 
     bars: bytes by category, of one moment each. unit: what the axis counts. limit: bytes; a line across all bars.
+    smallest: a part has a number from this share of the highest bar on; a high figure has room for less.
     """
     axes = axes or new_axes(11, 5.5)
     names = shown_categories([_with_total(held) for held in bars.values()])
     highest = max([limit or 0, *(_with_total(held)["total"] for held in bars.values())]) / unit[0]
     for place, held in enumerate(bars.values()):
-        _stack(axes, place, held, names, unit[0], highest, digits)
+        _stack(axes, place, held, names, unit[0], highest, digits, smallest=smallest)
     axes.set_xticks(range(len(bars)), list(bars))
     label_axes(axes, "", unit[1])
     axes.locator_params(axis="y", integer=True)
@@ -93,13 +95,14 @@ def _stack(
     highest: float | None,
     digits: int = 1,
     width: float = 0.7,
+    smallest: float = 0.06,
 ) -> None:
     """One bar. highest: the end of the axis in units, from which follows whether a number fits; None: no numbers."""
     below = 0.0
     for name in names:
         height = held.get(name, 0) / unit
         axes.bar(place, height, width, below, color=COLORS.get(name, OTHER), label=name)
-        if highest is not None and height > 0.06 * highest:
+        if highest is not None and height > smallest * highest:
             dark = name in ("parameters", "optimizer", "communication")
             look: Look = {"color": "white" if dark else "black", "fontsize": FONT - 1}
             axes.text(place, below + height / 2, f"{height:,.{digits}f}", ha="center", va="center", **look)

@@ -12,14 +12,14 @@ from matplotlib import pyplot
 from rich.console import Console
 from torch.nn import functional as F
 
-from minizero import GPT
+from minizero import GPT, Zero3
 from minizero.memory import Ledger
-from minizero.pictures import FONT, plot_curve
+from minizero.pictures import FONT, draw_parts
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray import Plan
 from minizero.xray.case import Case
 from minizero.xray.fake import pretend
-from minizero.xray.step import measure
+from minizero.xray.step import measure, step_on_zeros
 from notebooks.tools.zero import table
 
 GIB = 2**30
@@ -55,16 +55,20 @@ def xray_of(config, batch, fused=False, **plan):
 def watch(case, wrap, train):
     """The ledger of the second step of one rank of four, without numbers, and the bytes that it sends.
 
-    wrap(model, comm) returns an engine, train(engine, batch, optimizer) runs a step.
+    wrap(model, comm) returns an engine, train(engine, batch, optimizer) runs a step. Before it the optimizer's states
+    begin to exist, in a step on zeros if nothing else is to be learned.
     """
     with pretend() as fake:
         comm = one_of_many(4)
         engine, batch = wrap(fake.copy(case.model), comm), fake.copy(case.inputs)
         optimizer = torch.optim.AdamW(engine.parameters())
-        for _ in range(2):
-            sent = comm.bytes_sent
-            with Ledger(engine, optimizer) as ledger:
-                train(engine, [tensor.clone() for tensor in batch], optimizer)
+        if isinstance(engine, Zero3):  # it learns what to gather ahead
+            train(engine, [tensor.clone() for tensor in batch], optimizer)
+        else:
+            step_on_zeros(engine, optimizer, frozenset())
+        sent = comm.bytes_sent
+        with Ledger(engine, optimizer) as ledger:
+            train(engine, [tensor.clone() for tensor in batch], optimizer)
     return ledger, comm.bytes_sent - sent
 
 
@@ -100,6 +104,23 @@ def matrix(rows):
 def mark_of(after, before):
     """▼ if a tenth or more is gone, ▲ if a tenth or more has come."""
     return "▼" if after < 0.9 * before else "▲" if after > 1.1 * before else ""
+
+
+def draw_ladder(steps, usable):
+    """A bar for each step: what is held at its peak, messages under way counted as temporary.
+
+    steps: X-rays by name. usable: bytes of a card, a line behind the bars.
+    """
+    bars = {}
+    for name, step in steps.items():
+        parts = dict(step.parts)
+        parts["temporary"] = parts.get("temporary", 0) + parts.pop("communication", 0)
+        bars[name.replace("Attention", "-\nAttention").replace("micro-", "micro-\n")] = parts
+    axes = pyplot.figure(figsize=(17, 7.5), layout="constrained").add_subplot()
+    draw_parts(bars, axes, unit=(GIB, "GiB on a card, at the peak"), limit=usable, smallest=0.025)
+    axes.lines[0].set_zorder(0)
+    words, place = f"{usable / GIB:.1f} GiB may be used", (len(bars) - 0.55, usable / GIB)
+    axes.annotate(words, place, (0, 6), textcoords="offset points", ha="right", fontsize=FONT)
 
 
 def most_layers(fits, guess):
@@ -140,13 +161,3 @@ def text_of(show):
     """What `show(console)` prints, at 100 columns."""
     show(console := Console(width=100, file=io.StringIO(), force_jupyter=False, force_terminal=False))
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-
-
-def draw_curve(curve):
-    """The curve of a large model, its axis and its peak in GiB."""
-    axes = plot_curve(curve)
-    axes.yaxis.set_major_locator(pyplot.MultipleLocator(10 * 1024))
-    axes.yaxis.set_major_formatter(lambda mib, place: f"{mib / 1024:.0f}")
-    axes.set_ylabel("memory (GiB)", fontsize=FONT)
-    (words,) = [text for text in axes.texts if text.get_text().startswith("peak")]
-    words.set_text(f"peak {max(sample['total'] for sample in curve) / GIB:.1f} GiB")
