@@ -78,12 +78,14 @@ def test_the_lecture_has_notes_to_speak_from(published):
     titles = [
         cell.metadata["title"]
         for name in NAMES
-        for cell in read(FOLDER / f"{name}.ipynb").cells[:1]
-        if "title" in cell.metadata and cell.metadata.get("deck")
+        for at, cell in enumerate(read(FOLDER / f"{name}.ipynb").cells)
+        if cell.metadata.get("deck") == "part" or at == 0 and cell.metadata.get("deck")
     ]
     agenda = re.search(r"<table class='agenda'>(.*?)</table>", text)[1]
     assert [html.unescape(title) for title in re.findall(r"</td><td>(.*?)</td>", agenda)] == titles and len(titles) >= 4
     assert len(re.findall(r"<p class='part'>Part", text)) == len(titles)
+    minutes = [int(re.match(r"\[(\d+):00\] ", note)[1]) for note in notes]
+    assert minutes[0] == 0 and minutes == sorted(minutes) and 46 <= minutes[-1] <= 49
 
 
 def test_lessons_have_notes_on_each_slide():
@@ -238,6 +240,7 @@ def test_a_browser_finds_what_is_cut_off_or_too_small(tmp_path, monkeypatch):
 
 def test_a_page_of_the_book_has_numbers_contents_and_ways_on(published):
     index = published["book/index"].read_text()
+    assert "`" not in index
     for at, name in enumerate(NAMES):
         text, title = published[f"book/{name}"].read_text(), title_of(read(FOLDER / f"{name}.ipynb"))
         assert f">{number_of(name)} · {title}" in html.unescape(text), name

@@ -190,8 +190,14 @@ def draw_megatron(one, kink):
     """Megatron-LM's table of ZeRO-3 over the tokens on a GPU. one: its `Fit`. kink: tokens, by hand."""
     axes = new_axes(13, 5.4)
     points = {}  # by tokens: TFLOP/s, and what the point is called
-    hollow = {"markersize": 18, "markerfacecolor": "none", "markeredgewidth": 2.5}  # so that what lies below is seen
-    for name, marker in (("megatron-175b", {"marker": "o", "markersize": 9}), ("megatron-530b", {"marker": "s"} | hollow)):
+    full = {"marker": "o", "markersize": 9}
+    hollow = {
+        "marker": "s",
+        "markersize": 18,
+        "markerfacecolor": "none",
+        "markeredgewidth": 2.5,
+    }  # shows what lies below
+    for name, marker in (("megatron-175b", full), ("megatron-530b", hollow)):
         rows = [(row, value) for row, value in zip(one.publication.rows, one.values) if row.model == name]
         look, kind = (FITTED | {"linewidth": 6}, "fitted") if rows[0][0].fitted else (PREDICTED, "predicted")
         size = name.removeprefix("megatron-").upper()
