@@ -224,17 +224,21 @@ def test_a_browser_opens_them_all(published):
 
 @in_a_browser
 def test_a_browser_finds_what_is_cut_off_or_too_small(tmp_path, monkeypatch):
-    """Three slides: one that is right, one that is too long, one whose line is too wide."""
+    """Four slides: one that is right, one that is too long, one whose line is too wide, one with a small player."""
     from notebooks.tools import slides as tool
 
     right, long = "## A message\n\nShort.", "## A message\n\n" + "A line of text.\n\n" * 30
     drawn = [(draw(slide("markdown", text)), "notes") for text in (right, long)]
     drawn.append((draw(slide("code", "run()", title="A message", shown=["x" * 400])), "notes"))
+    picture = "data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22 width=%22400%22 height=%22300%22/>"
+    player = f'<div class="animation"><img src="{picture}" style="max-width: 300px"></div>'
+    drawn.append((f'<h2>A message</h2><div class="figure">{player}</div>', "notes"))
     path = tmp_path / "slides.html"
-    path.write_text(tool.deck("Three", drawn))
+    path.write_text(tool.deck("Four", drawn))
     said = tool.look(path)
     assert any(re.fullmatch(r"slide 2: \d+ px of it lie below the screen", text) for text in said), said
     assert any(text.startswith("slide 3: its letters are") for text in said), said
+    assert any(re.fullmatch(r"slide 4: its figure is 300 x \d+ px: too small for the last row", text) for text in said)
     assert not any(text.startswith("slide 1") for text in said), said
 
 
