@@ -80,12 +80,14 @@ def test_the_lecture_has_notes_to_speak_from(published):
     titles = [
         cell.metadata["title"]
         for name in NAMES
-        for cell in read(FOLDER / f"{name}.ipynb").cells[:1]
-        if "title" in cell.metadata and cell.metadata.get("deck")
+        for at, cell in enumerate(read(FOLDER / f"{name}.ipynb").cells)
+        if cell.metadata.get("deck") == "part" or at == 0 and cell.metadata.get("deck")
     ]
     agenda = re.search(r"<table class='agenda'>(.*?)</table>", text)[1]
     assert [html.unescape(title) for title in re.findall(r"</td><td>(.*?)</td>", agenda)] == titles and len(titles) >= 4
     assert len(re.findall(r"<p class='part'>Part", text)) == len(titles)
+    minutes = [int(re.match(r"\[(\d+):00\] ", note)[1]) for note in notes]
+    assert minutes[0] == 0 and minutes == sorted(minutes) and 46 <= minutes[-1] <= 49
 
 
 def test_lessons_have_notes_on_each_slide():
@@ -254,22 +256,27 @@ def test_a_browser_opens_them_all(published):
 
 @in_a_browser
 def test_a_browser_finds_what_is_cut_off_or_too_small(tmp_path, monkeypatch):
-    """Three slides: one that is right, one that is too long, one whose line is too wide."""
+    """Four slides: one that is right, one that is too long, one whose line is too wide, one with a small player."""
     from notebooks.tools import slides as tool
 
     right, long = "## A message\n\nShort.", "## A message\n\n" + "A line of text.\n\n" * 30
     drawn = [(draw(slide("markdown", text)), "notes") for text in (right, long)]
     drawn.append((draw(slide("code", "run()", title="A message", shown=["x" * 400])), "notes"))
+    picture = "data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22 width=%22400%22 height=%22300%22/>"
+    player = f'<div class="animation"><img src="{picture}" style="max-width: 300px"></div>'
+    drawn.append((f'<h2>A message</h2><div class="figure">{player}</div>', "notes"))
     path = tmp_path / "slides.html"
-    path.write_text(tool.deck("Three", drawn))
+    path.write_text(tool.deck("Four", drawn))
     said = tool.look(path)
     assert any(re.fullmatch(r"slide 2: \d+ px of it lie below the screen", text) for text in said), said
     assert any(text.startswith("slide 3: its letters are") for text in said), said
+    assert any(re.fullmatch(r"slide 4: its figure is 300 x \d+ px: too small for the last row", text) for text in said)
     assert not any(text.startswith("slide 1") for text in said), said
 
 
 def test_a_page_of_the_book_has_numbers_contents_and_ways_on(published):
     index = published["book/index"].read_text()
+    assert "`" not in index
     for at, name in enumerate(NAMES):
         text, title = published[f"book/{name}"].read_text(), title_of(read(FOLDER / f"{name}.ipynb"))
         assert f">{number_of(name)} · {title}" in html.unescape(text), name

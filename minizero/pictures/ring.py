@@ -30,7 +30,7 @@ ARROW = "#6E6E6E"
 HEIGHT, PITCH = 0.8, 1.6  # of a box, and from a rank to the next; a box is 1 wide
 XLIM, YLIM = (-1.45, 5.5), (-0.85, 6.95)
 FAMILIES = {"sans-serif": "Sans", "monospace": "Sans Mono"}  # DejaVu, by kind; a browser may have another
-ADVANCE = 0.602  # how wide a digit or a space of the typeface is, for size 1
+ADVANCE = 0.602  # how wide a digit of the typeface is, for size 1
 
 
 def draw_ring(states: States, sent: Sent, unit: float = 42) -> None:
@@ -43,7 +43,7 @@ def draw_ring(states: States, sent: Sent, unit: float = 42) -> None:
     figure.subplots_adjust(0, 0, 1, 1, 0.02, 0.02)
     panels = list(axes.flat)
     for step, ax in enumerate(panels[: len(states)]):
-        _draw_state(ax, states[step], title_of(step, len(states)), unit, one_by_one=True)
+        _draw_state(ax, states[step], title_of(step, len(states)), unit)
         for rank, chunk in enumerate(sent[step - 1] if step else []):
             _draw_arrival(ax, (rank + 1) % 4, chunk)
     for ax in panels[len(states) :]:
@@ -101,10 +101,10 @@ def title_of(step: int, count: int) -> str:
     return "before" if step == 0 else f"{name} {(step - 1) % half + 1} of {half}"
 
 
-def _draw_state(ax: Axes, state: Sequence[Sequence[int]], title: str, unit: float, one_by_one: bool = False) -> None:
+def _draw_state(ax: Axes, state: Sequence[Sequence[int]], title: str, unit: float) -> None:
     places = [(*_corner(rank, chunk), chunk, state[rank][chunk]) for rank in range(4) for chunk in range(4)]
-    _draw_boxes(ax, places, HEIGHT, unit, one_by_one=one_by_one)
-    letter = FONT - 1
+    _draw_boxes(ax, places, HEIGHT, unit)
+    letter = max(FONT - 1, 0.3 * unit)
     ax.text(-0.15, -0.65, "chunk", ha="right", fontsize=letter)
     for rank in range(4):
         ax.text(-0.15, _corner(rank, 0)[1] + 0.4, f"rank {rank}", ha="right", va="center", fontsize=letter)
@@ -112,7 +112,7 @@ def _draw_state(ax: Axes, state: Sequence[Sequence[int]], title: str, unit: floa
     # The arrow at the right closes the ring.
     look: Look = {"arrowstyle": "-|>", "color": ARROW, "linewidth": 2, "connectionstyle": "arc3,rad=0.25"}
     ax.annotate("", (4.68, _corner(0, 0)[1] + 0.4), (4.68, _corner(3, 0)[1] + 0.4), arrowprops=look)
-    ax.text((XLIM[0] + XLIM[1]) / 2, 6.5, title, ha="center", fontsize=letter + 2, fontweight="bold")
+    ax.text((XLIM[0] + XLIM[1]) / 2, 6.5, title, ha="center", fontsize=FONT + 1, fontweight="bold")
     ax.set(xlim=XLIM, ylim=YLIM)
     ax.axis("off")
 
@@ -127,13 +127,8 @@ def _draw_arrival(ax: Axes, rank: int, chunk: int) -> None:
         ax.text(x + 0.62, y + HEIGHT + 0.14, "from 3", fontsize=FONT - 2)
 
 
-def _draw_boxes(
-    ax: Axes, places: Iterable[Place], height: float, unit: float, thick: float = 4, one_by_one: bool = False
-) -> None:
-    """Draws each box with its digits, one in each quarter. What looks alike is one path: that keeps the player small.
-
-    one_by_one: four texts in a box, in place of one text with spaces, whose letters must be smaller.
-    """
+def _draw_boxes(ax: Axes, places: Iterable[Place], height: float, unit: float, thick: float = 4) -> None:
+    """Draws each box with a digit in each quarter. What looks alike is one path: that keeps the player small."""
     looks: dict[tuple[str, str, float], list[tuple[float, float, float, float]]] = {}
     for x, y, chunk, digits in places:
         text = f"{digits:04}"
@@ -142,11 +137,7 @@ def _draw_boxes(
             looks.setdefault((CHUNKS[chunk], "none", 0), []).append(stripe)
         looks.setdefault(("none", "black", thick if text == "1111" else 1), []).append((x, y, 1, height))
         look: Look = {"ha": "center", "va": "center_baseline", "family": "monospace"}
-        if one_by_one:
-            for place, digit in enumerate(text):
-                ax.text(x + (place + 0.5) / 4, y + height / 2, digit, fontsize=0.75 * unit / 4 / ADVANCE, **look)
-        else:
-            ax.text(x + 0.5, y + height / 2, " ".join(text), fontsize=unit / 4 / (2 * ADVANCE), **look)
+        ax.text(x + 0.5, y + height / 2, text, fontsize=unit / 4 / ADVANCE, **look)
     for (face, edge, line), boxes in looks.items():
         corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)] for x, y, w, h in boxes]
         outline = Outline.make_compound_path(*(Outline(points, closed=True) for points in corners))

@@ -119,7 +119,7 @@ def draw_board(board: Sequence[Mapping[str, Mapping[str, float]]], ax: Axes) -> 
     labels = [name.removeprefix("blocks.") if name == "root" else name.replace("blocks.", "block ") for name in names]
     ax.set_xticks([column + 0.5 for column in range(len(names))], labels)
     ax.set_yticks([row + 0.5 for row in range(len(board))], [f"rank {row}" for row in range(len(board))])
-    ax.tick_params(length=0, labelsize=FONT - 2)
+    ax.tick_params(length=0, labelsize=FONT + 2)
     ax.spines[:].set_visible(False)
     return ax
 

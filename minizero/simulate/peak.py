@@ -8,7 +8,7 @@
 
 The moments follow the order of the program, not the clock, so the peak is the same whatever runs late. It is an
 estimate: this code's own engines hold 0.8 to 1.1 of it by the ledger. Workspaces, fragmentation and the CUDA context
-are not counted: plan 18 % more beyond the states (Rajbhandari et al., 2019, table 2).
+are not counted: plan 23 % more (Rajbhandari et al., 2019, table 2).
 """
 
 from minizero.cli import DTYPES

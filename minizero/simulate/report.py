@@ -160,16 +160,16 @@ def draw_memory(steps: Sequence[Step], axes: Axes, labels: Sequence[str] | None 
                 axes.barh(place, held / GIB, left=below, color=COLORS.get(name, OTHER), **edges)
                 below += held / GIB
         words = f" {below:,.1f}" + ("" if step.fits else "  out of memory")
-        axes.text(below, place, words, va="center", fontsize=FONT - 3)
+        axes.text(below, place, words, va="center", fontsize=FONT - 1)
     axes.axvline(steps[0].cluster.gpu.memory / GIB, color="black", linestyle="dashed")
-    axes.set_yticks(range(len(steps)), labels or [describe(step.plan) for step in steps], fontsize=FONT - 3)
-    axes.set_xlabel("GiB per GPU at the peak, predicted; dashed: what it has", fontsize=FONT - 3)
+    axes.set_yticks(range(len(steps)), labels or [describe(step.plan) for step in steps], fontsize=FONT - 1)
+    axes.set_xlabel("GiB per GPU at the peak, predicted; dashed: what it has", fontsize=FONT - 1)
     names = [name for name in COLORS if any(step.memory.get(name) for step in steps)]
     patches = [axes.barh(0, 0, color=COLORS[name], label=name) for name in names]
-    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=FONT - 4)
-    axes.set_xlim(0, 1.25 * max(max(step.memory["total"], step.cluster.gpu.memory) for step in steps) / GIB)
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=FONT - 1)
+    axes.set_xlim(0, 1.55 * max(max(step.memory["total"], step.cluster.gpu.memory) for step in steps) / GIB)
     axes.invert_yaxis()
-    axes.tick_params(axis="x", labelsize=FONT - 3)
+    axes.tick_params(axis="x", labelsize=FONT - 1)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 

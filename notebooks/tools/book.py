@@ -107,5 +107,5 @@ def contents(content):
 
 def sentences(names):
     """What README.md's table says of each notebook."""
-    rows = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.sub(r"`([^`\n]+)`", r"<code>\1</code>", (FOLDER / "README.md").read_text(encoding="utf-8"))
     return [next(iter(re.findall(rf"\]\({name}\.ipynb\).*\| (.+?) \|$", rows, re.MULTILINE)), "") for name in names]

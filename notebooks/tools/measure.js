@@ -15,8 +15,8 @@ addEventListener("load", () => setTimeout(() => {
       const size = parseFloat(getComputedStyle(text).fontSize);
       if (size < 16) say(at, `its letters are ${size} px high: too small for the last row`);
     }
-    for (const picture of slide.querySelectorAll(".figure > img")) {
-      const share = picture.naturalWidth / picture.naturalHeight, box = picture.parentElement;
+    for (const picture of slide.querySelectorAll(".figure > img, .animation img")) {
+      const share = picture.naturalWidth / picture.naturalHeight, box = picture.closest(".animation") ? picture : picture.parentElement;
       const wide = Math.min(box.clientWidth, box.clientHeight * share), high = wide / share;
       if (wide < 0.7 * slide.clientWidth && high < 0.6 * slide.clientHeight)
         say(at, `its figure is ${Math.round(wide)} x ${Math.round(high)} px: too small for the last row`);

@@ -17,6 +17,7 @@ from notebooks.tools.scale_pictures import STRATEGIES
 from notebooks.tools.zero import STATES, table
 
 GIB = 2**30
+WORKSPACES = 7.6 / 6.2  # largest model computed, and largest that ran: Rajbhandari et al., 2019, table 2
 
 
 def table_1():
@@ -100,7 +101,7 @@ def show_remedies(step):
     """Prints what makes the step fit, as the command does, and what of it is close; returns it."""
     found = remedies(step)
     report.print_remedies(found, Console(width=100, force_jupyter=False, color_system=None))
-    most = step.cluster.gpu.memory / 1.18  # what is left for it beside workspaces (Rajbhandari et al., 2019, table 2)
+    most = step.cluster.gpu.memory / WORKSPACES  # what is left for it beside them
     for changes, one in found:
         if one.memory["total"] > most:
             print(f"{report.as_options(changes)} is close: more than {most / GIB:.0f} GiB, so workspaces may not fit.")

@@ -67,26 +67,35 @@ def draw_who_fits(steps, models):
 
 
 def draw_foundry(one):
-    """Left: the speeds, published and simulated. Right: how far three predictions of 512 GPUs are off. one: a `Fit`."""
+    """Left: the speeds, published and simulated, on 128 GPUs 1. Right: how far three predictions of 512 GPUs are off.
+
+    one: a `Fit`.
+    """
     figure = Figure(figsize=(15, 6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     names = list(one.efficiencies)
+    ends = {}  # by model: the last published value
     for name in names:
         rows = [(row, value) for row, value in zip(one.publication.rows, one.values) if row.model == name]
-        gpus, values = [row.plan.gpus for row, _ in rows], [value for _, value in rows]
+        gpus, values = [row.plan.gpus for row, _ in rows], [value / rows[0][1] for _, value in rows]
+        published = [row.value / rows[0][0].value for row, _ in rows]
         left.plot(gpus[:2], values[:2], **FITTED | {"linewidth": 4})
         left.plot(gpus[1:], values[1:], **PREDICTED)
-        left.scatter(gpus, [row.value for row, _ in rows], **DIAMOND)
-        left.text(545, values[-1], name.removeprefix("mpt-").upper(), fontsize=FONT, va="center")
+        left.scatter(gpus, published, **DIAMOND)
+        ends[name.removeprefix("mpt-").upper()] = published[-1]
+    places = {"above": 2.0}
+    for name, end in sorted(ends.items(), key=lambda pair: -pair[1]):
+        places[name] = min(end, min(places.values()) - 0.009)  # one below the other
+        left.annotate(name, (530, end), (570, places[name]), fontsize=FONT, va="center")
     left.plot([], [], **FITTED | {"linewidth": 4}, label="fitted: 128, 256")
     left.plot([], [], **PREDICTED, label="predicted: 512")
     left.scatter([], [], **DIAMOND, label="published")
-    left.set(xscale="log", yscale="log", xlim=(115, 720), ylim=(700, 2e5))
+    left.set(xscale="log", xlim=(115, 720), ylim=(0.85, 1.03))
     left.set_xticks(gpus, gpus)
-    left.set_yticks([1000, 10_000, 100_000], ["1,000", "10,000", "100,000"])
+    left.set_yticks([0.85, 0.9, 0.95, 1])
     left.xaxis.minorticks_off()
-    left.legend(frameon=False, fontsize=FONT - 1, loc="upper center", ncols=3, columnspacing=1, handletextpad=0.4)
-    label_axes(left, "GPUs (H100)", "tokens/s per GPU")
+    left.legend(frameon=False, fontsize=FONT - 1, loc="lower left")
+    label_axes(left, "GPUs (H100)", "speed of a GPU / that on 128 GPUs")
     line, flat = ruler_errors(one)
     kinds = {"model": (one.errors(fitted=False), PREDICTED["color"], "o"), "ruler": (line, "black", "x")}
     kinds["no change since 256"] = (flat, "#8A8A8A", "s")
@@ -181,12 +190,19 @@ def draw_megatron(one, kink):
     """Megatron-LM's table of ZeRO-3 over the tokens on a GPU. one: its `Fit`. kink: tokens, by hand."""
     axes = new_axes(13, 5.4)
     points = {}  # by tokens: TFLOP/s, and what the point is called
-    for name, marker in (("megatron-175b", "o"), ("megatron-530b", "s")):
+    full = {"marker": "o", "markersize": 9}
+    hollow = {
+        "marker": "s",
+        "markersize": 18,
+        "markerfacecolor": "none",
+        "markeredgewidth": 2.5,
+    }  # shows what lies below
+    for name, marker in (("megatron-175b", full), ("megatron-530b", hollow)):
         rows = [(row, value) for row, value in zip(one.publication.rows, one.values) if row.model == name]
         look, kind = (FITTED | {"linewidth": 6}, "fitted") if rows[0][0].fitted else (PREDICTED, "predicted")
         size = name.removeprefix("megatron-").upper()
         tokens = [2048 * row.plan.batch_size for row, _ in rows]
-        axes.plot(tokens, [value for _, value in rows], **look, marker=marker, markersize=9, label=f"{size}, {kind}")
+        axes.plot(tokens, [value for _, value in rows], **look, **marker, label=f"{size}, {kind}")
         for (row, _), count in zip(rows, tokens):
             points.setdefault(count, []).append((row.value, f"{size}, {row.plan.gpus:,} GPUs"))
     for count, pair in points.items():
@@ -198,7 +214,7 @@ def draw_megatron(one, kink):
     axes.axvline(kink, color="black", linewidth=1.5)
     words = f"by hand, with\nthe fitted network:\n{kink:,.0f} tokens"
     axes.text(kink * 0.985, 8, words, ha="right", fontsize=FONT)
-    axes.set(xlim=(0, 12_500), ylim=(0, 190))
+    axes.set(xlim=(-400, 12_500), ylim=(0, 190))
     axes.set_xticks([0, 2048, 4096, 8192], ["0", "2,048", "4,096", "8,192"])
     label_axes(axes, "tokens on each GPU", SPEED)
     axes.legend(frameon=False, fontsize=FONT, loc="upper left")
@@ -206,10 +222,15 @@ def draw_megatron(one, kink):
 
 
 def draw_networks(speeds, lines, ours):
-    """TFLOP/s over the speed of the network. lines: by label. ours: the speeds of the real ones, by name."""
+    """TFLOP/s over the speed of the network. lines: three, by label. ours: the speeds of the real ones, by name."""
     axes = new_axes(13, 5.2)
-    for (label, line), marker in zip(lines.items(), "os^"):
-        axes.plot([speed / 1e9 for speed in speeds], line, **PREDICTED, marker=marker, markersize=9, label=label)
+    looks = (("#D55E00", "o", 9, (14, -20), "left"), ("#0072B2", "s", 7, (-14, 8), "right"))  # color, marker, label
+    looks += (("#009E73", "^", 6, (14, -18), "left"),)
+    for (label, line), (color, marker, at, shift, side) in zip(lines.items(), looks):
+        look = PREDICTED | {"color": color}
+        axes.plot([speed / 1e9 for speed in speeds], line, **look, marker=marker, markersize=9)
+        words = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": FONT, "color": color}
+        axes.annotate(label.replace(": ", "\n"), (speeds[at] / 1e9, line[at]), shift, **words)
     for name, speed in ours.items():
         axes.axvline(speed / 1e9, color="black", linewidth=1.5)
         axes.text(speed / 1e9 * 0.96, 8, name, ha="right", fontsize=FONT + 2, fontweight="bold")
@@ -218,5 +239,4 @@ def draw_networks(speeds, lines, ours):
     axes.minorticks_off()
     label_axes(axes, "between hosts (GB/s per GPU)", SPEED)
     axes.set_title("7B on 64 A100, one sequence on each, predicted", fontsize=FONT)
-    axes.legend(frameon=False, fontsize=FONT, loc="center", bbox_to_anchor=(0.7, 0.35))
     return axes.figure

@@ -8,9 +8,10 @@ What a slide shows and what is said to it stands in the metadata of its cell:
     outputs     which outputs of a code cell it shows, by their numbers; if it is missing, all
     code        true: the cell's code stands there, too
     notes       what the lecturer says
-    deck        true: it belongs to the lecture
+    deck        true: it belongs to the lecture; "part": and opens a part of it
 
-In the lecture the first cell of a notebook opens a part, and the agenda names it. Title and agenda are in opening.md.
+In the lecture the first cell of a notebook opens a part, too, and the agenda names it. Title and agenda are in
+opening.md. The notes of the lecture begin with the minute at which their slide comes, by the words before it.
 """
 
 import html
@@ -28,7 +29,7 @@ REVEAL = FOLDER.parent / "minizero" / "data" / "reveal"
 STYLE = (Path(__file__).parent / "slides.css").read_text(encoding="utf-8")
 MEASURE = (Path(__file__).parent / "measure.js").read_text(encoding="utf-8")
 OPENING = Path(__file__).parent / "opening.md"
-DECK_SLIDES = 25
+DECK_SLIDES, DECK_MINUTES = 25, 50
 NOTHING = "<p>no such output</p>"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -43,7 +44,8 @@ def slides(folder):
         wrong[path.stem] = [f"slide {at}: {said}" for at, slide in enumerate(drawn, 1) for said in faults(*slide)]
         for cell, slide in zip(marked, drawn):
             if cell.metadata.get("deck"):
-                talk.append((cell is notebook.cells[0], number_of(path.stem), *slide))
+                opens = cell is notebook.cells[0] or cell.metadata["deck"] == "part"
+                talk.append((opens, path.stem, *slide))
         paths.append(write(folder / f"{path.stem}.html", deck(title_of(notebook), drawn)))
     everything, wrong["deck"] = lecture(talk), []
     if len(everything) > DECK_SLIDES:
@@ -102,20 +104,22 @@ def faults(slide, notes):
 
 
 def lecture(talk):
-    """All slides of the lecture, HTML and notes, from (opens a part, number of its notebook, HTML, notes)."""
-    parts = [(number, re.search(r"<h2[^>]*>(.*?)</h2>", slide)[1]) for opens, number, slide, _ in talk if opens]
-    agenda = "".join(f"<tr><td>{number}</td><td>{title}</td></tr>" for number, title in parts)
+    """All slides of the lecture, HTML and notes, from (opens a part, its notebook's name, HTML, notes)."""
+    parts = [(name, re.search(r"<h2[^>]*>(.*?)</h2>", slide)[1]) for opens, name, slide, _ in talk if opens]
+    agenda = "".join(f"<tr><td>{name.replace('_', ' ')}</td><td>{title}</td></tr>" for name, title in parts)
     everything = []
     for opening in OPENING.read_text(encoding="utf-8").split("\n---\n"):
         text, _, notes = opening.partition("\nNotes:")
         shown = words(text).replace("<p>AGENDA</p>", f"<table class='agenda'>{agenda}</table>")
         everything.append((f"<div class='words alone'>{shown}</div>", notes.strip()))
     done = 0
-    for opens, number, slide, notes in talk:
+    for opens, name, slide, notes in talk:
         done += opens
-        mark = f"<p class='part'>Part {done} of {len(parts)} · notebook {number}</p>" if opens else ""
+        mark = f"<p class='part'>Part {done} of {len(parts)} · notebook {number_of(name)}</p>" if opens else ""
         everything.append((mark + slide, notes))
-    return everything
+    counts = [len(notes.split()) for _, notes in everything]
+    minutes = [round(DECK_MINUTES * sum(counts[:at]) / sum(counts)) for at in range(len(counts))]
+    return [(slide, f"[{minute}:00] {notes}") for minute, (slide, notes) in zip(minutes, everything)]
 
 
 def deck(title, drawn):

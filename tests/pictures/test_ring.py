@@ -29,13 +29,12 @@ def panels():
 
 
 def digits(ax):
-    """Each digit with its place, be it a text of its own or one of four in a text."""
+    """Each digit with its place: four are a text as wide as a box."""
     for text in ax.texts:
         if text.get_family() == ["monospace"]:
-            found = text.get_text().split()
             x, y = text.get_position()
-            for place, digit in enumerate(found):
-                yield digit, (x + (place + 0.5 - len(found) / 2) / 4, y)
+            for place, digit in enumerate(text.get_text()):
+                yield digit, (x + (place - 1.5) / 4, y)
 
 
 def stripes(ax):
@@ -103,6 +102,7 @@ def test_a_frame_shows_what_travels_beside_what_is_held():
         ax.clear()
         draw_frame(ax, STATES, SENT, number, 66)
         assert ax.texts and any(words in text.get_text() for text in ax.texts)
+        assert min(text.get_fontsize() for text in ax.texts if text.get_family() == ["monospace"]) >= 24
         assert len(list(digits(ax))) == 64 + (16 if number in (1, 2) else 0)
         for digit, (x, y) in digits(ax):
             assert coloured(ax, x, y) == [digit == "1"] * 3
