@@ -191,10 +191,6 @@ def test_the_museum_shows_each_run_to_mend_and_folds_what_one_takes_away(publish
         assert " ".join(exercise.text().about.split("\n\n")[1].split()[:6]) in " ".join(shown.split()), exercise.id
 
 
-# Their listings are hidden in JupyterLab, slides and book; on GitHub they stand open.
-NOT_YET_FOLDED = {name for name in NAMES if name >= "05"}
-
-
 def printed(cell):
     """What a cell has printed or shown as Markdown, without what is behind a click."""
     shown = [
@@ -217,8 +213,8 @@ def test_no_output_gives_an_answer_away():
         mine = [exercise for exercise in COURSE if exercise.notebook == name]
         for cell in json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]:
             hidden = cell["metadata"].get("jupyter", {}).get("outputs_hidden", False)
-            assert not hidden or name in NOT_YET_FOLDED, f"{name}: a hidden output is hidden in JupyterLab alone"
-            given = [exercise.id for exercise in mine if not hidden and gives_away(printed(cell), exercise)]
+            assert not hidden, f"{name}: a hidden output is hidden in JupyterLab alone"
+            given = [exercise.id for exercise in mine if gives_away(printed(cell), exercise)]
             assert not given, f"{name} shows the answer of {given} in {''.join(cell['source'])[:60]!r}"
 
 

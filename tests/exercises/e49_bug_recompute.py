@@ -79,7 +79,7 @@ WRONG = [
     wrong("one-state-for-all", BUGGY[0], ("        hidden = model.stem(x)\n", "        state = torch.get_rng_state()\n"
           "        hidden = model.stem(x)\n"), ("        loss.backward()\n",
           "        torch.set_rng_state(state)\n        loss.backward()\n")),
-    wrong("all-blocks-at-once", (BLOCKS, "        hidden = checkpoint(nn.Sequential(*model.blocks), hidden, "
+    wrong("all-blocks-at-once", (BLOCKS, "        hidden = checkpoint(torch.nn.Sequential(*model.blocks), hidden, "
           "use_reentrant=False)\n")),
     wrong("same-numbers-in-each-step", (BLOCKS, "        for number, block in enumerate(model.blocks):\n"
           "            def seeded(hidden, block=block, number=number):\n"

@@ -2,8 +2,8 @@
 bytes an element. Those of a large one have 8 bits each, so 2 bytes. Each rank keeps the moments of its chunk only. The
 function runs, its loss falls, and all ranks hold the same parameters. Yet with more ranks it is another optimizer.
 
-torchao's AdamW8bit was reported for this in September 2026: a parameter of (6, 1024) elements had states of 8 bits on
-one rank, and of FP32 on two, "so changing only the device mesh changes the optimizer's approximation". A week before,
+torchao's AdamW8bit was reported for this in September 2026: a parameter of (6, 1024) elements had other states on two
+ranks than on one, "so changing only the device mesh changes the optimizer's approximation". A week before,
 the same had been reported for bitsandbytes under FSDP: there several small parameters, put end to end in one flat
 buffer, became large.
 

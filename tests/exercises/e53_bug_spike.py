@@ -1,10 +1,9 @@
 """Find the bug. The function below trains on several ranks. Now and then a batch is spoilt, such as a measurement in
 the wrong unit, and its loss is a spike. Then the step shall be left out. The function runs, its loss falls, and all
-ranks hold the same parameters, bit for bit. Yet it protects the batches of one rank only.
+ranks hold the same parameters, bit for bit. Yet there are spikes whose step is taken.
 
-WeatherGenerator, a model of the atmosphere that ECMWF and others train, had this until August 2026. Its issue says that
-the decision was made "only on rank 0" and sent to the others, and that "the loss value is rank-local". A spike on
-another rank went "straight into the all-reduce". The log of spikes did not have it, either.
+WeatherGenerator, a model of the atmosphere that ECMWF and others train, had this until August 2026. A spike
+that was not left out went "straight into the all-reduce". The log of spikes did not have it, either.
 
     the issue               https://github.com/ecmwf/WeatherGenerator/issues/2724
     its correction          https://github.com/ecmwf/WeatherGenerator/pull/2718

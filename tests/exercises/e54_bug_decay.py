@@ -1,18 +1,19 @@
-"""Find the bug. The function below trains weights in BF16 with AdamW, and without FP32 masters. A step that is smaller
-than half of BF16's step would be lost, so it is rounded stochastically: up or down at random, the nearer one more
-often. It runs, and its loss falls as that of an FP32 run. Yet one of its arguments does nothing.
+"""Find the bug. The function below trains weights in BF16 with AdamW, and without FP32 masters. An update that is
+smaller than half the distance to a weight's neighbour would be lost, so it is rounded stochastically: up or down at
+random, the nearer one more often. It runs, and its loss falls as that of an FP32 run. Yet one of its arguments does
+nothing.
 
 OneTrainer, which fine-tunes models that make pictures, rounds the steps of Adam and AdamW in this way. In September
-2025 somebody read its optimizers one beside the other, and reported: "no weight decay is applied". The learning rate
-times the decay was "always smaller than what bf16 can represent". Adafactor, in the next file, did it right.
+2025 somebody read its optimizers one beside the other, and reported two of them. Adafactor, in the next file, did it
+right.
 
     the issue               https://github.com/Nerogar/OneTrainer/issues/996
     stochastic rounding     https://github.com/pytorch/pytorch/issues/120376
     BF16 without masters    https://arxiv.org/abs/2010.06192
 
 What was made smaller: the model, and the time. A rate of 1e-4 and a decay of 0.01 take a millionth of a weight in each
-step, and it shows after a hundred thousand of them. Here rate · decay is 0.001, and 400 steps are enough. BF16's own
-step is still larger: 1/256 to 1/128 of a weight.
+step, and it shows after a hundred thousand of them. Here rate · decay is 0.001, and 400 steps are enough. BF16's
+neighbours are still further apart: 1/256 to 1/128 of a weight.
 
 Predict before you look: how much of a weight is left after 400 steps, if each takes 0.001 of it? And how many weights
 will differ between a run with that decay and a run without any, both with the same random numbers?
@@ -77,6 +78,10 @@ WRONG = [
           "(weight.detach().float() * (1 - rate * decay)).bfloat16().float()")), says="decays-in-bf16"),
     wrong("in-the-update", (EXACT, "            update = (update + rate * decay * weight.detach()).bfloat16()\n"
           "            exact = (weight.detach() - update).float()\n"), says="rounds-to-nearest"),
+    wrong("shrinks-the-update", (
+          EXACT, "            exact = (weight.detach().float() - update) * (1 - rate * decay)\n")),
+    wrong("weights-in-fp32", (EXACT, "            weight.data = weight.data.float() * (1 - rate * decay)\n"
+          "            exact = weight.detach() - update\n")),
     wrong("rounds-to-nearest", (ROUND, "exact.bfloat16()")),
     wrong("rounds-one-way", (ROUND, "(exact.view(torch.int32) & -(2**16)).view(torch.float32)")),
     wrong("the-same-draws", (ROUND, "stochastic(exact, torch.Generator().manual_seed(0))")),
@@ -167,6 +172,8 @@ def check() -> None:
     if abs(late - want_late) > 0.1 * want_late:
         fail("values", f"The mean loss of the last 50 steps is {late:.4f}, and in FP32 it is {want_late:.4f}.")
     check_masters()
+    if any(weight.dtype != torch.bfloat16 for weight in run.model.parameters()):
+        fail("weights-in-fp32", "At the end there are weights in FP32, 4 bytes each. They must stay BF16.")
 
 
 def check_masters() -> None:
@@ -209,7 +216,11 @@ def decay_alone(said: str) -> None:
                 "Neither decay nor a step of 0.0001 moves a weight of 1: rounded to the nearest "
                 "BF16 number, each of them is lost. `stochastic` rounds so that the mean stays.",
             )
-        fail("decays-in-bf16", f"{said}. {alone}. BF16's step is 0.4 to 0.8 % of a weight, and 0.1 % is rounded back.")
+        fail(
+            "decays-in-bf16",
+            f"{said}. {alone}. None came: if 0.1 % is left out, or rounded to the nearest, nothing is left of "
+            "it, because BF16's neighbours are 0.4 to 0.8 % of a weight apart.",
+        )
     if abs(mean - want) < 0.01 and abs(half - want**0.5) > 0.01:
         fail(
             "decays-at-the-end",
@@ -252,6 +263,13 @@ def update_alone() -> None:
             "loses-the-update",
             f"With a gradient of 1 and a rate of 0.0002, 100 steps should move a weight by 0.0200 on "
             f"average. They moved it by {moved:.4f}.",
+        )
+    ends = Run(Weights(before, 1.0), [(before, before)], 0.01, 50.0).weights.mean().item()
+    if abs(ends - 0.74) > 0.002:
+        fail(
+            "shrinks-the-update",
+            f"A weight of 1.5 loses half of itself by decay, and Adam takes 0.01: 0.740 should be left on average, and "
+            f"{ends:.3f} is. Decay takes its part of the weight, and not of what Adam adds.",
         )
 
 

@@ -49,7 +49,8 @@ PLAN = [
 HINTS = [
     "At which moment are the most gradients alive? Which lines of the function run before it, and which after?",
     "A gradient can be reduced as soon as backward has made it. Backward is one call here: so something must be "
-    "called in the middle of it. And when it was reduced, who still refers to the full one?",
+    "called in the middle of it, by parameter.register_post_accumulate_grad_hook(f). And when a gradient was reduced, "
+    "who still refers to the full one?",
     "parameter.register_post_accumulate_grad_hook(f) lets backward call f(parameter) as soon as its gradient is there. "
     "It returns a handle with .remove(). In f, parameter.grad = None lets go of the gradient.",
 ]
