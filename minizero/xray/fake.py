@@ -13,9 +13,11 @@ number there is built again for real. Operators: a few own other memory than the
 
 import contextlib
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -97,6 +99,8 @@ def pretend() -> Iterator[Pretend]:
         if "torch._dynamo" in sys.modules:  # only where something compiles: loading it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(masks_as_for_real())
+        # It prints a traceback of PyTorch's own files before it raises. What is raised has the user's line.
+        stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         yield stack.enter_context(Pretend())
 
 

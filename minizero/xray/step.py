@@ -3,11 +3,8 @@
 Nothing here knows whether its tensors are fake. So a test runs it on real tensors, and expects the same bytes.
 
 The loop: the batch is made, micro-batch by micro-batch the loss and its backward, the optimizer's step, zero_grad. It
-keeps of the model's output only the loss.
-
-A first step comes before the one that is shown: the optimizer's states exist from then on, and stage 3 has learned what
-to prefetch. If it is known which parameters get a gradient, `trained`, an optimizer's step on zeros does as well, where
-nothing is to be learned.
+keeps of the model's output only the loss. The second step is the one that is shown: the optimizer's states exist only
+then, and stage 3 has learned what to prefetch.
 """
 
 import contextlib
@@ -17,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero.engines.engine import Engine
 from minizero.memory import Ledger
@@ -29,66 +26,42 @@ Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """One step: its ledger, the bytes that this rank sent in it, and the numbers of the parameters with a gradient."""
-
-    ledger: Ledger
-    sent: int
-    trained: frozenset[int]
-
-
-@dataclasses.dataclass(frozen=True)
 class Result:
-    """The figures of one step, without its tape. peak: as the ledger's; parts: by category, at the joint peak."""
+    """The figures of one step. peak: as the ledger's; parts: by category, at the joint peak; sent: by this rank."""
 
     peak: dict[str, int]
     parts: dict[str, int]
     sent: int
 
 
-def result(measured: Measured) -> Result:
-    """What is kept of a step once its tape is dropped."""
-    ledger = measured.ledger
-    return Result(ledger.peak, dict(at_peak(ledger.tape, ledger.start).totals), measured.sent)
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One step: its ledger, whose tape is long, and the bytes that this rank sent in it."""
+
+    ledger: Ledger
+    sent: int
+
+    def result(self) -> Result:
+        """What is kept once the tape is dropped."""
+        return Result(self.ledger.peak, dict(at_peak(self.ledger.tape, self.ledger.start).totals), self.sent)
 
 
 def measure(
-    module: nn.Module,
-    inputs: Any,
-    plan: Plan,
-    optimizer: Optimizer,
-    comm: Comm,
-    ledger_type: type[Ledger] = Ledger,
-    trained: frozenset[int] | None = None,
+    module: nn.Module, inputs: Any, plan: Plan, optimizer: Optimizer, comm: Comm, ledger_type: type[Ledger] = Ledger
 ) -> Measured:
-    """Train `module`, which is changed, under `plan` as one rank of `comm`. inputs: this rank's batch.
-
-    trained: see above; without it a whole first step finds out.
-    """
+    """Train `module`, which is changed, under `plan` as one rank of `comm`. inputs: this rank's batch."""
     model = plan.wrap(module.train(), comm)
     states = plan.optimizer(optimizer, model)
-    with ledger_type(model, states) as ledger, plan.around_the_steps(module):
-        if trained is None or plan.learns:
-            trained = step(model, states, inputs, plan)
-        else:
-            step_on_zeros(model, states, trained)
+    with ledger_type(model, states) as ledger, plan.around_the_steps():
+        step(model, states, inputs, plan)
         ledger.reset()
         before = comm.bytes_sent
         step(model, states, inputs, plan)
-    return Measured(ledger, comm.bytes_sent - before, trained)
+    return Measured(ledger, comm.bytes_sent - before)
 
 
-def step_on_zeros(model: nn.Module, optimizer: torch.optim.Optimizer, trained: frozenset[int]) -> None:
-    """The optimizer's states begin to exist. An engine's shards all have a gradient."""
-    for number, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad and (isinstance(model, Engine) or number in trained):
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> frozenset[int]:
-    """One step of training; returns the numbers of the parameters that got a gradient."""
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> None:
+    """One step of training."""
     batch = tree_map_only(Tensor, torch.clone, inputs)  # a new one, as from a data loader
     for number in range(plan.micro_batches):
         last = number == plan.micro_batches - 1
@@ -96,9 +69,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: 
             loss = loss_of(model, cut(batch, plan.micro_batches, number))
             (loss if plan.micro_batches == 1 else loss / plan.micro_batches).backward()
     optimizer.step()
-    trained = frozenset(n for n, parameter in enumerate(model.parameters()) if parameter.grad is not None)
     optimizer.zero_grad()
-    return trained
 
 
 def loss_of(model: nn.Module, inputs: Any) -> Tensor:
@@ -116,18 +87,17 @@ def loss_of(model: nn.Module, inputs: Any) -> Tensor:
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
     numbers = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
     if len(numbers) != 1:
+        kind = f"tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
-            f"xray: the model returned {describe(output)}, which has no loss, a tensor with one number: give inputs "
-            "with which it returns the loss (Hugging Face's models want labels=…), or a module around it that does"
+            f"xray: the model returned a {kind}, which has no loss, a tensor with one number: give inputs with which it "
+            "returns the loss (Hugging Face's models want labels=…), or a module around it that does"
         )
     return numbers[0]
 
 
-def describe(output: Any) -> str:
-    """What a value is, for an error."""
-    if isinstance(output, Tensor):
-        return f"a tensor of shape {tuple(output.shape)}"
-    return f"a {type(output).__name__}"
+def tensors_of(inputs: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    return (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 
 def batch_size(inputs: Any) -> int:
@@ -135,18 +105,12 @@ def batch_size(inputs: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_of(inputs) if tensor.dim()), 0)
 
 
-def tensors_of(inputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    return (leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
-
-
 def cut(batch: Any, pieces: int, number: int) -> Any:
     """Piece `number` of a batch: a part of each tensor whose first dimension counts samples, and all else whole."""
     size = batch_size(batch)
-    samples = size // pieces
 
     def part(tensor: Tensor) -> Tensor:
         counts = tensor.dim() and tensor.shape[0] == size
-        return tensor[number * samples : (number + 1) * samples] if counts else tensor
+        return tensor[number * size // pieces : (number + 1) * size // pieces] if counts else tensor
 
     return tree_map_only(Tensor, part, batch) if pieces > 1 else batch
