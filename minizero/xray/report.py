@@ -153,6 +153,7 @@ def show(section: Iterable[str | Table], console: Console | None = None) -> None
 
 
 def new_table(*columns: Column) -> Table:
+    """A table without lines between its rows."""
     return Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 

@@ -89,8 +89,8 @@ def loss_of(model: nn.Module, inputs: Any) -> Tensor:
     if len(numbers) != 1:
         kind = f"tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
-            f"xray: the model returned a {kind}, which has no loss, a tensor with one number: give inputs with which it "
-            "returns the loss (Hugging Face's models want labels=…), or a module around it that does"
+            f"xray: the model returned a {kind}, which has no loss, a tensor with one number: give inputs with which "
+            "it returns the loss (Hugging Face's models want labels=…), or a module around it that does"
         )
     return numbers[0]
 

@@ -1,4 +1,4 @@
-"""A page for each notebook, and index.html: a map with a sentence on each.
+"""A page for each notebook and each guide beside them, and index.html: a map with a sentence on each.
 
 Code that prepares (imports) or draws is behind a click, and so is what answers an exercise (`jupyter.source_hidden`,
 `jupyter.outputs_hidden`, which fold it in JupyterLab too). Sources that the text links are pages here, so that the
@@ -28,11 +28,16 @@ def book(folder):
         content = "".join(draw(cell) for cell in notebook.cells)
         content = content.replace(title_of(notebook), f"{number_of(name)} · {title_of(notebook)}", 1)
         content = content.replace("</h1>", f"</h1>{contents(content)}", 1)
-        content = re.sub(r'href="(\d\d\w+)\.ipynb', r'href="\1.html', content)  # the others are pages here
+        content = linked(content)
         sources |= set(re.findall(r'href="\.\./([\w/.]+)"', content))
         content = re.sub(r'href="\.\./([\w/.]+)"', r'href="source/\1.html"', content)
         title = f"{number_of(name)} {title_of(notebook)}"
         paths.append(write(folder / f"{name}.html", page(title, around + content + around, styles=STYLE)))
+    for guide in sorted(set(FOLDER.glob("*.md")) - {FOLDER / "README.md"}):
+        text = guide.read_text(encoding="utf-8")
+        title = text.partition("\n")[0].removeprefix("# ")
+        content = '<nav><a href="index.html">all notebooks</a></nav>' + linked(wide(words(text)))
+        paths.append(write(folder / f"{guide.stem}.html", page(title, content, styles=STYLE)))
     for source in sorted(sources):
         text = highlight((FOLDER.parent / source).read_text(encoding="utf-8"))
         write(folder / "source" / f"{source}.html", page(source, f"<h1>{source}</h1>{text}", styles=STYLE))
@@ -43,6 +48,11 @@ def book(folder):
     index = "<h1>minizero</h1><p>How large models are trained in little memory. What you can say after a notebook:</p>"
     index += f"<table class='map'>{rows}</table>"
     return [*paths, write(folder / "index.html", page("minizero", index, styles=STYLE))]
+
+
+def linked(content):
+    """The notebooks and guides that it links are pages here."""
+    return re.sub(r'href="(\w+)\.(?:ipynb|md)', r'href="\1.html', content)
 
 
 def draw(cell):
