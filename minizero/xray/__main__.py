@@ -1,7 +1,7 @@
 """python -m minizero.xray: who holds the peak of a training step, and what would help."""
 
 import argparse
-import contextlib
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -46,10 +46,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def budget(text: str) -> float:
     """The type of --fit: bytes, as 80GiB, 500MiB or 80GB."""
     units = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
-    for unit, each in units.items():
-        with contextlib.suppress(ValueError):
-            if text.endswith(unit) and float(text.removesuffix(unit)) > 0:
-                return float(text.removesuffix(unit)) * each
+    if (match := re.fullmatch(r"(\d+\.?\d*)([GM]i?B)", text)) and float(match[1]) > 0:
+        return float(match[1]) * units[match[2]]
     raise argparse.ArgumentTypeError(f"must be a size such as 80GiB or 500MiB, not {text!r}")
 
 

@@ -7,9 +7,10 @@ report.save("results/xray")      xray.png, xray.html, which needs no network, an
 
 import base64
 import dataclasses
+import functools
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +38,69 @@ UNSEEN = (
     'none does (the row "attention without scores"); and optimizers step all parameters at once (the row "optimizer '
     'as on a GPU").'
 )
-CACHES = "With recompute: use_cache=False, since a cache would keep what recompute drops."
 PRICE = "A price is a guess at the time that a stack adds to a step. It only sets the order in which stacks are tried."
+NUMBERS: dict[str, Any] = {"justify": "right", "no_wrap": True}
+LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
 
 
 class Report(Findings):
     """What was found, and how it is shown."""
 
     def show(self, console: Console | None = None) -> None:
-        """Print the picture of the step."""
-        show(self.picture(), console)
+        """Print the picture of the step: its peak, and who holds it."""
+        write = printer(console)
+        held = [(name, count) for name, count in self.plain.parts.items() if name not in ("total", "host")]
+        parts = ", ".join(f"{name} {size(count)}" for name, count in held if count >= self.peak["total"] / 1000)
+        write(f"{self.title}\n\nPeak {size(self.peak['total'])}, in {self.phase}: {parts}\n\nWho holds the peak")
+        names = (Column(heading, overflow="fold") for heading in ("category", "what", "where", "line"))
+        table = Table(Column("", **NUMBERS), *names, **LOOK)
+        for row in self.holders[:SHOWN]:
+            modules = f"{row.module}, {row.alike} alike" if row.alike > 1 else row.module
+            table.add_row(size(row.bytes), row.category, row.what, modules, row.line)
+        if rest := self.holders[SHOWN:]:
+            table.add_row(size(sum(row.bytes for row in rest)), "", f"{len(rest)} smaller rows")
+        write(table)
+        write(f"{UNSEEN}\n")
 
     def what_would_help(self, console: Console | None = None) -> list[Outcome]:
         """Run the step again with each technique, and print the table; returns its rows."""
-        show(self.help(), console)
+        write = printer(console)
+        write("What would help: the same step, run again")
+        figures = (Column(heading, **NUMBERS) for heading in ("peak", "against\nplain", "extra\nforwards", "sent"))
+        table = Table("technique", *figures, Column("what it costs", overflow="fold"), **LOOK)
+        table.add_row("none", size(self.peak["total"]), "1.00", "0", "-", "")
+        for plan, found, against, remark in self.outcomes:
+            if found is None:
+                table.add_row(name_of(plan), "-", "-", "-", "-", remark, style="dim")
+                continue
+            costs = f"{remark}. Costs: {costs_of(plan)}" if remark else costs_of(plan)
+            row = size(found.peak["total"]), f"{against:.2f}", f"{plan.recompute:d}", size(found.sent), costs
+            table.add_row(name_of(plan), *row, style="bold" if against > 1 else "")
+        write(table)
+        if self.case.caches_off:
+            write("With recompute: use_cache=False, since a cache would keep what recompute drops.")
         return self.outcomes
 
     def show_fit(self, console: Console | None = None) -> None:
         """Print what `fit` has found, and the lines to write."""
-        show(self.stack(), console)
+        assert self.fits is not None
+        (budget, found), write = self.fits, printer(console)
+        plan, *tied = (dataclasses.replace(each, foreach=False) for each in (found.plan, *found.tied))  # as all have it
+        fits, peak, free = found.spare >= 0, size(found.result.peak["total"]), size(kept_free(budget))
+        write(f"{self.ranks} × {size(budget)}: the {'cheapest that fits' if fits else 'smallest, which does not fit'}")
+        write(f"    {name_of(plan)}")
+        verdict = f"fits, with {size(found.spare)} to spare" if fits else f"{size(-found.spare)} too much"
+        write(f"    peak {peak}, and {free} kept free for what is not seen: {verdict}. Stacks tried: {found.tried}.")
+        context = f"{size(CONTEXT)} for a GPU's context and workspaces, and " if budget > SMALL else ""
+        part = "" if context else f" A budget up to {size(SMALL)} is no GPU's: no context is counted."
+        write(f"    Kept free: {context}{FRAGMENTS:.0%} of the budget.{part}")
+        write(f"    price {price(plan):.0%}: {costs_of(plan) or 'none'}")
+        if tied:
+            write(f"    Stacks of the same price, not tried: {'; '.join(map(name_of, tied))}")
+        write(f"{PRICE}\n")
+        for heading, lines in (("With this package:", with_minizero), ("With PyTorch's own:", with_pytorch)):
+            to_write = list(lines(plan, self.case.model)) or ["nothing: it fits as it is"]
+            write("\n    ".join([heading, *to_write]) + "\n")
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the curve by category; returns the matplotlib Axes."""
@@ -63,14 +108,16 @@ class Report(Findings):
         return plot_curve(self.curve, axes, unseen)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write xray.png, xray.html and xray.json into `folder`; returns their paths."""
+        """Write xray.png, xray.html and xray.json into `folder`; returns their paths. They have what was asked for."""
         figure = Figure(figsize=(16, 8), layout="constrained")
         axes = self.plot(figure.subplots())
         axes.set_title(self.title, fontsize=18, pad=28)
         figure.savefig(picture := io.BytesIO(), format="png", dpi=110)
-        console = Console(width=110, record=True, file=io.StringIO())
-        for section in (self.picture(), self.help() if self.so_far else [], self.stack() if self.fits else []):
-            show(section, console)
+        self.show(console := Console(width=110, record=True, file=io.StringIO()))
+        if self.so_far:
+            self.what_would_help(console)
+        if self.fits:
+            self.show_fit(console)
         page = PAGE.format(
             title=self.title,
             picture=base64.b64encode(picture.getvalue()).decode(),
@@ -79,61 +126,6 @@ class Report(Findings):
         numbers = json.dumps(self.numbers())
         files = {"xray.png": picture.getvalue(), "xray.html": page.encode(), "xray.json": numbers.encode()}
         return write_files(files, Path(folder))
-
-    # The sections: lines and tables.
-
-    def picture(self) -> Iterator[str | Table]:
-        """The step as it is, and who holds its peak."""
-        held = [(name, count) for name, count in self.plain.parts.items() if name not in ("total", "host")]
-        parts = ", ".join(f"{name} {size(count)}" for name, count in held if count >= self.peak["total"] / 1000)
-        yield f"{self.title}\n\nPeak {size(self.peak['total'])}, in {self.phase}: {parts}\n\nWho holds the peak"
-        table = new_table(number(""), *map(words, ("category", "what", "where", "line")))
-        for row in self.holders[:SHOWN]:
-            modules = f"{row.module}, {row.alike} alike" if row.alike > 1 else row.module
-            table.add_row(size(row.bytes), row.category, row.what, modules, row.line)
-        if rest := self.holders[SHOWN:]:
-            table.add_row(size(sum(row.bytes for row in rest)), "", f"{len(rest)} smaller rows")
-        yield table
-        yield f"{UNSEEN}\n"
-
-    def help(self) -> Iterator[str | Table]:
-        """The same step with each technique."""
-        yield "What would help: the same step, run again"
-        numbers = map(number, ("peak", "against\nplain", "extra\nforwards", "sent"))
-        table = new_table(words("technique"), *numbers, words("what it costs"))
-        table.add_row("none", size(self.peak["total"]), "1.00", "0", "-", "")
-        for plan, found, against, remark in self.outcomes:
-            if found is None:
-                table.add_row(name_of(plan), "-", "-", "-", "-", remark, style="dim")
-                continue
-            figures = size(found.peak["total"]), f"{against:.2f}", f"{plan.recompute:d}", size(found.sent)
-            costs = f"{remark}. Costs: {costs_of(plan)}" if remark else costs_of(plan)
-            table.add_row(name_of(plan), *figures, costs, style="bold" if against > 1 else "")
-        yield table
-        if self.case.caches_off:
-            yield CACHES
-
-    def stack(self) -> Iterator[str]:
-        """The cheapest stack that fits, and the lines to write."""
-        assert self.fits is not None
-        budget, found = self.fits
-        plan, *tied = (dataclasses.replace(each, foreach=False) for each in (found.plan, *found.tied))  # as all have it
-        fits = found.spare >= 0
-        yield f"{self.ranks} × {size(budget)}: the {'cheapest that fits' if fits else 'smallest, which does not fit'}"
-        yield f"    {name_of(plan)}"
-        peak, free = size(found.result.peak["total"]), size(kept_free(budget))
-        verdict = f"fits, with {size(found.spare)} to spare" if fits else f"{size(-found.spare)} too much"
-        yield f"    peak {peak}, and {free} kept free for what is not seen: {verdict}. Stacks tried: {found.tried}."
-        context = f"{size(CONTEXT)} for a GPU's context and workspaces, and " if budget > SMALL else ""
-        part = "" if context else f" A budget up to {size(SMALL)} is no GPU's: no context is counted."
-        yield f"    Kept free: {context}{FRAGMENTS:.0%} of the budget.{part}"
-        yield f"    price {price(plan):.0%}: {costs_of(plan) or 'none'}"
-        if tied:
-            yield f"    Stacks of the same price, not tried: {'; '.join(map(name_of, tied))}"
-        yield f"{PRICE}\n"
-        for heading, lines in (("With this package:", with_minizero), ("With PyTorch's own:", with_pytorch)):
-            yield "\n    ".join([heading, *(list(lines(plan, self.case.model)) or ["nothing: it fits as it is"])])
-            yield ""
 
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -145,26 +137,9 @@ img {{ width: 100% }} pre {{ font: 13px/1.35 ui-monospace, monospace; overflow-x
 """
 
 
-def show(section: Iterable[str | Table], console: Console | None = None) -> None:
-    """Print a section, by default in 100 columns."""
-    console = console or Console(width=100)
-    for each in section:
-        console.print(each, highlight=False, markup=False)
-
-
-def new_table(*columns: Column) -> Table:
-    """A table without lines between its rows."""
-    return Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def number(heading: str) -> Column:
-    """A column of numbers."""
-    return Column(heading, justify="right", no_wrap=True)
-
-
-def words(heading: str) -> Column:
-    """A column of words."""
-    return Column(heading, overflow="fold")
+def printer(console: Console | None) -> Callable[..., None]:
+    """Prints lines and tables, by default in 100 columns, and as they are: brackets are no markup."""
+    return functools.partial((console or Console(width=100)).print, highlight=False, markup=False)
 
 
 def size(count: float) -> str:
