@@ -61,8 +61,6 @@ class AsFake(TorchFunctionMode):
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A fake tensor at the same place of a storage of the same size."""
-        if tensor.layout != torch.strided:
-            raise ValueError(f"a tensor of layout {tensor.layout}: only dense ones can be faked")
         old = tensor.untyped_storage()
         new = self.storages.setdefault(
             torch_private.storage_id(old),
