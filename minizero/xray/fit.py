@@ -16,7 +16,7 @@ import torch
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
 from minizero.xray.step import Result
-from minizero.xray.techniques import TECHNIQUES, rows_of
+from minizero.xray.techniques import TECHNIQUES, outcome, rows_of
 
 GIB = 2**30
 SMALL = 4 * GIB  # a budget up to this is no GPU's, but a part of a machine
@@ -72,17 +72,18 @@ class Fit:
 def fit(case: Case, budget: float, ranks: int) -> Fit:
     """Try stacks from the cheapest on, without the techniques that this model cannot follow."""
     usable = budget - kept_free(budget)
-    refused = [field for field in ("recompute", "no_scores", "loss_in_chunks") if not possible(case, field)]
-    order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, field) for field in refused)]
+    alone = {
+        "recompute": Plan(recompute=True),
+        "no_scores": Plan(no_scores=True),
+        "loss_in_chunks": Plan(loss_in_chunks=True),
+    }
+    refused = [name for name, plan in alone.items() if outcome(case, plan).result is None]
+    order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, name) for name in refused)]
     best, tried = None, 0
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
     for number, plan in enumerate(order, 1):
         kind = plan.stage, plan.dtype, plan.offload
-        if kind in too_large:
-            continue
-        try:
-            result = case.run(plan)
-        except NotPossible:  # such as a stage that refuses this model: other stacks may fit
+        if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
         tried += 1
         spare = usable - result.peak["total"]
@@ -95,12 +96,3 @@ def fit(case: Case, budget: float, ranks: int) -> Fit:
     if best is None:
         raise NotPossible(f"no stack of techniques can be run on {ranks} ranks: the table says why for each technique")
     return dataclasses.replace(best, tried=tried)
-
-
-def possible(case: Case, field: str) -> bool:
-    """Can this model's step be run with a technique? field: the plan's."""
-    try:
-        case.run(Plan(**{field: True}))  # type: ignore[arg-type]
-    except NotPossible:
-        return False
-    return True

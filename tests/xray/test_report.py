@@ -81,7 +81,7 @@ def test_the_tables_fit_100_columns(report):
 def test_the_table_of_several_ranks_fits_100_columns():
     text = printed(xray(*gpt()(), ranks=4).what_would_help)
     assert max(map(len, text.splitlines())) <= 100
-    for words in ("DDP on 4 ranks", "groups of 2", "until backward", "block, offload"):
+    for words in ("DDP on 4 ranks", "groups of 2", "until backward", "recompute of each block"):
         assert words in text
 
 
