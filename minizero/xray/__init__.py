@@ -6,7 +6,7 @@
 make() returns (model, inputs): model(*inputs) gives the loss, or an object with .loss. The batch is one rank's.
 
 A step of training is run on fake tensors, which have sizes and no numbers. So a step takes seconds, in any size. Then
-it is run again with each technique of this course: the table takes as long as some forty steps.
+it is run again with each technique of this course: the table takes as long as some thirty steps.
 
 The step:
 

@@ -35,6 +35,7 @@ class Case:
         self.batch_size = batch_size(inputs)
         self.caches_off = False  # did recompute have to switch Hugging Face's caches off?
         self.found: dict[Plan, Result] = {}
+        self.trained: frozenset[int] | None = None  # which parameters get a gradient, once a plain step has shown it
 
     def run(self, plan: Plan) -> Result:
         """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
@@ -50,7 +51,11 @@ class Case:
             with pretend() as mode:
                 module, inputs = mode.copy(self.model), mode.copy(self.inputs)
                 self.caches_off |= plan.recompute and switch_caches_off(module)
-                return measure(module, inputs, plan, self.make_optimizer, one_of_many(plan.ranks), ledger_type)
+                comm = one_of_many(plan.ranks)
+                found = measure(module, inputs, plan, self.make_optimizer, comm, ledger_type, self.trained)
+                if plan == Plan():
+                    self.trained = found.trained
+                return found
         except Exception as error:
             raise NotPossible(reason(error)) from error
 

@@ -39,7 +39,7 @@ class Findings:
 
     @functools.cached_property
     def outcomes(self) -> list[Outcome]:
-        """A row for each technique. The first use runs them, which takes as long as some forty steps."""
+        """A row for each technique. The first use runs them, which takes as long as some thirty steps."""
         return [outcome(self.case, plan) for plan in plans(self.ranks, self.case.batch_size)]
 
     @property

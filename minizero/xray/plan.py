@@ -41,6 +41,11 @@ class Plan:
     momentum: bool = False
     foreach: bool = False
 
+    @property
+    def learns(self) -> bool:
+        """Does its first step learn something beside making the optimizer's states?"""
+        return self.stage == 3 or self.no_scores or self.loss_in_chunks
+
     def wrap(self, module: nn.Module, comm: Comm) -> nn.Module:
         """The module as this plan trains it."""
         if self.recompute:

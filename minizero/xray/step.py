@@ -3,8 +3,11 @@
 Nothing here knows whether its tensors are fake. So a test runs it on real tensors, and expects the same bytes.
 
 The loop: the batch is made, micro-batch by micro-batch the loss and its backward, the optimizer's step, zero_grad. It
-keeps of the model's output only the loss. The second step is the one that is shown: the optimizer's states exist only
-then, and stage 3 has learned what to prefetch.
+keeps of the model's output only the loss.
+
+A first step comes before the one that is shown: the optimizer's states exist from then on, and stage 3 has learned what
+to prefetch. If it is known which parameters get a gradient, `trained`, an optimizer's step on zeros does as well, where
+nothing is to be learned.
 """
 
 import contextlib
@@ -36,10 +39,11 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One step: its ledger, whose tape is long, and the bytes that this rank sent in it."""
+    """One step: its ledger, whose tape is long, the bytes that this rank sent, and which parameters got a gradient."""
 
     ledger: Ledger
     sent: int
+    trained: frozenset[int]
 
     def result(self) -> Result:
         """What is kept once the tape is dropped."""
@@ -47,21 +51,39 @@ class Measured:
 
 
 def measure(
-    module: nn.Module, inputs: Any, plan: Plan, optimizer: Optimizer, comm: Comm, ledger_type: type[Ledger] = Ledger
+    module: nn.Module,
+    inputs: Any,
+    plan: Plan,
+    optimizer: Optimizer,
+    comm: Comm,
+    ledger_type: type[Ledger] = Ledger,
+    trained: frozenset[int] | None = None,
 ) -> Measured:
     """Train `module`, which is changed, under `plan` as one rank of `comm`. inputs: this rank's batch."""
     model = plan.wrap(module.train(), comm)
     states = plan.optimizer(optimizer, model)
     with ledger_type(model, states) as ledger, plan.around_the_steps():
-        step(model, states, inputs, plan)
+        if trained is None or plan.learns:
+            trained = step(model, states, inputs, plan)
+        else:
+            step_on_zeros(model, states, trained)
         ledger.reset()
         before = comm.bytes_sent
         step(model, states, inputs, plan)
-    return Measured(ledger, comm.bytes_sent - before)
+    return Measured(ledger, comm.bytes_sent - before, trained)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> None:
-    """One step of training."""
+def step_on_zeros(model: nn.Module, optimizer: torch.optim.Optimizer, trained: frozenset[int]) -> None:
+    """The optimizer's states begin to exist. An engine's shards all have a gradient."""
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad and (isinstance(model, Engine) or number in trained):
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> frozenset[int]:
+    """One step of training; returns the numbers of the parameters that got a gradient."""
     batch = tree_map_only(Tensor, torch.clone, inputs)  # a new one, as from a data loader
     for number in range(plan.micro_batches):
         last = number == plan.micro_batches - 1
@@ -69,7 +91,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: 
             loss = loss_of(model, cut(batch, plan.micro_batches, number))
             (loss if plan.micro_batches == 1 else loss / plan.micro_batches).backward()
     optimizer.step()
+    trained = frozenset(n for n, parameter in enumerate(model.parameters()) if parameter.grad is not None)
     optimizer.zero_grad()
+    return trained
 
 
 def loss_of(model: nn.Module, inputs: Any) -> Tensor:

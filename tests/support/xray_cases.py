@@ -114,5 +114,7 @@ def real(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
 
 
 def fake(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
-    """The same without numbers, one rank alone."""
-    return Case(*make(), optimizer).run(plan)
+    """The same without numbers, one rank alone. As in a report, the plain step comes first."""
+    case = Case(*make(), optimizer)
+    case.run(Plan())
+    return case.run(plan)
