@@ -1,8 +1,8 @@
-"""A page for each notebook and each guide beside them, and index.html: a map with a sentence on each.
+"""A page for each notebook, and index.html: a map with a sentence on each.
 
 Code that prepares (imports) or draws is behind a click, and so is what answers an exercise (`jupyter.source_hidden`,
-`jupyter.outputs_hidden`, which fold it in JupyterLab too). Sources that the text links are pages here, so that the
-folder may be handed out alone.
+`jupyter.outputs_hidden`, which fold it in JupyterLab too). Sources that the text links, and guides beside the
+notebooks, are pages here, so that the folder may be handed out alone.
 """
 
 import re
@@ -50,11 +50,6 @@ def book(folder):
     return [*paths, write(folder / "index.html", page("minizero", index, styles=STYLE))]
 
 
-def linked(content):
-    """The notebooks and guides that it links are pages here."""
-    return re.sub(r'href="(\w+)\.(?:ipynb|md)', r'href="\1.html', content)
-
-
 def draw(cell):
     """A cell as HTML."""
     if cell.cell_type == "markdown":
@@ -73,6 +68,11 @@ def draw(cell):
 def wide(text):
     """A table that is wider than the screen scrolls alone."""
     return text.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
+
+
+def linked(content):
+    """The notebooks and guides that it links are pages here."""
+    return re.sub(r'href="(\w+)\.(?:ipynb|md)', r'href="\1.html', content)
 
 
 def contents(content):
