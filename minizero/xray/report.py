@@ -99,7 +99,7 @@ class Report(Findings):
             write(f"    Stacks of the same price, not tried: {'; '.join(map(name_of, tied))}")
         write(f"{PRICE}\n")
         for heading, lines in (("With this package:", with_minizero), ("With PyTorch's own:", with_pytorch)):
-            to_write = list(lines(plan, self.case.model)) or ["nothing: it fits as it is"]
+            to_write = list(lines(plan, self.case.model)) or ["nothing: the step stays as it is"]
             write("\n    ".join([heading, *to_write]) + "\n")
 
     def plot(self, axes: Any = None) -> Any:

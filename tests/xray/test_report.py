@@ -134,7 +134,7 @@ def test_what_fit_prints_agrees_with_what_it_counts(report):
     report.fit(80 * 2**30)
     large = printed(report.show_fit)
     assert "1.00 GiB for a GPU's context" in large and "no context is counted" not in large
-    assert "5.80 GiB kept free" in large and large.count("nothing: it fits as it is") == 2
+    assert "5.80 GiB kept free" in large and large.count("nothing: the step stays as it is") == 2
 
 
 @pytest.mark.slow
