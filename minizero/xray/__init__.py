@@ -1,29 +1,32 @@
 """Memory X-ray: why did I run out, and what would help? For a model of your own, before you rent the card.
 
-    python -m minizero.xray train.py:make --ranks 8        make() returns your model and its inputs
+    python -m minizero.xray train.py:make --ranks 8        8 devices; 1: no sharding
     python -m minizero.xray --hf config.json --batch 1 --length 2048
 
-A step of training is run on fake tensors, which have sizes and no numbers. So it takes seconds, in any size. Then it is
-run again with each technique of this course.
+make() returns (model, inputs): model(*inputs) gives the loss, or an object with .loss. The batch is one rank's.
+
+A step of training is run on fake tensors, which have sizes and no numbers. So a step takes seconds, in any size. Then
+it is run again with each technique of this course: the table takes as long as some thirty steps.
 
 The step:
 
-fake.py          tensors without numbers, for any model
+plan.py          techniques, each a field, so a stack of them is a plan, too; what each does to a step
 step.py          the step that is run, with numbers or without
-plan.py          techniques, each a field, so a stack of them is a plan, too
-head.py          the loss in chunks, in a model that makes all logits
-scores.py        attention that stores no scores, in a model that does
+fake.py          tensors without numbers, for any model
 case.py          a model, a batch and an optimizer: runs a step under any plan
+head.py          a technique: the loss in chunks, in a model that makes all logits
+scores.py        a technique: attention that stores no scores, in a model that does
 hugging_face.py  models from a configuration, and what is special to them
 
 The report:
 
 lines.py         the user's line in which a tensor is born
 holders.py       who holds the peak, in rows that can be read
-techniques.py    what would help: a row for each technique
+techniques.py    what would help: each technique in words, and as a run
 fit.py           the cheapest stack that fits a card
 script.py        the lines that write it down
-report.py        the tables, the picture, the page
+findings.py      all that is found, as data
+report.py        the same in the terminal, as PNG, HTML and JSON
 """
 
 from minizero.xray.case import NotPossible

@@ -1,7 +1,7 @@
 """python -m minizero.xray: who holds the peak of a training step, and what would help."""
 
 import argparse
-import contextlib
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -13,61 +13,72 @@ from rich.console import Console
 
 from minizero.cli import Parser, check_output, positive, run_command
 from minizero.models.gpt import GPT, GPTConfig
-from minizero.xray.case import case_of
+from minizero.xray.case import NotPossible, case_of, reason
 from minizero.xray.hugging_face import from_config
 from minizero.xray.report import Report
+
+ABOUT = """Where a training step's memory goes, for any model. A file of yours, FILE.py, has a function make() that
+returns (model, inputs): model(*inputs), or model(**inputs) if they are a dict, must give the loss, or an object with
+.loss. The batch is one rank's. The optimizer is AdamW. FILE.py is imported, so what trains in it must stand
+under: if __name__ == "__main__":"""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options. `ValueError` if one is unknown or cannot be read."""
-    parser = Parser(prog="python -m minizero.xray", description="Where a training step's memory goes, for any model.")
+    parser = Parser(prog="python -m minizero.xray", description=ABOUT)
     add = parser.add_argument
-    add("make", nargs="?", metavar="FILE.py:make", help="a function that returns (model, inputs); without: our GPT")
-    add("--hf", type=Path, metavar="CONFIG.json", help="a model of Hugging Face, by its configuration; no download")
-    add("--batch", type=positive, default=2, metavar="N", help="samples, for --hf and our GPT (default: %(default)s)")
-    add("--length", type=positive, metavar="N", help="tokens of a sample (default: 2048, our GPT's 64)")
-    add("--ranks", type=positive, default=8, metavar="N", help="devices to shard over (default: %(default)s)")
-    add("--fit", type=budget, metavar="80GiB", help="a device's memory: find the cheapest stack that fits it")
+    add("make", nargs="?", metavar="FILE.py:make", help="a model of your own, see above; without: the demo's GPT")
+    add("--hf", type=Path, metavar="CONFIG.json", help="a model of transformers, by its configuration; no download")
+    add("--batch", type=positive, metavar="N", help="samples, for --hf and the demo's GPT (default: 2)")
+    add("--length", type=positive, metavar="N", help="tokens of a sample, for --hf (default: 2048) and the GPT (64)")
+    add("--ranks", type=positive, default=8, metavar="N", help="how many devices you have; 1: no sharding (default: 8)")
+    add("--fit", type=budget, metavar="80GiB", help="the memory of each: find the cheapest stack that fits")
     add("--no-table", action="store_true", help="only the picture of the step, without the runs of each technique")
     add("--output", type=Path, metavar="FOLDER", help="where xray.png, .html and .json go (default: nowhere)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.make and (options.hf or options.batch or options.length):
+        raise ValueError(
+            "--hf, --batch and --length are not for FILE.py:make: make() has chosen the model and its batch"
+        )
+    return options
 
 
 def budget(text: str) -> float:
     """The type of --fit: bytes, as 80GiB, 500MiB or 80GB."""
     units = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
-    for unit, each in units.items():
-        with contextlib.suppress(ValueError):
-            if text.endswith(unit) and float(text.removesuffix(unit)) > 0:
-                return float(text.removesuffix(unit)) * each
+    if (match := re.fullmatch(r"(\d+\.?\d*)([GM]i?B)", text)) and float(match[1]) > 0:
+        return float(match[1]) * units[match[2]]
     raise argparse.ArgumentTypeError(f"must be a size such as 80GiB or 500MiB, not {text!r}")
 
 
-def maker(options: argparse.Namespace) -> tuple[Callable[[], Any], str]:
-    """The function that returns a model and its inputs, and a name for the report."""
+def maker(options: argparse.Namespace) -> Callable[[], Any]:
+    """The function that returns a model and its inputs."""
+    batch = options.batch or 2
     if options.hf is not None:
-        return lambda: from_config(options.hf, options.batch, options.length or 2048), ""
+        return lambda: from_config(options.hf, batch, options.length or 2048)
     if options.make is None:
         config = GPTConfig(sequence_length=options.length or GPTConfig.sequence_length)
-        return lambda: (
-            GPT(config),
-            torch.zeros(2, options.batch, config.sequence_length, dtype=torch.long).unbind(),
-        ), ""
+        tokens = (2, batch, config.sequence_length)
+        return lambda: (GPT(config), torch.zeros(tokens, dtype=torch.long).unbind())
     file, _, name = options.make.rpartition(":")
     if not file or not Path(file).is_file():
         raise ValueError(f"{options.make!r}: expected FILE.py:make, a file and a function in it")
     sys.path.insert(0, str(Path(file).parent.resolve()))  # what lies beside the file can be imported
-    if not callable(make := runpy.run_path(file).get(name)):
+    try:
+        made = runpy.run_path(file).get(name)
+    except Exception as error:
+        raise NotPossible(f"{file} cannot be imported: {reason(error)}") from error
+    if not callable(made):
         raise ValueError(f"{file} has no function {name}(): it must return your model and its inputs")
-    return make, Path(file).name
+    return made
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """X-ray the model that the options name: print the tables, and write the files."""
     if options.output is not None:
         check_output(options.output)
-    make, name = maker(options)
-    report = Report(case_of(make), options.ranks, name)
+    name = Path(options.make.rpartition(":")[0]).name if options.make else ""
+    report = Report(case_of(maker(options)), options.ranks, name)
     report.show(console)
     if not options.no_table:
         report.what_would_help(console)

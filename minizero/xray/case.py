@@ -17,7 +17,7 @@ from minizero.xray.fake import build, pretend
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.plan import Plan
-from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, result, tensors_of
+from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, tensors_of
 
 
 class NotPossible(ValueError):
@@ -33,50 +33,38 @@ class Case:
         self.model, self.inputs, self.make_optimizer = model, inputs, optimizer
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
-        self.vocabulary = vocabulary_of(model, inputs)
-        self.notes: dict[str, None] = {}  # what a reader must know, in order, each once
-        self.found: dict[Plan, Result | NotPossible] = {}
-        self.trained: frozenset[int] | None = None  # which parameters get a gradient, once a step has shown it
+        self.caches_off = False  # did recompute have to switch Hugging Face's caches off?
+        self.found: dict[Plan, Result] = {}
+        self.trained: frozenset[int] | None = None  # which parameters get a gradient, once a plain step has shown it
 
     def run(self, plan: Plan) -> Result:
         """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
         if plan not in self.found:
-            try:
-                self.found[plan] = result(self.measure(plan))
-            except NotPossible as error:
-                self.found[plan] = error
-        found = self.found[plan]
-        if isinstance(found, NotPossible):
-            raise found
-        return found
+            self.found[plan] = self.measure(plan).result()
+        return self.found[plan]
 
     def measure(self, plan: Plan, ledger_type: type[Ledger] = Ledger) -> Measured:
         """Run a step under `plan`, without numbers. `NotPossible` if this model cannot follow it."""
         try:
-            return self._measure(plan, ledger_type)
+            if self.batch_size % plan.micro_batches:
+                raise ValueError(f"{plan.micro_batches} micro-batches do not divide a batch of {self.batch_size}")
+            with pretend() as mode:
+                module, inputs = mode.copy(self.model), mode.copy(self.inputs)
+                self.caches_off |= plan.recompute and switch_caches_off(module)
+                comm = one_of_many(plan.ranks)
+                found = measure(module, inputs, plan, self.make_optimizer, comm, ledger_type, self.trained)
+                if plan == Plan():
+                    self.trained = found.trained
+                return found
         except Exception as error:
             raise NotPossible(reason(error)) from error
 
-    def _measure(self, plan: Plan, ledger_type: type[Ledger]) -> Measured:
-        if plan.micro_batches > 1 and self.batch_size % plan.micro_batches:
-            raise ValueError(f"{plan.micro_batches} micro-batches do not divide a batch of {self.batch_size}")
-        with pretend() as mode:
-            module, inputs = mode.copy(self.model), mode.copy(self.inputs)
-            if plan.recompute and switch_caches_off(module):
-                self.notes["with recompute: use_cache=False, since a cache would keep what recompute drops"] = None
-            comm, trained = one_of_many(plan.ranks), self.trained
-            found = measure(module, inputs, plan, self.make_optimizer, comm, ledger_type, trained)
-            if plan == Plan():
-                self.trained = found.trained
-            return found
-
-
-def vocabulary_of(model: nn.Module, inputs: Any) -> int:
-    """How many words the largest embedding has; 0 if a length or a width is the same number, so that none can tell."""
-    tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-    words = max((table.num_embeddings for table in tables), default=0)
-    others = {table.embedding_dim for table in tables} | {n for tensor in tensors_of(inputs) for n in tensor.shape}
-    return 0 if words in others else words
+    def vocabulary(self) -> int:
+        """How many words the largest embedding has; 0 if a length or a width is the same number: none can tell then."""
+        tables = [part for part in self.model.modules() if isinstance(part, nn.Embedding)]
+        words = max((table.num_embeddings for table in tables), default=0)
+        others = {table.embedding_dim for table in tables} | {n for x in tensors_of(self.inputs) for n in x.shape}
+        return 0 if words in others else words
 
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW) -> Case:
@@ -99,10 +87,7 @@ KNOWN = {
 
 def reason(error: BaseException) -> str:
     """An error in words, and the user's line that led to it."""
-    words = KNOWN.get(type(error).__name__, "{error}").format(
-        operator=getattr(error, "func", ""), error=next(iter(str(error).splitlines()), type(error).__name__)
-    )
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    if lines:
-        words += f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})"
-    return words
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    words = KNOWN.get(type(error).__name__, "{first}").format(operator=getattr(error, "func", ""), first=first)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return words + (f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else "")

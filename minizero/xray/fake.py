@@ -13,9 +13,11 @@ number there is built again for real. Operators: a few own other memory than the
 
 import contextlib
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -59,8 +61,6 @@ class AsFake(TorchFunctionMode):
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A fake tensor at the same place of a storage of the same size."""
-        if tensor.layout != torch.strided:
-            raise ValueError(f"a tensor of layout {tensor.layout}: only dense ones can be faked")
         old = tensor.untyped_storage()
         new = self.storages.setdefault(
             torch_private.storage_id(old),
@@ -97,6 +97,8 @@ def pretend() -> Iterator[Pretend]:
         if "torch._dynamo" in sys.modules:  # only where something compiles: loading it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(masks_as_for_real())
+        # It prints a traceback of PyTorch's own files before it raises. What is raised has the user's line.
+        stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         yield stack.enter_context(Pretend())
 
 

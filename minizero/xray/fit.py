@@ -1,6 +1,6 @@
-"""The cheapest stack of techniques that fits a budget.
+"""The cheapest stack that fits a budget.
 
-    price    a guess at the time that a technique adds to a step, as a share of it: it only sets the order of trying
+    price    a guess at the time that a stack adds to a step, as a share of it: it only sets the order of trying
     peak     a run of each stack, from the cheapest on, until one fits
 
 DDP and ZeRO-1 are not tried: ZeRO-2 sends as many bytes, and holds less. A part of the budget is kept free, for what no
@@ -16,88 +16,83 @@ import torch
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
 from minizero.xray.step import Result
+from minizero.xray.techniques import TECHNIQUES, outcome, rows_of
 
 GIB = 2**30
+SMALL = 4 * GIB  # a budget up to this is no GPU's, but a part of a machine
 CONTEXT = 1 * GIB  # CUDA's own, its libraries' workspaces, NCCL's buffers: about that on today's GPUs
 FRAGMENTS = 0.06  # of the budget: an allocator's pieces too small to use, and scratch inside operators
 
 
 def kept_free(budget: float) -> float:
     """Bytes of a device that a plan must leave free."""
-    return CONTEXT + FRAGMENTS * budget if budget > 4 * GIB else FRAGMENTS * budget
+    return FRAGMENTS * budget + (CONTEXT if budget > SMALL else 0)
 
 
 def price(plan: Plan) -> float:
-    """The time that a plan adds to a step, roughly, as a share of the plain step's."""
-    return (
-        {None: 0.0, 0: 0.0, 1: 0.0, 2: 0.0, 3: 0.06}[plan.stage]
-        + 0.01 * plan.no_scores  # none at all, but a line of the model changes
-        + 0.02 * plan.loss_in_chunks
-        + 0.03 * (plan.dtype is not None)  # none, but numbers change
-        + 0.03 * math.log2(plan.micro_batches)
-        + 0.33 * plan.recompute
-        + 1.0 * plan.offload
-    )
+    """The time that a plan adds to a step, roughly, as a share of the plain step's. Under ZeRO-3 each piece gathers."""
+    gathers = TECHNIQUES["stage 3"].price * (plan.micro_batches - 1) if plan.stage == 3 else 0
+    return (sum(row.price for row in rows_of(plan).values()) + gathers + 3 * math.log2(plan.micro_batches)) / 100
 
 
 def stacks(ranks: int, batch: int) -> list[Plan]:
     """The plans to be tried, the cheapest first."""
-    pieces = sorted({1, batch} | ({2} if batch % 2 == 0 else set())) if batch else [1]
-    plans = []
-    off_or_on = (False, True)
-    for dtype, no_scores, in_chunks, micro_batches, recompute in itertools.product(
-        (None, torch.bfloat16), off_or_on, off_or_on, pieces, off_or_on
-    ):
-        if no_scores and recompute:  # then no block stores anything
-            continue
-        plan = Plan(None, 1, dtype, None, False, recompute, micro_batches, no_scores, in_chunks, foreach=True)
-        if ranks == 1:
-            plans.append(plan)
-            continue
-        plans.append(dataclasses.replace(plan, stage=2, ranks=ranks))
-        plans.append(dataclasses.replace(plan, stage=3, ranks=ranks))
-        plans.append(dataclasses.replace(plan, stage=3, ranks=ranks, offload=True))
-    return sorted(plans, key=price)
+    engines = [Plan()] if ranks == 1 else [Plan(2, ranks), Plan(3, ranks), Plan(3, ranks, offload=True)]
+    switches: dict[str, tuple] = {
+        "dtype": (None, torch.bfloat16),
+        "no_scores": (False, True),
+        "loss_in_chunks": (False, True),
+        "micro_batches": tuple(pieces for pieces in sorted({1, 2, max(1, batch)}) if (batch or 1) % pieces == 0),
+        "recompute": (False, True),
+    }
+    plans = [
+        dataclasses.replace(plan, foreach=True, **dict(zip(switches, values)))
+        for values in itertools.product(*switches.values())
+        for plan in engines
+    ]
+    # If it recomputes, no block stores scores anyway.
+    return sorted((plan for plan in plans if not (plan.no_scores and plan.recompute)), key=price)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The cheapest plan that fits, or, if none does, the one that holds least."""
+    """The cheapest plan that fits, or, if none does, the one that holds least.
+
+    spare: bytes below the budget, what is kept free counted as used; negative if nothing fits. tied: plans of the same
+    price that were not tried, since they stand behind it in the list.
+    """
 
     plan: Plan
     result: Result
-    spare: float  # bytes below the budget, what is kept free counted as used; negative if nothing fits
+    spare: float
     tried: int
+    tied: tuple[Plan, ...] = ()
 
 
 def fit(case: Case, budget: float, ranks: int) -> Fit:
     """Try stacks from the cheapest on, without the techniques that this model cannot follow."""
     usable = budget - kept_free(budget)
-    refused = [field for field in ("recompute", "no_scores", "loss_in_chunks") if not possible(case, field)]
-    tried: list[Fit] = []
-    too_large: set[tuple] = set()  # (stage, dtype, offload) of which the optimizer's states alone are
-    for plan in stacks(ranks, case.batch_size):
+    alone = {
+        "recompute": Plan(recompute=True),
+        "no_scores": Plan(no_scores=True),
+        "loss_in_chunks": Plan(loss_in_chunks=True),
+    }
+    refused = [name for name, plan in alone.items() if outcome(case, plan).result is None]
+    order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, name) for name in refused)]
+    best, tried = None, 0
+    too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
+    for number, plan in enumerate(order, 1):
         kind = plan.stage, plan.dtype, plan.offload
-        if kind in too_large or any(getattr(plan, field) for field in refused):
+        if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
-        try:
-            result = case.run(plan)
-        except NotPossible:  # such as a stage that refuses this model: other stacks may fit
-            continue
-        tried.append(Fit(plan, result, usable - result.peak["total"], len(tried) + 1))
-        if tried[-1].spare >= 0:
-            return tried[-1]
+        tried += 1
+        spare = usable - result.peak["total"]
+        if spare >= 0:
+            return Fit(plan, result, spare, tried, tuple(p for p in order[number:] if price(p) == price(plan)))
+        if best is None or spare > best.spare:
+            best = Fit(plan, result, spare, tried)
         if result.parts["optimizer"] + (result.parts["parameters"] if plan.stage != 3 else 0) > usable:
             too_large.add(kind)
-    if not tried:
+    if best is None:
         raise NotPossible(f"no stack of techniques can be run on {ranks} ranks: the table says why for each technique")
-    return dataclasses.replace(max(tried, key=lambda fit: fit.spare), tried=len(tried))
-
-
-def possible(case: Case, field: str) -> bool:
-    """Can this model's step be run with a technique? field: the plan's."""
-    try:
-        case.run(Plan(**{field: True}))  # type: ignore[arg-type]
-    except NotPossible:
-        return False
-    return True
+    return dataclasses.replace(best, tried=tried)

@@ -18,16 +18,16 @@ from torch.overrides import TorchFunctionMode
 from minizero.chunked_loss import cross_entropy_in_chunks
 
 CHUNKS = 8  # so many chunks: the logits of one are an eighth of all
-SAME_ROWS = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "float", "to", "contiguous", "clone"}
+SAME_ROWS = {"__getitem__", "view", "reshape", "flatten", "squeeze", "unsqueeze", "float", "to", "contiguous", "clone"}
 QUESTIONS = {"size", "dim", "numel", "stride", "__get__", "is_floating_point", "detach"}
 
 
 class Head(NamedTuple):
-    """What makes the logits that a stand-in stands for: hidden (…, width), weight (words, width)."""
+    """What makes the logits that a stand-in stands for. input: hidden (…, width); weight: (words, width)."""
 
-    hidden: Tensor
+    input: Tensor
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
 
 
 class LossInChunks(TorchFunctionMode):
@@ -43,34 +43,29 @@ class LossInChunks(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         first = args[0] if args else kwargs.get("input")
         known = vars(first) if isinstance(first, Tensor) else {}
-        if func is F.linear:
-            head = as_head(*args, **kwargs)
-            if id(head.weight) in self.found:
-                return stand_in(head, (*head.hidden.shape[:-1], head.weight.shape[0]))
-            result = func(*args, **kwargs)
-            result.made_by = id(head.weight)  # type: ignore[attr-defined]
-            return result
-        if "made_by" in known:  # of any linear layer: is it a head?
-            result = func(*args, **kwargs)
-            if func is F.cross_entropy:
-                self.found.add(known["made_by"])
-            elif name in SAME_ROWS or name == "__getitem__":
-                result.made_by = known["made_by"]
-            return result
-        if "head" not in known or name in QUESTIONS:
-            return func(*args, **kwargs)
-        return self.go_on(known["head"], func, name, first, args, kwargs)
+        if func is F.linear and id((head := Head(*args, **kwargs)).weight) in self.found:
+            return stand_in(head, (*head.input.shape[:-1], head.weight.shape[0]))
+        if "head" in known and name not in QUESTIONS:
+            return self.go_on(known["head"], func, name, first, args, kwargs)
+        result = func(*args, **kwargs)
+        if func is F.linear:  # is it a head?
+            result.made_by = id(head.weight)
+        elif "made_by" in known and func is F.cross_entropy:
+            self.found.add(known["made_by"])
+        elif "made_by" in known and name in SAME_ROWS:
+            result.made_by = known["made_by"]
+        return result
 
-    def go_on(self, head: Head, func: Any, name: str, logits: Tensor, args: Any, kwargs: Any) -> Tensor:
+    def go_on(self, head: Head, func: Any, name: str, logits: Any, args: Any, kwargs: Any) -> Tensor:
         """What the code does with logits, done to a stand-in."""
         if func is F.cross_entropy:
             self.losses += 1
             return loss(head, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
-        shape = func(*args, **kwargs).shape if name in SAME_ROWS or name == "__getitem__" else ()
+        shape = func(*args, **kwargs).shape if name in SAME_ROWS else ()
         if shape[-1:] != logits.shape[-1:]:
             raise ValueError(f"its logits go through {name}() before the loss")
-        hidden = head.hidden[args[1]] if name == "__getitem__" else head.hidden.reshape(*shape[:-1], -1)
-        return stand_in(head._replace(hidden=hidden), shape)
+        hidden = head.input[args[1]] if name == "__getitem__" else head.input.reshape(*shape[:-1], -1)
+        return stand_in(head._replace(input=hidden), shape)
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -78,14 +73,9 @@ class LossInChunks(TorchFunctionMode):
             raise ValueError("no linear layer leads straight to a cross-entropy")
 
 
-def as_head(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Head:
-    """The arguments of a linear layer."""
-    return Head(input, weight, bias)
-
-
 def stand_in(head: Head, shape: Any) -> Tensor:
     """A tensor in the place of logits: one number, expanded."""
-    made = head.hidden.new_zeros(()).expand(shape)
+    made = head.input.new_zeros(()).expand(shape)
     made.head = head  # type: ignore[attr-defined]
     return made
 

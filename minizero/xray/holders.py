@@ -30,8 +30,7 @@ WORDS = {
     "native_dropout bernoulli_": "dropout",
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
     "nll_loss_forward nll_loss": "loss",
-    "embedding": "embeddings",
-    "embedding_dense": "embeddings",
+    "embedding embedding_dense": "embeddings",
     "convolution": "convolution",
     "native_batch_norm": "batch norm",
     "sum": "sum",
@@ -56,21 +55,20 @@ class Row:
 
 def rows_at_peak(ledger: Ledger, vocabulary: int = 0) -> list[Row]:
     """Everything that is alive when the total is largest, the most bytes first."""
-    found: dict[tuple[str, ...], Row] = {}
+    rows: dict[tuple[str, ...], Row] = {}
     modules: dict[tuple[str, ...], set[str]] = {}
     for record, held, operator in at_peak(ledger.tape, ledger.start).alive.values():
         category = record.category or "temporary"
         birth: Birth | None = getattr(record, "birth", None)
-        module, line = (birth.module, birth.line) if birth else (record.module, "")
         if category in STATES or birth is None:
             what, module, line = STATES.get(category, category), record.module, ""
         else:
-            what = in_words(operator, birth, vocabulary)
+            what, module, line = in_words(operator, birth, vocabulary), birth.module, birth.line
         key = what, category, NUMBER.sub("*", module), line
-        row = found.setdefault(key, Row(*key[:2], key[2], line, 0, 0, 0, record.phase))
+        row = rows.setdefault(key, Row(*key, 0, 0, 0, record.phase))
         modules.setdefault(key, set()).add(module)
-        row.tensors, row.bytes, row.alike = row.tensors + 1, row.bytes + held, len(modules[key])
-    return sorted((row for row in found.values() if row.bytes), key=lambda row: -row.bytes)
+        row.alike, row.tensors, row.bytes = len(modules[key]), row.tensors + 1, row.bytes + held
+    return sorted((row for row in rows.values() if row.bytes), key=lambda row: -row.bytes)
 
 
 def in_words(operator: Any, birth: Birth, vocabulary: int = 0) -> str:

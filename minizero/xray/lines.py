@@ -34,7 +34,6 @@ class Birth(NamedTuple):
     """How a tensor came into the world."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
     module: str  # whose forward ran, or goes backwards
     line: str  # "gpt.py:148", or "" where no code of the user ran
 
@@ -58,16 +57,13 @@ class LineRecorder(Recorder):
         elif not self.position.in_backward:
             self.forwards.setdefault(torch_private.next_operation() - 1, (module, line))
         for entry in self.tape[before:]:
-            if type(entry) is Record and entry() is not None and not hasattr(entry, "birth"):  # else it died
-                entry.birth = self.birth(entry, result, module, line)
+            if (
+                type(entry) is Record and (storage := entry()) is not None and not hasattr(entry, "birth")
+            ):  # else it died
+                tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+                shapes = [tuple(tensor.shape) for tensor in tensors if tensor.untyped_storage() is storage]
+                entry.birth = Birth(next(iter(shapes), ()), module, line)
         return result
-
-    def birth(self, record: Record, result: Any, module: str, line: str) -> Birth:
-        """What is known of a record that one of an operator's results has just got."""
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage() is record():
-                return Birth(tuple(tensor.shape), tensor.dtype, module, line)
-        return Birth((), torch.uint8, module, line)
 
     def line(self) -> str:
         """The line of the user's code that runs: file and number."""

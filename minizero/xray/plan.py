@@ -1,8 +1,10 @@
-"""A plan: which techniques a step uses. Each is one field, so a stack of techniques is a plan, too."""
+"""A plan: which techniques a step uses. Each is a field, so a stack of techniques is a plan, too.
+
+Here stands what each of them does to a step. techniques.py says what it costs, and how to write it down.
+"""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,37 +22,24 @@ from minizero.xray.scores import WithoutScores
 class Plan:
     """How to train one step. The default is the plain step on one device.
 
-    stage: of ZeRO, 0 for DDP; None without an engine. dtype: to compute in, with FP32 masters. The rest as in `Zero3`.
-    recompute: of every repeated block. no_scores: see scores.py. loss_in_chunks: see head.py. momentum: SGD with
-    momentum in place of the optimizer. foreach: the optimizer steps all tensors at once, as PyTorch's do on a GPU.
+    stage: of ZeRO, 0 for DDP; None without an engine. dtype: to compute in, with FP32 masters. sharding_factor,
+    reshard_after_forward, offload: as in `Zero3`. recompute: of every repeated block. no_scores: see scores.py.
+    loss_in_chunks: see head.py. momentum: SGD with momentum in place of the optimizer. foreach: the optimizer steps all
+    tensors at once, as PyTorch's do on a GPU.
     """
 
     stage: int | None = None
     ranks: int = 1
-    dtype: torch.dtype | None = None
     sharding_factor: int | None = None
+    reshard_after_forward: bool = True
     offload: bool = False
+    dtype: torch.dtype | None = None
     recompute: bool = False
     micro_batches: int = 1
     no_scores: bool = False
     loss_in_chunks: bool = False
     momentum: bool = False
     foreach: bool = False
-
-    def __str__(self) -> str:
-        stage = f"ZeRO-{self.stage}" if self.stage else "DDP"
-        parts = [] if self.stage is None else [f"{stage} on {self.ranks} ranks"]
-        parts += [f"in groups of {self.sharding_factor}"] if self.sharding_factor else []
-        words = {
-            "offload": self.offload,
-            "BF16 with FP32 masters": self.dtype is not None,
-            "recompute of each block": self.recompute,
-            f"{self.micro_batches} micro-batches": self.micro_batches > 1,
-            "attention without scores": self.no_scores,
-            "loss in chunks": self.loss_in_chunks,
-            "SGD with momentum": self.momentum,
-        }
-        return ", ".join(parts + [name for name, chosen in words.items() if chosen]) or "as it is"
 
     @property
     def learns(self) -> bool:
@@ -63,8 +52,9 @@ class Plan:
             recompute_blocks(module)
         if self.stage is None and self.dtype is None:
             return module
-        of_stage_3: dict[str, Any] = {"sharding_factor": self.sharding_factor, "offload": self.offload}
-        return STAGES[self.stage or 0](module, comm, dtype=self.dtype, **of_stage_3 if self.stage == 3 else {})
+        names = ("sharding_factor", "reshard_after_forward", "offload") if self.stage == 3 else ()
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return STAGES[self.stage or 0](module, comm, dtype=self.dtype, **options)
 
     def optimizer(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of `model`. given: the user's, a function of the parameters."""
@@ -76,15 +66,14 @@ class Plan:
                 group["foreach"] = True
         return optimizer
 
-    @contextlib.contextmanager
-    def around_the_steps(self, model: nn.Module) -> Iterator[None]:
+    def around_the_steps(self) -> contextlib.ExitStack:
         """What holds while the steps run."""
-        with contextlib.ExitStack() as stack:
-            if self.loss_in_chunks:
-                stack.enter_context(LossInChunks())
-            if self.no_scores:
-                stack.enter_context(WithoutScores())
-            yield
+        stack = contextlib.ExitStack()
+        if self.loss_in_chunks:
+            stack.enter_context(LossInChunks())
+        if self.no_scores:
+            stack.enter_context(WithoutScores())
+        return stack
 
 
 def recompute_blocks(module: nn.Module) -> None:

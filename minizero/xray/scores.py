@@ -13,31 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+SOFTMAX = ("Softmax", "SafeSoftmax")  # the second is in PyTorch's own attention, which stores scores under dropout
 # What may lie between a softmax and the product with v: a cast, dropout, another shape.
 BETWEEN = ("ToCopy", "NativeDropout", "Mul", "Div", "View", "UnsafeView", "Expand", "Clone", "Transpose")
-
-
-class Scores:
-    """What is kept of one softmax's scores. uses: how often backward will ask for them; it gets one tensor."""
-
-    def __init__(self) -> None:
-        self.uses = 0
-        self.made: Tensor | None = None  # from the first use to the last
-
-    def use(self, like: dict[str, Any], shape: torch.Size) -> Tensor:
-        """An empty tensor in the place of scores."""
-        made = torch.empty(shape, **like) if self.made is None else self.made
-        self.uses -= 1
-        self.made = made if self.uses else None
-        return made.view(shape)
 
 
 class Kept(NamedTuple):
     """What autograd keeps in the place of a tensor of scores."""
 
-    scores: Scores
-    like: dict[str, Any]
     shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
@@ -56,15 +42,10 @@ class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
         kind = tensor.numel(), tensor.shape[-1]
         if comes_from_softmax(tensor.grad_fn):
             self.kinds.add(kind)
-        if kind not in self.kinds:
-            return tensor
-        storage: Any = tensor.untyped_storage()  # softmax and the product with v keep the same
-        storage.scores = scores = getattr(storage, "scores", None) or Scores()
-        scores.uses += 1
-        return Kept(scores, {"dtype": tensor.dtype, "device": tensor.device}, tensor.shape)
+        return Kept(tensor.shape, tensor.dtype, tensor.device) if kind in self.kinds else tensor
 
     def give_back(self, kept: Tensor | Kept) -> Tensor:
-        return kept.scores.use(kept.like, kept.shape) if isinstance(kept, Kept) else kept
+        return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device) if isinstance(kept, Kept) else kept
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -77,6 +58,6 @@ def comes_from_softmax(node: Any, steps: int = 3) -> bool:
     if node is None:
         return False
     name = node.name().removesuffix("Backward0")
-    if name == "Softmax" or not steps:
-        return name == "Softmax"
+    if name in SOFTMAX or not steps:
+        return name in SOFTMAX
     return name in BETWEEN and any(comes_from_softmax(before, steps - 1) for before, _ in node.next_functions)

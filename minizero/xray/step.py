@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero.engines.engine import Engine
 from minizero.memory import Ledger
@@ -29,27 +29,25 @@ Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """One step: its ledger, the bytes that this rank sent in it, and the numbers of the parameters with a gradient."""
-
-    ledger: Ledger
-    sent: int
-    trained: frozenset[int]
-
-
-@dataclasses.dataclass(frozen=True)
 class Result:
-    """The figures of one step, without its tape. peak: as the ledger's; parts: by category, at the joint peak."""
+    """The figures of one step. peak: as the ledger's; parts: by category, at the joint peak; sent: by this rank."""
 
     peak: dict[str, int]
     parts: dict[str, int]
     sent: int
 
 
-def result(measured: Measured) -> Result:
-    """What is kept of a step once its tape is dropped."""
-    ledger = measured.ledger
-    return Result(ledger.peak, dict(at_peak(ledger.tape, ledger.start).totals), measured.sent)
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One step: its ledger, whose tape is long, the bytes that this rank sent, and which parameters got a gradient."""
+
+    ledger: Ledger
+    sent: int
+    trained: frozenset[int]
+
+    def result(self) -> Result:
+        """What is kept once the tape is dropped."""
+        return Result(self.ledger.peak, dict(at_peak(self.ledger.tape, self.ledger.start).totals), self.sent)
 
 
 def measure(
@@ -61,13 +59,10 @@ def measure(
     ledger_type: type[Ledger] = Ledger,
     trained: frozenset[int] | None = None,
 ) -> Measured:
-    """Train `module`, which is changed, under `plan` as one rank of `comm`. inputs: this rank's batch.
-
-    trained: see above; without it a whole first step finds out.
-    """
+    """Train `module`, which is changed, under `plan` as one rank of `comm`. inputs: this rank's batch."""
     model = plan.wrap(module.train(), comm)
     states = plan.optimizer(optimizer, model)
-    with ledger_type(model, states) as ledger, plan.around_the_steps(module):
+    with ledger_type(model, states) as ledger, plan.around_the_steps():
         if trained is None or plan.learns:
             trained = step(model, states, inputs, plan)
         else:
@@ -116,18 +111,17 @@ def loss_of(model: nn.Module, inputs: Any) -> Tensor:
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
     numbers = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
     if len(numbers) != 1:
+        kind = f"tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
-            f"xray: the model returned {describe(output)}, which has no loss, a tensor with one number: give inputs "
-            "with which it returns the loss (Hugging Face's models want labels=…), or a module around it that does"
+            f"xray: the model returned a {kind}, which has no loss, a tensor with one number: give inputs with which "
+            "it returns the loss (Hugging Face's models want labels=…), or a module around it that does"
         )
     return numbers[0]
 
 
-def describe(output: Any) -> str:
-    """What a value is, for an error."""
-    if isinstance(output, Tensor):
-        return f"a tensor of shape {tuple(output.shape)}"
-    return f"a {type(output).__name__}"
+def tensors_of(inputs: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    return (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 
 def batch_size(inputs: Any) -> int:
@@ -135,18 +129,12 @@ def batch_size(inputs: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_of(inputs) if tensor.dim()), 0)
 
 
-def tensors_of(inputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    return (leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
-
-
 def cut(batch: Any, pieces: int, number: int) -> Any:
     """Piece `number` of a batch: a part of each tensor whose first dimension counts samples, and all else whole."""
     size = batch_size(batch)
-    samples = size // pieces
 
     def part(tensor: Tensor) -> Tensor:
         counts = tensor.dim() and tensor.shape[0] == size
-        return tensor[number * samples : (number + 1) * samples] if counts else tensor
+        return tensor[number * size // pieces : (number + 1) * size // pieces] if counts else tensor
 
     return tree_map_only(Tensor, part, batch) if pieces > 1 else batch

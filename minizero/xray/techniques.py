@@ -1,12 +1,14 @@
-"""What would help: the same step, run again with each technique, and with the stacks that people use.
+"""The techniques in words: one table, with a row for each. A stack of techniques has the words of all of them.
 
-A row is a run, not a formula. So a technique that makes this model's peak higher shows it, and the category that grew
-says why. A technique that this model cannot follow is a row with the reason.
+A technique is a field of a plan, and a row here. What it does to a step stands in plan.py.
+
+`outcome` runs the same step again with one of them, or with a stack. It is a run, not a formula. So a technique that
+makes this model's peak higher shows it, and the category that grew says why.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -14,14 +16,39 @@ from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
 from minizero.xray.step import Result
 
-BF16 = torch.bfloat16
-FORWARD = "about a third more time"
-SMALLER = "smaller products; a loss that is no mean changes"
-MASTERS = "rounding to 8 bits"
-STAGE_3 = "half as much again is sent"
-HOST = "traffic to the CPU, which runs the optimizer"
-OTHER = "another optimizer, to be tuned anew"
-# Why a technique can make the peak higher: by what the plan has, and by the category that grew most.
+
+class Technique(NamedTuple):
+    """A row. {value} in its name is the plan's field.
+
+    price: a guess at the time that it adds to a step, in percent. It only sets the order in which stacks are tried.
+    """
+
+    name: str
+    costs: str
+    price: int = 0
+
+
+# By the field of a plan; a stage also by its number.
+TECHNIQUES = {
+    "stage 0": Technique("DDP on {ranks} ranks", "gradients are sent"),
+    "stage 1": Technique("ZeRO-1 on {ranks} ranks", "as DDP"),
+    "stage 2": Technique("ZeRO-2 on {ranks} ranks", "as DDP"),
+    "stage 3": Technique("ZeRO-3 on {ranks} ranks", "half as much again is sent", 6),
+    "sharding_factor": Technique("in groups of {value}", "more memory, less between machines"),
+    "reshard_after_forward": Technique("whole until backward", "a third less of that, for more memory"),
+    "offload": Technique("offload", "traffic to the CPU, which runs the optimizer", 100),
+    "dtype": Technique("BF16 with FP32 masters", "rounding to 8 bits", 3),  # no time, but numbers change
+    "recompute": Technique("recompute of each block", "about a third more time", 33),
+    "micro_batches": Technique(
+        "{value} micro-batches",
+        "smaller products; a loss that is no mean changes; under ZeRO-3 each piece gathers again",
+    ),
+    "no_scores": Technique("attention without scores", "none: FlashAttention is faster, too", 1),  # but a line changes
+    "loss_in_chunks": Technique("loss in chunks", "little: the head's products are cut", 2),
+    "momentum": Technique("SGD with momentum", "another optimizer, to be tuned anew"),
+    "foreach": Technique("optimizer as on a GPU", "none: foreach is the default there"),
+}
+# Why a technique can make the peak higher: by its field, and by the category that grew most.
 WHY_HIGHER = {
     ("micro_batches", "gradients"): "the sum of the gradients waits while the next micro-batch runs",
     ("micro_batches", "activations"): "the gradients so far wait while the next micro-batch runs",
@@ -33,82 +60,79 @@ WHY_HIGHER = {
     ("stage", "gradients"): "gradients are copied into flat buffers to be sent",
     ("stage", "communication"): "a ring receives into buffers of its own",
     ("stage", "temporary"): "the gradient of a parameter is there before it is copied into the flat buffer",
+    ("reshard_after_forward", "parameters"): "all are whole from forward to backward, beside the shards",
     ("foreach", "temporary"): "all updates are there at once, not one parameter's",
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Technique:
-    """A row's name, its plan, and its price in words."""
+def fields_of(plan: Plan) -> list[str]:
+    """The fields that this plan sets, but for the number of ranks."""
+    fields = {field.name: field.default for field in dataclasses.fields(plan) if field.name != "ranks"}
+    return [name for name, default in fields.items() if getattr(plan, name) != default]
 
-    name: str
+
+def rows_of(plan: Plan) -> dict[str, Technique]:
+    """The rows of a plan's techniques, by their names."""
+    rows = {}
+    for field in fields_of(plan):
+        value = getattr(plan, field)
+        row = TECHNIQUES[f"stage {value}" if field == "stage" else field]
+        rows[row.name.format(value=value, ranks=plan.ranks)] = row
+    return rows
+
+
+def name_of(plan: Plan) -> str:
+    """What the report calls a plan."""
+    return ", ".join(rows_of(plan)) or "as it is"
+
+
+def costs_of(plan: Plan) -> str:
+    """What all techniques of a plan cost, in words."""
+    return "; ".join(row.costs for row in rows_of(plan).values())
+
+
+class Outcome(NamedTuple):
+    """What a plan has given: a result, or why there is none."""
+
     plan: Plan
-    price: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """A row of the table: a result, or why there is none."""
-
-    technique: Technique
     result: Result | None
     against: float  # its peak / the plain step's
     remark: str  # why there is no result, or why the peak is higher
 
 
-def techniques(ranks: int, batch: int) -> Iterator[Technique]:
-    """On one device, on `ranks` of them, and stacks. Each rank has a batch of the plain step's size."""
-
-    def row(name: str, price: str, **plan: Any) -> Technique:
-        return Technique(name, Plan(**plan), price)
-
-    yield row("recompute of each block", FORWARD, recompute=True)
-    for pieces in sorted({2, batch} - {0, 1}):
-        if batch % pieces == 0:
-            yield row(f"{pieces} micro-batches", SMALLER, micro_batches=pieces)
-    yield row("attention without scores", "none: FlashAttention is faster, too", no_scores=True)
-    yield row("loss in chunks", "little: the head's products are cut", loss_in_chunks=True)
-    yield row("BF16 with FP32 masters", MASTERS, dtype=BF16)
-    yield row("SGD with momentum", OTHER, momentum=True)
-    yield row("optimizer as on a GPU", "none: foreach is the default there", foreach=True)
+def plans(ranks: int, batch: int) -> Iterator[Plan]:
+    """What is run: on one device, on `ranks` of them, and stacks. Each rank has a batch of so many samples."""
+    yield Plan(recompute=True)
+    yield from (Plan(micro_batches=pieces) for pieces in sorted({2, batch} - {0, 1}) if batch % pieces == 0)
+    yield from (Plan(no_scores=True), Plan(loss_in_chunks=True), Plan(dtype=torch.bfloat16))
+    yield from (Plan(momentum=True), Plan(foreach=True))
     if ranks == 1:
         return
-    on = {"ranks": ranks}
-    yield row(f"DDP on {ranks}", "gradients are sent", stage=0, **on)
-    yield row(f"ZeRO-1 on {ranks}", "as DDP", stage=1, **on)
-    yield row(f"ZeRO-2 on {ranks}", "as DDP", stage=2, **on)
-    yield row(f"ZeRO-3 on {ranks}", STAGE_3, stage=3, **on)
-    if (group := largest_divisor(ranks)) > 1:
-        yield row(
-            f"ZeRO-3 in groups of {group}", "more memory, less between machines", stage=3, sharding_factor=group, **on
-        )
-    yield row(f"ZeRO-3 on {ranks}, offload", HOST, stage=3, offload=True, **on)
-    stack: dict[str, Any] = dict(stage=3, dtype=BF16, **on)
-    yield row("ZeRO-3, BF16", f"{STAGE_3}; {MASTERS}", **stack)
-    yield row("ZeRO-3, BF16, recompute", FORWARD, **stack, recompute=True)
-    yield row("the same, loss in chunks", FORWARD, **stack, recompute=True, loss_in_chunks=True)
-    yield row("the same, offload", f"{FORWARD}; {HOST}", **stack, recompute=True, offload=True)
+    yield from (Plan(stage, ranks) for stage in range(4))
+    groups = max(factor for factor in range(1, ranks) if ranks % factor == 0)
+    yield from [Plan(3, ranks, groups)] * (groups > 1)
+    yield from (Plan(3, ranks, reshard_after_forward=False), Plan(3, ranks, offload=True))
+    stack = Plan(3, ranks, dtype=torch.bfloat16)
+    yield stack
+    yield (stack := dataclasses.replace(stack, recompute=True))
+    yield dataclasses.replace(stack, loss_in_chunks=True)
+    yield dataclasses.replace(stack, offload=True)
 
 
-def largest_divisor(number: int) -> int:
-    """The largest divisor below the number itself."""
-    return max(factor for factor in range(1, number) if number % factor == 0)
-
-
-def outcome(case: Case, technique: Technique, plain: Result) -> Outcome:
-    """Run a technique on a case."""
+def outcome(case: Case, plan: Plan) -> Outcome:
+    """Run a plan, beside the plain step."""
+    plain = case.run(Plan())
     try:
-        found = case.run(technique.plan)
+        found = case.run(plan)
     except NotPossible as error:
-        return Outcome(technique, None, 0.0, f"not possible: {error}")
+        return Outcome(plan, None, 0.0, f"not possible: {error}")
     against = found.peak["total"] / plain.peak["total"]
-    return Outcome(technique, found, against, why_higher(technique.plan, found, plain) if against > 1 else "")
+    return Outcome(plan, found, against, why_higher(plan, found, plain) if against > 1 else "")
 
 
 def why_higher(plan: Plan, found: Result, plain: Result) -> str:
     """Which category grew most between two peaks, and why, if that is known."""
     grown = {name: found.parts[name] - plain.parts[name] for name in found.parts if name not in ("total", "host")}
     category = max(grown, key=grown.__getitem__)
-    changed = [field.name for field in dataclasses.fields(Plan) if getattr(plan, field.name) != field.default]
-    words = [WHY_HIGHER[field, category] for field in changed if (field, category) in WHY_HIGHER]
+    words = [WHY_HIGHER[field, category] for field in fields_of(plan) if (field, category) in WHY_HIGHER]
     return f"higher: more {category}" + "".join(f"; {reason}" for reason in words[:1])

@@ -1,8 +1,8 @@
 """A page for each notebook; index.html: a map with a sentence on each; museum.html: the exercises with a run to mend.
 
 Code that prepares (imports) or draws is behind a click, and so is what answers an exercise (`jupyter.source_hidden`,
-`jupyter.outputs_hidden`, which fold it in JupyterLab too). Sources that the text links are pages here, so that the
-folder may be handed out alone.
+`jupyter.outputs_hidden`, which fold it in JupyterLab too). Sources that the text links, and guides beside the
+notebooks, are pages here, so that the folder may be handed out alone.
 """
 
 import re
@@ -29,11 +29,16 @@ def book(folder):
         content = "".join(draw(cell) for cell in notebook.cells)
         content = content.replace(title_of(notebook), f"{number_of(name)} · {title_of(notebook)}", 1)
         content = content.replace("</h1>", f"</h1>{contents(content)}", 1)
-        content = re.sub(r'href="(\d\d\w+)\.ipynb', r'href="\1.html', content)  # the others are pages here
+        content = linked(content)
         sources |= set(re.findall(r'href="\.\./([\w/.]+)"', content))
         content = re.sub(r'href="\.\./([\w/.]+)"', r'href="source/\1.html"', content)
         title = f"{number_of(name)} {title_of(notebook)}"
         paths.append(write(folder / f"{name}.html", page(title, around + content + around, styles=STYLE)))
+    for guide in sorted(set(FOLDER.glob("*.md")) - {FOLDER / "README.md"}):
+        text = guide.read_text(encoding="utf-8")
+        title = text.partition("\n")[0].removeprefix("# ")
+        content = '<nav><a href="index.html">all notebooks</a></nav>' + linked(wide(words(text)))
+        paths.append(write(folder / f"{guide.stem}.html", page(title, content, styles=STYLE)))
     for source in sorted(sources):
         text = highlight((FOLDER.parent / source).read_text(encoding="utf-8"))
         write(folder / "source" / f"{source}.html", page(source, f"<h1>{source}</h1>{text}", styles=STYLE))
@@ -97,6 +102,11 @@ def draw(cell):
 def wide(text):
     """A table that is wider than the screen scrolls alone."""
     return text.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
+
+
+def linked(content):
+    """The notebooks and guides that it links are pages here."""
+    return re.sub(r'href="(\w+)\.(?:ipynb|md)', r'href="\1.html', content)
 
 
 def contents(content):

@@ -116,7 +116,10 @@ def published() -> list[list[str]]:
 
 
 def others() -> list[list[str]]:
-    """A GPT's step: real, by the X-ray, by PyTorch's private MemTracker on the same fake tensors, and by formulas."""
+    """A GPT's step: real, by the X-ray, by PyTorch's private MemTracker on the same fake tensors, and by formulas.
+
+    The formulas: accelerate's `estimate-memory`, 16 bytes a parameter; vram-check 0.1.1, and 8 more for each sample.
+    """
     rows = []
     for words, batch, options in (
         ("the demo's", 2, {}),
@@ -133,7 +136,8 @@ def others() -> list[list[str]]:
         tracked = by_mem_tracker(case)
         ratio = (time.process_time() - start) / seconds
         real = measure(GPT(config), tokens, Plan(), torch.optim.AdamW, one_of_many(1)).ledger.peak["total"]
-        figures = (real, ours, tracked, 16 * case.parameters)
+        formulas = (16 * case.parameters, (16 + 8 * batch) * case.parameters)
+        figures = (real, ours, tracked, *formulas)
         rows.append([words, *(f"{held / 2**20:,.1f}" for held in figures), f"{ratio:.1f}"])
     return rows
 
@@ -159,7 +163,14 @@ def main() -> None:
     torch.set_num_threads(2)
     console = Console(width=120)
     table = Table("a GPT's step", title="Peak, MiB; fake tensors but for the first")
-    for heading in ("real step", "X-ray", "MemTracker", "16 bytes a parameter", "time, MemTracker / X-ray"):
+    for heading in (
+        "real step",
+        "X-ray",
+        "MemTracker",
+        "accelerate's formula",
+        "vram-check's",
+        "time, MemTracker / X-ray",
+    ):
         table.add_column(heading, justify="right")
     for row in others():
         table.add_row(*row)

@@ -14,7 +14,7 @@ from minizero.ranks.one_of_many import one_of_many
 from minizero.xray.case import Case
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.plan import Plan
-from minizero.xray.step import Result, measure, result
+from minizero.xray.step import Result, measure
 
 WORDS, WIDTH, LENGTH, BATCH = 320, 64, 32, 4
 Make = Callable[[], tuple[nn.Module, Any]]
@@ -108,7 +108,7 @@ def real(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
         model = copy.deepcopy(module)
         if plan.recompute:
             switch_caches_off(model)
-        return result(measure(model, inputs, plan, optimizer, comm))
+        return measure(model, inputs, plan, optimizer, comm).result()
 
     return run(one_of_many(1)) if plan.ranks == 1 else World(plan.ranks, "cpu").run(run)[0]
 
