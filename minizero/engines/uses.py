@@ -92,12 +92,13 @@ def without_leaves(args: Any, kwargs: Any) -> Any:
 
 
 CONTAINERS = (list, tuple, set, deque, Mapping, types.SimpleNamespace)
+NOT_KEPT = vars(nn.Module()).keys() - {"_buffers"}  # what every module has: parameters, parts, hooks
 
 
 def kept_in(module: nn.Module | None) -> list[torch.Tensor]:
     """The tensors that are attributes of the module or its parts, or in containers that are."""
     parts = [] if module is None else module.modules()
-    kept = (value for part in parts for value in vars(part).values())
+    kept = (value for part in parts for name, value in vars(part).items() if name not in NOT_KEPT)
     return list(tensors_in([v for v in kept if isinstance(v, torch.Tensor) or isinstance(v, CONTAINERS) and v]))
 
 
