@@ -61,7 +61,7 @@ def published(made):
 def test_there_is_a_file_for_each_notebook_and_one_deck(published):
     assert sorted(published) == sorted(
         [f"{kind}/{name}" for kind in ("slides", "book") for name in NAMES]
-        + ["slides/deck", "book/index", "book/museum"]
+        + ["slides/deck", "book/index", "book/museum", "book/your_own_model"]
     )
 
 

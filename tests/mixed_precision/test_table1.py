@@ -157,7 +157,7 @@ def test_files_of_a_run(tmp_path, monkeypatch, capsys):
         assert len(secret) < 5 or secret not in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_processes_give_the_same_numbers(tiny):
     results = table1.measure(TINY, 2)
     assert results["rows"] == tiny["rows"] and results["memory"] == tiny["memory"]
@@ -260,11 +260,10 @@ def test_weights_become_fp16_numbers():
 @pytest.mark.slow
 def test_a_scale_of_8_recovers_what_fp16_loses():
     """The mean over 4,096 · 784 pixels: what lies in [2^-27, 2^-24) matters, what is smaller does not."""
-    for seed in range(2):
-        fp32 = experiments.train_autoencoder(None, seed=seed, steps=25)
-        unscaled, by_8 = (experiments.train_autoencoder(StaticLossScaler(s), seed=seed, steps=25) for s in (1, 8))
-        assert unscaled.loss > 1.02 * fp32.loss
-        assert abs(by_8.loss - fp32.loss) < 0.25 * (unscaled.loss - fp32.loss)
+    fp32 = experiments.train_autoencoder(None, seed=0, steps=25)
+    unscaled, by_8 = (experiments.train_autoencoder(StaticLossScaler(s), seed=0, steps=25) for s in (1, 8))
+    assert unscaled.loss > 1.02 * fp32.loss
+    assert abs(by_8.loss - fp32.loss) < 0.25 * (unscaled.loss - fp32.loss)
     gradients = experiments.train_autoencoder(None, histograms=True, steps=10).histograms.activation_gradients
     assert gradients.share(-27, -24) > 0.2 and gradients.share(-math.inf, -27) > 0.02  # there are some of both
 

@@ -79,7 +79,7 @@ def test_a_function_of_a_notebook_runs_on_processes_with_its_helpers():
     assert [result.tolist() for result in torchrun(double, 3, doubled)] == [[12.0]] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_function_of_a_module_is_imported_and_meets_its_peer():
     first, second = torchrun(time_messages, 2)
     assert first == second and list(first) == ["our ring", "PyTorch's own"]
