@@ -77,7 +77,8 @@ def gradient_hooks(leaf: torch.Tensor) -> tuple[list[Callable[..., Any]], list[C
     Why: a shard's gradient comes from a collective, so autograd does not call them.
     Since 2.1. In its place: a public call of them.
     """
-    before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():  # an empty parameter (`Released`) answers each question in Python
+        before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     of_before, of_after = (
         [hook for hook in (hooks or {}).values() if not hasattr(hook, "ours")] for hooks in (before, after)
     )
