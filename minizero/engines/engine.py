@@ -23,9 +23,11 @@ The path of one gradient, in eight steps:
     zero3.py        Zero3.deposit       (with prefetch: the reduction before this one must end, prefetch.py)
     gradient.py     LocalGradient.put   copied to its place in the unit's flat buffer
     engine.py       Backward.reduce_next    the unit waits for none: LocalGradient.take
-    zero3.py        Zero3.reduce        with prefetch another thread runs the next step
+    zero3.py        Zero3.reduce, average   with prefetch a lane's thread runs `average` (prefetch.py)
     collectives.py  reduce_scatter      over comm.py: each rank has its chunk of the average
     unit.py         Unit.set_gradient   the shards' .grad, and their hooks (with prefetch later, in end_reduction)
+
+That of one gather: `before` or `open_use` here, Zero3.gather, (Ahead.start,) make_room and fill, point_parameters_at.
 """
 
 import abc
@@ -187,7 +189,7 @@ class Engine(Wrapped, abc.ABC):
         self.module.register_forward_hook(after)
         for unit in self.in_order:
             for number, parameter in enumerate(unit.parameters):
-                aside: list[torch.Tensor | None] = []  # DDP in FP32: see `put_aside`
+                aside: list[torch.Tensor | None] = []  # filled by DDP in FP32 alone: see `put_aside`
                 if unit.original:  # autograd would add to the .grad of before
                     unit.nodes.append(put_aside(parameter, aside))
                 parameter.register_post_accumulate_grad_hook(arrival(self, unit, number, aside))
@@ -362,7 +364,7 @@ class Backward:
 
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
         """The gradient of the unit's parameter `number` has come."""
-        # A tensor that the unit made, and that nobody knows of, brought backward here.
+        # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
         away = self.engine.reshard_after_forward and unit.module is not None and not self.engine.open_uses[unit]
         again = self.engine.sync and unit not in self.left
         check_gradient(self.engine.stage, unit, gradient, again=again, gathered=not away)

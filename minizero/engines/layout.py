@@ -50,8 +50,8 @@ def cut(
 ) -> tuple[list[nn.Parameter], list[Any]]:
     """`master`, which begins at `start` of the flat buffer, as shards, and the group of each.
 
-    groups: of each parameter. A group that this rank holds nothing of has an empty shard. So every rank has something
-    of each, and a step on an empty shard raises the count of `Unit.replica_is_stale`, too.
+    groups: of each parameter. A group that this rank holds nothing of has an empty shard. So a step writes to
+    something of each on every rank, and all ranks agree that the replica is old (`Unit.replica_is_stale`).
     """
     runs: list[tuple[Any, int, int]] = []  # group, and where the run begins and ends in `master`
     ends = [*layout.offsets[1:], layout.size]  # the padding goes with the last parameter

@@ -109,7 +109,7 @@ class Ahead:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins."""
-        if self.reducing is not None and not self.stage.in_backward:  # a backward raised: its gradient counts no more
+        if self.reducing is not None and not self.stage.in_backward:  # left by one that raised
             (_, wait), self.reducing = self.reducing, None
             wait()
         self.begin_pass(is_backward=False)
@@ -164,7 +164,7 @@ class Ahead:
             unit.set_gradient(wait())
 
     def what_follows(self, unit: Unit) -> list[Unit]:
-        """The units that came after this one in the last pass."""
+        """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""
         if self.stage.in_backward and not self.is_backward:
             self.begin_pass(is_backward=True)
         turns = self.in_turn[self.is_backward]

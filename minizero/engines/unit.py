@@ -64,7 +64,7 @@ class Unit:
 
     @property
     def whole(self) -> bool:
-        """Does this rank's optimizer hold the whole unit (DDP, or one rank), or a chunk of it?"""
+        """Does this rank's optimizer hold all of the unit (DDP, or one rank)? It says nothing of what is gathered."""
         return self.master.numel() == self.size
 
     @property
