@@ -109,7 +109,7 @@ class Ahead:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins."""
-        if self.reducing is not None and not self.stage.in_backward:  # left by one that raised
+        if self.reducing is not None and not self.stage.in_backward:  # left by a backward that raised
             (_, wait), self.reducing = self.reducing, None
             wait()
         self.begin_pass(is_backward=False)

@@ -73,6 +73,8 @@ class Gain(nn.Module):
             self.side = side
         if self.way == "list":
             self.side = [(side,)]
+        if self.way == "buffer":
+            self._buffers["side"] = side
         if self.way == "namespace":
             return types.SimpleNamespace(y=y, side=side)
         return collections.UserDict(y=y, side=side) if self.way == "mapping" else y
@@ -91,12 +93,14 @@ class Handed(nn.Module):
                 x += before
             elif self.way in ("attribute", "list"):
                 loss = loss + (block.side if self.way == "attribute" else block.side[0][0])
+            elif self.way == "buffer":
+                loss = loss + block._buffers.pop("side")
             else:
                 x, loss = (x.y, loss + x.side) if self.way == "namespace" else (x["y"], loss + x["side"])
         return x.square().mean() + loss
 
 
-@pytest.mark.parametrize("way", ["view", "attribute", "list", "namespace", "mapping"])
+@pytest.mark.parametrize("way", ["view", "attribute", "list", "buffer", "namespace", "mapping"])
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_whatever_leaves_a_unit_gathers_it_in_backward(way, prefetch):
     stages = [DDP, functools.partial(Zero3, prefetch=prefetch)]
