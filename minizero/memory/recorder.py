@@ -25,6 +25,7 @@ from minizero.memory.tape import CATEGORIES, Record, Tape
 from minizero.torch_private import storage_id
 
 PLAIN = {torch.Tensor, nn.Parameter}
+DEVICE = torch.ops.prim.device.default
 
 _active = threading.local()  # .recorder: the one that watches this thread
 
@@ -82,6 +83,8 @@ class Recorder(Watcher):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = not types or PLAIN.issuperset(types)
         if not plain:
+            if func is DEVICE:  # no operator: a fake tensor's device is asked for, several times an operator
+                return args[0].device
             if any(hasattr(kind, "__tensor_flatten__") for kind in types):
                 return NotImplemented  # a tensor made of tensors (DTensor): its own operators on those come next
         outputs = outputs_of.get(id(func))

@@ -4,12 +4,14 @@ A plan that this model cannot follow raises `NotPossible`, with the reason in wo
 """
 
 import os
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from minizero.memory import Ledger
 from minizero.ranks.one_of_many import one_of_many
@@ -18,6 +20,8 @@ from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.plan import Plan
 from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, tensors_of
+
+MOST = 8  # processes; each takes half a GB for a large model
 
 
 class NotPossible(ValueError):
@@ -33,15 +37,42 @@ class Case:
         self.model, self.inputs, self.make_optimizer = model, inputs, optimizer
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
-        self.caches_off = False  # did recompute have to switch Hugging Face's caches off?
-        self.found: dict[Plan, Result] = {}
+        self.found: dict[Plan, Result | str] = {}  # the figures, or why there are none
         self.trained: frozenset[int] | None = None  # which parameters get a gradient, once a plain step has shown it
 
     def run(self, plan: Plan) -> Result:
         """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
-        if plan not in self.found:
-            self.found[plan] = self.measure(plan).result()
-        return self.found[plan]
+        self.run_all([plan])
+        if isinstance(found := self.found[plan], str):
+            raise NotPossible(found)
+        return found
+
+    def run_all(self, plans: Sequence[Plan]) -> None:
+        """Run a step under each plan, several at once: a process for each core, which begins as a copy of this one.
+
+        Beside a GPU they run here, one by one: PyTorch cannot go backwards in such a copy then.
+        """
+        missing = [plan for plan in reversed(plans) if plan not in self.found]  # the stacks first, which take longest
+        alone = len(missing) < 2 or sys.platform != "linux" or torch.accelerator.is_available()
+        workers = 0 if alone else min(len(missing), os.cpu_count() or 1, MOST)
+        loader: DataLoader = DataLoader(
+            missing,  # type: ignore[arg-type]  # a list is a data set
+            batch_size=None,
+            collate_fn=self.attempt,  # type: ignore[arg-type]  # of one plan, not of a list
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+            prefetch_factor=1 if workers else None,
+            in_order=False,  # whoever is free takes the next
+            generator=torch.Generator(),  # the caller's random numbers stay as they are
+        )
+        self.found.update(loader)
+
+    def attempt(self, plan: Plan) -> tuple[Plan, Result | str]:
+        """A plan, and the figures of a step under it, or why there are none."""
+        try:
+            return plan, self.measure(plan).result()
+        except NotPossible as error:
+            return plan, str(error)
 
     def measure(self, plan: Plan, ledger_type: type[Ledger] = Ledger) -> Measured:
         """Run a step under `plan`, without numbers. `NotPossible` if this model cannot follow it."""
@@ -50,7 +81,8 @@ class Case:
                 raise ValueError(f"{plan.micro_batches} micro-batches do not divide a batch of {self.batch_size}")
             with pretend() as mode:
                 module, inputs = mode.copy(self.model), mode.copy(self.inputs)
-                self.caches_off |= plan.recompute and switch_caches_off(module)
+                if plan.recompute:
+                    switch_caches_off(module)
                 comm = one_of_many(plan.ranks)
                 found = measure(module, inputs, plan, self.make_optimizer, comm, ledger_type, self.trained)
                 if plan == Plan():

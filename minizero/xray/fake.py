@@ -13,6 +13,7 @@ number there is built again for real. Operators: a few own other memory than the
 
 import contextlib
 import copy
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -99,6 +100,9 @@ def pretend() -> Iterator[Pretend]:
         stack.enter_context(masks_as_for_real())
         # It prints a traceback of PyTorch's own files before it raises. What is raised has the user's line.
         stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        if gc.isenabled():  # the collector would search millions of objects, and when it runs is chance
+            gc.disable()
+            stack.callback(gc.enable)
         yield stack.enter_context(Pretend())
 
 

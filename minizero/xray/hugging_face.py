@@ -17,13 +17,16 @@ import torch
 from torch import nn
 
 
-def switch_caches_off(module: nn.Module) -> bool:
-    """Set `use_cache` to False in each configuration inside. True if one was on."""
+def with_caches(module: nn.Module) -> list[Any]:
+    """The configurations inside of which the cache is on."""
     configs = {id(c): c for part in module.modules() if (c := vars(part).get("config")) is not None}.values()
-    on = [config for config in configs if getattr(config, "use_cache", False)]
-    for config in on:
+    return [config for config in configs if getattr(config, "use_cache", False)]
+
+
+def switch_caches_off(module: nn.Module) -> None:
+    """Set `use_cache` to False in each configuration inside."""
+    for config in with_caches(module):
         config.use_cache = False
-    return bool(on)
 
 
 @contextlib.contextmanager

@@ -47,10 +47,10 @@ class LineRecorder(Recorder):
         self.files: dict[str, bool] = {}  # by name: is it the user's?
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a fake tensor's device is asked for: no operator
-            return func(*args)
         before = len(self.tape)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.tape) == before:  # no operator
+            return result
         module, line = self.position.running[-1], self.line()
         if not line and (number := torch_private.operation_going_backwards()) in self.forwards:
             module, line = self.forwards[number]

@@ -26,6 +26,7 @@ from minizero.pictures.memory import plot_curve
 from minizero.xray.case import Case
 from minizero.xray.findings import Findings
 from minizero.xray.fit import CONTEXT, FRAGMENTS, GIB, SMALL, kept_free, price
+from minizero.xray.hugging_face import with_caches
 from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.step import Optimizer
 from minizero.xray.techniques import Outcome, costs_of, name_of
@@ -77,7 +78,7 @@ class Report(Findings):
             row = size(found.peak["total"]), f"{against:.2f}", f"{plan.recompute:d}", size(found.sent), costs
             table.add_row(name_of(plan), *row, style="bold" if against > 1 else "")
         write(table)
-        if self.case.caches_off:
+        if with_caches(self.case.model):
             write("With recompute: use_cache=False, since a cache would keep what recompute drops.")
         return self.outcomes
 
