@@ -48,6 +48,7 @@ from minizero.engines.guards.modules import (
     check_module,
     check_unchanged,
 )
+from minizero.engines.guards.no_sync import check_untouched
 from minizero.engines.guards.norms import let_norms_compute_in_fp32
 from minizero.engines.guards.optimizers import mark
 from minizero.engines.guards.released import Released
@@ -356,6 +357,7 @@ class Backward:
 
     def begin(self) -> None:
         for unit in self.engine.in_order:
+            check_untouched(unit)
             unit.begin_gradient()
         for unit in self.engine.roots:  # an earlier backward of the same forward may have released them
             self.engine.do(self.engine.gather, unit)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minizero.engines.guards.no_sync import check_untouched
 from minizero.engines.layout import Layout
 from minizero.memory import tag
 
@@ -75,10 +74,8 @@ class LocalGradient:
             shard.grad.held_back = True  # type: ignore[attr-defined]  # an optimizer may not step with it
         self.shown = [shard.grad._version for shard in self.shards]  # type: ignore[union-attr]
 
-    def go_on(self, name: str) -> None:
-        """The next backward begins. Until its end .grad is that of before the sum. name: the unit's."""
-        if self.chunk:  # a write to a chunk misses the other chunks of the sum
-            check_untouched(name, self.shards, self.shown)
+    def go_on(self) -> None:
+        """The next backward begins. Until its end .grad is that of before the sum."""
         self.shown = []
         for shard, before in zip(self.shards, self.before, strict=True):
             shard.grad = before

@@ -16,7 +16,6 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.gradient import LocalGradient, pieces
-from minizero.engines.guards.released import Released
 from minizero.engines.layout import GroupBy, Layout, cut, pad
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
@@ -29,6 +28,7 @@ class Unit:
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
     over: all, unless a sharding factor makes groups. Prefetch replaces it by another of the same ranks, for its thread.
+    empty: the class of the module's parameters while they have no values.
     """
 
     replica: torch.Tensor
@@ -43,12 +43,13 @@ class Unit:
         comm: Comm,
         dtype: torch.dtype,
         group_by: GroupBy | None,
+        empty: type[nn.Parameter] = nn.Parameter,
     ) -> None:
         self.name, self.module, self.dtype = name, module, dtype
         self.everyone, self.comm = everyone, comm
         self.layout = Layout(list(parameters), [p.shape for p in parameters.values()], everyone.size)
         self.parameters = list(parameters.values())
-        self.kinds = [type(parameter) for parameter in self.parameters]
+        self.kinds, self.empty = [type(parameter) for parameter in self.parameters], empty
         self.trains = self.parameters[0].requires_grad
         self.group_of = [group_by(n, p) if group_by else None for n, p in parameters.items()]  # of each parameter
         self.shards: list[nn.Parameter] = []
@@ -87,14 +88,14 @@ class Unit:
         return flat.chunk(self.comm.size)[self.comm.rank]
 
     def point_parameters_at(self, flat: torch.Tensor | None) -> None:
-        """Make the module's parameters views of `flat`; with None, empty, so that using one is an error."""
+        """Make the module's parameters views of `flat`; with None, empty."""
         empty = torch.empty(0, 0, dtype=self.dtype, device=self.comm.device)
         views = [empty] * len(self.parameters) if flat is None else self.layout.views(flat)
         for parameter, view, kind in zip(self.parameters, views, self.kinds, strict=True):
             parameter.__class__ = kind
             parameter.data = view
             if flat is None:
-                parameter.__class__ = Released
+                parameter.__class__ = self.empty
 
     def cut_shards(self) -> None:
         """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`."""
@@ -135,7 +136,7 @@ class Unit:
             if all(shard.grad is None for shard in self.shards):
                 self.gradient = None
             else:  # if this backward raises, the next forward drops the sum (engine.py)
-                self.gradient.go_on(self.name)
+                self.gradient.go_on()
         if self.gradient is None:
             self.gradient = LocalGradient(self.layout, self.shards, None if self.whole else self.chunk)
 

@@ -3,10 +3,9 @@
 FunASR#3472: an optimizer steps before the last backward.
 """
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
+
+from minizero.engines.unit import Unit
 
 
 def check_averaged(stage: str, shard: torch.Tensor) -> None:
@@ -18,10 +17,17 @@ def check_averaged(stage: str, shard: torch.Tensor) -> None:
         )
 
 
-def check_untouched(name: str, shards: Sequence[nn.Parameter], shown: list[int]) -> None:
-    """`RuntimeError` if the .grad of a unit's shards was written to under no_sync. shown: their counts of writes."""
-    if [shard.grad._version if shard.grad is not None else None for shard in shards] != shown:
+def check_untouched(unit: Unit) -> None:
+    """`RuntimeError` if a shard's .grad shows a chunk of the sum, and was written to: the other chunks miss the write.
+
+    Before the next backward goes on with the sum. If every .grad is None, that backward drops it.
+    """
+    sum_so_far = unit.gradient
+    if sum_so_far is None or not sum_so_far.shown or not sum_so_far.chunk:
+        return
+    counts = [shard.grad._version if shard.grad is not None else None for shard in unit.shards]
+    if counts != sum_so_far.shown and any(count is not None for count in counts):
         raise RuntimeError(
-            f"{name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
+            f"{unit.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
             "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
         )

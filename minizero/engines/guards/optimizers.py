@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from minizero import torch_private
-from minizero.engines.guards.no_sync import check_averaged
+from minizero.engines.guards.no_sync import check_averaged, check_untouched
 from minizero.engines.unit import Unit
 
 
@@ -39,6 +39,7 @@ def own_gradient_comes(weak_shard: Any, weak_unit: Any) -> Callable[[torch.Tenso
                 "would be called for each of two parts of its gradient: let the hook add the penalty's gradient"
             )
         if unit is not None:
+            check_untouched(unit)
             unit.own_gradient_comes()
 
     comes.ours = True  # type: ignore[attr-defined]
