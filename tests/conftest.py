@@ -16,11 +16,11 @@ os.environ.setdefault(
     str(Path(__file__).parent.parent / ".pytest_cache/inductor" / os.environ.get("ATEN_CPU_CAPABILITY", "own")),
 )
 
-# What reads notebooks loads jsonschema. If that finds this, it builds grammars of web addresses, for four seconds.
-sys.modules["rfc3987_syntax"] = None
-
 import pytest
 import torch
+
+# What reads notebooks loads jsonschema. If that finds this, it builds grammars of web addresses, for four seconds.
+sys.modules["rfc3987_syntax"] = None
 
 # A failed assert there shows its values, too.
 pytest.register_assert_rewrite("tests.support")

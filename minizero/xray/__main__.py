@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -62,10 +63,11 @@ def maker(options: argparse.Namespace) -> Callable[[], Any]:
         return lambda: (GPT(config), torch.zeros(tokens, dtype=torch.long).unbind())
     file, _, name = options.make.rpartition(":")
     if not file or not Path(file).is_file():
-        raise ValueError(f"{options.make!r}: expected FILE.py:make, a file and a function in it")
+        raise ValueError(f"{options.make!r}: expected FILE.py:make, a file that exists and a function in it")
     sys.path.insert(0, str(Path(file).parent.resolve()))  # what lies beside the file can be imported
     try:
-        made = runpy.run_path(file).get(name)
+        with mock.patch.object(sys, "argv", [file]):  # a parser of the user's shall not read this command's options
+            made = runpy.run_path(file).get(name)
     except Exception as error:
         raise NotPossible(f"{file} cannot be imported: {reason(error)}") from error
     if not callable(made):

@@ -120,6 +120,8 @@ KNOWN = {
 def reason(error: BaseException) -> str:
     """An error in words, and the user's line that led to it."""
     first = next(iter(str(error).splitlines()), type(error).__name__)
+    if "cpu and meta" in first:  # the step trains a copy of the model
+        first = "a function that the model keeps, such as a lambda, uses another module's weights: make it a method"
     words = KNOWN.get(type(error).__name__, "{first}").format(operator=getattr(error, "func", ""), first=first)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return words + (f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else "")

@@ -35,9 +35,9 @@ SHOWN = 12  # rows of the table of holders; JSON has all
 # What no ledger of tensors sees.
 UNSEEN = (
     "Not seen: scratch inside operators, an allocator's fragments, and a GPU's context and workspaces, about 1 GiB.\n"
-    "The step ran as on a CPU. On a GPU attention has other kernels: with dropout the CPU's stores its scores, there "
-    'none does (the row "attention without scores"); and optimizers step all parameters at once (the row "optimizer '
-    'as on a GPU").'
+    "The step ran as on a CPU. A GPU differs in three things. With dropout, PyTorch's own attention stores its "
+    'scores here, and none there (the row "attention without scores"). Other dropouts keep 4 bytes a number here, 1 '
+    'there. Optimizers step all parameters at once (the row "optimizer as on a GPU").'
 )
 PRICE = "A price is a guess at the time that a stack adds to a step. It only sets the order in which stacks are tried."
 NUMBERS: dict[str, Any] = {"justify": "right", "no_wrap": True}
@@ -93,7 +93,9 @@ class Report(Findings):
         verdict = f"fits, with {size(found.spare)} to spare" if fits else f"{size(-found.spare)} too much"
         write(f"    peak {peak}, and {free} kept free for what is not seen: {verdict}. Stacks tried: {found.tried}.")
         context = f"{size(CONTEXT)} for a GPU's context and workspaces, and " if budget > SMALL else ""
-        part = "" if context else f" A budget up to {size(SMALL)} is no GPU's: no context is counted."
+        part = (
+            "" if context else f" Up to {size(SMALL)}, a budget is taken for part of a device: no context is counted."
+        )
         write(f"    Kept free: {context}{FRAGMENTS:.0%} of the budget.{part}")
         write(f"    price {price(plan):.0%}: {costs_of(plan) or 'none'}")
         if tied:

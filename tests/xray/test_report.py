@@ -204,7 +204,7 @@ def test_the_command_shows_a_model_of_the_users(tmp_path, capfd):
     (tmp_path / "beside.py").write_text("width = 4\n")
     file = tmp_path / "mine.py"
     file.write_text(
-        "import torch\nfrom beside import width\n"
+        "import argparse, torch\nfrom beside import width\nargparse.ArgumentParser().parse_args()\n"
         "class Mine(torch.nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
@@ -217,7 +217,7 @@ def test_the_command_shows_a_model_of_the_users(tmp_path, capfd):
     )
     assert main([f"{file}:make", "--ranks", "1", "--fit", "2MiB", "--no-table"]) == 0
     out, error = capfd.readouterr()
-    assert error == "" and "mine.py:9" in out and "1 × 2.00 MiB: the cheapest that fits" in out and "as it is" in out
+    assert error == "" and "mine.py:10" in out and "1 × 2.00 MiB: the cheapest that fits" in out and "as it is" in out
 
 
 def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path, capfd):
@@ -225,6 +225,14 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path, capfd):
     assert main([f"{tmp_path / 'mine.py'}:make"]) == 2
     error = capfd.readouterr().err
     assert "mine.py cannot be imported: No module named 'nowhere_to_be_found' (mine.py:2)" in error
+
+
+def test_a_function_that_the_model_keeps_is_named():
+    layer = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(layer)
+    model.forward = lambda x: layer(x).sum()
+    with torch.device("meta"), pytest.raises(NotPossible, match="such as a lambda, uses another module's weights"):
+        xray(model.to("meta"), torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(
