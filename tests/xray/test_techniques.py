@@ -208,3 +208,14 @@ def test_an_optimizer_keeps_what_its_user_has_chosen():
 
     assert kinds() == (True, None) and kinds(foreach=False) == (False, None) and kinds(fused=True)[0] is None
     assert isinstance(Plan(momentum=True).optimizer(adamw, WithLoss(nn.Linear(2, 2))), torch.optim.SGD)
+
+
+def test_rows_run_at_once_are_those_run_one_by_one():
+    wanted = [Plan(), Plan(2, 4), Plan(3, 4), Plan(no_scores=True), Plan(micro_batches=7)]
+    cases = Case(*OWN["GPT"]()), Case(*OWN["GPT"]())
+    before = torch.get_rng_state()
+    cases[0].run_all(wanted)
+    assert torch.equal(torch.get_rng_state(), before)
+    for plan in wanted:
+        cases[1].run_all([plan])
+    assert cases[0].found == cases[1].found and type(cases[0].found[wanted[-1]]) is str
