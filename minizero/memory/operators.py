@@ -79,7 +79,8 @@ def learn(func: Any) -> tuple[str, ...]:
     # makes a tensor from Python numbers, and `set_` to a storage, by which deepcopy and torch.load do.
     if schema.name == "aten::lift_fresh" or schema.overload_name == "source_Storage_storage_offset":
         kinds = ("new",)
-    if torch_private.consists_of_others(func):
+    # prim::device, which asks for a fake tensor's device, is no operator of the dispatcher. It makes nothing.
+    if func.namespace != "prim" and torch_private.consists_of_others(func):
         kinds = IN_PARTS
     elif not any(kinds):
         kinds = ()
