@@ -328,3 +328,16 @@ def test_learning_rate_schedulers():
         states[schedule] = fit_plain(seeded(Blocks), schedule=schedule)
     constant = fit_plain(seeded(Blocks))
     assert all(relative_error(state, constant) > 1e-3 for state in states.values())
+
+
+def test_a_write_to_what_no_sync_shows_is_told_if_a_penalty_comes_first():
+    def job(comm):
+        model = Zero1(nn.Linear(4, 4), comm)
+        with model.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+            next(model.parameters()).grad.mul_(2)
+            penalty = sum(p.square().sum() for p in model.parameters())
+            with pytest.raises(RuntimeError, match="was written to between backwards"):
+                penalty.backward()
+
+    run(2, job)
