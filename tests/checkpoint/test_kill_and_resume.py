@@ -1,7 +1,6 @@
 """A job that is killed at a random moment of a step or a save, and started again, ends as if nothing had happened."""
 
 import functools
-import multiprocessing
 import os
 import pickle
 import random
@@ -19,6 +18,7 @@ from torch import nn
 from minizero import Comm, RankFailed
 from minizero.checkpoint import NoCheckpoint, load, save
 from tests.support.helpers import STAGES
+from tests.support.processes import context
 
 STEPS, WORLD_SIZE, PATIENCE = 24, 2, 600.0
 
@@ -64,15 +64,12 @@ def rank_main(rank, folder, attempt, stage):
 
 
 class Attempt:
-    """The job as processes that are forked off one which has imported torch already: they start in no time."""
+    """The job, as processes."""
 
     def __init__(self, folder, number, stage):
-        context = multiprocessing.get_context("forkserver")
-        # The third is what the first optimizer of a process imports, in over a second.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "minizero.checkpoint"])
         self.journals = [folder / f"journal-{number}-{rank}" for rank in range(WORLD_SIZE)]
         self.processes = [
-            context.Process(target=rank_main, args=(rank, folder, number, stage)) for rank in range(WORLD_SIZE)
+            context().Process(target=rank_main, args=(rank, folder, number, stage)) for rank in range(WORLD_SIZE)
         ]
         for process in self.processes:
             process.start()

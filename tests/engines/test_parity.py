@@ -5,12 +5,9 @@ differs. Adam's eps is 1e-4, or it would blow up gradients that are nothing but 
 """
 
 import itertools
-import os
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from minizero import DDP, GPT, Comm, Zero3
+from minizero import DDP, GPT, Zero3
 from tests.support.helpers import SMALL, batch
+from tests.support.processes import run
 
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 10, 1e-3, 0.1
 
@@ -148,29 +146,25 @@ def train(model, comm, batches, weight_decay):
     return losses
 
 
-def rank_main(rank, folder):
-    """Every model under every engine: starting processes is what takes the time."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
+def every_case(comm):
+    """(Losses, state) by (model, engine)."""
     found = {}
-    with Comm.from_process_group() as comm:
-        for case, (make, batches, blocks, weight_decay) in CASES.items():
-            torch.manual_seed(0)
-            start = {name: value.clone() for name, value in make().state_dict().items()}
-            found[case, "start"] = [], start
-            for name in (*OURS, *their_names(case)):
-                module = make()
-                module.load_state_dict(start)
-                if name in OURS:
-                    model = OURS[name](module, comm)
-                    losses = train(model, comm, batches, weight_decay)
-                    found[case, name] = losses, model.gather_state_dict()
-                else:
-                    losses = train(their_engine(name, module, comm, blocks), comm, batches, weight_decay)
-                    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.state_dict().items()}
-                    found[case, name] = losses, {n: p.detach().clone() for n, p in full.items()}
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    for case, (make, batches, blocks, weight_decay) in CASES.items():
+        torch.manual_seed(0)
+        start = {name: value.clone() for name, value in make().state_dict().items()}
+        found[case, "start"] = [], start
+        for name in (*OURS, *their_names(case)):
+            module = make()
+            module.load_state_dict(start)
+            if name in OURS:
+                model = OURS[name](module, comm)
+                losses = train(model, comm, batches, weight_decay)
+                found[case, name] = losses, model.gather_state_dict()
+            else:
+                losses = train(their_engine(name, module, comm, blocks), comm, batches, weight_decay)
+                full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.state_dict().items()}
+                found[case, name] = losses, {n: p.detach().clone() for n, p in full.items()}
+    return found
 
 
 def difference(ours, theirs):
@@ -182,10 +176,8 @@ def difference(ours, theirs):
 
 
 @pytest.mark.slow
-def test_losses_and_parameters_are_those_of_pytorchs_engines():
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (folder,), nprocs=WORLD_SIZE)
-        ranks = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(WORLD_SIZE)]
+def test_losses_and_parameters_are_those_of_pytorchs_engines(tmp_path):
+    ranks = run(every_case, WORLD_SIZE, tmp_path)
     for case in CASES:
         worst_loss = worst_tensor = 0.0
         for mine, peer, (rank, found) in itertools.product(OURS, their_names(case), enumerate(ranks)):

@@ -1,15 +1,11 @@
 """Processes give the bits that threads give; and each has a random generator of its own, which threads have not."""
 
-import os
-import tempfile
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from minizero import Comm
 from minizero.recompute import checkpoint
+from tests.support import processes
 from tests.support.helpers import STAGES, run, train
 
 STEPS = 10
@@ -58,28 +54,21 @@ def dropout(comm):
     return found, losses_with_dropout(lambda module: module, 7, False)
 
 
-def process_main(rank, world_size, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    with Comm.from_process_group() as comm:
-        found = [train(comm, stage, STEPS, eps=1e-4) for stage in STAGES], dropout(comm)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def both(comm):
+    return [train(comm, stage, STEPS, eps=1e-4) for stage in STAGES], dropout(comm)
 
 
 @pytest.mark.slow
-def test_threads_and_processes_agree():
+def test_threads_and_processes_agree(tmp_path):
     world_size = 3  # the fewest of which a sum has an order
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(process_main, (world_size, folder), nprocs=world_size)
-        processes = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world_size)]
+    ranks = processes.run(both, world_size, tmp_path)
     threads = {stage: run(world_size, train, stage, STEPS, eps=1e-4) for stage in STAGES}
-    for rank, (found, _) in enumerate(processes):
+    for rank, (found, _) in enumerate(ranks):
         for stage, (losses, state, sent) in zip(STAGES, found):
             expected = threads[stage][rank]
             assert losses == expected[0] and sent == expected[2], stage.__name__
             assert all(torch.equal(state[name], expected[1][name]) for name in expected[1]), stage.__name__
-    check_dropout([found for _, found in processes])
+    check_dropout([found for _, found in ranks])
 
 
 def check_dropout(ranks):
