@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from minizero.xray.fit import fit, kept_free, price, stacks
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.techniques import name_of
+from tests.support.processes import spawn
 from tests.support.xray_cases import BATCH, OWN, WORDS, gpt
 
 MIB = 2**20
@@ -167,10 +166,11 @@ def test_a_stack_that_a_model_refuses_is_left_out_and_others_are_tried():
 
 
 LINES = """
-import sys, torch
+import torch
 from torch import nn
 import torch.distributed as dist
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+dist.init_process_group("gloo", init_method="file://{folder}/meet", rank=0, world_size=1)
+from tests.support.processes import spawn
 from tests.support.xray_cases import gpt
 model, inputs = gpt()()
 {lines}
@@ -178,8 +178,11 @@ optimizer = torch.optim.AdamW(model.parameters())
 model(*inputs).backward()
 optimizer.step()
 dist.destroy_process_group()
-print("trained", type(model).__name__)
 """
+
+
+def write_and_run(rank, size, folder, lines, plan):
+    exec(LINES.format(folder=folder, lines="\n".join(lines(plan, GPT(GPTConfig())))), {})
 
 
 @pytest.mark.slow
@@ -187,11 +190,7 @@ print("trained", type(model).__name__)
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_the_lines_can_be_run(lines, stage, tmp_path):
     plan = Plan(stage=stage, ranks=1, dtype=torch.bfloat16, recompute=True, micro_batches=2)
-    text = LINES.format(lines="\n".join(lines(plan, GPT(GPTConfig()))))
-    done = subprocess.run(
-        [sys.executable, "-c", text, str(tmp_path / "meet")], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and done.stdout.startswith("trained"), done.stderr
+    assert spawn(write_and_run, 1, tmp_path, lines, plan) == [0]
 
 
 def test_the_command_shows_our_gpt_and_writes_files(tmp_path, capfd):
