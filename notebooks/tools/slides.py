@@ -14,6 +14,7 @@ In the lecture the first cell of a notebook opens a part, too, and the agenda na
 opening.md. The notes of the lecture begin with the minute at which their slide comes, by the words before it.
 """
 
+import functools
 import html
 import json
 import re
@@ -143,6 +144,12 @@ def browser():
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
+@functools.cache
+def profile():
+    """A folder for the browser: it fills one when it starts, which takes half of its time."""
+    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+
+
 def opened(path, script):
     """What the page's `data-probe` says after `script` has run in it, and what the browser's console says."""
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +157,7 @@ def opened(path, script):
         text = path.read_text(encoding="utf-8").rpartition("</body>")
         copy.write_text(f"{text[0]}<script>{script}</script>{text[1]}{text[2]}", encoding="utf-8")
         command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        command += [f"--user-data-dir={folder}/profile", "--window-size=1280,720", "--virtual-time-budget=8000"]
+        command += [f"--user-data-dir={profile().name}", "--window-size=1280,720", "--virtual-time-budget=8000"]
         done = subprocess.run(
             [*command, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=600, check=False
         )
@@ -162,5 +169,5 @@ def look(path):
     """What only a browser can see: text below the screen, cut lines, small figures. Empty if there is no browser."""
     if browser() is None:
         return []
-    found, _ = opened(path, MEASURE)
-    return [f"slide {at}: {said}" for at, said in found]
+    found, console = opened(path, MEASURE)
+    return [f"slide {at}: {said}" for at, said in found] + [f"the browser says: {line}" for line in console]
