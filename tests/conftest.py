@@ -16,14 +16,14 @@ os.environ.setdefault(
     str(Path(__file__).parent.parent / ".pytest_cache/inductor" / os.environ.get("ATEN_CPU_CAPABILITY", "own")),
 )
 
-# Each worker of xdist keeps to one core. Rank threads take turns at Python's lock (the GIL). On several cores each turn
-# wakes another core, and the same tests took three times the processor's time.
-if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):  # Linux
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"][2:]) % len(cores)]})
-
 import pytest
 import torch
+
+from minizero import World
+from tests.exercises.machine.one_core import one_core
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    World.run = one_core(int(os.environ["PYTEST_XDIST_WORKER"][2:]))(World.run)
 
 # What reads notebooks loads jsonschema. If that finds this, it builds grammars of web addresses, for four seconds.
 sys.modules["rfc3987_syntax"] = None

@@ -29,6 +29,7 @@ import torch
 from minizero.ranks.transport import Transport
 from tests.exercises.course import Exercise
 from tests.exercises.kit import BUSY_PATIENCE, Diagnosis, ranks
+from tests.exercises.machine.one_core import one_core
 from tests.exercises.machine.runner import Outcome
 from tests.exercises.patch import patched
 from tests.exercises.scenes import SCENES, Scene
@@ -217,6 +218,7 @@ def show(value: Any) -> str:
     return str(value)
 
 
+@one_core()
 def ask(exercise: Exercise, path: Path) -> Outcome:
     """Three questions on the answer in `path`, which has passed: an `Outcome` whose words are a `Sheet`.
 

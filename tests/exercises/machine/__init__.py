@@ -2,6 +2,7 @@
 
     runner.py      an answer is checked, stage by stage
     checker.py     in a process of its own, within limits
+    one_core.py    ranks of threads take turns on one core, which is quicker
     sandbox.py     shuts strangers' answers in
     gradebook.py   a folder of submissions becomes tables of marks
     oral.py        and pages of questions

@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.exercises.course import NO_TRITON, Exercise
 from tests.exercises.definition import definition
+from tests.exercises.machine.one_core import one_core
 
 SECONDS = 6.0  # of computing that a check may take; the references take less than 3
 LARGEST = 2**20  # bytes of a file that an answer may be
@@ -83,6 +84,7 @@ def _look_at(tree: ast.Module, exercise: Exercise) -> Outcome | None:
     return None
 
 
+@one_core()
 def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome:
     """Check the answer in `path`, in this process. The time limit holds in the main thread only."""
     said = look(exercise, path)
