@@ -575,6 +575,7 @@ def write(tmp_path):
     return path_of
 
 
+@pytest.mark.slow
 def test_the_wrong_answers_still_are_edits_of_the_references():
     """`stubs.answer` raises if an edit does not fit any more. The answers themselves mostly run in soak."""
     for name in POSSIBLE:

@@ -132,6 +132,7 @@ def test_a_function_that_is_missing_or_there_twice_is_an_error():
         definition(at_home._replace(place="tests.exorcises"))
 
 
+@pytest.mark.slow
 def test_a_first_hint_is_no_code():
     """No whole line of the reference stands in it."""
     for exercise in COURSE:
@@ -555,6 +556,7 @@ def test_exercise_50_s_step_is_that_of_pytorch_s_muon(shape):
 # The stubs.
 
 
+@pytest.mark.slow
 @each
 def test_a_stub_keeps_signature_decorators_and_docstring(exercise):
     stub, answer = ast.parse(stubs.stub(exercise)), ast.parse(stubs.answer(exercise))
@@ -621,6 +623,7 @@ def test_it_is_said_in_words_what_stopped_a_check(name, tmp_path, host):
         assert "seen" in outcome.printed
 
 
+@pytest.mark.slow
 def test_a_default_stays_what_it_is(tmp_path):
     exercise = find("broadcast")
     path = tmp_path / exercise.file

@@ -79,7 +79,9 @@ def measure(comm, stage, steps=2):
     return held, ledger.peak_by_phase["forward"]["parameters"], sent
 
 
-@pytest.mark.parametrize("factor", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "factor", [1, 2, *(pytest.param(factor, marks=[pytest.mark.slow, pytest.mark.accuracy]) for factor in (4, 8))]
+)
 def test_bytes_and_traffic_are_the_formulas(factor):
     held, _, (sent, across) = run(8, measure, factored(factor))[3]
     for category, expected in predict(TOTAL, 8, 3, sharding_factor=factor).items():

@@ -17,7 +17,7 @@ def ahead(prefetch, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"sharding_factor": 2}, {"offload": True}])
-@pytest.mark.parametrize("prefetch", [1, 2, 9])
+@pytest.mark.parametrize("prefetch", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.accuracy]), 9])
 def test_the_bits_and_the_traffic_are_those_without(prefetch, options):
     expected = run(4, train, ahead(0, **options), 5, clip=0.5)
     for mine, theirs in zip(run(4, train, ahead(prefetch, **options), 5, clip=0.5), expected, strict=True):

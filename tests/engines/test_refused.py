@@ -80,6 +80,8 @@ def optimizers():
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @pytest.mark.parametrize("kind", optimizers(), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("stage", [Zero1, Zero3])
 def test_every_optimizer_of_torch_gives_ddps_bits_or_is_refused(stage, kind):

@@ -83,6 +83,8 @@ def by_hand(dtype, freeze):
     return (model(images(0, slice(4)).to(dtype)).float() - 1).square().mean().item()
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @dtypes
 @pytest.mark.parametrize("freeze", [False, True])
 def test_batch_norms_train_in_all_stages_with_the_same_bits(dtype, freeze):

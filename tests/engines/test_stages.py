@@ -29,6 +29,8 @@ def test_fifty_steps_are_bit_identical_and_agree_with_one_process(world_size):
     assert relative_error(state, GPT(SMALL).state_dict()) > 1e-2  # something was trained
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @pytest.mark.parametrize(
     "optimizer, options",
     [

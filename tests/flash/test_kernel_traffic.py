@@ -68,7 +68,7 @@ def drawn(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", [*range(10), *(pytest.param(n, marks=pytest.mark.soak) for n in range(10, 20))])
 def test_the_kernels_move_exactly_what_the_model_says(number):
     dtype, case = drawn(number)
     case = dict(batch=1, heads=1, kv_heads=1, causal=False) | case
@@ -94,6 +94,8 @@ def test_the_kernel_on_a_page_moves_what_the_model_says_but_no_logsumexp(causal)
     assert sum(stores) == q.nbytes, "the result, once, and no scores"
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])
 @pytest.mark.parametrize("window", [None, (40, 13), (70, None)])
 def test_only_blocks_that_need_it_are_masked(causal, window):

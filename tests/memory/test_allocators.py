@@ -99,7 +99,7 @@ CASES = {
     "SGD": lambda: train_gpt(optimizer=torch.optim.SGD, momentum=0.9),
     "CNN": train_cnn,
 }
-MORE = ("dropout", "checkpointed dropout, loop", "SGD")
+MORE = ("dropout", "checkpointed", "checkpointed dropout, loop", "SGD")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in MORE)) for case in CASES])

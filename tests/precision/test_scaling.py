@@ -128,14 +128,14 @@ def test_training_as_grad_scaler(settings_of_scaler, loop, dtype):
     check_traces(settings_of_scaler, written_out(loop), dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @hypothesis_settings(1000)
 @given(options, programs, types_or_fp16)
 def test_1000_programs_of_calls_as_grad_scaler(settings_of_scaler, program, dtype):
     check_traces(settings_of_scaler, program, dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_1000_runs_of_training_as_grad_scaler():
     fell, rose = [], []
 

@@ -49,7 +49,7 @@ def train(comm, engine, options):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=[pytest.mark.slow, pytest.mark.accuracy]), 3])
 def test_it_holds_and_sends_what_a_real_rank_does(name, rank):
     assert train(one_of_many(4, rank), *ENGINES[name]) == World(4, "cpu").run(train, *ENGINES[name])[rank]
 

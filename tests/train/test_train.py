@@ -91,6 +91,8 @@ def test_with_enough_steps_the_time_is_that_of_steps_that_no_ledger_watches(four
     assert all(one["step_seconds"] is None for one in default_shapes["runs"])
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, four_stages, capsys):
     """Bit for bit in every stage, and to rounding on other ranks; --steps and --learning-rate are this run's."""
     save, resume = ("--save", str(tmp_path / "state")), ("--resume", str(tmp_path / "state"))
@@ -348,6 +350,8 @@ def test_the_readmes_loop_runs():
     assert len(shapes) == 4 and shapes[0] == {k: v.shape for k, v in GPT(GPTConfig()).state_dict().items()}
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_one_global_batch_gives_one_loss_at_any_world_size(tmp_path, four_stages):
     alone = run(tmp_path, "--world-size", "1", "--batch-size", "6", "--stage", "0")["runs"][0]["losses"]
     assert alone == pytest.approx(four_stages["runs"][0]["losses"], rel=1e-5), "3 ranks of 2 sequences, 1 of 6"
