@@ -90,6 +90,7 @@ def test_pytest_checks_a_file_of_the_workbook(workbook):
     assert not Workbook(workbook.folder).has_passed(find("pad"))
 
 
+@pytest.mark.slow
 def test_an_exercise_that_fails_after_it_had_passed_counts_no_more(workbook, monkeypatch):
     monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
     for status in ("passed", "failed", "passed", "impossible", "todo"):
@@ -108,12 +109,14 @@ def test_what_the_package_does_differently_is_told_after_a_pass_but_not_forty_ti
         assert " ".join(capsys.readouterr().out.split()).count(RING.text().after) == times
 
 
+@pytest.mark.slow
 def test_a_reset_without_an_exercise_says_how_to_name_one(workbook, monkeypatch, capsys):
     monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
     assert commands.main(["reset"]) == 2
     assert "make reset E=05" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_adds_no_error_of_its_own(workbook):
     """An exercise that has not passed, and a word that is missing, are said by the command."""
@@ -132,6 +135,7 @@ def test_make_adds_no_error_of_its_own(workbook):
         assert said in printed and "***" not in printed, printed
 
 
+@pytest.mark.slow
 def test_an_assistant_is_told_to_help_and_not_to_write(workbook):
     path = workbook.folder / "AGENTS.md"
     text = path.read_text(encoding="utf-8")

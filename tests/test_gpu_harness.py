@@ -77,6 +77,7 @@ def test_a_part_that_takes_too_long_is_stopped_and_missed(tmp_path):
     assert "memory: stopped after its time" in answer.stdout and "not all of it was measured" in answer.stdout
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_a_line():
     answer = harness("--part", "flash")
     assert answer.returncode == 1 and answer.stdout == ""

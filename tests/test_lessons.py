@@ -257,6 +257,7 @@ def test_the_readmes_bytes_are_the_same():
         assert bytes_agree([words(path.read_text(encoding="utf-8"))]) == []
 
 
+@pytest.mark.slow
 def test_no_term_comes_before_its_gloss():
     words = glossary((FOLDER / "README.md").read_text(encoding="utf-8"))
     assert len(words) > 40 and ["shard"] in words

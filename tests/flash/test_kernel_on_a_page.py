@@ -42,6 +42,8 @@ def test_large_scores_that_rise_or_fall_from_block_to_block(step):
     assert torch.equal(attention(q, k, v), v[:, :, last[-1:]].expand_as(v))
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_it_makes_its_result_and_nothing_else():
     for n in (100, 200):
         with Ledger() as ledger:

@@ -83,6 +83,7 @@ def test_digits_can_be_read_from_the_back_of_a_hall(panels):
     assert min(text.get_fontsize() for ax in panels for text in ax.texts if text.get_text()) >= 13
 
 
+@pytest.mark.slow
 def test_the_player_has_three_frames_for_each_step_and_fetches_nothing():
     player = animate_ring(STATES, SENT)
     assert len(re.findall(r"frames\[\d+\] = ", player)) == 19

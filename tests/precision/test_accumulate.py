@@ -126,6 +126,8 @@ def test_fp16_is_numpys_float16():
 # What is lost.
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_a_sum_of_ones_stops():
     ones = np.ones(5000, np.float16)
     assert accumulate.sum(ones[:2048], accumulator=FP16) == 2048

@@ -269,6 +269,8 @@ def test_tensors_that_are_float16_already():
         assert on_grid(FP8_E4M3, model(x))
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_training_in_it_comes_near_fp32():
     x, y = images.load("train")[0][:300].flatten(1), images.load("train")[1][:300]
     losses = {}

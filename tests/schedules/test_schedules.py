@@ -25,6 +25,8 @@ from tests.support.interpreter import UNIFORM, check, closed_form
 # Uniform chains.
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_binomial_and_dynamic_programme_are_the_closed_form():
     for n in range(1, 65):
         for slots in range(1, 21):
@@ -56,6 +58,8 @@ def test_64_stages():
     }
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 @given(st.integers(1, 200), st.integers(1, 200))
 @settings(max_examples=100, deadline=None)
 def test_uniform_schedules_are_legal_and_within_their_bounds(n, k):

@@ -136,6 +136,8 @@ def test_every_window_of_the_text_can_be_drawn_and_none_beyond():
     assert {int(start) for _, (x, _) in zip(range(20), drawn) for start in x[:, 0]} == {0, 1}
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_the_text_is_the_one_given(tmp_path, four_stages):
     chinese = tmp_path / "深度" / "课文.txt"
     chinese.parent.mkdir()

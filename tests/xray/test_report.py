@@ -69,6 +69,8 @@ def test_rows_are_grouped_and_have_words_and_the_users_line(report):
     assert states.alike == 3 and states.line == ""
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_the_tables_fit_100_columns(report):
     for show in (report.show, report.what_would_help):
         text = printed(show)
@@ -108,6 +110,8 @@ def test_stacks_are_tried_from_the_cheapest_on():
     assert {plan.stage for plan in stacks(1, 8)} == {None}
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_ample_room_needs_nothing():
     case = Case(*OWN["GPT"]())
     ample = fit(case, 100 * MIB, 1)
@@ -121,6 +125,8 @@ def test_under_zero_3_each_piece_gathers_again_and_what_costs_the_same_is_told()
     assert price(Plan(micro_batches=2)) == price(Plan(dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_what_fit_prints_agrees_with_what_it_counts(report):
     half = report.case.run(Plan(micro_batches=2, foreach=True)).peak["total"]
     assert half < report.case.run(Plan(no_scores=True, loss_in_chunks=True, foreach=True)).peak["total"]

@@ -75,6 +75,8 @@ def test_a_stack_has_the_words_of_all_its_techniques():
     assert {row for plan in ROWS.values() for row in rows_of(plan).values()} == {*TECHNIQUES.values()}
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_a_technique_that_holds_more_says_so_and_why():
     case = Case(GPT(GPTConfig()), tuple(torch.zeros(2, 2, 64, dtype=torch.long)))
     micro, masters, sharded = (
@@ -132,6 +134,8 @@ def test_what_is_whole_until_backward_is_gathered_once():
     assert once.sent < 0.75 * again.sent and once.peak["parameters"] > 1.2 * again.peak["parameters"]
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_attention_without_scores_keeps_what_attention_in_tiles_keeps():
     naive, tiled = (fake(gpt(attention=kind, sequence_length=128), Plan()) for kind in ("naive", "tiled"))
     without = fake(gpt(sequence_length=128), Plan(no_scores=True))
