@@ -63,7 +63,7 @@ autograder: setup  ## for lecturers: what Gradescope and GitHub Actions take, E=
 
 setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constraints.txt -e ".[dev]"
 
-quick: setup  ## the tests that end within three minutes: python -m pytest -n 2
+quick: setup  ## the tests that end within two minutes: python -m pytest -n 2
 	$(PY) -m pytest -n 2 $(ARGS)
 
 test: setup  ## the tests that need no GPU, without the longest (real, exhaustive, soak): python -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real"
