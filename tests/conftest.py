@@ -22,7 +22,7 @@ import torch
 from minizero import World
 from tests.exercises.machine.one_core import one_core
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core of its own for its ranks
     World.run = one_core(int(os.environ["PYTEST_XDIST_WORKER"][2:]))(World.run)
 
 # What reads notebooks loads jsonschema. If that finds this, it builds grammars of web addresses, for four seconds.

@@ -3,6 +3,7 @@
 import ast
 import concurrent.futures
 import multiprocessing
+import os
 import re
 import subprocess
 import time
@@ -16,6 +17,7 @@ from tests.exercises.breaking import broken
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.definition import definition
 from tests.exercises.machine import checker, runner
+from tests.exercises.machine.one_core import one_core
 from tests.exercises.patch import holder_of
 from tests.exercises.tasks import bug_muon
 from tests.exercises.workbook import Workbook
@@ -551,6 +553,16 @@ def test_exercise_50_s_step_is_that_of_pytorch_s_muon(shape):
         optimizer.step()
         moved -= bug_muon.orthogonal(momentum) * max(1, shape[0] / shape[1]) ** 0.5  # PyTorch's factor for tall ones
     assert (parameter.detach() - moved).norm() < 15 / 256 * moved.norm()
+
+
+def test_a_thread_keeps_to_one_core_and_then_has_all_again():
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system has no such call")
+    before = os.sched_getaffinity(0)
+    for core in (None, 1):
+        with one_core(core):
+            assert len(os.sched_getaffinity(0)) == 1
+        assert os.sched_getaffinity(0) == before
 
 
 # The stubs.

@@ -5,8 +5,8 @@ Both are plain HTML files that open from disk with the network off: scripts, sty
     slides   a file for each notebook, and deck.html, one lecture of 50 minutes; reveal.js, press S for the notes
     book     a page for each notebook, and a map
 
-`slides` ends with exit status 1, and says which, if a slide is cut off, empty, or illegible from the last row. What
-only a browser sees is looked at if Chromium is installed.
+`slides` ends with exit status 1, and says which, if a slide is cut off, empty, or illegible from the last row, or if
+the browser complains of one. What only a browser sees is looked at if Chromium is installed.
 """
 
 import argparse

@@ -146,7 +146,7 @@ def browser():
 
 @functools.cache
 def profile():
-    """A folder for the browser: it fills one when it starts, which takes half of its time."""
+    """A folder for the browser: to fill a new one takes it up to half a second a page."""
     return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
@@ -166,7 +166,10 @@ def opened(path, script):
 
 
 def look(path):
-    """What only a browser can see: text below the screen, cut lines, small figures. Empty if there is no browser."""
+    """What only a browser can see: text below the screen, cut lines, small figures; and what its console says.
+
+    Empty if there is no browser.
+    """
     if browser() is None:
         return []
     found, console = opened(path, MEASURE)

@@ -22,7 +22,10 @@ def rank_main(fn, rank, size, folder, threads):
 
 
 def context():
-    """Processes that are forked off one which has imported torch already: they start in no time."""
+    """Processes that are forked off one which has imported torch already: they start in no time.
+
+    Their environment is the one that the first of them met.
+    """
     server = multiprocessing.get_context("forkserver")
     # The third is what the first optimizer of a process imports, in over a second.
     server.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "minizero"])

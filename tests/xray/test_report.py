@@ -176,7 +176,6 @@ import torch
 from torch import nn
 import torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://{folder}/meet", rank=0, world_size=1)
-from tests.support.processes import spawn
 from tests.support.xray_cases import gpt
 model, inputs = gpt()()
 {lines}

@@ -35,11 +35,12 @@ def assert_real(model, plan):
         assert found.sent == expected.sent
 
 
+SLOW = [pytest.mark.slow, pytest.mark.accuracy]
 LONGER = ("4 micro-batches", "SGD with momentum", "DDP on 4 ranks", "ZeRO-2 on 4 ranks")
 LONGER += tuple(name for name in ROWS if name.startswith("ZeRO-3 on 4 ranks, "))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONGER)) for name in ROWS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW * (name in LONGER)) for name in ROWS])
 def test_a_row_is_a_real_run(name):
     assert_real("GPT", ROWS[name])
 

@@ -17,8 +17,11 @@ def one_core(core: int | None = None) -> Iterator[None]:
         yield
         return
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu() if core is None else sorted(cores)[core % len(cores)]})
+    chosen = ctypes.CDLL(None).sched_getcpu() if core is None else sorted(cores)[core % len(cores)]
+    with contextlib.suppress(OSError):  # a container may refuse it: then all is as it was, and slower
+        os.sched_setaffinity(0, {chosen})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
