@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 STAMP_REAL := .venv/.installed-real
 
-.PHONY: help setup demo quick test real portable notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
+.PHONY: help setup demo quick test real portable oldest notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
 .PHONY: exercises check hint watch questions solution reset gradebook autograder
 
 help:   ## show this list
@@ -74,6 +74,9 @@ real: $(STAMP_REAL)  ## train real models under every stage, in minutes: python 
 
 portable: setup  ## on Linux, the quick tests as older and other processors sum, three runs: python -m tests.portable
 	$(PY) -m tests.portable $(ARGS)
+
+oldest:  ## the lowest versions that pyproject.toml names, in an environment of their own, minutes: python -m tests.oldest
+	$(PYTHON) -m tests.oldest
 
 exhaustive: setup  ## every 16-bit number there is, in minutes on 2 cores: python -m pytest -m exhaustive -n 2
 	$(PY) -m pytest -m exhaustive -n 2 $(ARGS)

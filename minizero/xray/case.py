@@ -4,6 +4,7 @@ A plan that this model cannot follow raises `NotPossible`, with the reason in wo
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -50,10 +51,11 @@ class Case:
     def run_all(self, plans: Sequence[Plan]) -> None:
         """Run a step under each plan, several at once: a process for each core, which begins as a copy of this one.
 
-        Beside a GPU they run here, one by one: PyTorch cannot go backwards in such a copy then.
+        With a PyTorch that is built for CUDA they run here, one by one: once it has gone backwards, a copy cannot.
         """
         missing = [plan for plan in reversed(plans) if plan not in self.found]  # the stacks first, which take longest
-        alone = len(missing) < 2 or sys.platform != "linux" or torch.accelerator.is_available()
+        cannot_fork = torch.backends.cuda.is_built() or torch.accelerator.is_available()
+        alone = len(missing) < 2 or sys.platform != "linux" or cannot_fork
         workers = 0 if alone else min(len(missing), os.cpu_count() or 1, MOST)
         loader: DataLoader = DataLoader(
             missing,  # type: ignore[arg-type]  # a list is a data set
@@ -65,7 +67,8 @@ class Case:
             in_order=False,  # whoever is free takes the next
             generator=torch.Generator(),  # the caller's random numbers stay as they are
         )
-        self.found.update(loader)
+        with torch.device("cpu"):  # a loader draws a number, which "meta" has none of
+            self.found.update(loader)
 
     def attempt(self, plan: Plan) -> tuple[Plan, Result | str]:
         """A plan, and the figures of a step under it, or why there are none."""
@@ -120,7 +123,7 @@ KNOWN = {
 def reason(error: BaseException) -> str:
     """An error in words, and the user's line that led to it."""
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    if "cpu and meta" in first:  # the step trains a copy of the model
+    if re.search("cpu(,| and) meta", first):  # the step trains a copy of the model
         first = "a function that the model keeps, such as a lambda, uses another module's weights: make it a method"
     words = KNOWN.get(type(error).__name__, "{first}").format(operator=getattr(error, "func", ""), first=first)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]

@@ -103,6 +103,8 @@ def pretend() -> Iterator[Pretend]:
         if gc.isenabled():  # the collector would search millions of objects, and when it runs is chance
             gc.disable()
             stack.callback(gc.enable)
+        if torch.get_default_device().type != "cpu":  # a caller's `with torch.device("meta")` is for the model alone:
+            stack.enter_context(torch.device("cpu"))  # an optimizer's counter of steps has a number
         yield stack.enter_context(Pretend())
 
 

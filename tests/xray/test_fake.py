@@ -211,3 +211,13 @@ def test_a_make_that_fails_is_told_with_its_line():
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(NotPossible, match=r"returned a tensor of shape \(2, 3\), which has no loss"):
         Case(nn.Linear(4, 3), (torch.ones(2, 4),)).run(Plan())
+
+
+def test_a_default_device_of_the_caller_is_for_the_model_alone():
+    """Under `with torch.device("meta")` an optimizer makes its counters there, and PyTorch 2.11 reads them."""
+    plans = [Plan(), Plan(micro_batches=2)]  # side by side, after a step that has run here
+    expected = [fake(OWN["GPT"], plan).peak["total"] for plan in plans]
+    with torch.device("meta"):
+        case = Case(*OWN["GPT"]())
+        case.run_all(plans)
+    assert [getattr(case.found[plan], "peak", {}).get("total") for plan in plans] == expected
