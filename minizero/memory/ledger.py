@@ -29,6 +29,9 @@ class Ledger:
     as if they were real: under PyTorch's FakeTensorMode, a model that does not fit can be measured too. All figures
     are readable inside the block and after it.
 
+    Not counted is what is no tensor: scratch inside operators, and the workspaces that libraries keep. On a GPU cuBLAS
+    takes one in each thread that multiplies, at its first product: 32 MiB on Hopper.
+
     `RuntimeError` if another ledger watches this thread, if this ledger was open before, or if the model moves to
     another device or dtype. `TypeError` if `model` is no module, or `optimizer` no optimizer.
     """
@@ -109,7 +112,7 @@ class Ledger:
         found = {"current": self.current, "peak": self.peak, "peak_by_phase": self.peak_by_phase}
         return found | {"holders": self.holders, "curve": columns}
 
-    def plot(self, ax: Any = None, note: str = "not seen: scratch inside operators") -> Any:
+    def plot(self, ax: Any = None, note: str = "not seen: scratch inside operators, workspaces") -> Any:
         """Draw the curve, stacked by category, and the note; returns the matplotlib Axes."""
         from minizero.pictures.memory import plot_curve  # here, because matplotlib loads slowly and most never plot
 

@@ -1,5 +1,7 @@
 """The ledger against the card's own allocator, phase by phase, and the tensors that only a large card holds."""
 
+import gc
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def allocated():
 def watched_step(comm, stage, dtype, options, batch_size):
     """{phase: (the ledger's peak, the allocator's)}, in bytes above what there was before the model; what is held.
 
-    And what the allocator had handed out to others when the ledger was opened: to cuBLAS, as its workspace.
+    And what the allocator had handed out to others when the ledger was opened: nothing, if cuBLAS had its workspace.
     """
     start, _ = allocated()
     config = GPTConfig(**(vars(CONFIG) | options))
@@ -56,22 +58,37 @@ def watched_step(comm, stage, dtype, options, batch_size):
     return {p: (found[p]["total"], most - start - others if CUDA else None) for p, most in peaks.items()}, held, others
 
 
+def watched_twice(comm, *arguments):
+    """The second of two runs in one thread. In the first cuBLAS takes its workspaces, and keeps them."""
+    watched_step(comm, *arguments)
+    gc.collect()
+    return watched_step(comm, *arguments)
+
+
 @pytest.mark.parametrize("options", [{}, {"attention": "flash"}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("dtype", size([None, torch.float16], [torch.float16]))
 @pytest.mark.parametrize("stage", [DDP, Zero3])
 def test_the_ledger_counts_what_the_allocator_hands_out(stage, dtype, options):
-    """Within 2 % in every phase. The rest: blocks of 512 bytes, scratch inside operators."""
-    (peaks, held, others), *_ = World(1, DEVICE, timeout=120).run(watched_step, stage, dtype, options, size(4, 2))
+    """Within 2 % in every phase: blocks of 512 bytes. And the scratch that softmax's backward takes on a card.
+
+    It multiplies gradient and output into a tensor of its own (PyTorch, SoftMax.cu): the scores of one layer.
+    """
+    batch_size = size(4, 2)
+    run = World(1, DEVICE, timeout=120).run
+    (peaks, held, others), *_ = run(watched_twice, stage, dtype, options, batch_size)
+    scores = batch_size * CONFIG.heads * CONFIG.sequence_length**2 * (dtype or torch.float32).itemsize
+    scratch = 0 if "attention" in options else scores
     assert peaks.keys() == {"forward", "backward", "optimizer"} and held > 0
-    assert 0 <= others < 100 * 2**20
+    assert 0 <= others < 2**20
     for phase, (ledger, allocator) in peaks.items():
         assert ledger > held / 2, phase
         if CUDA:
-            assert ledger == pytest.approx(allocator, rel=0.02), f"{phase}: {ledger:,} bytes, allocator {allocator:,}"
+            most = 1.02 * ledger + (scratch if phase == "backward" else 0)
+            assert 0.98 * ledger < allocator < most, f"{phase}: {ledger:,} bytes, allocator {allocator:,}"
 
 
 def test_the_ledger_and_the_profiler_agree():
-    """PyTorch's profiler sees what operators take inside themselves as well."""
+    """PyTorch's profiler sees what operators take inside themselves, as a card's allocator does."""
     model = GPT(CONFIG).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     x = torch.randint(256, (2, CONFIG.sequence_length), device=DEVICE)
@@ -87,7 +104,8 @@ def test_the_ledger_and_the_profiler_agree():
     found = compare(ledger, step, torch.device(DEVICE))
     assert found["ledger"] == pytest.approx(found["visible"], rel=0.02)
     if CUDA:
-        assert found["ledger"] == pytest.approx(found["allocated"], rel=0.05), "scratch inside operators"
+        assert found["allocated"] == pytest.approx(found["profiler"], rel=0.02)
+        assert 0.98 * found["ledger"] < found["allocated"] < 1.02 * found["ledger"] + max(found["scratch"].values())
 
 
 # Beyond 2^31 elements: offsets that do not fit into 32 bits.
@@ -100,12 +118,14 @@ def enough(gib):
         pytest.skip(f"needs {gib} GiB")
 
 
+@pytest.mark.alone
 def test_encode_and_decode_past_two_to_the_31():
     enough(80)
     x = torch.zeros(ELEMENTS, device=DEVICE)
     x[-3:] = torch.tensor([1.0, 65520.0, -6e-8])
     bits = FP16.encode(x)
-    assert bits[-3:].tolist() == [0x3C00, 0x7C00, 0x8001] and not bits[:-3].any()
+    assert bits[-3:].tolist() == [0x3C00, 0x7C00, 0x8001]
+    assert not bits[:-3].view(torch.int16).any()  # PyTorch 2.11 has no `any` of uint16 on a card
     del x
     assert FP16.decode(bits)[-3:].tolist() == [1.0, float("inf"), -(2.0**-24)]
 
@@ -131,6 +151,7 @@ def one_large_unit(comm):
     return shard[0].item(), shard[-1].item(), shard.count_nonzero().item(), shard.numel()
 
 
+@pytest.mark.alone
 def test_a_unit_past_two_to_the_31():
     """Four bytes each, and as many of its gradient, and of the shards."""
     enough(120)

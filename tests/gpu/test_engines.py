@@ -71,9 +71,8 @@ WAYS = {
     "kept": with_options(reshard_after_forward=False),
     "nothing ahead": with_options(prefetch=0),
     "two ahead": with_options(prefetch=2),
-    "offload": with_options(offload=True),
-    "offload, nothing ahead": with_options(offload=True, prefetch=0),
 }
+OFFLOAD = {"offload": with_options(offload=True), "offload, nothing ahead": with_options(offload=True, prefetch=0)}
 
 
 @pytest.mark.parametrize("dtype", size([None, torch.float16, torch.bfloat16], [torch.float16]))
@@ -84,9 +83,20 @@ def test_every_way_to_shard_trains_the_same_bits(dtype, attention):
     assert all(state.device.type == DEVICE for state in expected[0][1].values())
     assert was_trained(expected[0][1])
     for name, make in WAYS.items():
-        for rank, other in zip(run(train, make, dtype, config=config), expected):
-            assert rank[0] == other[0], f"{name}: other losses"
-            assert all(torch.equal(rank[1][n].cpu(), other[1][n].cpu()) for n in other[1]), f"{name}: other bits"
+        assert_same(run(train, make, dtype, config=config), expected, name)
+    # Under offload AdamW runs on the CPU, which rounds in its own way: its bits are the same among themselves.
+    offloaded = {name: run(train, make, dtype, config=config) for name, make in OFFLOAD.items()}
+    assert_same(*offloaded.values(), "offload, nothing ahead")
+    for rank, other in zip(offloaded["offload"], expected):
+        assert rank[0] == pytest.approx(other[0], rel=1e-5 if dtype is None else 1e-2)
+        assert was_trained(rank[1])
+
+
+def assert_same(found, expected, name):
+    """The same losses and parameters on every rank, to the bit."""
+    for rank, other in zip(found, expected, strict=True):
+        assert rank[0] == other[0], f"{name}: other losses"
+        assert all(torch.equal(rank[1][n].cpu(), other[1][n].cpu()) for n in other[1]), f"{name}: other bits"
 
 
 def was_trained(state):
@@ -226,13 +236,13 @@ def test_a_gradient_that_no_sync_shows_on_the_host_is_not_written_to():
 
 @needs_gpu("memory that a card's allocator counts")
 def test_between_steps_offload_takes_the_states_off_the_card():
-    resident, offloaded = (run(held_between_steps, offload, ranks=1)[0] for offload in (False, True))
+    _, resident, offloaded = (run(held_between_steps, offload, ranks=1)[0] for offload in (False, False, True))
     states = 12 * sum(p.numel() for p in GPT(CONFIG).parameters())  # shards, and Adam's two
     assert resident - offloaded == pytest.approx(states, rel=0.05)
 
 
 def held_between_steps(comm, offload):
-    """Bytes of the card that one rank's model and optimizer keep."""
+    """Bytes of the card that one rank's model and optimizer keep; the first time also cuBLAS's workspace."""
     before = torch.cuda.memory_allocated()
     model = Zero3(GPT(CONFIG), comm, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -79,6 +79,7 @@ def test_fifty_backward_runs_give_the_same_bits(head_dim):
         assert all(torch.equal(one, other) for one, other in zip(first, again))
 
 
+@pytest.mark.alone
 def test_tensors_of_more_than_two_to_the_31_elements():
     """40 heads of a million rows, each of which sees 65 keys: the last head is what it is alone."""
     n, heads = size((2**20, 40), (80, 2))
