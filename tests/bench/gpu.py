@@ -19,7 +19,8 @@ import threading
 import time
 from pathlib import Path
 
-from tests.bench.gpu_tools import CUDA, Report
+from notebooks.tools.card import CUDA
+from tests.bench.gpu_tools import Report
 
 ROOT = Path(__file__).parents[2]
 # In this order: the module, and the seconds that it may take; nine minutes in all.

@@ -8,8 +8,9 @@ import time
 
 import nbformat
 
+from notebooks.tools.card import card, machine
 from notebooks.tools.run import FOLDER, execute
-from tests.bench.gpu_tools import card, machine, main
+from tests.bench.gpu_tools import main
 
 
 def run_one(path, folder):

@@ -7,7 +7,8 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
-from tests.bench.gpu_tools import CUDA, main
+from notebooks.tools.card import CUDA
+from tests.bench.gpu_tools import main
 
 
 def run_tests(folder):

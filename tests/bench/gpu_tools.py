@@ -1,129 +1,13 @@
-"""What the GPU benchmarks share: time, memory, and a report that keeps every figure as soon as it is there.
-
-On a machine without a GPU the same code runs on the CPU, so that a benchmark can be tried out: time then comes from
-the processor's clock and memory from the ledger.
-"""
+"""What the GPU benchmarks share: a report that keeps every figure as soon as it is there."""
 
 import argparse
-import contextlib
-import importlib.metadata
 import json
-import math
 import os
-import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import torch
-
-import flash  # noqa: F401  before anything imports Triton: without a GPU it has to be the interpreter
-from minizero.memory import Ledger
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-MIB, GIB = 2**20, 2**30
-
-
-def synchronize():
-    """Wait until the device has done what it was given."""
-    if CUDA:
-        torch.cuda.synchronize()
-
-
-def seconds(function, repetitions):
-    """Of one call, on average over some in a row."""
-    if not CUDA:
-        start = time.perf_counter()
-        for _ in range(repetitions):
-            function()
-        return (time.perf_counter() - start) / repetitions
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repetitions):
-        function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000 / repetitions
-
-
-def repetitions_for(function, wanted=0.03):
-    """How many calls take about `wanted` seconds. The first call, which may compile, does not count."""
-    function()
-    synchronize()
-    return max(3, min(100, math.ceil(wanted / max(1e-5, seconds(function, 2))))) if CUDA else 1
-
-
-def attempt(name, function):
-    """What `function()` returns; None, and a line that says why, where this one cannot: no kernel, no memory."""
-    try:
-        return function()
-    except Exception as error:  # of whatever kind: the others are measured all the same
-        print(f"    {name}: {(str(error).splitlines() or [repr(error)])[0][:150]}", flush=True)
-    if CUDA:
-        torch.cuda.empty_cache()
-    return None
-
-
-def best_times(functions, rounds):
-    """{name: seconds of a call}, the best of several rounds in which all take turns."""
-    repetitions = {name: attempt(name, lambda f=function: repetitions_for(f)) for name, function in functions.items()}
-    best = {name: math.inf for name, count in repetitions.items() if count}
-    for _ in range(rounds):
-        for name in best:
-            spent = attempt(name, lambda name=name: seconds(functions[name], repetitions[name]))
-            best[name] = min(best[name], spent or math.inf)
-    return {name: time for name, time in best.items() if time < math.inf}
-
-
-def most_bytes(function):
-    """What `function()` returns, and the most bytes that were taken meanwhile beyond those before."""
-    if not CUDA:
-        with Ledger() as ledger:
-            result = function()
-        return result, ledger.peak["total"]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = function()
-    torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before
-
-
-def matmul_rate(dtype, size=8192, rounds=5):
-    """The most operations a second that a large square matmul reaches."""
-    a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / best_times({"matmul": lambda: a @ b}, rounds)["matmul"]
-
-
-def copy_bandwidth(elements=2**30, rounds=5):
-    """The most bytes a second, read and written counted, that a copy within the device's memory reaches."""
-    a, b = (torch.empty(elements, device=DEVICE).uniform_() for _ in range(2))
-    return 2 * a.nbytes / best_times({"copy": lambda: a.copy_(b)}, rounds)["copy"]
-
-
-def card():
-    """The device's name."""
-    return torch.cuda.get_device_name() if CUDA else "CPU"
-
-
-def machine():
-    """What the figures were measured on, with the card's clocks as they were found."""
-    found = {"card": card(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["triton"] = importlib.metadata.version("triton")  # not imported: `flash` says how it starts
-    if CUDA:
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"memory": properties.total_memory, "multiprocessors": properties.multi_processor_count}
-        wanted = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
-        try:
-            command = ["nvidia-smi", f"--query-gpu={wanted}", "--format=csv,noheader"]
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-            found["as found"] = dict(zip(wanted.split(","), answer.splitlines()[0].split(", ")))
-        except (OSError, subprocess.SubprocessError, IndexError) as error:
-            found["as found"] = f"nvidia-smi: {error}"
-    return found
+from notebooks.tools.card import CUDA, attempt, machine
 
 
 class Report:
@@ -157,7 +41,7 @@ class Report:
 
     def save(self):
         """In one step: what is cut off leaves the old file."""
-        self.data["machine"] = self.data.get("machine") or machine()
+        self.data["machine"] = self.data.get("machine") or machine() | {"command": "python -m tests.bench.gpu"}
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(self.data, indent=1) + "\n")
         os.replace(new, self.path)

@@ -5,62 +5,13 @@ against the copy bandwidth; softmax and batch norm with arithmetic in FP32 and i
 and without the copies beside the computation; the main job on this device.
 """
 
-import time
-
 import torch
 
-from minizero import GPT, GPTConfig, World, Zero3
-from precision import FP16, DynamicLossScaler
-from tests.bench.gpu_tools import (
-    CUDA,
-    DEVICE,
-    GIB,
-    best_times,
-    copy_bandwidth,
-    main,
-    matmul_rate,
-    most_bytes,
-    synchronize,
-)
-
-DTYPES = {"FP32": None, "FP16": torch.float16, "BF16": torch.bfloat16}
-
-
-def step_of(comm, config, batch_size, dtype, rounds, **options):
-    """Seconds of a training step on one rank, the best of some, and the most bytes that it takes on the device."""
-    model = Zero3(GPT(config), comm, dtype=dtype, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    # FP16's gradients would vanish, and its infinities stay, without one.
-    scaler = DynamicLossScaler() if dtype is torch.float16 else None
-    tokens = torch.randint(256, (batch_size, config.sequence_length + 1), device=comm.device)
-
-    def step():
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
-
-    step()  # the optimizer's states are made, kernels are compiled
-    _, taken = most_bytes(step)
-    best = float("inf")
-    for _ in range(rounds):
-        synchronize()
-        start = time.perf_counter()
-        step()
-        synchronize()
-        best = min(best, time.perf_counter() - start)
-    return {"seconds": best, "bytes": taken}
-
-
-def steps(config, batch_size, rounds, options):
-    """{name: seconds and bytes} of a step under each of these options, on one rank."""
-    world = World(1, DEVICE, timeout=300)
-    run = lambda more: world.run(step_of, config, batch_size, more.pop("dtype", None), rounds, **more)[0]  # noqa: E731
-    return {name: run(dict(more)) for name, more in options.items()}
+from minizero import GPTConfig
+from notebooks.tools.card import CUDA, DEVICE, GIB, best_times, copy_bandwidth, matmul_rate
+from notebooks.tools.card_steps import DTYPES, arithmetic, steps
+from precision import FP16
+from tests.bench.gpu_tools import main
 
 
 def conversions(elements, rounds):
@@ -72,21 +23,6 @@ def conversions(elements, rounds):
         encode, decode = torch.compile(FP16.encode), torch.compile(FP16.decode)
         functions |= {"encode, compiled": lambda: encode(x), "decode, compiled": lambda: decode(bits)}
     return {name: 6 * elements / spent for name, spent in best_times(functions, rounds).items()}
-
-
-def arithmetic(rows, columns, rounds):
-    """For softmax and batch norm: seconds and largest error with arithmetic in FP32 and in FP16."""
-    from tests.bench import gpu_arithmetic
-
-    x = torch.randn(rows, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)).half()
-    y = torch.empty_like(x)
-    found = {}
-    for name in gpu_arithmetic.KERNELS:
-        functions = {t: lambda t=t: gpu_arithmetic.run_kernel(name, t, x, y) for t in ("FP32", "FP16")}  # noqa: B023
-        times = best_times(functions, rounds)
-        errors = {t: gpu_arithmetic.largest_error(name, t, x[:64]) for t in functions}
-        found[name] = {t: {"seconds": times[t], "error": errors[t]} for t in functions}
-    return found
 
 
 def job(folder, tiny):

@@ -12,7 +12,7 @@ from tests.support.flash_cases import HEAD_DIMS, LENGTHS, cases, check_accuracy
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from flash import kernels  # noqa: E402
-from tests.bench.gpu_tools import most_bytes  # noqa: E402
+from notebooks.tools.card import most_bytes  # noqa: E402
 
 if CUDA:  # what holds under the interpreter holds here as well
     from tests.flash.test_kernel_on_a_page import test_it_is_attention  # noqa: F401
