@@ -7,7 +7,8 @@ holds that no other file has a private name, but for those in `IN_PLACE`. What w
 PyTorch, Triton or Python, stands in `WHOLE_PROCESS`, and a test holds that it is complete.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -130,6 +131,23 @@ without_modes = _disable_current_modes
 Why: modes watch a function's own operators, and the copy of a generator's state is none of them.
 Since 2.0. In its place: a public context of the same name.
 """
+
+
+# A GPU's allocator.
+
+
+@contextlib.contextmanager
+def allocator_history() -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """While it is entered: a function that returns what the current GPU's allocator has done, event by event.
+
+    Why: `memory_allocated` says what is held between operators, and not what one takes inside itself.
+    Since 2.1. In its place: a public recorder of allocations.
+    """
+    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+    try:
+        yield lambda: torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
 
 
 # Storages and modules.

@@ -65,7 +65,7 @@ def code_is_short(cells: list[Cell]) -> list[str]:
 
 
 def bets_are_settled(cells: list[Cell]) -> list[str]:
-    """Two to five bets; each has its answer, behind a click, after it. Any such body has blank lines around it.
+    """Two to six bets; each has its answer, behind a click, after it. Any such body has blank lines around it.
 
     Other questions ("Try it here") may have answers of the same form.
     """
@@ -78,8 +78,8 @@ def bets_are_settled(cells: list[Cell]) -> list[str]:
             wrong.append(f"no blank lines around the body of <details>: {text[:50]!r}")
     if open_bets:
         wrong.append(f"{open_bets} bets without an answer")
-    if not 2 <= bets <= 5:
-        wrong.append(f"{bets} bets, not 2 to 5")
+    if not 2 <= bets <= 6:
+        wrong.append(f"{bets} bets, not 2 to 6")
     return wrong
 
 
@@ -332,7 +332,7 @@ BAD = {
         [ANSWERED, ASKED, ASKED, ANSWERED],
         [ASKED, ASKED, ANSWERED, words("<details>\n<summary>The answer</summary>\n*raw*\n</details>")],
         [ASKED, ASKED, ANSWERED, words("<details><summary>The answer</summary>\n\n112.\n\n</details>")],
-        [*[ASKED] * 6, *[ANSWERED] * 6],
+        [*[ASKED] * 7, *[ANSWERED] * 7],
     ],
     figures_are_read: [
         [code(figure=True)],

@@ -1,15 +1,30 @@
-"""Where the memory of a large GPT goes on a GPU: what the ledger itemises, beside what the card's allocator says."""
+"""Where the memory of a large GPT goes on a GPU: what the ledger itemises, beside what the card's allocator says.
 
+stages      four ranks on one card, each under a ZeRO stage
+timeline    one step that fills the card, allocation by allocation
+limited     a step that a limit on the card's memory forbids, and the one that X-ray says will fit
+"""
+
+import contextlib
+import dataclasses
+import gc
 import time
 from unittest import mock
 
 import torch
+from matplotlib import pyplot
 from torch import nn
 
-from minizero import GPT, World
+from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
 from minizero.memory import CATEGORIES, Ledger
+from minizero.pictures import COLORS, FONT, MIB
+from minizero.pictures.style import label_axes
 from minizero.ranks.collectives import barrier
-from notebooks.tools.card import CUDA, DEVICE, synchronize
+from minizero.torch_private import allocator_history
+from minizero.xray import Plan
+from minizero.xray.case import Case
+from notebooks.tools.card import CUDA, DEVICE, GIB, Run, figures, synchronize
+from notebooks.tools.zero import table
 
 POINTS = 300  # of a curve that is kept
 
@@ -69,3 +84,196 @@ def measure(config, stage, options, ranks):
     if CUDA:
         torch.cuda.empty_cache()
     return results[0] | {"all ranks": together, "allocated": allocated}
+
+
+# Four ranks on one card.
+
+HALF_BILLION = GPTConfig(sequence_length=1024, width=1536, layers=20, heads=24)
+STAGES = (DDP, Zero1, Zero2, Zero3)
+
+
+def stages():
+    """{stage: rank 0's bytes, those of all ranks, the allocator's}, of as many layers as this card has memory for."""
+    usable = torch.cuda.mem_get_info()[0] if CUDA else 2**30
+    layers = min(20, int(usable / (2.6 * GIB)))  # DDP's four ranks take 2.2 GiB a layer
+    if not layers:
+        raise MemoryError(f"{usable / GIB:.1f} GiB are free; four ranks with one layer each need 2.6")
+    config = dataclasses.replace(HALF_BILLION, layers=layers)
+    return {stage.__name__: measure(config, stage, {}, 4) for stage in STAGES}
+
+
+def show_stages(found):
+    """A table: what rank 0 holds at its peak, the peaks of all ranks, what the allocator handed out at most."""
+    head = [f"{found.card} (GiB)", "rank 0, ledger", "four ranks' peaks", "allocator", "allocator / peaks"]
+    rows = []
+    for stage in STAGES:
+        each = found.figures[stage.__name__]
+        total, together, allocated = each["peak"]["total"], each["all ranks"], each["allocated"]
+        rows.append([stage.__name__, total / GIB, together / GIB, allocated / GIB, allocated / together])
+    return table(head, rows)
+
+
+# One step that fills the card.
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+def xray_of(config, batch_size):
+    """The bytes of one step, by the X-ray."""
+    with torch.device("meta"):
+        model, tokens = GPT(config), torch.zeros(2, batch_size, config.sequence_length, dtype=torch.long)
+    return Case(model, tokens.unbind()).run(Plan()).peak["total"]
+
+
+def filling(usable, depths=(20, 10, 5, 2)):
+    """The GPT, of the first depth that fits, and the batch of which a step takes about `usable` bytes: X-ray's word."""
+    for layers in depths:
+        config = dataclasses.replace(HALF_BILLION, layers=layers)
+        one, two = (xray_of(config, batch_size) for batch_size in (1, 2))
+        if one <= usable:
+            return config, 1 + int((usable - one) / (two - one))
+    raise MemoryError(f"{usable / GIB:.1f} GiB may be used; the smallest step that this shows takes {one / GIB:.1f}")
+
+
+def watched(config, batch_size, between=lambda: None):
+    """The ledger of the second step on this card. `between` is called at its start, and after each phase."""
+    with torch.device(DEVICE), initial_values_by_the_device():
+        model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens = torch.zeros(2, batch_size, config.sequence_length, dtype=torch.long, device=DEVICE)
+    for ledger in (None, Ledger(model, optimizer)):
+        optimizer.zero_grad()
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        with ledger or contextlib.nullcontext():
+            between()
+            loss = model(*tokens)
+            between()
+            loss.backward()
+            between()
+            optimizer.step()
+            between()
+        synchronize()
+    return ledger
+
+
+def timeline():
+    """One step that fills the card: {ledger, allocated, reserved: {phase: bytes after each event}}, and the peaks."""
+    torch.cuda.empty_cache()
+    config, batch_size = filling(0.85 * torch.cuda.mem_get_info()[0])
+    seen = []  # at each border of a phase: bytes handed out and reserved, and how many events there were
+    with allocator_history() as events:
+        now = lambda: (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), len(events()))  # noqa: E731
+        ledger = watched(config, batch_size, lambda: seen.append(now()))
+        happened = events()
+    peaks = {"ledger": ledger.peak["total"], "allocated": torch.cuda.max_memory_allocated()}
+    peaks["reserved"] = torch.cuda.max_memory_reserved()
+    found = {"ledger": {phase: [] for phase in PHASES}, "allocated": {}, "reserved": {}, "peaks": peaks}
+    for sample in ledger.curve:
+        if sample.phase in PHASES:
+            found["ledger"][sample.phase].append(sample["total"])
+    for phase, (allocated, reserved, first), (_, _, last) in zip(PHASES, seen[-4:], seen[-3:]):
+        found["allocated"][phase] = levels(allocated, happened[first:last], "alloc", "free_requested")
+        found["reserved"][phase] = levels(reserved, happened[first:last], "segment_alloc", "segment_free")
+    for name in ("ledger", "allocated", "reserved"):
+        found[name] = {phase: thinned(curve) for phase, curve in found[name].items()}
+    what = f"GPT of {config.count_parameters()[0] / 1e6:,.0f} million parameters, FP32, {batch_size} × 1,024 tokens"
+    return found | {"what": what}
+
+
+def levels(held, events, grows, shrinks):
+    """Bytes after each event. An allocator hands out blocks of 512 bytes."""
+    curve = [held]
+    for event in events:
+        size = -(-event["size"] // 512) * 512
+        held += size * ((event["action"] == grows) - (event["action"] == shrinks))
+        curve.append(held)
+    return curve
+
+
+def thinned(curve):
+    """Of so many values that at most POINTS remain, the largest each."""
+    every = -(-len(curve) // POINTS) or 1
+    return [max(curve[i : i + every]) for i in range(0, len(curve), every)]
+
+
+def draw_timeline():
+    """This card's timeline. Without one: the ledger's curve of a recorded rank beside a quarter of the allocator's."""
+    if (run := figures("memory", lambda: {"timeline": timeline()})) is None:
+        return None
+    axes = pyplot.figure(figsize=(16, 7), layout="constrained").add_subplot()
+    if found := run.figures.get("timeline"):
+        lines = {"ledger: tensors": "ledger", "allocator: handed out": "allocated", "allocator: reserved": "reserved"}
+        lines = {name: found[key] for name, key in lines.items()}
+        title = f"{run.card}: {found['what']}"
+    else:
+        of_one, curve = run.figures["DDP"], run.figures["DDP"]["curve"]
+        by_phase = {p: [b for b, at in zip(curve["total"], curve["phase"]) if at == p] for p in PHASES}
+        lines = {"ledger: tensors of rank 0": by_phase, "a quarter of the allocator's most": of_one["allocated"] / 4}
+        title = f"{run.card}: one of four ranks under DDP, GPT of 570 million parameters, FP32"
+    looks = {"color": COLORS["activations"], "lw": 5}, {"color": "black", "lw": 2}, {"color": "black", "ls": "dashed"}
+    for (name, line), look in zip(lines.items(), looks):
+        if isinstance(line, dict):
+            places = [k + i / len(line[p]) for k, p in enumerate(PHASES) for i in range(len(line[p]))]
+            axes.plot(places, [b / GIB for p in PHASES for b in line[p]], label=name, **look)
+        else:
+            axes.axhline(line / GIB, label=name, **look)
+    axes.set_xticks([0.5, 1.5, 2.5], PHASES)
+    for place in (1, 2):
+        axes.axvline(place, color="black", linestyle="dotted")
+    axes.set(xlim=(0, 3), ylim=0)
+    label_axes(axes, "one step, event by event", "GiB")
+    axes.set_title(title, fontsize=FONT)
+    axes.legend(fontsize=FONT, loc="lower center")
+    return run
+
+
+def show_gap(xray):
+    """A table of models: X-ray's tensors, what they asked the allocator for, what it handed out, what it reserved."""
+    names = {"gpt2, fp32, no dropout": "GPT-2", "vit-b": "ViT-B", "resnet50": "ResNet-50"}
+    keys = ("xray", "requested", "peak", "reserved")
+    rows = [[words, *(f"{xray.figures[name][key] / MIB:,.0f}" for key in keys)] for name, words in names.items()]
+    return table([f"{xray.card} (MiB)", "tensors, X-ray", "asked for", "handed out", "reserved"], rows)
+
+
+# A limit that stops a step.
+
+SHALLOW = (5, 2)  # so few layers that activations, not states, are most of what a step holds
+
+
+def limited():
+    """{plain, recompute: X-ray, ledger, allocator}, in bytes, under a limit between the two; and the error of plain."""
+    free, total = torch.cuda.mem_get_info()
+    config, batch_size = filling(min(0.6 * free, 12 * GIB), SHALLOW)
+    configs = {"plain": config, "recompute": dataclasses.replace(config, recompute="full")}
+    found = {name: {"X-ray": xray_of(each, batch_size)} for name, each in configs.items()}
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(sum(each["X-ray"] for each in found.values()) / 2 / total)
+    try:
+        for name, each in configs.items():
+            try:
+                found[name]["ledger"] = watched(each, batch_size).peak["total"]
+                found[name]["allocator"] = torch.cuda.max_memory_allocated()
+            except torch.OutOfMemoryError as error:
+                found[name]["error"] = str(error).split(". ")[0]
+            gc.collect()  # what the failed step held
+            torch.cuda.empty_cache()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return found
+
+
+def show_limited():
+    """A table of `limited`: what was said before, what happened. If no card has recorded it: the X-ray's word alone."""
+    run = figures("memory", lambda: {"limited": limited()})
+    if run is None or "limited" not in run.figures:
+        config, batch_size = filling(12 * GIB, SHALLOW)
+        configs = {"plain": config, "recompute": dataclasses.replace(config, recompute="full")}
+        found = {name: {"X-ray": xray_of(each, batch_size)} for name, each in configs.items()}
+        run = Run("not run, for want of a GPU", {"limited": found})
+    columns = ("X-ray", "ledger", "allocator")
+    rows = []
+    for name, each in run.figures["limited"].items():
+        rows.append([name, *(f"{each[key] / GIB:.2f}" if key in each else "–" for key in columns)])
+        rows[-1].append(each.get("error", "runs" if "ledger" in each else "–"))
+    return table([f"{run.card} (GiB)", *columns, "what happened"], rows)

@@ -10,15 +10,13 @@ import functools
 
 import torch
 
-from minizero import DDP, GPT, GPTConfig, Zero1, Zero2, Zero3
+from minizero import GPT, GPTConfig, Zero3
 from minizero.memory import CATEGORIES
-from notebooks.tools.card import GIB, card
-from notebooks.tools.card_memory import initial_values_by_the_device, measure
+from notebooks.tools.card import CUDA, GIB, card
+from notebooks.tools.card_memory import HALF_BILLION, STAGES, initial_values_by_the_device, limited, measure, timeline
 from tests.bench.gpu_tools import main, picture
 
-STAGES = (DDP, Zero1, Zero2, Zero3)
 RANKS = 4
-HALF_BILLION = GPTConfig(sequence_length=1024, width=1536, layers=20, heads=24)
 BILLION = GPTConfig(sequence_length=1024, width=2048, layers=24, heads=32, attention="flash", recompute="full")
 TINY = GPTConfig(sequence_length=16, width=32, layers=2, heads=2)
 
@@ -86,6 +84,8 @@ def run(report, tiny):
             beside = f", allocator {card_says / each['all ranks']:.3f} of all ranks' peaks" if card_says else ""
             kept = f", {peak['host'] / GIB:.2f} on the host" if peak["host"] else ""
             lines.append(f"{name:28} {peak['total'] / GIB:6.2f} GiB a rank{kept}, {each['seconds']:.3f} s{beside}")
+    for name, function in (("timeline", timeline), ("limited", limited)) if CUDA else ():
+        report.measure(name, function)
     title = (
         f"{card()}, torch {torch.__version__}: GPT of {millions(config)} parameters, {ranks} ranks, FP32 unless named"
     )
