@@ -101,7 +101,7 @@ bench: setup  ## the benchmarks: python -m tests.bench
 kernels: setup  ## compile the attention kernels for GPUs that are not here, and show what they take: python -m flash.compile
 	$(PY) -m flash.compile $(ARGS)
 
-gpu: $(if $(GPU_PYTHON),,setup)  ## on a machine with a GPU, tests and benchmarks into OUT=folder, PART=tests|flash|memory|train|notebooks: python -m tests.bench.gpu
+gpu: $(if $(GPU_PYTHON),,setup)  ## on a machine with a GPU, tests and benchmarks into OUT=folder, PART=tests|flash|memory|train|xray|notebooks: python -m tests.bench.gpu
 	$(or $(GPU_PYTHON),$(PY)) -m tests.bench.gpu $(if $(OUT),--output $(OUT)) $(if $(PART),--part $(PART)) $(ARGS)
 
 # The stamp is newer than both files once an installation has succeeded.

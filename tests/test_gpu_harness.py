@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 
-from tests.bench import gpu, gpu_memory, gpu_notebooks, gpu_tests, gpu_tools, gpu_train
+from tests.bench import gpu, gpu_memory, gpu_notebooks, gpu_tests, gpu_tools, gpu_train, gpu_xray
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU `make gpu` itself shows that it works")
 ROOT = Path(__file__).parents[1]
@@ -114,10 +115,26 @@ def test_train(tmp_path):
 
 
 @pytest.mark.slow
+def test_xray(tmp_path):
+    report = gpu_tools.Report(tmp_path, "xray")
+    gpu_xray.run(report, tiny=True)
+    assert not report.missing and report.figures["our GPT"]["xray"] > 0
+
+
+@pytest.mark.slow
 def test_notebooks(tmp_path):
     report = gpu_tools.Report(tmp_path, "notebooks")
     assert gpu_notebooks.run(report, tiny=True)[0].startswith("tiny ") and not report.missing
     assert "tensor(2.)" in (tmp_path / "notebooks" / "tiny.ipynb").read_text()
+
+
+@pytest.mark.slow
+def test_each_cell_of_a_notebook_runs_and_what_failed_is_named(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in ("1 / 0", "2 + 3", "assert False, 'no card'")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
+    with pytest.raises(RuntimeError, match=r"cell \[0\] ZeroDivisionError: .*; cell \[2\] AssertionError: no card"):
+        gpu_notebooks.run_one(tmp_path / "a.ipynb", tmp_path / "out")
+    assert nbformat.read(tmp_path / "out" / "a.ipynb", 4).cells[1].outputs[0].data["text/plain"] == "5"
 
 
 @pytest.mark.soak  # they also run on the pretend GPU of test_rehearsal.py

@@ -22,8 +22,8 @@ from minizero.pictures.style import label_axes
 from minizero.ranks.collectives import barrier
 from minizero.torch_private import allocator_history
 from minizero.xray import Plan
-from minizero.xray.case import Case
 from notebooks.tools.card import CUDA, DEVICE, GIB, Run, figures, synchronize
+from notebooks.tools.together import case
 from notebooks.tools.zero import table
 
 POINTS = 300  # of a curve that is kept
@@ -120,9 +120,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 def xray_of(config, batch_size):
     """The bytes of one step, by the X-ray."""
-    with torch.device("meta"):
-        model, tokens = GPT(config), torch.zeros(2, batch_size, config.sequence_length, dtype=torch.long)
-    return Case(model, tokens.unbind()).run(Plan()).peak["total"]
+    return case(config, batch_size, False).run(Plan()).peak["total"]
 
 
 def filling(usable, depths=(20, 10, 5, 2)):

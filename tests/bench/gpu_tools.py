@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class Report:
         self.mine = self.data["parts"].setdefault(part, {"done": False, "figures": {}})
         self.figures = self.mine["figures"]
         self.missing = []
+        self.lock = threading.Lock()  # notebooks are measured four at once
 
     def measure(self, name, function):
         """The figure of this name: the one that is there, or else what `function()` returns; None where it cannot."""
@@ -29,8 +31,9 @@ class Report:
             if value is None:
                 self.missing.append(name)
                 return None
-            self.figures[name] = value
-            self.save()
+            with self.lock:
+                self.figures[name] = value
+                self.save()
             print(f"  {name}: {time.perf_counter() - start:.1f} s", flush=True)
         return self.figures[name]
 

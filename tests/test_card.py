@@ -1,0 +1,79 @@
+"""Recorded runs of cards: they lie side by side, a broken one is a sentence, and no figure is without its card."""
+
+import json
+
+import pytest
+from matplotlib import pyplot
+
+from notebooks.tools import card, card_memory
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where runs are recorded: two cards, of which the T4's is newer and has less."""
+    monkeypatch.setattr(card, "RESULTS", tmp_path)
+    monkeypatch.setattr(card, "CUDA", False)
+    for name, date, parts in (
+        ("h200", "2026-11-27", {"train": {"figures": {"a": 1}}, "memory": {"figures": {"b": 2}}}),
+        ("t4", "2026-12-01", {"train": {"figures": {"a": 3}}}),
+        ("demo", "2027-01-01", None),  # no run of `make gpu`
+    ):
+        data = {"machine": {"card": name.upper(), "date": date}} | ({} if parts is None else {"parts": parts})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def test_runs_of_several_cards_lie_side_by_side(folder, capsys):
+    assert card.recorded("train") == ("T4, recorded 2026-12-01", {"a": 3})  # the newest that has the part
+    assert card.recorded("memory") == ("H200, recorded 2026-11-27", {"b": 2})
+    assert card.recorded("train", "h200") == ("H200, recorded 2026-11-27", {"a": 1})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ['{"machine": {"card": "H200", "da', "", "[]", '{"parts": {"memory": 0}}', '{"parts": 5, "machine": {"card": 1}}']
+    + ['{"machine": {"card": "H200"}, "parts": {"memory": {"figures": {"b": 2}}}}', "\\xff\\x00"],
+)
+def test_a_file_that_is_cut_is_a_sentence(folder, broken, capsys):
+    (folder / "h200" / "results.json").write_text(broken)
+    assert card.recorded("memory") is None and card.recorded("train") is not None
+    said = capsys.readouterr().out.splitlines()
+    assert "No run recorded on a GPU has the part 'memory'" in said[1 if len(said) > 1 else 0]
+    assert all(len(line) < 250 for line in said)
+
+
+def test_a_card_that_fails_is_a_sentence_and_the_recorded_run_stands_in(folder, monkeypatch, capsys):
+    def vanish():
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    monkeypatch.setattr(card, "CUDA", True)
+    monkeypatch.setattr(card, "card", lambda: "GONE")
+    assert card.figures("memory", vanish) == ("H200, recorded 2026-11-27", {"b": 2})
+    assert "memory on GONE: CUDA error: unspecified launch failure\n" in capsys.readouterr().out
+    assert card.figures("memory", lambda: {"b": 5}) == ("GONE, measured now", {"b": 5})
+
+
+def test_the_allocators_events_become_curves():
+    """A block is a multiple of 512 bytes; what is no block, such as an error, changes nothing."""
+    actions = [("alloc", 1), ("free_completed", 1), ("free_requested", 1), ("oom", 99), ("segment_alloc", 2**21)]
+    events = [{"action": action, "size": size} for action, size in actions]
+    assert card_memory.levels(1024, events, "alloc", "free_requested") == [1024, 1536, 1536, 1024, 1024, 1024]
+    assert card_memory.levels(0, events, "segment_alloc", "segment_free")[-1] == 2**21
+    assert card_memory.thinned(list(range(601))) == [*range(2, 601, 3), 600]
+
+
+def test_a_timeline_is_drawn_with_its_card(monkeypatch):
+    lines = {name: dict.fromkeys(card_memory.PHASES, [1, 2]) for name in ("ledger", "allocated", "reserved")}
+    run = card.Run("A100, recorded", {"timeline": lines | {"peaks": {}, "what": "a GPT"}})
+    monkeypatch.setattr(card_memory, "figures", lambda part, measure: run)
+    assert card_memory.draw_timeline() is run
+    axes = pyplot.gcf().axes[0]
+    assert axes.get_title() == "A100, recorded: a GPT" and len(axes.get_lines()) == 3 + 2
+    pyplot.close("all")
+
+
+def test_a_card_without_room_for_a_step_is_told():
+    with pytest.raises(MemoryError, match="0.5 GiB may be used; the smallest step that this shows takes"):
+        card_memory.filling(2**29)
