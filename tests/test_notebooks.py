@@ -1,12 +1,16 @@
 """Every notebook runs, is committed as executed, is small, and says nothing of the machine it ran on."""
 
+import base64
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
-from notebooks.tools.run import FOLDER, execute
+from notebooks.tools.run import FOLDER, execute, lighter
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # A home, a checkout, a temporary folder, an installed package: places that exist on one machine only.
@@ -31,3 +35,13 @@ def test_it_is_committed_with_its_outputs(path):
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     assert len(text) < 2**20
     assert not PLACES.search(text)
+
+
+def test_a_figure_keeps_its_size_and_its_ground_and_has_fewer_bytes():
+    figure, written = Figure(figsize=(4, 3)), io.BytesIO()
+    figure.add_subplot().plot([1, 3, 2], color="#5E2750", linewidth=4)
+    figure.savefig(written)
+    light = base64.b64decode(lighter(base64.b64encode(written.getvalue())))
+    before, after = (Image.open(io.BytesIO(png)).convert("RGB") for png in (written.getvalue(), light))
+    assert after.size == before.size and after.getpixel((0, 0)) == (255, 255, 255)
+    assert len(light) < len(written.getvalue()) / 2
