@@ -68,32 +68,73 @@ def draw_memories(memories, between):
     return figure
 
 
-def draw_roofline(name, bytes_per_second, operations_per_second, points):
-    """The most operations a second, over operations for a byte. points: {title: operations for a byte}."""
+def draw_roofline(name, bytes_per_second, operations_per_second, points, measured=None):
+    """The most operations a second, over operations for a byte. points: {title: operations for a byte}.
+
+    measured: operations a second by the same titles; without them each point stands on the line.
+    """
     figure = Figure(figsize=(14, 6), layout="constrained")
     axes = figure.subplots()
     ridge, low, high = operations_per_second / bytes_per_second, 3, 3000
     x = np.array([low, ridge, high])
     axes.plot(x, np.minimum(x * bytes_per_second, operations_per_second) / 1e12, color="black", linewidth=3)
-    bottom, top = low * bytes_per_second / 1e12, 2.6 * operations_per_second / 1e12
+    top = 2.6 * operations_per_second / 1e12
+    bottom = min([low * bytes_per_second, *(0.7 * each for each in (measured or {}).values())]) / 1e12
     for left, right, color, words in ((low, ridge, HBM, "waits for bytes"), (ridge, high, "#F5DFA8", "computes")):
         axes.axvspan(left, right, color=color, alpha=0.45, linewidth=0)
         axes.text((left * right) ** 0.5, top / 1.35, words, ha="center", fontsize=FONT + 3, weight="bold")
     for title, each in points.items():
-        reached = min(each * bytes_per_second, operations_per_second) / 1e12
-        color, marker = (PLAIN, "s") if title == "plain" else (TILED, "o")
+        at_most = min(each * bytes_per_second, operations_per_second) / 1e12
+        reached = measured[title] / 1e12 if measured else at_most
+        color, marker = (PLAIN, "s") if "plain" in title else (TILED, "o")
         axes.plot(each, reached, marker, color=color, markersize=15, markeredgecolor="black")
         near = (0, 16, "center") if each > ridge else (14, -12, "left")
-        axes.annotate(
-            f"{title}: {each:.0f}", (each, reached), near[:2], textcoords="offset points", ha=near[2], fontsize=FONT
-        )
-    axes.axvline(ridge, color="black", linewidth=1, linestyle="dotted")
+        near = (-14, 0, "right") if reached > at_most else near  # beside the line, not across it
+        words = f"{title}: {reached if measured else each:.0f}"
+        axes.annotate(words, (each, reached), near[:2], textcoords="offset points", ha=near[2], fontsize=FONT)
+    if measured:  # so are both parts of the line
+        words = f"a copy: {bytes_per_second / 1e12:.1f} · 10¹² bytes a second"
+        axes.text(0.16 * ridge, 0.2 * operations_per_second / 1e12, words, ha="right", fontsize=FONT)
+        words = f"a product of large matrices: {operations_per_second / 1e12:.0f}"
+        axes.text(0.9 * high, 1.08 * operations_per_second / 1e12, words, ha="right", fontsize=FONT)
+    else:
+        axes.axvline(ridge, color="black", linewidth=1, linestyle="dotted")
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, top))
     ticks, heights = [3, 10, 30, 100, round(ridge, -1), 1000, 3000], [10, 30, 100, 300]
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
     axes.set_yticks(heights, heights)
     axes.minorticks_off()
-    label_axes(axes, "operations for each byte between HBM and the chip", f"10¹² operations a second,\n{name}, at most")
+    words = f"10¹² operations a second,\n{name}" + ("" if measured else ", at most")
+    label_axes(axes, "operations for each byte between HBM and the chip", words)
+    return figure
+
+
+def draw_rates(name, matmul, rates):
+    """Operations a second over the number of tokens, a line for each attention. All in 10¹² a second.
+
+    matmul: what a product of large matrices reaches. rates: {title: {tokens: operations a second}}.
+    """
+    figure = Figure(figsize=(14, 6.4), layout="constrained")
+    axes = figure.subplots()
+    lengths = sorted({n for its in rates.values() for n in its})
+    axes.axhline(matmul, color="black", linewidth=1, linestyle="dotted")
+    axes.text(3.1 * lengths[-1], 1.02 * matmul, f"a product of matrices: {matmul:.0f}", ha="right", fontsize=FONT)
+    ends = []
+    for title, its in rates.items():
+        plain, ours, (n, rate) = "plain" in title, title.startswith("our"), max(its.items())
+        color = PLAIN if plain else TILED if ours else THIRD
+        look = {"linestyle": "dashed" if plain else "solid", "marker": "s" if plain else "o", "markersize": 9}
+        axes.plot(its.keys(), its.values(), color=color, linewidth=5 if ours else 2.5, **look)
+        ends.append((rate, n, f"{title}: {rate:.0f}", color))
+    below = -np.inf
+    for rate, n, words, color in sorted(ends):  # of lines that end close together the names stand one above the other
+        below = max(rate, below + 0.052 * matmul)
+        place = {"xytext": (16, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(words, (n, below), fontsize=FONT, color=color, **place)
+    axes.set(xscale="log", xlim=(0.9 * lengths[0], 3.2 * lengths[-1]), ylim=(0, 1.1 * matmul))
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axes.minorticks_off()
+    label_axes(axes, "tokens N", f"10¹² operations a second,\n{name}")
     return figure
 
 

@@ -1,15 +1,20 @@
 """Attention on a GPU, beside PyTorch's backends and FlexAttention.
 
+    measure(n, head_dim, causal, …)    one case of the recorded run
+    against_length()                   what lessons 07 and 07b show of it, measured on this card
+
 TFLOP/s of forward and of backward, and the memory that both take beyond the inputs: 16,384 rows in all, 2,048 numbers
 each, in heads of 64 or 128. Multiplications and additions are counted as usual: 4 N² d for each head forward, 2.5 times
 that backward, half of it under a causal mask. Each figure is the best of several rounds in which all take turns.
 """
 
+import math
+
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from notebooks.tools.card import CUDA, DEVICE, attempt, best_times, most_bytes
+from notebooks.tools.card import CUDA, DEVICE, attempt, best_times, copy_bandwidth, matmul_rate, most_bytes, recorded
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (1024, 4096, 16384)
@@ -20,6 +25,15 @@ BACKENDS = {
     "MATH": SDPBackend.MATH,
 }
 NAMES = ("flash", *BACKENDS, "flex")
+LABELS = {
+    "CUDNN": "CUDNN, NVIDIA's",
+    "flex": "FlexAttention",
+    "flash": "our kernels",
+    "FLASH": "FLASH, FlashAttention-2",
+    "EFFICIENT": "EFFICIENT",
+    "plain": "plain, in two lines",
+    "MATH": "MATH, plain in FP32",
+}
 
 
 def make_attention(name, n, causal):
@@ -28,6 +42,8 @@ def make_attention(name, n, causal):
         from flash import flash_attention
 
         return lambda q, k, v: flash_attention(q, k, v, causal=causal)
+    if name == "plain":
+        return lambda q, k, v: (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
     if name == "flex":
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -68,12 +84,17 @@ def backward_of(attention, tensors):
     return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), taken
 
 
+def operations(n, numbers=TOKENS * WIDTH):
+    """Of forward without a mask, over all heads. numbers: how many q has."""
+    return 4 * n * numbers
+
+
 def measure(n, head_dim, causal, dtype, names, rounds, tokens=TOKENS, width=WIDTH):
     """For each name {forward, backward: TFLOP/s, memory: bytes}; what could not be measured is not there."""
     heads, batch = width // head_dim, max(1, tokens // n)
     tensors = [torch.randn(batch, heads, n, head_dim, device=DEVICE, dtype=dtype) for _ in range(4)]
     tensors[:3] = (x.requires_grad_() for x in tensors[:3])
-    work = 4 * n * n * head_dim * heads * batch / (2 if causal else 1) / 1e12
+    work = operations(n, tensors[0].numel()) / (2 if causal else 1) / 1e12
     result = {name: {} for name in names}
     attentions = {name: attempt(name, lambda name=name: make_attention(name, n, causal)) for name in names}
     attentions = {name: attention for name, attention in attentions.items() if attention}
@@ -92,3 +113,46 @@ def measure(n, head_dim, causal, dtype, names, rounds, tokens=TOKENS, width=WIDT
     if CUDA:
         torch.cuda.empty_cache()
     return {name: figures for name, figures in result.items() if figures}
+
+
+def against_length():
+    """Figures like the recorded ones: heads of 64, no mask, float16.
+
+    FlexAttention compiles for seconds, so it has one length.
+    """
+    if CUDA and torch.cuda.get_device_capability() < (8, 0):
+        raise RuntimeError("our kernels need a GPU of compute capability 8.0 or newer")
+    from flash import launch
+    from notebooks.tools.attention import NO_OPTIONS
+
+    found = {"matmul": matmul_rate(torch.float16) / 1e12, "copy bandwidth": copy_bandwidth(2**28)}
+    found["rows"] = launch.choose("forward", 64, 2, NO_OPTIONS).rows
+    for n in LENGTHS:
+        names = [name for name in LABELS if name != "flex" or n == LENGTHS[1]]
+        found[f"d 64, full, N {n}"] = measure(n, 64, False, torch.float16, names, rounds=2)
+    return found
+
+
+def by_length(run, which):
+    """{label: {N: figure}} without a mask, with heads of 64; what was not measured is not there.
+
+    which: "forward" or "backward", in TFLOP/s; "memory", in bytes.
+    """
+    cases = {n: run.figures.get(f"d 64, full, N {n}", {}) for n in LENGTHS}
+    found = {label: {n: case.get(name, {}).get(which) for n, case in cases.items()} for name, label in LABELS.items()}
+    return {label: {n: its[n] for n in its if its[n]} for label, its in found.items() if any(its.values())}
+
+
+def milliseconds(rates, products=2):
+    """Rows of a table, from TFLOP/s by length. products: those that are counted, 2 of forward, 5 of backward."""
+    work = {n: products / 2 * operations(n) / 1e9 for n in LENGTHS}
+    return [[label, *(work[n] / its[n] if n in its else "–" for n in LENGTHS)] for label, its in rates.items()]
+
+
+def ceilings(run):
+    """Bytes a second of a copy and operations a second of a matmul on the card of `run`; None if either is missing."""
+    copy = run.figures.get("copy bandwidth")
+    if copy is None:  # recorded in another part
+        train = recorded("train", "h200")
+        copy = train.figures["copy bandwidth"] if train and train.card == run.card else None
+    return copy and (copy, 1e12 * run.figures["matmul"])
