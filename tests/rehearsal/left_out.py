@@ -64,14 +64,13 @@ CELLS = {
     },
     "07_flash_attention": {
         **INSTALL,
-        "curvature": "judges the memory of long sequences",
-        'here["cache"] > 1.2': "compares seconds, which are not a card's here",
-        'fast = "Triton" if': "compares seconds, which are not a card's here",
+        'here["cache"] > 1.2': "compares seconds of a busy machine",
+        'assert seconds["tiled"]': "compares seconds of a busy machine",
+        'again["memory used again"] /': "compares seconds of a busy machine",
     },
     "07b_flash_backward": {
         **INSTALL,
-        'peaks["flash"][-1] <': "judges the memory of long sequences",
-        'passes["tiled", name] <': "compares seconds, which are not a card's here",
+        'passes["tiled", name] <': "compares seconds of a busy machine",
     },
     "08_scale": {
         **INSTALL,
@@ -105,15 +104,10 @@ SHORTER = {
         "torchrun(tools.race, 2)": "World(2).run(tools.race, 1)",
     },
     "07_flash_attention": {
-        "lengths = [512, 1024, 1536, 2048]": "lengths = [64, 128]",
-        "(64, torch.float16) if": "(2, torch.float16) if",
         "turns=5 * 2048 // n": "turns=1",
+        "turns=10": "turns=1",
     },
-    "07b_flash_backward": {
-        "torch.randn(1, heads, 2048, 64": "torch.randn(1, 1, 64, 64",
-        'lengths, names = [512, 1024, 2048], ["naive"': 'lengths, names = [64, 1024], ["naive"',
-        "turns=5 * 2048 // n": "turns=1",
-    },
+    "07b_flash_backward": {"turns=4": "turns=1", "turns=5 * 2048 // n": "turns=1"},
 }
 
 # Of tests/gpu: what is not run, and the tests whose assertions on values may fail, since only a card has those.
