@@ -153,6 +153,6 @@ def ceilings(run):
     """Bytes a second of a copy and operations a second of a matmul on the card of `run`; None if either is missing."""
     copy = run.figures.get("copy bandwidth")
     if copy is None:  # recorded in another part
-        train = recorded("train", "h200")
+        train = recorded("train")
         copy = train.figures["copy bandwidth"] if train and train.card == run.card else None
     return copy and (copy, 1e12 * run.figures["matmul"])
