@@ -16,6 +16,7 @@ Dao, 2023, "FlashAttention-2"; Tillet, Kung & Cox, 2019, "Triton".
 To be read first: `flash.kernel_on_a_page`, the forward pass without options. What options add: `flash.masks`.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ from flash.masks import (
     head_of,
     length,
     load_block,
-    load_lse,
     load_numbers,
+    move,
     over_columns,
     place,
     sees_one,
@@ -46,8 +47,8 @@ from flash.options import Options
 
 __all__ = ["INTERPRETED", "backward", "forward"]
 
-# Arguments beside tensors, strides and sizes: `sign` of the scale and its magnitude `scale`; GROUP query heads share a
-# key/value head; a weight is kept if its hash is not below `threshold`, and then multiplied by `factor`.
+# Arguments beside tensors, strides and sizes: GROUP query heads share a key/value head; a weight is kept if its hash is
+# not below `threshold`, and then multiplied by `factor`.
 
 # One compiled kernel serves all values of these. For a stride of 1, or of a multiple of 16, Triton compiles another.
 GENERAL = ["heads", "n_q", "n_k", "left", "right", "threshold"]
@@ -58,7 +59,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     heads, n_q, n_k, cu_seqlens_q, cu_seqlens_k,
-    scale, sign, left, right, seed, threshold, factor,
+    scale, left, right, seed, threshold, factor,
     GROUP: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAUSAL_TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -74,33 +75,36 @@ def forward_kernel(
     V = head_of(v_ptr, v_strides, batch, head // GROUP, cu_seqlens_k)
     state = start_hash(seed, batch, head)
 
-    # The sign of the scale goes to q, so that the largest score stays the largest when it is scaled.
+    # No arithmetic on q: as it comes, the products take it from shared memory, else each time through the registers.
     q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)  # (rows, head dim)
-    q = (q * sign).to(q.dtype)
     # m is not -inf at first: for a row that has seen nothing yet, -inf - -inf would be NaN.
     m = tl.full([BLOCK_Q], -3.4e38, tl.float32)  # largest score so far, not scaled yet
     l = tl.full([BLOCK_Q], 0.0, tl.float32)  # sum of exp(S - m) so far
     o = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)  # exp(S - m) V so far
 
     # Over the blocks of keys that these rows see.
-    left, right = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
-    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, left, right, BLOCK_K, True)
-    for part in tl.static_range(0 if left is not None else 1, 3):  # blocks to mask, whole blocks, blocks to mask
+    low, high = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
+    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, low, high, BLOCK_K)
+    FIRST: tl.constexpr = 0 if left is not None else 1
+    block = tl.arange(0, BLOCK_K)
+    K, V = move(K, k_strides, bounds[FIRST]), move(V, v_strides, bounds[FIRST])
+    for part in tl.static_range(FIRST, 3):  # blocks to mask, whole blocks, blocks to mask
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
-            keys = start_k + tl.arange(0, BLOCK_K)
-            k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
+            keys = start_k + block
+            k = load_block(K, k_strides, block, n_k - start_k, part != 1, HEAD_DIM, BLOCK_D)
             s = over_columns(q, k, PRECISION)  # S = Q K^T: (rows, keys)
             if part != 1:
-                s = tl.where(visible(rows[:, None], keys[None, :], n_k, left, right), s, float("-inf"))
+                s = tl.where(visible(rows[:, None], keys[None, :], n_k, low, high), s, float("-inf"))
             larger = tl.maximum(m, tl.max(s, 1))  # m' = max(m, rowmax S)
             # P = exp(S - m'), scaled here. Without the bound a scaled m' of -3.4e38 is -inf, and -inf - -inf is NaN.
             p = tl.exp2(s * (scale * LOG2_E) - tl.maximum(larger * (scale * LOG2_E), -3.4e38)[:, None])
             rescale = tl.exp2((m - larger) * (scale * LOG2_E))  # exp(m - m')
             l = l * rescale + tl.sum(p, 1)  # before dropout: softmax knows nothing of it
             p = p * dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
-            v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
+            v = load_block(V, v_strides, block, n_k - start_k, part != 1, HEAD_DIM, BLOCK_D)
             o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision=PRECISION)  # exp(m - m') O + P V
             m = larger
+            K, V = move(K, k_strides, BLOCK_K), move(V, v_strides, BLOCK_K)
 
     O = head_of(out_ptr, out_strides, batch, head, cu_seqlens_q)
     LSE = head_of(lse_ptr, lse_strides, batch, head, cu_seqlens_q)
@@ -130,9 +134,9 @@ def delta_kernel(
     do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
     o = load_block(O, out_strides, rows, n_q, True, HEAD_DIM, BLOCK_D).to(tl.float32)
     # A row that sees one key goes without dO O here, and without dP in the other kernels: its dS is dlse.
-    left, right = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
-    do = tl.where(sees_one(rows, n_k, left, right)[:, None], 0.0, do)
-    dlse = load_numbers(DLSE, dlse_strides, rows, n_q)
+    low, high = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
+    do = tl.where(sees_one(rows, n_k, low, high)[:, None], 0.0, do)
+    dlse = load_numbers(DLSE, dlse_strides, rows, n_q, True)
     store_numbers(DELTA, delta_strides, rows, n_q, tl.sum(do * o, 1) - dlse)
 
 
@@ -160,9 +164,11 @@ def dkdv_kernel(
     dk = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_K, BLOCK_D], 0.0, tl.float32)
 
-    # Over the blocks of rows that see these keys: seen from a key, left and right change places.
-    left, right = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
-    bounds = spans(start, tl.minimum(start + BLOCK_K, n_k) - 1, n_q, right, left, BLOCK_Q, False)
+    # Over the blocks of rows that see these keys: seen from a key, the band lies the other way round.
+    low, high = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
+    bounds = spans(start, tl.minimum(start + BLOCK_K, n_k) - 1, n_q, -high, -low, BLOCK_Q)
+    FIRST: tl.constexpr = 0 if right is not None or CAUSAL_TOP_LEFT else 1
+    block = tl.arange(0, BLOCK_Q)
     for member in range(GROUP):  # the query heads that share these keys
         head = kv_head * GROUP + member
         Q = head_of(q_ptr, q_strides, batch, head, cu_seqlens_q)
@@ -170,26 +176,30 @@ def dkdv_kernel(
         LSE = head_of(lse_ptr, lse_strides, batch, head, cu_seqlens_q)
         DELTA = head_of(delta_ptr, delta_strides, batch, head, cu_seqlens_q)
         state = start_hash(seed, batch, head)
-        for part in tl.static_range(0 if right is not None else 1, 3 if left is not None else 2):
+        Q, DO = move(Q, q_strides, bounds[FIRST]), move(DO, do_strides, bounds[FIRST])
+        LSE, DELTA = move(LSE, lse_strides, bounds[FIRST]), move(DELTA, delta_strides, bounds[FIRST])
+        for part in tl.static_range(FIRST, 3):
             for start_q in range(bounds[part], bounds[part + 1], BLOCK_Q):
-                # Beyond the end stands the last row once more, with an lse of +inf: its P is 0. A row of zeros would
-                # have an S of NaN for a key of infinity.
-                numbers = start_q + tl.arange(0, BLOCK_Q)
-                rows = tl.minimum(numbers, n_q - 1)
-                q = load_block(Q, q_strides, rows, n_q, False, HEAD_DIM, BLOCK_D)
-                lse = load_lse(LSE, lse_strides, numbers, n_q)
+                rows = start_q + block
+                # Beyond the end stands the last row once more, with a P of 0 (`visible`).
+                near = tl.minimum(block, n_q - 1 - start_q) if part != 1 else block
+                q = load_block(Q, q_strides, near, n_q, False, HEAD_DIM, BLOCK_D)
+                lse = load_numbers(LSE, lse_strides, near, n_q, False)
                 s = over_columns(k, q, PRECISION)  # S^T = K Q^T: (keys, rows)
                 p = tl.exp2((s * scale - lse[None, :]) * LOG2_E)  # P^T = exp(S^T - lse)
                 if part != 1:
-                    p = tl.where(visible(rows[None, :], keys[:, None], n_k, left, right), p, 0.0)
+                    p = tl.where(visible(keys[:, None], rows[None, :], n_q, -high, -low), p, 0.0)
                 kept = dropout(seed, state, rows[None, :], keys[:, None], threshold, factor)
-                do = load_block(DO, do_strides, rows, n_q, False, HEAD_DIM, BLOCK_D)
+                do = load_block(DO, do_strides, near, n_q, False, HEAD_DIM, BLOCK_D)
                 dv = tl.dot((p * kept).to(do.dtype), do, dv, input_precision=PRECISION)  # dV += P^T dO
                 dp = over_columns(v, do, PRECISION) * kept  # dP^T = V dO^T
                 if part != 1:
-                    dp = tl.where(sees_one(rows, n_k, left, right)[None, :], 0.0, dp)
-                ds = p * (dp - load_numbers(DELTA, delta_strides, numbers, n_q)[None, :])  # dS^T = P^T (dP^T - delta)
+                    dp = tl.where(sees_one(rows, n_k, low, high)[None, :], 0.0, dp)
+                delta = load_numbers(DELTA, delta_strides, near, n_q, False)
+                ds = p * (dp - delta[None, :])  # dS^T = P^T (dP^T - delta)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # dK += dS^T Q
+                Q, DO = move(Q, q_strides, BLOCK_Q), move(DO, do_strides, BLOCK_Q)
+                LSE, DELTA = move(LSE, lse_strides, BLOCK_Q), move(DELTA, delta_strides, BLOCK_Q)
 
     DK = head_of(dk_ptr, dk_strides, batch, kv_head, cu_seqlens_k)
     DV = head_of(dv_ptr, dv_strides, batch, kv_head, cu_seqlens_k)
@@ -221,27 +231,32 @@ def dq_kernel(
     state = start_hash(seed, batch, head)
     q = load_block(Q, q_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
     do = load_block(DO, do_strides, rows, n_q, True, HEAD_DIM, BLOCK_D)
-    lse = load_lse(LSE, lse_strides, rows, n_q)
-    delta = load_numbers(DELTA, delta_strides, rows, n_q)
+    lse = load_numbers(LSE, lse_strides, rows, n_q, True)
+    delta = load_numbers(DELTA, delta_strides, rows, n_q, True)
     dq = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)
 
-    # Over the blocks of keys that these rows see. A row that sees one needs no dP (`sees_one`).
-    left, right = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
-    do = tl.where(sees_one(rows, n_k, left, right)[:, None], 0.0, do)
-    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, left, right, BLOCK_K, True)
-    for part in tl.static_range(0 if left is not None else 1, 3):
+    # Over the blocks of keys that these rows see.
+    low, high = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
+    bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, low, high, BLOCK_K)
+    FIRST: tl.constexpr = 0 if left is not None else 1
+    block = tl.arange(0, BLOCK_K)
+    K, V = move(K, k_strides, bounds[FIRST]), move(V, v_strides, bounds[FIRST])
+    for part in tl.static_range(FIRST, 3):
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
-            keys = start_k + tl.arange(0, BLOCK_K)
-            k = load_block(K, k_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
-            v = load_block(V, v_strides, keys, n_k, part != 1, HEAD_DIM, BLOCK_D)
+            keys = start_k + block
+            k = load_block(K, k_strides, block, n_k - start_k, part != 1, HEAD_DIM, BLOCK_D)
+            v = load_block(V, v_strides, block, n_k - start_k, part != 1, HEAD_DIM, BLOCK_D)
             s = over_columns(q, k, PRECISION)  # S = Q K^T: (rows, keys)
             p = tl.exp2((s * scale - lse[:, None]) * LOG2_E)  # P = exp(S - lse)
             if part != 1:
-                p = tl.where(visible(rows[:, None], keys[None, :], n_k, left, right), p, 0.0)
+                p = tl.where(visible(rows[:, None], keys[None, :], n_k, low, high), p, 0.0)
             kept = dropout(seed, state, rows[:, None], keys[None, :], threshold, factor)
             dp = over_columns(do, v, PRECISION) * kept  # dP = dO V^T
+            if part != 1:  # a row that sees one key needs no dP
+                dp = tl.where(sees_one(rows, n_k, low, high)[:, None], 0.0, dp)
             ds = p * (dp - delta[:, None])  # dS = P (dP - delta)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)  # dQ += dS K
+            K, V = move(K, k_strides, BLOCK_K), move(V, v_strides, BLOCK_K)
 
     DQ = head_of(dq_ptr, dq_strides, batch, head, cu_seqlens_q)
     store_block(DQ, dq_strides, rows, n_q, dq * scale, HEAD_DIM, BLOCK_D)
@@ -259,9 +274,10 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
 
 def forward_launch(q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options) -> Launch:
     """The launch that fills out and lse."""
-    # With scale 0 the sign is 0, too: all scores are those of 0 * q, and any scale but 0 will do.
-    sign, scale = (options.scale > 0) - (options.scale < 0), abs(options.scale) or 1.0
-    return prepare(forward_kernel, (q, k, v, out, lse), q, k, options, sign=float(sign), scale=scale)
+    # The largest score must stay the largest when it is scaled: a sign goes to q. With scale 0 any other scale will do.
+    if options.scale <= 0:
+        q, options = q * (-1 if options.scale < 0 else 0), options._replace(scale=abs(options.scale) or 1.0)
+    return prepare(forward_kernel, (q, k, v, out, lse), q, k, options)
 
 
 def backward(
@@ -270,6 +286,7 @@ def backward(
     """dq, dk, dv like q, k, v."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dout, dlse = options.zero_rows_without_keys(dout, dlse, lse)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # a row whose scores are all -inf: P = exp(-inf - inf) = 0
     if INTERPRETED and q.dtype == torch.bfloat16:
         exact = backward(dout.float(), dlse, q.float(), k.float(), v.float(), out.float(), lse, options)
         return dq.copy_(exact[0]), dk.copy_(exact[1]), dv.copy_(exact[2])

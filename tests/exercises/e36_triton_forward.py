@@ -5,9 +5,9 @@ operation by operation.
     s = q kᵀ      m' = max(m, rowmax s)      p = exp(scale (s - m'))      l = … + rowsum p      o = … + p v
 
 A GPU has an instruction for 2^x, none for e^x: exp(x) = exp2(x · LOG2_E). The helpers (flash/masks.py): place
-says which rows, head and batch this program has; head_of gives a pointer; load_block and store_block move
-(rows, BLOCK_D); visible is the mask. spans gives four bounds a ≤ b ≤ c ≤ d: blocks of keys in a … b and c … d
-need a mask, those in b … c none.
+says which rows, head and batch this program has; head_of gives a pointer, and move moves it on by so many rows;
+load_block and store_block move (rows, BLOCK_D); visible is the mask. spans gives four bounds a ≤ b ≤ c ≤ d: blocks
+of keys in a … b and c … d need a mask, those in b … c none.
 """
 
 from random import Random
@@ -23,10 +23,11 @@ PLAN = [
     "Where am I? place(n_q, heads, BLOCK_Q, right is not None); lengths (packed sequences); return if start >= "
     "n_q. rows, and pointers to the head's Q, K, V: query head h uses key/value head h // GROUP. state = "
     "start_hash(seed, batch, head).",
-    "Load q, times `sign`. m (-3.4e38), l, o: FP32, on the chip.",
-    "left, right = band(…); bounds = spans(start, last row, n_k, left, right, BLOCK_K, True).",
+    "Load q. m (-3.4e38), l, o: FP32, on the chip.",
+    "low, high = band(…); bounds = spans(start, last row, n_k, low, high, BLOCK_K). K and V move to the first block.",
     "For part in tl.static_range(0 if left is not None else 1, 3), for start_k from bounds[part] to bounds[part "
-    "+ 1] by BLOCK_K: load k; s = q kᵀ; unless part == 1, -∞ where not visible.",
+    "+ 1] by BLOCK_K: load k, of whose rows n_k - start_k exist; s = q kᵀ; unless part == 1, -∞ where not visible. "
+    "At the end K and V move on by a block.",
     "Online softmax in base 2: scale · LOG2_E multiplies the differences. Rescale l and o. p times dropout(…) "
     "goes into o.",
     "Store o / l, and lse = m · scale + ln l. Where l is 0: output 0, lse -∞.",
@@ -41,8 +42,8 @@ HINTS = [
 AFTER = (
     "Only blocks at the edge of the mask or of the tensor are masked. `spans` sorts the blocks into three parts, and "
     "`tl.static_range` makes code for each, so whole blocks pay nothing. scale · LOG2_E is one factor: base 2 costs "
-    "no multiplication of its own. The scale's sign goes to q, so that the largest score stays the largest when it is "
-    "scaled. m begins at -3.4e38, since -∞ - -∞ is NaN. Read next: flash/launch.py, which chooses the blocks."
+    "no multiplication of its own. m begins at -3.4e38, since -∞ - -∞ is NaN. Read next: flash/launch.py, which "
+    "chooses the blocks."
 )
 WRONG = [
     wrong("rescales-the-sum-only", ("v, o * rescale[:, None], input", "v, o, input")),
@@ -67,7 +68,8 @@ WRONG = [
           says="does-not-compile"),
     wrong("stores-all-rows", ("out_strides, rows, n_q, o / l", "out_strides, rows, n_q + BLOCK_Q, o / l"),
           says="stores-outside"),
-    wrong("the-first-keys-again", ("keys = start_k + tl.arange(0, BLOCK_K)", "keys = tl.arange(0, BLOCK_K)")),
+    wrong("the-first-keys-again",
+          ("            K, V = move(K, k_strides, BLOCK_K), move(V, v_strides, BLOCK_K)\n", "")),
 ]  # fmt: skip
 
 
@@ -106,7 +108,7 @@ def check() -> None:
             ),
             "the-first-keys-again": (
                 s[..., :16].softmax(-1) @ values[..., :16, :],
-                "Only the first block of keys counts: the others begin at start_k.",
+                "Only the first block of keys counts: move K and V on.",
             ),
         }
         if same(out[:, :1].double(), want[:, :1], 1e-4) and not same(out[:, 1:].double(), want[:, 1:], 1e-4):

@@ -19,13 +19,14 @@ PLAN = [
     "Where am I? place(n_k, heads // GROUP, BLOCK_K, False) gives a block of keys and a key/value head. Lengths, "
     "return if start >= n_k; keys; load k and v once; dk and dv begin as FP32 zeros. If n_k is 1, every row sees one "
     "key, in part 1, too: load v with the length 0 then, so that dp is 0.",
-    "left, right = band(…); bounds = spans(start, last key, n_q, right, left, BLOCK_Q, False): the view from the "
-    "keys. Part 1 has a last block of rows that is cut off, too: take the last row again there, whose number is "
-    "tl.minimum(…, n_q - 1). load_lse and load_numbers, asked for rows beyond the end, give +inf and 0.",
-    "For each of the GROUP query heads: pointers to its Q, DO, LSE, DELTA; state = start_hash(seed, batch, head).",
-    "For part in tl.static_range(0 if right is not None else 1, 3 if left is not None else 2), for start_q from "
-    "bounds[part] to bounds[part + 1] by BLOCK_Q: load q and lse; s; p = exp2((s · scale - lse) · LOG2_E); 0 where "
-    "not visible, unless part == 1.",
+    "low, high = band(…); bounds = spans(start, last key, n_q, -high, -low, BLOCK_Q): the view from the keys. The last "
+    "block of rows may be cut off. It is masked, and the last row stands there again: tl.minimum(…, n_q - 1 - "
+    "start_q).",
+    "For each of the GROUP query heads: pointers to its Q, DO, LSE, DELTA, at the first block; state = "
+    "start_hash(seed, batch, head).",
+    "For part in tl.static_range(0 if right is not None or CAUSAL_TOP_LEFT else 1, 3), for start_q from bounds[part] "
+    "to bounds[part + 1] by BLOCK_Q: load q and lse; s; p = exp2((s · scale - lse) · LOG2_E); 0 where not visible, "
+    "unless part == 1. At the end the four pointers move on by a block.",
     "kept = dropout(…); do; dv += (p · kept) do; dp = v doᵀ · kept, 0 where sees_one(…) unless part == 1 (delta "
     "leaves dO · O out there); ds = p (dp - delta); dk += ds q.",
     "Store dk · scale, and dv.",
@@ -33,7 +34,7 @@ PLAN = [
 HINTS = [
     "In a (keys, rows) tile a number for each row stands along the second axis: lse[None, :].",
     "tl.dot(a, b, c, input_precision=PRECISION) is a b + c: dv = tl.dot((p * kept).to(do.dtype), do, dv, …).",
-    "visible(rows[None, :], keys[:, None], n_k, left, right) is the mask in this orientation.",
+    "visible(keys[:, None], rows[None, :], n_q, -high, -low) is the mask in this orientation.",
     "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dp must go as well.",
 ]
 AFTER = (
@@ -47,7 +48,7 @@ STORE = "store_block(DV, dv_strides, keys, n_k, dv, HEAD_DIM, BLOCK_D)"
 NO_MASK = """columns = tl.arange(0, BLOCK_D)[None, :]
     tl.store(DV + keys[:, None] * dv_strides[2] + columns * dv_strides[3], dv.to(DV.dtype.element_ty))"""
 WRONG = [
-    wrong("forgets-delta", ("p * (dp - load_numbers(DELTA, delta_strides, numbers, n_q)[None, :])", "p * dp")),
+    wrong("forgets-delta", ("p * (dp - delta[None, :])", "p * dp")),
     wrong("forgets-the-scale", ("dk * scale", "dk")),
     wrong(
         "forgets-the-mask",

@@ -13,23 +13,23 @@ from tests.exercises.triton_kit import backward, compiles, expect, formulas, wit
 
 PLAN = [
     "Where am I? As in the forward kernel. Pointers to this head's Q, DO, LSE, DELTA, and to K, V of head // GROUP.",
-    "Load q, do, lse, delta once; do is 0 where sees_one(rows, …), since delta leaves dO · O out there. dq begins as "
-    "FP32 zeros.",
-    "left and right, bounds, and the two loops over blocks of keys as in the forward kernel.",
+    "Load q, do, lse, delta once. dq begins as FP32 zeros.",
+    "low and high, bounds, and the two loops over blocks of keys as in the forward kernel.",
     "Load k and v; s; p = exp2((s · scale - lse) · LOG2_E), 0 where not visible unless part == 1; dp = do vᵀ times "
-    "dropout(…); ds = p (dp - delta); dq += ds k.",
+    "dropout(…), 0 where sees_one(rows, …) unless part == 1 (delta leaves dO · O out there); ds = p (dp - delta); dq "
+    "+= ds k.",
     "Store dq · scale, also of rows that see no key: nobody has set their memory to 0.",
 ]
 HINTS = [
     "lse[:, None] and delta[:, None] stand along the rows.",
     "dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION) adds to what is there.",
-    "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dO V must go as well.",
+    "Where a row sees one key, P is 1 whatever its score: delta leaves dO O out there, so dp must go as well.",
 ]
 AFTER = (
     "Backward computes S in both kernels. In return one program makes each sum, in one order. FlashAttention-2 has "
     "one kernel for both: its programs add to dQ with atomics, so the order, and with it the last bits, may change "
-    "from run to run. dO of the rows that see one key is set to 0 once, before the loop. The scale is applied once, "
-    'to the stored dQ. Read next: Dao, 2023, "FlashAttention-2", section 3.2.'
+    'from run to run. The scale is applied once, to the stored dQ. Read next: Dao, 2023, "FlashAttention-2", section '
+    "3.2."
 )
 WRONG = [
     wrong("forgets-delta", ("ds = p * (dp - delta[:, None])", "ds = p * dp")),

@@ -361,6 +361,7 @@ def run_backward(case: Case, which: str) -> dict[str, Any]:
     out, lse = tiled.forward(q, k, v, options, case.blocks)
     delta = torch.empty_like(lse)
     tiled.delta_tiles(dout, out, dlse, delta, q, k, options, case.blocks)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # as `kernels.backward` does
     lse, delta = (framed(x, case.seed - i) for i, x in enumerate((lse, delta), 1))
 
     def launch(dq: Any = q, dk: Any = k, dv: Any = v) -> Any:

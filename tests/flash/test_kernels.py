@@ -369,12 +369,6 @@ def test_the_interpreter_is_mended_where_it_is_old(version, patched, monkeypatch
     assert (interpreter._patch_lang_tensor is not before) == patched
 
 
-def test_a_misspelt_argument_is_not_dropped():
-    q = torch.zeros(1, 1, 16, 16)
-    with pytest.raises(TypeError, match=r"^forward_kernel: given \['sing'\], .*; lacks \['sign'\]$"):
-        launch.prepare(kernels.forward_kernel, (q, q, q, q, q[..., 0]), q, q, options_of(q, q, q), sing=1.0)
-
-
 def test_too_little_shared_memory_is_an_error_that_says_so():
     class Kernel:
         def __getitem__(self, grid):
