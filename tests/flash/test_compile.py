@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flash.gpus import GPUS, PROCESSORS, TABLE
+from flash.options import Options
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from flash import launch  # noqa: E402
@@ -37,9 +38,7 @@ def check(rows):
             assert row["instructions"].startswith(f"{matrix} × "), row
             assert row["copies"] == 1, row
             if row["head_dim"] in (64, 128) and gpu != "gfx942":
-                # The forward of sm_89 at head dim 128 spills 232 bytes.
-                may_spill = kernel != "forward" or (gpu, row["head_dim"]) == ("sm_89", 128)
-                assert row["spilled"] < 256 if may_spill else row["spilled"] == 0, row
+                assert row["spilled"] <= (4 if kernel == "forward" else 256), row
 
 
 def expected_rows(gpus, head_dims, dtypes, options):
@@ -95,6 +94,13 @@ def test_copies_are_read_from_the_layout(layout, product, copies):
     assert count_copies(f"#l = #ttg.{layout}\n    %s = {product} loc(#loc)\n") == copies
 
 
+def test_a_causal_mask_may_have_blocks_of_its_own(monkeypatch):
+    monkeypatch.setattr(launch, "architecture", lambda: "sm_90")
+    for kernel, head_dim, rows in (("forward", 128, [128, 64]), ("delta", 128, [128, 64]), ("forward", 256, [128] * 2)):
+        options = [Options(None, None, None, 1.0, None, right, False, False, 0.0) for right in (None, 0)]
+        assert [launch.choose(kernel, head_dim, 2, each).rows for each in options] == rows
+
+
 @pytest.mark.parametrize(
     ("gpu", "kernel", "head_dim", "itemsize", "rows", "keys", "most"),
     [
@@ -134,4 +140,5 @@ def test_the_table_shows_as_many_warps_as_run(gpu, monkeypatch):
     monkeypatch.setattr(launch, "architecture", lambda: gpu)
     for kernel, sizes in TABLE[gpu].items():
         for head_dim, blocks in sizes.items():
-            assert launch.limit_warps(blocks, kernel.removesuffix(", options"), head_dim, 2) == blocks
+            assert launch.limit_warps(blocks, kernel.split(",")[0], head_dim, 2) == blocks
+            assert gpu != "sm_90" or head_dim > 128 or "options" in kernel or blocks in launch.CANDIDATES
