@@ -21,17 +21,18 @@ from precision.master import MasterWeights
 def watch(make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor, mixed: bool) -> Ledger:
     """The ledger of one training step of make() with Adam.
 
-    x: FP32 inputs of the model. y: the classes that its logits are compared with.
+    x: FP32 inputs of the model, on the device to use. y: the classes that its logits are compared with.
     """
-    model = make()
+    model = make().to(x.device)
     masters: list[torch.Tensor] = []
+    # foreach=False: one parameter at a time on every device. Else a GPU's Adam takes temporary tensors of them all.
     optimizer: torch.optim.Optimizer
     if mixed:
         model, x = model.half(), x.half()
-        weights = MasterWeights(model.parameters(), torch.optim.Adam)
+        weights = MasterWeights(model.parameters(), torch.optim.Adam, foreach=False)
         optimizer, masters = weights, weights.masters
     else:
-        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     for _ in range(2):  # Adam makes its moments in the first step; the second is like all that follow
         with Ledger(model, optimizer) as ledger:
             for master in masters:
