@@ -1,6 +1,6 @@
 """python -m tests.bench.gpu_train: the card's own rates, and beside them what our code reaches.
 
-Copy bandwidth and matmul rate; a training step of a GPT in FP32, FP16 and BF16; encode and decode of `precision`
+Copy bandwidth and matmul rate; a training step of a GPT in FP32, TF32, FP16 and BF16; encode and decode of `precision`
 against the copy bandwidth; softmax and batch norm with arithmetic in FP32 and in FP16; a step under offload, with
 and without the copies beside the computation; the main job on this device.
 """
@@ -8,8 +8,8 @@ and without the copies beside the computation; the main job on this device.
 import torch
 
 from minizero import GPTConfig
-from notebooks.tools.card import CUDA, DEVICE, GIB, best_times, copy_bandwidth, matmul_rate
-from notebooks.tools.card_steps import DTYPES, arithmetic, steps
+from notebooks.tools.card import CUDA, DEVICE, GIB, best_times, copy_bandwidth
+from notebooks.tools.card_steps import BATCH, COLUMNS, DTYPES, LARGE, ROWS, arithmetic, matmul_rates, steps
 from precision import FP16
 from tests.bench.gpu_tools import main
 
@@ -39,14 +39,10 @@ def job(folder, tiny):
 def run(report, tiny):
     """Measure, and return the lines of the short table."""
     rounds = 1 if tiny else 5
-    large = GPTConfig(sequence_length=1024, width=1024, layers=12, heads=16, attention="flash")
-    config, batch_size = (GPTConfig(width=32, layers=1), 1) if tiny else (large, 8)
+    config, batch_size = (GPTConfig(width=32, layers=1), 1) if tiny else (LARGE, BATCH)
 
     copy = report.measure("copy bandwidth", lambda: copy_bandwidth(2**12 if tiny else 2**30, rounds))
-    rates = report.measure(
-        "matmul rates",
-        lambda: {name: matmul_rate(t or torch.float32, 64 if tiny else 8192) for name, t in DTYPES.items()},
-    )
+    rates = report.measure("matmul rates", lambda: matmul_rates(64 if tiny else 8192, rounds))
     lines = [f"copy {copy / 1e9:,.0f} GB/s; matmul " + ", ".join(f"{t} {r / 1e12:.1f}" for t, r in rates.items())]
     lines[0] += " TFLOP/s"
 
@@ -72,7 +68,7 @@ def run(report, tiny):
         each = ", ".join(f"{name} {rate / copy:.2f}" for name, rate in converted.items())
         lines.append(f"FP16, share of the copy bandwidth: {each}")
 
-    sizes = (4, 64) if tiny else (2**16, 4096)
+    sizes = (4, 64) if tiny else (ROWS, COLUMNS)
     for name, x in (report.measure("arithmetic", lambda: arithmetic(*sizes, rounds)) or {}).items():
         ratio = x["FP32"]["seconds"] / x["FP16"]["seconds"]
         errors = x["FP32"]["error"], x["FP16"]["error"]

@@ -38,9 +38,8 @@ CELLS = {
         "experiments.train_batch_norm": "trains on the CPU only",
         "experiments.train_softmax": "trains on the CPU only",
         "wrong, right =": "judges what trains on the CPU only",
-        "step_memory.watch": "trains on the CPU only",
-        "step_memory.peaks": "trains on the CPU only",
-        "0.49 < halved[0]": "judges what trains on the CPU only",
+        'card.figures("train"': "measures the time of a card",
+        "mixed_pictures.tell_rates": "prints it",
     },
     "05_recompute": {
         **INSTALL,
