@@ -1,13 +1,26 @@
-"""What notebook 05 counts and draws with, from plain data."""
+"""What notebook 05 counts and draws with, from plain data; and what it measures on a card."""
+
+import contextlib
+import functools
+from collections import Counter
+from unittest import mock
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Circle, Rectangle
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from minizero import GPTConfig
+from minizero.memory import Ledger
+from minizero.memory.operators import Watcher
 from minizero.pictures import COLORS, FONT, MIB, PREDICTED, plot_schedule
 from minizero.pictures.style import label_axes
+from minizero.recompute.guards import state
 from minizero.schedules import binomial, depth, optimal_schedule
+from notebooks.tools.card import DEVICE, GIB, most_bytes
+from notebooks.tools.card_memory import initial_values_by_the_device
+from notebooks.tools.zero import table
 
 PLAIN = {"color": "black", "marker": "o", "markersize": 11, "linewidth": 3}
 REGIONS = {"color": "#CC79A7", "marker": "s", "markersize": 11, "linewidth": 3, "linestyle": "dashed"}
@@ -91,6 +104,114 @@ def regions_and_one_tape(stages):
     found = [optimal_schedule(stages, budget) for budget in budgets]
     regions = {k: (plan.peak, plan.time - backward) for k, plan in plans.items()}
     return regions, [(plan.peak, plan.time - backward) for plan in found]
+
+
+# On a card.
+
+THIN, THICK = "116 thin layers, batch 32", "12 blocks of a GPT, width 1,024"
+
+
+class Launches(Watcher):
+    """Counts the operators that give a card work: views do not, and neither does memory without numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = [result.alias_info for result in func._schema.returns]
+        is_view = results and all(alias is not None and not alias.is_write for alias in results)
+        if not is_view and not func._schema.name.startswith("aten::empty"):
+            self.ran[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **kwargs or {})
+
+
+def launches(run):
+    """{operator: how often} in `run()`."""
+    # What a checkpoint copies and compares of a module's buffers is hidden from modes, but not from a card.
+    with mock.patch.object(state, "without_modes", contextlib.nullcontext), Launches() as found:
+        run()
+    return found.ran
+
+
+def milliseconds(seconds):
+    """The same, in ms."""
+    return {way: 1000 * each for way, each in seconds.items()}
+
+
+def side_by_side(found):
+    """A table of {what: {"plain": …, "recompute": …}}, with the second over the first."""
+    rows = [[what, *each.values(), each["recompute"] / each["plain"]] for what, each in found.items()]
+    return table(["one step", "plain", "recompute", "ratio"], rows)
+
+
+def two_steps(layers, x, k):
+    """A step of the chain, plain and in regions of k."""
+    return {"plain": lambda: depth.step(layers, x), "recompute": lambda: depth.step_in_regions(layers, x, k)}
+
+
+def gpt_of(layers, width, length, device="cpu"):
+    """A GPT as a chain, with any initial values."""
+    config = GPTConfig(sequence_length=length, width=width, layers=layers, heads=width // 64)
+    with initial_values_by_the_device(), torch.device(device):
+        return nn.Sequential(*depth.gpt_layers(config))
+
+
+def on_a_card():
+    """The part "recompute": seconds of a step, plain and with recompute, and how deep a GPT fits into a GiB."""
+    thin, images = nn.Sequential(*depth.resnet_layers(19)).to(DEVICE), torch.randn(32, 1, 28, 28, device=DEVICE)
+    found = {THIN: depth.seconds(two_steps(thin, images, 8), 4)}
+    text = torch.randint(256, (4, 512), device=DEVICE)
+    found[THICK] = depth.seconds(two_steps(gpt_of(12, 1024, 512, DEVICE), text, 1), 2)
+    found["greatest depth"] = greatest_depths(GIB, lambda n: gpt_of(n, 256, 256, DEVICE), text[:, :256])
+    return found
+
+
+def greatest_depths(limit, make, x):
+    """How many blocks `make(n)` may have if a step takes at most `limit` bytes, parameters and gradients counted.
+
+    On a card its allocator says what is taken, and elsewhere the ledger.
+    """
+
+    def fits(n, way):
+        try:
+            if x.is_cuda:
+                return most_bytes(lambda: way(make(n), x))[1] <= limit
+            with Ledger() as ledger:
+                way(make(n), x)
+            return ledger.peak["total"] <= limit
+        except torch.OutOfMemoryError:
+            return False
+
+    ways = {"plain": depth.step, "recompute": functools.partial(depth.step_in_regions, k=1)}
+    with at_most(limit) if x.is_cuda else contextlib.nullcontext():
+        return {name: greatest(functools.partial(fits, way=way)) for name, way in ways.items()}
+
+
+def greatest(fits):
+    """The largest n that fits, 0 if not even 1 does: doubled until it does not fit, then the gap is halved."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@contextlib.contextmanager
+def at_most(limit):
+    """A card's allocator hands out so many bytes more than now, and then raises."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    if free < limit:
+        raise RuntimeError(f"the greatest depth needs {limit / GIB:.1f} GiB, and {free / GIB:.1f} are free")
+    before = torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction(min(before, (torch.cuda.memory_reserved() + limit) / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before)
 
 
 # Drawing.

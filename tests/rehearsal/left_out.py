@@ -51,6 +51,9 @@ CELLS = {
         "best = depth.best_region": "judges it",
         "fit(sixteen, few, 1)": "measures the memory of deep networks",
         "assert found[0][2]": "judges it",
+        'card.figures("recompute"': "measures the time of deep networks, and of a card",
+        "lesson.greatest_depths(limit": "measures the memory of deep networks",
+        "thin_there =": "judges it",
     },
     "06_gradient_accumulation": {
         **INSTALL,
