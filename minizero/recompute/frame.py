@@ -32,7 +32,8 @@ class Stop(BaseException):
 
 @contextlib.contextmanager
 def stopping(when: Callable[[], bool]) -> Iterator[None]:
-    """Ends what runs inside, without an error, as soon as a module has run in this thread and `when()` is true.
+    """Raises `Stop` as soon as a module has run in this thread and `when()` is true. Suppress it outside, not in here:
+    from Python 3.12 on a generator that swallows an exception keeps it alive, with all that its frames hold.
 
     The hooks of the module do not run: in stage 3 they would free the parameters that backward needs.
     """
@@ -45,8 +46,6 @@ def stopping(when: Callable[[], bool]) -> Iterator[None]:
     handle = register_module_forward_hook(stop)
     try:
         yield
-    except Stop:
-        pass
     finally:
         handle.remove()
 
@@ -140,8 +139,8 @@ class Frame:
         """Runs the function up to the last tensor that the first forward saved; returns all of them."""
         values: list[Any] = []
         hooks = saved_tensors_hooks(functools.partial(self.keep, values), lambda _: _)
-        end = contextlib.suppress(Stop) if self.may_stop else stopping(lambda: len(values) == len(self.saved))
-        with end, hooks, torch.enable_grad():
+        end = contextlib.nullcontext() if self.may_stop else stopping(lambda: len(values) == len(self.saved))
+        with contextlib.suppress(Stop), end, hooks, torch.enable_grad():
             self.run()
         if len(values) < len(self.saved):
             raise RecomputeMismatch(

@@ -11,13 +11,14 @@ Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from minizero.recompute.frame import stopping
+from minizero.recompute.frame import Stop, stopping
 from minizero.recompute.replay import Replay
 
 
@@ -68,7 +69,7 @@ def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     def fetch(index: int) -> torch.Tensor:
         if not values or values[index] is None:  # for the first time, or for another backward
             values.clear()
-            with replay.again(), stopping(lambda: len(values) == saved), torch.enable_grad():
+            with replay.again(), suppress(Stop), stopping(lambda: len(values) == saved), torch.enable_grad():
                 with saved_tensors_hooks(keep, lambda _: _):
                     fn(*tensors)
         (value, version), values[index] = values[index], None

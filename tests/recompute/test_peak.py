@@ -17,6 +17,7 @@ from minizero.memory import Ledger
 from minizero.memory.estimate import estimate
 from minizero.models.gpt import RECOMPUTE
 from minizero.recompute import checkpoint
+from minizero.recompute.frame import Stop
 from tests.support.helpers import SMALL, batch
 from tests.support.recompute_ways import WAYS, block, plain, selective, vectors
 
@@ -51,6 +52,14 @@ def test_memory_returns_without_the_garbage_collector(way, backward):
             y.sum().backward()
         del fn, h, y
         assert [reference() for reference in alive] == [None] * 5
+
+
+@pytest.mark.parametrize("way", ["by_hooks", "checkpoint"])
+def test_what_ends_a_second_forward_does_not_live_on(way):
+    """From Python 3.12 on a generator that swallows it would keep it, with the tensors of all frames behind it."""
+    with no_collector():
+        WAYS[way](nn.Sequential(nn.Linear(8, 8), nn.RReLU()), torch.ones(2, 8, requires_grad=True)).sum().backward()
+        assert not [thing for thing in gc.get_objects() if type(thing) is Stop]
 
 
 def mlp(way, blocks=16):
