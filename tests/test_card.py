@@ -65,12 +65,13 @@ def test_the_allocators_events_become_curves():
 
 
 def test_a_timeline_is_drawn_with_its_card(monkeypatch):
-    lines = {name: dict.fromkeys(card_memory.PHASES, [1, 2]) for name in ("ledger", "allocated", "reserved")}
-    run = card.Run("A100, recorded", {"timeline": lines | {"peaks": {}, "what": "a GPT"}})
+    lines = {name: dict.fromkeys(card_memory.PHASES, [1, 2]) for name in ("allocated", "reserved")}
+    curve = {name: [1, 2, 3] for name in (*card_memory.CATEGORIES, "total")} | {"phase": list(card_memory.PHASES)}
+    run = card.Run("A100, recorded", {"timeline": lines | {"ledger": curve, "what": "a GPT"}})
     monkeypatch.setattr(card_memory, "figures", lambda part, measure: run)
     assert card_memory.draw_timeline() is run
     axes = pyplot.gcf().axes[0]
-    assert axes.get_title() == "A100, recorded: a GPT" and len(axes.get_lines()) == 3 + 2
+    assert axes.get_title() == "A100, recorded: a GPT" and len(axes.get_lines()) == 2 + 2
     pyplot.close("all")
 
 

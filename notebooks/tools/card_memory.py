@@ -22,7 +22,7 @@ from minizero.pictures.style import label_axes
 from minizero.ranks.collectives import barrier
 from minizero.torch_private import allocator_history
 from minizero.xray import Plan
-from notebooks.tools.card import CUDA, DEVICE, GIB, Run, figures, synchronize
+from notebooks.tools.card import CUDA, DEVICE, GIB, figures, synchronize
 from notebooks.tools.together import case
 from notebooks.tools.zero import table
 
@@ -63,15 +63,20 @@ def steps(comm, config, stage, options):
         step()
     synchronize()
     barrier(comm)
+    return {"peak": ledger.peak, "seconds": min(seconds), "curve": columns(ledger.curve)}
+
+
+def columns(curve):
+    """A ledger's curve as plain data: bytes by category, and the phase, of at most POINTS moments."""
+    kept = thinned(curve, key=lambda sample: sample["total"])
     keys = (*CATEGORIES, "total")
-    curve = ledger.curve
-    every = max(1, len(curve) // POINTS)  # of so many samples the largest
-    kept = [max(curve[i : i + every], key=lambda sample: sample["total"]) for i in range(0, len(curve), every)]
-    return {
-        "peak": ledger.peak,
-        "seconds": min(seconds),
-        "curve": {key: [sample[key] for sample in kept] for key in keys} | {"phase": [s.phase for s in kept]},
-    }
+    return {key: [sample[key] for sample in kept] for key in keys} | {"phase": [sample.phase for sample in kept]}
+
+
+def thinned(curve, key=None):
+    """Of so many values that at most POINTS remain, the largest each."""
+    every = -(-len(curve) // POINTS) or 1
+    return [max(curve[i : i + every], key=key) for i in range(0, len(curve), every)]
 
 
 def measure(config, stage, options, ranks):
@@ -156,7 +161,7 @@ def watched(config, batch_size, between=lambda: None):
 
 
 def timeline():
-    """One step that fills the card: {ledger, allocated, reserved: {phase: bytes after each event}}, and the peaks."""
+    """One step that fills the card: the ledger's curve; {allocated, reserved: {phase: bytes after each event}}."""
     torch.cuda.empty_cache()
     config, batch_size = filling(0.85 * torch.cuda.mem_get_info()[0])
     seen = []  # at each border of a phase: bytes handed out and reserved, and how many events there were
@@ -164,17 +169,10 @@ def timeline():
         now = lambda: (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), len(events()))  # noqa: E731
         ledger = watched(config, batch_size, lambda: seen.append(now()))
         happened = events()
-    peaks = {"ledger": ledger.peak["total"], "allocated": torch.cuda.max_memory_allocated()}
-    peaks["reserved"] = torch.cuda.max_memory_reserved()
-    found = {"ledger": {phase: [] for phase in PHASES}, "allocated": {}, "reserved": {}, "peaks": peaks}
-    for sample in ledger.curve:
-        if sample.phase in PHASES:
-            found["ledger"][sample.phase].append(sample["total"])
+    found = {"ledger": columns(ledger.curve), "allocated": {}, "reserved": {}}
     for phase, (allocated, reserved, first), (_, _, last) in zip(PHASES, seen[-4:], seen[-3:]):
-        found["allocated"][phase] = levels(allocated, happened[first:last], "alloc", "free_requested")
-        found["reserved"][phase] = levels(reserved, happened[first:last], "segment_alloc", "segment_free")
-    for name in ("ledger", "allocated", "reserved"):
-        found[name] = {phase: thinned(curve) for phase, curve in found[name].items()}
+        found["allocated"][phase] = thinned(levels(allocated, happened[first:last], "alloc", "free_requested"))
+        found["reserved"][phase] = thinned(levels(reserved, happened[first:last], "segment_alloc", "segment_free"))
     what = f"GPT of {config.count_parameters()[0] / 1e6:,.0f} million parameters, FP32, {batch_size} × 1,024 tokens"
     return found | {"what": what}
 
@@ -189,49 +187,70 @@ def levels(held, events, grows, shrinks):
     return curve
 
 
-def thinned(curve):
-    """Of so many values that at most POINTS remain, the largest each."""
-    every = -(-len(curve) // POINTS) or 1
-    return [max(curve[i : i + every]) for i in range(0, len(curve), every)]
-
-
 def draw_timeline():
     """This card's timeline. Without one: the ledger's curve of a recorded rank beside a quarter of the allocator's."""
     if (run := figures("memory", lambda: {"timeline": timeline()})) is None:
         return None
     axes = pyplot.figure(figsize=(16, 7), layout="constrained").add_subplot()
     if found := run.figures.get("timeline"):
-        lines = {"ledger: tensors": "ledger", "allocator: handed out": "allocated", "allocator: reserved": "reserved"}
-        lines = {name: found[key] for name, key in lines.items()}
-        title = f"{run.card}: {found['what']}"
+        curve, title = found["ledger"], found["what"]
+        for name, style in (("allocated", "solid"), ("reserved", "dashed")):
+            words = "the allocator: handed out" if name == "allocated" else "the allocator: reserved"
+            places = [k + i / len(found[name][p]) for k, p in enumerate(PHASES) for i in range(len(found[name][p]))]
+            held = [b / GIB for p in PHASES for b in found[name][p]]
+            axes.plot(places, held, color="black", lw=2, linestyle=style, label=words)
     else:
-        of_one, curve = run.figures["DDP"], run.figures["DDP"]["curve"]
-        by_phase = {p: [b for b, at in zip(curve["total"], curve["phase"]) if at == p] for p in PHASES}
-        lines = {"ledger: tensors of rank 0": by_phase, "a quarter of the allocator's most": of_one["allocated"] / 4}
-        title = f"{run.card}: one of four ranks under DDP, GPT of 570 million parameters, FP32"
-    looks = {"color": COLORS["activations"], "lw": 5}, {"color": "black", "lw": 2}, {"color": "black", "ls": "dashed"}
-    for (name, line), look in zip(lines.items(), looks):
-        if isinstance(line, dict):
-            places = [k + i / len(line[p]) for k, p in enumerate(PHASES) for i in range(len(line[p]))]
-            axes.plot(places, [b / GIB for p in PHASES for b in line[p]], label=name, **look)
-        else:
-            axes.axhline(line / GIB, label=name, **look)
+        curve, title = run.figures["DDP"]["curve"], "one of four ranks under DDP, GPT of 570 million parameters, FP32"
+        quarter = run.figures["DDP"]["allocated"] / 4 / GIB
+        axes.axhline(quarter, color="black", lw=2, label="the allocator: a quarter of its most for all four")
+    at = [[i for i, phase in enumerate(curve["phase"]) if phase == p] for p in PHASES]
+    places = [k + i / len(moments) for k, moments in enumerate(at) for i in range(len(moments))]
+    kept = [name for name in COLORS if any(curve[name])]
+    parts = [[curve[name][i] / GIB for moments in at for i in moments] for name in kept]
+    axes.stackplot(places, parts, colors=[COLORS[name] for name in kept], labels=kept)
     axes.set_xticks([0.5, 1.5, 2.5], PHASES)
     for place in (1, 2):
         axes.axvline(place, color="black", linestyle="dotted")
     axes.set(xlim=(0, 3), ylim=0)
-    label_axes(axes, "one step, event by event", "GiB")
-    axes.set_title(title, fontsize=FONT)
-    axes.legend(fontsize=FONT, loc="lower center")
+    label_axes(axes, "one step", "GiB")
+    axes.set_title(f"{run.card}: {title}", fontsize=FONT)
+    axes.legend(fontsize=FONT, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return run
 
 
 def show_gap(xray):
     """A table of models: X-ray's tensors, what they asked the allocator for, what it handed out, what it reserved."""
-    names = {"gpt2, fp32, no dropout": "GPT-2", "vit-b": "ViT-B", "resnet50": "ResNet-50"}
+    names = {"gpt2, fp32, no dropout": "GPT-2, 8 × 1,024 tokens", "vit-b": "ViT-B, 32 pictures"}
+    names |= {"resnet50": "ResNet-50, 64 pictures"}
     keys = ("xray", "requested", "peak", "reserved")
     rows = [[words, *(f"{xray.figures[name][key] / MIB:,.0f}" for key in keys)] for name, words in names.items()]
     return table([f"{xray.card} (MiB)", "tensors, X-ray", "asked for", "handed out", "reserved"], rows)
+
+
+# Why the X-ray as on a CPU is off, if it is.
+REASONS = {
+    "gpt2, fp32, dropout": "on a CPU dropout keeps numbers, and attention its scores",
+    "gpt2, fp32, no dropout": "",
+    "gpt2, autocast bf16, no dropout": "on a GPU autocast computes more in FP32",
+    "llama 300M, fp32": "FP32 with grouped heads has no fused kernel on a GPU: scores are kept",
+    "llama 300M, bf16 weights": "",
+    "llama, autocast bf16": "",
+    "llama, gradient checkpointing": "as Llama in FP32, for one block",
+    "bert mlm, fp32, dropout": "as GPT-2 with dropout",
+    "vit-b": "a second copy of the batch; scratch",
+    "resnet50": "a second copy of the batch",
+}
+
+
+def show_all(xray):
+    """A table of all models: the X-ray as on a CPU, what the card's allocator was asked for, and why they differ."""
+    rows = []
+    for name, why in REASONS.items():
+        counted, asked = (xray.figures[name][key] for key in ("xray", "requested"))
+        rows.append(
+            [name, f"{counted / MIB:,.0f}", f"{asked / MIB:,.0f}", f"{counted / asked:.2f}", why or "workspaces"]
+        )
+    return table([f"{xray.card} (MiB)", "X-ray, as on a CPU", "asked for", "ratio", "what differs"], rows)
 
 
 # A limit that stops a step.
@@ -243,7 +262,7 @@ def limited():
     """{plain, recompute: X-ray, ledger, allocator}, in bytes, under a limit between the two; and the error of plain."""
     free, total = torch.cuda.mem_get_info()
     config, batch_size = filling(min(0.6 * free, 12 * GIB), SHALLOW)
-    configs = {"plain": config, "recompute": dataclasses.replace(config, recompute="full")}
+    configs = with_and_without(config)
     found = {name: {"X-ray": xray_of(each, batch_size)} for name, each in configs.items()}
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(sum(each["X-ray"] for each in found.values()) / 2 / total)
@@ -266,12 +285,15 @@ def show_limited():
     run = figures("memory", lambda: {"limited": limited()})
     if run is None or "limited" not in run.figures:
         config, batch_size = filling(12 * GIB, SHALLOW)
-        configs = {"plain": config, "recompute": dataclasses.replace(config, recompute="full")}
-        found = {name: {"X-ray": xray_of(each, batch_size)} for name, each in configs.items()}
-        run = Run("not run, for want of a GPU", {"limited": found})
-    columns = ("X-ray", "ledger", "allocator")
+        rows = [[name, xray_of(each, batch_size) / GIB] for name, each in with_and_without(config).items()]
+        return table(["not run, for want of a GPU (GiB)", "X-ray"], rows)
     rows = []
     for name, each in run.figures["limited"].items():
-        rows.append([name, *(f"{each[key] / GIB:.2f}" if key in each else "–" for key in columns)])
-        rows[-1].append(each.get("error", "runs" if "ledger" in each else "–"))
-    return table([f"{run.card} (GiB)", *columns, "what happened"], rows)
+        columns = [f"{each[key] / GIB:.2f}" if key in each else "–" for key in ("X-ray", "ledger", "allocator")]
+        rows.append([name, *columns, each.get("error", "runs")])
+    return table([f"{run.card} (GiB)", "X-ray", "ledger", "allocator", "what happened"], rows)
+
+
+def with_and_without(config):
+    """The same GPT without and with recompute."""
+    return {"plain": config, "recompute": dataclasses.replace(config, recompute="full")}
