@@ -61,7 +61,8 @@ def overlap(events):
 
 def test_only_prefetch_overlaps():
     assert overlap(run(2, record, Zero3, prefetch=0)[0][0]) == 0
-    assert overlap(run(2, record, Zero3, prefetch=1)[0][0]) > 0
+    # Beside busy processes the two lanes of a small step may miss each other, but not each time.
+    assert any(overlap(run(2, record, Zero3, prefetch=1)[0][0]) > 0 for _ in range(20))
 
 
 @pytest.mark.parametrize("stage", STAGES)
