@@ -125,6 +125,24 @@ def consists_of_others(operator: Any) -> bool:
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
+def operators_that_draw(kind: str) -> list[Any]:
+    """The operators of PyTorch whose kernel for "CPU" or "CUDA" may draw random numbers.
+
+    Why: ranks that are threads draw from states of their own.
+    Since 2.0. In its place: a public list of an operator's kernels.
+    """
+    found = []
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(kind):
+        library, name = name.split("::")
+        packet, _, overload = name.partition(".")
+        if library == "aten":
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            takes_one = any(argument.name == "generator" for argument in operator._schema.arguments)
+            if takes_one or torch.Tag.nondeterministic_seeded in operator.tags:
+                found.append(operator)
+    return found
+
+
 without_modes = _disable_current_modes
 """A context in which no TorchDispatchMode is active.
 
@@ -252,6 +270,9 @@ WHOLE_PROCESS = {
     "during the second run of a checkpoint. Without it: `set_enabled(False)`.",
     "minizero/ranks/world.py": "A call at the program's end, which waits for the threads of a `World`. It begins with "
     "`import minizero`, and does nothing without such threads. Without it: import `flash` and `precision` only.",
+    "minizero/ranks/random_numbers.py": "Around the kernels of operators that draw is a function, and the default "
+    "generators that torch's functions ask have stand-ins. It begins with the first `World.run` and does not end; a "
+    "thread that is no rank only waits for those that draw. Without it: make the ranks processes, by torchrun.",
     "minizero/ranks/comm.py": "A call at the program's end, which closes a communicator. It begins with "
     "`Comm.from_process_group`. Without it: make the ranks threads, by `World`.",
     "flash/__init__.py": "The environment gets TRITON_INTERPRET=1. It begins with `import flash`, if there is no GPU "

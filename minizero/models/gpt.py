@@ -122,7 +122,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=False)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.embedding.weight
-        # A generator of its own: ranks that are threads share torch's.
+        # A generator of its own: torch's goes on as if there were no model.
         generator = torch.Generator().manual_seed(config.seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

@@ -19,5 +19,6 @@ arguments.py    what a collective refuses before anything is sent
 agreement.py    all ranks say the same, or all raise
 transport.py    what threads and processes must offer
 threads.py      the transport of threads
+random_numbers.py  a rank that is a thread draws as a process of its own
 processes/      the transport of processes: how they meet, talk, and find out that they disagree
 """

@@ -17,6 +17,7 @@ import torch
 
 from minizero.ranks.comm import Comm
 from minizero.ranks.errors import RankFailed
+from minizero.ranks.random_numbers import THIS_THREAD, as_this_rank, exchange, states_for
 from minizero.ranks.threads import Run, ThreadTransport
 
 GRACE_SECONDS = 1.0  # that the other ranks have to stop after a failure
@@ -28,7 +29,8 @@ class World:
 
     device: "auto" puts rank r on cuda:(r mod device_count) if there is CUDA, else on the CPU; "cuda"
     spreads the ranks, too; any other torch device holds all ranks. timeout: seconds that a rank waits
-    for another. The ranks share torch's random generators and `torch.get_num_threads()`.
+    for another. The ranks share `torch.get_num_threads()`. Each draws torch's random numbers for itself: those that the
+    caller would draw next, until it calls `torch.manual_seed`. The caller then goes on with those of rank 0.
     """
 
     def __init__(self, size: int, device: str | torch.device = "auto", timeout: float = 60.0) -> None:
@@ -53,9 +55,11 @@ class World:
         """
         run = Run(self.size)
         results: list[Any] = [None] * self.size
+        states = [states_for(self._device_of(rank)) for rank in range(self.size)]
 
         def rank_main(comm: Comm) -> None:
             try:
+                THIS_THREAD.states = states[comm.rank]
                 if comm.device.type == "cuda":
                     torch.cuda.set_device(comm.device)
                 # Otherwise every rank's backward would queue up in one thread for each device.
@@ -63,6 +67,7 @@ class World:
                     try:
                         results[comm.rank] = result = fn(comm, *args, **kwargs)
                     finally:
+                        states[comm.rank] = THIS_THREAD.states
                         _forget_failed_backward()
                 if isinstance(result, Generator | AsyncGenerator | Awaitable):
                     raise TypeError(
@@ -99,6 +104,8 @@ class World:
         if run.failure is not None:
             rank, cause, report = run.failure
             raise RankFailed(rank, report) from cause
+        with as_this_rank():
+            exchange(states[0])
         return results
 
     def _device_of(self, rank: int) -> torch.device:

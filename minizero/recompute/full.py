@@ -31,9 +31,7 @@ def checkpoint(
     anything else is passed as it is. Under no_grad it just calls fn.
 
     The second run sees what the first run saw: autocast, the default device, buffers of modules, and (unless
-    `preserve_rng_state` is False) torch's generators, the global ones and those among the arguments. In a thread, such
-    as a rank of a `World`, fn draws from generators of its own, which `torch.manual_seed`, `torch.set_rng_state` and
-    PyTorch's own checkpoint inside of fn do not reach.
+    `preserve_rng_state` is False) torch's generators, the global ones and those among the arguments.
 
     The second run ends as soon as it has what backward needs. It leaves modules as it found them: buffers, attributes,
     lists and dicts among these, hooks of forward, and which parameters train. So batch norms count a batch once.

@@ -2,7 +2,7 @@
 
 What a function computes depends on more than its arguments:
 
-    random numbers       in the main thread `Generators` sets torch's back; a thread beside it has `OwnGenerators`
+    random numbers       `Generators` sets torch's generators back
     what modules hold    `State` puts it back: batch norm, for one, adds each batch to its running statistics
     autocast, device     the defaults of the moment: read before the first run, and entered again
 
@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from minizero.recompute.guards.generators import Generators, set_states
-from minizero.recompute.guards.own_generators import OwnGenerators, in_a_thread
 from minizero.recompute.guards.state import State, give_back, modules_of
 
 _running = threading.local()  # .again: does this thread run something for the second time?
@@ -44,7 +43,6 @@ class Replay:
         self.device = torch.get_default_device()
         self.state = State()
         self.generators = Generators(given) if preserve_rng_state else None
-        self.own = OwnGenerators() if preserve_rng_state and in_a_thread() else None
 
     @contextlib.contextmanager
     def first_run(self) -> Iterator[None]:
@@ -58,8 +56,7 @@ class Replay:
             self.state.note(module)
         handle = register_module_forward_pre_hook(note)
         try:
-            with self.own or contextlib.nullcontext():
-                yield
+            yield
         finally:
             handle.remove()
         self.state.first_run_is_over()
@@ -78,8 +75,6 @@ class Replay:
                         stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
                 if self.device != torch.get_default_device():
                     stack.enter_context(self.device)
-                if self.own is not None:
-                    stack.enter_context(self.own)
                 yield
         finally:
             set_states(states)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero import torch_private
 from minizero.recompute.guards.mismatch import ADVICE, RecomputeMismatch
-from minizero.recompute.guards.own_generators import draws
 
 Policy = Callable[[Any], bool]
 
@@ -201,3 +200,14 @@ def _digest(result: Any) -> bytes:
             copy = leaf.detach().to("cpu", copy=True)  # numpy() would make its storage one that cannot be resized
             digest.update(copy.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()
+
+
+def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Does this call of an operator draw random numbers? If it were not repeated, all later draws would differ."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args)) | kwargs
+    if func is torch.ops.aten.native_dropout.default and given["train"] is False:
+        return False
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0

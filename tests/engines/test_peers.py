@@ -1,4 +1,4 @@
-"""Processes give the bits that threads give; and each has a random generator of its own, which threads have not."""
+"""Processes give the bits that threads give, random numbers included."""
 
 import pytest
 import torch
@@ -69,6 +69,7 @@ def test_threads_and_processes_agree(tmp_path):
             assert losses == expected[0] and sent == expected[2], stage.__name__
             assert all(torch.equal(state[name], expected[1][name]) for name in expected[1]), stage.__name__
     check_dropout([found for _, found in ranks])
+    assert run(world_size, dropout) == [found for _, found in ranks]
 
 
 def check_dropout(ranks):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import RankFailed
 from minizero.recompute import checkpoint, is_recomputing
 from tests.support.helpers import run
 from tests.support.recompute_ways import WAYS, block, equal, plain, selective, vectors, verified
@@ -81,6 +80,7 @@ def test_what_is_drawn_in_a_rank_is_drawn_again_whatever_other_threads_draw(insi
 @pytest.mark.parametrize("way", ["by_hooks", "checkpoint", "selective", "nested"])
 def test_the_mask_in_backward_is_the_one_of_forward_in_every_rank(way):
     def work(comm):
+        torch.manual_seed(comm.rank)
         wrong = 0
         for _ in range(40):
             x = torch.ones(20_000, requires_grad=True)
@@ -102,16 +102,6 @@ def test_dropout_in_a_rank_that_has_nothing_to_draw(p, train):
 
     (results,) = run(1, work)
     assert torch.equal(*results)
-
-
-def test_an_operator_that_takes_no_generator_is_refused_in_a_rank():
-    x = vectors().requires_grad_()
-
-    with torch.library._scoped_library("minizero_test", "DEF") as library:
-        library.define("drawn(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
-        library.impl("drawn", lambda x: x + torch.rand(1), "CompositeExplicitAutograd")
-        with pytest.raises(RankFailed, match="minizero_test::drawn in a thread draws .* make the ranks processes"):
-            run(1, lambda comm: checkpoint(torch.ops.minizero_test.drawn.default, x.detach()))
 
 
 def test_without_preserve_rng_state_the_generator_goes_on():

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
 from minizero.ranks.threads import ThreadTransport
 from minizero.recompute.guards import generators as set_back
-from minizero.recompute.guards import own_generators, state
+from minizero.recompute.guards import state
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
@@ -370,7 +370,7 @@ def pretend():
             run(self)
 
     threading.Thread.run = watched
-    for module in (state, set_back, own_generators):
+    for module in (state, set_back):
         module.without_modes = without_other_modes
     ThreadTransport.transfer = transfer
     # An operator of our own runs Python code, which is watched too.

@@ -1,8 +1,8 @@
 """Random generators, set back for a second run, so that dropout repeats its first mask.
 
 Torch's generators are set back: the global ones and those among the arguments. The global ones of NumPy and Python
-are not, so a function that draws from them is refused. In a thread beside the main one, the global ones of torch
-are left alone: `OwnGenerators` takes their place.
+are not, so a function that draws from them is refused. A rank that is a thread has states of its own of the global
+ones; `torch.random.default_generator` then stands for them.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ import torch
 from numpy.random import MT19937, mtrand
 
 from minizero.recompute.guards.mismatch import RecomputeMismatch
-from minizero.recompute.guards.own_generators import in_a_thread
 from minizero.torch_private import without_modes
 
 States = list[tuple[torch.Generator, torch.Tensor]]
@@ -25,8 +24,7 @@ class Generators:
 
     def __init__(self, given: Iterable[Any]) -> None:
         generators = [one for one in given if isinstance(one, torch.Generator)]
-        if not in_a_thread():
-            generators += _global_generators([one for one in given if isinstance(one, torch.Tensor)])
+        generators += _global_generators([one for one in given if isinstance(one, torch.Tensor)])
         self.states: States = [(generator, generator.get_state()) for generator in generators]
         self.refused = [(name, read, read()) for name, read in (("NumPy", _numpy_state), ("Python", _python_state))]
 
@@ -64,9 +62,9 @@ def _raw(state: torch.Tensor) -> bytes:
 def _global_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
     """Torch's generators of the CPU, of the current GPU and of the GPUs that the tensors are on."""
     if not torch.cuda.is_initialized():
-        return [torch.default_generator]
+        return [torch.random.default_generator]
     indices = {tensor.get_device() for tensor in tensors if tensor.is_cuda} | {torch.cuda.current_device()}
-    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(indices))]
+    return [torch.random.default_generator, *(torch.cuda.default_generators[index] for index in sorted(indices))]
 
 
 _without_spare = b""  # the words of NumPy's generator when last no spare waited

@@ -1,0 +1,70 @@
+"""A rank that is a thread draws what a process of its own would draw, whatever the other ranks draw meanwhile."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from minizero import RankFailed, World
+from minizero.ranks.collectives import barrier
+
+
+def states_set_back():
+    state = torch.get_rng_state()
+    first = torch.rand(3)
+    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed() + 1)
+        forked = torch.rand(3)
+    return torch.cat([first, torch.rand(3), forked])
+
+
+WAYS = {
+    "a new tensor": lambda: torch.randn(2, 3),
+    "in place": lambda: torch.empty(3).uniform_() + torch.empty(3).random_(9),
+    "initial weights": lambda: nn.Linear(3, 3).weight.detach(),
+    "dropout": lambda: F.dropout(torch.ones(20)),
+    "dropout of attention": lambda: F.scaled_dot_product_attention(*[torch.eye(4)[None, None]] * 3, dropout_p=0.5),
+    "dropout in C++": lambda: nn.LSTM(3, 3, 2, dropout=0.5)(torch.ones(2, 1, 3))[0].detach(),
+    "a slope": lambda: F.rrelu(-torch.ones(3), training=True),
+    "distributions": lambda: (
+        torch.distributions.Binomial(9, torch.full((3,), 0.5)).sample() + torch.poisson(torch.ones(3))
+    ),
+    "a shuffled data set": lambda: torch.cat(list(DataLoader(torch.arange(9.0), shuffle=True))),
+    "the state": states_set_back,
+    "a generator that is the default one": lambda: torch.rand(3, generator=torch.manual_seed(torch.initial_seed())),
+}
+
+
+def drawn(seed, way, others=lambda: None):
+    torch.manual_seed(seed)
+    numbers = []
+    for _ in range(3):
+        others()
+        numbers.append(WAYS[way]())
+    return torch.cat(numbers).tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_rank_draws_as_if_it_were_alone(way):
+    assert World(3).run(lambda comm: drawn(comm.rank, way, lambda: barrier(comm))) == [
+        drawn(rank, way) for rank in range(3)
+    ]
+
+
+def test_ranks_begin_with_the_callers_numbers_who_goes_on_with_rank_0s():
+    def fn(comm):
+        barrier(comm)
+        return torch.rand(1 + comm.rank).tolist()
+
+    torch.manual_seed(5)
+    expected = torch.rand(7).tolist()
+    torch.manual_seed(5)
+    assert World(3).run(fn) == [expected[:1], expected[:2], expected[:3]]
+    assert World(2).run(lambda comm: World(2).run(fn)[1] + fn(comm)) == [
+        expected[1:3] + expected[2 : 3 + rank] for rank in (0, 1)
+    ]
+    with pytest.raises(RankFailed):
+        World(2).run(lambda comm: fn(comm) + [1 / 0])
+    assert torch.rand(4).tolist() == expected[3:]
