@@ -36,10 +36,12 @@ def checkpoint(
     The second run ends as soon as it has what backward needs. It leaves modules as it found them: buffers, attributes,
     lists and dicts among these, hooks of forward, and which parameters train. So batch norms count a batch once.
     Modules are found if fn is one, calls them, or has them in its closure, arguments, defaults or globals, but not if
-    it takes one from a list or an attribute and runs `module.forward(x)`. Nothing else is put back.
+    it takes one from a list or an attribute and runs `module.forward(x)`. Nothing else is put back: what fn counts in a
+    Counter, in a dict inside a dict, or in a tensor that is no buffer, counts twice, as in PyTorch's checkpoint, and a
+    mean that it keeps there and computes with gives other gradients. Make it a buffer.
 
     verify: compares the values of all operators. Without it only other shapes, dtypes or another number of saved
-    tensors are noticed.
+    tensors are noticed, and buffers beyond 64 KiB that somebody else changes in place between forward and backward.
 
     Raises `RecomputeMismatch` if the second run differs, or would: fn changes in place an input, or what its backward
     needs, draws from NumPy's or Python's global generator, or depends on something that changes. Raises

@@ -65,8 +65,8 @@ class Replay:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        outer, _running.again = is_recomputing(), True
         held = self.state.put_back()
+        outer, _running.again = is_recomputing(), True
         states = self.generators.put_back() if self.generators is not None else []
         try:
             with contextlib.ExitStack() as stack:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from minizero.recompute.frame import Stop, stopping
+from minizero.recompute.guards.mismatch import ADVICE, RecomputeMismatch, name_of
 from minizero.recompute.replay import Replay
 
 
@@ -56,12 +57,11 @@ def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """
     replay = Replay(fn, tensors)
     values: list[Any] = []  # what the second forward saved, each with its version: how often it was written to
-    saved = 0  # how many tensors the first forward would have saved
+    saved: list[Any] = []  # shape and dtype of each tensor that the first forward would have saved
 
     def drop(tensor: torch.Tensor) -> int:
-        nonlocal saved
-        saved += 1
-        return saved - 1
+        saved.append((tensor.shape, tensor.dtype))
+        return len(saved) - 1
 
     def keep(tensor: torch.Tensor) -> None:
         values.append((tensor.detach(), tensor._version))
@@ -69,9 +69,12 @@ def by_hooks(fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     def fetch(index: int) -> torch.Tensor:
         if not values or values[index] is None:  # for the first time, or for another backward
             values.clear()
-            with replay.again(), suppress(Stop), stopping(lambda: len(values) == saved), torch.enable_grad():
+            with replay.again(), suppress(Stop), stopping(lambda: len(values) == len(saved)), torch.enable_grad():
                 with saved_tensors_hooks(keep, lambda _: _):
                     fn(*tensors)
+            # Backward would read beyond a tensor that is shorter than the one that it saved.
+            if [(value.shape, value.dtype) for value, _ in values[: len(saved)]] != saved:
+                raise RecomputeMismatch(f"by_hooks: {name_of(fn)} saved other tensors in its second run: {ADVICE}")
         (value, version), values[index] = values[index], None
         if value._version != version:
             raise RuntimeError("by_hooks: fn changes a tensor in place that its backward needs: change a clone of it")

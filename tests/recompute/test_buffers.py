@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as theirs
 
 from minizero.memory import Ledger
-from minizero.recompute import by_function, by_hooks, checkpoint, is_recomputing
+from minizero.recompute import RecomputeMismatch, by_function, by_hooks, checkpoint, is_recomputing
 from tests.support.recompute_ways import WAYS, equal, plain, selective, vectors, verified
 
 
@@ -193,3 +194,49 @@ def test_pytorchs_own_counts_twice():
     module = nn.BatchNorm1d(8)
     theirs(module, vectors().requires_grad_(), use_reentrant=False).sum().backward()
     assert module.num_batches_tracked == 2
+
+
+class Shifted(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(size))
+
+    def forward(self, x):
+        return F.dropout((x + self.mean).round().sin() * x, 0.5 if self.training else 0.1).tanh()
+
+
+CHANGES = {
+    "in place": lambda module: module.mean.mul_(-3),
+    "through data": lambda module: module.mean.data.mul_(-3),
+    "the mode": lambda module: module.eval(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_second_run_sees_what_somebody_has_changed_since_the_first(way, change):
+    def gradient(way):
+        torch.manual_seed(0)
+        module, x = Shifted(8), vectors().requires_grad_()
+        y = way(module, x * 1)
+        CHANGES[change](module)
+        y.sum().backward()
+        return x.grad, module.mean
+
+    assert equal(gradient(WAYS[way]), gradient(plain))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_large_buffer_is_not_kept_but_a_write_to_it_is_refused_by_name(way):
+    module, x = Shifted(2**15), vectors(width=2**15).requires_grad_()
+    y = WAYS[way](module, x * 1)
+    module.mean.add_(1)
+    with pytest.raises(RecomputeMismatch, match="the buffer 'mean' was changed in place"):
+        y.sum().backward()
+
+
+def test_by_hooks_hands_out_nothing_else_than_what_was_saved():
+    lengths = iter((8, 4))
+    y = by_hooks(lambda x: x[:, : next(lengths)].sin().exp(), vectors().requires_grad_())
+    with pytest.raises(RecomputeMismatch, match="by_hooks: .* saved other tensors in its second run"):
+        y.sum().backward()

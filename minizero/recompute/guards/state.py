@@ -2,8 +2,10 @@
 
 A run may change what a module holds: batch norm adds the batch to its running statistics, another module switches a
 layer to evaluation and back. A second run may even end before the line that switches it back. So `State` notes what
-modules hold before a second run, and gives it back. Of buffers a second run must also read what the first run read.
-So `State` copies them before the first run, and lends the copies to the modules while a later run goes on.
+modules hold before a second run, and gives it back. Of buffers a second run must also read what the first run read,
+and it must train or evaluate as that did. So `State` copies buffers before the first run, and lends the copies to the
+modules while a later run goes on. Of a large buffer that the first run left alone, a mask for instance, it keeps no
+copy: if somebody else writes to that before backward, it refuses.
 
 The modules are those that `modules_of` finds in the function, and those that this thread calls in the first run.
 """
@@ -15,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from minizero.recompute.guards.mismatch import RecomputeMismatch
 from minizero.torch_private import without_modes
 
+SMALL = 2**16  # bytes of a buffer whose copy is kept in any case
 Contents = list[tuple[Any, Any]]  # what belongs to modules, each with a copy of what is in it
 
 
@@ -25,8 +29,9 @@ class State:
 
     def __init__(self) -> None:
         self.modules: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # each with its buffers
+        self.training: dict[nn.Module, bool] = {}
         # By the buffer's id, since modules may share a buffer: itself, its version, and a copy of its numbers.
-        self.buffers: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self.buffers: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
 
     def note(self, module: nn.Module) -> None:
         """Notes a module, and all that it contains, if it has not been noted yet."""
@@ -34,21 +39,32 @@ class State:
             return
         for each in module.modules():  # the function may change a module that it does not call
             if each not in self.modules:
-                self.modules[each] = each._buffers.copy()
+                self.modules[each], self.training[each] = each._buffers.copy(), each.training
                 for buffer in each._buffers.values():
                     if buffer is not None and id(buffer) not in self.buffers:
                         self.buffers[id(buffer)] = buffer, _version(buffer), _copy(buffer)
 
     def first_run_is_over(self) -> None:
-        """Keeps the copies of buffers that the run has changed, and forgets the others."""
-        self.buffers = {key: noted for key, noted in self.buffers.items() if _has_changed(*noted)}
+        """Keeps the copies of buffers that the run has changed, or that are small, and forgets the others."""
+        for key, (buffer, version, copy) in self.buffers.items():
+            if copy is not None and copy.numel() * copy.itemsize > SMALL and not _has_changed(buffer, version, copy):
+                self.buffers[key] = buffer, version, None
 
     def put_back(self) -> Contents:
         """Gives the modules the buffers from before the first run. Returns what they hold now, for `give_back`."""
+        copies = {}
+        for key, (buffer, version, copy) in self.buffers.items():
+            if copy is None and _version(buffer) != version:
+                name = next(name for own in self.modules.values() for name in own if own[name] is buffer)
+                raise RecomputeMismatch(
+                    f"checkpoint: the buffer {name!r} was changed in place between forward and backward, which needs "
+                    "what the forward read: change it after backward, or give the module a new buffer"
+                )
+            if copy is not None and _has_changed(buffer, version, copy):
+                copies[key] = _copy(copy)  # again, since there may be a third run
         now = [held for module in self.modules for held in _contents(module)]
-        # Copied again, since there may be a third run.
-        copies = {key: _copy(copy) for key, (_, _, copy) in self.buffers.items()}
         for module, buffers in self.modules.items():
+            vars(module)["training"] = self.training[module]
             if buffers or module._buffers:
                 lent = {name: copies.get(id(buffer), buffer) for name, buffer in buffers.items()}
                 give_back([(module._buffers, lent)])
