@@ -259,7 +259,8 @@ def dq_kernel(
             K, V = move(K, k_strides, BLOCK_K), move(V, v_strides, BLOCK_K)
 
     DQ = head_of(dq_ptr, dq_strides, batch, head, cu_seqlens_q)
-    store_block(DQ, dq_strides, rows, n_q, dq * scale, HEAD_DIM, BLOCK_D)
+    dq = tl.where(lse[:, None] == float("inf"), 0.0, dq * scale)  # a row of -inf alone: 0 times a key of -inf is NaN
+    store_block(DQ, dq_strides, rows, n_q, dq, HEAD_DIM, BLOCK_D)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:

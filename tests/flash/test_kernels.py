@@ -240,12 +240,17 @@ def test_a_key_of_minus_infinity_is_no_key(n, keywords):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_scores_of_minus_infinity_are_no_scores():
+@pytest.mark.parametrize("hidden, keywords", [(63, {}), (20, dict(causal=True))])
+@pytest.mark.parametrize("way", [attention, functools.partial(flash_attention, backend="tiled"), attention_reference])
+def test_scores_of_minus_infinity_are_no_scores(way, hidden, keywords):
+    """The first keys are padding, by a column of -inf: rows that see only those have gradients of 0, not 0 · -inf."""
     q, k, v = tensors(*[(1, 1, 63, 16)] * 3)
-    q, k, v = q.abs(), torch.full_like(k, -INF), v.requires_grad_()
-    out, lse = attention(q, k, v, return_lse=True)
+    q[..., 0], k[..., 0], k[:, :, :hidden, 0] = 1, 0, -INF
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = (x[:, :, :hidden] for x in way(q, k, v, return_lse=True, **keywords))
     assert (out == 0).all() and (lse == -INF).all()
-    assert (torch.autograd.grad(out.sum(), v)[0] == 0).all()
+    dq, dk, dv = torch.autograd.grad(out.sum() + lse.exp().sum(), (q, k, v))
+    assert not dq[:, :, :hidden].any() and not dk.any() and not dv.any()
 
 
 @pytest.mark.slow
