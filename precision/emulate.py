@@ -46,7 +46,8 @@ def emulate(fmt: FloatFormat = FP16, accumulator: FloatFormat = FP32) -> Iterato
     Call `backward` inside the block. Integers, views, and the running statistics of a batch norm are left alone.
     So is what a model itself computes in FP32, such as the square in Llama's norm (`precision.islands`). PyTorch's own
     kernels compute tensors that have 16 bits already. Backward keeps parameters as they are, without a copy.
-    `TypeError` if fmt or accumulator is no FloatFormat.
+    `TypeError` if fmt or accumulator is no FloatFormat. `NotImplementedError` from operators on complex, sparse or
+    jagged tensors, which nothing here rounds. Complex ones that a model itself computes in FP32 are left alone, too.
     The tensors that are alive in the block are FP32 ones: only what autograd keeps has mixed precision's bytes.
     A loss scale above 65504 is infinite in FP16: compute the loss outside, and give `output.backward` its gradient.
     """
@@ -108,7 +109,8 @@ class _Emulation(TorchDispatchMode):
             untouched = written | _STATISTICS
             args = [value if name in untouched else self.read(value) for name, value in zip(names, args)]
             kwargs = {name: value if name in untouched else self.read(value) for name, value in kwargs.items()}
-            wide = any(self.is_wide(tensor) for tensor in _tensors(list(given.values())))
+            odd = _odd_ones(list(given.values()))
+            wide = any(map(self.is_wide, _tensors(list(given.values())) + odd))
             if wide or self.accumulator == FP32:
                 result = func(*args, **kwargs)
             else:
@@ -117,8 +119,10 @@ class _Emulation(TorchDispatchMode):
                 for tensor in [each for each in _tensors(given.get(name)) if not self.is_wide(each)]:
                     tensor.copy_(_round(self.fmt, tensor))
             results = result if isinstance(result, tuple | list) else (result,)
+            _refuse(func, odd + _odd_ones(results), wide)
             results = [value for value, born in zip(results, births * len(results)) if born]
-            for tensor in [each for each in _tensors(results) if each.untyped_storage() not in self.born]:
+            results = _tensors(results) + (_odd_ones(results) if wide else [])
+            for tensor in [each for each in results if each.untyped_storage() not in self.born]:
                 if wide:
                     self.wide.add(tensor.untyped_storage())
                 else:
@@ -245,3 +249,22 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [tensor for each in value for tensor in _tensors(each)]
     rounds = isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
     return [value] if rounds else []
+
+
+def _odd_ones(value: Any) -> list[torch.Tensor]:
+    """The tensors in `value` whose numbers nobody rounds: complex ones, and those that are not strided."""
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _odd_ones(each)]
+    odd = isinstance(value, torch.Tensor) and not _tensors(value) and (value.is_complex() or value.is_floating_point())
+    return [value] if odd else []
+
+
+def _refuse(func: Any, odd: list[torch.Tensor], wide: bool) -> None:
+    """`NotImplementedError` if there are tensors that nobody rounds. Complex ones may be a model's own FP32 numbers."""
+    harmless = wide or func is torch.ops.aten.clone.default  # which writes out a conjugate
+    if odd and not (harmless and all(tensor.layout == torch.strided for tensor in odd)):
+        kind = odd[0].dtype if odd[0].is_complex() else odd[0].layout
+        raise NotImplementedError(  # a TypeError would become "unsupported operand" at a * b
+            f"emulate: {func} reads or makes a tensor of {kind}: complex, sparse and jagged tensors are not rounded: "
+            "compute with real, strided ones here, or outside of the block"
+        )

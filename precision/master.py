@@ -30,7 +30,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     parameters, kwargs: as `optimizer_class`, any class of torch.optim, takes them, groups included. Parameters are
     float16 or bfloat16; a parameter in FP32 (a norm's, say) is its own master. `.masters`: FP32 tensors in the
-    parameters' order and shapes; `.param_groups` holds them. `.optimizer` does the step.
+    parameters' order and shapes; `.param_groups` holds them. `.optimizer` does the step. Who sets weights later writes
+    to the masters, under `torch.no_grad()`: the step rounds them back.
     `ValueError` for other dtypes, a parameter given twice, a learning rate that is not finite.
 
         weights = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -47,6 +48,7 @@ class MasterWeights(torch.optim.Optimizer):
             raise TypeError(f"MasterWeights: optimizer_class must be a class of torch.optim, not {optimizer_class!r}")
         self.parameters: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
+        self.rounded: list[int] = []  # the masters' versions when the parameters last were these, rounded
         self.taken: list[tuple[torch.Tensor | None, int]] | None = None  # gradients that were copied, and versions
         super().__init__(parameters, {})  # PyTorch's own checks; comes back through add_param_group
         _check_learning_rates([kwargs, *self.param_groups])
@@ -70,6 +72,7 @@ class MasterWeights(torch.optim.Optimizer):
             raise ValueError("MasterWeights: a parameter is given twice, and would have two masters")
         group["params"] = [parameter.detach().float() for parameter in group["params"]]
         self.parameters, self.masters = together, [*self.masters, *group["params"]]
+        self.rounded += [master._version for master in group["params"]]
         self.param_groups.append(group)
 
     def copy_gradients(self) -> None:
@@ -105,6 +108,10 @@ class MasterWeights(torch.optim.Optimizer):
         mine = ("optimizer", "parameters", "masters", "taken")
         return super().__getstate__() | {name: getattr(self, name) for name in mine}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.rounded = [master._version for master in self.masters]  # copies count their writes anew
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' gradients, and the masters'."""
         for tensor in [*self.parameters, *self.masters]:
@@ -136,6 +143,7 @@ class MasterWeights(torch.optim.Optimizer):
         """The parameters become the masters, rounded."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master_to_weight(master, parameter)
+        self.rounded = [master._version for master in self.masters]
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """The loss at the masters as they are now, and its gradients."""
@@ -147,14 +155,16 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         # The bits are compared, not PyTorch's counts of writes: writing through `.data` or NumPy is not counted.
-        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+        for i, (parameter, master, version) in enumerate(zip(self.parameters, self.masters, self.rounded, strict=True)):
+            if master._version != version:
+                continue  # somebody wrote to the master: this step rounds it back
             integers = BITS.get(parameter.dtype, parameter.dtype)
             rounded = master.to(parameter.dtype).view(integers)
             if parameter.device != master.device or not torch.equal(parameter.view(integers), rounded):
                 raise RuntimeError(
                     f"MasterWeights: parameter {i} was written to, or moved, and is not masters[{i}], rounded: the "
-                    "step would undo that. Load or move weights before MasterWeights is made; or write to "
-                    f"masters[{i}], and round it back with master_to_weight(masters[{i}], parameter)"
+                    "step would undo that. Load or move weights before MasterWeights is made; or write to the master, "
+                    f"with torch.no_grad(): weights.masters[{i}].copy_(…), and not through .data"
                 )
 
     def _check_gradients(self, taken: list[tuple[torch.Tensor | None, int]]) -> None:

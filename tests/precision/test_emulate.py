@@ -308,3 +308,30 @@ def test_all_named_formats_work():
             y.backward()
         assert on_grid(fmt, y.detach()) and on_grid(fmt, x.grad), name
         assert x.grad[0] == pytest.approx(2.2, rel=0.13)
+
+
+@pytest.mark.parametrize(
+    "compute, kind",
+    [
+        (lambda x: torch.fft.rfft(x), "complex64"),
+        (lambda x: torch.view_as_complex(x) * 2, "complex64"),
+        (lambda x: x.to_sparse(), "sparse_coo"),
+        (lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged) * 2, "jagged"),
+    ],
+)
+def test_what_nobody_rounds_is_refused_by_name(compute, kind):
+    with pytest.raises(NotImplementedError, match=f"{kind}.*complex, sparse and jagged"):
+        with emulate(FP16):
+            compute(torch.ones(4, 2))
+
+
+def test_complex_numbers_in_a_models_own_fp32_are_left_alone():
+    """Llama's rotary embedding: the product is one of FP32 numbers, and is rounded where the model converts it."""
+    x, turn = torch.randn(4, 2).half().float().requires_grad_(), torch.polar(torch.ones(4), torch.arange(4.0))
+    with emulate(FP16):
+        turned = torch.view_as_real(torch.view_as_complex(x.float()) * turn * turn)
+        y = turned.flatten().type_as(x)
+        y.sum().backward()
+    whole = torch.view_as_real(torch.view_as_complex(x.detach().float()) * turn * turn)
+    assert torch.equal(turned, whole) and torch.equal(y, whole.flatten().half().float())
+    assert torch.equal(x.grad, x.grad.half().float())

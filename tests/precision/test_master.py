@@ -316,3 +316,22 @@ def test_on_a_gpu():
         losses.append(loss.item())
     assert weights.masters[0].is_cuda and losses[-1] < 0.5 * losses[0]
     assert all(torch.equal(p, m.half()) for p, m in zip(model.parameters(), weights.masters))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_who_writes_writes_to_the_masters(copies):
+    """The step goes on from there, and rounds it back; a write to the weights themselves is still refused."""
+    weight = nn.Parameter(torch.zeros(2).half())
+    weights = MasterWeights([weight], torch.optim.SGD, lr=0.5)
+    if copies:
+        weights = copy.deepcopy(weights)
+        weight = weights.parameters[0]
+    for start in (3.0, 5.0):
+        with torch.no_grad():
+            weights.masters[0].fill_(start)
+        weight.grad = torch.ones_like(weight)
+        weights.step()
+        assert weight.tolist() == weights.masters[0].tolist() == [start - 0.5] * 2
+    weight.data.fill_(7)
+    with pytest.raises(RuntimeError, match=r"is not masters\[0\], rounded"):
+        weights.step()
