@@ -42,9 +42,16 @@ def dense_parts(tensor: Any) -> list[torch.Tensor]:
         return []
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     if tensor.is_sparse:
         return [tensor._indices(), tensor._values()]
-    return [tensor] if tensor.layout == torch.strided else []
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(
+            f"Ledger: nobody can see the bytes of a tensor of layout {tensor.layout}: compute without it (without "
+            "to_mkldnn(), for example), or outside of the block"
+        )
+    return [tensor]
 
 
 RESIZERS = ("aten::resize_", "aten::resize_as_", "aten::set_")

@@ -136,15 +136,30 @@ def test_a_storage_at_the_address_of_one_that_is_gone_is_another():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_compressed_sparse_tensors_count():
+@pytest.mark.parametrize(
+    "how, nbytes",
+    [
+        (lambda x: x.to_sparse_csr(), 11 * 8 + 10 * 8 + 10 * 4),
+        (lambda x: x.to_sparse_csc(), 11 * 8 + 10 * 8 + 10 * 4),
+        (lambda x: x.to_sparse_bsr((2, 2)), 6 * 8 + 5 * 8 + 20 * 4),
+        (lambda x: x.to_sparse_bsc((2, 2)), 6 * 8 + 5 * 8 + 20 * 4),
+    ],
+)
+def test_compressed_sparse_tensors_count(how, nbytes):
     with Ledger() as ledger:
-        kept = [torch.eye(10).to_sparse_csr()]
+        kept = [how(torch.eye(10))]
         before = ledger.current["total"]
-        assert before >= 11 * 8 + 10 * 8 + 10 * 4
+        assert before >= nbytes
         kept.append(kept[0].clone())
-        assert ledger.current["total"] - before >= 11 * 8 + 10 * 8 + 10 * 4
+        assert ledger.current["total"] - before >= nbytes
         kept.clear()
         assert ledger.current["total"] == 0
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="for CPUs with oneDNN")
+def test_a_layout_whose_bytes_nobody_sees_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="layout torch._mkldnn"), Ledger():
+        torch.ones(10).to_mkldnn()
 
 
 def test_a_tensor_made_of_tensors_counts_as_those():
