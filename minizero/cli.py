@@ -5,7 +5,6 @@ Each check raises `ValueError` with one line that says what was wrong and what t
 
 import argparse
 import contextlib
-import math
 import os
 import platform
 import sys
@@ -44,11 +43,11 @@ def seed(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """The type of an option that is a rate: a positive finite number."""
+    """The type of an option that is a rate: a positive number that an optimizer can multiply in FP32."""
     with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
+        if 0 < float(text) <= 1e30:
             return float(text)
-    raise argparse.ArgumentTypeError(f"must be a positive number, not {text!r}")
+    raise argparse.ArgumentTypeError(f"must be a positive number up to 1e30, not {text!r}")
 
 
 def attempt(run: Callable[[], None], smaller: str) -> tuple[int, str]:
@@ -136,7 +135,10 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as beside:
         for name, content in files.items():
-            Path(beside, name).write_bytes(content)
+            try:
+                Path(beside, name).write_bytes(content)
+            except OSError as error:  # a full disk's error names no path
+                raise OSError(f"cannot write {folder / name}: {error.strerror or error}") from error
         for name in files:
             os.replace(Path(beside, name), folder / name)
     return [folder / name for name in files]

@@ -264,6 +264,8 @@ WHOLE_PROCESS = {
     "minizero/memory/recorder.py": "Seven functions that make or resize a storage without an operator, such as "
     "`UntypedStorage.resize_`, are wrapped. It begins with the first `Ledger` and does not end; between ledgers "
     "they only look for one. Without it: open no `Ledger`.",
+    "minizero/interrupted.py": "`sys.excepthook` says one line at Ctrl-C. It begins when a command of ours, such as "
+    "`python -m minizero.train`, begins to import, and does not end. Without it: `import minizero` in a program.",
     "minizero/recompute/replay.py": "A hook before the forward of every module, which ignores other threads. It lives "
     "during the first run of a checkpoint. Without it: `set_enabled(False)`.",
     "minizero/recompute/frame.py": "A hook after the forward of every module, which ignores other threads. It lives "

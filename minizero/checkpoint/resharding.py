@@ -234,8 +234,19 @@ def hyperparameters(saved: dict[str, Any], here: dict[str, Any], optimizer: torc
                 "hyperparameters differ: keep them apart"
             )
         for key, value in saved["groups"][origins[0]].items() if origins else ():
+            if key in group and not alike(value, group[key]):
+                raise ValueError(f"the hyperparameter {key} is {value!r} in the checkpoint, and {group[key]!r} here")
             if isinstance(group.get(key), torch.Tensor):
                 group[key] = torch.full_like(group[key], value)
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value  # JSON makes lists of tuples
     return groups
+
+
+def alike(saved: Any, here: Any) -> bool:
+    """Can `saved` stand where `here` does: both numbers, or both words, or lists of such? None stands for anything."""
+    if saved is None or here is None:
+        return True
+    if isinstance(here, tuple | list):
+        return isinstance(saved, list) and len(saved) == len(here) and all(map(alike, saved, here))
+    return isinstance(saved, str if isinstance(here, str) else int | float)

@@ -11,18 +11,21 @@ files besides, which the next save removes. What is in the files, and how anothe
 resharding.py. Pillai et al., 2014, "All file systems are not created equal", on what may reach a disk in which order.
 """
 
+import contextlib
 import json
+import operator
 import os
 import secrets
-import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from minizero.checkpoint.index import file_of, read_index, remove_all_but
 from minizero.checkpoint.resharding import (
     Stored,
     check_names,
@@ -58,8 +61,11 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
     It saves the FP32 parameters, rank 0's buffers, and the optimizer's states and hyperparameters. It does not save
     gradients, random generators, or a scheduler's own state. All ranks must see the folder, and nothing else may save
     into it. No rank may take longer to write than `comm.timeout`.
-    `CheckpointError` on every rank if one of them cannot write: then the checkpoint from before still stands.
+    `CheckpointError` on every rank if one of them cannot write: then the checkpoint from before still stands. Nothing
+    is removed but what a save has written.
     """
+    if (step := operator.index(step)) < 0:
+        raise ValueError(f"checkpoint: step must be a whole number from 0, not {step}")
     about, parts = names_of(model, optimizer), parts_to_write(model)  # both are collective
     folder, comm = Path(folder), model.comm
 
@@ -78,8 +84,10 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
         if not data.is_dir():
             raise FileNotFoundError(f"{data}, made by rank 0, is not here: give all ranks a folder that all can see")
         file = data / file_of(comm.rank)
-        save_file(tensors_to_write(model, optimizer, parts), file)
-        flush(file)
+        tensors = tensors_to_write(model, optimizer, parts)
+        with naming(file):
+            save_file(tensors, file)
+            flush(file)
         return checksum(file)
 
     checksums = together(comm, "write", write)
@@ -90,10 +98,12 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
             files = {file_of(rank): crc for rank, crc in enumerate(checksums)}
             new = folder / "index.json.new"
             index = {"step": step, "saved_by": by, "data": data.name, "files": files} | about
-            new.write_text(json.dumps(index, indent=1, default=torch.Tensor.item))  # a learning rate may be a tensor
-            # What the new index points at must be on the disk before the rename is.
-            for path in (data, new, folder):
-                flush(path)
+            text = json.dumps(index, indent=1, default=torch.Tensor.item)  # a learning rate may be a tensor
+            with naming(new):
+                new.write_text(text)
+                # What the new index points at must be on the disk before the rename is.
+                for path in (data, new, folder):
+                    flush(path)
             os.replace(new, folder / "index.json")
             flush(folder)
             remove_all_but(folder, data.name)
@@ -171,25 +181,13 @@ def together(comm: Comm, what: str, do: Callable[[], str]) -> list[str]:
     return everyone
 
 
-def file_of(rank: int) -> str:
-    """The name of the file that a rank writes."""
-    return f"rank-{rank}.safetensors"
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """The index of the checkpoint in `folder`; an empty dict if there is none."""
-    path = folder / "index.json"
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of writing name the path: that of a full disk does not by itself."""
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def remove_all_but(folder: Path, data: str | None) -> None:
-    """Remove the shards of older checkpoints, and of saves that a crash ended. data: the folder to keep."""
-    for path in folder.glob("shards-of-step-*"):
-        if path.name != data:
-            shutil.rmtree(path, ignore_errors=True)
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{error}: {path}") from error
 
 
 def flush(path: Path) -> None:

@@ -6,16 +6,22 @@ from pathlib import Path
 import torch
 
 TEXT = Path(__file__).parent.parent / "data" / "text.txt"
+LONGEST = 2**30  # bytes: what is longer may have no end
 
 
 def read_text(path: Path, sequence_length: int) -> torch.Tensor:
-    """The bytes of a UTF-8 file, as a tensor. Raises `ValueError` if the file is missing, not UTF-8 or too short."""
+    """The bytes of a UTF-8 file, as a tensor. `ValueError` if it is missing, a device, not UTF-8, too short or long."""
     try:
-        raw = path.read_bytes()
+        if path.is_char_device() or path.is_block_device():
+            raise ValueError(f"--text: {path} is a device: give a text file")
+        with path.open("rb") as file:
+            raw = file.read(LONGEST + 1)
+        if len(raw) > LONGEST:
+            raise ValueError(f"--text: {path} has more than {LONGEST:,} bytes, or no end: give a shorter file")
         raw.decode()
     except OSError as error:
         raise ValueError(f"--text: cannot read {path}: {error.strerror}: give a text file") from error
-    except UnicodeDecodeError as error:
+    except UnicodeDecodeError as error:  # a ValueError, too
         raise ValueError(
             f"--text: {path} is not UTF-8 (byte {error.start}): convert it, or give another file"
         ) from error

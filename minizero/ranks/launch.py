@@ -30,6 +30,7 @@ def torchrun(fn: Callable[..., Any], size: int, *helpers: Callable[..., Any], ti
 
     helpers: functions that `fn` calls, if it is written in a notebook. There each function travels as its source, which
     may use what IMPORTS names. A function of a module is imported. `RuntimeError` with the output if a process fails.
+    While they run, torchrun's store listens on every network interface, and asks for no password.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     parts = [IMPORTS, *map(_as_text, (*helpers, fn)), MAIN.format(name=fn.__name__)]

@@ -33,7 +33,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minizero.cli import write_files
+from minizero.cli import run_command, write_files
 from minizero.pictures.memory import Results, describe_size, draw_curves, draw_losses, shown_categories
 from minizero.pictures.shards import draw_boxes
 from minizero.pictures.style import PREDICTED, mib
@@ -116,14 +116,24 @@ def _largest(run: Mapping[str, Any], kind: str, category: str) -> str:
     return mib(max(rank[kind].get(category, 0) for rank in run["ranks"]))
 
 
-def main() -> None:
-    """Shows a saved run again: prints its tables, and draws its pictures beside it."""
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m minizero.train.report results.json")
-    results = json.loads(Path(sys.argv[1]).read_text())
-    print_table(results, Console())
-    write_files(_pictures(results), Path(sys.argv[1]).parent)
+def show(argv: list[str]) -> None:
+    """Shows a saved run again: prints its tables, and draws its pictures beside it. `ValueError` if it is none."""
+    if len(argv) != 1:
+        raise ValueError("usage: python -m minizero.train.report results.json")
+    path = Path(argv[0])
+    try:
+        results = json.loads(path.read_text())
+        print_table(results, Console())
+        pictures = _pictures(results)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no results.json of a run: {error}: give one that --output wrote") from error
+    write_files(pictures, path.parent)
+
+
+def main() -> int:
+    """The command line: 0, or 2 if the file is none that can be shown, with one line on standard error."""
+    return run_command("python -m minizero.train.report", lambda: show(sys.argv[1:]), "file")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,7 +25,7 @@ class RealModel(NamedTuple):
 
 
 def configured(config: str, **options: Any) -> Any:
-    """A configuration of transformers without dropout: ranks that are threads share the generator."""
+    """A configuration of transformers without dropout."""
     import transformers
 
     result = getattr(transformers, config)(**options)

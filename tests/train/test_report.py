@@ -195,6 +195,16 @@ def test_the_json_alone_draws_the_same_pictures_again(tmp_path, monkeypatch, cap
     assert "joint total" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", [None, "no JSON", "[1]", "{}", '{"runs": [{}], "machine": {}, "config": {}}'])
+def test_a_file_that_is_no_run_is_one_line(content, tmp_path, monkeypatch, capsys):
+    if content is not None:
+        (tmp_path / "r.json").write_text(content)
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path / "r.json")])
+    assert report.main() == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "r.json" in error
+
+
 @pytest.mark.slow
 def test_a_failed_save_leaves_no_partial_file(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
@@ -211,7 +221,7 @@ def test_a_failed_save_leaves_no_partial_file(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", disk_full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match="cannot write .*results.json: no space"):
         report.save(make_results(stages=(3,)), folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == old
 

@@ -12,6 +12,7 @@ import torch
 
 from minizero import GPT, GPTConfig, World, cli
 from minizero.memory.estimate import estimate
+from minizero.models import text
 from minizero.models.text import read_text
 from minizero.train import command, loop
 
@@ -174,6 +175,8 @@ def test_16_bits_and_other_world_sizes(tmp_path, world_size, dtype):
         (["--device", "tpu"], "--device: invalid choice"),
         (["--learning-rate", "nan"], "--learning-rate: must be a positive number"),
         (["--learning-rate", "-1"], "--learning-rate: must be a positive number"),
+        (["--learning-rate", "1e38"], "--learning-rate: must be a positive number up to 1e30"),
+        (["--text", "/dev/zero"], "--text: /dev/zero is a device"),
         (["--seed", "9" * 30], "--seed: must be a whole number"),
         (["--heads", "3"], "--width 16 must be divisible by --heads 3"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
@@ -276,13 +279,13 @@ def test_help_says_every_default(capsys):
 # As a user starts it.
 
 
-def start(*command):
+def start(*command, **environment):
     return subprocess.run(
         command,
         cwd=ROOT,
         capture_output=True,
         encoding="utf-8",
-        env={**os.environ, "COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"},
+        env={**os.environ, "COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8", **environment},
     )
 
 
@@ -295,6 +298,19 @@ def test_from_a_shell_into_a_pipe(tmp_path):
     assert all(len(line) <= 80 for line in lines if not line.startswith("wrote"))
     files = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert files == ["boxes.png", "curves.png", "losses.png", "results.json"]
+
+
+def test_a_text_without_end(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(text, "LONGEST", 100)
+    assert command.main([*TINY, *CPU, "--output", str(tmp_path / "new")]) == 2
+    assert "text.txt has more than 100 bytes, or no end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["torch", "rich"])  # the first that `minizero` imports, and one of the command's
+def test_control_c_while_it_imports_is_one_line(module, tmp_path):
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    done = start(sys.executable, "-m", "minizero.train", PYTHONPATH=str(tmp_path))
+    assert done.stderr == "interrupted\n" and done.returncode
 
 
 @pytest.mark.slow
