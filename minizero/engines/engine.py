@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from minizero import torch_private
 from minizero.engines.guards.modules import (
@@ -55,7 +54,7 @@ from minizero.engines.guards.released import Released
 from minizero.engines.layout import GroupBy
 from minizero.engines.unit import Unit
 from minizero.engines.units import make_units, start_buffers
-from minizero.engines.uses import Use, tensors_in, without_leaves
+from minizero.engines.uses import Use, converted, tensors_in, without_leaves
 from minizero.engines.wrapped import Wrapped
 from minizero.ranks.comm import Comm
 
@@ -73,7 +72,8 @@ class Engine(Wrapped, abc.ABC):
     set to None on a parameter of the module freezes nothing; the shards' gradients count.
 
     forward moves the tensors among its arguments (also in tuples, lists and dicts) to `comm.device`, as `fully_shard`
-    does. With a 16-bit `dtype` it casts those of floating point. Other objects, and outputs, stay as they are.
+    does. With a 16-bit `dtype` it casts those of floating point. Other objects, and outputs, stay as they are. So does
+    a list or dict in which no tensor has to change: what the module writes into it, the caller finds there.
 
     The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
     Hooks on the shards (`register_hook`, `register_post_accumulate_grad_hook`) are called with the average.
@@ -164,7 +164,7 @@ class Engine(Wrapped, abc.ABC):
     # A forward of the whole model.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        args, kwargs = converted((args, kwargs), self._cast)
         try:
             return self.module(*args, **kwargs)
         except BaseException:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minizero import torch_private
 
@@ -89,6 +90,18 @@ def without_leaves(args: Any, kwargs: Any) -> Any:
         return None  # leave them as they are
     views = {key: leaf.view_as(leaf) for key, leaf in leaves.items()}  # one each: attention asks whether q is k
     return tuple(views.get(id(a), a) for a in args), {name: views.get(id(a), a) for name, a in kwargs.items()}
+
+
+def converted(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` applied to each tensor in its nested tuples, lists and dicts.
+
+    A container is made anew only if a tensor in it became another one: a module may write into what it is given.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    parts, kind = tree_flatten(value, is_leaf=lambda part: part is not value)  # one level
+    new = [part if part is value else converted(part, change) for part in parts]
+    return value if all(a is b for a, b in zip(parts, new, strict=True)) else tree_unflatten(new, kind)
 
 
 CONTAINERS = (list, tuple, set, deque, Mapping, types.SimpleNamespace)

@@ -56,6 +56,24 @@ def test_sixteen_bits_cast_floating_inputs_only():
         assert run(2, probe, stage)[0] == (torch.float32, {torch.float32}, {torch.float32})
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_a_module_writes_into_its_arguments_comes_back(dtype):
+    class Collects(nn.Linear):
+        def forward(self, x, *boxes, more):
+            y = super().forward(x)
+            for box in (*boxes, more["box"]):
+                box.append(y.mean()) if isinstance(box, list) else box.update(y=y.mean())
+            return y
+
+    def collect(comm, stage):
+        boxes, ids, more = [], {"ids": torch.arange(2)}, {"box": [], "x": torch.ones(1)}
+        stage(Collects(7, 7), comm, dtype=dtype)(torch.ones(2, 7), boxes, ids, more=more)
+        return len(boxes), "y" in ids, len(more["box"])
+
+    for stage in STAGES:
+        assert run(2, collect, stage)[0] == (1, True, 1)
+
+
 class Gain(nn.Module):
     """A unit that hands out what it makes in one of several ways; `fixed` is a frozen unit of its own."""
 

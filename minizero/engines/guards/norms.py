@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from minizero import torch_private
+from minizero.engines.uses import converted
 
 
 def keeps_statistics(module: nn.Module) -> bool:
@@ -23,7 +23,7 @@ def let_norms_compute_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> N
     """Cast what each such norm in `module` is given to FP32, and what it returns back to `dtype`."""
 
     def cast(value: Any, to: torch.dtype | None) -> Any:
-        return tree_map_only(torch.Tensor, lambda x: x.to(to) if x.is_floating_point() else x, value)
+        return converted(value, lambda x: x.to(to) if x.is_floating_point() else x)
 
     for part in module.modules() if dtype in (torch.float16, torch.bfloat16) else ():
         if keeps_statistics(part):
