@@ -12,6 +12,7 @@ A rank that loads looks at the keys of all files. It reads the ranges that it wi
 model. PyTorch's `torch.distributed.checkpoint` reshards in this way, too.
 """
 
+import io
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -66,7 +67,10 @@ def tensors_to_write(
     model: Wrapped, optimizer: torch.optim.Optimizer, parts: list[tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
     """The tensors of this rank's file, by key. `ValueError` for a state that is no number and no parameter's shape."""
-    tensors = {f"{n}/buffer/whole": b.clone() for n, b in buffers(model).items()} if model.comm.rank == 0 else {}
+    tensors: dict[str, torch.Tensor] = {}
+    if model.comm.rank == 0:
+        tensors |= {f"{name}/buffer/whole": buffer.clone() for name, buffer in buffers(model).items()}
+        tensors |= {f"{name}/other/whole": in_bytes(name, value) for name, value in model.own_state()[2].items()}
     state = optimizer.state
     # A kind of state is a number if for some parameter it has not the parameter's shape. One parameter alone cannot
     # tell: if it has no dimensions, its moments have the shape of a number.
@@ -163,6 +167,7 @@ def fill(stored: Stored, model: Wrapped, optimizer: torch.optim.Optimizer, group
         torch.autograd.graph.increment_version(unit.master)
     for name, buffer in buffers(model).items():
         buffer.copy_(numbers[name]["buffer"])
+    model.load_others({name: from_bytes(numbers[name]["other"]) for name in model.own_state()[2]})
     by_number = {order[p]: state for p, state in states.items() if state}
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
@@ -190,7 +195,8 @@ def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     numbers = all_reduce(torch.tensor(list(here.values()), device=model.comm.device), model.comm, "max")
     return {
         "parameters": shapes,
-        "buffers": {name: str(tuple(buffer.shape)) for name, buffer in buffers(model).items()},
+        "buffers": {name: str(tuple(buffer.shape)) for name, buffer in buffers(model).items()}
+        | dict.fromkeys(model.own_state()[2], "of its own"),
         "optimizer": type(optimizer).__name__,
         "group_of": {name: group for name, group in zip(here, numbers.tolist()) if group >= 0},
         "groups": [
@@ -201,8 +207,28 @@ def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def buffers(model: Wrapped) -> dict[str, torch.Tensor]:
-    """The model's persistent buffers, by name."""
-    return {name: buffer for name, buffer in model.module.named_buffers() if name in model.state_names}
+    """The model's persistent buffers, by their first names."""
+    first: dict[int, str] = {}
+    return {name: b for name, b in model.own_state()[1].items() if first.setdefault(id(b), name) == name}
+
+
+def in_bytes(name: str, value: Any) -> torch.Tensor:
+    """What a module saves besides parameters and buffers. `ValueError` if reading it could run foreign code."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        from_bytes(written := torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone())
+    except Exception as error:
+        raise ValueError(
+            f"{name}, of get_extra_state or a hook of the model, is a {type(value).__name__} that cannot be read back: "
+            "let it be made of tensors, numbers, strings, lists and dicts"
+        ) from error
+    return written
+
+
+def from_bytes(written: torch.Tensor) -> Any:
+    """What `in_bytes` was given."""
+    return torch.load(io.BytesIO(written.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def check_names(saved: dict[str, Any], here: dict[str, Any]) -> None:
@@ -212,7 +238,10 @@ def check_names(saved: dict[str, Any], here: dict[str, Any]) -> None:
         if missing := sorted(here[what].keys() - saved[what].keys()):
             raise ValueError(f"{of} that the checkpoint has not: {', '.join(missing)}: is it another model's?")
         if unknown := sorted(saved[what].keys() - here[what].keys()):
-            raise ValueError(f"{of} of the checkpoint that are not here: {', '.join(unknown)}: is it another model's?")
+            raise ValueError(
+                f"{of} of the checkpoint that are not here: {', '.join(unknown)}: is it another model's, or does a "
+                "forward make them? Then run one first"
+            )
         for name, shape in here[what].items():
             if what != "group_of" and shape != saved[what][name]:
                 raise ValueError(f"{name} has shape {saved[what][name]} in the checkpoint, {shape} here")

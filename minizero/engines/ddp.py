@@ -91,7 +91,8 @@ class DDP(Engine):
 
     def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, master in self.masters_of(part):
-            state[prefix + name] = master.detach().float()
+            if not isinstance(state.get(prefix + name), nn.Parameter):  # who asks for the parameter itself gets it
+                state[prefix + name] = master.detach().float()
 
     @torch.no_grad()
     def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:

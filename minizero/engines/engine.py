@@ -46,6 +46,7 @@ from minizero.engines.guards.modules import (
     check_gradient,
     check_module,
     check_unchanged,
+    names_and_parameters,
 )
 from minizero.engines.guards.no_sync import check_untouched
 from minizero.engines.guards.norms import let_norms_compute_in_fp32
@@ -101,7 +102,7 @@ class Engine(Wrapped, abc.ABC):
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # in backward
         self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
-        self.note_names()
+        self.complete, self.names_of = names_and_parameters(module), self.names_in(self.own_state()[0])
         start_buffers(module, comm)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
         self.roots = [unit for unit in self.units if unit.module is None]  # gathered until backward ends
@@ -109,6 +110,7 @@ class Engine(Wrapped, abc.ABC):
         if self.frees_replicas:
             check_compiled(self.stage, module, self.units)
         for unit in self.units:
+            unit.layout.names = [self.names_of[id(parameter)][0] for parameter in unit.parameters]
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
             unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: `keep` has emptied it

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.engines.guards.modules import names_and_parameters
 from minizero.engines.guards.no_sync import check_averaged
 from minizero.engines.guards.wrapped import Refuses
 from minizero.engines.unit import Unit
@@ -22,18 +21,25 @@ class Wrapped(Refuses):
 
     in_order: list[Unit]  # those that train, in the order in which they are reduced
     sync: bool  # False under no_sync
-    state_names: list[str]
-    names_of: dict[int, list[str]]
+    loads_others = False  # does the module load what is neither a parameter nor a buffer?
 
-    def note_names(self) -> None:
-        """What the module's parameters and buffers are called before they are moved into flat buffers."""
-        self.state_names = list(self.module.state_dict())
-        self.names_of = {}  # what is tied has several
-        parameters, buffers = self.module.named_parameters, self.module.named_buffers
-        for name, tensor in [*parameters(remove_duplicate=False), *buffers(remove_duplicate=False)]:
-            if isinstance(tensor, nn.Parameter) or name in self.state_names:  # of buffers those that are saved
-                self.names_of.setdefault(id(tensor), []).append(name)
-        self.complete = names_and_parameters(self.module)
+    def own_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]:
+        """The module's own state dict as it is now, with the very parameters and buffers; of it the buffers, and what
+        is neither: the module's hooks and `get_extra_state` give it.
+        """
+        state = self.module.state_dict(keep_vars=True)
+        parameters, buffers = (
+            {id(x) for x in tensors} for tensors in (self.module.parameters(), self.module.buffers())
+        )
+        others = {name: value for name, value in state.items() if id(value) not in parameters | buffers}
+        return state, {name: value for name, value in state.items() if id(value) in buffers}, others
+
+    def names_in(self, state: dict[str, Any]) -> dict[int, list[str]]:
+        """The names of each value in `state`: what is tied has several. What a hook left out has its own name."""
+        names: dict[int, list[str]] = {}
+        for name, value in state.items():
+            names.setdefault(id(value), []).append(name)
+        return {id(parameter): [name] for name, parameter in self.module.named_parameters()} | names
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -99,17 +105,21 @@ class Wrapped(Refuses):
 
     @torch.no_grad()
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
-        """The full model on every rank, under its original names: FP32 parameters, rank 0's buffers. Collective."""
-        found = {
-            name: broadcast(buffer, self.comm, label=name)
-            for name, buffer in self.module.named_buffers(remove_duplicate=False)
-        }
+        """The full model on every rank, as the module's own `state_dict` has it. Collective.
+
+        Parameters are FP32, other tensors rank 0's. What is no tensor, such as an extra state, is this rank's.
+        """
+        state, *_ = self.own_state()
+        names = self.names_in(state)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                state[name] = broadcast(value.to(self.comm.device), self.comm, label=name)
         for unit in self.units:
             mine = unit.master.to(self.comm.device)
             whole = mine if unit.whole else all_gather(mine, unit.comm, label=unit.name)
             for parameter, view in zip(unit.parameters, unit.layout.views(whole), strict=True):
-                found |= {name: view.to(torch.float32, copy=True) for name in self.names_of[id(parameter)]}
-        return {name: found[name] for name in self.state_names}
+                state |= {n: view.to(torch.float32, copy=True) for n in names[id(parameter)] if n in state}
+        return state
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -118,39 +128,52 @@ class Wrapped(Refuses):
         One name of a tied parameter suffices. `ValueError` that lists the names that are missing or too many, the
         shapes that differ, or the names of a tied parameter that have different values.
         """
-        buffers = {name: b for name, b in self.module.named_buffers(remove_duplicate=False) if name in self.state_names}
+        own, buffers, others = self.own_state()
+        names_of = self.names_in(own)
         shapes = {name: b.shape for name, b in buffers.items()}
         for unit in self.units:
             for parameter, shape in zip(unit.parameters, unit.layout.shapes, strict=True):
-                shapes |= dict.fromkeys(self.names_of[id(parameter)], shape)
+                shapes |= dict.fromkeys(names_of[id(parameter)], shape)
         state = dict(state)
-        for names in self.names_of.values():
+        for names in names_of.values():
             given = next((name for name in names if name in state), None)
             if given is not None:
                 state = dict.fromkeys(names, state[given]) | state
-        if wrong := sorted(shapes.keys() ^ state.keys()):
+        if wrong := sorted(({*shapes, *others}) ^ state.keys()):
             raise ValueError(f"load_full_state_dict: names missing or unknown: {', '.join(wrong)}")
         if wrong := [f"{n} {tuple(state[n].shape)}, here {tuple(s)}" for n, s in shapes.items() if state[n].shape != s]:
             raise ValueError(f"load_full_state_dict: shapes differ: {'; '.join(wrong)}")
-        for first, *others in self.names_of.values():
-            if any(state[n] is not state[first] and not same_values(state[first], state[n]) for n in others):
-                raise ValueError(f"load_full_state_dict: {first}, {', '.join(others)} are one tensor: give one value")
+        for first, *more in (names for names in names_of.values() if names[0] in shapes):
+            if any(state[n] is not state[first] and not same_values(state[first], state[n]) for n in more):
+                raise ValueError(f"load_full_state_dict: {first}, {', '.join(more)} are one tensor: give one value")
         for name, buffer in buffers.items():
             buffer.copy_(broadcast(state[name].to(buffer), self.comm, label=name))
         for unit in self.units:
-            full = unit.flatten([state[name] for name in unit.layout.names])
+            full = unit.flatten([state[names_of[id(parameter)][0]] for parameter in unit.parameters])
             unit.master.copy_(full if unit.whole else unit.chunk(full))
             if not unit.original:
                 unit.point_parameters_at(None)  # old until the next forward
+        self.load_others({name: state[name] for name in others})
+
+    def load_others(self, others: dict[str, Any]) -> None:
+        """Let the module itself load what is neither a parameter nor a buffer."""
+        self.loads_others = True
+        try:
+            if others:
+                self.module.load_state_dict(others, strict=False)
+        finally:
+            self.loads_others = False
 
     def watch_state_dicts(self) -> None:
         """Let the module inside, and each of its parts, tell when its `state_dict` is made or loaded."""
         own = list(self.module.modules())  # a copy of the module has the same hooks
         for part in own:
-            part.register_state_dict_pre_hook(lambda part, *_: self.part_saves() if part in own else None)
+            part.register_state_dict_pre_hook(  # with keep_vars it has the parameters themselves, not their values
+                lambda part, _, keep_vars: self.part_saves() if part in own and not keep_vars else None
+            )
             part.register_state_dict_post_hook(lambda *call: self.part_saved(*call[:3]))
             part.register_load_state_dict_pre_hook(
-                lambda part, *call: self.part_loads(part, *call[:3]) if part in own else None
+                lambda part, *call: self.part_loads(part, *call[:3]) if part in own and not self.loads_others else None
             )
 
     def part_saves(self) -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from minizero import DDP, Zero2
+from minizero import DDP, Zero2, checkpoint
 from tests.support.helpers import STAGES
 from tests.support.small_models import SHARDED, Blocks, seeded, vectors, wrapped
 
@@ -63,6 +64,58 @@ def test_a_state_dict_of_a_part_is_refused(stage):
         for module, given in ((model, {}), (model.module, state), (model.module.out, {}), (nn.Sequential(model), {})):
             with pytest.raises(RuntimeError, match=f"{stage.__name__}: call load_full_state_dict"):
                 module.load_state_dict(given)
+
+
+class Saves(Blocks):
+    """Buffers that come late, an extra state, wrapped blocks, and a hook that renames, adds and leaves out."""
+
+    def __init__(self):
+        super().__init__(lambda self: setattr(self, "blocks", nn.ModuleList(map(checkpoint_wrapper, self.blocks))))
+        self.register_buffer("mean", None)
+        self.count = 0
+        self.register_state_dict_post_hook(self.rename)
+
+    @staticmethod
+    def rename(_, state, prefix, __):
+        state.update({f"{prefix}weight": state.pop(f"{prefix}out.weight"), f"{prefix}version": torch.tensor(3)})
+        del state[f"{prefix}out.bias"]
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+    def forward(self, x):
+        self.count += 1
+        self.mean = torch.ones(2) if self.mean is None else self.mean + 1
+        self.register_buffer("seen", self.mean * 2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_full_state_is_the_modules_own(stage, tmp_path):
+    plain = seeded(Saves)()
+    plain(vectors(0))
+    expected = plain.state_dict()
+    assert {"mean", "seen", "_extra_state", "weight", "version", "blocks.0.0.weight"} < expected.keys()
+
+    @wrapped(stage, seeded(Saves))
+    def _(model, comm):
+        def same(state):
+            assert [*state] == [*expected] and state["_extra_state"] == expected["_extra_state"]
+            assert all(name == "_extra_state" or torch.equal(state[name], value) for name, value in expected.items())
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(vectors(0)).square().mean().backward()
+        same(state := model.gather_state_dict())
+        checkpoint.save(tmp_path, model, optimizer, 1)
+        whole = {"out.bias": torch.zeros(1)} | state  # a hook may leave it out, but loading cannot
+        for load in (lambda: model.load_full_state_dict(whole), lambda: checkpoint.load(tmp_path, model, optimizer)):
+            optimizer.step()
+            model(vectors(0))
+            load()
+            same(model.gather_state_dict())
 
 
 class Named(Blocks):
