@@ -46,6 +46,7 @@ from minizero.engines.guards.modules import (
     check_gradient,
     check_module,
     check_unchanged,
+    check_writes,
     names_and_parameters,
 )
 from minizero.engines.guards.no_sync import check_untouched
@@ -142,6 +143,10 @@ class Engine(Wrapped, abc.ABC):
     def release(self, unit: Unit) -> None:  # noqa: B027
         """The unit is not used for now: free the memory of its parameters."""
 
+    def keep_writes(self, unit: Unit) -> None:
+        """A forward may have written to the unit's parameters: stage 3 has to keep that, elsewhere it is the master."""
+        check_writes(self.stage, unit)
+
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
         """The unit's forward is over: stage 3 frees its parameters."""
 
@@ -222,7 +227,10 @@ class Engine(Wrapped, abc.ABC):
                 unit.point_parameters_at(unit.replica)
 
     def end_forward(self, output: Any) -> None:
-        """Let the gradient of a tensor in `output` begin the backward."""
+        """Keep what forward wrote to parameters, and let the gradient of a tensor in `output` begin the backward."""
+        for unit in self.units:
+            if not isinstance(unit.parameters[0], Released):
+                self.keep_writes(unit)
         grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         versions = {unit: unit.version for unit in self.roots}  # `open_use` checks those of the other units
 

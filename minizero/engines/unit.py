@@ -122,6 +122,9 @@ class Unit:
     def replica_is_fresh_now(self) -> None:
         """Remember what `master` the replica was made from."""
         self.version = self.master._version
+        if self.dtype != self.master.dtype:
+            for parameter in self.parameters:
+                parameter.writes = parameter._version  # type: ignore[attr-defined]  # those of before this forward
 
     # The gradient.
 

@@ -93,7 +93,13 @@ class Zero3(Engine):
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 
+    def keep_writes(self, unit: Unit) -> None:
+        super().keep_writes(unit)
+        if unit.dtype == unit.master.dtype:  # `.data`: it is no write of an optimizer, which makes replicas stale
+            unit.master.data.copy_(unit.chunk(unit.replica))
+
     def forward_is_over(self, unit: Unit) -> None:
+        self.keep_writes(unit)
         if self.reshard_after_forward or not torch.is_grad_enabled():
             self.release(unit)
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import weakref
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
 from tests.support.helpers import SMALL, STAGES, batch, run
-from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors
+from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors, wrapped
 
 
 @pytest.mark.slow
@@ -197,9 +198,13 @@ def test_buffers_that_share_memory_go_on_sharing_it():
     check(seeded(Shared))
 
 
-def test_a_unit_that_calls_itself():
+@pytest.mark.parametrize("computes_first", [False, True])
+def test_a_unit_that_calls_itself(computes_first):
     class Node(nn.Sequential):
         def forward(self, x, depth=2):
+            if computes_first:  # so the outer use is still open when the inner one closes
+                x = x * 0.5 + self[2](self[0](x).tanh())
+                return x + self(x, depth - 1) if depth else x
             return super().forward(self(x, depth - 1) + self(x * 0.5, depth - 1) if depth else x)
 
     class Trees(Blocks):
@@ -208,6 +213,43 @@ def test_a_unit_that_calls_itself():
             self.blocks = nn.ModuleList(Node(*block) for block in self.blocks)
 
     check(seeded(Trees))
+
+
+class Writes(nn.Sequential):
+    """Its forward writes to its weights."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self[0].weight.clamp_(max=0.2)
+            self[2].weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+def writing():
+    module = Blocks()
+    module.blocks, module.out = (
+        nn.ModuleList(Writes(*b) for b in module.blocks),
+        Writes(module.out, nn.Tanh(), nn.Linear(1, 1)),
+    )
+    return module
+
+
+def test_a_write_in_forward_is_kept():
+    options = ({"prefetch": 0}, {"offload": True}, {"reshard_after_forward": False})
+    check(seeded(writing), stages=[*STAGES, *(functools.partial(Zero3, **option) for option in options)])
+
+
+@pytest.mark.parametrize("dtype, words", [(None, "was given other memory"), (torch.bfloat16, "its FP32 master would")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_write_that_the_masters_cannot_have_is_refused(stage, dtype, words):
+    def moves(module, _):
+        module[2].weight.data = module[2].weight.data * 0.9
+
+    @wrapped(stage, seeded(Blocks if dtype is None else writing), dtype=dtype)
+    def _(model, comm):
+        model.module.blocks[1].register_forward_pre_hook(moves)
+        with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*\.\d\.weight.*{words}"):
+            model(vectors(0))
 
 
 def test_a_function_that_has_no_gradient_for_a_weight():

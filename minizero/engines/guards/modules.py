@@ -109,6 +109,22 @@ def check_unchanged(stage: str, unit: Unit, version: int, *, double_backward: bo
         )
 
 
+def check_writes(stage: str, unit: Unit) -> None:
+    """`RuntimeError` if a parameter of the unit was written to so that the unit's master cannot have it."""
+    memory, start = torch_private.place(unit.replica)
+    for parameter, offset in zip(unit.parameters, unit.layout.offsets, strict=True):
+        name = parameter.wrapped_in[0]  # type: ignore[attr-defined]
+        if torch_private.place(parameter) != (memory, start + offset):
+            raise RuntimeError(
+                f"{stage}: {name} was given other memory, as `.data =` does: copy_() into it under no_grad"
+            )
+        if unit.dtype != unit.master.dtype and parameter._version != parameter.writes:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{stage}: forward wrote to {name}, and its FP32 master would not see that: "
+                "write to parameters() under no_grad after the step, or make it a buffer"
+            )
+
+
 def check_gradient(stage: str, unit: Unit, gradient: torch.Tensor | None, *, again: bool, gathered: bool) -> None:
     """`RuntimeError` if a parameter of the unit has a gradient that the engine cannot use.
 
