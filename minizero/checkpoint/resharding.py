@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from minizero.engines.guards.optimizers import SHARDS_OF
 from minizero.engines.unit import Unit
 from minizero.engines.wrapped import Wrapped
 from minizero.ranks.collectives import all_gather, all_reduce
@@ -200,7 +201,7 @@ def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "optimizer": type(optimizer).__name__,
         "group_of": {name: group for name, group in zip(here, numbers.tolist()) if group >= 0},
         "groups": [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            {key: value for key, value in group.items() if key not in ("params", "param_names", SHARDS_OF)}
             for group in optimizer.param_groups
         ],
     }

@@ -100,6 +100,7 @@ class Engine(Wrapped, abc.ABC):
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
+        self.passes: set[str] = set()  # those that there were: "forward", if it has a backward, and "backward"
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # in backward
         self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
@@ -115,7 +116,7 @@ class Engine(Wrapped, abc.ABC):
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
             unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: `keep` has emptied it
-            mark(unit, self.stage, self.names_of)
+            mark(unit, self)
             self.watch_uses(unit)
         self.watch_passes()
         let_norms_compute_in_fp32(module, dtype)
@@ -237,6 +238,8 @@ class Engine(Wrapped, abc.ABC):
         def begin(_: torch.Tensor) -> None:
             self.running_backward(versions)
 
+        if grown:
+            self.passes.add("forward")
         for tensor in grown:
             tensor.register_hook(begin)
         if not grown:  # there will be no backward
@@ -309,6 +312,7 @@ class Engine(Wrapped, abc.ABC):
             for unit, version in versions.items():
                 check_unchanged(self.stage, unit, version, double_backward=not self.frees_replicas)
             self.backward = Backward(self)
+            self.passes.add("backward")
             self.backward.begin()
         return self.backward
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
-from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
+from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3, barrier
 from tests.support.helpers import SMALL, STAGES, relative_error, run
 from tests.support.small_models import SHARDED, Blocks, fit, seeded, vectors, wrapped
 
@@ -166,6 +166,37 @@ def test_uses_that_would_train_something_else_are_refused(stage):
             model.clip_grad_norm_(1.0, 0)
         with pytest.raises(RuntimeError, match="model.no_sync"):
             model.require_backward_grad_sync = False
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_what_does_not_reach_the_shards_is_refused(stage):
+    saved = []
+
+    @wrapped(stage)
+    def _(model, comm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()  # some loops begin so, and it does nothing
+        model(vectors(0)).sum().backward(inputs=list(model.parameters()))
+        with pytest.raises(RuntimeError, match=f"{stage.__name__}: .* before any backward .* inputs=, leave that out"):
+            optimizer.step()
+        model(vectors(0)).sum().backward()
+        optimizer.step()
+        for drop in (
+            model.module.zero_grad,
+            lambda: model.module.out.zero_grad(set_to_none=False),
+            nn.Sequential(model).zero_grad,
+            lambda: setattr(model.module.out.bias, "grad", None),
+        ):
+            with pytest.raises(RuntimeError, match=rf"{stage.__name__}: \S+ has no .grad, the shards have: .* itself"):
+                drop()
+        saved.extend([optimizer.state_dict()] if comm.rank == 0 else [])
+        barrier(comm)
+        optimizer.load_state_dict(saved[0])
+        if comm.rank == 0:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match=r"of rank 0 of 2, its shards are of rank 1 of 2: .*checkpoint"):
+                optimizer.step()
 
 
 class Scale(nn.Module):

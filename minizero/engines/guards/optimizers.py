@@ -18,12 +18,13 @@ from minizero.engines.guards.no_sync import check_averaged, check_untouched
 from minizero.engines.unit import Unit
 
 
-def mark(unit: Unit, stage: str, names: dict[int, list[str]]) -> None:
+def mark(unit: Unit, engine: Any) -> None:
     """Write on parameters and shards whose they are, for the checks of this folder."""
-    for parameter in unit.parameters:
-        parameter.wrapped_in = names[id(parameter)][0], unit.name, stage  # type: ignore[attr-defined]
+    for parameter, name in zip(unit.parameters, unit.layout.names, strict=True):
+        parameter.wrapped_in = name, unit.name, engine.stage  # type: ignore[attr-defined]
     for shard in unit.shards:
-        shard.shard_of, shard.cut_at = (weakref.ref(unit), stage), torch_private.place(shard)  # type: ignore[attr-defined]
+        shard.shard_of = weakref.ref(unit), weakref.ref(engine)  # type: ignore[attr-defined]
+        shard.cut_at = torch_private.place(shard)  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
             shard.register_hook(own_gradient_comes(weakref.ref(shard), weakref.ref(unit)))
 
@@ -55,12 +56,12 @@ def check_hooks(stage: str, name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, str]]:
-    """The shards that it holds, with their units and stages."""
+def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
+    """The shards that it holds, with their units and engines."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        reference, stage = getattr(parameter, "shard_of", (None, ""))
-        if reference and (unit := reference()):  # else it is no shard, or of an engine that is gone
-            yield parameter, unit, stage
+        weak = getattr(parameter, "shard_of", None)
+        if weak and (unit := weak[0]()) and (engine := weak[1]()):  # else it is no shard, or of an engine that is gone
+            yield parameter, unit, engine
         elif hasattr(parameter, "wrapped_in"):
             *_, stage = parameter.wrapped_in
             raise RuntimeError(
@@ -72,11 +73,20 @@ def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, str]]:
 
 def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called before every optimizer step in this process: may it step what it holds?"""
-    for shard, unit, stage in shards_of(optimizer):
-        check_place(stage, shard)
-        check_averaged(stage, shard)
+    held = list(shards_of(optimizer))
+    for shard, unit, engine in held:
+        check_place(engine.stage, shard)
+        check_averaged(engine.stage, shard)
         if not unit.original:
-            check_elementwise(optimizer, stage)
+            check_elementwise(optimizer, engine.stage)
+    cut = [(unit, engine) for _, unit, engine in held if not unit.original]
+    if cut:
+        check_states(optimizer, *cut[0])
+    if any(engine.passes == {"forward"} for _, engine in cut) and all(shard.grad is None for shard, *_ in held):
+        raise RuntimeError(
+            f"{cut[0][1].stage}: a step before any backward has come. If backward had inputs=, leave that out: the "
+            "shards are in no graph. If there was none, leave out the step"
+        )
 
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,6 +95,20 @@ def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         if not unit.original:
             torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
             unit.point_parameters_at(None)
+
+
+SHARDS_OF = "shards_of"  # a key of an optimizer's groups, which goes where its states go
+
+
+def check_states(optimizer: Optimizer, unit: Unit, engine: Any) -> None:
+    """`RuntimeError` if the optimizer's states were loaded from another rank's shards."""
+    mine = "all ranks" if unit.whole else f"rank {unit.comm.rank} of {unit.comm.size}"
+    for group in optimizer.param_groups:
+        if (other := group.setdefault(SHARDS_OF, mine)) != mine:
+            raise RuntimeError(
+                f"{engine.stage}: the optimizer's states are of the shards of {other}, its shards are of {mine}: "
+                "save and load by minizero.checkpoint, or on each rank its own state_dict()"
+            )
 
 
 def check_place(stage: str, shard: torch.Tensor) -> None:

@@ -4,11 +4,14 @@ DeepSpeed#3570, torchtitan#3724: a weight is used by another module. pytorch#820
 stale or empty weights.
 """
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+
+from minizero import torch_private
 
 
 class Released(nn.Parameter):
@@ -27,6 +30,13 @@ class Released(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         of_attribute = type(function).__name__ == "method-wrapper"
         attribute = getattr(function.__self__, "__name__", "property") if of_attribute else ""
+        drops = function.__name__ == "__set__" or sys._getframe(1).f_code is nn.Module.zero_grad.__code__
+        if attribute == "grad" and drops and torch_private.current_backward() == -1:
+            name, _, stage = args[0].wrapped_in
+            raise RuntimeError(
+                f"{stage}: {name} has no .grad, the shards have: call zero_grad() of the optimizer or of the {stage} "
+                "itself, not of its module or of a module around it"
+            )
         writes = attribute == "data" and function.__name__ == "__set__" and args[1] is not args[0]
         if not writes and (attribute or getattr(function, "__name__", "") in cls.QUESTIONS):
             answer = super().__torch_function__(function, types, args, kwargs or {})
