@@ -13,6 +13,7 @@ model. PyTorch's `torch.distributed.checkpoint` reshards in this way, too.
 """
 
 import io
+import pickle
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -67,7 +68,8 @@ def parts_to_write(model: Wrapped) -> list[tuple[int, int]]:
 def tensors_to_write(
     model: Wrapped, optimizer: torch.optim.Optimizer, parts: list[tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of this rank's file, by key. `ValueError` for a state that is no number and no parameter's shape."""
+    """The tensors of this rank's file, by key. `ValueError` for what `load` could not give back to the optimizer."""
+    check_optimizer(optimizer)
     tensors: dict[str, torch.Tensor] = {}
     if model.comm.rank == 0:
         tensors |= {f"{name}/buffer/whole": buffer.clone() for name, buffer in buffers(model).items()}
@@ -94,6 +96,28 @@ def tensors_to_write(
                         "the parameter: use an elementwise optimizer, such as AdamW"
                     )
     return tensors
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """`ValueError` for hyperparameters and states that no file could give back."""
+    wrong = [k for group in optimizer.param_groups for k, v in group.items() if k != "params" and not plain(v)]
+    for owner, states in optimizer.state.items():
+        kinds = states if isinstance(owner, torch.Tensor) else [owner]
+        wrong += [k for k in kinds if k is owner or not isinstance(k, str) or k == "parameter" or "/" in k]
+    if wrong:
+        raise ValueError(
+            f"{type(optimizer).__name__} has {', '.join(map(repr, wrong))}: a checkpoint keeps of its groups numbers, "
+            "strings, lists and dicts; of its state what a parameter has, but not as 'parameter' or with a '/'"
+        )
+
+
+def plain(value: Any) -> bool:
+    """Does JSON give the value back? It makes lists of tuples, and a number of a tensor or a NumPy scalar."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and plain(inside) for key, inside in value.items())
+    if hasattr(value, "item") and value.shape in ((), (1,)):
+        value = value.item()
+    return all(map(plain, value)) if isinstance(value, list | tuple) else isinstance(value, int | float | str | None)
 
 
 def look_up(files: list[Path]) -> Stored:
@@ -214,15 +238,13 @@ def buffers(model: Wrapped) -> dict[str, torch.Tensor]:
 
 
 def in_bytes(name: str, value: Any) -> torch.Tensor:
-    """What a module saves besides parameters and buffers. `ValueError` if reading it could run foreign code."""
-    file = io.BytesIO()
+    """What a module saves besides parameters and buffers. `ValueError` if reading it would run code."""
+    torch.save(value, file := io.BytesIO())
     try:
-        torch.save(value, file)
-        from_bytes(written := torch.frombuffer(file.getbuffer(), dtype=torch.uint8).clone())
-    except Exception as error:
+        from_bytes(written := torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+    except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{name}, of get_extra_state or a hook of the model, is a {type(value).__name__} that cannot be read back: "
-            "let it be made of tensors, numbers, strings, lists and dicts"
+            f"{name} is a {type(value).__name__}: let it be of tensors, numbers, strings, dicts"
         ) from error
     return written
 

@@ -98,7 +98,7 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
             files = {file_of(rank): crc for rank, crc in enumerate(checksums)}
             new = folder / "index.json.new"
             index = {"step": step, "saved_by": by, "data": data.name, "files": files} | about
-            text = json.dumps(index, indent=1, default=torch.Tensor.item)  # a learning rate may be a tensor
+            text = json.dumps(index, indent=1, default=lambda number: number.item())  # a learning rate may be a tensor
             with naming(new):
                 new.write_text(text)
                 # What the new index points at must be on the disk before the rename is.

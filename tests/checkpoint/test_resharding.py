@@ -3,12 +3,13 @@
 import json
 import threading
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
 
-from minizero import DDP, GPT, Zero1, Zero2, Zero3
+from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.checkpoint import CheckpointError, load, save
 from tests.support.checkpoints import error_of, full_states, same, scrambled, steps, wrap
 from tests.support.helpers import SMALL, STAGES, plain, relative_error, run
@@ -318,3 +319,26 @@ def test_states_of_one_shard_must_be_of_one_step(tmp_path):
         assert isinstance(error, CheckpointError) and "has not been stepped as often as" in str(error)
     for found in run(2, loads, lambda name, parameter: name):  # rank 0's shard of the bias is empty, and stepped, too
         assert found == (None, {"root.weight": 1.0, "root.bias": 2.0})
+
+
+def test_what_no_file_could_give_back_is_named(tmp_path):
+    def through_a_file(comm, group, state):
+        model = Zero3(nn.Linear(3, 3), comm)
+        shards = list(model.parameters())
+        optimizer = torch.optim.SGD([{"params": shards, **group}], lr=np.float32(0.5))
+        optimizer.state |= {state: {}} if isinstance(state, int) else {shards[0]: {state: torch.zeros_like(shards[0])}}
+        save(tmp_path, model, optimizer, 1)
+        optimizer.param_groups[0]["lr"] = 0.0
+        load(tmp_path, model, optimizer)
+        return optimizer.param_groups[0]["lr"]
+
+    assert run(2, through_a_file, {"betas": (0.5, [True, None])}, "kept") == [0.5, 0.5]
+    for group, state, name in (
+        ({"of": {1: 2}}, "kept", "'of'"),
+        ({"decay": len}, "kept", "'decay'"),
+        ({}, "parameter", "'parameter'"),
+        ({}, "a/b", "'a/b'"),
+        ({}, 4711, "4711"),
+    ):
+        with pytest.raises(RankFailed, match=f"SGD has {name}: a checkpoint keeps"):
+            run(2, through_a_file, group, state)
