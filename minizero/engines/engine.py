@@ -50,7 +50,7 @@ from minizero.engines.guards.modules import (
     names_and_parameters,
 )
 from minizero.engines.guards.no_sync import check_untouched
-from minizero.engines.guards.norms import let_norms_compute_in_fp32
+from minizero.engines.guards.norms import let_norms_compute_in_fp32, name_buffers
 from minizero.engines.guards.optimizers import mark
 from minizero.engines.guards.released import Released
 from minizero.engines.layout import GroupBy
@@ -96,7 +96,7 @@ class Engine(Wrapped, abc.ABC):
     ) -> None:
         super().__init__()
         self.stage = type(self).__name__
-        check_module(self.stage, module, dtype)
+        check_module(self.stage, module, comm.rank, dtype)
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
@@ -104,7 +104,7 @@ class Engine(Wrapped, abc.ABC):
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # in backward
         self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
-        self.complete, self.names_of = names_and_parameters(module), self.names_in(self.own_state()[0])
+        self.complete, names = names_and_parameters(module), self.names_in(self.own_state()[0])
         start_buffers(module, comm)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
         self.roots = [unit for unit in self.units if unit.module is None]  # gathered until backward ends
@@ -112,7 +112,7 @@ class Engine(Wrapped, abc.ABC):
         if self.frees_replicas:
             check_compiled(self.stage, module, self.units)
         for unit in self.units:
-            unit.layout.names = [self.names_of[id(parameter)][0] for parameter in unit.parameters]
+            unit.layout.names = [names[id(parameter)][0] for parameter in unit.parameters]  # those that it is saved by
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
             unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: `keep` has emptied it
@@ -175,8 +175,9 @@ class Engine(Wrapped, abc.ABC):
         args, kwargs = converted((args, kwargs), self._cast)
         try:
             return self.module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self.release_all()
+            name_buffers(self.stage, self.module, self.dtype, error)
             raise
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,6 +217,7 @@ class Engine(Wrapped, abc.ABC):
                 for unit in self.in_order:
                     unit.gradient = None  # unless it was reduced, .grad is that of before; what no_sync added is gone
             self.running.clear()  # what is left there ended by an exception
+        self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.refresh()
         for unit in self.roots:
             self.do(self.gather, unit)
@@ -238,11 +240,10 @@ class Engine(Wrapped, abc.ABC):
         def begin(_: torch.Tensor) -> None:
             self.running_backward(versions)
 
-        if grown:
-            self.passes.add("forward")
         for tensor in grown:
+            self.passes.add("forward")
             tensor.register_hook(begin)
-        if not grown:  # there will be no backward
+        if not grown and self.began == torch_private.next_operation():  # there can be no backward
             self.release_all()
 
     def release_all(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.gradient import LocalGradient, pieces
+from minizero.engines.guards.released import Released
 from minizero.engines.layout import GroupBy, Layout, cut, pad
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
@@ -28,7 +29,6 @@ class Unit:
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
     over: all, unless a sharding factor makes groups. Prefetch replaces it by another of the same ranks, for its thread.
-    empty: the class of the module's parameters while they have no values.
     """
 
     replica: torch.Tensor
@@ -43,13 +43,12 @@ class Unit:
         comm: Comm,
         dtype: torch.dtype,
         group_by: GroupBy | None,
-        empty: type[nn.Parameter] = nn.Parameter,
     ) -> None:
         self.name, self.module, self.dtype = name, module, dtype
         self.everyone, self.comm = everyone, comm
         self.layout = Layout(list(parameters), [p.shape for p in parameters.values()], everyone.size)
         self.parameters = list(parameters.values())
-        self.kinds, self.empty = [type(parameter) for parameter in self.parameters], empty
+        self.kinds = [type(parameter) for parameter in self.parameters]
         self.trains = self.parameters[0].requires_grad
         self.group_of = [group_by(n, p) if group_by else None for n, p in parameters.items()]  # of each parameter
         self.shards: list[nn.Parameter] = []
@@ -95,7 +94,7 @@ class Unit:
             parameter.__class__ = kind
             parameter.data = view
             if flat is None:
-                parameter.__class__ = self.empty
+                parameter.__class__ = Released
 
     def cut_shards(self) -> None:
         """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`."""
@@ -122,9 +121,8 @@ class Unit:
     def replica_is_fresh_now(self) -> None:
         """Remember what `master` the replica was made from."""
         self.version = self.master._version
-        if self.dtype != self.master.dtype:
-            for parameter in self.parameters:
-                parameter.writes = parameter._version  # type: ignore[attr-defined]  # those of before this forward
+        for parameter in self.parameters if self.dtype != self.master.dtype else ():
+            parameter.writes = parameter._version  # type: ignore[attr-defined]  # those of before
 
     # The gradient.
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.guards.norms import keeps_statistics
-from minizero.engines.guards.released import Released
 from minizero.engines.layout import GroupBy
 from minizero.engines.unit import Unit
 from minizero.ranks.collectives import broadcast
@@ -55,7 +54,7 @@ def make_units(
     units = []
     for (path, trains, its), named in contents.items():
         name = (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)")
-        units.append(Unit(name, chosen[path] if path else None, named, comm, inside, its, group_by, Released))
+        units.append(Unit(name, chosen[path] if path else None, named, comm, inside, its, group_by))
     return units
 
 

@@ -53,6 +53,18 @@ def test_two_backwards_through_one_graph():
     check(seeded(lambda: nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))), forward=forward)
 
 
+def test_adapters_may_be_switched_off_for_a_reference():
+    def forward(model, x, rank):
+        adapters = list(getattr(model, "module", model).blocks[1].parameters())
+        [parameter.requires_grad_(False) for parameter in adapters]  # as PEFT does
+        with torch.no_grad():
+            reference = model(x)
+        [parameter.requires_grad_(True) for parameter in adapters]
+        return (model(x) - 2 * reference).square().mean()
+
+    check(seeded(Blocks), forward=forward)
+
+
 def test_forwards_without_backward_and_without_grad_change_nothing():
     def forward(model, x, rank):
         model(x)

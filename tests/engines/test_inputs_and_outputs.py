@@ -24,14 +24,20 @@ class Structured(Blocks):
     def forward(self, x, kind="dict"):
         out = super().forward(x["a"][0])
         loss = out.square().mean()
-        return {"dict": {"loss": loss, "n": 3}, "tuple": (None, [loss]), "dataclass": Output(loss, "hi")}[kind]
+        unseen = {"closure": (torch.arange(2), lambda: loss), "iterator": iter([loss])}
+        return {"dict": {"loss": loss, "n": 3}, "tuple": (None, [loss]), "dataclass": Output(loss, "hi"), **unseen}[
+            kind
+        ]
 
 
-@pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass"])
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass", "closure", "iterator"])
 def test_structured_inputs_and_outputs(kind):
     def forward(model, x, rank):
         out = model({"a": (x, 1)}, kind=kind)
-        return {"dict": lambda: out["loss"], "tuple": lambda: out[1][0], "dataclass": lambda: out.loss}[kind]()
+        unseen = {"closure": lambda: out[1](), "iterator": lambda: next(out)}
+        return {"dict": lambda: out["loss"], "tuple": lambda: out[1][0], "dataclass": lambda: out.loss, **unseen}[
+            kind
+        ]()
 
     check(seeded(Structured), forward=forward)
 

@@ -15,7 +15,7 @@ from minizero.engines.guards.optimizers import check_hooks, check_place
 from minizero.engines.unit import Unit
 
 
-def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> None:
+def check_module(stage: str, module: nn.Module, rank: int, dtype: torch.dtype | None) -> None:
     """`ValueError` where `module` cannot be wrapped: it must have FP32 parameters that train, on one device."""
     parameters = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
@@ -56,6 +56,8 @@ def check_module(stage: str, module: nn.Module, dtype: torch.dtype | None) -> No
         check_hooks(stage, name, parameter)
         if hasattr(parameter, "wrapped_in"):
             raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in[-1]} already: wrap a fresh module")
+        if vars(parameter).setdefault("claimed_by", rank) != rank:
+            raise ValueError(f"{stage}: {name} is another rank's: let each thread build or copy.deepcopy() the module")
         if parameter.numel() == 0:
             raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
         memory = torch_private.storage_id(parameter.untyped_storage())
@@ -85,8 +87,9 @@ def check_complete(stage: str, module: nn.Module, complete: dict[str, int], unit
             "or saved: complete the module, then wrap it"
         )
     for unit in units:
-        if any(parameter.requires_grad != unit.trains for parameter in (*unit.parameters, *unit.shards)):
-            raise RuntimeError(f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping")
+        checked = (*unit.parameters, *unit.shards) if torch.is_grad_enabled() else ()  # PEFT switches adapters off
+        if any(parameter.requires_grad != unit.trains for parameter in checked):
+            raise RuntimeError(f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping, or use no_grad")
         for shard in unit.shards:
             check_place(stage, shard)
         for parameter in unit.parameters:
@@ -113,16 +116,11 @@ def check_writes(stage: str, unit: Unit) -> None:
     """`RuntimeError` if a parameter of the unit was written to so that the unit's master cannot have it."""
     memory, start = torch_private.place(unit.replica)
     for parameter, offset in zip(unit.parameters, unit.layout.offsets, strict=True):
-        name = parameter.wrapped_in[0]  # type: ignore[attr-defined]
+        name, *_ = parameter.wrapped_in  # type: ignore[attr-defined]
         if torch_private.place(parameter) != (memory, start + offset):
-            raise RuntimeError(
-                f"{stage}: {name} was given other memory, as `.data =` does: copy_() into it under no_grad"
-            )
+            raise RuntimeError(f"{stage}: {name} was given other memory, as `.data =` does: copy_() into it instead")
         if unit.dtype != unit.master.dtype and parameter._version != parameter.writes:  # type: ignore[attr-defined]
-            raise RuntimeError(
-                f"{stage}: forward wrote to {name}, and its FP32 master would not see that: "
-                "write to parameters() under no_grad after the step, or make it a buffer"
-            )
+            raise RuntimeError(f"{stage}: {name} was written to, its FP32 master was not: write to parameters()")
 
 
 def check_gradient(stage: str, unit: Unit, gradient: torch.Tensor | None, *, again: bool, gathered: bool) -> None:

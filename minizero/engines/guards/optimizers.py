@@ -20,8 +20,9 @@ from minizero.engines.unit import Unit
 
 def mark(unit: Unit, engine: Any) -> None:
     """Write on parameters and shards whose they are, for the checks of this folder."""
-    for parameter, name in zip(unit.parameters, unit.layout.names, strict=True):
+    for parameter, name, shape in zip(unit.parameters, unit.layout.names, unit.layout.shapes, strict=True):
         parameter.wrapped_in = name, unit.name, engine.stage  # type: ignore[attr-defined]
+        parameter.elements = shape.numel()  # type: ignore[attr-defined]
     for shard in unit.shards:
         shard.shard_of = weakref.ref(unit), weakref.ref(engine)  # type: ignore[attr-defined]
         shard.cut_at = torch_private.place(shard)  # type: ignore[attr-defined]
@@ -79,13 +80,12 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
         check_averaged(engine.stage, shard)
         if not unit.original:
             check_elementwise(optimizer, engine.stage)
-    cut = [(unit, engine) for _, unit, engine in held if not unit.original]
-    if cut:
-        check_states(optimizer, *cut[0])
-    if any(engine.passes == {"forward"} for _, engine in cut) and all(shard.grad is None for shard, *_ in held):
+    if held:
+        check_states(optimizer, *held[0][1:])
+    waiting = [engine.stage for _, unit, engine in held if engine.passes == {"forward"} and not unit.original]
+    if waiting and all(shard.grad is None for shard, *_ in held):
         raise RuntimeError(
-            f"{cut[0][1].stage}: a step before any backward has come. If backward had inputs=, leave that out: the "
-            "shards are in no graph. If there was none, leave out the step"
+            f"{waiting[0]}: a step without a backward. Had it inputs=? Leave them out: shards are in no graph"
         )
 
 
@@ -97,13 +97,13 @@ def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             unit.point_parameters_at(None)
 
 
-SHARDS_OF = "shards_of"  # a key of an optimizer's groups, which goes where its states go
+SHARDS_OF = "shards_of"  # a key of an optimizer's groups: it goes where the states go
 
 
 def check_states(optimizer: Optimizer, unit: Unit, engine: Any) -> None:
     """`RuntimeError` if the optimizer's states were loaded from another rank's shards."""
     mine = "all ranks" if unit.whole else f"rank {unit.comm.rank} of {unit.comm.size}"
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if not unit.original else ():
         if (other := group.setdefault(SHARDS_OF, mine)) != mine:
             raise RuntimeError(
                 f"{engine.stage}: the optimizer's states are of the shards of {other}, its shards are of {mine}: "

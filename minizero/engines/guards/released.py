@@ -21,8 +21,9 @@ class Released(nn.Parameter):
     """
 
     wrapped_in: tuple[str, str, str]
+    elements: int  # that it has while it is there
     QUESTIONS = ["__repr__", "__hash__", "size", "dim", "is_floating_point", "is_complex", "untyped_storage"]
-    QUESTIONS += ["data_ptr", "register_hook", "register_post_accumulate_grad_hook"]
+    QUESTIONS += ["data_ptr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"]
     # Of Module.to(), if it changes nothing.
     QUESTIONS += ["to", "float", "half", "bfloat16", "cpu", "cuda", "_has_compatible_shallow_copy_type"]
 
@@ -30,13 +31,12 @@ class Released(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         of_attribute = type(function).__name__ == "method-wrapper"
         attribute = getattr(function.__self__, "__name__", "property") if of_attribute else ""
+        if getattr(function, "__name__", "") in ("numel", "nelement"):
+            return args[0].elements
         drops = function.__name__ == "__set__" or sys._getframe(1).f_code is nn.Module.zero_grad.__code__
         if attribute == "grad" and drops and torch_private.current_backward() == -1:
             name, _, stage = args[0].wrapped_in
-            raise RuntimeError(
-                f"{stage}: {name} has no .grad, the shards have: call zero_grad() of the optimizer or of the {stage} "
-                "itself, not of its module or of a module around it"
-            )
+            raise RuntimeError(f"{stage}: {name} has no .grad, the shards have: call zero_grad() of the {stage} itself")
         writes = attribute == "data" and function.__name__ == "__set__" and args[1] is not args[0]
         if not writes and (attribute or getattr(function, "__name__", "") in cls.QUESTIONS):
             answer = super().__torch_function__(function, types, args, kwargs or {})
