@@ -224,10 +224,11 @@ class Engine(Wrapped, abc.ABC):
 
     def refresh(self) -> None:
         """The module computes with new replicas, also after a step: `mark_as_old` has emptied its parameters."""
+        kept = [] if self.frees_replicas else self.units
+        old = [unit for unit in kept if unit.replica_is_stale() or isinstance(unit.parameters[0], Released)]
         self.do(self.before_forward)
-        for unit in self.units:
-            if not self.frees_replicas and isinstance(unit.parameters[0], Released):
-                unit.point_parameters_at(unit.replica)
+        for unit in old:
+            unit.point_parameters_at(unit.replica)
 
     def end_forward(self, output: Any) -> None:
         """Keep what forward wrote to parameters, and let the gradient of a tensor in `output` begin the backward."""

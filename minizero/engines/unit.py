@@ -93,6 +93,7 @@ class Unit:
         for parameter, view, kind in zip(self.parameters, views, self.kinds, strict=True):
             parameter.__class__ = kind
             parameter.data = view
+            parameter.writes = parameter._version  # type: ignore[attr-defined]  # those of before the next forward
             if flat is None:
                 parameter.__class__ = Released
 
@@ -121,8 +122,6 @@ class Unit:
     def replica_is_fresh_now(self) -> None:
         """Remember what `master` the replica was made from."""
         self.version = self.master._version
-        for parameter in self.parameters if self.dtype != self.master.dtype else ():
-            parameter.writes = parameter._version  # type: ignore[attr-defined]  # those of before
 
     # The gradient.
 
