@@ -53,6 +53,7 @@ from minizero.engines.guards.no_sync import check_untouched
 from minizero.engines.guards.norms import let_norms_compute_in_fp32, name_buffers
 from minizero.engines.guards.optimizers import mark
 from minizero.engines.guards.released import Released
+from minizero.engines.guards.wrapped import Ours
 from minizero.engines.layout import GroupBy
 from minizero.engines.unit import Unit
 from minizero.engines.units import make_units, start_buffers
@@ -196,7 +197,7 @@ class Engine(Wrapped, abc.ABC):
                 self.end_forward(output)
 
         self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(after)
+        self.module.register_forward_hook(Ours(after))
         for unit in self.in_order:
             for number, parameter in enumerate(unit.parameters):
                 aside: list[torch.Tensor | None] = []  # filled by DDP in FP32 alone: see `put_aside`
@@ -283,11 +284,11 @@ class Engine(Wrapped, abc.ABC):
 
         if unit.module is not None:
             unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(after)
+            unit.module.register_forward_hook(Ours(after))
             its = {id(parameter) for parameter in unit.parameters}
             for part in unit.module.modules() if self.frees_replicas else ():
                 if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
-                    part.register_forward_hook(part_is_over)
+                    part.register_forward_hook(Ours(part_is_over))
 
     def open_use(self, unit: Unit, version: int) -> None:
         """Backward reaches what a use of the unit made."""

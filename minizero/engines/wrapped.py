@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minizero.engines.guards.no_sync import check_averaged
-from minizero.engines.guards.wrapped import Refuses
+from minizero.engines.guards.wrapped import Ours, Refuses
 from minizero.engines.unit import Unit
 from minizero.ranks.collectives import all_gather, broadcast
 
@@ -24,14 +24,12 @@ class Wrapped(Refuses):
     loads_others = False  # does the module load what is neither a parameter nor a buffer?
 
     def own_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]:
-        """The module's own state dict as it is now, with the very parameters and buffers; of it the buffers, and what
-        is neither: the module's hooks and `get_extra_state` give it.
+        """The module's own state dict as it is now, with its very tensors; of it the buffers; and what hooks and
+        `get_extra_state` give.
         """
-        state = self.module.state_dict(keep_vars=True)
-        parameters, buffers = (
-            {id(x) for x in tensors} for tensors in (self.module.parameters(), self.module.buffers())
-        )
-        others = {name: value for name, value in state.items() if id(value) not in parameters | buffers}
+        state, buffers = self.module.state_dict(keep_vars=True), {id(buffer) for buffer in self.module.buffers()}
+        tensors = buffers | {id(parameter) for parameter in self.module.parameters()}
+        others = {name: value for name, value in state.items() if id(value) not in tensors}
         return state, {name: value for name, value in state.items() if id(value) in buffers}, others
 
     def names_in(self, state: dict[str, Any]) -> dict[int, list[str]]:
@@ -171,7 +169,7 @@ class Wrapped(Refuses):
             part.register_state_dict_pre_hook(  # with keep_vars it has the parameters themselves, not their values
                 lambda part, _, keep_vars: self.part_saves() if part in own and not keep_vars else None
             )
-            part.register_state_dict_post_hook(lambda *call: self.part_saved(*call[:3]))
+            part.register_state_dict_post_hook(Ours(lambda *call: self.part_saved(*call[:3])))
             part.register_load_state_dict_pre_hook(
                 lambda part, *call: self.part_loads(part, *call[:3]) if part in own and not self.loads_others else None
             )

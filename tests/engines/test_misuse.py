@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -94,6 +95,9 @@ def test_what_would_be_silently_wrong_is_refused(stage):
         for wrong in (model.half, lambda: copy.deepcopy(model)):
             with pytest.raises(RuntimeError, match=stage.__name__):
                 wrong()
+        for whole in (model, model.module, model.module.out, list(model.parameters())):
+            with pytest.raises(RuntimeError, match="gather_state_dict"):
+                pickle.dumps(whole)
         state = model.gather_state_dict()
         for change, message in (
             (lambda s: s.pop("out.bias"), "missing or unknown: out.bias"),

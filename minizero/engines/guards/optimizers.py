@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from minizero import torch_private
 from minizero.engines.guards.no_sync import check_averaged, check_untouched
+from minizero.engines.guards.wrapped import Ours
 from minizero.engines.unit import Unit
 
 
@@ -23,8 +24,9 @@ def mark(unit: Unit, engine: Any) -> None:
     for parameter, name, shape in zip(unit.parameters, unit.layout.names, unit.layout.shapes, strict=True):
         parameter.wrapped_in = name, unit.name, engine.stage  # type: ignore[attr-defined]
         parameter.elements = shape.numel()  # type: ignore[attr-defined]
+    weak = weakref.ref(unit), weakref.ref(engine)
     for shard in unit.shards:
-        shard.shard_of = weakref.ref(unit), weakref.ref(engine)  # type: ignore[attr-defined]
+        shard.shard_of = Ours(lambda: (weak[0](), weak[1]()))  # type: ignore[attr-defined]
         shard.cut_at = torch_private.place(shard)  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
             shard.register_hook(own_gradient_comes(weakref.ref(shard), weakref.ref(unit)))
@@ -60,8 +62,8 @@ def check_hooks(stage: str, name: str, parameter: nn.Parameter) -> None:
 def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
     """The shards that it holds, with their units and engines."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        weak = getattr(parameter, "shard_of", None)
-        if weak and (unit := weak[0]()) and (engine := weak[1]()):  # else it is no shard, or of an engine that is gone
+        unit, engine = parameter.shard_of() if hasattr(parameter, "shard_of") else (None, None)
+        if unit and engine:  # else it is no shard, or of an engine that is gone
             yield parameter, unit, engine
         elif hasattr(parameter, "wrapped_in"):
             *_, stage = parameter.wrapped_in
@@ -80,12 +82,12 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
         check_averaged(engine.stage, shard)
         if not unit.original:
             check_elementwise(optimizer, engine.stage)
-    if held:
-        check_states(optimizer, *held[0][1:])
+    for _, unit, engine in held[:1]:
+        check_states(optimizer, engine.stage, unit)
     waiting = [engine.stage for _, unit, engine in held if engine.passes == {"forward"} and not unit.original]
     if waiting and all(shard.grad is None for shard, *_ in held):
         raise RuntimeError(
-            f"{waiting[0]}: a step without a backward. Had it inputs=? Leave them out: shards are in no graph"
+            f"{waiting[0]}: a step without a backward. Had it inputs=? Shards are in no graph: leave it out"
         )
 
 
@@ -100,13 +102,13 @@ def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 SHARDS_OF = "shards_of"  # a key of an optimizer's groups: it goes where the states go
 
 
-def check_states(optimizer: Optimizer, unit: Unit, engine: Any) -> None:
+def check_states(optimizer: Optimizer, stage: str, unit: Unit) -> None:
     """`RuntimeError` if the optimizer's states were loaded from another rank's shards."""
     mine = "all ranks" if unit.whole else f"rank {unit.comm.rank} of {unit.comm.size}"
-    for group in optimizer.param_groups if not unit.original else ():
+    for group in optimizer.param_groups:
         if (other := group.setdefault(SHARDS_OF, mine)) != mine:
             raise RuntimeError(
-                f"{engine.stage}: the optimizer's states are of the shards of {other}, its shards are of {mine}: "
+                f"{stage}: the optimizer's states are of the shards of {other}, its shards are of {mine}: "
                 "save and load by minizero.checkpoint, or on each rank its own state_dict()"
             )
 

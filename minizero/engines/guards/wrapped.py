@@ -10,6 +10,22 @@ from minizero.engines.unit import Unit
 from minizero.ranks.comm import Comm
 
 
+class Ours:
+    """A function that an engine leaves on a module or a tensor: a copy of it shares the function, a file has none."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError("what an engine has wrapped cannot be pickled, nor its optimizer: save gather_state_dict()")
+
+
 class Refuses(nn.Module):
     """Methods of `nn.Module` that would be silently wrong for an engine."""
 
