@@ -99,7 +99,8 @@ def converted(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    parts, kind = tree_flatten(value, is_leaf=lambda part: part is not value)  # one level
+    whole = id(value)  # its number: tree_flatten leaves a cycle behind, which must not hold tensors
+    parts, kind = tree_flatten(value, is_leaf=lambda part: id(part) != whole)  # one level
     new = [part if part is value else converted(part, change) for part in parts]
     return value if all(a is b for a, b in zip(parts, new, strict=True)) else tree_unflatten(new, kind)
 

@@ -116,11 +116,13 @@ def check_writes(stage: str, unit: Unit) -> None:
     """`RuntimeError` if a parameter of the unit was written to so that the unit's master cannot have it."""
     memory, start = torch_private.place(unit.replica)
     for parameter, offset in zip(unit.parameters, unit.layout.offsets, strict=True):
-        name, *_ = parameter.wrapped_in  # type: ignore[attr-defined]
         if torch_private.place(parameter) != (memory, start + offset):
-            raise RuntimeError(f"{stage}: {name} was given other memory, as `.data =` does: copy_() into it instead")
-        if unit.dtype != unit.master.dtype and parameter._version != parameter.writes:  # type: ignore[attr-defined]
-            raise RuntimeError(f"{stage}: {name} was written to, its FP32 master was not: write to parameters()")
+            what = "given other memory, as `.data =` does: copy_() into it instead"
+        elif unit.dtype != unit.master.dtype and parameter._version != parameter.writes:  # type: ignore[attr-defined]
+            what = "written to, its FP32 master was not: write to parameters(), under no_grad and after the step"
+        else:
+            continue
+        raise RuntimeError(f"{stage}: {parameter.wrapped_in[0]} was {what}")  # type: ignore[attr-defined]
 
 
 def check_gradient(stage: str, unit: Unit, gradient: torch.Tensor | None, *, again: bool, gathered: bool) -> None:
