@@ -105,7 +105,7 @@ SHARDS_OF = "shards_of"  # a key of an optimizer's groups: it goes where the sta
 def check_states(optimizer: Optimizer, stage: str, unit: Unit) -> None:
     """`RuntimeError` if the optimizer's states were loaded from another rank's shards."""
     mine = "all ranks" if unit.whole else f"rank {unit.comm.rank} of {unit.comm.size}"
-    for group in optimizer.param_groups:
+    for group in () if unit.original else optimizer.param_groups:
         if (other := group.setdefault(SHARDS_OF, mine)) != mine:
             raise RuntimeError(
                 f"{stage}: the optimizer's states are of the shards of {other}, its shards are of {mine}: "
