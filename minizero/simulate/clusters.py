@@ -14,6 +14,8 @@ import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
+from flash import gpus
+
 Known = TypeVar("Known")
 GIB = 2**30
 
@@ -106,40 +108,20 @@ def choose(table: Mapping[str, Known], name: str, what: str) -> Known:
     raise ValueError(f"{what} {name!r} is unknown: {advice}")
 
 
+def product(name: str, sold_as: str, float32: float, source: str, bfloat16: bool = True) -> GPU:
+    """A GPU of flash/gpus.py, where its memory, its bandwidth and its rate in 16 bits stand."""
+    made = gpus.GPUS[sold_as]
+    peak = {"float32": float32} | dict.fromkeys(("float16", "bfloat16")[: 1 + bfloat16], made.matmul_flops)
+    return GPU(name, peak, made.memory, made.hbm_bytes_per_second, f"NVIDIA {source}")
+
+
 # Dense rates, as measured without sparsity. "float32" is the rate of TF32 where the GPU has it.
 GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        GPU("V100", {"float32": 15.7e12, "float16": 125e12}, 32 * GIB, 0.9e12, "NVIDIA V100 datasheet, SXM2 32 GB"),
-        GPU(
-            "A100-40",
-            {"float32": 156e12, "float16": 312e12, "bfloat16": 312e12},
-            40 * GIB,
-            1.555e12,
-            "NVIDIA A100 datasheet, SXM4 40 GB",
-        ),
-        GPU(
-            "A100-80",
-            {"float32": 156e12, "float16": 312e12, "bfloat16": 312e12},
-            80 * GIB,
-            2.039e12,
-            "NVIDIA A100 datasheet, SXM4 80 GB",
-        ),
-        GPU(
-            "H100",
-            {"float32": 494.5e12, "float16": 989e12, "bfloat16": 989e12},
-            80 * GIB,
-            3.35e12,
-            "NVIDIA H100 datasheet, SXM5",
-        ),
-        GPU(
-            "H200",
-            {"float32": 494.5e12, "float16": 989e12, "bfloat16": 989e12},
-            141 * GIB,
-            4.8e12,
-            "NVIDIA H200 datasheet, SXM",
-        ),
-    )
+    "V100": product("V100", "V100 SXM2", 15.7e12, "V100 datasheet, SXM2 32 GB", bfloat16=False),
+    "A100-40": product("A100-40", "A100 SXM 40GB", 156e12, "A100 datasheet, SXM4 40 GB"),
+    "A100-80": product("A100-80", "A100 SXM 80GB", 156e12, "A100 datasheet, SXM4 80 GB"),
+    "H100": product("H100", "H100 SXM", 494.5e12, "H100 datasheet, SXM5"),
+    "H200": product("H200", "H200 SXM", 494.5e12, "H200 datasheet, SXM"),
 }
 
 # The share of the datasheet's bandwidth that a ring reaches. Isaev et al., 2023, "Calculon", use 0.65 for NVLink and
