@@ -117,12 +117,13 @@ def function_transform_is_active() -> bool:
 
 
 def consists_of_others(operator: Any) -> bool:
-    """Does the operator only call other operators?
+    """Does the operator only call other operators, on the CPU too? (SiLU's backward does where it has no kernel.)
 
     Why: what it returns is born in those.
     Since 2.1. In its place: a public tag of such operators.
     """
-    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    keys, has = torch._C.DispatchKey, operator.has_kernel_for_dispatch_key
+    return has(keys.CompositeImplicitAutograd) and not has(keys.CPU)
 
 
 def operators_that_draw(kind: str) -> list[Any]:
@@ -148,6 +149,49 @@ without_modes = _disable_current_modes
 
 Why: modes watch a function's own operators, and the copy of a generator's state is none of them.
 Since 2.0. In its place: a public context of the same name.
+"""
+
+
+@contextlib.contextmanager
+def lent_kernels() -> Iterator[Callable[..., None]]:
+    """Gives a function that registers a kernel of Python for one of PyTorch's operators; all end with the block.
+
+    Why: an attention, or a cast of autocast, that C++ calls is seen by no mode in Python.
+    Since 2.1. In its place: a public end of a `torch.library.Library`.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        yield library.impl
+    finally:
+        library._destroy()
+
+
+def registered(key: str) -> set[str]:
+    """The names of the operators that have a kernel for a dispatch key, such as "AutocastCUDA".
+
+    Why: the operators for which autocast casts are listed nowhere else.
+    Since 1.11. In its place: a public list of them.
+    """
+    return set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
+AFTER_AUTOCAST = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+"""The kernels that come after autocast's.
+
+Why: where autocast leaves an operator alone, what comes next is called.
+Since 1.12. In its place: a public way to call the next kernel.
+"""
+
+ATTENTION = {
+    "math": torch.ops.aten._scaled_dot_product_attention_math,
+    "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention,
+    "flash": torch.ops.aten._scaled_dot_product_flash_attention,
+    "efficient": torch.ops.aten._scaled_dot_product_efficient_attention,
+}
+"""PyTorch's ways to compute attention on a GPU.
+
+Why: PyTorch's attention chooses one of them by the device, and a fake tensor has the CPU's.
+Since 2.5. In its place: an option of it, which names a device.
 """
 
 
@@ -250,6 +294,9 @@ IN_PLACE = {
     "_dispatch_has_kernel_for_dispatch_key": "as `consists_of_others`, in `precision`, which does not import minizero",
     "_are_functorch_transforms_active": "as `function_transform_is_active`, in `flash`, which does not import minizero",
     "_functorch": "the module of is_legacy_batchedtensor: autograd batches so, too; since 2.0",
+    "_deepcopy_dispatch": "Python's own: how `copy.deepcopy` copies each type, so that closures are copied, too",
+    "_local_scalar_dense": "an operator of PyTorch's own: a tensor's one number is read; since 0.4",
+    "_from_config": "of transformers: builds a model in the dtype of its configuration; since 4.0",
     "_subclasses": "the module of fake tensors, which loads slowly, so only who needs it does",
     "_grouped_mm": "an operator of PyTorch's own, which mixtures of experts call; since 2.8",
     "_getframe": "Python's own: the frame that runs, as `inspect.currentframe` gives it, without an import",

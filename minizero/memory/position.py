@@ -17,6 +17,7 @@ class Position:
         self.tape = tape
         self.running = [""]  # the modules whose forward is running, the innermost last; "" is outside of all
         self.in_backward = False  # whether the operator before ran inside a backward
+        self.outside = 1  # how many modules ran where that backward began
         self.in_step = False
         self.enter_phase("between")
 
@@ -42,12 +43,13 @@ class Position:
 
     def enter_backward(self) -> None:
         """The first operator of a backward has run: autograd has no hook that tells of the beginning."""
-        self.in_backward = True
+        self.in_backward, self.outside = True, len(self.running)
         self.enter_phase("backward")
 
     def leave_backward(self) -> None:
         """The first operator after a backward has run. Forward and step go on if the backward ran inside them."""
         self.in_backward = False
+        del self.running[self.outside :]  # forwards that ran again, and were left halfway
         self.enter_phase("forward" if len(self.running) > 1 else "optimizer" if self.in_step else "between")
 
     def enter_step(self) -> None:

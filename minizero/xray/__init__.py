@@ -1,9 +1,11 @@
 """Memory X-ray: why did I run out, and what would help? For a model of your own, before you rent the card.
 
-    python -m minizero.xray train.py:make --ranks 8        8 devices; 1: no sharding
-    python -m minizero.xray --hf config.json --batch 1 --length 2048
+    python -m minizero.xray train.py:make --card 4090 --fit      as on one card: what makes it fit?
+    python -m minizero.xray train.py:make --ranks 8              8 cards, with ZeRO's rows
+    python -m minizero.xray --hf config.json --batch 1 --length 2048 --largest
 
-make() returns (model, inputs): model(*inputs) gives the loss, or an object with .loss. The batch is one rank's.
+make() returns (model, inputs): model(*inputs) gives the loss, or an object with .loss. The batch is one rank's. Or it
+returns (model, step): step() is a step of the user's own loop.
 
 A step of training is run on fake tensors, which have sizes and no numbers. So a step takes seconds, in any size. Then
 it is run again with each technique of this course: the table takes as long as some thirty steps.
@@ -13,6 +15,7 @@ The step:
 plan.py          techniques, each a field, so a stack of them is a plan, too; what each does to a step
 step.py          the step that is run, with numbers or without
 fake.py          tensors without numbers, for any model
+card.py          as on a card: what a step makes and keeps there
 case.py          a model, a batch and an optimizer: runs a step under any plan
 head.py          a technique: the loss in chunks, in a model that makes all logits
 scores.py        a technique: attention that stores no scores, in a model that does

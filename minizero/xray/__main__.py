@@ -12,16 +12,19 @@ from unittest import mock
 import torch
 from rich.console import Console
 
+from flash.gpus import GPUS
 from minizero.cli import Parser, check_output, positive, run_command
 from minizero.models.gpt import GPT, GPTConfig
+from minizero.xray.card import card_of
 from minizero.xray.case import NotPossible, case_of, reason
 from minizero.xray.hugging_face import from_config
-from minizero.xray.report import Report
+from minizero.xray.report import Report, size
 
 ABOUT = """Where a training step's memory goes, for any model. A file of yours, FILE.py, has a function make() that
 returns (model, inputs): model(*inputs), or model(**inputs) if they are a dict, must give the loss, or an object with
-.loss. The batch is one rank's. The optimizer is AdamW. FILE.py is imported, so what trains in it must stand
-under: if __name__ == "__main__":"""
+.loss. The batch is one rank's. Or make() returns (model, inputs, optimizer), or (model, step), where step() is a step
+of your own loop. What is made for "cuda" is on the card. FILE.py is imported, so what trains in it must stand under:
+if __name__ == "__main__":"""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -32,8 +35,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--hf", type=Path, metavar="CONFIG.json", help="a model of transformers, by its configuration; no download")
     add("--batch", type=positive, metavar="N", help="samples, for --hf and the demo's GPT (default: 2)")
     add("--length", type=positive, metavar="N", help="tokens of a sample, for --hf (default: 2048) and the GPT (64)")
-    add("--ranks", type=positive, default=8, metavar="N", help="how many devices you have; 1: no sharding (default: 8)")
-    add("--fit", type=budget, metavar="80GiB", help="the memory of each: find the cheapest stack that fits")
+    add("--card", default="h100", help="the GPU: h200, a100, l4, t4, 4090 …; cpu: as on a CPU (default: h100)")
+    add("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim, such as sgd (default: AdamW)")
+    add("--ranks", type=positive, default=1, metavar="N", help="how many cards you have, for ZeRO's rows (default: 1)")
+    bytes_of: dict[str, Any] = {"type": budget, "nargs": "?", "const": 0.0, "metavar": "80GiB"}
+    add("--fit", **bytes_of, help="the memory of each, by default the card's: find the cheapest stack that fits")
+    add("--largest", **bytes_of, help="the same: find the largest batch that fits")
     add("--no-table", action="store_true", help="only the picture of the step, without the runs of each technique")
     add("--output", type=Path, metavar="FOLDER", help="where xray.png, .html and .json go (default: nowhere)")
     options = parser.parse_args(argv)
@@ -50,6 +57,21 @@ def budget(text: str) -> float:
     if (match := re.fullmatch(r"(\d+\.?\d*)([GM]i?B)", text)) and float(match[1]) > 0:
         return float(match[1]) * units[match[2]]
     raise argparse.ArgumentTypeError(f"must be a size such as 80GiB or 500MiB, not {text!r}")
+
+
+def memory_of(card: str | None, given: float | None) -> float | None:
+    """The bytes of a card, if no size is given: 0."""
+    if given == 0 and card is None:
+        raise ValueError("--fit, --largest: a CPU has no memory of its own: give a size, such as 80GiB")
+    return GPUS[card].memory if given == 0 and card is not None else given
+
+
+def optimizer_of(name: str) -> Any:
+    """The class of torch.optim with this name, in whatever case."""
+    kinds = {kind.lower(): kind for kind in dir(torch.optim) if isinstance(getattr(torch.optim, kind), type)}
+    if name.lower() not in kinds or name.lower() == "optimizer":
+        raise ValueError(f"--optimizer: torch.optim has no {name}: use one of {', '.join(kinds.values())}")
+    return getattr(torch.optim, kinds[name.lower()])
 
 
 def maker(options: argparse.Namespace) -> Callable[[], Any]:
@@ -80,12 +102,17 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.output is not None:
         check_output(options.output)
     name = Path(options.make.rpartition(":")[0]).name if options.make else ""
-    report = Report(case_of(maker(options)), options.ranks, name)
+    card = None if options.card == "cpu" else card_of(options.card)
+    fit, largest = (memory_of(card, given) for given in (options.fit, options.largest))
+    report = Report(case_of(maker(options), optimizer_of(options.optimizer), card), options.ranks, name)
     report.show(console)
     if not options.no_table:
         report.what_would_help(console)
-    if options.fit is not None:
-        report.fit(options.fit)
+    if largest:
+        for plan, samples in report.largest(largest).items():
+            console.print(f"The largest batch that fits {size(largest)}, {plan}: {samples}", highlight=False)
+    if fit:
+        report.fit(fit)
         report.show_fit(console)
     if options.output is not None:
         for path in report.save(options.output):

@@ -3,23 +3,32 @@
 A plan that this model cannot follow raises `NotPossible`, with the reason in words and the line of the user's code.
 """
 
+import dataclasses
+import functools
+import inspect
 import os
 import re
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from minizero.memory import Ledger
+from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
-from minizero.xray.fake import build, pretend
+from minizero.torch_private import storage_id
+from minizero.xray.card import as_on, autocast_for_cuda, card_of, workspace
+from minizero.xray.fake import ALONE, HALVES, Pretend, build, pretend
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
-from minizero.xray.plan import Plan
+from minizero.xray.plan import Plan, use_foreach
 from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, tensors_of
 
 MOST = 8  # processes; each takes half a GB for a large model
@@ -30,16 +39,25 @@ class NotPossible(ValueError):
 
 
 class Case:
-    """model: real or on "meta". inputs: as `model(*inputs)` or `model(**inputs)` takes them. Neither is changed."""
+    """model: real or on "meta". inputs: as `model(*inputs)` or `model(**inputs)` takes them, or a step of a loop.
 
-    def __init__(self, model: nn.Module, inputs: Any, optimizer: Optimizer = torch.optim.AdamW) -> None:
+    optimizer: one of the model's parameters, or a function of parameters. Nothing of these is changed. card: the GPU on
+    which the steps run; None: as on a CPU.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Any, optimizer: Optimizer = torch.optim.AdamW, card: str | None = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"xray: the model must be a torch.nn.Module, not {type(model).__name__}")
-        self.model, self.inputs, self.make_optimizer = model, inputs, optimizer
+        self.model, self.inputs, self.make_optimizer, self.card = model, inputs, optimizer, card and card_of(card)
+        self.loops = inspect.isroutine(inputs)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
         self.found: dict[Plan, Result | str] = {}  # the figures, or why there are none
         self.trained: frozenset[int] | None = None  # which parameters get a gradient, once a plain step has shown it
+        self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # tensors from outside, once a step has shown them
+        self.notes: set[str] = set()  # what is worth a sentence in the report
 
     def run(self, plan: Plan) -> Result:
         """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
@@ -67,8 +85,10 @@ class Case:
             in_order=False,  # whoever is free takes the next
             generator=torch.Generator(),  # the caller's random numbers stay as they are
         )
-        with torch.device("cpu"):  # a loader draws a number, which "meta" has none of
-            self.found.update(loader)
+        screen = Console(stderr=True)
+        shown = track(loader, "steps", len(missing), console=screen, transient=True) if screen.is_terminal else loader
+        with ALONE, torch.device("cpu"):  # no other thread holds it; a loader draws a number, which "meta" has none of
+            self.found.update(shown)
 
     def attempt(self, plan: Plan) -> tuple[Plan, Result | str]:
         """A plan, and the figures of a step under it, or why there are none."""
@@ -82,17 +102,47 @@ class Case:
         try:
             if self.batch_size % plan.micro_batches:
                 raise ValueError(f"{plan.micro_batches} micro-batches do not divide a batch of {self.batch_size}")
+            if self.loops and plan.needs_its_loop:
+                raise ValueError("it changes the loop, and make() has returned one: let it return (model, inputs)")
+            if self.card:
+                plan = dataclasses.replace(plan, foreach=True)
+            if dtype := self.masters(plan):
+                plan = dataclasses.replace(plan, dtype=dtype)
             with pretend() as mode:
-                module, inputs = mode.copy(self.model), mode.copy(self.inputs)
+                given = self.model, self.make_optimizer, self.inputs if self.loops else None
+                module, optimizer, loop = mode.copy(given, dtype is not None)
+                copied = mode.copied
+                inputs = mode.copy(None if self.loops else self.inputs)
+                # A batch's tensors are cloned, but for those inside of objects: they are there all the time.
+                batch = {id(tensor) for tensor in tensors_of(inputs)}
+                beside = Beside(module, [*copied, *(part for part in mode.copied if id(part) not in batch)], self.card)
+                if self.loops:
+                    inputs = functools.partial(loop, *[module] * len(inspect.signature(loop).parameters))
                 if plan.recompute:
                     switch_caches_off(module)
-                comm = one_of_many(plan.ranks)
-                found = measure(module, inputs, plan, self.make_optimizer, comm, ledger_type, self.trained)
-                if plan == Plan():
+
+                def before(ledger: Ledger) -> None:
+                    beside.count(ledger, self.outside(mode), plan.foreach if self.loops else None)
+
+                run = functools.partial(measure, module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type)
+                found = run(self.trained, before, lambda: as_on(self.card, self.notes))
+                if not plan.needs_its_loop and not plan.learns:
                     self.trained = found.trained
                 return found
         except Exception as error:
             raise NotPossible(reason(error)) from error
+
+    def masters(self, plan: Plan) -> torch.dtype | None:
+        """If an engine is to train a model in 16 bits, it gets FP32, and computes in this dtype."""
+        halves = [parameter.dtype for parameter in self.model.parameters() if parameter.dtype in HALVES]
+        return halves[0] if halves and (plan.stage is not None or plan.dtype is not None) else None
+
+    def outside(self, mode: Pretend) -> list[torch.UntypedStorage]:
+        """What else takes part in a step, such as a teacher in a global, once a plain step has shown it."""
+        self.seen |= mode.notes.outside
+        if self.seen.keys() & {storage_id(parameter.untyped_storage()) for parameter in self.model.parameters()}:
+            raise ValueError("a function outside of the model uses its weights, and a copy is trained: use a method")
+        return [held for seen in self.seen.values() if (held := seen()) is not None]
 
     def vocabulary(self) -> int:
         """How many words the largest embedding has; 0 if a length or a width is the same number: none can tell then."""
@@ -102,15 +152,45 @@ class Case:
         return 0 if words in others else words
 
 
-def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW) -> Case:
-    """The case that a user's `make()` describes: it returns a model and its inputs."""
+class Beside:
+    """What is there beside a module and its optimizer: in what was copied with it, and on the card."""
+
+    def __init__(self, module: nn.Module, copied: list[Any], card: str | None) -> None:
+        registered = {storage_id(tensor.untyped_storage()) for tensor in (*module.parameters(), *module.buffers())}
+        storages = [part.untyped_storage() for part in copied if isinstance(part, Tensor)]
+        # Weak: a step may drop what a model keeps, such as an average in a list.
+        self.others = [weakref.ref(storage) for storage in storages if storage_id(storage) not in registered]
+        self.optimizers = [part for part in copied if isinstance(part, torch.optim.Optimizer)]
+        self.room = [workspace(card)] if card else []
+
+    def count(self, ledger: Ledger, outside: list[torch.UntypedStorage], foreach: bool | None) -> None:
+        """Let the ledger count it. foreach: what the optimizers of a loop shall do; None: there is no loop."""
+        assert ledger.recorder is not None and ledger.hooks is not None
+        others = [alive for other in self.others if (alive := other()) is not None]
+        for name, held in {"not registered": others, "from outside": outside, "cuBLAS's workspace": self.room}.items():
+            for storage in held:
+                record = ledger.recorder.follow(storage)
+                if record.category is None:
+                    record.category, record.module = "buffers", name
+        while foreach is not None and self.optimizers:
+            Hooks(ledger.recorder, None, optimizer := self.optimizers.pop()).owner = ledger.hooks.owner
+            use_foreach(optimizer, foreach)
+
+
+def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, card: str | None = None) -> Case:
+    """The case that a user's `make()` describes: (model, inputs), (model, inputs, optimizer), or (model, step)."""
     try:
-        made = build(make)
+        with autocast_for_cuda():
+            made = build(make)
     except Exception as error:
         raise NotPossible(f"make() failed: {reason(error)}: it runs on the CPU, without a GPU") from error
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"xray: make() must return a model and its inputs, (model, inputs), not {type(made).__name__}")
-    return Case(*made, optimizer)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(
+            "xray: make() must return a model and its inputs, (model, inputs), or (model, inputs, optimizer), or "
+            f"(model, step), not {type(made).__name__}"
+        )
+    model, inputs, *own = made
+    return Case(model, inputs, own[0] if own else optimizer, card)
 
 
 KNOWN = {

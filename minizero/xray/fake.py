@@ -6,50 +6,95 @@
 An operator on fake tensors computes shapes and no numbers. So a step of 8 billion parameters takes seconds and some
 hundred MiB, and every tensor in it is born and dies as the real one does: a memory ledger counts the same bytes.
 
-PyTorch's FakeTensorMode is all of that. Two things are added here, for a model that nobody here has seen.
+PyTorch's FakeTensorMode is all of that. Three things are added here, for a model that nobody here has seen.
 Building: `build` calls the user's function on the device "meta", where tensors have no numbers either. What looks at a
 number there is built again for real. Operators: a few own other memory than their fake kernel says (`OWN_ANSWERS`).
+Devices: if the user's code says "cuda", the device where it runs is meant (`OneDevice`).
+
+Kernels of Python, the collector and names of PyTorch are changed for the whole process, so one thread at a time is in
+here (`ALONE`).
 """
 
 import contextlib
 import copy
+import functools
 import gc
 import logging
 import sys
+import threading
+import traceback
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero import torch_private
+from minizero.memory.recorder import current_recorder
 from minizero.xray.hugging_face import masks_as_for_real
+from minizero.xray.lines import is_users
 
 aten = torch.ops.aten
+ALONE = threading.RLock()
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class OneDevice(TorchFunctionMode):
+    """While it is entered, "cuda" in the user's code means `device`: without a GPU, PyTorch would abort the process."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0].to(self.device)
+        if is_cuda(kwargs.get("device")):
+            kwargs = kwargs | {"device": self.device}
+        if func is Tensor.to and len(args) > 1 and is_cuda(args[1]):
+            args = (args[0], self.device, *args[2:])
+        return func(*args, **kwargs)
+
+
+def is_cuda(device: Any) -> bool:
+    """Does it name a GPU? A number alone does."""
+    return type(device) is int or (isinstance(device, str | torch.device) and str(device).startswith("cuda"))
 
 
 def build(make: Callable[[], Any]) -> Any:
     """What `make()` returns, if possible without a number: on "meta". Code that reads a number builds for real."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), OneDevice("meta"):
             return make()
     except Exception as on_meta:
         try:
-            return make()
+            with OneDevice("cpu"):
+                return make()
         except Exception as error:
             raise error from on_meta
 
 
 class AsFake(TorchFunctionMode):
-    """While it is entered, `copy.deepcopy` makes tensors of `mode`: on the CPU, and sharing what they shared."""
+    """While it is entered, `copy.deepcopy` makes tensors of `mode`: on the CPU, and sharing what they shared.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    masters: what is in 16 bits becomes FP32.
+    """
+
+    def __init__(self, mode: FakeTensorMode, masters: bool = False) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.masters = mode, masters
         self.storages: dict[int, torch.UntypedStorage] = {}  # by the number of the storage that was copied
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,41 +105,119 @@ class AsFake(TorchFunctionMode):
             return self.fake(args[0])
         return func(*args, **kwargs or {})
 
-    def fake(self, tensor: Tensor) -> Tensor:
+    def fake(self, tensor: Tensor) -> FakeTensor:
         """A fake tensor at the same place of a storage of the same size."""
-        old = tensor.untyped_storage()
+        old, dtype = tensor.untyped_storage(), tensor.dtype
+        if up := self.masters and dtype in HALVES:
+            dtype = torch.float32
         new = self.storages.setdefault(
             torch_private.storage_id(old),
-            torch.empty(old.nbytes(), dtype=torch.uint8, device="meta").untyped_storage(),
+            torch.empty(old.nbytes() * (2 if up else 1), dtype=torch.uint8, device="meta").untyped_storage(),
         )
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        bare = torch.empty(0, dtype=tensor.dtype, device="meta").set_(new, *place)
+        bare = torch.empty(0, dtype=dtype, device="meta").set_(new, *place)
         return FakeTensor(self.mode, bare, torch.device("cpu"))
 
 
+class Notes(FakeTensorConverter):
+    """Notes which tensors from outside take part in the step: a teacher in a global, say. Those on "meta" may, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def from_real_tensor(self, fake_mode: FakeTensorMode, t: Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
+        """The fake tensor in the place of `t`."""
+        if not kwargs.get("make_constant"):
+            self.outside[torch_private.storage_id(t.untyped_storage())] = weakref.ref(t.untyped_storage())
+        if t.is_meta:
+            with torch_private.without_modes():
+                return AsFake(fake_mode).fake(t)
+        return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+
+
 class Pretend(FakeTensorMode):
-    """PyTorch's fake tensors, and the operators of `OWN_ANSWERS`. Real tensors from before may take part."""
+    """PyTorch's fake tensors, and the operators of `OWN_ANSWERS`. Tensors from before may take part."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.fake_tensor_converter = self.notes = Notes()
+        self.copied: list[Any] = []
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = OWN_ANSWERS.get(func)
         if own is None:
-            return super().dispatch(func, types, args, kwargs or {})
+            try:
+                return super().dispatch(func, types, args, kwargs or {})
+            except DataDependentOutputException:
+                if func is not aten._local_scalar_dense.default or (number := one_number(args[0])) is None:
+                    raise
+                return number
         with self:
             return own(*args, **kwargs or {})
 
-    def copy(self, value: Any) -> Any:
-        """A copy of modules and tensors, real or on meta, as fake ones."""
-        with torch_private.without_modes(), AsFake(self):  # this mode would fake what it is given by itself
-            return copy.deepcopy(value)
+    def copy(self, value: Any, masters: bool = False) -> Any:
+        """A copy of modules, tensors and functions, real or on meta, as fake ones; `copied` has all of its parts.
+
+        What cannot be copied, such as a lock or a generator that a module keeps, is shared.
+        """
+        shared: dict[int, Any] = {}
+        thread, part = threading.get_ident(), torch.optim.Optimizer.__getstate__
+        copiers = {types.FunctionType: functools.partial(copy_function, thread)}
+        functions = mock.patch.dict(copy._deepcopy_dispatch, copiers)  # type: ignore[attr-defined]
+        whole = mock.patch.object(
+            torch.optim.Optimizer, "__getstate__", lambda o: vars(o) if threading.get_ident() == thread else part(o)
+        )
+        while True:
+            try:  # this mode would fake by itself
+                with torch_private.without_modes(), AsFake(self, masters), functions, whole:
+                    result = copy.deepcopy(value, memo := dict(shared))
+                    for old in [kept for kept in memo.get(id(memo), ()) if isinstance(kept, nn.Parameter)]:
+                        copy_hooks(old, memo)
+                self.copied = list(memo.values())
+                return result
+            except Exception as error:
+                frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+                at = [frame for frame in frames if frame.f_code is copy.deepcopy.__code__][-1].f_locals["x"]
+                if isinstance(at, Tensor | nn.Module) or id(at) in shared:
+                    raise
+                shared[id(at)] = at
+
+
+def copy_hooks(old: nn.Parameter, memo: dict[int, Any]) -> None:
+    """A copied parameter gets copies of its hooks: an optimizer may step in backward."""
+    before, after = torch_private.gradient_hooks(old)
+    for hook in before:
+        memo[id(old)].register_hook(copy.deepcopy(hook, memo))
+    for hook in after:
+        memo[id(old)].register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
+
+
+def copy_function(thread: int, function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """A function of the user's, with copies of what it closes over, and of the globals that it trains.
+
+    So a `step` gets the copied model and optimizer. Other threads' functions are not copied.
+    """
+    kinds = Tensor | nn.Module | torch.optim.Optimizer
+    names = [n for n in function.__code__.co_names if isinstance(function.__globals__.get(n), kinds)]
+    cells = function.__closure__ or ()
+    if thread != threading.get_ident() or not (cells or names) or not is_users(function.__code__.co_filename):
+        return function
+    scope = function.__globals__ | {name: copy.deepcopy(function.__globals__[name], memo) for name in names}
+    empty = tuple(types.CellType() for _ in cells)
+    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, empty)
+    made.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = made  # before its cells: a function may close over itself
+    for old, new in zip(cells, empty):
+        with contextlib.suppress(ValueError):  # a cell may be empty
+            new.cell_contents = copy.deepcopy(old.cell_contents, memo)
+    return made
 
 
 @contextlib.contextmanager
 def pretend() -> Iterator[Pretend]:
     """A world of fake tensors, in which nothing is compiled: PyTorch's compiler would crash on them."""
-    with contextlib.ExitStack() as stack:
+    with ALONE, contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # only where something compiles: loading it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(masks_as_for_real())
@@ -105,6 +228,7 @@ def pretend() -> Iterator[Pretend]:
             stack.callback(gc.enable)
         if torch.get_default_device().type != "cpu":  # a caller's `with torch.device("meta")` is for the model alone:
             stack.enter_context(torch.device("cpu"))  # an optimizer's counter of steps has a number
+        stack.enter_context(OneDevice("cpu"))
         yield stack.enter_context(Pretend())
 
 
@@ -137,11 +261,22 @@ def by_trial(operator: Any) -> Callable[..., tuple[Tensor, ...]]:
 
     def run(*args: Any) -> tuple[Tensor, ...]:
         with torch_private.without_modes():
-            zeros = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), args)
-            shapes = [(result.shape, result.dtype) for result in operator(*zeros)]
+            half = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and t.dtype in HALVES), None)
+            zeros = tree_map_only(
+                Tensor, lambda t: torch.zeros(t.shape, dtype=torch.float32 if half else t.dtype), args
+            )
+            shapes = [(x.shape, half if half and x.is_floating_point() else x.dtype) for x in operator(*zeros)]
         return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
 
     return run
+
+
+def one_number(tensor: Tensor) -> float | None:
+    """What a loop reads outside of forward: 1 in an optimizer's step, which divides by it, else 0, such as a loss."""
+    position = None if (recorder := current_recorder()) is None else recorder.position
+    if position is None or (tensor.dtype == torch.bool if position.in_step else len(position.running) > 1):
+        return None  # what it decides would change the step
+    return (float if tensor.is_floating_point() else bool if tensor.dtype == torch.bool else int)(position.in_step)
 
 
 OWN_ANSWERS: dict[Any, Callable[..., Any]] = {

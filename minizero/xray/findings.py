@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from minizero.xray.case import Case
-from minizero.xray.fit import Fit, fit
+from minizero.xray.fit import Fit, fit, largest
 from minizero.xray.holders import Row, rows_at_peak
 from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
@@ -25,9 +25,12 @@ class Findings:
     the ledger's, at most 2,000. fits: after `fit`, the budget and what was found.
     """
 
-    def __init__(self, case: Case, ranks: int = 8, name: str = "") -> None:
+    def __init__(self, case: Case, ranks: int = 1, name: str = "") -> None:
         self.case, self.ranks = case, ranks
-        self.title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters, batch {case.batch_size}"
+        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in case.model.parameters()}
+        step = "its own loop" if case.loops else f"batch {case.batch_size}, {named(case.make_optimizer)}"
+        title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters in {', '.join(sorted(dtypes))}"
+        self.title = f"{title}, {step}, {f'as on {case.card}' if case.card else 'as on a CPU'}"
         measured = case.measure(Plan(), LineLedger)
         self.plain: Result = measured.result()
         case.found[Plan()] = self.plain
@@ -40,7 +43,9 @@ class Findings:
     @functools.cached_property
     def outcomes(self) -> list[Outcome]:
         """A row for each technique. The first use runs them, which takes as long as some thirty steps."""
-        wanted = list(plans(self.ranks, self.case.batch_size))
+        frozen = not all(parameter.requires_grad for parameter in self.case.model.parameters())
+        wanted = list(plans(self.ranks, self.case.batch_size, self.case.card, frozen))
+        wanted = [plan for plan in wanted if not (self.case.loops and plan.needs_its_loop)]
         self.case.run_all(wanted)
         return [outcome(self.case, plan) for plan in wanted]
 
@@ -53,6 +58,11 @@ class Findings:
         """The cheapest stack of techniques on `ranks` devices of `budget` bytes each."""
         self.fits = budget, fit(self.case, budget, self.ranks)
         return self.fits[1]
+
+    def largest(self, budget: float) -> dict[str, int]:
+        """The largest batch that fits, by the name of a plan: the step as it is, and with recompute if that can be."""
+        found = [outcome(self.case, plan) for plan in (Plan(), Plan(recompute=True))]
+        return {name_of(row.plan): largest(self.case, budget, row.plan) for row in found if row.result}
 
     def numbers(self) -> dict[str, Any]:
         """Everything as plain data, fit for JSON."""
@@ -69,6 +79,8 @@ class Findings:
             "torch": torch.__version__,
             "parameters": self.case.parameters,
             "ranks": self.ranks,
+            "card": self.case.card,
+            "notes": sorted(self.case.notes),
             "peak": self.peak,
             "at_peak": self.plain.parts,
             "holders": [dataclasses.asdict(row) for row in self.holders],
@@ -77,6 +89,12 @@ class Findings:
             and {"budget": budget, "plan": name_of(found.plan), "peak": found.result.peak, "spare": found.spare},
             "curve": curve,
         }
+
+
+def named(optimizer: Any) -> str:
+    """What the report calls an optimizer."""
+    kind = optimizer if hasattr(optimizer, "__name__") else type(optimizer)
+    return kind.__name__.replace("<lambda>", "an optimizer of its own")
 
 
 def thinned(curve: list[Any]) -> list[Any]:

@@ -52,7 +52,8 @@ def from_config(file: Path, batch: int, length: int) -> tuple[nn.Module, dict[st
         kind = getattr(transformers, name)
     except (OSError, json.JSONDecodeError, TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"--hf: {file} describes no model of transformers: {error}") from error
-    model = kind.from_config(config) if name.startswith("Auto") else kind(config)
+    # In the configuration's dtype: only so does a class that is no Auto class look at it.
+    model = (kind.from_config if name.startswith("Auto") else kind._from_config)(config)
     return model, batch_for(model, batch, length)
 
 

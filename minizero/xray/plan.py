@@ -5,12 +5,14 @@ Here stands what each of them does to a step. techniques.py says what it costs, 
 
 import contextlib
 import dataclasses
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
 from minizero.engines import STAGES
+from minizero.engines.engine import Engine
 from minizero.engines.units import repeated_blocks
 from minizero.ranks.comm import Comm
 from minizero.recompute import Checkpointed
@@ -24,8 +26,8 @@ class Plan:
 
     stage: of ZeRO, 0 for DDP; None without an engine. dtype: to compute in, with FP32 masters. sharding_factor,
     reshard_after_forward, offload: as in `Zero3`. recompute: of every repeated block. no_scores: see scores.py.
-    loss_in_chunks: see head.py. momentum: SGD with momentum in place of the optimizer. foreach: the optimizer steps all
-    tensors at once, as PyTorch's do on a GPU.
+    loss_in_chunks: see head.py. momentum, eight_bit: SGD with momentum, or `EightBit`, is the optimizer. four_bit:
+    see `in_four_bits`. foreach: the optimizer steps all tensors at once, as PyTorch's do on a GPU.
     """
 
     stage: int | None = None
@@ -39,6 +41,8 @@ class Plan:
     no_scores: bool = False
     loss_in_chunks: bool = False
     momentum: bool = False
+    eight_bit: bool = False
+    four_bit: bool = False
     foreach: bool = False
 
     @property
@@ -48,6 +52,8 @@ class Plan:
 
     def wrap(self, module: nn.Module, comm: Comm) -> nn.Module:
         """The module as this plan trains it."""
+        if self.four_bit:
+            in_four_bits(module)
         if self.recompute:
             recompute_blocks(module)
         if self.stage is None and self.dtype is None:
@@ -56,14 +62,26 @@ class Plan:
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         return STAGES[self.stage or 0](module, comm, dtype=self.dtype, **options)
 
+    @property
+    def needs_its_loop(self) -> bool:
+        """Does it change the loop itself, so that the user's own cannot be run?"""
+        of_loop = self.stage is not None, self.dtype is not None, self.micro_batches > 1, self.momentum, self.eight_bit
+        return any(of_loop)
+
     def optimizer(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of `model`. given: the user's, a function of the parameters."""
+        """The optimizer of `model`. given: the user's, of the module inside, or a function of the parameters."""
         if self.momentum:
             return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=self.foreach or None)
-        optimizer = given(model.parameters())
-        for group in optimizer.param_groups:
-            if self.foreach and group.get("foreach", ...) is None and not group.get("fused"):
-                group["foreach"] = True
+        if self.eight_bit:
+            return EightBit(model.parameters())
+        if not isinstance(given, torch.optim.Optimizer):
+            optimizer = given(model.parameters())
+        elif isinstance(model, Engine):  # whose parameters are others
+            known = inspect.signature(type(given)).parameters
+            optimizer = type(given)(model.parameters(), **{k: v for k, v in given.defaults.items() if k in known})
+        else:
+            optimizer = given
+        use_foreach(optimizer, self.foreach)
         return optimizer
 
     def around_the_steps(self) -> contextlib.ExitStack:
@@ -83,3 +101,45 @@ def recompute_blocks(module: nn.Module) -> None:
         raise ValueError("it has no repeated blocks: no ModuleList or Sequential of modules of one type")
     for path, block in blocks:
         module.set_submodule(path, Checkpointed(block))
+
+
+def use_foreach(optimizer: torch.optim.Optimizer, foreach: bool) -> None:
+    """Let an optimizer step all tensors at once, as it does on a GPU, unless its user has chosen."""
+    foreach = foreach and not isinstance(optimizer, torch.optim.Adafactor)  # which does not, by default
+    for group in optimizer.param_groups:
+        if foreach and group.get("foreach", ...) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+class EightBit(torch.optim.Optimizer):
+    """The states of 8-bit Adam, without its steps: counted, not run (Dettmers et al., 2022; sizes of bitsandbytes).
+
+    Two moments of a byte for each number, and a scale in FP32 for each 256. Tensors below 4,096 numbers stay in FP32.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Let the states begin to exist."""
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.grad is not None and not self.state[parameter]:
+                n = parameter.numel()
+                kinds = [(n, torch.uint8), (-(-n // 256), torch.float32)] if n >= 4096 else [(n, torch.float32)]
+                moments = [[torch.zeros(m, dtype=dtype) for m, dtype in kinds] for _ in range(2)]
+                self.state[parameter] = dict(zip(("exp_avg", "exp_avg_sq"), moments))
+
+
+def in_four_bits(module: nn.Module) -> None:
+    """Count the frozen matrices in 4 bits, as under QLoRA (Dettmers et al., 2023). `ValueError` if there are none.
+
+    For each 64 numbers there is a scale of a byte, and for each 256 scales one in FP32. The head stays as it is.
+    """
+    words = {table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding)}
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and not layer.weight.requires_grad]
+    if not (layers := [layer for layer in layers if layer.out_features not in words]):
+        raise ValueError("it trains all its matrices: only those that are frozen, as under LoRA, can be in 4 bits")
+    for layer in layers:
+        n = layer.weight.numel()
+        layer.register_buffer("four_bit", torch.empty(n // 2 + n // 64 + n // 2**12, dtype=torch.uint8))
+        layer.weight = nn.Parameter(layer.weight.new_empty(1, 1).expand(layer.weight.shape), requires_grad=False)

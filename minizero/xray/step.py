@@ -3,7 +3,7 @@
 Nothing here knows whether its tensors are fake. So a test runs it on real tensors, and expects the same bytes.
 
 The loop: the batch is made, micro-batch by micro-batch the loss and its backward, the optimizer's step, zero_grad. It
-keeps of the model's output only the loss.
+keeps of the model's output only the loss. Or the user has a loop of their own, a function `step()`.
 
 A first step comes before the one that is shown: the optimizer's states exist from then on, and stage 3 has learned what
 to prefetch. If it is known which parameters get a gradient, `trained`, an optimizer's step on zeros does as well, where
@@ -12,6 +12,7 @@ nothing is to be learned.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from minizero.memory.tape import at_peak
 from minizero.ranks.comm import Comm
 from minizero.xray.plan import Plan
 
-Optimizer = Callable[[Any], torch.optim.Optimizer]
+Optimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +59,30 @@ def measure(
     comm: Comm,
     ledger_type: type[Ledger] = Ledger,
     trained: frozenset[int] | None = None,
+    before: Callable[[Ledger], Any] = lambda ledger: None,
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Measured:
-    """Train `module`, which is changed, under `plan` as one rank of `comm`. inputs: this rank's batch."""
+    """Train `module`, which is changed, under `plan` as one rank of `comm`.
+
+    inputs: this rank's batch, or a step of a loop, a `partial`. before: is called before each of two steps.
+    around: what else holds while the steps run.
+    """
     model = plan.wrap(module.train(), comm)
-    states = plan.optimizer(optimizer, model)
-    with ledger_type(model, states) as ledger, plan.around_the_steps():
-        if trained is None or plan.learns:
+    states: Any = None if isinstance(inputs, functools.partial) else plan.optimizer(optimizer, model)
+    with ledger_type(model, states) as ledger, around(), plan.around_the_steps():
+        before(ledger)
+        if states is None:
+            inputs()
+            trained = frozenset()
+        elif trained is None or plan.learns:
             trained = step(model, states, inputs, plan)
         else:
             step_on_zeros(model, states, trained)
+        before(ledger)
         ledger.reset()
-        before = comm.bytes_sent
-        step(model, states, inputs, plan)
-    return Measured(ledger, comm.bytes_sent - before, trained)
+        sent = comm.bytes_sent
+        inputs() if states is None else step(model, states, inputs, plan)
+    return Measured(ledger, comm.bytes_sent - sent, trained)
 
 
 def step_on_zeros(model: nn.Module, optimizer: torch.optim.Optimizer, trained: frozenset[int]) -> None:
@@ -85,6 +97,11 @@ def step_on_zeros(model: nn.Module, optimizer: torch.optim.Optimizer, trained: f
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> frozenset[int]:
     """One step of training; returns the numbers of the parameters that got a gradient."""
     batch = tree_map_only(Tensor, torch.clone, inputs)  # a new one, as from a data loader
+    if plan.micro_batches > 1:
+        check = functools.partial(refuse_time_first, batch_size(batch) // plan.micro_batches)
+        for part in model.modules():
+            if getattr(part, "batch_first", True) is False:
+                part.register_forward_pre_hook(check)
     for number in range(plan.micro_batches):
         last = number == plan.micro_batches - 1
         with model.no_sync() if isinstance(model, Engine) and not last else contextlib.nullcontext():
@@ -100,23 +117,29 @@ def loss_of(model: nn.Module, inputs: Any) -> Tensor:
     """The loss of a model that is called as its user calls it.
 
     inputs: keyword arguments in a dict, or arguments in a tuple or list, or one tensor. The model returns the loss, or
-    something with `.loss`, or a tuple or dict with one number in it. `ValueError` if there is no one number.
+    something with `.loss` or ["loss"], or a tuple or dict with one number in it that has a gradient. `ValueError` if
+    there is no one number.
     """
     if isinstance(inputs, Mapping):
         output = model(**inputs)
     else:
         output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-    if isinstance(loss := getattr(output, "loss", output), Tensor) and loss.numel() == 1:
-        return loss
+    named = output.get("loss", output) if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(named, Tensor) and named.numel() == 1:
+        return named
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    numbers = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
-    if len(numbers) != 1:
+    numbers = [part for part in parts if isinstance(part, Tensor) and part.numel() == 1]
+    trained = [number for number in numbers if number.requires_grad] or numbers
+    if len(trained) != 1:
         kind = f"tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(
-            f"xray: the model returned a {kind}, which has no loss, a tensor with one number: give inputs with which "
-            "it returns the loss (Hugging Face's models want labels=…), or a module around it that does"
+        found = (
+            "which has no loss, a tensor with one number" if not trained else f"in which {len(trained)} may be the loss"
         )
-    return numbers[0]
+        raise ValueError(
+            f"xray: the model returned a {kind}, {found}: give inputs with which it returns the loss (Hugging Face's "
+            "models want labels=…), or call it loss in a dict, or put a module around it that returns it"
+        )
+    return trained[0]
 
 
 def tensors_of(inputs: Any) -> Iterator[Tensor]:
@@ -130,11 +153,36 @@ def batch_size(inputs: Any) -> int:
 
 
 def cut(batch: Any, pieces: int, number: int) -> Any:
-    """Piece `number` of a batch: a part of each tensor whose first dimension counts samples, and all else whole."""
+    """Piece `number` of a batch: a part of each tensor. `ValueError` if a tensor does not count samples first."""
     size = batch_size(batch)
 
     def part(tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.shape[0] not in (1, size):  # 1: the same for all samples
+            raise ValueError(
+                f"the batch cannot be cut: an input of {tuple(tensor.shape)} does not count {size:,} samples"
+            )
         counts = tensor.dim() and tensor.shape[0] == size
         return tensor[number * size // pieces : (number + 1) * size // pieces] if counts else tensor
 
+    if pieces > 1 and not size:
+        raise ValueError("the batch cannot be cut: no tensor of it counts samples")
     return tree_map_only(Tensor, part, batch) if pieces > 1 else batch
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """A batch of so many samples, as large as the first in all else, without numbers."""
+    cut(batch, 2, 0)  # refuses what cannot be cut
+    size = batch_size(batch)
+
+    def other(tensor: Tensor) -> Tensor:
+        counts = tensor.dim() and tensor.shape[0] == size
+        return tensor.new_empty((samples, *tensor.shape[1:]), device="meta") if counts else tensor
+
+    return tree_map_only(Tensor, other, batch)
+
+
+def refuse_time_first(size: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """A hook before the forward of a layer with batch_first=False: `ValueError` if the batch was cut along time."""
+    if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 3 and inputs[0].shape[1] != size:
+        kind = type(module).__name__
+        raise ValueError(f"the batch cannot be cut: {kind} has time first, and so may the inputs: try batch_first=True")

@@ -1,12 +1,14 @@
 """Small models for the X-ray, and one step of each on real tensors: what a step on fake ones must equal."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from minizero import GPT, GPTConfig, World
 from minizero.models.networks import NETWORKS
@@ -14,7 +16,7 @@ from minizero.ranks.one_of_many import one_of_many
 from minizero.xray.case import Case
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.plan import Plan
-from minizero.xray.step import Result, measure
+from minizero.xray.step import Result, measure, step
 
 WORDS, WIDTH, LENGTH, BATCH = 320, 64, 32, 4
 Make = Callable[[], tuple[nn.Module, Any]]
@@ -118,3 +120,25 @@ def fake(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
     case = Case(*make(), optimizer)
     case.run(Plan())
     return case.run(plan)
+
+
+def allocated(make: Make, optimizer: Any = adamw) -> int:
+    """The most bytes that the CPU's allocator had handed out in a step with numbers, as PyTorch's profiler counts them.
+
+    No ledger takes part. Scratch inside operators is counted, too.
+    """
+    module, inputs = make()
+    gc.collect()  # else what others have left is freed in between
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = copy.deepcopy(module).train()
+        states = optimizer(model.parameters())
+        step(model, states, inputs, Plan())
+        with record_function("measured"):
+            step(model, states, inputs, Plan())
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    begin = next(event.start_ns() for event in events if event.name() == "measured")
+    total = most = 0
+    for event in events:
+        total += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, total) if event.start_ns() > begin else 0
+    return most

@@ -14,7 +14,7 @@ from minizero.xray.case import Case, NotPossible, case_of
 from minizero.xray.fake import Pretend, build, pretend
 from minizero.xray.plan import Plan
 from minizero.xray.step import measure
-from tests.support.xray_cases import OWN, adamw, fake, real
+from tests.support.xray_cases import OWN, adamw, allocated, fake, real
 
 SLOW = ("alexnet", "vgg", "inception_v1", "inception_v2", "inception_v3", "GPT, selective")
 
@@ -22,6 +22,27 @@ SLOW = ("alexnet", "vgg", "inception_v1", "inception_v2", "inception_v3", "GPT, 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in OWN])
 def test_fake_is_real(name):
     assert fake(OWN[name], Plan()) == real(OWN[name], Plan())
+
+
+class Activation(nn.Module):
+    """Two layers, each with an activation of its own."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layers, self.function = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), function
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.function(layer(x))
+        return x.mean()
+
+
+@pytest.mark.parametrize("function", [F.gelu, F.silu, F.mish, lambda x: F.glu(torch.cat([x, x], 1))])
+def test_the_allocator_hands_out_as_many_bytes(function):
+    def make():
+        return Activation(function), (torch.randn(512, 64),)
+
+    assert fake(make, Plan()).peak["total"] == allocated(make)
 
 
 @pytest.mark.parametrize("name", ["GPT", "UNet"])
@@ -202,7 +223,7 @@ def test_make_must_return_a_model_and_its_inputs(made):
 
 def test_a_make_that_fails_is_told_with_its_line():
     def make():
-        return nn.Linear(1, 1).to("cuda:7"), ()
+        return nn.Linear(1, 1).to("xpu:7"), ()
 
     with pytest.raises(NotPossible, match=r"make\(\) failed: .*\(test_fake\.py:\d+\): it runs on the CPU"):
         case_of(make)

@@ -1,0 +1,271 @@
+"""As on a card: what a step makes and keeps on a GPU of NVIDIA, while its fake tensors stay on the CPU.
+
+Four things differ from a CPU. Each is PyTorch's own code for CUDA, asked for on fake tensors of the CPU:
+
+attention   PyTorch chooses a kernel by dtype, heads, mask and card (`backend`), and each keeps other tensors
+dropout     keeps a byte for each number; RMSNorm keeps its input, and numbers for each row
+autocast    torch.autocast("cuda") casts for other operators than the CPU's (`rules`)
+scratch     what an operator takes while it runs (`SCRATCH`), and what cuBLAS keeps for good (`workspace`)
+
+What results is the bytes that a step asks the card's allocator for. Ten models were held against an H200 (torch 2.11):
+nine are right within a kilobyte. The tenth brings a mask of ones, which a real step drops, and a fake one cannot.
+
+Kernels of Python are lent to PyTorch while a step runs, and taken back. In other threads they do what PyTorch does.
+Sources, in PyTorch: sdp_utils.cpp, attention.cpp, attention_backward.cu, autocast_mode.h, Reduce.cuh, SoftMax.cu,
+EmbeddingBackwardKernel.cu, CublasHandlePool.cpp.
+"""
+
+import contextlib
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from flash.gpus import GPUS, Gpu
+from minizero import torch_private
+from minizero.torch_private import AFTER_AUTOCAST, ATTENTION
+from minizero.xray.fake import HALVES
+
+aten = torch.ops.aten
+MIB = 2**20
+CUDNN = 91900  # the version that comes with PyTorch for a GPU
+here = threading.local()  # .card, .notes: while this thread's step runs as on a card
+
+
+def card_of(name: str) -> str:
+    """The product that a name such as h200, a100 or 4090 means: of several the last. `ValueError` if there is none."""
+    words = name.lower().replace("-", " ").split()
+    cards = [product for product, made in GPUS.items() if made.threads]
+    found = [product for product in cards if all(word in product.lower().split() for word in words)]
+    if not found or not words:
+        raise ValueError(f"no card {name!r} is known: use cpu, or one of {', '.join(cards)}, which may be shortened")
+    return found[-1]
+
+
+def workspace(card: str) -> torch.UntypedStorage:
+    """What cuBLAS keeps for the threads of forward and of backward, and cuBLASLt."""
+    size = 2 * (32 * MIB if GPUS[card].capability == (9, 0) else 8 * MIB + 128 * 1024) + MIB
+    return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+# Attention.
+
+
+def backend(card: Gpu, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, gqa: bool) -> str:
+    """PyTorch's choice, in its order. q: (batch, heads, queries, d); gqa: may several heads share keys?"""
+    on, (major, minor) = torch.backends.cuda, card.capability
+    fits = q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]
+    if not fits or 0 in (*q.shape, *k.shape) or any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "math"
+    d, wide = q.shape[-1], v.shape[-1]
+    equal = q.shape[1] == k.shape[1] == v.shape[1]
+    grouped = equal or (gqa and q.shape[1] % k.shape[1] == q.shape[1] % v.shape[1] == 0)
+    half = q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and major >= 8)
+    cudnn = on.cudnn_sdp_enabled() and half and grouped and p * 16 % 1 == 0 and k.shape[2] > 1
+    if cudnn and max(d, wide) <= 128 and d % 8 == wide % 8 == 0 and major in (9, 10) and CUDNN > 91500:
+        return "cudnn"
+    flash = on.flash_sdp_enabled() and half and grouped and major >= 8 and mask is None and d == wide <= 256
+    small = d <= 192 or (d > 224 and p == 0) or (major, minor) not in ((8, 6), (8, 9), (12, 0), (12, 1))
+    if flash and small and (not causal or q.shape[2] == k.shape[2]):
+        return "flash"
+    step = 8 if q.dtype in HALVES else 4 if major >= 8 else 1
+    efficient = on.mem_efficient_sdp_enabled() and equal and d % step == wide % step == 0
+    return "efficient" if efficient and (half or q.dtype == torch.float32) else "math"
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False, **options: Any
+) -> Tensor:
+    """F.scaled_dot_product_attention as on a card. Each kernel wants its inputs in its own way."""
+    scale, gqa = options.get("scale"), options.get("enable_gqa", False)
+    kind = backend(GPUS[here.card], q, k, v, mask, p, causal, gqa)
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=q.dtype))
+    if kind == "math":
+        if trains:
+            why = "with grouped heads" if q.shape[-3] != k.shape[-3] else f"with {q.shape[-1]} numbers a head"
+            dtype = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}.get(q.dtype, str(q.dtype))
+            here.notes.add(f"Attention: {dtype} {why} has no fused kernel on this card: each layer keeps its scores.")
+        return ATTENTION[kind](q, k, v, mask, p, causal, None, scale=scale, enable_gqa=gqa)[0]
+    if kind == "cudnn":
+        return ATTENTION[kind](q, k, v, mask, trains, p, causal, False, scale=scale)[0]
+    if kind == "flash":
+        d = q.shape[-1]
+        q, k, v = (F.pad(x, (0, -d % 8)) if d % 8 else x for x in (q, k, v))
+        return ATTENTION[kind](q, k, v, p, causal, False, scale=scale or d**-0.5)[0][..., :d]
+    if mask is not None:
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):  # rows begin at multiples of 8
+            mask = F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
+        mask = mask.expand(*q.shape[:3], k.shape[2])
+    return ATTENTION[kind](q, k, v, mask, trains, p, causal, scale=scale)[0]
+
+
+# Dropout and RMSNorm.
+
+
+def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """F.dropout as on a card: the mask is one of bytes."""
+    return torch.native_dropout(x, p, True)[0] if train and 0 < p < 1 else x * 0 if train and p == 1 else x
+
+
+def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """F.rms_norm as on a card: a layer norm, which keeps its input and numbers for each row, stands in."""
+    if weight is not None and weight.dtype != x.dtype:  # then it is made of others, as on a CPU
+        return aten.rms_norm.default.decompose(x, shape, weight, eps)
+    with torch.autocast("cpu", enabled=False):
+        return F.layer_norm(x, shape, weight)
+
+
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": attention,
+    "dropout": dropout,
+    "rms_norm": rms_norm,
+}
+
+# Autocast. What CUDA's list has and the CPU's has not is cast up to FP32, but for these.
+
+AS_IT_IS = """_convolution convolution cudnn_convolution cudnn_convolution_transpose addmv addr mv chain_matmul einsum
+linalg_multi_dot _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell gru_cell lstm_cell
+rnn_relu_cell rnn_tanh_cell"""  # its parts are cast, or it does not come on a CPU
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"
+RESULT = "softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum"
+# What the CPU's list alone has is cast up there, but for these, which stay.
+SAME = "cat stack index_copy _addmm_activation _native_multi_head_attention mkldnn_rnn_layer"
+
+
+def rules() -> Iterator[tuple[Any, str, str]]:
+    """Operators that autocast treats otherwise on a card: each with the rule there, and the rule on a CPU."""
+    of_cuda, of_cpu = map(torch_private.registered, ("AutocastCUDA", "AutocastCPU"))
+    for full in of_cuda ^ of_cpu:
+        space, _, rest = full.partition("::")
+        name, _, overload = rest.partition(".")
+        if space != "aten" or name in f"{AS_IT_IS} {SAME}".split() or overload in ("padding", "names_dim", "dimname"):
+            continue
+        rule = "widest" if name in WIDEST.split() else "result" if name in RESULT.split() else "up"
+        operator = getattr(getattr(aten, name), overload or "default")
+        yield (operator, rule, "") if full in of_cuda else (operator, "", "up")
+
+
+def with_rules(operator: Any, on_a_card: str, on_a_cpu: str) -> Callable[..., Any]:
+    """The operator as autocast calls it. up: FP32; widest: FP32 if some are; result: only the result is FP32."""
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        rule = on_a_card if hasattr(here, "card") else on_a_cpu
+        if not rule:
+            return operator.redispatch(keys & AFTER_AUTOCAST, *args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = any(isinstance(x, torch.dtype) for x in (*args, *kwargs.values()))
+        if rule == "result" and tensors[0].dtype in HALVES and not given:
+            kwargs["dtype"] = torch.float32
+        if rule == "up" or (rule == "widest" and any(x.dtype == torch.float32 for x in tensors)):
+            args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in HALVES else x, (args, kwargs))
+        with torch.autocast("cpu", enabled=False):
+            return operator(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def autocast_for_cuda() -> Iterator[None]:
+    """torch.autocast("cuda") of this thread is on without a GPU. Around make(), too: some keep it as an object."""
+    init, default, thread = torch.autocast.__init__, torch.get_autocast_dtype, threading.get_ident()
+
+    def run(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda" and threading.get_ident() == thread:
+            device_type, dtype = "cpu", dtype or default("cuda")
+        init(self, device_type, dtype, *args, **kwargs)
+
+    def asked(question: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpoint asks what is on, and enters it again."""
+        ours = (), ("cuda",)
+        return lambda *kind: question("cpu") if kind in ours and threading.get_ident() == thread else question(*kind)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autocast, "__init__", run))
+        for name in ("is_autocast_enabled", "get_autocast_dtype"):
+            stack.enter_context(mock.patch.object(torch, name, asked(getattr(torch, name))))
+        yield
+
+
+# Scratch: bytes that an operator takes for itself while it runs, by its arguments.
+
+
+def of_sum(card: Gpu, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> int:
+    """Columns are summed in pieces, which meet in memory, with a place for each thread."""
+    kept = next((n for n in range(x.dim()) if n not in {d % x.dim() for d in dims or ()}), None)
+    if not kept or not x.is_contiguous() or {d % x.dim() for d in dims} != set(range(kept)):
+        return 0  # rows are summed with little
+    rows, columns = math.prod(x.shape[:kept]), math.prod(x.shape[kept:])
+    vector = math.gcd(columns, 4)
+    width = min(1 << (columns // vector).bit_length() - 1, 32)
+    height = min(1 << rows.bit_length() - 1, 512 // vector // width)
+    each = -(-rows // height)
+    grid, fit = -(-columns // vector // width), card.processors * (card.threads // (width * height))
+    if each < 256 or grid > fit:
+        return 0
+    pieces = max(min(-(-fit // grid), -(-each // 16)), -(-each // 256))
+    return 4 * columns * pieces * width * vector if pieces > 1 else 0
+
+
+def of_attention(card: Gpu, grad: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
+    """The gradient of the queries is summed in FP32. For cuDNN that is a guess."""
+    return math.prod(q.shape[:2]) * (-(-q.shape[2] // 128) * 128) * (q.shape[3] + 1) * 4
+
+
+def of_embedding(card: Gpu, grad: Tensor, indices: Tensor, words: int, *_: Any) -> int:
+    """The indices are sorted, and rows of one word are summed ten at a time."""
+    n = indices.numel()
+    return 0 if n <= 3072 else 4 * indices.nbytes + 4 * (n // 10 + min(n, words)) * grad.shape[-1]
+
+
+SCRATCH: dict[str, Callable[..., int]] = {
+    "aten.sum.dim_IntList": of_sum,
+    "aten._softmax_backward_data.default": lambda card, grad, *_: grad.nbytes,  # grad * output
+    "aten._safe_softmax.default": lambda card, x, *_: x.numel(),  # which scores are -inf: a byte each
+    "aten._scaled_dot_product_efficient_attention_backward.default": of_attention,
+    "aten._scaled_dot_product_flash_attention_backward.default": of_attention,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": of_attention,
+    "aten.embedding_dense_backward.default": of_embedding,
+}
+
+
+class Scratch(TorchDispatchMode):
+    """Around an operator of `SCRATCH` a tensor is alive, which the ledger sees."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (size := SCRATCH.get(str(func))) is None:
+            return func(*args, **kwargs or {})
+        scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
+        return func(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def as_on(card: str | None, notes: set[str]) -> Iterator[None]:
+    """Around the steps, inside the ledger. None: as on a CPU. notes: gets sentences for the report."""
+    if card is None:
+        yield
+        return
+
+    def in_thread(operator: Any, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: (kernel if hasattr(here, "card") else operator.decompose)(*args, **kwargs)
+
+    with torch_private.lent_kernels() as lend, warnings.catch_warnings(action="ignore"):  # that they are overridden
+        for name, kernel in OPERATORS.items():
+            lend(name, in_thread(getattr(aten, name).default, kernel), "AutogradCPU")
+        for operator, on_a_card, on_a_cpu in list(rules()):
+            lend(operator, with_rules(operator, on_a_card, on_a_cpu), "AutocastCPU", with_keyset=True)
+        here.card, here.notes = card, notes
+        try:
+            with autocast_for_cuda(), Scratch():
+                yield
+        finally:
+            del here.card, here.notes

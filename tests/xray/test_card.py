@@ -1,0 +1,245 @@
+"""As on a card: PyTorch's choice of attention there, what a loop of the user's holds, and nothing left behind."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from flash.gpus import GPUS
+from minizero.torch_private import registered
+from minizero.xray import Plan
+from minizero.xray.card import as_on, backend, card_of, rules
+from minizero.xray.case import Case, NotPossible, case_of
+from minizero.xray.fake import ALONE, pretend
+from minizero.xray.fit import kept_free, largest
+from tests.support.xray_cases import LSTM, tokens
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+# card, dtype, heads of queries and of keys, numbers a head, a mask, dropout: the kernel. After sdp_utils.cpp.
+CHOICES = [
+    ("h100", BF16, 8, 8, 64, False, 0.0, "cudnn"),
+    ("h100", BF16, 8, 2, 64, False, 0.0, "cudnn"),
+    ("h100", BF16, 8, 8, 256, False, 0.0, "flash"),
+    ("a100", FP16, 8, 8, 64, False, 0.1, "flash"),
+    ("a100", FP16, 8, 8, 64, True, 0.0, "efficient"),
+    ("h200", FP32, 8, 8, 64, False, 0.1, "efficient"),
+    ("h200", FP32, 8, 2, 64, False, 0.0, "math"),
+    ("h200", FP32, 8, 8, 63, False, 0.0, "math"),
+    ("t4", FP16, 8, 8, 64, False, 0.0, "efficient"),
+    ("t4", BF16, 8, 8, 64, False, 0.0, "math"),
+    ("4090", BF16, 8, 8, 256, False, 0.1, "efficient"),
+]
+
+
+@pytest.mark.parametrize("card, dtype, heads, keys, d, masked, p, kind", CHOICES)
+def test_attention_is_the_kernel_that_pytorch_chooses(card, dtype, heads, keys, d, masked, p, kind):
+    q, k = (torch.empty(2, n, 32, d, dtype=dtype, device="meta") for n in (heads, keys))
+    mask = torch.empty(2, 1, 32, 32, dtype=dtype, device="meta") if masked else None
+    assert backend(GPUS[card_of(card)], q, k, k, mask, p, False, True) == kind
+
+
+class Net(nn.Module):
+    """Linear layers, dropout, attention, a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.5)
+        return F.scaled_dot_product_attention(x, x, x).exp().mean()
+
+
+def batch():
+    return torch.ones(4, 8, 128, 64)
+
+
+def test_dropout_keeps_bytes_and_attention_no_scores_and_autocast_is_cudas():
+    on_cpu, on_card = (Case(Net(), batch(), card=card).run(Plan()) for card in (None, "h100"))
+    # A byte in place of a float. Attention keeps the same on both, and on a card its seed.
+    assert on_cpu.peak["activations"] - on_card.peak["activations"] == 3 * 3 * batch().numel() - 16
+
+    class Half(Net):
+        def forward(self, x):
+            with torch.autocast("cuda", BF16):
+                return super().forward(x)
+
+    half = Case(Half(), batch(), card="h100")
+    assert half.run(Plan()).peak["activations"] < on_card.peak["activations"]
+    assert half.run(Plan(recompute=True)).peak  # a second forward is under the same autocast
+    assert (torch.ops.aten.exp.default, "up", "") in [*rules()]
+
+
+def test_no_fused_kernel_is_told_in_words():
+    case = Case(Net(), batch(), card="h100")
+    case.inputs, case.model.layers = torch.ones(4, 8, 128, 63), nn.ModuleList([nn.Linear(63, 63)])
+    case.run(Plan())
+    assert "FP32 with 63 numbers a head has no fused kernel on this card: each layer keeps" in case.notes.pop()
+
+
+def results():
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, requires_grad=True)
+    q = x.reshape(1, 1, 4, 8)
+    with torch.autocast("cpu", BF16):
+        y = F.layer_norm(x.bfloat16(), (8,)), F.dropout(x, 0.5), F.rms_norm(x, (8,)), x.exp() @ x.T
+        z = F.scaled_dot_product_attention(q, q, q), torch.fft.fft(x.bfloat16()).real, F.pad(x[None], (1, 1), "reflect")
+    return [*y, *z, torch.autograd.grad(sum(t.float().sum() for t in (*y, *z)), x)[0]]
+
+
+def test_other_threads_compute_as_before_and_all_is_given_back():
+    before, meanwhile, kernels = results(), [], registered("AutocastCPU")
+    with as_on("H100 SXM", set()):
+        assert "aten::exp" in registered("AutocastCPU") - kernels
+        thread = threading.Thread(target=lambda: meanwhile.extend(results()))
+        thread.start()
+        thread.join()
+    assert registered("AutocastCPU") == kernels
+    for found in (meanwhile, results()):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, found, strict=True))
+
+
+def test_two_threads_work_one_after_the_other():
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(Case(Net(), batch(), card="h100").run(Plan()))) for _ in "ab"
+    ]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert found[0] == found[1] == Case(Net(), batch(), card="h100").run(Plan())
+    with pretend():
+        thread = threading.Thread(target=lambda: found.append(ALONE.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+    assert found[2] is False
+
+
+def loop(ema=False):
+    model = Net().to("cuda")
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    average = copy.deepcopy(model) if ema else None
+    x = torch.ones(4, 8, 128, 64, device="cuda:0")
+
+    def step():
+        loss = model(x.clone())
+        scaler.scale(loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.item(), average
+
+    return model, step
+
+
+def test_a_loop_of_the_users_holds_what_ours_does_and_its_average():
+    ours = Case(Net(), batch()).run(Plan())
+    theirs, averaged = (case_of(lambda ema=ema: loop(ema)) for ema in (False, True))
+    plain = theirs.run(Plan())
+    assert [plain.peak[name] for name in ("parameters", "gradients", "optimizer")] == [
+        ours.peak[name] for name in ("parameters", "gradients", "optimizer")
+    ]
+    # The loop keeps its batch, and a scaler a few numbers.
+    assert 0 <= plain.peak["total"] - ours.peak["total"] - batch().nbytes < 64
+    assert averaged.run(Plan()).peak["total"] == plain.peak["total"] + ours.peak["parameters"]
+    with pytest.raises(NotPossible, match="it changes the loop"):
+        theirs.run(Plan(stage=3, ranks=4))
+
+
+def in_backward():
+    model, x = Net(), batch()
+    optimizers = {parameter: torch.optim.SGD([parameter], momentum=0.9) for parameter in model.parameters()}
+
+    def step_and_forget(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_and_forget)
+    return model, lambda: model(x).backward()
+
+
+def test_an_optimizer_in_backward_steps_and_one_that_decides_by_numbers_is_refused():
+    peak = case_of(in_backward).run(Plan()).peak
+    assert peak["gradients"] <= 4 * 65 * 64 and peak["optimizer"] == peak["parameters"] == 3 * 4 * 65 * 64
+
+    def lbfgs():
+        model, x = Net(), batch()
+        optimizer = torch.optim.LBFGS(model.parameters())
+        return model, lambda: optimizer.step(lambda: model(x))
+
+    with pytest.raises(NotPossible, match=r"looks at a tensor's value.*test_card"):
+        case_of(lbfgs).run(Plan())
+
+
+TEACHER = nn.Linear(64, 64)
+
+
+def test_what_no_module_registers_and_what_is_global_is_counted():
+    class Kept(Net):
+        def __init__(self):
+            super().__init__()
+            self.table, self.average, self.lock = torch.ones(100), [nn.Linear(10, 10)], threading.Lock()
+
+        def forward(self, x):
+            return super().forward(x) + TEACHER(x).detach().mean()
+
+    case = case_of(lambda: (Kept(), batch()))
+    assert case.run(Plan()).peak["buffers"] == 400 + 440 + 4 * 65 * 64
+    assert case.run(Plan(recompute=True)).peak["buffers"] == case.run(Plan()).peak["buffers"]
+
+
+def test_an_optimizer_may_be_made_with_the_model():
+    def make():
+        model = Net()
+        return model, batch(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    case = case_of(make)
+    assert case.run(Plan()).peak["optimizer"] == 4 * case.parameters
+    assert case.run(Plan(stage=2, ranks=2)).peak["optimizer"] == 2 * case.parameters
+    assert case.run(Plan(eight_bit=True)).peak["optimizer"] == 2 * 3 * (64 * 64 + 4 * 16 + 4 * 64)
+    adafactor = Case(Net(), batch(), torch.optim.Adafactor)
+    assert adafactor.run(Plan()).peak["optimizer"] < 4 * case.parameters
+    assert adafactor.run(Plan(foreach=True)).peak == adafactor.run(Plan()).peak  # its default on a GPU, too
+
+
+def test_frozen_matrices_in_four_bits():
+    model = Net().requires_grad_(False)
+    model.layers[2].requires_grad_(True)
+    plain, small = (Case(model, batch()).run(Plan(four_bit=bits)).peak for bits in (False, True))
+    assert plain["parameters"] + plain["buffers"] - small["parameters"] - small["buffers"] == 2 * (
+        4 * 4096 - 2048 - 65 - 4
+    )
+
+
+class Graph(nn.Linear):
+    def forward(self, x, edges):
+        return super().forward(x)[edges[1]].mean()
+
+
+class TimeFirst(LSTM):
+    def __init__(self):
+        super().__init__()
+        self.lstm.batch_first = False
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    graph = Case(Graph(8, 8), (torch.ones(20, 8), torch.zeros(2, 60, dtype=torch.long)))
+    for case, words in (
+        (graph, r"\(2, 60\) does not count 20 samples"),
+        (Case(TimeFirst(), (tokens(), tokens())), "time"),
+    ):
+        case.run(Plan())
+        with pytest.raises(NotPossible, match=words):
+            case.run(Plan(micro_batches=2))
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    case, budget = Case(Net(), batch()), 100 * 2**20
+    most = largest(case, budget, Plan())
+    peaks = [Case(Net(), torch.ones(n, 8, 128, 64)).run(Plan()).peak["total"] for n in (most, most + 1)]
+    assert peaks[0] <= budget - kept_free(budget) < peaks[1]
