@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from minizero.models.networks import NETWORKS
 from minizero.xray.case import NotPossible
 from minizero.xray.plan import Plan
 from minizero.xray.techniques import name_of, plans
 from tests.real.real_models import MODELS, built
-from tests.support.xray_cases import BATCH, OWN, WIDTH, WORDS, fake, real, tokens
+from tests.support.xray_cases import BATCH, OWN, WIDTH, WORDS, allocated, fake, real, tokens
 
 pytestmark = pytest.mark.real
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -156,6 +157,23 @@ def test_fake_is_real(name):
         assert different["total"][1] - different["total"][0] == 32_768
     else:
         assert different is None
+
+
+# Convolutions and the layers of an LSTM take scratch, which the profiler sees, and no ledger does. Mamba's peak is
+# 6.8 % too high: three gradients meet there, which autograd adds in place, but not while a mode watches.
+SCRATCH = (
+    "Mamba",
+    "Whisper",
+    "ResNet-50",
+    "ConvNeXt",
+    "LSTM",
+    *(f"ours: {name}" for name in ("LSTM", "UNet", *NETWORKS)),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in (*SCRATCH, *DIFFERENT)])
+def test_the_allocator_hands_out_as_many_bytes(name):
+    assert 0 <= allocated(maker(name)) - fake(maker(name), Plan()).peak["total"] < 1024  # scratch of sums
 
 
 @pytest.mark.parametrize("plan", ENGINES, ids=name_of)
