@@ -78,6 +78,16 @@ def test_a_part_that_takes_too_long_is_stopped_and_missed(tmp_path):
     assert "memory: stopped after its time" in answer.stdout and "not all of it was measured" in answer.stdout
 
 
+def test_a_folder_of_another_card_or_with_a_cut_file_is_refused(tmp_path):
+    for text, words in (
+        ('{"machine": {"card": "H200"}, "parts": {}}', "has the figures of H200"),
+        ("{", "no results.json"),
+    ):
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(SystemExit, match=words):
+            gpu_tools.Report(tmp_path, "flash")
+
+
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_a_line():
     answer = harness("--part", "flash")

@@ -26,7 +26,7 @@ import flash  # noqa: F401  before anything imports Triton: without a GPU it has
 from minizero.memory import Ledger
 
 CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
+DEVICE = "cuda:0" if CUDA else "cpu"  # one card: a `World` would spread its ranks over "cuda"
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -38,30 +38,35 @@ class Run(NamedTuple):
     figures: dict
 
 
-def figures(part, measure=None):
+def figures(part, measure=None, needs=()):
     """This GPU's figures of a part, by `measure()`; without a GPU the recorded ones; None if there are neither."""
     if CUDA and measure is not None:
-        found = attempt(f"{part} on {card()}", measure)
-        if found is not None:
-            return Run(f"{card()}, measured now", found)
+        run = attempt(f"{part} on this GPU", lambda: Run(f"{card()}, measured now", measure()))
+        if run is not None:
+            return run
         print("The figures of a recorded run stand in for it.")
-    return recorded(part)
+    return recorded(part, needs=needs)
 
 
-def recorded(part, name=None):
-    """A part of a recorded run: of the card whose folder is `name`, or else of the newest that has it; None without."""
+def recorded(part, name=None, needs=()):
+    """A part of a recorded run: of the card whose folder is `name`, or else of the newest; None without.
+
+    needs: names of figures. A run without them, such as one that was cut off, does not count.
+    """
     runs = []
     for path in sorted(RESULTS.glob(f"{name or '*'}/results.json")):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if "parts" not in data or part not in data["parts"]:  # another run, or another part of it
                 continue
-            machine, found = data["machine"], data["parts"][part]["figures"]
-            runs.append((machine["date"], Run(f"{machine['card']}, recorded {machine['date']}", found)))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            machine, found = data["machine"], dict(data["parts"][part]["figures"])
+            run = Run(f"{machine['card']}, recorded {machine['date']}", found)
+            if found and found.keys() >= set(needs):
+                runs.append((str(machine["date"]), run))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             print(f"notebooks/results/{path.parent.name}/results.json is left out, it cannot be read: {error!r}")
     if not runs:
-        print(f"No run recorded on {name or 'a GPU'} has the part {part!r}. `make gpu` on a GPU makes one.")
+        print(f"No run recorded on {name or 'a GPU'} has what is asked for of {part!r}. `make gpu` records on a GPU.")
         return None
     return max(runs, key=lambda run: run[0])[1]
 
@@ -159,7 +164,7 @@ def machine():
         found |= {"memory": properties.total_memory, "multiprocessors": properties.multi_processor_count}
         wanted = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
         try:
-            command = ["nvidia-smi", f"--query-gpu={wanted}", "--format=csv,noheader"]
+            command = ["nvidia-smi", f"--query-gpu={wanted}", "--format=csv,noheader", f"-i=GPU-{properties.uuid}"]
             answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
             found["as found"] = dict(zip(wanted.split(","), answer.splitlines()[0].split(", ")))
         except (OSError, subprocess.SubprocessError, IndexError) as error:

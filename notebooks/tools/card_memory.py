@@ -22,7 +22,7 @@ from minizero.pictures.style import label_axes
 from minizero.ranks.collectives import barrier
 from minizero.torch_private import allocator_history
 from minizero.xray import Plan
-from notebooks.tools.card import CUDA, DEVICE, GIB, figures, synchronize
+from notebooks.tools.card import CUDA, DEVICE, GIB, figures, recorded, synchronize
 from notebooks.tools.together import case
 from notebooks.tools.zero import table
 
@@ -107,8 +107,10 @@ def stages():
     return {stage.__name__: measure(config, stage, {}, 4) for stage in STAGES}
 
 
-def show_stages(found):
+def show_stages():
     """A table: what rank 0 holds at its peak, the peaks of all ranks, what the allocator handed out at most."""
+    if (found := figures("memory", stages, [stage.__name__ for stage in STAGES])) is None:
+        return None
     head = [f"{found.card} (GiB)", "rank 0, ledger", "four ranks' peaks", "allocator", "allocator / peaks"]
     rows = []
     for stage in STAGES:
@@ -189,7 +191,7 @@ def levels(held, events, grows, shrinks):
 
 def draw_timeline():
     """This card's timeline. Without one: the ledger's curve of a recorded rank beside a quarter of the allocator's."""
-    if (run := figures("memory", lambda: {"timeline": timeline()})) is None:
+    if (run := figures("memory", lambda: {"timeline": timeline()}, ["DDP"])) is None:
         return None
     axes = pyplot.figure(figsize=(16, 7), layout="constrained").add_subplot()
     if found := run.figures.get("timeline"):
@@ -218,12 +220,16 @@ def draw_timeline():
     return run
 
 
-def show_gap(xray):
+GAPS = {"gpt2, fp32, no dropout": "GPT-2, 8 × 1,024 tokens", "vit-b": "ViT-B, 32 pictures"}
+GAPS |= {"resnet50": "ResNet-50, 64 pictures"}
+
+
+def show_gap():
     """A table of models: X-ray's tensors, what they asked the allocator for, what it handed out, what it reserved."""
-    names = {"gpt2, fp32, no dropout": "GPT-2, 8 × 1,024 tokens", "vit-b": "ViT-B, 32 pictures"}
-    names |= {"resnet50": "ResNet-50, 64 pictures"}
+    if (xray := recorded("xray", needs=GAPS)) is None:
+        return None
     keys = ("xray", "requested", "peak", "reserved")
-    rows = [[words, *(f"{xray.figures[name][key] / MIB:,.0f}" for key in keys)] for name, words in names.items()]
+    rows = [[words, *(f"{xray.figures[name][key] / MIB:,.0f}" for key in keys)] for name, words in GAPS.items()]
     return table([f"{xray.card} (MiB)", "tensors, X-ray", "asked for", "handed out", "reserved"], rows)
 
 
@@ -242,8 +248,10 @@ REASONS = {
 }
 
 
-def show_all(xray):
+def show_all():
     """A table of all models: the X-ray as on a CPU, what the card's allocator was asked for, and why they differ."""
+    if (xray := recorded("xray", needs=REASONS)) is None:
+        return None
     rows = []
     for name, why in REASONS.items():
         counted, asked = (xray.figures[name][key] for key in ("xray", "requested"))
@@ -286,7 +294,7 @@ def show_limited():
     if run is None or "limited" not in run.figures:
         config, batch_size = filling(12 * GIB, SHALLOW)
         rows = [[name, xray_of(each, batch_size) / GIB] for name, each in with_and_without(config).items()]
-        return table(["not run, for want of a GPU (GiB)", "X-ray"], rows)
+        return table(["not run on a card (GiB)", "X-ray"], rows)
     rows = []
     for name, each in run.figures["limited"].items():
         columns = [f"{each[key] / GIB:.2f}" if key in each else "–" for key in ("X-ray", "ledger", "allocator")]

@@ -13,7 +13,9 @@ measure anew, take another folder. The last lines are a short table; the exit co
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -42,22 +44,35 @@ def run_part(part, folder, tiny, limit, log):
     command = [sys.executable, "-u", "-m", module, "--output", str(folder), *(["--tiny"] if tiny else [])]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     say(f"== {part}", log)
+    environment = os.environ | {"PYTHONPATH": path}
+    # A group of its own, so that what it starts (pytest, kernels of notebooks) ends with it.
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    stop = threading.Timer(limit or own_limit, process.kill)
-    stop.start()
-    for line in process.stdout:
-        say(line.rstrip(), log)
-    status = process.wait()
-    stop.cancel()
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    late = threading.Event()
+
+    def end():
+        late.set()
+        kill(process)
+
+    timer = threading.Timer(limit or own_limit, end)
+    timer.start()
+    try:
+        for line in process.stdout:
+            say(line.rstrip(), log)
+        status = process.wait()
+    finally:  # also at Ctrl-C
+        timer.cancel()
+        kill(process)
     if status:
-        say(f"{part}: {'stopped after its time' if status == -9 else f'exit code {status}'}", log)
+        say(f"{part}: {'stopped after its time' if late.is_set() else f'exit code {status}'}", log)
+
+
+def kill(process):
+    """End it, and on Linux its whole group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL) if os.name == "posix" else process.kill()
 
 
 def say(line, log):

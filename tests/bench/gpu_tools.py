@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from notebooks.tools.card import CUDA, attempt, machine
+from notebooks.tools.card import CUDA, attempt, card, machine
 
 
 class Report:
@@ -17,8 +17,17 @@ class Report:
     def __init__(self, folder, part):
         self.path, self.part = Path(folder) / "results.json", part
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.data = json.loads(self.path.read_text()) if self.path.exists() else {"parts": {}}
-        self.mine = self.data["parts"].setdefault(part, {"done": False, "figures": {}})
+        try:
+            self.data = json.loads(self.path.read_text()) if self.path.exists() else {"parts": {}}
+            found = self.data.get("machine", {}).get("card", card())
+            parts = self.data["parts"]
+        except (ValueError, KeyError, AttributeError) as error:
+            raise SystemExit(
+                f"{self.path} is no results.json of this command ({error!r}): take another folder"
+            ) from None
+        if found != card():
+            raise SystemExit(f"{self.path} has the figures of {found}, and this is {card()}: take another folder")
+        self.mine = parts.setdefault(part, {"done": False, "figures": {}})
         self.figures = self.mine["figures"]
         self.missing = []
         self.lock = threading.Lock()  # notebooks are measured four at once

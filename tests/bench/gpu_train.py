@@ -43,8 +43,10 @@ def run(report, tiny):
 
     copy = report.measure("copy bandwidth", lambda: copy_bandwidth(2**12 if tiny else 2**30, rounds))
     rates = report.measure("matmul rates", lambda: matmul_rates(64 if tiny else 8192, rounds))
-    lines = [f"copy {copy / 1e9:,.0f} GB/s; matmul " + ", ".join(f"{t} {r / 1e12:.1f}" for t, r in rates.items())]
-    lines[0] += " TFLOP/s"
+    lines = []
+    if copy and rates:
+        each = ", ".join(f"{name} {rate / 1e12:.1f}" for name, rate in rates.items())
+        lines.append(f"copy {copy / 1e9:,.0f} GB/s; matmul {each} TFLOP/s")
 
     each = report.measure(
         "step", lambda: steps(config, batch_size, rounds, {name: {"dtype": dtype} for name, dtype in DTYPES.items()})
@@ -64,7 +66,7 @@ def run(report, tiny):
         lines.append("a step takes: " + "; ".join(each))
 
     converted = report.measure("conversions", lambda: conversions(2**12 if tiny else 2**28, rounds))
-    if converted:
+    if converted and copy:
         each = ", ".join(f"{name} {rate / copy:.2f}" for name, rate in converted.items())
         lines.append(f"FP16, share of the copy bandwidth: {each}")
 
