@@ -23,7 +23,7 @@ def test_measured_here_it_has_the_form_of_the_recorded_part(monkeypatch):
         found = card_attention.by_length(run, which)
         assert {"our kernels", "plain, in two lines", "MATH, plain in FP32"} <= found.keys()
         assert all(list(its) == [16, 32, 64] for its in found.values())
-    assert card_attention.ceilings(run) == (2e12, 3e12) and run.figures["rows"] > 0
+    assert card_attention.ceilings(run) == (2e12, 3e12, 3e12) and run.figures["rows"] > 0
 
 
 def test_an_old_card_is_refused_in_a_sentence(monkeypatch, capsys):
@@ -45,6 +45,6 @@ def test_milliseconds_are_those_of_the_recorded_rates():
 
 
 def test_ceilings_are_of_the_same_card_or_none():
-    copy, matmul = card_attention.ceilings(RECORDED)
-    assert 4e12 < copy < 4.8e12 and 770e12 < matmul < 989e12
+    copy, matmul, in_fp32 = card_attention.ceilings(RECORDED)
+    assert 4e12 < copy < 4.8e12 and 770e12 < matmul < 989e12 and 50e12 < in_fp32 < 67e12
     assert card_attention.ceilings(RECORDED._replace(card="another")) is None

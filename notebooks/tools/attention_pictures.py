@@ -68,10 +68,11 @@ def draw_memories(memories, between):
     return figure
 
 
-def draw_roofline(name, bytes_per_second, operations_per_second, points, measured=None):
+def draw_roofline(name, bytes_per_second, operations_per_second, points, measured=None, in_fp32=None):
     """The most operations a second, over operations for a byte. points: {title: operations for a byte}.
 
     measured: operations a second by the same titles; without them each point stands on the line.
+    in_fp32: the most for FP32 numbers, then a second line.
     """
     figure = Figure(figsize=(14, 6), layout="constrained")
     axes = figure.subplots()
@@ -79,7 +80,7 @@ def draw_roofline(name, bytes_per_second, operations_per_second, points, measure
     x = np.array([low, ridge, high])
     axes.plot(x, np.minimum(x * bytes_per_second, operations_per_second) / 1e12, color="black", linewidth=3)
     top = 2.6 * operations_per_second / 1e12
-    bottom = min([low * bytes_per_second, *(0.7 * each for each in (measured or {}).values())]) / 1e12
+    bottom = min([low * bytes_per_second, *(0.5 * each for each in (measured or {}).values())]) / 1e12
     for left, right, color, words in ((low, ridge, HBM, "waits for bytes"), (ridge, high, "#F5DFA8", "computes")):
         axes.axvspan(left, right, color=color, alpha=0.45, linewidth=0)
         axes.text((left * right) ** 0.5, top / 1.35, words, ha="center", fontsize=FONT + 3, weight="bold")
@@ -95,16 +96,19 @@ def draw_roofline(name, bytes_per_second, operations_per_second, points, measure
     if measured:  # so are both parts of the line
         words = f"a copy: {bytes_per_second / 1e12:.1f} · 10¹² bytes a second"
         axes.text(0.16 * ridge, 0.2 * operations_per_second / 1e12, words, ha="right", fontsize=FONT)
-        words = f"a product of large matrices: {operations_per_second / 1e12:.0f}"
-        axes.text(0.9 * high, 1.08 * operations_per_second / 1e12, words, ha="right", fontsize=FONT)
+        axes.plot([in_fp32 / bytes_per_second, high], [in_fp32 / 1e12] * 2, "--", color=PLAIN, linewidth=3)
+        for most, words in ((operations_per_second, "FP16"), (in_fp32, "FP32")):
+            words = f"a product of large matrices in {words}: {most / 1e12:.0f}"
+            axes.text(0.9 * high, 1.1 * most / 1e12, words, ha="right", fontsize=FONT)
+        axes.set_title(name, fontsize=FONT + 2)
     else:
         axes.axvline(ridge, color="black", linewidth=1, linestyle="dotted")
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, top))
-    ticks, heights = [3, 10, 30, 100, round(ridge, -1), 1000, 3000], [10, 30, 100, 300]
+    ticks, heights = [3, 10, 30, 100, round(ridge, -1), 1000, 3000], [10, 30, 100, 300, 1000][: 5 if top > 1000 else 4]
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-    axes.set_yticks(heights, heights)
+    axes.set_yticks(heights, [f"{height:,}" for height in heights])
     axes.minorticks_off()
-    words = f"10¹² operations a second,\n{name}" + ("" if measured else ", at most")
+    words = "10¹² operations a second" + ("" if measured else f",\n{name}, at most")
     label_axes(axes, "operations for each byte between HBM and the chip", words)
     return figure
 
@@ -114,27 +118,28 @@ def draw_rates(name, matmul, rates):
 
     matmul: what a product of large matrices reaches. rates: {title: {tokens: operations a second}}.
     """
-    figure = Figure(figsize=(14, 6.4), layout="constrained")
+    figure = Figure(figsize=(14, 5.6), layout="constrained")
     axes = figure.subplots()
     lengths = sorted({n for its in rates.values() for n in its})
     axes.axhline(matmul, color="black", linewidth=1, linestyle="dotted")
-    axes.text(3.1 * lengths[-1], 1.02 * matmul, f"a product of matrices: {matmul:.0f}", ha="right", fontsize=FONT)
+    axes.text(lengths[0], 1.02 * matmul, f"a product of matrices: {matmul:.0f}", fontsize=FONT)
     ends = []
     for title, its in rates.items():
         plain, ours, (n, rate) = "plain" in title, title.startswith("our"), max(its.items())
         color = PLAIN if plain else TILED if ours else THIRD
         look = {"linestyle": "dashed" if plain else "solid", "marker": "s" if plain else "o", "markersize": 9}
         axes.plot(its.keys(), its.values(), color=color, linewidth=5 if ours else 2.5, **look)
-        ends.append((rate, n, f"{title}: {rate:.0f}", color))
+        ends.append((rate, f"{title}: {rate:.0f}" + (f" at {n:,}" if n < lengths[-1] else ""), color))
     below = -np.inf
-    for rate, n, words, color in sorted(ends):  # of lines that end close together the names stand one above the other
-        below = max(rate, below + 0.052 * matmul)
+    for rate, words, color in sorted(ends):  # of lines that end close together the names stand one above the other
+        below = max(rate, below + 0.062 * matmul)
         place = {"xytext": (16, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(words, (n, below), fontsize=FONT, color=color, **place)
-    axes.set(xscale="log", xlim=(0.9 * lengths[0], 3.2 * lengths[-1]), ylim=(0, 1.1 * matmul))
+        axes.annotate(words, (lengths[-1], below), fontsize=FONT, color=color, **place)
+    axes.set(xscale="log", xlim=(0.9 * lengths[0], 3.4 * lengths[-1]), ylim=(0, 1.1 * matmul))
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
     axes.minorticks_off()
-    label_axes(axes, "tokens N", f"10¹² operations a second,\n{name}")
+    axes.set_title(name, fontsize=FONT + 2)
+    label_axes(axes, "tokens N", "10¹² operations a second")
     return figure
 
 

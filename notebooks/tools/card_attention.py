@@ -125,7 +125,8 @@ def against_length():
     from flash import launch
     from notebooks.tools.attention import NO_OPTIONS
 
-    found = {"matmul": matmul_rate(torch.float16) / 1e12, "copy bandwidth": copy_bandwidth(2**28)}
+    found = {"matmul": matmul_rate(torch.float16) / 1e12, "matmul FP32": matmul_rate(torch.float32) / 1e12}
+    found["copy bandwidth"] = copy_bandwidth(2**28)
     found["rows"] = launch.choose("forward", 64, 2, NO_OPTIONS).rows
     for n in LENGTHS:
         names = [name for name in LABELS if name != "flex" or n == LENGTHS[1]]
@@ -150,9 +151,10 @@ def milliseconds(rates, products=2):
 
 
 def ceilings(run):
-    """Bytes a second of a copy and operations a second of a matmul on the card of `run`; None if either is missing."""
-    copy = run.figures.get("copy bandwidth")
-    if copy is None:  # recorded in another part
-        train = recorded("train")
-        copy = train.figures["copy bandwidth"] if train and train.card == run.card else None
-    return copy and (copy, 1e12 * run.figures["matmul"])
+    """On the card of `run`: a copy's bytes a second, operations a second of a matmul in FP16 and in FP32; or None."""
+    matmul, of_this_run = 1e12 * run.figures["matmul"], run.figures.get("copy bandwidth")
+    if of_this_run:
+        return of_this_run, matmul, 1e12 * run.figures["matmul FP32"]
+    train = recorded("train")  # recorded in another part
+    same = train and train.card == run.card
+    return (train.figures["copy bandwidth"], matmul, train.figures["matmul rates"]["FP32"]) if same else None
