@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from minizero import GPTConfig
-from minizero.memory import Ledger
 from minizero.memory.operators import Watcher
 from minizero.pictures import COLORS, FONT, MIB, PREDICTED, plot_schedule
 from minizero.pictures.style import label_axes
@@ -141,7 +140,8 @@ def milliseconds(seconds):
 
 def side_by_side(found):
     """A table of {what: {"plain": …, "recompute": …}}, with the second over the first."""
-    rows = [[what, *each.values(), each["recompute"] / each["plain"]] for what, each in found.items()]
+    pairs = ((what, its.values()) for what, its in found.items())
+    rows = [[what, f"{a:,.0f}", f"{b:,.0f}", f"{b / a:.1f}"] for what, (a, b) in pairs]
     return table(["one step", "plain", "recompute", "ratio"], rows)
 
 
@@ -170,16 +170,12 @@ def on_a_card():
 def greatest_depths(limit, make, x):
     """How many blocks `make(n)` may have if a step takes at most `limit` bytes, parameters and gradients counted.
 
-    On a card its allocator says what is taken, and elsewhere the ledger.
+    x: on the card, whose allocator says what is taken; without a GPU it is the ledger.
     """
 
     def fits(n, way):
         try:
-            if x.is_cuda:
-                return most_bytes(lambda: way(make(n), x))[1] <= limit
-            with Ledger() as ledger:
-                way(make(n), x)
-            return ledger.peak["total"] <= limit
+            return most_bytes(lambda: way(make(n), x))[1] <= limit
         except torch.OutOfMemoryError:
             return False
 

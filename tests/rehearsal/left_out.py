@@ -52,7 +52,7 @@ CELLS = {
         "fit(sixteen, few, 1)": "measures the memory of deep networks",
         "assert found[0][2]": "judges it",
         'card.figures("recompute"': "measures the time of deep networks, and of a card",
-        "lesson.greatest_depths(limit": "measures the memory of deep networks",
+        "if zero3 :=": "prints what a card left",
         "thin_there =": "judges it",
     },
     "06_gradient_accumulation": {
