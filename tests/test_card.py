@@ -50,7 +50,7 @@ def test_a_file_that_is_cut_is_a_sentence(folder, broken, capsys):
     (folder / "h200" / "results.json").write_text(broken)
     assert card.recorded("memory") is None and card.recorded("train") is not None
     said = capsys.readouterr().out.splitlines()
-    assert "No run recorded on a GPU has what is asked for of 'memory'" in said[-1]
+    assert any(line.startswith("No run recorded on a GPU has what is asked for of 'memory'") for line in said)
     assert all(len(line) < 250 for line in said)
 
 
@@ -78,7 +78,7 @@ def test_a_timeline_is_drawn_with_its_card(monkeypatch):
     lines = {name: dict.fromkeys(card_memory.PHASES, [1, 2]) for name in ("allocated", "reserved")}
     curve = {name: [1, 2, 3] for name in (*card_memory.CATEGORIES, "total")} | {"phase": list(card_memory.PHASES)}
     run = card.Run("A100, recorded", {"timeline": lines | {"ledger": curve, "what": "a GPT"}})
-    monkeypatch.setattr(card_memory, "figures", lambda part, measure: run)
+    monkeypatch.setattr(card_memory, "figures", lambda *_: run)
     assert card_memory.draw_timeline() is run
     axes = pyplot.gcf().axes[0]
     assert axes.get_title() == "A100, recorded: a GPT" and len(axes.get_lines()) == 2 + 2

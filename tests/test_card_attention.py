@@ -32,7 +32,7 @@ def test_an_old_card_is_refused_in_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert card.figures("flash, first blocks", card_attention.against_length) == RECORDED
-    assert "Tesla T4: our kernels need" in capsys.readouterr().out
+    assert "on this GPU: our kernels need" in capsys.readouterr().out
 
 
 def test_milliseconds_are_those_of_the_recorded_rates():
