@@ -165,6 +165,14 @@ def test_rows_that_see_nothing():
     assert torch.isfinite(lse[:, :, 32:]).all() and all(torch.isfinite(x).all() for x in gradients)
 
 
+def test_rows_that_see_nothing_in_their_first_block():
+    """There the largest score so far, -3.4e38, is out of range once it is scaled by 1 log2 e."""
+    q, k, v = tensors(*[(1, 1, 40, 16)] * 3)
+    with blocks_of(16, 16):
+        out = attention(q, k, v, window=(3, None), scale=1.0)
+    torch.testing.assert_close(out, attention_reference(q, k, v, window=(3, None), scale=1.0))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("which", "qkv")
@@ -190,6 +198,7 @@ def test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others(which, bad)
     [
         (40, 8, dict(causal="bottom-right")),
         (40, 20, dict(window=(3, 1))),
+        (24, 20, dict(window=(3, 1))),  # the last row alone
         (40, 20, dict(window=(3, 1), window_diagonal="bottom-right", dropout_p=0.2, dropout_seed=1)),
         (40, 20, dict(causal=True, window=(None, 2), window_diagonal="bottom-right")),
         (8, 40, dict(causal=True, window=(2, None), window_diagonal="bottom-right")),  # where no row sees any
