@@ -241,10 +241,10 @@ REASONS = {
     "llama 300M, fp32": "FP32 with grouped heads has no fused kernel on a GPU: scores are kept",
     "llama 300M, bf16 weights": "",
     "llama, autocast bf16": "",
-    "llama, gradient checkpointing": "as Llama in FP32, for one block",
+    "llama, gradient checkpointing": "the scores of one layer at a time",
     "bert mlm, fp32, dropout": "as GPT-2 with dropout",
-    "vit-b": "a second copy of the batch; scratch",
-    "resnet50": "a second copy of the batch",
+    "vit-b": "workspaces, a second copy of the batch, scratch",
+    "resnet50": "workspaces, a second copy of the batch",
 }
 
 
