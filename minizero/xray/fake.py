@@ -259,14 +259,21 @@ def reduced_in_place(option: int) -> Callable[..., Tensor]:
 def by_trial(operator: Any) -> Callable[..., tuple[Tensor, ...]]:
     """Runs the operator once on zeros, to learn what its results are: no kernel says how large a reserve is."""
 
+    def shapes(args: Any, half: torch.dtype | None = None) -> list[tuple[torch.Size, torch.dtype]]:
+        """Of the results; with `half` those of FP32, called half."""
+        zeros = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=torch.float32 if half else t.dtype), args)
+        return [(x.shape, half if half and x.is_floating_point() else x.dtype) for x in operator(*zeros)]
+
     def run(*args: Any) -> tuple[Tensor, ...]:
+        half = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and t.dtype in HALVES), None)
         with torch_private.without_modes():
-            half = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and t.dtype in HALVES), None)
-            zeros = tree_map_only(
-                Tensor, lambda t: torch.zeros(t.shape, dtype=torch.float32 if half else t.dtype), args
-            )
-            shapes = [(x.shape, half if half and x.is_floating_point() else x.dtype) for x in operator(*zeros)]
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
+            try:
+                found = shapes(args)
+            except RuntimeError:  # this processor has no kernel for 16 bits
+                if half is None:
+                    raise
+                found = shapes(args, half)
+        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in found)
 
     return run
 
