@@ -192,6 +192,7 @@ REFUSED = {
     "loss in chunks": ("no linear layer leads straight", "its logits go through"),
     "attention without scores": ("its attention stores no scores",),
     "recompute of each block": ("it has no repeated blocks",),
+    "frozen matrices in 4 bits": ("it trains all its matrices",),
 }
 ON_ONE = list(plans(1, 2))  # the batches of tests/real have two samples
 
