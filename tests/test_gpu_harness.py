@@ -125,6 +125,13 @@ def test_train(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_a_part_has_started_is_stopped_with_it(tmp_path):
+    """The part `tests` starts pytest, which writes its report when it ends."""
+    assert harness("--tiny", "--part", "tests", "--limit", "4", "--output", tmp_path).returncode == 1
+    assert not (tmp_path / "tests.xml").exists()
+
+
+@pytest.mark.slow
 def test_xray(tmp_path):
     report = gpu_tools.Report(tmp_path, "xray")
     gpu_xray.run(report, tiny=True)

@@ -26,8 +26,8 @@ from notebooks.tools.card import CUDA
 from tests.bench.gpu_tools import Report
 
 ROOT = Path(__file__).parents[2]
-# In this order: the module, and the seconds that it may take; nine minutes in all. On an H200 with 16 cores a case of
-# flash took 10 s, and the notebooks 560 s one after the other.
+# In this order: the module, and the seconds after which it is stopped; nine minutes in all. On an H200 with 16 cores a
+# case of flash took 10 s, and the notebooks 560 s one after the other.
 PARTS = {
     "tests": ("tests.bench.gpu_tests", 130),
     "flash": ("tests.bench.flash_gpu", 125),
