@@ -24,6 +24,7 @@ from rich.text import Text
 from minizero.cli import Parser, positive, run_command
 from minizero.engines import STAGES
 from minizero.engines.engine import Engine
+from minizero.engines.timeline import around_each_call
 from minizero.engines.unit import Unit
 from minizero.engines.zero3 import Zero3
 from minizero.models.gpt import GPT, GPTConfig
@@ -70,17 +71,17 @@ def step_by_step(
     def tell(what: str) -> None:
         show(comm.rank, what, holding(model, optimizer))
 
-    def after(method: str, unit: Unit | None = None, *_: Any) -> None:
-        if method in ("gather", "release", "forward_is_over", "reduce") and unit is not None:
-            tell(f"{'backward' if model.in_backward else 'forward'}: {unit.name}")
+    def after(method: str, *args: Any) -> None:
+        if method in ("gather", "release", "reduce"):
+            tell(f"{'backward' if model.in_backward else 'forward'}: {args[0].name}")
 
-    model.watchers.append((lambda: None, after))
-    for _ in range(steps):
-        model(x, y).backward()
-        optimizer.step()
-        tell("optimizer step")
-        optimizer.zero_grad()
-        tell("zero_grad")
+    with around_each_call(model, lambda: None, after):
+        for _ in range(steps):
+            model(x, y).backward()
+            optimizer.step()
+            tell("optimizer step")
+            optimizer.zero_grad()
+            tell("zero_grad")
 
 
 def frame(board: list[tuple[str, Holding]]) -> Group | Text:

@@ -12,7 +12,8 @@
     zero2.py        stage 2: shard the gradients as well
     zero3.py        stage 3: shard the parameters as well
     hybrid.py       the sharding factor: stage 3 inside groups of ranks, replicas across them
-    prefetch.py     gather the next unit, and reduce the last one's gradient, while this one computes
+    lane.py         when stage 3 does what it does: at once
+    prefetch.py     or beside: gather the next unit, and reduce the last one's gradient, while this one computes
     offload.py      shards, gradients and optimizer states in the CPU's memory
 
 and what an engine needs besides:

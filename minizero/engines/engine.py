@@ -1,7 +1,7 @@
 """What the four stages share: *when* things happen. *What* happens then is each stage's own file.
 
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
-    backward    gather 1   deposit, deposit, …   reduce 1   release 1   …   reduce root   finish   release all
+    backward    gather 1   bring, bring, …   reduce 1   release 1   …   reduce root   finish   release all
     step        `mark_as_old` (guards/optimizers.py): the replicas of stages 1 and 2 are old until before_forward
 
 A root unit holds what lies outside every block, such as the embeddings; what is frozen there is one more. Hooks of
@@ -10,30 +10,29 @@ module begins (`gather`), and ends (`forward_is_over`).
 
 Backward: a *use* of a unit is one forward of its module, and the way back (uses.py). It opens when the gradient of its
 output comes (`gather`). It closes when that of its input comes (`release`, if no other use is open). In between
-autograd writes the .grad of each parameter, and a hook takes it (`deposit`). A unit is complete when no parameter owes
+autograd writes the .grad of each parameter, and a hook takes it (`bring`). A unit is complete when no parameter owes
 one. Complete units are reduced in the order of `in_order`; at the end all that are left, whose unused parameters count
 as zero. So all ranks reduce in one order. A unit is released after that, since its last parameter has its gradient
 before its input has. At the end what is left is released: the root, and units whose input needed no gradient. A forward
 whose output needs no gradient releases all at its own end.
 
-The path of one gradient, in eight steps:
+The path of one gradient, in seven steps:
 
     engine.py       arrived             autograd has written a parameter's .grad: this hook takes it away
                     Backward.bring      the unit waits for one parameter less
-    zero3.py        Zero3.deposit       (with prefetch: the reduction before this one must end, prefetch.py)
     gradient.py     LocalGradient.put   copied to its place in the unit's flat buffer
     engine.py       Backward.reduce_next    the unit waits for none: LocalGradient.take
-    zero3.py        Zero3.reduce, average   with prefetch a lane's thread runs `average` (prefetch.py)
+    zero3.py        Zero3.reduce, average   the lane says when: now, or beside the computation (prefetch.py)
     collectives.py  reduce_scatter      over comm.py: each rank has its chunk of the average
-    unit.py         Unit.set_gradient   the shards' .grad, and their hooks (with prefetch later, in end_reduction)
+    unit.py         Unit.set_gradient   the shards' .grad, and their hooks (with prefetch later, in Ahead.finish)
 
-That of one gather: `before` or `open_use` here, Zero3.gather, (Ahead.start,) make_room and fill, point_parameters_at.
+That of one gather: `before` or `open_use` here, Zero3.gather, lane.gather, make_room and fill, point_parameters_at.
 """
 
 import abc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,6 +53,7 @@ from minizero.engines.guards.norms import let_norms_compute_in_fp32, name_buffer
 from minizero.engines.guards.optimizers import mark
 from minizero.engines.guards.released import Released
 from minizero.engines.guards.wrapped import Ours
+from minizero.engines.lane import Now
 from minizero.engines.layout import GroupBy
 from minizero.engines.unit import Unit
 from minizero.engines.units import make_units, start_buffers
@@ -104,7 +104,7 @@ class Engine(Wrapped, abc.ABC):
         self.passes: set[str] = set()  # those that there were: "forward", if it has a backward, and "backward"
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # in backward
-        self.watchers: list[tuple[Callable[[], None], Callable[..., None]]] = []  # told before and after each `do`
+        self.lane = Now(self)  # when stage 3 does what it does
         self.complete, names = names_and_parameters(module), self.names_in(self.own_state()[0])
         start_buffers(module, comm)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
@@ -151,24 +151,6 @@ class Engine(Wrapped, abc.ABC):
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
         """The unit's forward is over: stage 3 frees its parameters."""
-
-    def finish(self) -> None:  # noqa: B027
-        """All units are reduced: what is still under way beside this thread must end."""
-
-    def deposit(self, unit: Unit, number: int, gradient: torch.Tensor) -> None:
-        """Parameter `number` of the unit has its gradient. Under no_sync many small ones add up: in FP32."""
-        assert unit.gradient is not None
-        unit.gradient.put(number, gradient, unit.dtype if self.sync else torch.float32)
-
-    def do(self, what: Callable[..., None], *args: Any) -> None:
-        """Call `what`, a method of the stage, and tell those who watch."""
-        for before, _ in self.watchers:
-            before()
-        try:
-            what(*args)
-        finally:
-            for _, after in self.watchers:
-                after(what.__name__, *args)
 
     # A forward of the whole model.
 
@@ -219,15 +201,16 @@ class Engine(Wrapped, abc.ABC):
                     unit.gradient = None  # unless it was reduced, .grad is that of before; what no_sync added is gone
             self.running.clear()  # what is left there ended by an exception
         self.began = torch_private.next_operation()  # of this forward, if it makes a graph
+        self.lane.begin_forward()
         self.refresh()
         for unit in self.roots:
-            self.do(self.gather, unit)
+            self.gather(unit)
 
     def refresh(self) -> None:
         """The module computes with new replicas, also after a step: `mark_as_old` has emptied its parameters."""
         kept = [] if self.frees_replicas else self.units
         old = [unit for unit in kept if unit.replica_is_stale() or isinstance(unit.parameters[0], Released)]
-        self.do(self.before_forward)
+        self.before_forward()
         for unit in old:
             unit.point_parameters_at(unit.replica)
 
@@ -252,7 +235,7 @@ class Engine(Wrapped, abc.ABC):
         """No unit is in use any more."""
         self.open_uses.clear()
         for unit in self.units:
-            self.do(self.release, unit)
+            self.release(unit)
 
     # A use of one unit.
 
@@ -262,7 +245,7 @@ class Engine(Wrapped, abc.ABC):
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is not unit.module:  # a copy
                 return None
-            self.do(self.gather, unit)
+            self.gather(unit)
             changed, version = without_leaves(args, kwargs), unit.version  # of the master behind the replica
             use = Use(changed or (args, kwargs), lambda: self.open_use(unit, version), lambda: self.close_use(unit))
             self.running.append((unit, use))
@@ -279,7 +262,7 @@ class Engine(Wrapped, abc.ABC):
             while (ended := self.running.pop())[0] is not unit:  # what lies above it ended by an exception
                 pass
             if all(running is not unit for running, _ in self.running):  # else it was called inside itself
-                self.do(self.forward_is_over, unit)
+                self.forward_is_over(unit)
             ended[1].watch(output, unit.module if self.frees_replicas else None)
 
         if unit.module is not None:
@@ -294,13 +277,13 @@ class Engine(Wrapped, abc.ABC):
         """Backward reaches what a use of the unit made."""
         check_unchanged(self.stage, unit, version, double_backward=not self.frees_replicas)
         self.open_uses[unit] += 1
-        self.do(self.gather, unit)
+        self.gather(unit)
 
     def close_use(self, unit: Unit) -> None:
         """Backward has left a use of the unit."""
         self.open_uses[unit] -= 1
         if not self.open_uses[unit]:  # no other use of the same unit is open
-            self.do(self.release, unit)
+            self.release(unit)
 
     # Backward.
 
@@ -377,7 +360,7 @@ class Backward:
             check_untouched(unit)
             unit.begin_gradient()
         for unit in self.engine.roots:  # an earlier backward of the same forward may have released them
-            self.engine.do(self.engine.gather, unit)
+            self.engine.gather(unit)
         # Only autograd knows when the whole backward is over; then it calls this.
         torch_private.call_at_end_of_backward(self.end)
 
@@ -389,7 +372,11 @@ class Backward:
         check_gradient(self.engine.stage, unit, gradient, again=again, gathered=not away)
         self.owed[unit].discard(number)
         if gradient is not None:  # a custom Function may give None, which is zero
-            self.engine.deposit(unit, number, gradient)
+            assert unit.gradient is not None
+            self.engine.lane.before_put(unit)
+            # Under no_sync many small gradients add up: in FP32.
+            unit.gradient.put(number, gradient, unit.dtype if self.engine.sync else torch.float32)
+            self.engine.lane.after_put(unit, self.owed[unit])
 
     def reduce_complete(self) -> None:
         """Reduce the units that owe nothing more, as far as the order allows."""
@@ -399,12 +386,12 @@ class Backward:
     def reduce_next(self) -> None:
         unit = self.left.pop(0)
         assert unit.gradient is not None
-        self.engine.do(self.engine.reduce, unit, unit.gradient.take(unit.dtype, self.engine.comm.device))
+        self.engine.reduce(unit, unit.gradient.take(unit.dtype, self.engine.comm.device))
 
     def end(self) -> None:
         while self.engine.sync and self.left:  # what was not used has a gradient of zero
             self.reduce_next()
-        self.engine.do(self.engine.finish)
+        self.engine.lane.finish()
         self.engine.release_all()
         for unit in self.engine.in_order:
             unit.show_gradient()  # what no_sync holds

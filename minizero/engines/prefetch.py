@@ -5,9 +5,9 @@
     prefetch = 1    gather 0 | compute 0 | compute 1 | compute 2
                                gather 1  | gather 2
 
-Each rank has two lanes, threads beside its own: one for all-gathers, one for reduce-scatters. Each lane has its own
-communicator, so their messages cannot mix. On a GPU a lane is a stream as well. A rank learns from the last
-pass of the same kind which unit comes next: the first forward and the first backward gather nothing ahead.
+Each rank has two threads beside its own: one for all-gathers, one for reduce-scatters. Each has its own communicator,
+so their messages cannot mix. On a GPU each has a stream as well. A rank learns from the last pass of the same kind
+which unit comes next: the first forward and the first backward gather nothing ahead.
 
 The price is memory: the replica of one unit more. In backward the next unit is gathered once two thirds of this unit's
 gradient have arrived: by then most of its activations are free. One reduction ends before the next unit's gradient
@@ -16,16 +16,17 @@ Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from minizero.engines.lane import Now
 from minizero.engines.unit import Unit
 from minizero.memory.recorder import current_recorder, watched_by
 from minizero.ranks.comm import Comm
 
 
-class Lane:
+class Beside:
     """A thread that runs one call after the other, on a GPU in a stream of its own."""
 
     def __init__(self, comm: Comm) -> None:
@@ -71,72 +72,59 @@ class Lane:
         return wait
 
 
-class Stage(Protocol):
-    """What `Ahead` needs of a Zero3, whose file imports this one."""
-
-    comm: Comm
-    units: list[Unit]
-
-    @property
-    def in_backward(self) -> bool: ...
-    def make_room(self, unit: Unit) -> None: ...
-    def fill(self, unit: Unit) -> None: ...
-    def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor: ...
-
-
-class Ahead:
+class Ahead(Now):
     """Lets a stage 3 gather and reduce beside the computation. At most `depth` gathers are under way.
 
     Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn[False] is [0], expected
     [0, 1, 2], and following [1].
     """
 
-    def __init__(self, stage: Stage, depth: int) -> None:
-        self.stage, self.depth = stage, depth
+    def __init__(self, stage: Any, depth: int) -> None:
+        super().__init__(stage)
+        self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # as the last forward, and backward, used them
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
         self.following: list[Unit] = []  # what comes next, until its gather has begun
-        self.gathers, self.reductions = Lane(stage.comm), Lane(stage.comm)
+        self.gathers, self.reductions = Beside(stage.comm), Beside(stage.comm)
         gather_comm = stage.units[0].comm.split(lambda rank: 0)  # all of them once more
-        self.reduce_comm = gather_comm.split(lambda rank: 0)
+        reduce_comm = gather_comm.split(lambda rank: 0)
         for unit in stage.units:
-            unit.comm = gather_comm  # the same ranks; only the gathers' lane sends through it
+            unit.comm, unit.reduce_comm = gather_comm, reduce_comm  # the same ranks; each thread has its own
 
-    # What the stage calls in its methods.
+    # What the engine and stage 3 call.
 
     def begin_forward(self) -> None:
-        """A forward of the whole model begins."""
         if self.reducing is not None and not self.stage.in_backward:  # left by a backward that raised
             (_, wait), self.reducing = self.reducing, None
             wait()
         self.begin_pass(is_backward=False)
 
     def gather(self, unit: Unit) -> None:
-        """The unit is used now: its gather ends, that of the unit after it begins."""
+        """Its gather ends, that of the unit after it begins."""
         self.start(unit)
         self.wait_for(unit)
         self.following = self.what_follows(unit)
-        # In backward deposits begin them; but a frozen unit has no deposits, and the root only in the end.
+        # In backward gradients begin them; but a frozen unit has none, and the root only in the end.
         if not (self.stage.in_backward and unit.trains and unit.module is not None):
             self.start_following()
 
-    def before_deposit(self, unit: Unit) -> None:
+    def before_put(self, unit: Unit) -> None:
         """One full gradient at a time beside the root's: the last reduction ends before this gradient begins."""
         if unit.gradient is None or unit.gradient.full is None:
-            self.end_reduction()
+            self.finish()
 
-    def after_deposit(self, unit: Unit, owed: set[int]) -> None:
-        """Two thirds of the gradient have come. owed: the numbers of the parameters whose gradient has not."""
+    def after_put(self, unit: Unit, owed: set[int]) -> None:
+        """If two thirds of the gradient have come, the gathers of the units after it begin."""
         if 3 * sum(unit.layout.shapes[number].numel() for number in owed) <= unit.size:
             self.start_following()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        """The unit's gradient is complete: its reduction begins."""
-        self.end_reduction()
-        self.reducing = unit, self.reductions.start(self.stage.average, unit, gradient, self.reduce_comm)
+        """Its reduction begins. The one before it ends."""
+        self.finish()
+        self.reducing = unit, self.reductions.start(self.stage.average, unit, gradient)
 
     # Its own part: what comes next, and when it begins.
 
@@ -157,8 +145,8 @@ class Ahead:
         if wait := self.gathering.pop(unit, None):
             wait()
 
-    def end_reduction(self) -> None:
-        """Let the reduction of a gradient end, if one is under way, and give the shards their average."""
+    def finish(self) -> None:
+        """The reduction that is under way, if any, ends, and the shards have their average."""
         if self.reducing is not None:
             (unit, wait), self.reducing = self.reducing, None
             unit.set_gradient(wait())

@@ -13,13 +13,37 @@ If a bar of communication lies under one of computation, they overlap: that is w
 
 import contextlib
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from minizero.engines.engine import Engine
 from minizero.engines.unit import Unit
 from minizero.pictures.timeline import LANES, Event
+
+METHODS = ("before_forward", "gather", "forward_is_over", "release", "reduce")  # of a stage
+
+
+@contextlib.contextmanager
+def around_each_call(model: Engine, before: Callable[[], Any], after: Callable[..., Any]) -> Iterator[None]:
+    """While the block runs, `before()` and `after(method, unit)` run around each call of what a stage does."""
+
+    def wrapped(name: str, method: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            before()
+            try:
+                method(*args)
+            finally:
+                after(name, *args)
+
+        return call
+
+    with contextlib.ExitStack() as block:
+        for owner, name in [*((model, name) for name in METHODS), (model.lane, "finish")]:
+            block.enter_context(mock.patch.object(owner, name, wrapped(name, getattr(owner, name))))
+        yield
 
 
 class Timeline:
@@ -38,8 +62,10 @@ class Timeline:
 
     def __enter__(self) -> "Timeline":
         self.open = contextlib.ExitStack()
-        self._watch(self.model.watchers, (self._before, self._after))
-        self._watch(self.model.comm.observers, self._observe)
+        # The engine is called, so what was computed until now is over.
+        self.open.enter_context(around_each_call(self.model, lambda: self._end("compute"), self._after))
+        self.model.comm.observers.append(self._observe)
+        self.open.callback(self.model.comm.observers.remove, self._observe)
         if self.optimizer is not None:
             begin, end = lambda *_: self._begin("optimizer step"), lambda *_: self._end("optimizer")
             self.open.callback(self.optimizer.register_step_pre_hook(begin).remove)
@@ -48,15 +74,6 @@ class Timeline:
 
     def __exit__(self, *_: Any) -> None:
         self.open.close()
-
-    def _watch(self, observers: list[Any], observer: Any) -> None:
-        """Add the observer until the block ends."""
-        observers.append(observer)
-        self.open.callback(observers.remove, observer)
-
-    def _before(self) -> None:
-        """The engine is called, so what was computed until now is over."""
-        self._end("compute")
 
     def _after(self, method: str, unit: Unit | None = None, *_: Any) -> None:
         """The engine has done something, and computation goes on."""

@@ -28,7 +28,7 @@ class Unit:
 
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
-    over: all, unless a sharding factor makes groups. Prefetch replaces it by another of the same ranks, for its thread.
+    over: all, unless a sharding factor makes groups. reduce_comm: the same. Prefetch replaces both, one for a thread.
     """
 
     replica: torch.Tensor
@@ -45,7 +45,7 @@ class Unit:
         group_by: GroupBy | None,
     ) -> None:
         self.name, self.module, self.dtype = name, module, dtype
-        self.everyone, self.comm = everyone, comm
+        self.everyone, self.comm, self.reduce_comm = everyone, comm, comm
         self.layout = Layout(list(parameters), [p.shape for p in parameters.values()], everyone.size)
         self.parameters = list(parameters.values())
         self.kinds = [type(parameter) for parameter in self.parameters]

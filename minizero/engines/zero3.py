@@ -4,7 +4,7 @@
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
 
 A unit's replica exists only while it is used, in forward and in backward: `gather` fills and `release` empties it.
-With prefetch, the default, an `Ahead` (prefetch.py) begins each gather a unit earlier, and ends each reduction later.
+The lane says when: `Now` (lane.py), or by default `Ahead` (prefetch.py), which begins each gather a unit earlier.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
@@ -35,7 +35,6 @@ class Zero3(Engine):
     """
 
     frees_replicas = True
-    ahead: Ahead | None = None  # does a part of what follows in other threads
     forward = torch_private.not_compiled(Engine.forward)  # torch.compile would trace memory that comes and goes
 
     def __init__(
@@ -53,7 +52,8 @@ class Zero3(Engine):
         self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: the same chunk's ranks, or None
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
-        self.ahead = Ahead(self, prefetch) if prefetch else None
+        if prefetch:
+            self.lane = Ahead(self, prefetch)
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
@@ -62,16 +62,8 @@ class Zero3(Engine):
         unit.cut_shards()
         self.release(unit)
 
-    def before_forward(self) -> None:
-        if self.ahead:
-            self.ahead.begin_forward()
-
     def gather(self, unit: Unit) -> None:
-        if self.ahead:
-            self.ahead.gather(unit)
-        elif unit.replica_is_stale():
-            self.make_room(unit)
-            self.fill(unit)
+        self.lane.gather(unit)
         unit.point_parameters_at(unit.replica)
 
     def make_room(self, unit: Unit) -> None:
@@ -86,8 +78,7 @@ class Zero3(Engine):
         all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
 
     def release(self, unit: Unit) -> None:
-        if self.ahead:
-            self.ahead.wait_for(unit)  # a gather writes to the memory that is given back here
+        self.lane.wait_for(unit)  # a gather ahead writes to the memory that is given back here
         # The storage is emptied, and not thrown away: autograd holds views of it, which `fill` fills again. It sees no
         # write in that: unlike `nn.Parameter(view)`, a parameter set by `.data =` does not share the count of writes.
         unit.replica.untyped_storage().resize_(0)
@@ -103,28 +94,14 @@ class Zero3(Engine):
         if self.reshard_after_forward or not torch.is_grad_enabled():
             self.release(unit)
 
-    def deposit(self, unit: Unit, number: int, gradient: torch.Tensor) -> None:
-        if self.ahead:
-            self.ahead.before_deposit(unit)
-        super().deposit(unit, number, gradient)
-        if self.ahead and self.backward:
-            self.ahead.after_deposit(unit, self.backward.owed[unit])
-
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after the reduction: its memory is free for the next unit's.
-        if self.ahead:
-            self.ahead.reduce(unit, gradient)
-        else:
-            unit.set_gradient(self.average(unit, gradient, unit.comm))
+        self.lane.reduce(unit, gradient)
 
-    def average(self, unit: Unit, gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
-        """The collective: this rank's chunk of the mean gradient. comm: `unit.comm`; prefetch has another split."""
+    def average(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
+        """The collective: this rank's chunk of the mean gradient."""
         if self.across is None:
-            shard = reduce_scatter(gradient, comm, "mean", label=unit.name)
+            shard = reduce_scatter(gradient, unit.reduce_comm, "mean", label=unit.name)
         else:
-            shard = average_in_two_steps(gradient, comm, self.across, unit.name)
+            shard = average_in_two_steps(gradient, unit.reduce_comm, self.across, unit.name)
         return to_host(shard) if self.offload else shard
-
-    def finish(self) -> None:
-        if self.ahead:
-            self.ahead.end_reduction()

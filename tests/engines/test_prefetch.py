@@ -28,7 +28,7 @@ def test_the_bits_and_the_traffic_are_those_without(prefetch, options):
 def gathers(comm, prefetch, steps=3):
     """What the last step gathered, in order, how many of them overlapped computation, and the most under way."""
     model = Zero3(GPT(SMALL), comm, prefetch=prefetch)
-    ahead = model.ahead
+    ahead = model.lane
     fill, start, gather = model.fill, ahead.start, ahead.gather
     log, early, most = [], set(), 0
 
@@ -70,7 +70,7 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
 
     def work(comm):
         model = Zero3(GPT(SMALL), comm)
-        start, missing = model.ahead.start, []
+        start, missing = model.lane.start, []
 
         def watched(unit):
             begun = [u for u in model.units if u.module and u.gradient is not None and u.gradient.full is not None]
@@ -79,7 +79,7 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
                 missing.append(sum(begun[0].parameters[number].numel() for number in owed) / begun[0].size)
             start(unit)
 
-        model.ahead.start = watched
+        model.lane.start = watched
         for _ in range(2):
             missing.clear()
             model(*batch(comm.rank, size=2)).backward()
@@ -114,7 +114,7 @@ def test_nothing_is_left_under_way():
         with torch.no_grad():
             model(*batch(comm.rank, size=2))
         left = sum(unit.replica.untyped_storage().nbytes() for unit in model.units)
-        return model.ahead.gathering, model.ahead.reducing, left, CONFIG.layers
+        return model.lane.gathering, model.lane.reducing, left, CONFIG.layers
 
     assert all(result[:3] == ({}, None, 0) for result in run(2, work))
 
@@ -218,7 +218,7 @@ def test_memory_is_not_taken_from_a_gather_that_is_under_way():
             log.append(unit.name)
 
         def watched(unit):
-            under_way = unit in model.ahead.gathering
+            under_way = unit in model.lane.gathering
             release(unit)
             assert not under_way or unit.name in log
 
