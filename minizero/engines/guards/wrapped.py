@@ -1,5 +1,6 @@
 """Against what a module can do and an engine cannot: moves, casts, copies, state dicts of a part."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
@@ -10,14 +11,17 @@ from minizero.engines.unit import Unit
 from minizero.ranks.comm import Comm
 
 
-class Ours:
+def refusing(words: str) -> Any:
+    """A method that only raises."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"{type(self).__name__}: {words}")
+
+    return refuse
+
+
+class Ours(functools.partial):
     """A function that an engine leaves on a module or a tensor: a copy of it shares the function, a file has none."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
 
     def __deepcopy__(self, _: Any) -> Self:
         return self
@@ -46,35 +50,19 @@ class Refuses(nn.Module):
                 )
         return self
 
-    def apply(self, *_: Any) -> NoReturn:
-        # Not of `module`, by whose apply tools set flags. What writes parameters there writes replicas of one rank.
-        raise RuntimeError(
-            f"{type(self).__name__}: initialise the module before wrapping it; afterwards load_full_state_dict(state) "
-            "sets the parameters on all ranks"
-        )
-
-    def share_memory(self) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: cannot be shared with other processes: each wraps its own module")
-
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{type(self).__name__}: each rank holds a part: call gather_state_dict() on all ranks")
-
-    def load_state_dict(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{type(self).__name__}: call load_full_state_dict(state) on all ranks")
-
-    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: freeze or unfreeze before wrapping: shards hold what trains")
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: cannot be pickled: save gather_state_dict()")
-
-    def __deepcopy__(self, _: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: cannot be copied: copy the module before wrapping it")
-
-    def _no_such_switch(self, sync: bool) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__}: require_backward_grad_sync has no effect: run the forward and backward passes but "
-            "the last in `with model.no_sync():`"
-        )
-
-    require_backward_grad_sync = property(None, _no_such_switch)  # of PyTorch's DDP, whose training loops set it
+    # Not of `module`, by whose apply tools set flags. What writes parameters there writes replicas of one rank.
+    apply = refusing(
+        "initialise the module before wrapping it; afterwards load_full_state_dict(state) sets the parameters on all "
+        "ranks"
+    )
+    share_memory = refusing("cannot be shared with other processes: each wraps its own module")
+    state_dict = refusing("each rank holds a part: call gather_state_dict() on all ranks")
+    load_state_dict = refusing("call load_full_state_dict(state) on all ranks")
+    requires_grad_ = refusing("freeze or unfreeze before wrapping: shards hold what trains")
+    __reduce_ex__ = refusing("cannot be pickled: save gather_state_dict()")
+    __deepcopy__ = refusing("cannot be copied: copy the module before wrapping it")
+    # Training loops for PyTorch's DDP set it.
+    require_backward_grad_sync = property(
+        None,
+        refusing("require_backward_grad_sync has no effect: run all passes but the last in `with model.no_sync():`"),
+    )
