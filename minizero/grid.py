@@ -117,7 +117,7 @@ def run(argv: list[str] | None, console: Console) -> None:
     """Parse the options, run the steps and show them. `ValueError` if an option is wrong."""
     parser = Parser(prog="python -m minizero.grid", description="Watch which rank holds what, through training steps.")
     add = parser.add_argument
-    add("--stage", type=int, choices=range(4), default=3, help="0: DDP (default: %(default)s)")
+    add("--stage", type=int, choices=range(len(STAGES)), default=3, help="0: DDP (default: %(default)s)")
     add("--world-size", type=positive, default=4, metavar="N", help="ranks (default: %(default)s)")
     add("--layers", type=positive, default=4, metavar="N", help="blocks (default: %(default)s)")
     add("--steps", type=positive, default=2, metavar="N", help="(default: %(default)s)")

@@ -96,8 +96,8 @@ class Engine(Wrapped, abc.ABC):
         group_by: GroupBy | None = None,
     ) -> None:
         super().__init__()
-        self.stage = type(self).__name__
-        check_module(self.stage, module, comm.rank, dtype)
+        self.name = type(self).__name__
+        check_module(self.name, module, comm.rank, dtype)
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
@@ -111,7 +111,7 @@ class Engine(Wrapped, abc.ABC):
         self.roots = [unit for unit in self.units if unit.module is None]  # gathered until backward ends
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]  # reduced last block first, root last
         if self.frees_replicas:
-            check_compiled(self.stage, module, self.units)
+            check_compiled(self.name, module, self.units)
         for unit in self.units:
             unit.layout.names = [names[id(parameter)][0] for parameter in unit.parameters]  # those that it is saved by
             full = unit.flatten()
@@ -147,7 +147,7 @@ class Engine(Wrapped, abc.ABC):
 
     def keep_writes(self, unit: Unit) -> None:
         """A forward may have written to the unit's parameters: stage 3 has to keep that, elsewhere it is the master."""
-        check_writes(self.stage, unit)
+        check_writes(self.name, unit)
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
         """The unit's forward is over: stage 3 frees its parameters."""
@@ -160,7 +160,7 @@ class Engine(Wrapped, abc.ABC):
             return self.module(*args, **kwargs)
         except BaseException as error:
             self.release_all()
-            name_buffers(self.stage, self.module, self.dtype, error)
+            name_buffers(self.name, self.module, self.dtype, error)
             raise
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -190,9 +190,9 @@ class Engine(Wrapped, abc.ABC):
     @torch_private.never_compiled  # there is nothing to compute
     def begin_forward(self) -> None:
         """Clear up what an exception left behind, and gather what the whole forward needs."""
-        check_complete(self.stage, self.module, self.complete, self.units)
+        check_complete(self.name, self.module, self.complete, self.units)
         if self.frees_replicas:
-            check_compiled(self.stage, self.module, self.units)
+            check_compiled(self.name, self.module, self.units)
         if torch_private.current_backward() == -1:  # no recompute: no backward runs
             if self.backward is not None:  # the last backward raised
                 self.backward = None
@@ -275,7 +275,7 @@ class Engine(Wrapped, abc.ABC):
 
     def open_use(self, unit: Unit, version: int) -> None:
         """Backward reaches what a use of the unit made."""
-        check_unchanged(self.stage, unit, version, double_backward=not self.frees_replicas)
+        check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
         self.open_uses[unit] += 1
         self.gather(unit)
 
@@ -296,7 +296,7 @@ class Engine(Wrapped, abc.ABC):
         """The backward that is running, or a new one. versions: of the units' masters, when the model was used."""
         if self.backward is None:
             for unit, version in versions.items():
-                check_unchanged(self.stage, unit, version, double_backward=not self.frees_replicas)
+                check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
             self.backward = Backward(self)
             self.passes.add("backward")
             self.backward.begin()
@@ -369,7 +369,7 @@ class Backward:
         # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
         away = self.engine.reshard_after_forward and unit.module is not None and not self.engine.open_uses[unit]
         again = self.engine.sync and unit not in self.left
-        check_gradient(self.engine.stage, unit, gradient, again=again, gathered=not away)
+        check_gradient(self.engine.name, unit, gradient, again=again, gathered=not away)
         self.owed[unit].discard(number)
         if gradient is not None:  # a custom Function may give None, which is zero
             assert unit.gradient is not None

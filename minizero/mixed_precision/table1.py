@@ -56,7 +56,7 @@ SEQUENCES = 16  # a batch of the language model
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Runs:
     """What to run: each network with each seed in both precisions."""
 
     networks: tuple[str, ...] = (*NETWORKS, LANGUAGE_MODEL)
@@ -67,7 +67,7 @@ class Plan:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 
 
-SHORT = Plan(("alexnet", "resnet", LANGUAGE_MODEL), seeds=1, steps=60, language_steps=60, batch_sizes=(1, 4, 16))
+SHORT = Runs(("alexnet", "resnet", LANGUAGE_MODEL), seeds=1, steps=60, language_steps=60, batch_sizes=(1, 4, 16))
 
 
 def in_fp16(mixed: bool) -> contextlib.AbstractContextManager[None]:
@@ -159,7 +159,7 @@ class Job:
     seed: int | None
 
 
-def work(job: Job, plan: Plan) -> float:
+def work(job: Job, plan: Runs) -> float:
     """Measures a job: an accuracy, bits per byte, or the bytes of the activations."""
     torch.set_num_threads(1)  # the same numbers on any number of cores
     if job.seed is None:
@@ -169,7 +169,7 @@ def work(job: Job, plan: Plan) -> float:
     return accuracy(job.network, job.seed, job.mixed, plan.steps)
 
 
-def measure(plan: Plan, processes: int, done: Callable[[Job, float], None] = lambda job, value: None) -> dict[str, Any]:
+def measure(plan: Runs, processes: int, done: Callable[[Job, float], None] = lambda job, value: None) -> dict[str, Any]:
     """Measures everything in the plan; `report` says what is returned. done: called with each job and its result."""
     seeds = (*range(plan.seeds), None)
     jobs = [Job(network, mixed, seed) for network in plan.networks[::-1] for seed in seeds for mixed in (True, False)]
@@ -201,7 +201,7 @@ def measure(plan: Plan, processes: int, done: Callable[[Job, float], None] = lam
     return {"rows": rows, "memory": memory, "plan": dataclasses.asdict(plan)}
 
 
-def _with_job(plan: Plan, job: Job) -> tuple[Job, float]:
+def _with_job(plan: Runs, job: Job) -> tuple[Job, float]:
     return job, work(job, plan)
 
 
@@ -217,7 +217,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--short", action="store_true", help=f"only {', '.join(SHORT.networks)}, one seed, few steps")
-    add("--seeds", type=positive, metavar="N", help=f"for each network (default: {Plan().seeds}; --short: 1)")
+    add("--seeds", type=positive, metavar="N", help=f"for each network (default: {Runs().seeds}; --short: 1)")
     add(
         "--processes",
         type=positive,
@@ -233,7 +233,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """Measures what the options ask for, prints it, and saves it if they name a folder."""
     if options.output is not None:
         check_output(options.output)
-    plan = SHORT if options.short else Plan()
+    plan = SHORT if options.short else Runs()
     plan = dataclasses.replace(plan, seeds=options.seeds or plan.seeds)
     columns = "{task.description}", BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()
     start = time.perf_counter()

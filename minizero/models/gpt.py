@@ -22,8 +22,8 @@ from minizero.recompute import checkpoint, checkpoint_selective, keep_matmuls
 ATTENTIONS = ("naive", "reference", "tiled", "flash")
 RECOMPUTE: dict[str, Callable[..., torch.Tensor]] = {
     "none": lambda block, *arguments: block(*arguments),
-    "full": checkpoint,
     "selective": functools.partial(checkpoint_selective, keep_matmuls),
+    "full": checkpoint,
 }
 
 

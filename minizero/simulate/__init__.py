@@ -18,7 +18,7 @@
 from minizero.simulate.clusters import CLUSTERS, GPU, GPUS, Cluster, Link
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.shapes import MODELS, Model, gpt, model, t5
-from minizero.simulate.step import Step, simulate
+from minizero.simulate.step import Prediction, simulate
 
 __all__ = [
     "CLUSTERS",
@@ -30,7 +30,7 @@ __all__ = [
     "Link",
     "Model",
     "Plan",
-    "Step",
+    "Prediction",
     "gpt",
     "model",
     "simulate",

@@ -17,14 +17,15 @@ from pathlib import Path
 from rich.console import Console
 
 from minizero.cli import DTYPES, Parser, check_output, positive, run_command, write_files
+from minizero.models.gpt import RECOMPUTE
 from minizero.pictures.timeline import save_chrome_trace
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.remedies import remedies
 from minizero.simulate.search import frontier, search
-from minizero.simulate.shapes import MODELS, RECOMPUTE, Model, gpt, model
-from minizero.simulate.step import Step, simulate
+from minizero.simulate.shapes import MODELS, Model, gpt, model
+from minizero.simulate.step import Prediction, simulate
 
 
 def share(text: str) -> float:
@@ -62,7 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="sequences of all GPUs in a step, instead of --batch-size",
     )
     add("--dtype", choices=list(DTYPES), default="bfloat16", help="to compute in (default: %(default)s)")
-    add("--recompute", nargs="?", choices=RECOMPUTE, const="full", default="none", help="(default: none)")
+    add("--recompute", nargs="?", choices=list(RECOMPUTE), const="full", default="none", help="(default: none)")
     add("--flash", action="store_true", help="attention that keeps no scores")
     add("--offload", action="store_true", help="shards and optimizer on the CPU")
     add(
@@ -122,8 +123,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         report.print_search(steps, frontier(steps), console)
         step = steps[0]
     else:
-        names = ("gpus", "stage", "micro_batches", "sharding_factor", "dtype", "recompute", "flash", "offload")
-        plan = Plan(batch_size=size, **{name: getattr(options, name) for name in names})
+        names = ("stage", "micro_batches", "sharding_factor", "dtype", "recompute", "flash", "offload")
+        plan = Plan(options.gpus, batch_size=size, **{name: getattr(options, name) for name in names})
         step = simulate(chosen, cluster, plan, constants)
     report.print_step(step, console)
     if not step.fits:
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
             console.print(f"wrote {path}")
 
 
-def save(step: Step, folder: Path) -> list[Path]:
+def save(step: Prediction, folder: Path) -> list[Path]:
     """Writes step.png, step.json (the numbers) and trace.json (the timeline, for Chrome's or Perfetto's viewer)."""
     numbers = {"model": step.model.name, "parameters": step.model.parameters, "gpu": step.cluster.gpu.name}
     numbers |= {"plan": dataclasses.asdict(step.plan), "memory": step.memory, "fits": step.fits}  # type: ignore[dict-item]

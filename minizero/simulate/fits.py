@@ -16,7 +16,7 @@ from minizero.simulate.clusters import Cluster
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.published import PUBLICATIONS, RATIO, TOKENS, Publication, Row
 from minizero.simulate.shapes import Model, model
-from minizero.simulate.step import Step, simulate
+from minizero.simulate.step import Prediction, simulate
 
 START = {"efficiency": 0.45, "interference": 0.3, "jitter": 0.003, "network": 0.3}
 
@@ -65,7 +65,7 @@ class Fit:
         pairs = zip(self.publication.rows, self.values)
         return [value / row.value - 1 for row, value in pairs if row.fitted == fitted]
 
-    def run(self, name: str, plan: Plan) -> Step:
+    def run(self, name: str, plan: Plan) -> Prediction:
         """Simulates another plan with these constants. Raises `ValueError` for a model that has no efficiency."""
         row = Row(name, plan, 0, False, precision="float32" if plan.dtype == "float32" else "")
         key = kind(self.publication, row)
@@ -87,7 +87,7 @@ def kind(publication: Publication, row: Row) -> str:
     return f"{row.model} {row.precision}".strip()
 
 
-def run(cluster: Cluster, name: str, plan: Plan, efficiency: float, shared: Mapping[str, float]) -> Step:
+def run(cluster: Cluster, name: str, plan: Plan, efficiency: float, shared: Mapping[str, float]) -> Prediction:
     """Simulates one step. shared: constants; `network` is the share of the network's bandwidth that is reached."""
     constants = Constants(efficiency, shared.get("interference", 0), shared.get("jitter", 0))
     return simulate(shape(name), cluster.with_network(shared.get("network", 1)), plan, constants)

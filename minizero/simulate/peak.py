@@ -15,13 +15,13 @@ from minizero.cli import DTYPES
 from minizero.engines.ddp import BUCKET_BYTES
 from minizero.memory import predict
 from minizero.simulate.plan import Plan
-from minizero.simulate.shapes import Model, Unit
+from minizero.simulate.shapes import Layer, Model
 
 
 def states(model: Model, plan: Plan) -> dict[str, float]:
     """Bytes between steps, by category. Under offload all of them are `host`."""
     factor = plan.sharding_factor if plan.stage == 3 else None
-    held = predict(model.parameters, plan.gpus, plan.stage, dtype=DTYPES[plan.dtype], sharding_factor=factor)
+    held = predict(model.parameters, plan.ranks, plan.stage, dtype=DTYPES[plan.dtype], sharding_factor=factor)
     return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "host": held["total"]} if plan.offload else held
 
 
@@ -32,14 +32,14 @@ def peak_memory(model: Model, plan: Plan) -> dict[str, float]:
     fixed = {name: held for name, held in states(model, plan).items() if name != "total"}
     if plan.micro_batches > 1 and plan.stage > 0:  # the local sum, in FP32, until it is reduced
         fixed["gradients"] += 4 * model.parameters
-    if plan.stage == 0 and plan.gpus > 1:
+    if plan.stage == 0 and plan.ranks > 1:
         bucket = BUCKET_BYTES + each * max(unit.parameters for unit in units)
         fixed["communication"] = min(bucket, each * model.parameters)
 
-    def tape(unit: Unit, recompute: str) -> float:
+    def tape(unit: Layer, recompute: str) -> float:
         return plan.batch_size * unit.activations(each, recompute, plan.flash)
 
-    def held(activations: float, gathered: tuple[Unit, ...], reduced: tuple[Unit, ...]) -> dict[str, float]:
+    def held(activations: float, gathered: tuple[Layer, ...], reduced: tuple[Layer, ...]) -> dict[str, float]:
         one = fixed | {"activations": activations}
         if plan.stage == 3:
             one["parameters"] += each * sum(unit.parameters for unit in (root, *gathered))

@@ -3,7 +3,7 @@
 import dataclasses
 
 from minizero.cli import DTYPES
-from minizero.simulate.shapes import RECOMPUTE
+from minizero.models.gpt import RECOMPUTE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Plan:
     Raises `ValueError` for what cannot be.
     """
 
-    gpus: int
+    ranks: int
     stage: int = 3
     batch_size: int = 1
     micro_batches: int = 1
@@ -28,7 +28,7 @@ class Plan:
     overlap: bool = True  # False: one stream does everything, as on a CPU
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "batch_size", "micro_batches"):
+        for name in ("ranks", "batch_size", "micro_batches"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {getattr(self, name)!r}")
         if self.micro_batches > 1000:
@@ -42,15 +42,15 @@ class Plan:
         if self.stage < 3 and (self.sharding_factor is not None or self.offload):
             raise ValueError(f"sharding_factor and offload need stage 3, not {self.stage}")
         factor = self.sharding_factor
-        if factor is not None and (factor < 1 or self.gpus % factor):
-            near = sorted(divisors(self.gpus), key=lambda divisor: abs(divisor - factor))[:3]
+        if factor is not None and (factor < 1 or self.ranks % factor):
+            near = sorted(divisors(self.ranks), key=lambda divisor: abs(divisor - factor))[:3]
             words = ", ".join(map(str, sorted(near)))
-            raise ValueError(f"sharding_factor {factor} does not divide {self.gpus} GPUs: try {words}")
+            raise ValueError(f"sharding_factor {factor} does not divide {self.ranks} GPUs: try {words}")
 
     @property
     def shards(self) -> int:
         """How many ranks a unit is sharded over."""
-        return 1 if self.stage == 0 else self.sharding_factor or self.gpus
+        return 1 if self.stage == 0 else self.sharding_factor or self.ranks
 
     @property
     def itemsize(self) -> int:

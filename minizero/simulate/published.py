@@ -110,7 +110,7 @@ def _fsdp() -> Publication:
         Row("t5-11b", t5(512, batch_size=16), 0.93, False, RATIO, against=t5(8, batch_size=16)),
         Row("gpt-175b", large[1], 173, True),
         Row("gpt-175b", large[2], 186, False),
-        Row("gpt-175b", large[1], 1.0, False, RATIO, against=dataclasses.replace(large[1], gpus=128)),
+        Row("gpt-175b", large[1], 1.0, False, RATIO, against=dataclasses.replace(large[1], ranks=128)),
     )
     return Publication(
         "PyTorch FSDP",

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minizero.models.gpt import RECOMPUTE
 from minizero.simulate.clusters import Cluster
 from minizero.simulate.peak import peak_memory
 from minizero.simulate.plan import Constants, Plan
-from minizero.simulate.shapes import RECOMPUTE
-from minizero.simulate.step import Step, simulate
+from minizero.simulate.step import Prediction, simulate
 
 Changes = Mapping[str, Any]  # the fields of a plan that get another value
 
@@ -21,17 +21,18 @@ Changes = Mapping[str, Any]  # the fields of a plan that get another value
 def switches(plan: Plan, cluster: Cluster) -> dict[str, Sequence[Any]]:
     """By field: the values that may hold less than the plan's own."""
     short = "bfloat16" if "bfloat16" in cluster.gpu.peak else "float16"
+    recompute = list(RECOMPUTE)
     return {
         "stage": range(plan.stage + 1, 4),
         "sharding_factor": [None] if plan.sharding_factor else [],  # one copy for all GPUs
-        "recompute": RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :],
+        "recompute": recompute[recompute.index(plan.recompute) + 1 :],
         "flash": [] if plan.flash else [True],
         "dtype": [short] if plan.itemsize > 2 else [],
         "offload": [] if plan.offload else [True],
     }
 
 
-def remedies(step: Step, constants: Constants | None = None) -> list[tuple[Changes, Step]]:
+def remedies(step: Prediction, constants: Constants | None = None) -> list[tuple[Changes, Prediction]]:
     """The fewest changes of the step's plan that make it fit, each with the step that it gives; the fastest first.
 
     Empty if all switches together do not help.

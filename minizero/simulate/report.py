@@ -17,16 +17,16 @@ from minizero.simulate.fits import Fit, fit, two_points
 from minizero.simulate.published import PUBLICATIONS, RATIO
 from minizero.simulate.remedies import Changes
 from minizero.simulate.search import describe
-from minizero.simulate.step import Step
+from minizero.simulate.step import Prediction
 
 FITTED: dict[str, Any] = {"color": "#56B4E9", "linestyle": "dotted", "linewidth": 2.5}
 PUBLISHED: dict[str, Any] = {"color": "white", "edgecolor": "black", "marker": "D", "s": 70, "zorder": 5}
 
 
-def print_step(step: Step, console: Console) -> None:
+def print_step(step: Prediction, console: Console) -> None:
     """Prints what one step holds and sends, and how long it takes."""
     plan, gpu = step.plan, step.cluster.gpu
-    head = f"{step.model.name}, {step.model.parameters:,} parameters, {plan.gpus:,} x {gpu.name}: {describe(plan)}"
+    head = f"{step.model.name}, {step.model.parameters:,} parameters, {plan.ranks:,} x {gpu.name}: {describe(plan)}"
     console.print(head, markup=False, highlight=False)
     table = Table("for each GPU", box=box.SIMPLE_HEAD)
     table.add_column("predicted", justify="right", style=PREDICTED["color"])
@@ -49,7 +49,7 @@ def print_step(step: Step, console: Console) -> None:
     console.print(table)
 
 
-def print_remedies(found: Sequence[tuple[Changes, Step]], console: Console) -> None:
+def print_remedies(found: Sequence[tuple[Changes, Prediction]], console: Console) -> None:
     """Prints what makes a plan fit, as the command's options."""
     if not found:
         console.print("No switch makes it fit, nor do all together: take more GPUs, or a smaller batch.")
@@ -76,7 +76,7 @@ def as_options(changes: Changes) -> str:
     return " ".join(words)
 
 
-def print_search(steps: Sequence[Step], best: Iterable[Step], console: Console) -> None:
+def print_search(steps: Sequence[Prediction], best: Iterable[Prediction], console: Console) -> None:
     """Prints the frontier: what less memory costs in speed."""
     console.print(f"{len(steps):,} plans fit. Those that no other beats in both speed and memory, predicted:")
     table = Table("plan (micro-batches x sequences)", box=box.SIMPLE_HEAD)
@@ -101,9 +101,9 @@ def print_published(console: Console) -> None:
         for row, value in zip(one.publication.rows, one.values):
             text = _number(value, row.unit)
             published = ("about " if row.about else "") + _number(row.value, row.unit)
-            what = f"{row.plan.gpus} GPUs, batch {row.plan.batch_size}"
+            what = f"{row.plan.ranks} GPUs, batch {row.plan.batch_size}"
             what += ", DDP" if row.plan.stage == 0 else f", F = {f}" if (f := row.plan.sharding_factor) else ""
-            what += f" / {row.against.gpus} GPUs" if row.against else ""
+            what += f" / {row.against.ranks} GPUs" if row.against else ""
             cells = (text, "") if row.fitted else ("", text)
             table.add_row(row.model, what, published, *cells, f"{value / row.value - 1:+.1%}")
         console.print(table)
@@ -144,13 +144,13 @@ def ruler_errors(one: Fit) -> tuple[list[float], list[float]]:
     line, flat = [], []
     rows = one.publication.rows
     for first, second, third in zip(rows[::3], rows[1::3], rows[2::3]):
-        gpus, values = (first.plan.gpus, second.plan.gpus), (first.value, second.value)
-        line.append(two_points(gpus, values, third.plan.gpus) / third.value - 1)
+        gpus, values = (first.plan.ranks, second.plan.ranks), (first.value, second.value)
+        line.append(two_points(gpus, values, third.plan.ranks) / third.value - 1)
         flat.append(second.value / third.value - 1)
     return line, flat
 
 
-def draw_memory(steps: Sequence[Step], axes: Axes, labels: Sequence[str] | None = None) -> Axes:
+def draw_memory(steps: Sequence[Prediction], axes: Axes, labels: Sequence[str] | None = None) -> Axes:
     """Draws a bar for each step, the peak by category, and a line at what the GPU has."""
     edges: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.6}
     for place, step in enumerate(steps):
@@ -174,7 +174,7 @@ def draw_memory(steps: Sequence[Step], axes: Axes, labels: Sequence[str] | None 
     return axes
 
 
-def draw_step(step: Step, units: int = 8) -> Figure:
+def draw_step(step: Prediction, units: int = 8) -> Figure:
     """Draws memory above, and the streams below: the whole step of a small model, else its middle.
 
     The middle is where the last `units` units run forward and then backward.
@@ -192,6 +192,6 @@ def draw_step(step: Step, units: int = 8) -> Figure:
         whole = list(step.spans)
     plot_timeline([Event(0, lane, name, start, end) for lane, name, start, end in whole if end > start], below)
     below.set_xlabel(shown, fontsize=FONT)
-    name = f"{step.model.name} on {step.plan.gpus:,} x {step.cluster.gpu.name}"
+    name = f"{step.model.name} on {step.plan.ranks:,} x {step.cluster.gpu.name}"
     figure.suptitle(f"{name}: {step.seconds:.3g} s, {step.tflops:,.0f} TFLOP/s per GPU, predicted", fontsize=FONT + 2)
     return figure

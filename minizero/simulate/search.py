@@ -7,11 +7,12 @@ is given. How it is cut into micro-batches is part of the search.
 import itertools
 from collections.abc import Iterable, Iterator
 
+from minizero.models.gpt import RECOMPUTE
 from minizero.simulate.clusters import GIB, Cluster
 from minizero.simulate.peak import peak_memory
 from minizero.simulate.plan import Constants, Plan, divisors
-from minizero.simulate.shapes import RECOMPUTE, Model
-from minizero.simulate.step import Step, simulate
+from minizero.simulate.shapes import Model
+from minizero.simulate.step import Prediction, simulate
 
 MOST_MICRO_BATCHES = 64  # the search tries no more: each takes time to simulate
 
@@ -43,7 +44,7 @@ def plans(cluster: Cluster, gpus: int, batch: int, **fixed: object) -> Iterator[
 
 def search(
     model: Model, cluster: Cluster, gpus: int, batch: int, constants: Constants | None = None, **fixed: object
-) -> list[Step]:
+) -> list[Prediction]:
     """Steps of the plans that fit: the fastest first, and of equally fast ones the smallest.
 
     Raises `ValueError` if no plan fits, and names the least memory that one takes.
@@ -63,9 +64,9 @@ def search(
     return sorted(steps, key=lambda step: (step.seconds, step.memory["total"]))
 
 
-def frontier(steps: Iterable[Step]) -> list[Step]:
+def frontier(steps: Iterable[Prediction]) -> list[Prediction]:
     """The steps that no other beats in both speed and memory, fastest first."""
-    kept: list[Step] = []
+    kept: list[Prediction] = []
     for step in sorted(steps, key=lambda step: (step.seconds, step.memory["total"])):
         if not kept or step.memory["total"] < kept[-1].memory["total"]:
             kept.append(step)
@@ -75,7 +76,7 @@ def frontier(steps: Iterable[Step]) -> list[Step]:
 def describe(plan: Plan) -> str:
     """A plan in a few words."""
     words = ["DDP", "stage 1", "stage 2", "stage 3"][plan.stage]
-    if plan.sharding_factor not in (None, plan.gpus):
+    if plan.sharding_factor not in (None, plan.ranks):
         words += f", F = {plan.sharding_factor}"
     words += f", {plan.micro_batches} x {plan.batch_size}"
     if plan.recompute != "none":

@@ -17,11 +17,9 @@ from collections.abc import Callable, Mapping
 
 from minizero.simulate.clusters import choose
 
-RECOMPUTE = ("none", "selective", "full")
-
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class Layer:
     """What is gathered, computed and reduced together. All but `parameters` is for one sequence.
 
     flops: of forward. core_flops: the part of them in attention's scores and their product with v.
@@ -56,8 +54,8 @@ class Model:
     """root: embeddings, final norm and head, which are gathered once. units: the blocks, in order of forward."""
 
     name: str
-    root: Unit
-    units: tuple[Unit, ...]
+    root: Layer
+    units: tuple[Layer, ...]
     tokens: int  # of one sequence, as tokens per second count them
 
     @property
@@ -83,7 +81,7 @@ def layer(
     biases: bool = False,
     dropout: bool = False,
     cross: int = 0,
-) -> Unit:
+) -> Layer:
     """A transformer layer.
 
     kv_inner: width of k and v if several heads share them. gated: the perceptron has three matrices. cross: length
@@ -105,7 +103,7 @@ def layer(
         kept += 2 * sequence * (width + inner) + 2 * cross * inner
         scores += heads * sequence * cross
         drops += sequence * width
-    return Unit(
+    return Layer(
         name,
         parameters=attention * (2 if cross else 1) + perceptron + vectors,
         flops=flops + core,
@@ -118,11 +116,11 @@ def layer(
     )
 
 
-def head(width: int, vocabulary: int, sequence: int, positions: int, tied: bool) -> Unit:
+def head(width: int, vocabulary: int, sequence: int, positions: int, tied: bool) -> Layer:
     """Embeddings, final norm and the matrix to the logits."""
     parameters = width * (vocabulary * (1 if tied else 2) + positions + 1)
     kept = sequence * (2 * width + vocabulary)  # inputs of norm and matrix, and the softmax
-    return Unit("root", parameters, 2 * sequence * width * vocabulary, kept=kept)
+    return Layer("root", parameters, 2 * sequence * width * vocabulary, kept=kept)
 
 
 def gpt(

@@ -28,14 +28,14 @@ from minizero.pictures.timeline import Event
 from minizero.simulate.clusters import Cluster
 from minizero.simulate.peak import peak_memory
 from minizero.simulate.plan import Constants, Plan
-from minizero.simulate.shapes import Model, Unit
+from minizero.simulate.shapes import Layer, Model
 
 ADAM_BYTES = 28  # for each parameter, in FP32: reads it, its gradient and two moments; writes all but the gradient
 Span = tuple[str, str, float, float]  # lane, name, start, end
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Prediction:
     """What one step takes, for each GPU. sent: bytes. sent_between: the part of them from host to host, on average."""
 
     model: Model
@@ -78,7 +78,7 @@ class Step:
         return [Event(rank, *span) for span in self.spans if span[3] > span[2]]
 
 
-def simulate(model: Model, cluster: Cluster, plan: Plan, constants: Constants | None = None) -> Step:
+def simulate(model: Model, cluster: Cluster, plan: Plan, constants: Constants | None = None) -> Prediction:
     """One training step. Raises `ValueError` if a host would not be full, or the GPU does not know the dtype."""
     return _Simulation(model, cluster, plan, constants or Constants()).step()
 
@@ -107,10 +107,10 @@ class _Simulation:
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Constants) -> None:
         if plan.dtype not in cluster.gpu.peak:
             raise ValueError(f"{cluster.gpu.name} does not compute in {plan.dtype}: use {', '.join(cluster.gpu.peak)}")
-        cluster.hosts(plan.gpus)  # raises if the last one would not be full
+        cluster.hosts(plan.ranks)  # raises if the last one would not be full
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
-        self.crowding = cluster.crowding(plan.gpus)
-        self.jitter = 1 + constants.jitter * (math.sqrt(plan.gpus) - 1)
+        self.crowding = cluster.crowding(plan.ranks)
+        self.jitter = 1 + constants.jitter * (math.sqrt(plan.ranks) - 1)
         self.flops_per_second = cluster.gpu.peak[plan.dtype] * constants.efficiency
         self.streams = Streams(plan.overlap)
         self.ring, self.hosts = functools.cache(cluster.ring), functools.cache(cluster.hosts)
@@ -119,7 +119,7 @@ class _Simulation:
         self.beside = 0.0  # seconds of the collectives that run beside the next computation
         self.bucket = 0.0  # bytes that wait for DDP's next all-reduce
 
-    def step(self) -> Step:
+    def step(self) -> Prediction:
         done = 0.0
         for micro in range(self.plan.micro_batches):
             done = self.forward_and_backward(micro, done)
@@ -128,7 +128,7 @@ class _Simulation:
         on_gpu = ("compute",) if self.plan.offload else ("compute", "optimizer")
         computing = sum(end - start for lane, _, start, end in spans if lane in on_gpu)
         whole = max(end for _, _, _, end in spans)
-        return Step(self.model, self.cluster, self.plan, whole, computing, self.sent, self.sent_between, spans)
+        return Prediction(self.model, self.cluster, self.plan, whole, computing, self.sent, self.sent_between, spans)
 
     def forward_and_backward(self, micro: int, start: float) -> float:
         """One micro-batch. The last one reduces the gradients."""
@@ -161,11 +161,11 @@ class _Simulation:
                 end = self.reduce(unit, done[-1], False)
         return self.reduce(root, done[-1], True) if last else max(end, done[-1])
 
-    def gather(self, unit: Unit, after: float) -> float:
+    def gather(self, unit: Layer, after: float) -> float:
         """All-gathers the unit's parameters."""
         return self.collective("all-gather", unit, self.padded(unit), self.plan.shards, 1, after)
 
-    def reduce(self, unit: Unit, after: float, last: bool) -> float:
+    def reduce(self, unit: Layer, after: float, last: bool) -> float:
         """Reduce-scatter inside the group, then all-reduce of the shard across groups. DDP's groups are of one rank."""
         shards, size = self.plan.shards, float(self.padded(unit))
         end = self.collective("reduce-scatter", unit, size, shards, 1, after)
@@ -174,10 +174,10 @@ class _Simulation:
             if self.bucket < BUCKET_BYTES and not last:
                 return end
             size, self.bucket = self.bucket, 0.0
-        end = self.collective("all-reduce", unit, size / shards, self.plan.gpus // shards, shards, end)
+        end = self.collective("all-reduce", unit, size / shards, self.plan.ranks // shards, shards, end)
         return self.copy("gradient to host", size / shards, end) if self.plan.offload else end
 
-    def collective(self, lane: str, unit: Unit, size: float, members: int, stride: int, after: float) -> float:
+    def collective(self, lane: str, unit: Layer, size: float, members: int, stride: int, after: float) -> float:
         """A ring over a group of ranks, `stride` apart; two for an all-reduce. size: bytes of the whole tensor."""
         passes = 2 if lane == "all-reduce" else 1
         seconds = passes * self.ring(size, members, stride) * self.crowding
@@ -211,6 +211,6 @@ class _Simulation:
         if plan.offload:
             self.copy("parameters to GPU", count * plan.itemsize, after)
 
-    def padded(self, unit: Unit) -> int:
+    def padded(self, unit: Layer) -> int:
         """Bytes of a unit's flat buffer, padded so that the number of GPUs divides it."""
-        return -(-unit.parameters // self.plan.gpus) * self.plan.gpus * self.plan.itemsize
+        return -(-unit.parameters // self.plan.ranks) * self.plan.ranks * self.plan.itemsize

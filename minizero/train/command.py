@@ -33,7 +33,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     shapes = GPTConfig()
     add = parser.add_argument
-    add("--stage", choices=["0", "1", "2", "3", "all"], default="all", help="0 is DDP (default: all, one by one)")
+    add(
+        "--stage",
+        choices=[*map(str, range(len(STAGES))), "all"],
+        default="all",
+        help="0 is DDP (default: all, one by one)",
+    )
     add("--world-size", type=cli.positive, metavar="N", help="ranks (default: 4; under torchrun, its own)")
     add("--steps", type=cli.positive, default=40, metavar="N", help="of training, in this run (default: %(default)s)")
     add("--batch-size", type=cli.positive, default=2, metavar="N", help="sequences per rank (default: %(default)s)")

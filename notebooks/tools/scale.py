@@ -114,7 +114,7 @@ def all_predicted():
     for one in map(fit, PUBLICATIONS):
         for row, value in zip(one.publication.rows, one.values):
             if not row.fitted:
-                name = f"{row.model}, {row.plan.gpus:,}{f' : {row.against.gpus}' if row.against else ''} GPUs"
+                name = f"{row.model}, {row.plan.ranks:,}{f' : {row.against.ranks}' if row.against else ''} GPUs"
                 name += f", batch {row.plan.batch_size}"
                 name += ", DDP" if row.plan.stage == 0 else f", F = {f}" if (f := row.plan.sharding_factor) else ""
                 unit = "(ratio)" if row.against else row.unit.removesuffix(" per GPU")

@@ -77,7 +77,7 @@ def draw_foundry(one):
     ends = {}  # by model: the last published value
     for name in names:
         rows = [(row, value) for row, value in zip(one.publication.rows, one.values) if row.model == name]
-        gpus, values = [row.plan.gpus for row, _ in rows], [value / rows[0][1] for _, value in rows]
+        gpus, values = [row.plan.ranks for row, _ in rows], [value / rows[0][1] for _, value in rows]
         published = [row.value / rows[0][0].value for row, _ in rows]
         left.plot(gpus[:2], values[:2], **FITTED | {"linewidth": 4})
         left.plot(gpus[1:], values[1:], **PREDICTED)
@@ -204,7 +204,7 @@ def draw_megatron(one, kink):
         tokens = [2048 * row.plan.batch_size for row, _ in rows]
         axes.plot(tokens, [value for _, value in rows], **look, **marker, label=f"{size}, {kind}")
         for (row, _), count in zip(rows, tokens):
-            points.setdefault(count, []).append((row.value, f"{size}, {row.plan.gpus:,} GPUs"))
+            points.setdefault(count, []).append((row.value, f"{size}, {row.plan.ranks:,} GPUs"))
     for count, pair in points.items():
         axes.scatter([count] * 2, [value for value, _ in pair], **DIAMOND)
         for (value, words), place in zip(sorted(pair), ((12, -20, "left"), (-12, 8, "right"))):

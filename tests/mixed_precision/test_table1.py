@@ -21,7 +21,7 @@ from precision.formats import FP16
 from precision.histogram import Collected
 from precision.scaling import DynamicLossScaler, StaticLossScaler
 
-TINY = table1.Plan(("alexnet", "gpt"), seeds=2, steps=3, language_steps=3, batch_sizes=(1, 8))
+TINY = table1.Runs(("alexnet", "gpt"), seeds=2, steps=3, language_steps=3, batch_sizes=(1, 8))
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,11 @@ def test_difference_and_noise():
 
 
 def test_published_figures_are_the_papers():
-    assert list(table1.PUBLISHED) == list(NETWORKS) and len(table1.Plan().networks) == 7
+    assert list(table1.PUBLISHED) == list(NETWORKS) and len(table1.Runs().networks) == 7
     assert table1.PUBLISHED["alexnet"] == (56.77, 56.93) and table1.PUBLISHED["resnet"] == (75.92, 76.04)
     differences = [mixed - baseline for baseline, mixed in table1.PUBLISHED.values()]
     assert min(differences) == pytest.approx(-0.01) and max(differences) == pytest.approx(0.28)
-    assert table1.Plan().seeds >= 3
+    assert table1.Runs().seeds >= 3
 
 
 def test_the_language_model_is_asked_about_text_that_it_has_not_seen(monkeypatch):

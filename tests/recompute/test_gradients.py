@@ -131,7 +131,7 @@ def test_a_gpt(recompute):
 
 
 def test_an_unknown_way_of_a_gpt_is_refused():
-    with pytest.raises(ValueError, match="recompute is 'most'; expected one of none, full, selective"):
+    with pytest.raises(ValueError, match="recompute is 'most'; expected one of none, selective, full"):
         GPT(dataclasses.replace(SMALL, recompute="most"))
 
 

@@ -25,7 +25,7 @@ def test_least_squares_finds_known_constants():
 def test_llm_foundry_at_512_gpus_is_predicted_from_128_and_256():
     one = fit("llm-foundry")
     assert len(one.efficiencies) == 6 and len(one.shared) <= 3
-    assert all(row.fitted == (row.plan.gpus < 512) for row in one.publication.rows)
+    assert all(row.fitted == (row.plan.ranks < 512) for row in one.publication.rows)
     errors = np.abs(one.errors(fitted=False))
     line, flat = (np.abs(of).mean() for of in ruler_errors(one))
     assert len(errors) == 6

@@ -157,7 +157,7 @@ def test_each_half_of_t5_sees_its_own_tokens():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Plan(0), "gpus must be a whole number of at least 1"),
+        (lambda: Plan(0), "ranks must be a whole number of at least 1"),
         (lambda: Plan(8, stage=4), "stage must be one of 0, 1, 2, 3"),
         (lambda: Plan(8, sharding_factor=3), "does not divide 8 GPUs: try 1, 2, 4"),
         (lambda: Plan(8, stage=2, offload=True), "need stage 3"),

@@ -148,7 +148,7 @@ def test_a_trillion_parameters_on_100_000_gpus_in_less_than_a_second():
 
 plans = st.builds(
     Plan,
-    gpus=st.sampled_from([8, 16, 64, 512]),
+    ranks=st.sampled_from([8, 16, 64, 512]),
     stage=st.integers(0, 3),
     batch_size=st.integers(1, 8),
     micro_batches=st.integers(1, 2),
@@ -175,13 +175,13 @@ def test_faster_links_are_never_slower(plan, cluster, constant, times):
 @settings(max_examples=40, deadline=None)
 @given(plans, st.sampled_from([2, 4]))
 def test_more_shards_never_need_more_memory(plan, times):
-    more = dataclasses.replace(plan, gpus=plan.gpus * times)
+    more = dataclasses.replace(plan, ranks=plan.ranks * times)
     assert peak_memory(SMALL, more)["total"] <= peak_memory(SMALL, plan)["total"]
 
 
 @settings(max_examples=40, deadline=None)
 @given(plans)
 def test_memory_falls_with_the_sharding_factor(plan):
-    every = [f for f in range(1, plan.gpus + 1) if plan.gpus % f == 0]
+    every = [f for f in range(1, plan.ranks + 1) if plan.ranks % f == 0]
     held = [peak_memory(SMALL, dataclasses.replace(plan, stage=3, sharding_factor=f))["total"] for f in every]
     assert held == sorted(held, reverse=True) and held[0] > held[-1]

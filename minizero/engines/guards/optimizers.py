@@ -22,7 +22,7 @@ from minizero.engines.unit import Unit
 def mark(unit: Unit, engine: Any) -> None:
     """Write on parameters and shards whose they are, for the checks of this folder."""
     for parameter, name, shape in zip(unit.parameters, unit.layout.names, unit.layout.shapes, strict=True):
-        parameter.wrapped_in = name, unit.name, engine.stage  # type: ignore[attr-defined]
+        parameter.wrapped_in = name, unit.name, engine.name  # type: ignore[attr-defined]
         parameter.elements = shape.numel()  # type: ignore[attr-defined]
     weak = weakref.ref(unit), weakref.ref(engine)
     for shard in unit.shards:
@@ -78,13 +78,13 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     """Called before every optimizer step in this process: may it step what it holds?"""
     held = list(shards_of(optimizer))
     for shard, unit, engine in held:
-        check_place(engine.stage, shard)
-        check_averaged(engine.stage, shard)
+        check_place(engine.name, shard)
+        check_averaged(engine.name, shard)
         if not unit.original:
-            check_elementwise(optimizer, engine.stage)
+            check_elementwise(optimizer, engine.name)
     for _, unit, engine in held[:1]:
-        check_states(optimizer, engine.stage, unit)
-    waiting = [engine.stage for _, unit, engine in held if engine.passes == {"forward"} and not unit.original]
+        check_states(optimizer, engine.name, unit)
+    waiting = [engine.name for _, unit, engine in held if engine.passes == {"forward"} and not unit.original]
     if waiting and all(shard.grad is None for shard, *_ in held):
         raise RuntimeError(
             f"{waiting[0]}: a step without a backward. Had it inputs=? Shards are in no graph: leave it out"
