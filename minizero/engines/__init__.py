@@ -12,13 +12,13 @@
     zero2.py        stage 2: shard the gradients as well
     zero3.py        stage 3: shard the parameters as well
     hybrid.py       the sharding factor: stage 3 inside groups of ranks, replicas across them
-    lane.py         when stage 3 does what it does: at once
-    prefetch.py     or beside: gather the next unit, and reduce the last one's gradient, while this one computes
+    lane.py         when stage 3 gathers and reduces: at once
+    prefetch.py     or ahead: the next unit is gathered, the last gradient reduced, while this unit computes
     offload.py      shards, gradients and optimizer states in the CPU's memory
 
-and what an engine needs besides:
+what an engine needs, too:
 
-    uses.py         how autograd tells when a unit is used
+    uses.py         hooks of autograd that say when a unit is used
     units.py        which parameters form a unit
     wrapped.py      what a training loop calls: parameters, clipping, full state
     timeline.py     records what each rank does when

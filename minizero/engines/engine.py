@@ -4,17 +4,17 @@
     backward    gather 1   bring, bring, …   reduce 1   release 1   …   reduce root   finish   release all
     step        `mark_as_old` (guards/optimizers.py): the replicas of stages 1 and 2 are old until before_forward
 
-A root unit holds what lies outside every block, such as the embeddings; what is frozen there is one more. Hooks of
-PyTorch call the methods of this file. Forward: the model begins (`before_forward`, and `gather` of the root); a unit's
-module begins (`gather`), and ends (`forward_is_over`).
+The root unit holds what lies outside every block, such as the embeddings. Its frozen parameters are a unit, too. Hooks
+of PyTorch call the methods of this file. Forward: the model begins (`before_forward`, and `gather` of the root); a
+unit's module begins (`gather`), and ends (`forward_is_over`).
 
-Backward: a *use* of a unit is one forward of its module, and the way back (uses.py). It opens when the gradient of its
-output comes (`gather`). It closes when that of its input comes (`release`, if no other use is open). In between
-autograd writes the .grad of each parameter, and a hook takes it (`bring`). A unit is complete when no parameter owes
-one. Complete units are reduced in the order of `in_order`; at the end all that are left, whose unused parameters count
-as zero. So all ranks reduce in one order. A unit is released after that, since its last parameter has its gradient
-before its input has. At the end what is left is released: the root, and units whose input needed no gradient. A forward
-whose output needs no gradient releases all at its own end.
+Backward: a *use* of a unit is one forward of its module and its backward (uses.py). The gradient of its output opens it
+(`gather`). That of its input closes it (`release`, if no other use is open). In between autograd writes the .grad of
+each parameter, and a hook takes it (`bring`). A unit is complete when all its parameters have a gradient. Complete
+units are reduced in the order of `in_order`, so that all ranks have one order. Those that never get complete are
+reduced at the end; unused parameters count as zero. A unit is reduced before it is released: its input gets the last
+gradient. The end of backward releases the rest: the root, and units whose input needs no gradient. If the output needs
+no gradient, the end of the forward releases all.
 
 The path of one gradient, in seven steps:
 
@@ -22,7 +22,7 @@ The path of one gradient, in seven steps:
                     Backward.bring      the unit waits for one parameter less
     gradient.py     LocalGradient.put   copied to its place in the unit's flat buffer
     engine.py       Backward.reduce_next    the unit waits for none: LocalGradient.take
-    zero3.py        Zero3.reduce, average   the lane says when: now, or beside the computation (prefetch.py)
+    zero3.py        Zero3.reduce, average   the lane says when: now, or while others compute (prefetch.py)
     collectives.py  reduce_scatter      over comm.py: each rank has its chunk of the average
     unit.py         Unit.set_gradient   the shards' .grad, and their hooks (with prefetch later, in Ahead.finish)
 
@@ -65,18 +65,18 @@ from minizero.ranks.comm import Comm
 class Engine(Wrapped, abc.ABC):
     """A module whose parameters live in the flat buffers of units. Base of DDP, Zero1, Zero2, Zero3.
 
-    module: FP32 parameters, all on one device. dtype: float16 or bfloat16 computes on 16-bit copies
-    and keeps FP32 masters. Of frozen parameters it keeps only the 16-bit numbers; these are what is saved, as FP32.
-    Norms with running statistics compute in FP32. units: modules, by default the repeated blocks. group_by: a
+    module: FP32 parameters, all on one device. dtype: float16 or bfloat16 computes on 16-bit copies and keeps FP32
+    masters. Frozen parameters have no masters: they are kept in 16 bits, and saved as FP32. Norms with running
+    statistics compute in FP32. Buffers keep their dtype. units: modules, by default the repeated blocks. group_by: a
     function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
-    parameters of one group only. Buffers keep their dtype.
+    parameters of one group only.
 
-    The module is complete when it is wrapped: what is initialised, added, replaced or frozen comes before. A gradient
-    set to None on a parameter of the module freezes nothing; the shards' gradients count.
+    Complete the module before you wrap it: initialise, add, replace and freeze parameters first. A gradient set to None
+    on a parameter of the module freezes nothing; the shards' gradients count.
 
     forward moves the tensors among its arguments (also in tuples, lists and dicts) to `comm.device`, as `fully_shard`
-    does. With a 16-bit `dtype` it casts those of floating point. Other objects, and outputs, stay as they are. So does
-    a list or dict in which no tensor has to change: what the module writes into it, the caller finds there.
+    does. With a 16-bit `dtype` it casts those of floating point. Other objects, and outputs, stay as they are. A list
+    or dict is copied only if a tensor in it changes: else the caller finds there what the module writes into it.
 
     The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
     Hooks on the shards (`register_hook`, `register_post_accumulate_grad_hook`) are called with the average.
@@ -146,7 +146,7 @@ class Engine(Wrapped, abc.ABC):
         """The unit is not used for now: free the memory of its parameters."""
 
     def keep_writes(self, unit: Unit) -> None:
-        """A forward may have written to the unit's parameters: stage 3 has to keep that, elsewhere it is the master."""
+        """Keep what forward wrote to the parameters: stage 3 copies it, other stages have it in the master already."""
         check_writes(self.name, unit)
 
     def forward_is_over(self, unit: Unit) -> None:  # noqa: B027
@@ -240,7 +240,7 @@ class Engine(Wrapped, abc.ABC):
     # A use of one unit.
 
     def watch_uses(self, unit: Unit) -> None:
-        """Register the hooks that tell of the unit's uses: on its module, and on parts that have parameters of it."""
+        """Register the hooks of the unit's uses: on its module, and on parts of that which hold its parameters."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is not unit.module:  # a copy

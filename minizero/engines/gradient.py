@@ -7,7 +7,7 @@ Backward brings the parameters' gradients one by one, each to its place in one f
 reduces the whole unit. A parameter that was not used leaves zeros in its place.
 
 Under no_sync several backwards add up, and nothing is sent. Between two of them the shards' .grad are views of this
-rank's sum so far, with offload on a GPU copies of it. So zero_grad() can drop the sum.
+rank's sum (with offload on a GPU: copies of it), so that zero_grad() can drop it.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""When stage 3 does what it does: at once, as here, or beside the computation (prefetch.py).
+"""When stage 3 gathers and reduces: at once, as here, or while other units compute (prefetch.py).
 
 The engine says where a pass is: `begin_forward`, `before_put`, `after_put`, `finish`. Stage 3 asks for what it needs:
 `gather`, `wait_for`, `reduce`. The lane calls `make_room`, `fill` and `average` of stage 3.

@@ -5,13 +5,13 @@
     prefetch = 1    gather 0 | compute 0 | compute 1 | compute 2
                                gather 1  | gather 2
 
-Each rank has two threads beside its own: one for all-gathers, one for reduce-scatters. Each has its own communicator,
+Each rank has two more threads: one for all-gathers, one for reduce-scatters. Each has its own communicator,
 so their messages cannot mix. On a GPU each has a stream as well. A rank learns from the last pass of the same kind
 which unit comes next: the first forward and the first backward gather nothing ahead.
 
 The price is memory: the replica of one unit more. In backward the next unit is gathered once two thirds of this unit's
 gradient have arrived: by then most of its activations are free. One reduction ends before the next unit's gradient
-begins. So stage 3 peaks at three units beside its shards and the root: two replicas and a gradient.
+begins. So the peak of stage 3 is its shards, the root, and three units: two replicas and a gradient.
 Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 """
 
@@ -27,7 +27,7 @@ from minizero.ranks.comm import Comm
 
 
 class Beside:
-    """A thread that runs one call after the other, on a GPU in a stream of its own."""
+    """Another thread, which runs one call after the other. On a GPU it has its own stream."""
 
     def __init__(self, comm: Comm) -> None:
         self.thread = comm.transport.executor()
@@ -73,7 +73,7 @@ class Beside:
 
 
 class Ahead(Now):
-    """Lets a stage 3 gather and reduce beside the computation. At most `depth` gathers are under way.
+    """Stage 3 gathers and reduces while it computes. At most `depth` gathers are under way.
 
     Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn[False] is [0], expected
     [0, 1, 2], and following [1].
@@ -112,7 +112,7 @@ class Ahead(Now):
             self.start_following()
 
     def before_put(self, unit: Unit) -> None:
-        """One full gradient at a time beside the root's: the last reduction ends before this gradient begins."""
+        """One full gradient at a time, the root's aside: the last reduction ends before this gradient begins."""
         if unit.gradient is None or unit.gradient.full is None:
             self.finish()
 

@@ -1,4 +1,4 @@
-"""What each rank does when: one step drawn as bars, computation above, communication beside it.
+"""What each rank does when: one step drawn as bars, computation above, communication below.
 
     with Timeline(model, optimizer) as timeline:      # on every rank
         model(x, y).backward()

@@ -3,9 +3,10 @@
     replica   what the module computes with: all of it, in the computing dtype; its parameters are views of it
     master    what the optimizer steps: FP32, this rank's chunk, or all of it (DDP)
     shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
-    gradient  what backward has brought on this rank so far, a `LocalGradient` (gradient.py)
+    gradient  this rank's, while backward brings it: a `LocalGradient` (gradient.py)
 
-In FP32 the master of stages 0 to 2 is the replica, or a view of it. A frozen unit's master has the computing dtype.
+In FP32 stages 0 to 2 need no copy: the master is the replica, or a view of it. The master of a frozen unit has the
+computing dtype.
 """
 
 from collections.abc import Sequence

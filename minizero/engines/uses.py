@@ -1,4 +1,4 @@
-"""How autograd tells when a unit is used: by hooks on its module, and on the module's inputs and outputs.
+"""The hooks that notice when a unit is used: on its module, and on the module's inputs and outputs.
 
     forward     the unit begins                        a `Use` notes its inputs
                 it ends                                and watches its outputs

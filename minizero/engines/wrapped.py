@@ -33,7 +33,7 @@ class Wrapped(Refuses):
         return state, {name: value for name, value in state.items() if id(value) in buffers}, others
 
     def names_in(self, state: dict[str, Any]) -> dict[int, list[str]]:
-        """The names of each value in `state`: what is tied has several. What a hook left out has its own name."""
+        """The names of each value in `state`: a tied one has several. A parameter that lacks there keeps its own."""
         names: dict[int, list[str]] = {}
         for name, value in state.items():
             names.setdefault(id(value), []).append(name)
@@ -44,8 +44,8 @@ class Wrapped(Refuses):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's parameters: this rank's shards, named after their units.
 
-        Write them by an optimizer or under no_grad, not through `.data`, which tells nobody; and clip them by
-        `clip_grad_norm_`, since torch.nn.utils' would see this rank's part only.
+        Write them by an optimizer or under no_grad: nobody notices a write through `.data`. Clip them by
+        `clip_grad_norm_`: that of torch.nn.utils would see this rank's part only.
         """
         for unit in self.units:
             if unit.trains:
@@ -163,7 +163,7 @@ class Wrapped(Refuses):
             self.loads_others = False
 
     def watch_state_dicts(self) -> None:
-        """Let the module inside, and each of its parts, tell when its `state_dict` is made or loaded."""
+        """Register the hooks that are called when the `state_dict` of the module, or of a part, is made or loaded."""
         own = list(self.module.modules())  # a copy of the module has the same hooks
         for part in own:
             part.register_state_dict_pre_hook(  # with keep_vars it has the parameters themselves, not their values

@@ -23,8 +23,8 @@ class Zero1(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        # In FP32 the master is a view of the replica; a 16-bit replica that trains needs an FP32 master beside it.
-        # `.data` gives it a count of writes of its own: a gather into the replica is no write to the master.
+        # In FP32 the master is a view of the replica; a 16-bit replica that trains needs an FP32 master, too.
+        # `.data` gives it its own count of writes: a gather into the replica is no write to the master.
         unit.master = unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 

@@ -31,7 +31,7 @@ def is_recomputing() -> bool:
 
 
 class Replay:
-    """What a run of `fn` depends on besides its arguments.
+    """What else than its arguments a run of `fn` depends on.
 
     `with first_run():` goes around the first run, `with again():` around each later one.
     given: the tensors and generators among its arguments. preserve_rng_state: False leaves random numbers alone.

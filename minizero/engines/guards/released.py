@@ -15,7 +15,7 @@ from minizero import torch_private
 
 
 class Released(nn.Parameter):
-    """A parameter of the module while its unit is not gathered, or old. It is empty; who computes with it is told so.
+    """A parameter of the module while its unit is not gathered, or old. It is empty: to compute with it is an error.
 
     PyTorch's `UninitializedParameter` refuses in the same way.
     """

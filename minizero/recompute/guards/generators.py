@@ -71,7 +71,7 @@ _without_spare = b""  # the words of NumPy's generator when last no spare waited
 
 
 def _numpy_state() -> tuple[Any, Any]:
-    """What tells whether something was drawn from NumPy's global generator: its words, and the spare."""
+    """What changes if something is drawn from NumPy's global generator: its words, and the spare."""
     # Normal numbers are made in pairs, of which the second waits as a spare. Taking it changes no word.
     # Reading the words takes half a microsecond, reading the spare 30.
     global _without_spare
