@@ -11,8 +11,8 @@ from torch import nn
 
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.checkpoint import CheckpointError, load, save
-from tests.support.checkpoints import error_of, full_states, same, scrambled, steps, wrap
-from tests.support.helpers import SMALL, STAGES, plain, relative_error, run
+from tests.support.checkpoints import error_of, full_states, scrambled, wrap
+from tests.support.helpers import SMALL, STAGES, plain, relative_error, run, same, steps
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,100 +9,38 @@ from torch import nn
 from minizero import DDP, GPT, Zero1, Zero3
 from minizero.memory import Ledger
 from tests.support.helpers import SMALL, STAGES, batch, relative_error, run
-from tests.support.small_models import SHARDED, Blocks, check, decay, fit, fit_plain, seeded, vectors, wrapped
+from tests.support.small_models import (
+    LOOPS,
+    SHARDED,
+    Blocks,
+    check,
+    decay,
+    fit,
+    fit_plain,
+    one_graph_twice,
+    seeded,
+    trains,
+    vectors,
+    wrapped,
+)
 
 # Forwards and backwards.
 
 
-def test_batches_of_other_sizes_on_other_ranks():
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_what_a_loop_may_do(loop):
+    check(seeded(Blocks), forward=loop)
+
+
+@trains(parts=3)
+def test_batches_of_other_sizes_on_other_ranks(model, x, rank):
     """The engine takes the mean of the ranks' losses, whatever each is a mean of; see accumulate for the other."""
-
-    def forward(model, x, rank):
-        return model(x[: 4 - rank]).square().mean()
-
-    check(seeded(Blocks), forward=forward, parts=3)
+    return model(x[: 4 - rank]).square().mean()
 
 
-def test_a_unit_used_twice_and_several_forwards_before_one_backward():
-    def twice(model, x, rank):
-        return model(x, order=(0, 1, 0, 2, 1)).square().mean()
-
-    def several(model, x, rank):
-        return model(x).square().mean() + model(x.flip(0), order=(2, 1)).mean() + model(-x).mean()
-
-    check(seeded(Blocks), forward=twice)
-    check(seeded(Blocks), forward=several)
-
-
-def test_two_backwards_after_two_forwards():
-    def both(model, x, rank):
-        first, second = model(x).square().mean(), model(2 * x).mean()
-        first.backward()
-        return second
-
-    check(seeded(Blocks), forward=both)
-
-
-def test_two_backwards_through_one_graph():
-    def forward(model, x, rank):
-        loss = model(x).square().mean()
-        loss.backward(retain_graph=True)
-        return loss
-
-    check(seeded(Blocks), forward=forward)
-    check(seeded(lambda: nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))), forward=forward)
-
-
-def test_adapters_may_be_switched_off_for_a_reference():
-    def forward(model, x, rank):
-        adapters = list(getattr(model, "module", model).blocks[1].parameters())
-        [parameter.requires_grad_(False) for parameter in adapters]  # as PEFT does
-        with torch.no_grad():
-            reference = model(x)
-        [parameter.requires_grad_(True) for parameter in adapters]
-        return (model(x) - 2 * reference).square().mean()
-
-    check(seeded(Blocks), forward=forward)
-
-
-def test_forwards_without_backward_and_without_grad_change_nothing():
-    def forward(model, x, rank):
-        model(x)
-        with torch.no_grad():
-            expected = model(x)
-        model.eval()
-        assert torch.equal(model(x), expected)
-        model.train()
-        return model(x).square().mean()
-
-    check(seeded(Blocks), forward=forward)
-
-
-def test_a_backward_that_broke_off_does_not_spoil_the_next():
-    def forward(model, x, rank):
-        out = model(x)
-        out.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            out.sum().backward()
-        return model(x).square().mean()
-
-    check(seeded(Blocks), forward=forward)
-
-
-def test_zero_grad_clears_what_was_there_before_a_backward_that_broke_off():
-    """A loop that runs out of memory drops the whole window. Of the gradients some have come by then, and some not."""
-
-    def forward(model, x, rank):
-        model(x).square().mean().backward()
-        block = getattr(model, "module", model).blocks[1]
-        hook = block.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: 1 / 0) and None)
-        with pytest.raises(ZeroDivisionError):
-            model(2 * x).square().mean().backward()
-        hook.remove()
-        model.zero_grad()
-        return model(x).square().mean()
-
-    check(seeded(Blocks), forward=forward)
+@trains(lambda: nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
+def test_two_backwards_through_one_graph_without_a_root(model, x, rank):
+    return one_graph_twice(model, x, rank)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -308,20 +246,6 @@ def test_group_by_never_mixes_values_in_a_shard(stage):
 def test_every_rank_knows_every_group():
     groups = run(6, lambda comm: list(Zero1(seeded(Blocks)(), comm, group_by=decay).parameter_groups()))
     assert all(found == ["matrices", "vectors"] or found == ["vectors", "matrices"] for found in groups)
-
-
-def test_clipping_where_ranks_do_not_divide_a_unit():
-    def norm(comm, stage):
-        model = stage(seeded(Blocks)(), comm)
-        model(vectors(0)).sum().backward()
-        return model.clip_grad_norm_(1e9).item()
-
-    module = seeded(Blocks)()
-    module(vectors(0)).sum().backward()
-    expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
-    for world_size in (3, 4, 7):
-        norms = {clipped for stage in STAGES for clipped in run(world_size, norm, stage)}
-        assert len(norms) == 1 and norms.pop() == pytest.approx(expected, rel=1e-5)
 
 
 def test_learning_rate_schedulers():

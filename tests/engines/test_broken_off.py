@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import Zero1, Zero2, Zero3, barrier
+from minizero import Zero3, barrier
 from minizero.engines.timeline import Timeline
 from tests.support.helpers import STAGES, run
 
@@ -90,33 +90,6 @@ def test_zero_grad_clears_what_a_backward_that_broke_off_has_left(prefetch):
     for (mine, backward), expected in zip(run(2, after_a_break, prefetch), run(2, without_a_break), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
         assert backward is None
-
-
-def after_zero_grad(comm, stage):
-    """The gradient of a backward before which there were one that accumulates, one that broke off, and zero_grad()."""
-    model = stage(layers(breaks=1), comm)
-    x = torch.ones(2, 6) + comm.rank
-    for number in range(3):
-        loss = model((number + 1) * x).square().mean()
-        barrier(comm)
-        Breaks.broken = number == 1
-        barrier(comm)
-        if number == 1:
-            with pytest.raises(ArithmeticError):
-                loss.backward()
-            model.zero_grad()
-        else:
-            loss.backward()
-    found = torch.cat([shard.grad.view(-1) for shard in model.parameters()])
-    model.zero_grad()
-    model(3 * x).square().mean().backward()
-    return found, torch.cat([shard.grad.view(-1) for shard in model.parameters()])
-
-
-@pytest.mark.parametrize("stage", [Zero1, Zero2, Zero3, lambda *given: Zero3(*given, prefetch=0)])
-def test_zero_grad_clears_what_was_there_before_a_backward_that_broke_off(stage):
-    for found, expected in run(2, after_zero_grad, stage):
-        assert torch.equal(found, expected)
 
 
 def test_one_timeline_inside_another():

@@ -1,11 +1,13 @@
 """torch.compile before, in and around each stage: the bits without it, or a refusal that says what to do."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
-from tests.support.helpers import SMALL, batch, run
+from tests.support.helpers import SMALL, batch, run, steps
 
 
 def compile_blocks(model, backend):
@@ -44,14 +46,7 @@ def losses(comm, stage, before=nothing, between=nothing, after=nothing, backend=
     between(module, backend)
     call = after(engine, backend)
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
-    found = []
-    for step in range(2):
-        loss = call(*batch(step, size=2))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return steps(call, optimizer, range(2), functools.partial(batch, size=2))
 
 
 def run_one(*args, **kwargs):

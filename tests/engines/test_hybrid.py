@@ -8,7 +8,7 @@ from torch import nn
 
 from minizero import DDP, GPT, GPTConfig, Zero1, Zero3
 from minizero.memory import Ledger, predict, predict_sent
-from tests.support.helpers import SMALL, batch, plain, relative_error, run, train
+from tests.support.helpers import SMALL, batch, plain, relative_error, run, same, train
 
 WIDE = GPTConfig(vocabulary=64, sequence_length=16, width=96, layers=4, heads=2)
 TOTAL = sum(p.numel() for p in GPT(WIDE).parameters())
@@ -35,15 +35,14 @@ def test_the_training_is_the_same(world_size, factor, clip):
     losses, expected = plain(10, eps=1e-4, clip=clip)
     assert torch.tensor([r[0] for r in results]).mean(0).tolist() == pytest.approx(losses, rel=1e-5)
     for _, state, _ in results:
-        assert all(torch.equal(state[name], value) for name, value in results[0][1].items())
-        assert relative_error(state, expected) < 1e-5
+        assert same(state, results[0][1]) and relative_error(state, expected) < 1e-5
 
 
 def test_a_factor_of_all_ranks_is_stage_3_to_the_bit():
     expected = run(4, train, Zero3, 5)[0]
     for stage in (factored(4), factored(None), factored(None, reshard_after_forward=False)):
         losses, state, _ = run(4, train, stage, 5)[0]
-        assert losses == expected[0] and all(torch.equal(state[name], value) for name, value in expected[1].items())
+        assert losses == expected[0] and same(state, expected[1])
 
 
 def test_the_shards_of_replicas_are_the_same_bits_and_the_norm_counts_them_once():

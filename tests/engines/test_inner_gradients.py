@@ -10,8 +10,7 @@ from minizero import DDP, Zero1, Zero2, Zero3
 from minizero.engines.uses import Use
 from minizero.recompute import checkpoint
 from tests.support.helpers import run
-
-ENGINES = [(DDP, {}), (Zero1, {}), (Zero2, {}), (Zero3, {"prefetch": 0}), (Zero3, {"prefetch": 1})]
+from tests.support.small_models import SAME_BITS
 
 
 class Guided(nn.Module):
@@ -49,7 +48,7 @@ def train(comm, stage, options, steps):
     return alone, found
 
 
-@pytest.mark.parametrize(("stage", "options"), ENGINES)
+@pytest.mark.parametrize(("stage", "options"), SAME_BITS)
 def test_inside_a_forward_it_neither_reduces_nor_touches_grad(stage, options):
     plain = Guided(1)
     for (alone, found), rank in zip(run(2, train, stage, options, 1), range(2)):

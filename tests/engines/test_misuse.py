@@ -1,7 +1,8 @@
-"""A use that would train something else, or something wrong, is an error that says what to do."""
+"""A use that would train something else, or something wrong, or hang, is an error that says what to do."""
 
 import copy
 import dataclasses
+import inspect
 import pickle
 
 import pytest
@@ -10,94 +11,123 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3, barrier
-from tests.support.helpers import SMALL, STAGES, relative_error, run
-from tests.support.small_models import SHARDED, Blocks, fit, seeded, vectors, wrapped
+from tests.support.helpers import SMALL, STAGES, relative_error, run, same, train
+from tests.support.small_models import SHARDED, Blocks, fit, refuses, seeded, vectors, wrapped
+
+# Modules that cannot be wrapped.
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_built_before_wrapping_is_told_at_its_first_step(stage):
-    def early(comm):
-        module = seeded(Blocks)()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        model = stage(module, comm)
-        model(vectors(0)).square().mean().backward()
-        optimizer.step()
-        return model.gather_state_dict()
-
-    if stage is DDP:
-        module = seeded(Blocks)()
-        assert relative_error(run(2, early)[0], module.state_dict()) > 1e-4
-    else:
-        with pytest.raises(RankFailed, match=r"before the model was wrapped.*parameters\(\)"):
-            run(2, early)
+def linear(change):
+    module = nn.Linear(2, 2)
+    change(module)
+    return module
 
 
-def test_optimizers_that_need_whole_tensors_are_refused_where_there_are_none():
-    def step(comm, stage):
-        model = stage(seeded(Blocks)(), comm)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+def more(**options):
+    parameter = nn.Parameter(torch.ones(2, **options), requires_grad=False)
+    return linear(lambda module: module.register_parameter("more", parameter))
 
-        def closure():
-            optimizer.zero_grad()
-            loss = model(vectors(0)).square().mean()
-            loss.backward()
-            return loss
 
-        return optimizer.step(closure).item()
+def tied_by_data():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = nn.Parameter(module[0].weight.data)
+    return module
 
-    assert run(2, step, DDP)[0] > 0
-    with pytest.raises(RankFailed, match="LBFGS.*whole tensors"):
-        run(2, step, Zero2)
+
+def synchronised():
+    return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
+def sparse(kind=nn.Embedding):
+    return nn.Sequential(kind(10, 4, sparse=True), nn.Linear(4, 4))
+
+
+UNWRAPPABLE = [
+    (nn.ReLU, "no parameters that train"),
+    (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameters that train"),
+    (lambda: more(device="meta"), "more is on the meta device"),
+    (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight is lazy, and has no shape yet"),
+    (lambda: more(dtype=torch.complex64), "more is torch.complex64: keep real"),
+    (lambda: more(dtype=torch.int64), "more is torch.int64: make it a buffer"),
+    (lambda: linear(lambda m: m.register_buffer("row", m.weight.detach()[0])), "row lies in the memory of weight"),
+    (
+        lambda: linear(lambda m: m.weight.register_post_accumulate_grad_hook(print)),
+        "a hook of register_post_accumulate_grad_hook on weight",
+    ),
+    (lambda: nn.Linear(2, 2).double(), "parameters must be float32, weight is torch.float64"),
+    (synchronised, "1 is a SyncBatchNorm"),
+    (tied_by_data, "1.weight and 0.weight are two parameters in one memory"),
+    (sparse, "0 gives sparse gradients, shards are dense: sparse=False"),
+    (lambda: sparse(nn.EmbeddingBag), "0 gives sparse gradients"),
+    (lambda: World(1, "cpu").run(lambda comm: DDP(nn.Linear(2, 2), comm))[0].module, "weight is wrapped in DDP"),
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_modules_that_cannot_be_wrapped(stage):
-    def wrap(make, **options):
+    for make, words in UNWRAPPABLE:
         with pytest.raises(RankFailed) as failure:
-            run(1, lambda comm: stage(make(), comm, **options))
-        assert isinstance(failure.value.__cause__, ValueError)
-        return str(failure.value.__cause__)
+            run(1, lambda comm, make=make: stage(make(), comm))
+        assert type(failure.value.__cause__) is ValueError
+        assert f"{stage.__name__}: " in str(failure.value) and words in str(failure.value)
+    with pytest.raises(RankFailed, match="dtype must be"):
+        run(1, lambda comm: stage(nn.Linear(2, 2), comm, dtype=torch.float64))
 
-    def with_parameter(**options):
-        module = nn.Linear(2, 2)
-        module.register_parameter("more", nn.Parameter(torch.ones(2, **options), requires_grad=False))
-        return module
 
-    def with_buffer():
-        module = nn.Linear(2, 2)
-        module.register_buffer("row", module.weight.detach()[0])
-        return module
+@pytest.mark.parametrize("stage", STAGES)
+def test_sparse_gradients_of_what_is_frozen_do_no_harm(stage):
+    def backward(comm):
+        module = sparse()
+        module[0].requires_grad_(False)
+        stage(module, comm)(torch.tensor([[3]])).sum().backward()
 
-    def with_hook():
-        module = nn.Linear(2, 2)
-        module.weight.register_post_accumulate_grad_hook(print)
-        return module
+    run(2, backward)
 
-    assert "no parameters that train" in wrap(nn.ReLU)
-    assert "no parameters that train" in wrap(lambda: nn.Linear(2, 2).requires_grad_(False))
-    assert "more is on the meta device" in wrap(lambda: with_parameter(device="meta"))
-    assert "0.weight is lazy, and has no shape yet" in wrap(lambda: nn.Sequential(nn.LazyLinear(2)))
-    assert "more is torch.complex64: keep real" in wrap(lambda: with_parameter(dtype=torch.complex64))
-    assert "more is torch.int64: make it a buffer" in wrap(lambda: with_parameter(dtype=torch.int64))
-    assert "row lies in the memory of weight" in wrap(with_buffer)
-    assert "a hook of register_post_accumulate_grad_hook on weight" in wrap(with_hook)
-    assert "float32, weight is torch.float64" in wrap(lambda: nn.Linear(2, 2).double())
-    assert "dtype must be" in wrap(lambda: nn.Linear(2, 2), dtype=torch.float64)
-    assert "wrapped in" in wrap(lambda: World(1, "cpu").run(lambda comm: stage(nn.Linear(2, 2), comm))[0].module)
+
+class LooksUp(nn.Linear):
+    def forward(self, x):
+        return F.embedding(x, self.weight, sparse=True)
+
+
+@refuses("root: sparse gradients are not supported: use sparse=False", make=lambda: LooksUp(4, 4))
+def test_sparse_gradients_that_no_module_announces(model, comm):
+    model(torch.tensor([3])).sum().backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_of_another_rank_is_refused(stage):
+    module = seeded(Blocks)()
+    with pytest.raises(RankFailed, match=rf"{stage.__name__}: 0.0.0.weight is another rank's: .*deepcopy"):
+        run(2, lambda comm: stage(nn.Sequential(module.blocks), comm))
+
+
+def test_ranks_with_different_models_are_told_so():
+    def build(comm):
+        Zero1(GPT(SMALL if comm.rank != 1 else dataclasses.replace(SMALL, width=64)), comm)
+
+    with pytest.raises(RankFailed, match="did the ranks build different models"):
+        run(3, build)
+
+
+# Modules that were changed, moved, copied or read.
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_would_be_silently_wrong_is_refused(stage):
-    def use(comm):
-        model = stage(seeded(Blocks)(), comm)
+    @wrapped(stage)
+    def _(model, comm):
         for wrong in (model.half, lambda: copy.deepcopy(model)):
             with pytest.raises(RuntimeError, match=stage.__name__):
                 wrong()
         for whole in (model, model.module, model.module.out, list(model.parameters())):
             with pytest.raises(RuntimeError, match="gather_state_dict"):
                 pickle.dumps(whole)
+        for outer in (model, nn.Sequential(model)):
+            with pytest.raises(RuntimeError, match=f"{stage.__name__}: initialise the module before wrapping"):
+                outer.apply(lambda module: None)
         state = model.gather_state_dict()
         for change, message in (
             (lambda s: s.pop("out.bias"), "missing or unknown: out.bias"),
@@ -108,17 +138,14 @@ def test_what_would_be_silently_wrong_is_refused(stage):
             change(bad)
             with pytest.raises(ValueError, match=message):
                 model.load_full_state_dict(bad)
-        return True
-
-    assert all(run(2, use))
 
 
 def test_a_released_unit_cannot_be_used_by_accident():
-    def use(comm):
-        model = Zero3(seeded(Blocks)(), comm)
+    @wrapped(Zero3)
+    def _(model, comm):
         weight = model.module.blocks[0][0].weight
         assert weight.untyped_storage().nbytes() == 0 and "Parameter" in repr(weight) and weight.numel() == 35
-        uses = [
+        for use in (
             lambda: F.linear(vectors(0), weight),
             lambda: torch.zeros(8, 8).lerp_(weight, 0.5),
             lambda: copy.deepcopy(model.module.blocks),
@@ -127,21 +154,89 @@ def test_a_released_unit_cannot_be_used_by_accident():
             lambda: weight.T,
             lambda: weight.double(),
             lambda: setattr(weight, "data", torch.ones(8, 8)),
-        ]
-        for use in uses:
+        ):
             with pytest.raises(RuntimeError, match=r"Zero3: blocks\.0\.0\.weight, of the unit blocks\.0, is empty"):
                 use()
-        return True
-
-    assert all(run(2, use))
 
 
-def test_ranks_with_different_models_are_told_so():
-    def build(comm):
-        Zero1(GPT(SMALL if comm.rank != 1 else dataclasses.replace(SMALL, width=64)), comm)
+@pytest.mark.parametrize("stage", SHARDED)
+def test_old_replicas_are_not_read_between_a_step_and_the_next_forward(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        average = AveragedModel(seeded(Blocks)())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(vectors(0)).sum().backward()
+        optimizer.step()
+        for read in (copy.deepcopy, average.update_parameters, lambda module: module.out(vectors(0))):
+            with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*is empty.*gather_state_dict"):
+                read(model.module)
+        model(vectors(0))
 
-    with pytest.raises(RankFailed, match="did the ranks build different models"):
-        run(3, build)
+
+@refuses("is empty", SHARDED)
+def test_what_was_loaded_is_not_read_from_old_replicas(model, comm):
+    model.load_full_state_dict({name: value + 1 for name, value in model.gather_state_dict().items()})
+    copy.deepcopy(model.module)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(1))
+
+    def forward(self, weight):
+        return weight * self.by
+
+
+CHANGES = {
+    "out.weight": lambda net: setattr(net.out, "weight", nn.Parameter(torch.ones(1, 7))),
+    "out.parametrizations.weight.0.by": lambda net: parametrize.register_parametrization(net.out, "weight", Scale()),
+    "blocks.3.weight": lambda net: net.blocks.append(nn.Linear(7, 7)),
+    "out.bias": lambda net: setattr(net.out, "bias", None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_that_was_changed_after_wrapping_is_named(stage, name):
+    @wrapped(stage)
+    def _(model, comm):
+        with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*({name}.* after wrapping|out.weight.* is empty)"):
+            CHANGES[name](model.module)
+            model(vectors(0))
+
+
+@refuses("no longer lies in its unit's memory")
+def test_shards_are_not_moved(model, comm):
+    shard = next(model.parameters())
+    shard.data = shard.data.clone()  # as a moving average is swapped in
+    model(vectors(0))
+
+
+@refuses("STAGE: a shard no longer lies in its unit's memory")
+def test_a_shard_that_was_given_other_memory_is_not_stepped(model, comm):
+    shards = list(model.parameters())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(shards).detach().clone(), shards)
+    torch.optim.SGD(shards, lr=0.1).step()
+
+
+@refuses("requires_grad changed")
+def test_shards_are_not_frozen(model, comm):
+    next(model.parameters()).requires_grad_(False)
+    model(vectors(0))
+
+
+@refuses(
+    "STAGE: .*same dtype.*torch.float32: cast blocks.1.shift",
+    make=lambda: Blocks(lambda module: module.blocks[1].register_buffer("shift", torch.ones(7))),
+    dtype=torch.bfloat16,
+)
+def test_a_buffer_that_does_not_go_with_16_bits_is_named(model, comm):
+    model.module.blocks[1].register_forward_pre_hook(lambda block, given: given[0] + block.shift)
+    model(vectors(0))
+
+
+# Loops.
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -203,52 +298,6 @@ def test_what_does_not_reach_the_shards_is_refused(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_module_of_another_rank_is_refused(stage):
-    module = seeded(Blocks)()
-    with pytest.raises(RankFailed, match=rf"{stage.__name__}: 0.0.0.weight is another rank's: .*deepcopy"):
-        run(2, lambda comm: stage(nn.Sequential(module.blocks), comm))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_buffer_that_does_not_go_with_16_bits_is_named(stage):
-    def buffered():
-        return Blocks(lambda module: module.blocks[1].register_buffer("shift", torch.ones(7)))
-
-    @wrapped(stage, buffered, dtype=torch.bfloat16)
-    def _(model, comm):
-        model.module.blocks[1].register_forward_pre_hook(lambda block, given: given[0] + block.shift)
-        with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*same dtype.*torch.float32: cast blocks.1.shift"):
-            model(vectors(0))
-
-
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.by = nn.Parameter(torch.ones(1))
-
-    def forward(self, weight):
-        return weight * self.by
-
-
-CHANGES = {
-    "out.weight": lambda net: setattr(net.out, "weight", nn.Parameter(torch.ones(1, 7))),
-    "out.parametrizations.weight.0.by": lambda net: parametrize.register_parametrization(net.out, "weight", Scale()),
-    "blocks.3.weight": lambda net: net.blocks.append(nn.Linear(7, 7)),
-    "out.bias": lambda net: setattr(net.out, "bias", None),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_module_that_was_changed_after_wrapping_is_named(stage, name):
-    @wrapped(stage)
-    def _(model, comm):
-        with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*({name}.* after wrapping|out.weight.* is empty)"):
-            CHANGES[name](model.module)
-            model(vectors(0))
-
-
-@pytest.mark.parametrize("stage", STAGES)
 def test_what_no_sync_holds_back_is_neither_stepped_nor_clipped(stage):
     @wrapped(stage)
     def _(model, comm):
@@ -264,63 +313,17 @@ def test_what_no_sync_holds_back_is_neither_stepped_nor_clipped(stage):
         optimizer.step()
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_old_replicas_are_not_read_between_a_step_and_the_next_forward(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        average = AveragedModel(seeded(Blocks)())
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model(vectors(0)).sum().backward()
-        optimizer.step()
-        for read in (copy.deepcopy, average.update_parameters, lambda module: module.out(vectors(0))):
-            with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*is empty.*gather_state_dict"):
-                read(model.module)
-        model(vectors(0))
+@refuses("hook on out.bias would see this rank's gradient", error=ValueError)
+def test_a_hook_that_would_see_a_part_of_the_gradient(model, comm):
+    model.module.out.bias.register_post_accumulate_grad_hook(print)
+    model(vectors(0))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_shards_are_neither_moved_nor_frozen(stage):
-    def move(shard):
-        shard.data = shard.data.clone()  # as a moving average is swapped in
-
-    for change, words in ((move, "no longer lies in its unit's memory"), (freeze, "requires_grad changed")):
-
-        @wrapped(stage)
-        def _(model, comm, change=change, words=words):
-            change(next(model.parameters()))
-            with pytest.raises(RuntimeError, match=words):
-                model(vectors(0))
-
-
-def freeze(shard):
-    shard.requires_grad_(False)
-
-
-@pytest.mark.parametrize("stage", SHARDED)
-def test_what_was_loaded_is_not_read_from_old_replicas(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        model.load_full_state_dict({name: value + 1 for name, value in model.gather_state_dict().items()})
-        with pytest.raises(RuntimeError, match="is empty"):
-            copy.deepcopy(model.module)
-
-
-def test_hooks_that_would_see_a_part_of_the_gradient_are_refused():
-    for stage in STAGES:
-
-        @wrapped(stage)
-        def _(model, comm):
-            model.module.out.bias.register_post_accumulate_grad_hook(print)
-            with pytest.raises(ValueError, match="hook on out.bias would see this rank's gradient"):
-                model(vectors(0))
-
-    @wrapped(Zero2)
-    def _(model, comm):
-        shards = list(model.parameters())
-        shards[0].register_hook(lambda gradient: 2 * gradient)
-        loss = model(vectors(0)).sum() + shards[0].square().sum()
-        with pytest.raises(RuntimeError, match="a hook on a shard, and a loss that uses the shard"):
-            loss.backward()
+@refuses("a hook on a shard, and a loss that uses the shard", [Zero2])
+def test_a_hook_that_would_be_called_for_two_parts_of_the_gradient(model, comm):
+    shards = list(model.parameters())
+    shards[0].register_hook(lambda gradient: 2 * gradient)
+    (model(vectors(0)).sum() + shards[0].square().sum()).backward()
 
 
 def test_double_backward_is_refused_where_parameters_come_and_go():
@@ -349,8 +352,6 @@ def test_double_backward_is_refused_where_parameters_come_and_go():
 
 
 def test_reentrant_recompute_of_a_shared_unit_is_refused():
-    from torch.utils.checkpoint import checkpoint
-
     class Reentrant(Blocks):
         def forward(self, x):
             x = self.out(x) + x
@@ -362,10 +363,103 @@ def test_reentrant_recompute_of_a_shared_unit_is_refused():
         run(2, fit, Zero1, seeded(Reentrant))
 
 
+# Optimizers. A shard is a piece of a flat buffer: it serves where every number is updated by itself.
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_initialising_after_wrapping_is_refused(stage):
-    @wrapped(stage)
+def test_an_optimizer_built_before_wrapping_is_told_at_its_first_step(stage):
+    def early(comm):
+        module = seeded(Blocks)()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = stage(module, comm)
+        model(vectors(0)).square().mean().backward()
+        optimizer.step()
+        return model.gather_state_dict()
+
+    if stage is DDP:
+        assert relative_error(run(2, early)[0], seeded(Blocks)().state_dict()) > 1e-4
+    else:
+        with pytest.raises(RankFailed, match=r"before the model was wrapped.*parameters\(\)"):
+            run(2, early)
+
+
+OPTIMIZERS = [
+    kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and kind is not torch.optim.Optimizer
+]
+WHOLE = {"LBFGS", "Adafactor", "Muon"}
+
+
+@pytest.mark.slow
+@pytest.mark.accuracy
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("stage", [Zero1, Zero3])
+def test_every_optimizer_of_torch_gives_ddps_bits_or_is_refused(stage, kind):
+    if kind is torch.optim.SparseAdam:
+        pytest.skip("for sparse gradients only")
+    if kind.__name__ not in WHOLE:
+        expected, got = run(2, train, DDP, 3, optimizer=kind), run(2, train, stage, 3, optimizer=kind)
+        for (losses, state, _), (our_losses, our_state, _) in zip(expected, got, strict=True):
+            assert our_losses == losses and same(our_state, state)
+    else:
+
+        @wrapped(stage, lambda: GPT(SMALL))
+        def _(model, comm):
+            with pytest.raises((RuntimeError, ValueError), match=f"{kind.__name__}.*(whole tensors|2D parameters)"):
+                optimizer = kind(model.parameters())  # Muon itself wants matrices
+                optimizer.step(lambda: None) if kind is torch.optim.LBFGS else optimizer.step()
+
+
+class Mine(torch.optim.Adafactor):
+    pass
+
+
+@refuses("Mine needs whole tensors, Zero3 gives it flat shards: use DDP", [Zero3])
+def test_what_derives_from_a_refused_optimizer_is_refused_too(model, comm):
+    Mine(model.parameters()).step()
+
+
+def test_an_optimizer_of_whole_tensors_works_where_there_are_some():
+    @wrapped(DDP)
+    def loss(model, comm):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(vectors(0)).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).item()
+
+    assert loss > 0
+
+
+class Foreign(torch.optim.AdamW):
+    """It may do anything in `step`: only its user knows."""
+
+
+@pytest.mark.parametrize("stage, options", [(Zero1, {}), (Zero3, {}), (DDP, {"dtype": torch.bfloat16})])
+def test_a_foreign_optimizer_is_asked_about_once(stage, options):
+    @wrapped(stage, **options)
     def _(model, comm):
-        for outer in (model, nn.Sequential(model)):
-            with pytest.raises(RuntimeError, match=f"{stage.__name__}: initialise the module before wrapping"):
-                outer.apply(lambda module: None)
+        optimizer = Foreign(model.parameters())
+        with pytest.raises(RuntimeError, match=f"{stage.__name__} gives Foreign flat shards.*elementwise = True"):
+            optimizer.step()
+        optimizer.elementwise = True
+        optimizer.step()
+
+    wrapped(DDP)(lambda model, comm: Foreign(model.parameters()).step())  # DDP in FP32 gives whole tensors
+
+
+class Around(nn.Module):
+    def __init__(self, engine):
+        super().__init__()
+        self.engine, self.head = engine, nn.Linear(2, 2)
+
+
+@refuses(
+    "not STAGE's shards.* from a module around the wrapped model.* from the .* of the STAGE itself", [Zero1, Zero3]
+)
+def test_an_optimizer_of_a_module_around_the_wrapped_model_is_told_so(model, comm):
+    around = Around(model) if comm.rank else torch.compile(model, backend="eager")
+    torch.optim.SGD(around.parameters(), lr=0.1).step()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minizero import GPT, RankFailed, World, Zero3, all_reduce
-from tests.support.helpers import SMALL, batch, run, train
+from tests.support.helpers import SMALL, batch, run, same, train
 from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
 
@@ -16,13 +16,17 @@ def ahead(prefetch, **options):
     return lambda module, comm, **more: Zero3(module, comm, prefetch=prefetch, **options, **more)
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"sharding_factor": 2}, {"offload": True}])
-@pytest.mark.parametrize("prefetch", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.accuracy]), 9])
-def test_the_bits_and_the_traffic_are_those_without(prefetch, options):
-    expected = run(4, train, ahead(0, **options), 5, clip=0.5)
-    for mine, theirs in zip(run(4, train, ahead(prefetch, **options), 5, clip=0.5), expected, strict=True):
-        assert mine[0] == theirs[0] and mine[2] == theirs[2]
-        assert all(torch.equal(mine[1][name], value) for name, value in theirs[1].items())
+SHARDING = [{}, {"reshard_after_forward": False}, {"sharding_factor": 2}, {"sharding_factor": 1}]
+
+
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.accuracy])])
+@pytest.mark.parametrize("options", SHARDING)
+def test_neither_prefetch_nor_offload_changes_bits_or_traffic(options, dtype):
+    expected = run(4, train, ahead(0, **options), 5, clip=0.5, dtype=dtype)
+    for prefetch, offload in ((1, False), (2, False), (9, False), (1, True), (0, True)):
+        found = run(4, train, ahead(prefetch, offload=offload, **options), 5, clip=0.5, dtype=dtype)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine[0] == theirs[0] and mine[2] == theirs[2] and same(mine[1], theirs[1])
 
 
 def gathers(comm, prefetch, steps=3):

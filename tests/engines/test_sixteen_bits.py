@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from minizero import Zero3, checkpoint
-from tests.support.helpers import STAGES, relative_error, run
+from tests.support.helpers import STAGES, relative_error, run, same
+from tests.support.small_models import SAME_BITS
 
-OPTIONS = ({"prefetch": 0}, {"offload": True}, {"reshard_after_forward": False})
-ENGINES = [(stage, {}) for stage in STAGES] + [(Zero3, options) for options in OPTIONS]
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
@@ -90,10 +89,10 @@ def by_hand(dtype, freeze):
 def test_batch_norms_train_in_all_stages_with_the_same_bits(dtype, freeze):
     first, start = by_hand(dtype, freeze), ResNet().state_dict()
     expected = None
-    for stage, options in ENGINES:
+    for stage, options in SAME_BITS:
         losses, state = run(2, fit, stage, options, dtype, freeze)[0]
         expected = expected or (losses, state)
-        assert losses == expected[0] and all(torch.equal(state[name], value) for name, value in expected[1].items())
+        assert losses == expected[0] and same(state, expected[1])
     assert losses[0] == first
     for name, parameter in ResNet(freeze).named_parameters():
         assert expected[1][name].dtype == torch.float32
@@ -183,6 +182,6 @@ def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype)
         assert torch.equal(before["blocks.0.weight"], before["blocks.0.weight"].to(dtype).float())
         return sum(storages.values())
 
-    for stage, options in ENGINES:
+    for stage, options in SAME_BITS:
         held = run(2, work, stage, options)
         assert held == [2 * FROZEN // (2 if stage is Zero3 else 1)] * 2, stage

@@ -5,13 +5,8 @@ import torch
 from torch import nn
 
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
-from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, train
-
-SHARDED = (Zero1, Zero2, Zero3)
-
-
-def same_state(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, same, train
+from tests.support.small_models import SAME_BITS, SHARDED, Blocks, seeded, vectors
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.accuracy])])
@@ -21,7 +16,7 @@ def test_fifty_steps_are_bit_identical_and_agree_with_one_process(world_size):
     for stage, ranks in results.items():
         assert [rank[0] for rank in ranks] == [rank[0] for rank in results[DDP]], f"{stage.__name__}: other losses"
         for rank in ranks:
-            assert same_state(rank[1], state), f"{stage.__name__}: other parameters"
+            assert same(rank[1], state), f"{stage.__name__}: other parameters"
     one_losses, one_state = plain(50, eps=1e-4)
     mean = [sum(step) / world_size for step in zip(*(rank[0] for rank in results[DDP]))]
     assert max(abs(a - b) / b for a, b in zip(mean, one_losses)) < 1e-6
@@ -47,7 +42,7 @@ def test_any_elementwise_optimizer(optimizer, options):
     expected = run(2, train, DDP, 6, optimizer=optimizer, **options)[0]
     for stage in SHARDED:
         got = run(2, train, stage, 6, optimizer=optimizer, **options)[0]
-        assert got[0] == expected[0] and same_state(got[1], expected[1]), stage.__name__
+        assert got[0] == expected[0] and same(got[1], expected[1]), stage.__name__
 
 
 @pytest.mark.slow
@@ -57,29 +52,31 @@ def test_sixteen_bits_are_bit_identical_too_and_keep_fp32_masters(dtype):
     results = {stage: run(3, train, stage, 12, dtype=dtype, clip=1.0)[0] for stage in STAGES}
     losses, state, _ = results[DDP]
     for stage in SHARDED:
-        assert results[stage][0] == losses and same_state(results[stage][1], state), stage.__name__
+        assert results[stage][0] == losses and same(results[stage][1], state), stage.__name__
     assert all(p.dtype == torch.float32 for p in state.values())
     assert not all(torch.equal(p, p.to(dtype).float()) for p in state.values())  # the masters have more bits
     assert losses != run(3, train, DDP, 12, clip=1.0)[0][0]  # and the computation fewer
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_takes_the_norm_over_all_ranks(norm_type):
-    def clip(comm, stage, max_norm):
-        model = stage(GPT(SMALL), comm)
-        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
-        model(x, y).backward()
-        before = model.clip_grad_norm_(max_norm, norm_type)
-        return before.item(), model.clip_grad_norm_(1e9, norm_type).item()
+@pytest.mark.parametrize("world_size", [3, 4, 7])  # 3 and 7 do not divide the units
+def test_clipping_takes_the_norm_over_all_ranks_and_counts_every_number_once(world_size, norm_type):
+    def clip(comm, engine, max_norm):
+        stage, options = engine
+        model = stage(seeded(Blocks)(), comm, **options)
+        model(vectors(0)).sum().backward()
+        return model.clip_grad_norm_(max_norm, norm_type).item(), model.clip_grad_norm_(1e9, norm_type).item()
 
-    module = GPT(SMALL)
-    module(*batch(0)).backward()
+    module = seeded(Blocks)()
+    module(vectors(0)).sum().backward()
     expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9, norm_type).item()
-    everywhere = [clipped for stage in STAGES for clipped in run(4, clip, stage, expected / 3)]
+    everywhere = [clipped for engine in SAME_BITS for clipped in run(world_size, clip, engine, expected / 3)]
     assert len(set(everywhere)) == 1  # all stages, all ranks, bit for bit
-    before, after = everywhere[0]
-    assert before == pytest.approx(expected, rel=1e-5) and after == pytest.approx(expected / 3, rel=1e-4)
-    untouched = run(2, clip, Zero3, 10 * expected)[0]
+    for factor in (1, 2) if world_size == 4 else ():
+        everywhere += run(4, clip, (Zero3, {"sharding_factor": factor}), expected / 3)
+    for before, after in everywhere:
+        assert before == pytest.approx(expected, rel=1e-5) and after == pytest.approx(expected / 3, rel=1e-4)
+    untouched = run(2, clip, (Zero3, {}), 10 * expected)[0]
     assert untouched[0] == untouched[1]
 
 
@@ -204,7 +201,7 @@ def test_a_state_goes_from_any_stage_to_any_other():
     for stage in STAGES:
         for dtype in (None, torch.bfloat16):
             loss, state = run(3, load, stage, dtype)[1]
-            assert same_state(state, trained)
+            assert same(state, trained)
             assert loss == pytest.approx(module(*batch(9)).item(), rel=1e-5 if dtype is None else 2e-2)
 
 

@@ -10,7 +10,7 @@ LINK, BUCKET = 50e6 / 8, 256 * 1024  # bytes a second; bytes that pass at once a
 @pytest.mark.soak  # the bytes alone, without a link: test_hybrid.py
 def test_hybrid_sends_less_than_full_sharding_over_a_slow_link():
     try:
-        found = measure(["50mbit"], steps=2)
+        found = measure("50mbit", steps=2)
     except NoNamespaces as error:
         pytest.skip(f"no network namespaces here: {error}")
     full, hybrid = found

@@ -11,7 +11,7 @@ from minizero import GPT, Zero3
 from minizero.memory import Ledger
 from minizero.recompute import checkpoint
 from minizero.train import command as main_job
-from tests.support.helpers import SMALL, STAGES, batch, run
+from tests.support.helpers import SMALL, STAGES, batch, run, steps
 from tests.support.recompute_ways import nested, plain, selective, vectors, verified
 
 
@@ -56,15 +56,7 @@ def test_a_function_of_several_units_and_verify_under_stage_3():
         import copy
 
         model = stage(copy.deepcopy(model), comm)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        result = []
-        for step in range(3):
-            loss = model(vectors(4, 6, seed=10 * step + comm.rank))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            result.append(loss.item())
-        return result
+        return steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), range(3), lambda step: [vectors(8, 6, step)])
 
     expected = run(2, losses, Zero3, Blocks(plain))
     for way in (checkpoint, verified, nested, selective):

@@ -9,9 +9,9 @@ from torch import nn
 
 from minizero import GPT
 from minizero.memory import Ledger
-from minizero.recompute import by_function, by_hooks, checkpoint, checkpoint_selective
+from minizero.recompute import by_function, by_hooks, checkpoint
 from tests.support.helpers import SMALL, batch
-from tests.support.recompute_ways import WAYS, block, equal, everything, nested, plain, selective, vectors, verified
+from tests.support.recompute_ways import WAYS, as_plain, block, equal, everything, plain, selective, vectors
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -26,7 +26,7 @@ def test_instance_norm_and_convolutions_too():
         conv = nn.Conv2d(1, 3, 3), nn.InstanceNorm2d(3, track_running_stats=True), nn.BatchNorm2d(3, affine=False)
         return nn.Sequential(nn.Unflatten(0, (-1, 1, 5)), *conv, nn.Flatten())
 
-    assert equal(everything(network(), verified), everything(network(), plain))
+    assert equal(everything(network(), WAYS["verified"]), everything(network(), plain))
 
 
 def test_an_input_without_gradient_has_none_in_the_second_run():
@@ -36,7 +36,7 @@ def test_an_input_without_gradient_has_none_in_the_second_run():
         seen.append((x.requires_grad, y.requires_grad))
         return (x * y).exp().sin()
 
-    for way in (by_hooks, checkpoint, verified, selective):
+    for way in (by_hooks, checkpoint, WAYS["verified"], selective):
         way(fn, vectors(), vectors().requires_grad_()).sum().backward()
     assert seen == [(False, True)] * 8
 
@@ -135,28 +135,23 @@ def test_an_unknown_way_of_a_gpt_is_refused():
         GPT(dataclasses.replace(SMALL, recompute="most"))
 
 
-def test_parameters_get_their_gradient_though_no_input_asks_for_one():
-    def gradient(way):
-        torch.manual_seed(0)
-        module = nn.Linear(8, 8)
-        way(module, vectors()).sum().backward()
-        return [module.weight.grad]
-
-    for way in (by_hooks, checkpoint, verified, selective):
-        assert equal(gradient(way), gradient(plain))
+@as_plain("by_hooks", "checkpoint", "verified", "selective", "wrapped")
+def test_parameters_get_their_gradient_though_no_input_asks_for_one(way):
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8)
+    way(module, vectors()).sum().backward()
+    return [module.weight.grad]
 
 
-def test_autograd_grad_and_chosen_inputs():
-    def gradients(way):
-        module, x = block(nn.LayerNorm), vectors().requires_grad_()
-        torch.manual_seed(0)
-        y = way(module, x * 1)
-        last, first = module[-1].weight, module[0].weight
-        grad = torch.autograd.grad(y.sum(), [last, x], retain_graph=True)
-        y.square().sum().backward(inputs=[first])
-        return [*grad, first.grad]
-
-    assert equal(gradients(checkpoint), gradients(plain))
+@as_plain("checkpoint")
+def test_autograd_grad_and_chosen_inputs(way):
+    module, x = block(nn.LayerNorm), vectors().requires_grad_()
+    torch.manual_seed(0)
+    y = way(module, x * 1)
+    last, first = module[-1].weight, module[0].weight
+    grad = torch.autograd.grad(y.sum(), [last, x], retain_graph=True)
+    y.square().sum().backward(inputs=[first])
+    return [*grad, first.grad]
 
 
 def test_what_a_partial_backward_does_not_use_goes_with_it():
@@ -179,8 +174,8 @@ def test_a_graph_can_be_gone_through_twice_and_differentiated_twice():
         (once.square().sum() + y).backward()
         return [x.grad, once.detach(), *(p.grad for p in module.parameters())]
 
-    for way in (by_hooks, checkpoint, verified, selective, nested):
-        assert equal(gradients(way), gradients(plain))
+    for way in ("by_hooks", "checkpoint", "verified", "selective", "nested"):
+        assert equal(gradients(WAYS[way]), gradients(plain))
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradients(by_function)
 
@@ -193,24 +188,21 @@ def test_a_released_graph_is_refused_as_autograd_does():
             y.backward()
 
 
-def test_a_function_may_differentiate_inside():
+@as_plain("checkpoint", "verified", "selective", "everything kept", "nested")
+def test_a_function_may_differentiate_inside(way):
     def penalty(x):
         h = x.exp().sin()
         (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
         return h * slope.square()
 
-    def gradient(way):
-        x = vectors().requires_grad_()
-        way(penalty, x * 1).sum().backward()
-        return [x.grad]
-
-    for way in (checkpoint, verified, selective, partial(checkpoint_selective, lambda operator: True), nested):
-        assert equal(gradient(way), gradient(plain))
+    x = vectors().requires_grad_()
+    way(penalty, x * 1).sum().backward()
+    return [x.grad]
 
 
 def test_the_graph_can_be_looked_at_outside_of_a_backward():
     x = vectors().requires_grad_()
-    for way in (checkpoint, verified, partial(checkpoint_selective, lambda operator: True)):
+    for way in (checkpoint, WAYS["everything kept"]):
         x.grad = None
         y = way(lambda x: x.exp().sin(), x)
         assert torch.equal(y.grad_fn._saved_self, x.exp())

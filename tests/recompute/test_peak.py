@@ -1,6 +1,5 @@
 """Recomputation holds at most what PyTorch's holds, and frees it without the garbage collector."""
 
-import contextlib
 import dataclasses
 import gc
 import weakref
@@ -19,17 +18,7 @@ from minizero.models.gpt import RECOMPUTE
 from minizero.recompute import checkpoint
 from minizero.recompute.frame import Stop
 from tests.support.helpers import SMALL, batch
-from tests.support.recompute_ways import WAYS, block, plain, selective, vectors
-
-
-@contextlib.contextmanager
-def no_collector():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+from tests.support.recompute_ways import WAYS, block, no_collector, plain, selective, vectors
 
 
 @pytest.mark.slow

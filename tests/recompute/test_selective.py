@@ -1,14 +1,12 @@
 """What a policy keeps is not computed again, and the gradients stay the same."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from minizero.recompute import RecomputeMismatch, checkpoint, checkpoint_selective, is_recomputing, keep_matmuls
-from tests.support.recompute_ways import Operators, equal, plain, selective, vectors
+from tests.support.recompute_ways import WAYS, Operators, as_plain, equal, selective, vectors
 
 
 def test_what_is_kept_is_not_computed_again():
@@ -30,21 +28,18 @@ def test_what_is_kept_is_not_computed_again():
     assert "addmm" in again(lambda operator: operator == torch.ops.aten.convolution.default)
 
 
-def test_numbers_drawn_inside_a_kept_operator_are_drawn_again():
+@as_plain("selective", "everything kept")
+def test_numbers_drawn_inside_a_kept_operator_are_drawn_again(way):
     """Were they not, the next dropout would get them."""
 
     def fn(x):
         x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5) + torch.rand_like(x)
         return F.dropout(x).exp()
 
-    def gradient(way):
-        torch.manual_seed(0)
-        x = vectors(16)[None, None].requires_grad_()
-        way(fn, x * 1).sum().backward()
-        return [x.grad]
-
-    for way in (selective, partial(checkpoint_selective, lambda operator: True)):
-        assert equal(gradient(way), gradient(plain))
+    torch.manual_seed(0)
+    x = vectors(16)[None, None].requires_grad_()
+    way(fn, x * 1).sum().backward()
+    return [x.grad]
 
 
 def test_what_is_changed_in_place_is_not_kept():
@@ -65,8 +60,7 @@ def test_what_is_changed_in_place_is_not_kept():
         way(inside, x * 1).sum().backward()
         return [x.grad]
 
-    everything = partial(checkpoint_selective, lambda operator: True)
-    for way in (selective, everything):
+    for way in (selective, WAYS["everything kept"]):
         assert equal(gradient(way, 1), gradient(checkpoint, 1))
         assert equal(gradient(way, 2), gradient(checkpoint, 1)), "changed after the first run"
 

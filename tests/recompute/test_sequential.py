@@ -1,6 +1,5 @@
 """A schedule run on real layers: the plain run's numbers, the plan's forwards, and no byte more than the plan says."""
 
-import gc
 import random
 import weakref
 from collections import deque
@@ -25,7 +24,8 @@ from minizero.schedules import (
     sqrt_n,
 )
 from minizero.schedules.measured import measure_chain
-from tests.support.helpers import STAGES, run
+from tests.support.helpers import STAGES, run, steps
+from tests.support.recompute_ways import equal, everything, no_collector, vectors
 
 SCHEDULES = {
     "everything": lambda n: every_k(n, n),
@@ -60,30 +60,10 @@ def chain(n, width=8):
     return nn.Sequential(*(Layer(width, width) for _ in range(n)))
 
 
-def vectors(rows=5, width=8):
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
-
-
 def by_plain(layers, x, schedule):
     for layer in layers:
         x = layer(x)
     return x
-
-
-def equal(a, b):
-    return len(a) == len(b) and all(torch.equal(one, other) for one, other in zip(a, b))
-
-
-def everything(layers, way, passes=2):
-    """Outputs, gradients, statistics and the generator's next numbers after a few passes."""
-    torch.manual_seed(2)
-    x, result = vectors().requires_grad_(), []
-    for _ in range(passes):
-        y = way(layers, x * 2)
-        y.square().sum().backward()
-        result.append(y.detach())
-    gradients = [p.grad for p in (x, *layers.parameters()) if p.grad is not None]
-    return result + gradients + [b.clone() for b in layers.buffers()] + [torch.rand(2)]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -299,9 +279,7 @@ def test_autocast_is_that_of_the_first_sweep():
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_memory_returns_without_the_garbage_collector(backward):
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         layers, x = chain(5), vectors().requires_grad_() * 1
         y = checkpoint_sequential(layers, x, binomial(5, 2))
         alive = [weakref.ref(thing) for thing in (layers[0], layers[4], x, y, x.untyped_storage())]
@@ -309,8 +287,6 @@ def test_memory_returns_without_the_garbage_collector(backward):
             y.sum().backward()
         del layers, x, y
         assert [reference() for reference in alive] == [None] * 5
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -335,13 +311,7 @@ def test_inside_the_engines(stage):
         for name, model in models.items():
             model = stage(copies[comm.rank][name], comm)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            result[name] = []
-            for _ in range(3):
-                loss = model(vectors() + comm.rank)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                result[name].append(loss.item())
+            result[name] = steps(model, optimizer, range(3), lambda _: [vectors(10)])
         return result
 
     import copy

@@ -5,7 +5,7 @@ import json
 import torch
 
 from minizero import GPT, all_gather
-from tests.support.helpers import SMALL, batch
+from tests.support.helpers import SMALL
 
 
 def wrap(comm, stage, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, dtype=None, factor=None, **options):
@@ -15,18 +15,6 @@ def wrap(comm, stage, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, dtyp
     units = [module.unused] if hasattr(module, "unused") else None
     model = stage(module, comm, dtype=dtype, units=units, **sharding)
     return model, optimizer(model.parameters(), **({"lr": 1e-3} | options))
-
-
-def steps(model, optimizer, which, data=batch):
-    """Train for these steps; the losses."""
-    losses = []
-    for step in which:
-        loss = model(*(part.chunk(model.comm.size)[model.comm.rank] for part in data(step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def full_states(model, optimizer):
@@ -51,10 +39,6 @@ def full_states(model, optimizer):
             else:
                 found |= {f"{name}/{kind}": torch.tensor(value, dtype=torch.float64) for name in unit.layout.names}
     return found
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def scrambled():

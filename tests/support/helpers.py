@@ -16,44 +16,45 @@ def batch(step, size=12, config=SMALL):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(comm, stage, steps, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, dtype=None, clip=None, **options):
+def steps(model, optimizer, which, data=batch, clip=None):
+    """Train for these steps, on a rank with its part of each batch; the losses. model(*batch) is the loss."""
+    losses, comm = [], getattr(model, "comm", None)
+    for step in which:
+        loss = model(*(part.chunk(comm.size)[comm.rank] if comm else part for part in data(step)))
+        loss.backward()
+        if clip is not None:
+            model.clip_grad_norm_(clip) if comm else nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(comm, stage, number, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, dtype=None, clip=None, **options):
     """Train like everybody; returns this rank's losses, the full parameters and the bytes of the last step."""
     model = stage(make(), comm, dtype=dtype)
     optimizer = optimizer(model.parameters(), **({"lr": 1e-3} | options))
-    losses, sent = [], 0
-    for step in range(steps):
-        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(step))
-        sent = comm.bytes_sent
-        loss = model(x, y)
-        loss.backward()
-        if clip is not None:
-            model.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        sent = comm.bytes_sent - sent
-        losses.append(loss.item())
+    losses, before = steps(model, optimizer, range(number - 1), clip=clip), comm.bytes_sent
+    losses += steps(model, optimizer, [number - 1], clip=clip)
+    sent = comm.bytes_sent - before
     return losses, model.gather_state_dict(), sent
 
 
-def plain(steps, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, clip=None, **options):
+def plain(number, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, clip=None, **options):
     """The same on one process, with the whole batch."""
     model = make()
     optimizer = optimizer(model.parameters(), **({"lr": 1e-3} | options))
-    losses = []
-    for step in range(steps):
-        loss = model(*batch(step))
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+    return steps(model, optimizer, range(number), clip=clip), model.state_dict()
 
 
 def relative_error(state, other):
     """The largest ‖Δ‖/‖p‖ over parameters."""
     return max(float((state[n] - p).norm() / p.norm().clamp(min=1e-12)) for n, p in other.items())
+
+
+def same(state, other):
+    """The same names, and of each the same bits."""
+    return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
 
 
 def run(world_size, fn, *args, **kwargs):

@@ -1,5 +1,7 @@
 """The ways to run a function again in backward, and what a run gives, to compare them by."""
 
+import contextlib
+import gc
 from collections import Counter
 from functools import partial
 
@@ -36,6 +38,29 @@ WAYS = {
 
 def equal(a, b):
     return len(a) == len(b) and all(torch.equal(one, other) for one, other in zip(a, b))
+
+
+def as_plain(*names):
+    """Decorator: a test that a function of a way gives in each way so named what it gives in the plain call."""
+
+    def decorate(results):
+        def test():
+            for name in names or WAYS:
+                assert equal(results(WAYS[name]), results(plain)), name
+
+        return test
+
+    return decorate
+
+
+@contextlib.contextmanager
+def no_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def block(norm=nn.BatchNorm1d):

@@ -1,12 +1,29 @@
 """A small model of odd shapes, and its training in every stage and on one process."""
 
+import contextlib
+
+import pytest
 import torch
 from torch import nn
 
 from minizero import Zero1, Zero2, Zero3
-from tests.support.helpers import STAGES, relative_error, run
+from tests.support.helpers import STAGES, relative_error, run, same
 
 SHARDED = (Zero1, Zero2, Zero3)
+OPTIONS = {
+    "one thing at a time": {"prefetch": 0},
+    "two ahead": {"prefetch": 2},
+    "kept until backward": {"reshard_after_forward": False},
+    "offload": {"offload": True},
+    "offload, one thing at a time": {"offload": True, "prefetch": 0},
+    "groups of 2": {"sharding_factor": 2},
+    "groups of 2, offload, kept": {"sharding_factor": 2, "offload": True, "reshard_after_forward": False},
+    "groups of 1": {"sharding_factor": 1},
+}
+# All engines, as (class, options); those in groups sum in another order, and need 4 ranks.
+ENGINES = {stage.__name__: (stage, {}) for stage in STAGES}
+ENGINES |= {f"Zero3, {name}": (Zero3, options) for name, options in OPTIONS.items()}
+SAME_BITS = [engine for name, engine in ENGINES.items() if "groups" not in name]
 
 
 def fit(comm, stage, make, steps=4, forward=None, dtype=None, schedule=lambda optimizer: None, **options):
@@ -54,9 +71,33 @@ def check(make, world_size=3, forward=None, parts=1, stages=STAGES, **options):
     states = [run(world_size, fit, stage, make, forward=forward, **options)[-1] for stage in stages]
     for stage, state in zip(stages, states):
         assert state.keys() == expected.keys()
-        assert relative_error(state, expected) < 1e-5, stage.__name__
-        assert all(torch.equal(state[n], states[0][n]) for n in state), f"{stage.__name__}: not bit-identical"
+        assert relative_error(state, expected) < 1e-5, stage
+        assert same(state, states[0]), f"{stage}: not bit-identical"
     assert relative_error(expected, make().state_dict()) > 1e-4  # something was trained
+
+
+def trains(make=None, **options):
+    """Decorator: a test that a loop, a function of (model, x, rank) which returns the loss, trains in all stages."""
+    return lambda forward: lambda: check(seeded(make or Blocks), forward=forward, **options)
+
+
+def refuses(words, stages=STAGES, make=None, error=RuntimeError, **options):
+    """Decorator: a test that a function of (model, comm) raises an error with these words on each rank.
+
+    STAGE stands for the stage's name.
+    """
+
+    def decorate(use):
+        @pytest.mark.parametrize("stage", stages)
+        def test(stage):
+            @wrapped(stage, make, **options)
+            def _(model, comm):
+                with pytest.raises(error, match=words.replace("STAGE", stage.__name__)):
+                    use(model, comm)
+
+        return test
+
+    return decorate
 
 
 def seeded(build):
@@ -100,3 +141,82 @@ def wrapped(stage, make=None, world_size=2, **options):
 
 def decay(name, parameter):
     return "matrices" if parameter.dim() == 2 else "vectors"
+
+
+# Loops: what may stand in a step, before the backward of the loss that is returned.
+
+
+def twice(model, x, rank):
+    return model(x, order=(0, 1, 0, 2, 1)).square().mean()
+
+
+def several_forwards(model, x, rank):
+    with torch.no_grad():
+        model(x)
+    return model(x).square().mean() + model(x.flip(0), order=(2, 1)).mean() + model(-x).mean()
+
+
+def one_by_one(model, x, rank):
+    """Two forwards, then two backwards, through one graph twice."""
+    first, second = model(x).square().mean(), model(2 * x).mean()
+    first.backward(retain_graph=True)
+    first.backward()
+    return second
+
+
+def one_graph_twice(model, x, rank):
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def held_back(model, x, rank):
+    """A backward that sends nothing, and one that does."""
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        model(3 * x).mean().backward()
+    return model(x, order=(0, 2)).square().mean()
+
+
+def adapters_off(model, x, rank):
+    """For a reference, as PEFT does."""
+    adapters = list(getattr(model, "module", model).blocks[1].parameters())
+    trains = [parameter.requires_grad for parameter in adapters]
+    [parameter.requires_grad_(False) for parameter in adapters]
+    with torch.no_grad():
+        reference = model(x)
+    [parameter.requires_grad_(train) for parameter, train in zip(adapters, trains)]
+    return (model(x) - 2 * reference).square().mean()
+
+
+def evaluation_between(model, x, rank):
+    model(x)  # without a backward
+    with torch.no_grad():
+        expected = model(x)
+    model.eval()
+    assert torch.equal(model(x), expected)
+    model.train()
+    return model(x).square().mean()
+
+
+def broken_off(model, x, rank):
+    out = model(x)
+    out.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    return model(x).square().mean()
+
+
+def broken_off_and_dropped(model, x, rank):
+    """A loop that runs out of memory drops the whole window. Of the gradients some have come by then, and some not."""
+    model(x).square().mean().backward()
+    block = getattr(model, "module", model).blocks[1]
+    hook = block.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: 1 / 0) and None)
+    with pytest.raises(ZeroDivisionError):
+        model(2 * x).square().mean().backward()
+    hook.remove()
+    model.zero_grad()
+    return model(x).square().mean()
+
+
+LOOPS = (twice, several_forwards, one_by_one, one_graph_twice, held_back, adapters_off, evaluation_between, broken_off)
+LOOPS += (broken_off_and_dropped,)

@@ -1,12 +1,11 @@
 """Two hosts on one machine: what a slow link between them costs, sharded over all ranks and inside each host.
 
-    host 0: ranks 0 1  ----  veth pair, tc tbf  ----  host 1: ranks 2 3        python -m tests.support.two_hosts
+    host 0: ranks 0 1  ----  veth pair, tc tbf  ----  host 1: ranks 2 3
 
 Each host is a network namespace with a torchrun of its own (--nnodes 2). Needs Linux, root, `ip` and `tc`.
 What crosses the link is counted three times: by the formula, by the communicators, and by the kernel on the device.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,14 +18,11 @@ import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from minizero import Comm, Zero3, all_reduce, barrier
 from minizero.memory import predict_sent
 
-UNSHAPED = "unshaped"
 DEVICE = "link0"  # its name in both namespaces
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 WIDTH, LAYERS, PARAMETERS = 512, 4, 4 * 512 * 512
@@ -72,12 +68,12 @@ def hosts():
 
 def shaping(rate):
     """The command that limits what leaves this host: a token bucket, in front of at most 0.4 s of waiting packets."""
-    bucket = ("pfifo",) if rate == UNSHAPED else ("tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
-    return "tc", "qdisc", "replace", "dev", DEVICE, "root", *bucket
+    bucket = "rate", rate, "burst", "256kb", "latency", "400ms"
+    return "tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", *bucket
 
 
-def measure(rates, steps, patience=300.0):
-    """A dict for each rate ("100mbit", say, or "unshaped") and sharding: a step's seconds, bytes that left host 0."""
+def measure(rate, steps, patience=300.0):
+    """A dict for each sharding, at a rate such as "100mbit": a step's seconds, bytes that left host 0."""
     with tempfile.TemporaryDirectory() as folder, hosts() as names:
         environment = os.environ | {
             "GLOO_SOCKET_IFNAME": DEVICE,
@@ -89,7 +85,7 @@ def measure(rates, steps, patience=300.0):
             for number, (name, address) in enumerate(zip(names, ADDRESSES)):
                 torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
                 torchrun += ["--node-rank", str(number), "--master-addr", ADDRESSES[0], "--master-port", "29500"]
-                torchrun += ["--local-addr", address, __file__, folder, str(steps), *rates]
+                torchrun += ["--local-addr", address, __file__, folder, str(steps), rate]
                 log = open(f"{folder}/log-{number}", "w")  # noqa: SIM115
                 jobs.append(
                     subprocess.Popen(
@@ -119,7 +115,7 @@ def measure(rates, steps, patience=300.0):
 # What each rank does.
 
 
-def rank_main(folder, steps, rates):
+def rank_main(folder, steps, rate):
     torch.set_num_threads(1)
     with Comm.from_process_group() as comm:
         host = comm.rank // 2
@@ -129,28 +125,19 @@ def rank_main(folder, steps, rates):
             models[name] = Zero3(module, comm, sharding_factor=factor)
         optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-3) for name, model in models.items()}
         found = []
-        for rate in rates:
-            if comm.rank % 2 == 0:
-                subprocess.run(shaping(rate), check=True, stdout=subprocess.DEVNULL)
-            barrier(comm)
-            taken = {name: [] for name in models}
-            for _ in range(steps + 1):  # the first is a warm-up
-                for name in models:  # in turns, so that what else this machine does meets both
-                    taken[name].append(step(comm, host, models[name], optimizers[name]))
-            for name, times in taken.items():
-                seconds, counted, sent = zip(*times[1:])
-                full = FACTORS[name] is None
-                found.append(
-                    {
-                        "rate": rate,
-                        "sharding": name,
-                        "seconds": statistics.median(seconds),
-                        "counted": counted[0],
-                        "formula": predict_sent(PARAMETERS, 4, 3) if full else 2 * across_formula(2),
-                        "kernel": statistics.median(sent),
-                    }
-                )
-                assert len(set(counted)) == 1
+        if comm.rank % 2 == 0:
+            subprocess.run(shaping(rate), check=True, stdout=subprocess.DEVNULL)
+        barrier(comm)
+        taken = {name: [] for name in models}
+        for _ in range(steps + 1):  # the first is a warm-up
+            for name in models:  # in turns, so that what else this machine does meets both
+                taken[name].append(step(comm, host, models[name], optimizers[name]))
+        for name, times in taken.items():
+            seconds, counted, sent = zip(*times[1:])
+            formula = predict_sent(PARAMETERS, 4, 3) if FACTORS[name] is None else 2 * across_formula(2)
+            row = {"seconds": statistics.median(seconds), "counted": counted[0], "kernel": statistics.median(sent)}
+            found.append(row | {"formula": formula})
+            assert len(set(counted)) == 1
         if comm.rank == 0:
             Path(folder, "found.json").write_text(json.dumps(found))
 
@@ -185,26 +172,5 @@ def step(comm, host, model, optimizer):
     return slowest, *all_reduce(torch.tensor([counted, on_device]), comm).tolist()
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m tests.support.two_hosts", description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", nargs="*", default=[UNSHAPED, "1gbit", "300mbit", "100mbit"], help="as tc has them")
-    parser.add_argument("--steps", type=int, default=5, help="default: 5")
-    options = parser.parse_args()
-    try:
-        found = measure(options.rates, options.steps)
-    except NoNamespaces as error:
-        raise SystemExit(f"two_hosts: this needs Linux, root, ip and tc: {error}") from error
-    table = Table(title=f"One step of {PARAMETERS:,} parameters, FP32, 2 hosts x 2 ranks; bytes that leave host 0")
-    for column in ("link", "sharding", "ms", "formula", "counted", "kernel"):
-        table.add_column(column, justify="left" if column == "sharding" else "right")
-    for row in found:
-        numbers = (f"{row[key]:,.0f}" for key in ("formula", "counted", "kernel"))
-        table.add_row(row["rate"], row["sharding"], f"{row['seconds'] * 1e3:.0f}", *numbers)
-    Console().print(table)
-
-
 if __name__ == "__main__":
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        rank_main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
-    else:
-        main()
+    rank_main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
