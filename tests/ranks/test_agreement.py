@@ -16,7 +16,7 @@ from minizero.ranks.comm import Comm
 from minizero.ranks.processes.transport import WORDS_BYTES
 from minizero.ranks.processes.watch import Watch
 from minizero.ranks.transport import Collective
-from tests.support.failures import SOON, error_of, timed, wait_for
+from tests.support.failures import DISAGREE, SOON, error_of, timed, wait_for
 from tests.support.processes import run
 
 
@@ -32,18 +32,8 @@ def own_comm(comm):
 
 def mismatches(comm):
     """What every rank is told where the last one does something else."""
-    cases = {
-        "shape": lambda comm, odd: all_reduce(torch.ones(4 + odd), comm),
-        "dtype": lambda comm, odd: all_gather(torch.ones(4, dtype=torch.float16 if odd else torch.float32), comm),
-        "op": lambda comm, odd: all_reduce(torch.ones(4), comm, "max" if odd else "min"),
-        "root": lambda comm, odd: broadcast(torch.ones(4), comm, root=int(odd)),
-        "operation": lambda comm, odd: barrier(comm) if odd else broadcast(torch.ones(4), comm),
-        "a leaf": lambda comm, odd: broadcast(torch.ones(4 + odd), comm),
+    cases = {name: call for name, (call, *_) in DISAGREE.items()} | {
         "told twice": lambda comm, odd: [error_of(lambda: all_reduce(torch.ones(4 + odd), comm)), broken(comm, odd)],
-        "nothing": lambda comm, odd: all_gather(torch.ones(0), comm) if odd else barrier(comm),
-        "label": lambda comm, odd: all_gather(torch.ones(4), comm, label="odd" if odd else "even"),
-        "space": lambda comm, odd: all_gather(torch.ones(4), comm, label="name " if odd else "name"),
-        "split": lambda comm, odd: comm.split(0) if odd else barrier(comm),
         "in a part": lambda comm, odd: all_reduce(torch.ones(4 + odd), comm.split(0)),
         "after others": lambda comm, odd: [all_reduce(torch.ones(4 + odd * (i == 3)), comm) for i in range(5)],
     }

@@ -12,6 +12,7 @@ from minizero.memory import Ledger
 from minizero.ranks.agreement import agreement
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
 from minizero.ranks.processes.transport import ProcessTransport
+from tests.support.failures import DISAGREE
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -328,58 +329,21 @@ def test_integers_have_no_mean(dtype):
     refused(lambda comm: reduce_scatter(torch.ones(3, dtype=dtype), comm, "mean"), f"the mean of {dtype}")
 
 
-MISMATCHES = {
-    "shape": (lambda c: all_reduce(torch.ones(4), c), lambda c: all_reduce(torch.ones(2, 3), c), "(4,)", "(2, 3)"),
-    "same size": (lambda c: all_reduce(torch.ones(6), c), lambda c: all_reduce(torch.ones(2, 3), c), "(6,)", "(2, 3)"),
-    "dtype": (
-        lambda c: all_gather(torch.ones(4), c),
-        lambda c: all_gather(torch.ones(4).half(), c),
-        "torch.float32",
-        "torch.float16",
-    ),
-    "op": (
-        lambda c: all_reduce(torch.ones(4), c, "max"),
-        lambda c: all_reduce(torch.ones(4), c, "min"),
-        "op=max",
-        "op=min",
-    ),
-    "root": (
-        lambda c: broadcast(torch.ones(4), c, root=0),
-        lambda c: broadcast(torch.ones(4), c, root=1),
-        "root=0",
-        "root=1",
-    ),
-    "label": (
-        lambda c: all_gather(torch.ones(4), c, label="blocks.0"),
-        lambda c: all_gather(torch.ones(4), c, label="blocks.1"),
-        "label=blocks.0",
-        "label=blocks.1",
-    ),
-    "operation": (
-        lambda c: all_gather(torch.ones(4), c),
-        lambda c: reduce_scatter(torch.ones(12), c),
-        "all_gather #",
-        "reduce_scatter #",
-    ),
-    "barrier": (lambda c: barrier(c), lambda c: all_reduce(torch.ones(4), c), "barrier #", "all_reduce #"),
-}
-
-
 @pytest.mark.parametrize("odd_one", [0, 2])
-@pytest.mark.parametrize("case", MISMATCHES)
+@pytest.mark.parametrize("case", DISAGREE)
 def test_a_mismatch_is_raised_on_every_rank_and_names_both_sides(case, odd_one):
-    usual, other, says, says_too = MISMATCHES[case]
+    call, *says = DISAGREE[case]
 
     def fn(comm):
         barrier(comm)
         with pytest.raises(CollectiveMismatch) as caught:
-            (other if comm.rank == odd_one else usual)(comm)
+            call(comm, comm.rank == odd_one)
         assert comm.transport.collective is None
         assert (comm.bytes_sent, comm.bytes_received) == (0, 0)  # before data moves
         return str(caught.value), all_reduce(torch.ones(2), comm).tolist()  # and nothing is left in the way
 
     for rank, (message, total) in enumerate(run(3, fn)):
-        assert says in message and says_too in message and "#2" in message
+        assert all(words in message for words in (*says, "#2"))
         assert message.startswith(f"rank {rank} called ") and f"rank {odd_one} called" in message
         assert total == [3.0, 3.0]
 

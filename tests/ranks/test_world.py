@@ -73,28 +73,23 @@ def test_an_empty_run_is_quick():
     assert min(seconds() for _ in range(20)) < 0.05
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0, "4", None])
-def test_size_must_be_a_positive_whole_number(size):
-    with pytest.raises(ValueError, match="size must be a whole number"):
-        World(size)
-
-
-@pytest.mark.parametrize("device", ["abacus", "cuda:4096", None, 1.5])
-def test_device_must_exist(device):
-    with pytest.raises(ValueError, match="device"):
-        World(2, device=device)
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        *(({"size": size}, "size must be a whole number") for size in (0, -1, 2.0, "4", None)),
+        *(({"device": device}, "device") for device in ("abacus", "cuda:4096", None, 1.5)),
+        *(({"timeout": t}, "timeout must be a positive number") for t in (0, -1.0, float("nan"), "soon", None)),
+    ],
+)
+def test_what_a_world_cannot_be_made_of(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        World(**({"size": 2} | wrong))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_cuda_without_a_gpu_is_named():
     with pytest.raises(ValueError, match="torch sees 0 GPUs"):
         World(2, device="cuda")
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "soon", None])
-def test_timeout_must_be_positive(timeout):
-    with pytest.raises(ValueError, match="timeout must be a positive number"):
-        World(2, timeout=timeout)
 
 
 def test_ranks_compute_with_as_many_threads_as_the_caller():

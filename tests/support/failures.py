@@ -1,10 +1,12 @@
-"""How ranks fail, on threads or as processes, and how soon."""
+"""How ranks fail or disagree, on threads or as processes, and how soon."""
 
 import time
 
 import pytest
+import torch
 
 from minizero import RankFailed
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 
 # Seconds, half of the timeout of a World and of a communicator. Nobody waited for that, however busy the machine is.
 SOON = 30
@@ -43,3 +45,25 @@ def wait_for(*paths):
     patience = time.monotonic() + 2 * SOON
     while time.monotonic() < patience and not all(path.exists() for path in paths):
         time.sleep(0.01)
+
+
+HALF, SINGLE = torch.float16, torch.float32
+# A collective, `odd` on one rank; and what the error says of the others' and of that one.
+DISAGREE = {
+    "shape": (lambda c, odd: all_reduce(torch.ones((2, 3) if odd else 4), c), "(4,)", "(2, 3)"),
+    "same size": (lambda c, odd: all_reduce(torch.ones((2, 3) if odd else 6), c), "(6,)", "(2, 3)"),
+    "dtype": (lambda c, odd: all_gather(torch.ones(4, dtype=HALF if odd else SINGLE), c), f"{SINGLE}", f"{HALF}"),
+    "op": (lambda c, odd: all_reduce(torch.ones(4), c, "min" if odd else "max"), "op=max", "op=min"),
+    "root": (lambda c, odd: broadcast(torch.ones(4), c, root=int(odd)), "root=0", "root=1"),
+    "a leaf": (lambda c, odd: broadcast(torch.ones(4 + odd), c), "(4,)", "(5,)"),
+    "label": (lambda c, odd: all_gather(torch.ones(4), c, label=f"blocks.{odd}"), "blocks.False", "blocks.True"),
+    "space": (lambda c, odd: all_gather(torch.ones(4), c, label="name" + " " * odd), "=name", "=name "),
+    "operation": (
+        lambda c, odd: reduce_scatter(torch.ones(12), c) if odd else all_gather(torch.ones(4), c),
+        "all_gather #",
+        "reduce_scatter #",
+    ),
+    "barrier": (lambda c, odd: all_reduce(torch.ones(4), c) if odd else barrier(c), "barrier #", "all_reduce #"),
+    "nothing": (lambda c, odd: all_gather(torch.ones(0), c) if odd else barrier(c), "barrier #", "of 0 elements"),
+    "split": (lambda c, odd: c.split(0) if odd else barrier(c), "barrier #", "split #"),
+}
