@@ -120,25 +120,6 @@ def test_a_micro_batch_without_targets_adds_nothing():
     assert relative_error(gradients(model), expected) < 1e-5
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_with_other_counts_other_numbers_of_micro_batches_and_none_at_all(stage):
-    """Rank 0 has three micro-batches, the last without a target; rank 1 has one; rank 2 two, both without."""
-    mine = [numbers([4, 1, 0], seed=1), numbers([6], seed=2), numbers([0, 0], seed=3)]
-    loss, expected = whole([pair for window in mine for pair in window], OwnMean)
-
-    def work(comm):
-        model = stage(OwnMean(), comm)
-        losses = [accumulate(model, mine[comm.rank]).item()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer.step()
-        return losses, model.gather_state_dict()
-
-    start = OwnMean().state_dict()
-    for losses, state in run(3, work):
-        assert losses == [pytest.approx(loss.item(), rel=1e-6)]
-        assert relative_error({name: start[name] - state[name] for name in start}, expected) < 1e-5
-
-
 def test_a_window_without_any_target_is_refused_on_every_rank():
     with pytest.raises(ValueError, match="no target in the window"):
         accumulate(OwnMean(), numbers([0, 0]))
@@ -219,19 +200,26 @@ def test_a_model_that_shifts_its_labels_counts_by_a_function():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_dicts_on_ranks_with_other_numbers_of_micro_batches_and_none_with_a_target(stage):
-    mine = [rows([4, 2, 1], seed=1), rows([6], seed=2), rows([1, 0], seed=3)]
-    loss, expected = whole_dict([part for window in mine for part in window])
+@pytest.mark.parametrize(
+    "make, whole, mine, options",
+    [
+        # Rank 0 has three micro-batches, the last without a target; rank 1 has one; rank 2 two, both without.
+        (OwnMean, lambda window: whole(window, OwnMean), [numbers(c) for c in ([4, 1, 0], [6], [0, 0])], {}),
+        (Causal, whole_dict, [rows(lengths) for lengths in ([4, 2, 1], [6], [1, 0])], {"count": shifted}),
+    ],
+)
+def test_ranks_with_other_counts_other_numbers_of_micro_batches_and_none_at_all(make, whole, mine, options, stage):
+    loss, expected = whole([part for window in mine for part in window])
 
     def work(comm):
-        model = stage(Causal(), comm)
-        measured = accumulate(model, mine[comm.rank], count=shifted).item()
+        model = stage(make(), comm)
+        measured = accumulate(model, mine[comm.rank], **options).item()
         torch.optim.SGD(model.parameters(), lr=1.0).step()
         return measured, model.gather_state_dict()
 
-    start = Causal().state_dict()
+    start = make().state_dict()
     for measured, state in run(3, work):
-        assert measured == pytest.approx(loss, rel=1e-6)
+        assert measured == pytest.approx(float(loss), rel=1e-6)
         assert relative_error({name: start[name] - state[name] for name in start}, expected) < 1e-5
 
 
@@ -248,12 +236,6 @@ def test_a_stand_in_without_a_finite_loss_is_refused():
 
     with pytest.raises(RankFailed, match="loss is nan for what stands in.*give each rank a micro-batch that has"):
         run(2, work)
-
-
-@pytest.mark.parametrize("number", [-1, -0.5, float("nan"), float("inf"), "3", None, torch.ones(2), 1j])
-def test_a_count_that_is_none_is_refused(number):
-    with pytest.raises(ValueError, match="count must give a number of at least 0, not "):
-        accumulate(Causal(), rows([4]), count=lambda micro_batch: number)
 
 
 class ClassWeights(OwnMean):
@@ -284,19 +266,6 @@ def test_a_count_may_be_a_sum_of_class_weights(kind):
     for measured, gradient in run(2, work):
         assert measured == pytest.approx(loss.item(), rel=1e-6)
         assert relative_error(gradient, expected) < 1e-5
-
-
-def test_what_a_dict_needs():
-    with pytest.raises(TypeError, match="count must be a function of a micro-batch, not int"):
-        accumulate(Causal(), rows([4]), count=3)
-    with pytest.raises(TypeError, match=r"a tensor at 'labels' \(or else count=.*, not dict"):
-        accumulate(Causal(), [{"inputs": torch.ones(1, 2, 8)}])
-    with pytest.raises(TypeError, match="not str: a single one goes into a list"):
-        accumulate(Causal(), rows([4])[0])
-    with pytest.raises(ValueError, match="num_items_in_batch .* leave it out"):
-        accumulate(Causal(), [rows([4])[0] | {"num_items_in_batch": 4}])
-    with pytest.raises(ValueError, match=r"model\(\*\*micro_batch\).loss must be one number, .* not NoneType"):
-        accumulate(Logits(), [{"x": torch.ones(2, 8), "y": None}], count=lambda _: 1)
 
 
 # On ranks.
@@ -484,53 +453,47 @@ def test_the_fp32_sums_are_gradients():
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        (torch.zeros(2, 3), torch.zeros(2, 3)),  # a pair, not a list of pairs
-        [(1, 2)],
-        [(1, torch.zeros(1), 3)],
-        [5],
-    ],
-)
-def test_what_is_no_pair_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"pairs \(x, y\)"):
-        accumulate(OwnMean(), wrong)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_what_is_no_window_is_refused(window):
-    with pytest.raises(TypeError, match="micro_batches must be a list, .* not (NoneType|int)"):
-        accumulate(OwnMean(), window)
-
-
-@pytest.mark.parametrize(
-    "model, name", [(nn.MSELoss(), "MSELoss"), (nn.functional.mse_loss, "mse_loss"), (None, "None")]
-)
-def test_what_has_no_parameters_is_refused(model, name):
-    with pytest.raises(TypeError, match=f"an engine or a module with parameters, .* not {name}"):
-        accumulate(model, numbers([3]))
-
-
-def test_a_loss_must_be_one_number_and_averaging_somebody_elses():
-    window = numbers([3])
-    with pytest.raises(ValueError, match=r"one number, the mean loss, not shape \(6, 8\)"):
-        accumulate(Logits(), window)
-
-    class Foreign(OwnMean):
-        def no_sync(self):
-            raise NotImplementedError
-
-    with pytest.raises(TypeError, match="Foreign averages over ranks by itself"):
-        accumulate(Foreign(), window)
-
-
 class Logits(nn.Linear):
     def __init__(self):
         super().__init__(8, 8)
 
     def forward(self, x, y):
         return super().forward(x)
+
+
+class Foreign(OwnMean):
+    def no_sync(self):
+        raise NotImplementedError
+
+
+def giving(number):
+    return {"count": lambda micro_batch: number}
+
+
+NO_COUNTS = (-1, -0.5, float("nan"), float("inf"), "3", None, torch.ones(2), 1j)
+NO_PAIRS = ((torch.zeros(2, 3), torch.zeros(2, 3)), [(1, 2)], [(1, torch.zeros(1), 3)], [5])  # the first: one pair
+ROWS, PAIRS, X = rows([4]), numbers([3]), torch.ones(2, 8)
+REFUSED = [
+    *((Causal(), ROWS, giving(n), ValueError, "count must give a number of at least 0, not ") for n in NO_COUNTS),
+    (Causal(), ROWS, {"count": 3}, TypeError, "count must be a function of a micro-batch, not int"),
+    (Causal(), [{"inputs": X}], {}, TypeError, r"a tensor at 'labels' \(or else count=.*, not dict"),
+    (Causal(), ROWS[0], {}, TypeError, "not str: a single one goes into a list"),
+    (Causal(), [ROWS[0] | {"num_items_in_batch": 4}], {}, ValueError, "num_items_in_batch .* leave it out"),
+    (Logits(), [{"x": X, "y": None}], giving(1), ValueError, r"model\(\*\*micro_batch\).loss must be .* not NoneType"),
+    *((OwnMean(), wrong, {}, TypeError, r"pairs \(x, y\)") for wrong in NO_PAIRS),
+    *((OwnMean(), n, {}, TypeError, f"micro_batches must be a list, .* not {type(n).__name__}") for n in (None, 5)),
+    (nn.MSELoss(), PAIRS, {}, TypeError, "an engine or a module with parameters, .* not MSELoss"),
+    (F.mse_loss, PAIRS, {}, TypeError, "an engine or a module with parameters, .* not mse_loss"),
+    (None, PAIRS, {}, TypeError, "an engine or a module with parameters, .* not None"),
+    (Logits(), PAIRS, {}, ValueError, r"one number, the mean loss, not shape \(6, 8\)"),
+    (Foreign(), PAIRS, {}, TypeError, "Foreign averages over ranks by itself"),
+]
+
+
+@pytest.mark.parametrize("model, window, options, error, words", REFUSED)
+def test_what_is_refused(model, window, options, error, words):
+    with pytest.raises(error, match=words):
+        accumulate(model, window, **options)
 
 
 def test_a_failure_on_one_rank_ends_all():

@@ -1,5 +1,6 @@
 """Gathering ahead: the same bits, the memory of one unit more, and never more under way than was asked for."""
 
+import functools
 import time
 
 import pytest
@@ -10,21 +11,16 @@ from minizero import GPT, RankFailed, World, Zero3, all_reduce
 from tests.support.helpers import SMALL, batch, run, same, train
 from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
-
-def ahead(prefetch, **options):
-    """Zero3 with `prefetch`, as a stage for `helpers.train`."""
-    return lambda module, comm, **more: Zero3(module, comm, prefetch=prefetch, **options, **more)
-
-
+ahead = functools.partial(functools.partial, Zero3)  # with these options, as a stage for `helpers.train`
 SHARDING = [{}, {"reshard_after_forward": False}, {"sharding_factor": 2}, {"sharding_factor": 1}]
 
 
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.accuracy])])
 @pytest.mark.parametrize("options", SHARDING)
 def test_neither_prefetch_nor_offload_changes_bits_or_traffic(options, dtype):
-    expected = run(4, train, ahead(0, **options), 5, clip=0.5, dtype=dtype)
+    expected = run(4, train, ahead(prefetch=0, **options), 5, clip=0.5, dtype=dtype)
     for prefetch, offload in ((1, False), (2, False), (9, False), (1, True), (0, True)):
-        found = run(4, train, ahead(prefetch, offload=offload, **options), 5, clip=0.5, dtype=dtype)
+        found = run(4, train, ahead(prefetch=prefetch, offload=offload, **options), 5, clip=0.5, dtype=dtype)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine[0] == theirs[0] and mine[2] == theirs[2] and same(mine[1], theirs[1])
 
@@ -32,8 +28,8 @@ def test_neither_prefetch_nor_offload_changes_bits_or_traffic(options, dtype):
 def gathers(comm, prefetch, steps=3):
     """What the last step gathered, in order, how many of them overlapped computation, and the most under way."""
     model = Zero3(GPT(SMALL), comm, prefetch=prefetch)
-    ahead = model.lane
-    fill, start, gather = model.fill, ahead.start, ahead.gather
+    lane = model.lane
+    fill, start, gather = model.fill, lane.start, lane.gather
     log, early, most = [], set(), 0
 
     def slow(unit):
@@ -44,14 +40,14 @@ def gathers(comm, prefetch, steps=3):
     def counted(unit):
         nonlocal most
         start(unit)
-        most = max(most, len(ahead.gathering))
+        most = max(most, len(lane.gathering))
 
     def watched(unit):
-        if unit in ahead.gathering:
+        if unit in lane.gathering:
             early.add(unit.name)
         gather(unit)
 
-    model.fill, ahead.start, ahead.gather = slow, counted, watched
+    model.fill, lane.start, lane.gather = slow, counted, watched
     for _ in range(steps):
         log.clear()
         early.clear()
@@ -95,7 +91,7 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
 
 
 def test_the_peak_is_still_three_units():
-    _, peak, curve = run(4, measure, ahead(1))[0]
+    _, peak, curve = run(4, measure, ahead(prefetch=1))[0]
     shards = TOTAL  # FP32, a quarter of the parameters
     for sample in curve:
         beyond = sample["parameters"] + sample["gradients"] - shards - 4 * ROOT * 2
@@ -104,7 +100,7 @@ def test_the_peak_is_still_three_units():
         most = max(s["parameters"] for s in curve if s.phase == phase)
         assert most - shards == pytest.approx(4 * (2 * BLOCK + ROOT), rel=1e-3), "this block and the next"
     assert 0 < max(s["communication"] for s in curve) <= 2 * BLOCK + 64, "the lane's buffers are counted too"
-    assert peak["total"] < run(4, measure, ahead(4))[0][1]["total"]
+    assert peak["total"] < run(4, measure, ahead(prefetch=4))[0][1]["total"]
 
 
 def test_nothing_is_left_under_way():

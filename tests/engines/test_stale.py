@@ -6,6 +6,7 @@ from torch import nn
 
 from minizero import DDP, Zero1, Zero2, Zero3, checkpoint
 from tests.support.helpers import relative_error, run
+from tests.support.small_models import decay
 
 WORLD_SIZE = 8
 KEPT = {"prefetch": 0, "reshard_after_forward": False}  # a forward without backward leaves replicas behind
@@ -31,10 +32,6 @@ class Tiny(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x * self.gain
-
-
-def kind(name, parameter):
-    return "matrices" if parameter.dim() == 2 else "vectors"
 
 
 X = torch.ones(1, 2)
@@ -100,7 +97,7 @@ WRITERS = {
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_all_ranks_see_that_the_shards_were_written(stage, options, write):
     def work(comm):
-        model = stage(Tiny(), comm, group_by=kind, **options)
+        model = stage(Tiny(), comm, group_by=decay, **options)
         state, groups = model.gather_state_dict(), model.parameter_groups()
         with torch.no_grad():
             before, sent = model(X), comm.bytes_sent
@@ -120,7 +117,7 @@ def test_all_ranks_see_that_the_shards_were_written(stage, options, write):
 @pytest.mark.parametrize("saved_by", [DDP, Zero3])
 def test_a_checkpoint_of_a_tiny_model_loads_everywhere(tmp_path, saved_by, stage, options):
     def save(comm):
-        model = saved_by(Tiny(), comm, group_by=kind)
+        model = saved_by(Tiny(), comm, group_by=decay)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
         model(X).sum().backward()
         optimizer.step()

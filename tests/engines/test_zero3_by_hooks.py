@@ -11,6 +11,16 @@ from minizero.engines.zero3_by_hooks import shard
 from minizero.memory import Ledger
 from minizero.ranks.errors import CollectiveMismatch, RankFailed
 from tests.support.helpers import SMALL, batch, run
+from tests.support.small_models import (
+    Blocks,
+    evaluation_between,
+    one_by_one,
+    one_graph_twice,
+    seeded,
+    several_forwards,
+    twice,
+    vectors,
+)
 
 STEPS = 4
 
@@ -106,48 +116,21 @@ def test_at_most_the_root_and_one_block_are_whole():
     assert seen == [*forward, *backward, (reduce, []), *forward, ("the end", [])]
 
 
-def two_backwards(model, x, y):
-    model(x, y).backward()
-    model(y[:, :5], y).backward()
-
-
-def a_sum_of_two(model, x, y):
-    (model(x, y) + model(y[:, :5], y)).backward()
-
-
-def first_both_forwards(model, x, y):
-    first, second = model(x, y), model(y[:, :5], y)
-    first.backward()
-    second.backward()
-
-
-def twice_in_a_forward(model, x, y):
-    model(x, y, (0, 1, 3, 0, 3)).backward()
-
-
-def evaluate_in_between(model, x, y):
-    loss = model(x, y)
-    with torch.no_grad():
-        model(x, y)
-    loss.backward()
-
-
-def forget_a_loss(model, x, y):
+def forget_a_loss(model, x, rank):
     """The root is whole after the second forward, and the optimizer makes it old."""
-    model(x, y).backward()
-    model(x, y)
+    model(x).square().mean().backward()
+    return 0 * model(x).detach().requires_grad_().sum()
 
 
 @pytest.mark.parametrize(
-    "how",
-    [two_backwards, a_sum_of_two, first_both_forwards, twice_in_a_forward, evaluate_in_between, forget_a_loss],
+    "loop", [twice, several_forwards, one_by_one, one_graph_twice, evaluation_between, forget_a_loss]
 )
-def test_other_loops_are_the_engines_too(how):
+def test_other_loops_are_the_engines_too(loop):
     def shards_after(comm, way):
-        model, shards = way(copy.deepcopy(MODELS["odd"][0]), comm)
+        model, shards = way(seeded(Blocks)(), comm)
         optimizer = torch.optim.AdamW(shards, lr=1e-2)
         for step in range(3):
-            how(model, *(part.chunk(comm.size)[comm.rank] for part in odd_batch(step)))
+            loop(model, vectors(step).chunk(comm.size)[comm.rank], comm.rank).backward()
             optimizer.step()
             optimizer.zero_grad()
         return [s.detach() for s in shards]

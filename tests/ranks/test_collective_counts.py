@@ -13,6 +13,7 @@ from torch import nn
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
 from minizero.ranks.agreement import agreement
 from tests.support.helpers import SMALL, batch, run
+from tests.support.small_models import decay
 
 WORLD_SIZE, STEPS = 4, 3
 UNITS = ["root", "blocks.0", "blocks.1", "blocks.2"]  # of the GPT
@@ -81,10 +82,6 @@ def labels(calls, phase, operation):
 
 def total(calls):
     return Counter((phase, operation) for phase, operation, _ in calls)
-
-
-def decay(name, parameter):
-    return "matrices" if parameter.dim() > 1 else "vectors"
 
 
 OPTIONS = ({}, {"group_by": decay}, {"dtype": torch.bfloat16}, {"offload": True})
