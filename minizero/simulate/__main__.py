@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -44,37 +45,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         epilog=f"Models: {', '.join(MODELS)}. Clusters: {', '.join(CLUSTERS)}.",
     )
     usual = Constants()
-    add = parser.add_argument
+    add: Any = parser.add_argument
+    count, part = {"type": positive, "metavar": "N"}, {"type": share, "metavar": "X"}
     add("--model", default="gpt-175b", metavar="NAME", help="one of those below (default: %(default)s)")
-    add("--layers", type=positive, metavar="N", help="with --width and --heads: a GPT of another shape")
-    add("--width", type=positive, metavar="N", help="of a token")
-    add("--heads", type=positive, metavar="N", help="divide the width")
-    add("--sequence-length", type=positive, metavar="N", help="tokens (default: the model's usual)")
+    add("--layers", **count, help="with --width and --heads: a GPT of another shape")
+    add("--width", **count, help="of a token")
+    add("--heads", **count, help="divide the width")
+    add("--sequence-length", **count, help="tokens (default: the model's usual)")
     add("--cluster", default="a100-80", metavar="NAME", help="one of those below (default: %(default)s)")
-    add("--gpus", type=positive, default=512, metavar="N", help="whole hosts, or part of one (default: %(default)s)")
+    add("--gpus", **count, default=512, help="whole hosts, or part of one (default: %(default)s)")
     add("--stage", type=int, choices=range(4), default=3, help="of ZeRO; 0 is DDP (default: %(default)s)")
     add("--sharding-factor", type=positive, metavar="F", help="divides the GPUs (default: all of them)")
-    add("--batch-size", type=positive, default=1, metavar="N", help="sequences of a GPU at a time (default: 1)")
-    add("--micro-batches", type=positive, default=1, metavar="N", help="before the optimizer's step (default: 1)")
-    add(
-        "--global-batch-size",
-        type=positive,
-        metavar="N",
-        help="sequences of all GPUs in a step, instead of --batch-size",
-    )
+    add("--batch-size", **count, default=1, help="sequences of a GPU at a time (default: 1)")
+    add("--micro-batches", **count, default=1, help="before the optimizer's step (default: 1)")
+    add("--global-batch-size", **count, help="sequences of all GPUs in a step, instead of --batch-size")
     add("--dtype", choices=list(DTYPES), default="bfloat16", help="to compute in (default: %(default)s)")
     add("--recompute", nargs="?", choices=list(RECOMPUTE), const="full", default="none", help="(default: none)")
     add("--flash", action="store_true", help="attention that keeps no scores")
     add("--offload", action="store_true", help="shards and optimizer on the CPU")
-    add(
-        "--efficiency",
-        type=share,
-        default=usual.efficiency,
-        metavar="X",
-        help="share of the peak (default: %(default)s)",
-    )
-    add("--interference", type=share, default=usual.interference, metavar="X", help="see step.py (default: none)")
-    add("--jitter", type=share, default=usual.jitter, metavar="X", help="see step.py (default: none)")
+    add("--efficiency", **part, default=usual.efficiency, help="share of the peak (default: %(default)s)")
+    add("--interference", **part, default=usual.interference, help="see step.py (default: none)")
+    add("--jitter", **part, default=usual.jitter, help="see step.py (default: none)")
     add("--search", action="store_true", help="find the best stage, factor, micro-batch, recompute and offload")
     add("--published", action="store_true", help="others' figures beside the simulator's, fitted and predicted")
     add("--output", type=Path, metavar="FOLDER", help="where step.png, step.json and trace.json go (default: nowhere)")

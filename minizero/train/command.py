@@ -32,26 +32,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         epilog="torchrun --standalone --nproc-per-node N -m minizero.train [options] makes each rank a process.",
     )
     shapes = GPTConfig()
-    add = parser.add_argument
-    add(
-        "--stage",
-        choices=[*map(str, range(len(STAGES))), "all"],
-        default="all",
-        help="0 is DDP (default: all, one by one)",
-    )
-    add("--world-size", type=cli.positive, metavar="N", help="ranks (default: 4; under torchrun, its own)")
-    add("--steps", type=cli.positive, default=40, metavar="N", help="of training, in this run (default: %(default)s)")
-    add("--batch-size", type=cli.positive, default=2, metavar="N", help="sequences per rank (default: %(default)s)")
-    add(
-        "--sequence-length",
-        type=cli.positive,
-        default=shapes.sequence_length,
-        metavar="N",
-        help="bytes in a sequence (default: %(default)s)",
-    )
-    add("--width", type=cli.positive, default=shapes.width, metavar="N", help="of a token (default: %(default)s)")
-    add("--layers", type=cli.positive, default=shapes.layers, metavar="N", help="blocks (default: %(default)s)")
-    add("--heads", type=cli.positive, default=shapes.heads, metavar="N", help="divide the width (default: %(default)s)")
+    add: Any = parser.add_argument
+    count = {"type": cli.positive, "metavar": "N"}
+    stages = [*map(str, range(len(STAGES))), "all"]
+    add("--stage", choices=stages, default="all", help="0 is DDP (default: all, one by one)")
+    add("--world-size", **count, help="ranks (default: 4; under torchrun, its own)")
+    add("--steps", **count, default=40, help="of training, in this run (default: %(default)s)")
+    add("--batch-size", **count, default=2, help="sequences per rank (default: %(default)s)")
+    add("--sequence-length", **count, default=shapes.sequence_length, help="bytes in a sequence (default: %(default)s)")
+    add("--width", **count, default=shapes.width, help="of a token (default: %(default)s)")
+    add("--layers", **count, default=shapes.layers, help="blocks (default: %(default)s)")
+    add("--heads", **count, default=shapes.heads, help="divide the width (default: %(default)s)")
     add("--attention", choices=ATTENTIONS, default="naive", help="flash and tiled hold no scores (default: naive)")
     add(
         "--recompute",
