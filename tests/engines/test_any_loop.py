@@ -60,30 +60,6 @@ def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(st
         return True
 
 
-def test_a_forward_that_raises_leaves_nothing_gathered():
-    def forward(model, x, rank):
-        with pytest.raises(TypeError):
-            model(x, order=(0, "no such block"))
-        if isinstance(model, Zero3):
-            assert all(p.untyped_storage().nbytes() == 0 for p in model.module.parameters())
-        return model(x).square().mean()
-
-    for stage in STAGES:
-        run(2, fit, stage, seeded(Blocks), forward=forward)
-
-
-def test_recompute_inside_and_around_units():
-    from torch.utils.checkpoint import checkpoint
-
-    class Recomputed(Blocks):
-        def forward(self, x):
-            for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=False)
-            return self.out(x)
-
-    check(seeded(Recomputed))
-
-
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"group_by": decay}], ids=lambda o: "-".join(o))
 def test_a_penalty_over_the_parameters_before_or_after_the_forward(options):
     def loss(model, x, penalty_first):

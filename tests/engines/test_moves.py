@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import STAGES, run
-from tests.support.small_models import Blocks, fit, seeded, wrapped
+from tests.support.helpers import STAGES
+from tests.support.small_models import Blocks, seeded, wrapped
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -28,18 +28,3 @@ def test_a_move_to_where_it_is_changes_nothing(stage, dtype):
                 moved()
         with pytest.raises(RuntimeError, match="move or cast"):
             model.to(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_tool_may_move_both_to_where_they_are(stage):
-    def forward(model, x, rank):
-        model.to("cpu").module.to("cpu").float()
-        loss = model(x).square().mean()
-        model.cpu().module.cpu()
-        return loss
-
-    def forward_plain(model, x, rank):
-        return model(x).square().mean()
-
-    moved, left = (run(2, fit, stage, seeded(Blocks), forward=f)[0] for f in (forward, forward_plain))
-    assert all(torch.equal(moved[name], value) for name, value in left.items())

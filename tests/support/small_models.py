@@ -218,5 +218,22 @@ def broken_off_and_dropped(model, x, rank):
     return model(x).square().mean()
 
 
+def raises_in_forward(model, x, rank):
+    with pytest.raises(TypeError):
+        model(x, order=(0, "no such block"))
+    if isinstance(model, Zero3):
+        assert all(p.untyped_storage().nbytes() == 0 for p in model.module.parameters()), "something is gathered"
+    return model(x).square().mean()
+
+
+def moved(model, x, rank):
+    """A tool may move both to where they are."""
+    inside = getattr(model, "module", model)
+    model.to("cpu"), inside.to("cpu").float()
+    loss = model(x).square().mean()
+    model.cpu(), inside.cpu()
+    return loss
+
+
 LOOPS = (twice, several_forwards, one_by_one, one_graph_twice, held_back, adapters_off, evaluation_between, broken_off)
-LOOPS += (broken_off_and_dropped,)
+LOOPS += (broken_off_and_dropped, raises_in_forward, moved)
