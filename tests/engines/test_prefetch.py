@@ -66,11 +66,15 @@ def test_the_next_units_are_under_way_while_this_one_computes(prefetch):
 
 
 def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_missing():
-    """By then most of its activations are gone, whose place the replica takes."""
+    """By then most of its activations are gone, whose place the replica takes. And the last reduction has ended."""
 
     def work(comm):
         model = Zero3(GPT(SMALL), comm)
-        start, missing = model.lane.start, []
+        start, before_put, missing = model.lane.start, model.lane.before_put, []
+
+        def begins(unit):
+            before_put(unit)
+            assert unit.gradient.full is not None or model.lane.reducing is None
 
         def watched(unit):
             begun = [u for u in model.units if u.module and u.gradient is not None and u.gradient.full is not None]
@@ -79,7 +83,7 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
                 missing.append(sum(begun[0].parameters[number].numel() for number in owed) / begun[0].size)
             start(unit)
 
-        model.lane.start = watched
+        model.lane.start, model.lane.before_put = watched, begins
         for _ in range(2):
             missing.clear()
             model(*batch(comm.rank, size=2)).backward()
