@@ -1,6 +1,7 @@
 """What a rank does when, and what it holds meanwhile: recorded truly, drawn, and written as a trace."""
 
 import json
+import time
 
 import matplotlib
 import pytest
@@ -63,6 +64,25 @@ def test_only_prefetch_overlaps():
     assert overlap(run(2, record, Zero3, prefetch=0)[0][0]) == 0
     # Beside busy processes the two lanes of a small step may miss each other, but not each time.
     assert any(overlap(run(2, record, Zero3, prefetch=1)[0][0]) > 0 for _ in range(20))
+
+
+def test_to_wait_for_the_last_reduction_is_no_computation():
+    def work(comm):
+        model, spans = Zero3(GPT(SMALL), comm), []
+        average = model.average
+
+        def slow(unit, gradient):
+            start = time.perf_counter()
+            time.sleep(0.4 * (unit.name == "root"))
+            spans.append(Event(0, "reduce-scatter", unit.name, start, time.perf_counter()))
+            return average(unit, gradient)
+
+        model.average = slow
+        with Timeline(model) as timeline:
+            model(*batch(comm.rank, size=2)).backward()
+        return overlap([spans[-1], *(event for event in timeline.events if event.lane == "compute")])
+
+    assert all(seconds < 0.2 for seconds in run(2, work))
 
 
 @pytest.mark.parametrize("stage", STAGES)
