@@ -11,18 +11,16 @@ files besides, which the next save removes. What is in the files, and how anothe
 resharding.py. Pillai et al., 2014, "All file systems are not created equal", on what may reach a disk in which order.
 """
 
-import contextlib
 import json
 import operator
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from minizero.checkpoint.index import file_of, read_index, remove_all_but
@@ -79,37 +77,33 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
         return name
 
     data = folder / together(comm, f"save of step {step}", begin)[0]
+    file, new = data / file_of(comm.rank), folder / "index.json.new"
 
     def write() -> str:
         if not data.is_dir():
             raise FileNotFoundError(f"{data}, made by rank 0, is not here: give all ranks a folder that all can see")
-        file = data / file_of(comm.rank)
-        tensors = tensors_to_write(model, optimizer, parts)
-        with naming(file):
-            save_file(tensors, file)
-            flush(file)
+        save_file(tensors_to_write(model, optimizer, parts), file)
+        flush(file)
         return checksum(file)
 
-    checksums = together(comm, "write", write)
+    checksums = together(comm, "write", write, file)
 
     def commit() -> str:
         if comm.rank == 0:
             by = {"stage": type(model).__name__, "world_size": comm.size}
             files = {file_of(rank): crc for rank, crc in enumerate(checksums)}
-            new = folder / "index.json.new"
             index = {"step": step, "saved_by": by, "data": data.name, "files": files} | about
             text = json.dumps(index, indent=1, default=lambda number: number.item())  # a learning rate may be a tensor
-            with naming(new):
-                new.write_text(text)
-                # What the new index points at must be on the disk before the rename is.
-                for path in (data, new, folder):
-                    flush(path)
+            new.write_text(text)
+            # What the new index points at must be on the disk before the rename is.
+            for path in (data, new, folder):
+                flush(path)
             os.replace(new, folder / "index.json")
             flush(folder)
             remove_all_but(folder, data.name)
         return ""
 
-    together(comm, "commit", commit)
+    together(comm, "commit", commit, new)
 
 
 @torch.no_grad()
@@ -163,31 +157,24 @@ def load(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
     return index["step"]
 
 
-def together(comm: Comm, what: str, do: Callable[[], str]) -> list[str]:
+def together(comm: Comm, what: str, do: Callable[[], str], file: Path | None = None) -> list[str]:
     """Call `do()` on every rank, and return what each rank's call returned. If one fails, all raise.
 
-    `do` must not communicate: a rank whose call fails would leave the others waiting.
+    `do` must not communicate: a rank whose call fails would leave the others waiting. file: what it writes; the error
+    of a full disk does not name it.
     """
     error = None
     said = ""
     try:
         said = do()
     except Exception as caught:
-        error, said = caught, f"{FAILED}{str(caught) or type(caught).__name__}"
+        where = f": {file}" if file and not isinstance(caught, ValueError) else ""
+        error, said = caught, f"{FAILED}{str(caught) or type(caught).__name__}{where}"
     everyone = exchange(comm, f"checkpoint {what}", said)
     for rank, words in enumerate(everyone):
         if words.startswith(FAILED):
             raise CheckpointError(f"checkpoint {what}: rank {comm.ranks[rank]} {words}") from error
     return everyone
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Errors of writing name the path: that of a full disk does not by itself."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"{error}: {path}") from error
 
 
 def flush(path: Path) -> None:
