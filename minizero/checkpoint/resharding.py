@@ -12,6 +12,8 @@ A rank that loads looks at the keys of all files. It reads the ranges that it wi
 model. PyTorch's `torch.distributed.checkpoint` reshards in this way, too.
 """
 
+import io
+import pickle
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -71,7 +73,7 @@ def tensors_to_write(
     tensors: dict[str, torch.Tensor] = {}
     if model.comm.rank == 0:
         tensors |= {f"{name}/buffer/whole": buffer.clone() for name, buffer in buffers(model).items()}
-        tensors |= {f"{name}/other/whole": value.clone() for name, value in model.own_state()[2].items()}
+        tensors |= {f"{name}/other/whole": in_bytes(name, value) for name, value in model.own_state()[2].items()}
     state = optimizer.state
     # A kind of state is a number if for some parameter it has not the parameter's shape. One parameter alone cannot
     # tell: if it has no dimensions, its moments have the shape of a number.
@@ -190,7 +192,7 @@ def fill(stored: Stored, model: Wrapped, optimizer: torch.optim.Optimizer, group
         torch.autograd.graph.increment_version(unit.master)
     for name, buffer in buffers(model).items():
         buffer.copy_(numbers[name]["buffer"])
-    model.load_others({name: numbers[name]["other"] for name in model.own_state()[2]})
+    model.load_others({name: from_bytes(numbers[name]["other"]) for name in model.own_state()[2]})
     by_number = {order[p]: state for p, state in states.items() if state}
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
@@ -208,8 +210,6 @@ def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     group_of_shard = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     if group_of_shard.keys() - {shard for unit in model.units for shard in unit.shards}:
         raise ValueError("checkpoint: the optimizer must be built from this wrapped model's parameters()")
-    if wrong := [name for name, value in model.own_state()[2].items() if not isinstance(value, torch.Tensor)]:
-        raise ValueError(f"checkpoint: {', '.join(wrong)}: a state besides parameters and buffers must be a tensor")
     shapes = {
         name: str(tuple(shape)) for unit in model.units for name, shape in zip(unit.layout.names, unit.layout.shapes)
     }
@@ -235,6 +235,23 @@ def buffers(model: Wrapped) -> dict[str, torch.Tensor]:
     """The model's persistent buffers, by their first names."""
     first: dict[int, str] = {}
     return {name: b for name, b in model.own_state()[1].items() if first.setdefault(id(b), name) == name}
+
+
+def in_bytes(name: str, value: Any) -> torch.Tensor:
+    """What a module saves besides parameters and buffers. `ValueError` if reading it would run code."""
+    torch.save(value, file := io.BytesIO())
+    try:
+        from_bytes(written := torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{name} is a {type(value).__name__}: let it be of tensors, numbers, strings, dicts"
+        ) from error
+    return written
+
+
+def from_bytes(written: torch.Tensor) -> Any:
+    """What `in_bytes` was given."""
+    return torch.load(io.BytesIO(written.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def check_names(saved: dict[str, Any], here: dict[str, Any]) -> None:

