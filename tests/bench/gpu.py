@@ -1,19 +1,14 @@
 """python -m tests.bench.gpu: everything that needs a GPU, tested and measured, into one folder.
 
-    tests       tests/gpu: attention, ranks that share the card, the ledger, offload, 16 bits, tensors past 2^31
-    flash       attention beside PyTorch's backends and FlexAttention
-    memory      where the memory of a large GPT goes, by stage and technique; one step by two meters; a limit
-    train       the card's rates; steps, conversions and arithmetic in 16 bits beside them
-    xray        the X-ray's peaks beside the allocator's
-    notebooks   executed on the card, four at once
-
-Each part is a process of its own, and may be run alone. Its figures are in results.json as soon as they are measured,
-its pictures and log.txt beside that. A part that is done is skipped, one that was cut off goes on where it stood: to
-measure anew, take another folder. The last lines are a short table; the exit code is 1 where something is missing.
+Each part is a process of its own, and may be run alone; `gpu_parts.py` has their list. Its figures are in results.json
+as soon as they are measured, its pictures and log.txt beside that. A part that is done is skipped, one that was cut off
+goes on where it stood: to measure anew, take another folder. The last lines are a short table; the exit code is 1 where
+something is missing.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -22,26 +17,65 @@ import threading
 import time
 from pathlib import Path
 
-from notebooks.tools.card import CUDA
-from tests.bench.gpu_tools import Report
+from notebooks.tools.card import CUDA, attempt, card, machine
 
 ROOT = Path(__file__).parents[2]
-# In this order: the module, and the seconds after which it is stopped; nine minutes in all. On an H200 with 16 cores a
-# case of flash took 10 s, and the notebooks 560 s one after the other.
-PARTS = {
-    "tests": ("tests.bench.gpu_tests", 130),
-    "flash": ("tests.bench.flash_gpu", 125),
-    "memory": ("tests.bench.gpu_memory", 65),
-    "train": ("tests.bench.gpu_train", 50),
-    "xray": ("tests.bench.gpu_xray", 30),
-    "notebooks": ("tests.bench.gpu_notebooks", 140),
-}
+# In this order, with the seconds after which each is stopped; nine minutes in all. On an H200 with 16 cores a case of
+# flash took 10 s, and the notebooks 560 s one after the other.
+PARTS = {"tests": 130, "flash": 125, "memory": 65, "train": 50, "xray": 30, "notebooks": 140}
+
+
+class Report:
+    """The figures of one part, in folder/results.json beside the others'. What is there is not measured again."""
+
+    def __init__(self, folder, part):
+        self.path, self.part = Path(folder) / "results.json", part
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.data = json.loads(self.path.read_text()) if self.path.exists() else {"parts": {}}
+            found = self.data.get("machine", {}).get("card", card())
+            parts = self.data["parts"]
+        except (ValueError, KeyError, AttributeError) as error:
+            raise SystemExit(
+                f"{self.path} is no results.json of this command ({error!r}): take another folder"
+            ) from None
+        if found != card():
+            raise SystemExit(f"{self.path} has the figures of {found}, and this is {card()}: take another folder")
+        self.mine = parts.setdefault(part, {"done": False, "figures": {}})
+        self.figures = self.mine["figures"]
+        self.missing = []
+        self.lock = threading.Lock()  # notebooks are measured four at once
+
+    def measure(self, name, function):
+        """The figure of this name: the one that is there, or else what `function()` returns; None where it cannot."""
+        if name not in self.figures:
+            start = time.perf_counter()
+            value = attempt(name, function)
+            if value is None:
+                self.missing.append(name)
+                return None
+            with self.lock:
+                self.figures[name] = value
+                self.save()
+            print(f"  {name}: {time.perf_counter() - start:.1f} s", flush=True)
+        return self.figures[name]
+
+    def finish(self, **more):
+        """Next time this part is skipped, unless something could not be measured."""
+        self.mine |= {"done": not self.missing, "missing": self.missing} | more
+        self.save()
+
+    def save(self):
+        """In one step: what is cut off leaves the old file."""
+        self.data["machine"] = self.data.get("machine") or machine() | {"command": "python -m tests.bench.gpu"}
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(new, self.path)
 
 
 def run_part(part, folder, tiny, limit, log):
     """Run it in a process of its own, with what it prints on the screen and in the log; stopped after its time."""
-    module, own_limit = PARTS[part]
-    command = [sys.executable, "-u", "-m", module, "--output", str(folder), *(["--tiny"] if tiny else [])]
+    command = [sys.executable, "-u", "-m", "tests.bench.gpu_parts", part, "--output", str(folder)] + ["--tiny"] * tiny
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     say(f"== {part}", log)
     environment = os.environ | {"PYTHONPATH": path}
@@ -56,7 +90,7 @@ def run_part(part, folder, tiny, limit, log):
         late.set()
         kill(process)
 
-    timer = threading.Timer(limit or own_limit, end)
+    timer = threading.Timer(limit or PARTS[part], end)
     timer.start()
     try:
         for line in process.stdout:

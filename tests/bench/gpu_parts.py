@@ -1,0 +1,341 @@
+"""The parts of `make gpu`: `python -m tests.bench.gpu_parts flash --output results/gpu` runs one of them.
+
+    tests       tests/gpu: attention, ranks that share the card, the ledger, offload, 16 bits, tensors past 2^31
+    flash       attention beside PyTorch's backends and FlexAttention; FLASH_AUTOTUNE=1 tries block shapes first
+    memory      where the memory of a large GPT goes, by stage and technique; one step by two meters; a limit
+    train       the card's rates; steps, conversions and arithmetic in 16 bits beside them
+    xray        the X-ray's peaks beside the allocator's
+    notebooks   executed on the card, four at once
+
+A part measures by `report.measure`, draws, and returns the lines of the short table. What needs Jupyter is imported in
+its part, so that the others run without it.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import importlib.util
+import itertools
+import math
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from minizero import GPT, GPTConfig, Zero3
+from minizero.pictures import draw_parts
+from minizero.pictures.style import new_axes
+from minizero.xray.case import case_of
+from minizero.xray.plan import Plan
+from notebooks.tools import card_attention
+from notebooks.tools.attention_pictures import draw_rates
+from notebooks.tools.card import CUDA, DEVICE, GIB, MIB, Run, best_times, card, copy_bandwidth, matmul_rate, synchronize
+from precision import FP16
+from tests.bench.gpu import PARTS, Report
+
+
+def tests(report, tiny):
+    """What is red is run again next time."""
+    found = report.measure("tests", lambda: run_tests(report.path.parent))
+    if found is None:
+        return ["not run"]
+    if found["failed"]:
+        report.missing += report.figures.pop("tests")["failed"]
+    skipped = sum(found["skipped"].values())
+    passed = found["tests"] - skipped - len(found["failed"])
+    return [f"{passed} passed, {len(found['failed'])} failed, {skipped} skipped in {found['seconds']:.0f} s"]
+
+
+def run_tests(folder):
+    """Run them, on several cores where pytest-xdist is there: {tests, seconds, skipped by file, names that failed}."""
+    missing = [name for name in ("pytest", "pytest_timeout", "hypothesis") if not importlib.util.find_spec(name)]
+    if missing:
+        raise RuntimeError(f"{sys.executable} has no {', '.join(missing)}: install, or name another by GPU_PYTHON")
+    found = folder / "tests.xml"
+    found.unlink(missing_ok=True)
+    workers = ["-n", str(min(12, os.cpu_count()))] if CUDA and importlib.util.find_spec("xdist") else []
+    options = ["-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider", f"--junitxml={found}", *workers]
+    environment = os.environ | ({} if CUDA else {"GPU_TESTS_ON": "cpu"})
+    subprocess.run([sys.executable, "-m", "pytest", "tests/gpu", *options], env=environment)
+    suite = ElementTree.parse(found).getroot().find("testsuite")
+    ended = {case: {child.tag for child in case} for case in suite.iter("testcase")}
+    failed = [f"{c.get('classname')}.{c.get('name')}" for c, tags in ended.items() if tags & {"failure", "error"}]
+    skipped = Counter(c.get("classname").split(".")[-1] for c, tags in ended.items() if "skipped" in tags)
+    numbers = {"tests": int(suite.get("tests")), "seconds": float(suite.get("time"))}
+    return numbers | {"failed": failed, "skipped": dict(skipped)}
+
+
+def flash(report, tiny):
+    """TFLOP/s, the ratio to SDPA's FLASH, the share of the matmul rate, memory: `card_attention` says how."""
+    lengths, head_dims, rounds = ((32, 64), (64,), 1) if tiny else (card_attention.LENGTHS, (64, 128), 5)
+    names = ("flash", "MATH") if tiny else card_attention.NAMES
+    sizes = dict(tokens=64, width=128) if tiny else {}
+    rate = report.measure("matmul", lambda: matmul_rate(torch.float16, 64 if tiny else 8192) / 1e12) or math.nan
+    lines, times = [], {}
+    for d, causal, n in itertools.product(head_dims, (False, True), lengths):
+        name = f"d {d}, {'causal' if causal else 'full'}, N {n}"
+        case = functools.partial(card_attention.measure, n, d, causal, torch.float16, names, rounds, **sizes)
+        found = report.measure(name, case) or {}
+        for each in found:
+            print(line := f"{name}: {line_of(each, found, rate)}", flush=True)
+            lines += [line] if each == "flash" and n == min(max(lengths), 4096) else []
+        taken = [found.get(each, {}) for each in ("flash", "MATH")]
+        if not causal and all({"forward", "backward"} <= its.keys() for its in taken):
+            flash, plain = (1 / its["forward"] + 2.5 / its["backward"] for its in taken)
+            times.setdefault(d, []).append(f"{plain / flash:.1f} × at {n:,}")
+    from flash import launch
+
+    if launch.fastest:  # FLASH_AUTOTUNE=1
+        report.figures["autotuned"] = {str(key): blocks for key, blocks in launch.fastest.items()}
+    for which in ("forward", "backward"):
+        rates = card_attention.by_length(Run("", report.figures), which, lengths)
+        if rates:
+            figure = draw_rates(f"{card()}, {which}, heads of 64, float16", rate, rates)
+            figure.savefig(report.path.parent / f"flash_{which}.png")
+    faster = {d: ", ".join(times.get(d, ["not measured"])) for d in head_dims}
+    return lines + [f"flash / MATH, forward + backward, d {d}: {words}" for d, words in faster.items()]
+
+
+def line_of(name, results, matmul):
+    """What is printed of one name."""
+    line = f"{name:10}"
+    for which in ("forward", "backward"):
+        rate, flash = results[name].get(which), results.get("FLASH", {}).get(which)
+        if rate:
+            ratio = f", {rate / flash:.2f} × FLASH" if flash else ""
+            line += f"  {which} {rate:6.1f} TFLOP/s ({rate / matmul:4.0%} of matmul{ratio})"
+    return f"{line}  {results[name].get('memory', math.nan) / 2**20:8.0f} MiB"
+
+
+def memory(report, tiny):
+    """Four ranks on one card, as threads: every stage in FP32, then stage 3 with techniques; a GPT of 1.2 billion.
+
+    The ledger itemises what a rank holds; beside it stands what the allocator has handed out to all ranks together.
+    """
+    from notebooks.tools import card_memory
+
+    config, ranks = card_memory.HALF_BILLION, 4
+    largest = GPTConfig(sequence_length=1024, width=2048, layers=24, heads=32, attention="flash", recompute="full")
+    if tiny:
+        config, ranks = GPTConfig(sequence_length=16, width=32, layers=2, heads=2), 2
+        largest = config
+    variant = functools.partial(dataclasses.replace, config)
+    everything, half = variant(attention="flash", recompute="full"), {"dtype": torch.float16}
+    cases = {stage.__name__: (config, stage, {}) for stage in card_memory.STAGES}
+    cases["Zero3, recompute"] = variant(recompute="full"), Zero3, {}
+    cases["Zero3, flash"] = variant(attention="flash"), Zero3, {}
+    cases["Zero3, FP16"] = config, Zero3, half
+    cases["Zero3, all three"] = everything, Zero3, half
+    cases["Zero3, all three, offload"] = everything, Zero3, half | {"offload": True}
+    cases[f"{millions(largest)}, Zero3, all three"] = largest, Zero3, half
+    found, lines = {}, []
+    for name, case in cases.items():
+        if each := report.measure(name, functools.partial(card_memory.measure, *case, ranks)):
+            found[name], peak, card_says = each, each["peak"], each["allocated"]
+            beside = f", allocator {card_says / each['all ranks']:.3f} of all ranks' peaks" if card_says else ""
+            kept = f", {peak['host'] / GIB:.2f} on the host" if peak["host"] else ""
+            lines.append(f"{name:28} {peak['total'] / GIB:6.2f} GiB a rank{kept}, {each['seconds']:.3f} s{beside}")
+    for name in ("timeline", "limited") if CUDA else ():
+        report.measure(name, getattr(card_memory, name))
+    at_peak = {}
+    for name, each in found.items():
+        held = {part: its for part, its in each["curve"].items() if part != "phase"}
+        moment = max(range(len(held["total"])), key=held["total"].__getitem__)
+        at_peak[name.replace(", ", ",\n")] = {part: its[moment] for part, its in held.items()}
+    axes = draw_parts(at_peak, new_axes(20, 8), unit=(GIB, "GiB of rank 0 at its peak"), digits=2)
+    axes.set_title(f"{card()}: GPT of {millions(config)} parameters, {ranks} ranks")
+    axes.figure.savefig(report.path.parent / "memory.png")
+    return lines
+
+
+def millions(config):
+    """How many parameters, in words."""
+    return f"{config.count_parameters()[0] / 1e6:,.1f} M"
+
+
+def train(report, tiny):
+    """The card's own rates, and beside them what our code reaches: steps, offload, conversions, arithmetic, a job."""
+    from notebooks.tools import card_steps
+
+    rounds = 1 if tiny else 5
+    small = GPTConfig(width=32, layers=1)
+    step = functools.partial(card_steps.steps, *((small, 1) if tiny else (card_steps.LARGE, card_steps.BATCH)), rounds)
+    copy = report.measure("copy bandwidth", lambda: copy_bandwidth(2**12 if tiny else 2**30, rounds))
+    rates = report.measure("matmul rates", lambda: card_steps.matmul_rates(64 if tiny else 8192, rounds))
+    lines = []
+    if copy and rates:
+        each = ", ".join(f"{name} {rate / 1e12:.1f}" for name, rate in rates.items())
+        lines.append(f"copy {copy / 1e9:,.0f} GB/s; matmul {each} TFLOP/s")
+    each = report.measure("step", lambda: step({name: {"dtype": dtype} for name, dtype in card_steps.DTYPES.items()}))
+    if each:
+        lines.append("step: " + ", ".join(f"{t} {x['seconds'] * 1e3:.1f} ms" for t, x in each.items()))
+    ways = {"resident": {}, "offload": {"offload": True, "prefetch": 0}}
+    ways["offload, prefetch"] = {"offload": True, "prefetch": 1}
+    bf16 = {name: {"dtype": torch.bfloat16} | more for name, more in ways.items()}
+    if offload := report.measure("offload", lambda: step(bf16)):
+        each = (f"{t} {x['seconds'] * 1e3:.1f} ms, {x['bytes'] / GIB:.2f} GiB" for t, x in offload.items())
+        lines.append("a step takes: " + "; ".join(each))
+    converted = report.measure("conversions", lambda: conversions(2**12 if tiny else 2**28, rounds))
+    if converted and copy:
+        each = ", ".join(f"{name} {rate / copy:.2f}" for name, rate in converted.items())
+        lines.append(f"FP16, share of the copy bandwidth: {each}")
+    sizes = (4, 64) if tiny else (card_steps.ROWS, card_steps.COLUMNS)
+    for name, x in (report.measure("arithmetic", lambda: card_steps.arithmetic(*sizes, rounds)) or {}).items():
+        ratio, errors = x["FP32"]["seconds"] / x["FP16"]["seconds"], [f"{x[t]['error']:.1e}" for t in ("FP32", "FP16")]
+        lines.append(f"{name}: FP32 / FP16 arithmetic {ratio:.2f} of the time, errors {' and '.join(errors)}")
+    report.measure("main job", lambda: job(report.path.parent / "train", tiny))
+    return lines
+
+
+def conversions(elements, rounds):
+    """Bytes a second, read and written, of FP16's encode and decode, as they are and compiled."""
+    x = torch.randn(elements, device=DEVICE)
+    bits = FP16.encode(x)
+    functions = {"encode": lambda: FP16.encode(x), "decode": lambda: FP16.decode(bits), "half()": lambda: x.half()}
+    if CUDA:
+        encode, decode = torch.compile(FP16.encode), torch.compile(FP16.decode)
+        functions |= {"encode, compiled": lambda: encode(x), "decode, compiled": lambda: decode(bits)}
+    return {name: 6 * elements / spent for name, spent in best_times(functions, rounds).items()}
+
+
+def job(folder, tiny):
+    """The main job: losses of every stage."""
+    from minizero.train import command as main_job
+
+    sizes = ["--steps", "2", "--width", "32", "--layers", "1", "--world-size", "2"] if tiny else ["--steps", "40"]
+    if main_job.main(["--device", DEVICE, "--attention", "flash", "--output", str(folder), *sizes]):
+        raise RuntimeError("python -m minizero.train failed: see the lines above")
+    return "train/"
+
+
+LLAMA = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, vocab_size=32000)
+QUIET = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+# {name: (model, configuration, its options, batch, length)}
+MODELS = {
+    "gpt2, fp32, dropout": ("GPT2LMHeadModel", "GPT2Config", {}, 8, 1024),
+    "gpt2, fp32, no dropout": ("GPT2LMHeadModel", "GPT2Config", QUIET, 8, 1024),
+    "llama 300M, fp32": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {"num_key_value_heads": 4}, 4, 2048),
+    "llama 300M, fp32, no groups": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 4, 2048),
+    "bert mlm, fp32, dropout": ("BertForMaskedLM", "BertConfig", {}, 16, 512),
+    "t5-small": ("T5ForConditionalGeneration", "T5Config", {}, 8, 512),
+}
+
+
+def xray(report, tiny):
+    """Models of Hugging Face where transformers is there, and our GPT."""
+    makes = {"our GPT": functools.partial(our_gpt, tiny)}
+    if not tiny and importlib.util.find_spec("transformers"):
+        makes |= {name: functools.partial(hugging_face, *arguments) for name, arguments in MODELS.items()}
+    lines = []
+    for name, make in makes.items():
+        found = report.measure(name, functools.partial(beside, make))
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+        if found and "requested" in found:
+            ratio = found["xray"] / found["requested"]
+            lines.append(f"{name:28} X-ray {found['xray'] / MIB:9,.0f} MiB, {ratio:.3f} of what was asked for")
+    return lines
+
+
+def hugging_face(model, configuration, options, batch, length):
+    """A model, and a batch of tokens which are also its labels."""
+    import transformers
+
+    config = getattr(transformers, configuration)(**options)
+    config.use_cache = False
+    tokens = torch.zeros(batch, length, dtype=torch.long)
+    return getattr(transformers, model)(config), {"input_ids": tokens, "labels": tokens}
+
+
+def our_gpt(tiny):
+    config = GPTConfig(width=32, layers=1) if tiny else GPTConfig(sequence_length=1024, width=1024, layers=12, heads=16)
+    tokens = torch.zeros(1 if tiny else 8, config.sequence_length, dtype=torch.long)
+    return GPT(config), {"x": tokens, "y": tokens}
+
+
+def beside(make):
+    """Bytes of the second step, the first with AdamW's states: of the X-ray, as it stands, and of the allocator."""
+    found = {"xray": case_of(make).run(Plan(foreach=True)).peak["total"]}
+    model, inputs = make()
+    model = model.to(DEVICE).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        output = model(**{name: tensor.to(DEVICE) for name, tensor in inputs.items()})
+        loss = getattr(output, "loss", output)
+        del output
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize()
+    if CUDA:
+        found |= {"requested": torch.cuda.memory_stats()["requested_bytes.all.peak"]}
+        found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return found
+
+
+LONGEST_FIRST = ("09", "06", "05", "08", "07", "02")
+
+
+def notebooks(report, tiny):
+    """Every notebook executed into the folder. It notices a GPU by itself. Cells run on after one that fails."""
+    import nbformat
+
+    from notebooks.tools.run import FOLDER
+
+    places = {number: place for place, number in enumerate(LONGEST_FIRST)}
+    paths = sorted(FOLDER.glob("*.ipynb"), key=lambda path: (places.get(path.name[:2], len(places)), path.name))
+    if tiny:  # one that shows whether this works at all
+        paths = [report.path.parent / "tiny.ipynb"]
+        cells = [nbformat.v4.new_code_cell("import torch; torch.ones(2).sum()")]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), paths[0])
+    folder = report.path.parent / "notebooks"
+    with ThreadPoolExecutor(4) as pool:
+        spent = pool.map(lambda path: report.measure(path.stem, lambda: run_notebook(path, folder)), paths)
+        each = dict(zip((path.stem for path in paths), spent))
+    return [", ".join(f"{name} {seconds:.0f} s" for name, seconds in each.items() if seconds) or "none"]
+
+
+def run_notebook(path, folder):
+    """Seconds that it took. `RuntimeError` if a cell fails: its assertions are in the notebook."""
+    import nbformat
+
+    from notebooks.tools.run import execute
+
+    start = time.perf_counter()
+    notebook = execute(path, allow_errors=True)
+    errors = [
+        f"cell [{number}] {output.ename}: {output.evalue}"[:150]
+        for number, cell in enumerate(notebook.cells)
+        for output in cell.get("outputs", [])
+        if output.output_type == "error"
+    ]
+    notebook.cells.append(nbformat.v4.new_markdown_cell(f"Executed on {card()}, torch {torch.__version__}."))
+    folder.mkdir(exist_ok=True)
+    nbformat.write(notebook, folder / path.name)
+    if errors:
+        raise RuntimeError("; ".join(errors).replace("\n", " "))
+    return time.perf_counter() - start
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu_parts")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    report = Report(arguments.output, arguments.part)
+    report.finish(headlines=globals()[arguments.part](report, arguments.tiny))
+
+
+if __name__ == "__main__":
+    main()
