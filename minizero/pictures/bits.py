@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 
-from minizero.pictures.style import FONT, label_axes, new_axes
+from minizero.pictures.style import FONT, box, label_axes, new_axes
 
 # One colour for each field, and for nothing else.
 SIGN, EXPONENT, MANTISSA = "#CC79A7", "#E69F00", "#8DA0CB"
@@ -65,18 +64,14 @@ def draw_bits(
     colors = [SIGN] + exponent_bits * [EXPONENT] + mantissa_bits * [MANTISSA]
     for row, (title, bits, value) in enumerate(rows):
         for place, color in enumerate(colors):
-            axes.add_patch(Rectangle((place, -row), 0.94, 0.8, color=color))
             digit = bits >> (width - 1 - place) & 1
-            axes.text(place + 0.47, 0.4 - row, str(digit), ha="center", va="center", weight="bold", fontsize=FONT)
+            box(axes, place, -row, 0.94, 0.8, color, str(digit), edgecolor=color, weight="bold")
         axes.text(-0.4, 0.4 - row, title, ha="right", va="center", fontsize=FONT)
         said = explain(bits, value, exponent_bits, mantissa_bits)
         axes.text(width + 0.3, 0.4 - row, said, va="center", fontsize=FONT)
-    for name, start, size in (
-        ("sign", 0, 1),
-        ("exponent", 1, exponent_bits),
-        ("mantissa", 1 + exponent_bits, mantissa_bits),
-    ):
-        axes.text(start + size / 2, 1.05, name, ha="center", fontsize=FONT)
+    middles = {"sign": 0.5, "exponent": 1 + exponent_bits / 2, "mantissa": 1 + exponent_bits + mantissa_bits / 2}
+    for name, middle in middles.items():
+        axes.text(middle, 1.05, name, ha="center", fontsize=FONT)
     axes.set(xlim=(-5, width + 13), ylim=(0.9 - len(rows), 1.7))
     axes.axis("off")
     return axes
@@ -89,12 +84,12 @@ def draw_formats(formats: Mapping[str, tuple[int, int]], axes: Axes | None = Non
     for row, (name, (exponent_bits, mantissa_bits)) in enumerate(formats.items()):
         colors = [SIGN] + exponent_bits * [EXPONENT] + mantissa_bits * [MANTISSA]
         for place, color in enumerate(colors):
-            axes.add_patch(Rectangle((place, -row), 1, 0.8, facecolor=color, edgecolor="white", linewidth=2))
+            box(axes, place, -row, 1, 0.8, color, edgecolor="white", linewidth=2)
         axes.text(-0.4, 0.4 - row, name, ha="right", va="center", fontsize=FONT)
         counts = f"1 + {exponent_bits} + {mantissa_bits} = {len(colors)}"
         axes.text(longest + 0.5, 0.4 - row, counts, va="center", fontsize=FONT)
     for x, name, color in ((0, "sign", SIGN), (4, "exponent", EXPONENT), (10, "mantissa", MANTISSA)):
-        axes.add_patch(Rectangle((x, 1.2), 1, 0.5, facecolor=color))
+        box(axes, x, 1.2, 1, 0.5, color, edgecolor="none")
         axes.text(x + 1.3, 1.45, name, va="center", fontsize=FONT)
     axes.set(xlim=(-5.5, longest + 7), ylim=(0.9 - len(formats), 1.9))
     axes.axis("off")
@@ -111,10 +106,9 @@ def draw_ranges(ranges: Mapping[str, tuple[float, float, float]], axes: Axes | N
         axes.text(low - 3, -row, f"smallest {power(round(low))}", ha="right", va="center", fontsize=FONT)
         axes.text(high + 3, -row, f"largest {written(numbers[-1])}", va="center", fontsize=FONT)
     axes.set_yticks([-row for row in range(len(ranges))], list(ranges))
-    axes.set(xlim=(-200, 190), ylim=(0.5 - len(ranges), 0.5))
-    axes.set_xticks(ticks := [-126, -64, 0, 64, 128], [power(exponent) for exponent in ticks])
-    label_axes(axes, "value", "")
-    axes.legend(fontsize=FONT, loc="lower center", bbox_to_anchor=(0.45, 1), ncols=2, frameon=False)
+    at = {exponent: power(exponent) for exponent in (-126, -64, 0, 64, 128)}
+    legend = {"loc": "lower center", "bbox_to_anchor": (0.45, 1), "ncols": 2}
+    label_axes(axes, "value", "", at=at, legend=legend, xlim=(-200, 190), ylim=(0.5 - len(ranges), 0.5))
     return axes
 
 

@@ -5,12 +5,12 @@ their colours of all other pictures.
 """
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import isfinite, log2
 
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch
 
-from minizero.pictures.style import COLORS, FONT, MIB, Look, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, MIB, Look, box, draw_lines, label_axes, new_axes, note
 
 GREY, PINK, ORANGE = "#4D4D4D", "#CC79A7", "#D55E00"
 # One for each curve, in the order in which they are given. The wide ones come first, so that of equal ones both show.
@@ -39,18 +39,15 @@ def plot_runs(losses: Mapping[str, Sequence[float]], window: int = 10, axes: Axe
         if ends:  # the legend has the cross, since the line may be a single point
             cross: Look = {"color": look["color"], "markersize": 17, "markeredgecolor": "black", "zorder": 5}
             axes.plot(len(means), means[-1], "X", label=name, **cross)
-            words = f"NaN from step {len(means) + 1} on"
-            axes.annotate(words, (len(means), means[-1]), (14, 16), textcoords="offset points", fontsize=FONT)
-    label_axes(axes, "training step", f"loss (mean of {window} steps)", ticks=FONT - 2)
-    axes.set_ylim(0, 1.15 * max(means))
-    axes.legend(fontsize=FONT - 1, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1), handlelength=3)
+            note(axes, f"NaN from step {len(means) + 1} on", (len(means), means[-1]), (14, 16))
+    place: Look = {"fontsize": FONT - 1, "loc": "upper left", "bbox_to_anchor": (1.01, 1), "handlelength": 3}
+    words = "training step", f"loss (mean of {window} steps)"
+    label_axes(axes, *words, FONT - 2, ylim=(0, 1.15 * max(means)), legend=place)
     return axes
 
 
 def plot_scale(scales: Sequence[float], skipped: Sequence[int], axes: Axes | None = None) -> Axes:
     """Draws the loss scale of each step as a power of 2; crosses are the steps that were skipped."""
-    from math import log2
-
     axes = axes or new_axes(12, 4.4)
     powers = [log2(scale) for scale in scales]
     axes.step(range(1, len(powers) + 1), powers, where="post", color=PINK, linewidth=3.5)
@@ -58,9 +55,8 @@ def plot_scale(scales: Sequence[float], skipped: Sequence[int], axes: Axes | Non
     axes.plot(at, [powers[step] for step in skipped], "X", color="black", markersize=11, label="step skipped")
     low, high = int(min(powers)) - 1, int(max(powers)) + 2
     ticks = range(low, high + 1, 2)
-    axes.set_yticks(list(ticks), [f"$2^{{{power}}}$" for power in ticks])
-    label_axes(axes, "training step", "loss scale", ticks=FONT - 2)
-    axes.legend(fontsize=FONT - 1, frameon=False, loc="upper right")
+    axes.set_yticks(list(ticks), [f"$2^{{{exponent}}}$" for exponent in ticks])
+    label_axes(axes, "training step", "loss scale", FONT - 2, legend={"loc": "upper right", "fontsize": FONT - 1})
     return axes
 
 
@@ -68,33 +64,23 @@ def plot_lost(ratios: Sequence[float], lost: Mapping[str, Sequence[float]], axes
     """Draws which share of updates is lost (0 to 1) against weight / update, a curve for each format."""
     axes = axes or new_axes(11, 4.4)
     looks: list[Look] = [{"color": ORANGE, "linestyle": "dashed"}, {"color": COLORS["parameters"]}]
-    for (name, shares), look in zip(lost.items(), looks):
-        axes.plot(ratios, [100 * share for share in shares], label=name, linewidth=4, **look)
+    draw_lines(axes, ratios, lost, [look | {"linewidth": 4} for look in looks], 1 / 100)
     for limit, side in ((256, "right"), (512, "left"), (2048, "right"), (4096, "left")):
         axes.axvline(limit, color="black", linewidth=1.2, linestyle="dotted")
         axes.text(limit, 50, f" {limit:,} ", ha=side, fontsize=FONT)
-    axes.set_xscale("log", base=2)
-    axes.legend(fontsize=FONT, frameon=False, loc="upper left")
     ticks = [2**power for power in range(6, 14)]
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    label_axes(axes, "weight / update", "updates lost (%)", ticks=FONT - 2)
+    label_axes(axes, "weight / update", "updates lost (%)", FONT - 2, log="x", at=ticks, legend="upper left")
     return axes
 
 
 def plot_sums(lengths: Sequence[int], errors: Mapping[str, Sequence[float]], axes: Axes | None = None) -> Axes:
     """Draws the relative error of sums against the number of terms, a curve for each way to add."""
     axes = axes or new_axes(11, 5)
-    looks: list[Look] = [
-        {"color": ORANGE, "marker": "o"},
-        {"color": "#E69F00", "marker": "s", "linestyle": "dashed"},
-        {"color": GREY, "marker": "D", "linestyle": "dashdot"},
-    ]
-    for (name, values), look in zip(errors.items(), looks):
-        axes.plot(lengths, values, label=name, linewidth=3.5, markersize=8, **look)
+    looks = (ORANGE, "o", "solid"), ("#E69F00", "s", "dashed"), (GREY, "D", "dashdot")
+    draw_lines(axes, lengths, errors, [dict(zip(("color", "marker", "linestyle"), look)) for look in looks])
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    label_axes(axes, "how many numbers from 0 to 1 are added", "relative error", ticks=FONT - 2)
-    axes.legend(fontsize=FONT - 1, frameon=False)
+    place: Look = {"legend": {"fontsize": FONT - 1}, "yscale": "log"}
+    label_axes(axes, "how many numbers from 0 to 1 are added", "relative error", FONT - 2, **place)
     return axes
 
 
@@ -109,16 +95,12 @@ def plot_bytes(columns: Mapping[str, Mapping[str, float]], axes: Axes | None = N
         below = 0.0
         for part, size in boxes.items():
             color = colors.get(part.split(",")[0].split()[0], COLORS["optimizer"])
-            axes.bar(place, size, 0.62, below, color=color, edgecolor="black", linewidth=1.2)
-            ink = "black" if color == COLORS["gradients"] else "white"
-            axes.text(
-                place, below + size / 2, f"{part}: {size:g}", ha="center", va="center", color=ink, fontsize=FONT - 2
-            )
+            look: Look = {"ink": "black" if color == COLORS["gradients"] else "white", "size": FONT - 2}
+            box(axes, place - 0.31, below, 0.62, size, color, f"{part}: {size:g}", linewidth=1.2, **look)
             below += size
         axes.text(place, below + 0.3, f"{below:g} bytes", ha="center", fontsize=FONT + 1, fontweight="bold")
-    axes.set_xticks(range(len(columns)), list(columns))
-    label_axes(axes, "", "bytes for one parameter", ticks=FONT - 1)
-    axes.set_ylim(0, 23)
+    axes.autoscale(axis="x")
+    label_axes(axes, "", "bytes for one parameter", FONT - 1, at=dict(enumerate(columns)), ylim=(0, 23))
     return axes
 
 
@@ -126,13 +108,9 @@ def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]], a
     """Draws the peak bytes of a step against the batch size, {"FP32": …, "mixed precision": …}."""
     axes = axes or new_axes(11, 4.8)
     looks: list[Look] = [{"color": GREY, "marker": "o"}, {"color": PINK, "marker": "s", "linestyle": "dashed"}]
-    for (name, held), look in zip(peaks.items(), looks):
-        axes.plot(batch_sizes, [size / MIB for size in held], label=name, linewidth=3.5, markersize=9, **look)
-    axes.set_ylim(bottom=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(batch_sizes), [f"{size}" for size in batch_sizes])
-    label_axes(axes, "images in the batch", "peak of one step (MiB)", ticks=FONT - 2)
-    axes.legend(fontsize=FONT - 1, frameon=False, loc="upper left")
+    draw_lines(axes, batch_sizes, peaks, looks, MIB)
+    place: Look = {"legend": {"loc": "upper left", "fontsize": FONT - 1}, "ylim": (0, None), "at": batch_sizes}
+    label_axes(axes, "images in the batch", "peak of one step (MiB)", FONT - 2, log="x", **place)
     return axes
 
 
@@ -146,11 +124,10 @@ def draw_step(sizes: Mapping[str, tuple[int, int]], axes: Axes | None = None) ->
     for name, (left, bottom, words) in _BOXES.items():
         bits, size = sizes.get(name, (32, 4))
         color = _KINDS.get(name, COLORS["temporary"])
-        edge: Look = {"edgecolor": "black", "linewidth": 4 if bits == 32 else 1.2}
-        axes.add_patch(Rectangle((left, bottom), 2.3, 1.1, facecolor=color, **edge))
-        ink = "white" if color in (COLORS["parameters"], COLORS["optimizer"]) else "black"
+        look: Look = {"linewidth": 4 if bits == 32 else 1.2, "size": FONT - 2}
+        look["ink"] = "white" if color in (COLORS["parameters"], COLORS["optimizer"]) else "black"
         text = f"{words}\nFP{bits}, {size / 1024:,.0f} KiB" if name in sizes else f"{words}\nFP{bits}"
-        axes.text(left + 1.15, bottom + 0.55, text, ha="center", va="center", fontsize=FONT - 2, color=ink)
+        box(axes, left, bottom, 2.3, 1.1, color, text, **look)
     for start, end, words, (x, y), side in _ARROWS:
         arrow = FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=22, linewidth=2.2, color="black")
         axes.add_patch(arrow)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from minizero.pictures.bits import NORMAL, SUBNORMAL, power
-from minizero.pictures.style import COLORS, FONT, MIB, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, MIB, draw_lines, label_axes, new_axes
 
 
 def draw_bytes(held: Mapping[str, int]) -> Axes:
@@ -40,8 +40,7 @@ def draw_number_line(rows: Mapping[str, tuple[Sequence[float], Sequence[float], 
         axes.vlines([x for x in normal if x <= end], -0.35, 0.35, color="black", linewidth=2.5)
         axes.vlines(subnormal, -0.22, 0.22, color=SUBNORMAL, linewidth=6)
         axes.set_yticks([0], [title])
-        axes.set(xlim=(-end / 100, end), ylim=(-0.5, 0.5))
-        label_axes(axes, "", "")
+        label_axes(axes, "", "", xlim=(-end / 100, end), ylim=(-0.5, 0.5))
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
     panels[-1, 0].set_xlabel("value", fontsize=FONT)
@@ -69,8 +68,7 @@ def draw_spacing(numbers: Sequence[float], mark: float, turn: float) -> Axes:
     for axis, ticks in ((axes.xaxis, range(-24, 17, 4)), (axes.yaxis, range(-24, 9, 4))):
         axis.set_ticks([2.0**exponent for exponent in ticks], [power(exponent) for exponent in ticks])
     axes.minorticks_off()
-    axes.set(ylim=(2.0**-26, 2.0**8))
-    label_axes(axes, "number", "distance to the next")
+    label_axes(axes, "number", "distance to the next", ylim=(2.0**-26, 2.0**8))
     return axes
 
 
@@ -94,9 +92,9 @@ def draw_rounding(
         axes.plot(ties[name].keys(), ties[name].values(), "o", color="black", markersize=13)
         axes.set_title(name, fontsize=FONT + 2)
         axes.set_yticks(list(names), list(names.values()))
-        axes.set_xticks(range(math.ceil(min(x)), math.floor(max(x)) + 1))
         axes.grid(axis="y", color="#DDDDDD")
-        label_axes(axes, "exact result", "", ticks=FONT - 2)
+        whole = {place: str(place) for place in range(math.ceil(min(x)), math.floor(max(x)) + 1)}
+        label_axes(axes, "exact result", "", FONT - 2, at=whole)
     panels[0].set_ylabel("rounded to FP16", fontsize=FONT)
     return list(panels)
 
@@ -104,10 +102,7 @@ def draw_rounding(
 def draw_sums(exact: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Axes:
     """Sums of ones against how many were added: the exact ones dashed, one or two others solid."""
     axes = new_axes(12, 4.4)
-    count = range(1, len(exact) + 1)
-    axes.plot(count, exact, "--", color="#999999", linewidth=3, label="exact")
-    for number, (name, sums) in enumerate(curves.items()):
-        axes.plot(count, sums, color=("black", "#D55E00")[number], linewidth=3, label=name)
-    label_axes(axes, "how many ones were added", "sum")
-    axes.legend(fontsize=FONT, frameon=False)
+    looks = [{"color": "#999999", "linestyle": "dashed"}, {"color": "black"}, {"color": "#D55E00"}]
+    draw_lines(axes, range(1, len(exact) + 1), {"exact": exact, **curves}, looks)
+    label_axes(axes, "how many ones were added", "sum", legend="best")
     return axes

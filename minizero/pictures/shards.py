@@ -8,14 +8,15 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
-from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, label_axes, mib
+from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, box, label_axes, mib, note, sheet
 
 Results = dict[str, Any]
 STATES = ("parameters", "gradients", "optimizer")
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the stage of ZeRO that begins to cut it
-OUTLINE: Look = {"facecolor": "#F4F4F4", "edgecolor": "#BBBBBB", "linewidth": 0.8}
+PALE = "#F4F4F4"
+OUTLINE: Look = {"edgecolor": "#BBBBBB", "linewidth": 0.8}
 
 
 def draw_boxes(results: Results) -> Figure:
@@ -26,31 +27,27 @@ def draw_boxes(results: Results) -> Figure:
     runs, size = results["runs"], results["world_size"]
     whole = {name: max(_whole(run, name) for run in runs) for name in STATES}
     base = {name: sum(whole[below] for below in STATES[:place]) for place, name in enumerate(STATES)}
-    figure = Figure(figsize=(16, 9), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(16, 9)
     for group, run in enumerate(runs):
         # A stage gets one unit of the x axis, and its ranks share 0.84 of that.
         centres = [group - 0.42 + 0.84 * (rank + 0.5) / size for rank in range(size)]
         look: Look = {"width": 0.75 / size, "linewidth": min(0.8, 8 / size)}
         for name in STATES:
-            axes.bar(centres, whole[name] / MIB, bottom=base[name] / MIB, label="", **{**OUTLINE, **look})
+            axes.bar(centres, whole[name] / MIB, bottom=base[name] / MIB, label="", color=PALE, **{**OUTLINE, **look})
             heights = [rank["persistent"].get(name, 0) for rank in run["ranks"]]
             bottoms = [base[name] + (sum(heights[:rank]) if _is_cut(run, name) else 0) for rank in range(size)]
-            at: Look = {"bottom": [bottom / MIB for bottom in bottoms], "edgecolor": "black", "label": name}
-            axes.bar(centres, [height / MIB for height in heights], color=COLORS.get(name, OTHER), **at, **look)
+            own: Look = {"bottom": [bottom / MIB for bottom in bottoms], "edgecolor": "black", "label": name}
+            axes.bar(centres, [height / MIB for height in heights], color=COLORS.get(name, OTHER), **own, **look)
         totals = [rank["persistent"]["total"] for rank in run["ranks"]]
         text = " to ".join(dict.fromkeys(mib(end) for end in (min(totals), max(totals))))
-        place: Look = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(
-            f"{text} MiB\nper rank", (group, sum(whole.values()) / MIB), fontsize=FONT + 1, weight="bold", **place
-        )
+        at = (group, sum(whole.values()) / MIB)
+        note(axes, f"{text} MiB\nper rank", at, (0, 9), "center", fontsize=FONT + 1, weight="bold")
     axes.set_xticks(range(len(runs)), [run["name"] for run in runs], fontweight="bold")
-    label_axes(axes, f"stage (a column for each rank, 0 to {size - 1})", "whole of each state (MiB)")
-    axes.set(xlim=(-0.5, len(runs) - 0.5), ymargin=0.15)
+    ends: Look = {"xlim": (-0.5, len(runs) - 0.5), "ymargin": 0.15}
+    label_axes(axes, f"stage (a column for each rank, 0 to {size - 1})", "whole of each state (MiB)", **ends)
     names = f"{results['n_parameters']:,} parameters, world size {size}"
-    figure.suptitle(f"Which part each rank holds after a step: {names}", fontsize=FONT + 4)
-    _legend(figure, STATES)
-    return figure
+    axes.figure.suptitle(f"Which part each rank holds after a step: {names}", fontsize=FONT + 4)
+    return _with_legend(axes.figure)
 
 
 def _is_cut(run: Results, name: str) -> bool:
@@ -69,33 +66,29 @@ def draw_numbers(held: Mapping[str, Sequence[Mapping[str, range]]], whole: int) 
     held: for each stage by its name, for each rank, by what is stored (such as "gradients g"), the places it holds.
     The first word of what is stored gives its colour. whole: how many numbers there are.
     """
-    figure = Figure(figsize=(16, 6.2), layout="constrained")
-    for panel, (stage, ranks) in enumerate(held.items(), start=1):
-        axes = figure.add_subplot(1, len(held), panel)
+    panels = sheet(16, 6.2, 1, len(held))
+    for axes, (stage, ranks) in zip(panels, held.items()):
         rows = list(ranks[0])
         for rank, stored in enumerate(ranks):
             for row, name in enumerate(rows):
                 top = rank * (len(rows) + 1) + row
                 for place in range(whole):
-                    axes.add_patch(Rectangle((place + 0.06, top + 0.08), 0.88, 0.84, **OUTLINE))
-                for place in stored[name]:
-                    look: Look = {"facecolor": COLORS[name.split()[0]], "edgecolor": "black", "linewidth": 0.8}
-                    axes.add_patch(Rectangle((place + 0.06, top + 0.08), 0.88, 0.84, **look))
+                    color, edge = (COLORS[name.split()[0]], "black") if place in stored[name] else (PALE, "#BBBBBB")
+                    box(axes, place + 0.06, top + 0.08, 0.88, 0.84, color, edgecolor=edge, linewidth=0.8)
         count = sum(map(len, ranks[0].values()))
         axes.set_title(f"{stage}\n{count} numbers a rank", fontsize=FONT + 1, fontweight="bold")
-        axes.set(xlim=(0, whole), ylim=(len(ranks) * (len(rows) + 1) - 1, -0.1))
-        label_axes(axes, "place of the number", "")
-        axes.set_xticks([place + 0.5 for place in range(whole)], [str(place) for place in range(whole)])
+        at = {place + 0.5: str(place) for place in range(whole)}
+        ends: Look = {"xlim": (0, whole), "ylim": (len(ranks) * (len(rows) + 1) - 1, -0.1)}
+        label_axes(axes, "place of the number", "", at=at, **ends)
         middles = [rank * (len(rows) + 1) + len(rows) / 2 for rank in range(len(ranks))]
-        axes.set_yticks(middles, [f"rank {rank}" for rank in range(len(ranks))] if panel == 1 else [""] * len(ranks))
+        axes.set_yticks(middles, [f"rank {rank}" if axes is panels[0] else "" for rank in range(len(ranks))])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    names = [name.split(maxsplit=1) for name in rows]
     labels: dict[str, list[str]] = {}
-    for state, symbol in names:
+    for state, symbol in [name.split(maxsplit=1) for name in rows]:
         labels.setdefault(state, []).append(symbol)
-    _legend(figure, STATES, {state: f"{state} ({', '.join(symbols)})" for state, symbols in labels.items()})
-    return figure
+    words = {state: f"{state} ({', '.join(symbols)})" for state, symbols in labels.items()}
+    return _with_legend(panels[0].figure, words)
 
 
 def draw_board(board: Sequence[Mapping[str, Mapping[str, float]]], ax: Axes) -> Axes:
@@ -110,11 +103,11 @@ def draw_board(board: Sequence[Mapping[str, Mapping[str, float]]], ax: Axes) -> 
             for number, state in enumerate(STATES):
                 left, share = column + 0.08 + 0.28 * number, units[name][state]
                 bottom = row + 0.93  # the axis runs down, from rank to rank, so upward is less
-                ax.add_patch(Rectangle((left, bottom), 0.26, -0.84, **OUTLINE))
+                box(ax, left, bottom, 0.26, -0.84, PALE, **OUTLINE)
                 if share:
-                    start = row % round(1 / share) * share
-                    ax.add_patch(Rectangle((left, bottom - 0.84 * start), 0.26, -0.84 * share, color=COLORS[state]))
-            ax.add_patch(Rectangle((column + 0.04, row + 0.04), 0.92, 0.92, fill=False, edgecolor="black", linewidth=1))
+                    start, color = row % round(1 / share) * share, COLORS[state]
+                    box(ax, left, bottom - 0.84 * start, 0.26, -0.84 * share, color, edgecolor=color)
+            box(ax, column + 0.04, row + 0.04, 0.92, 0.92, "none")
     ax.set(xlim=(0, len(names)), ylim=(len(board), 0))
     labels = [name.removeprefix("blocks.") if name == "root" else name.replace("blocks.", "block ") for name in names]
     ax.set_xticks([column + 0.5 for column in range(len(names))], labels)
@@ -126,15 +119,17 @@ def draw_board(board: Sequence[Mapping[str, Mapping[str, float]]], ax: Axes) -> 
 
 def draw_boards(boards: Mapping[str, Sequence[Mapping[str, Mapping[str, float]]]]) -> Figure:
     """Draws a board (`draw_board`) for each moment, by its title."""
-    figure = Figure(figsize=(16, 4.3 * -(-len(boards) // 2)), layout="constrained")
-    for panel, (title, board) in enumerate(boards.items(), start=1):
-        axes = figure.add_subplot(-(-len(boards) // 2), 2, panel)
+    rows = -(-len(boards) // 2)
+    panels = sheet(16, 4.3 * rows, rows, 2)
+    for axes, (title, board) in zip(panels, boards.items()):
         draw_board(board, axes).set_title(title, fontsize=FONT, fontweight="bold")
-    _legend(figure, STATES)
+    for axes in panels[len(boards) :]:
+        axes.remove()
+    return _with_legend(panels[0].figure)
+
+
+def _with_legend(figure: Any, labels: Mapping[str, str] = {}) -> Figure:  # noqa: B006
+    patches = [Patch(label=labels.get(state, state), facecolor=COLORS[state], edgecolor="black") for state in STATES]
+    patches.append(Patch(label="not on this rank", facecolor=PALE, **OUTLINE))
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=FONT, frameon=False)
     return figure
-
-
-def _legend(figure: Figure, states: Sequence[str], labels: Mapping[str, str] = {}) -> None:  # noqa: B006
-    keys = [Patch(label=labels.get(state, state), facecolor=COLORS[state], edgecolor="black") for state in states]
-    keys.append(Patch(label="not on this rank", **OUTLINE))
-    figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=FONT, frameon=False)

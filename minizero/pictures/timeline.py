@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
-from minizero.pictures.style import COLORS, FONT, Look, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, Look, keys, label_axes, new_axes
 
 # A lane has the colour of the state that moves in it.
 LANES = {
@@ -56,10 +55,9 @@ def plot_timeline(events: Iterable[Event], ax: Axes | None = None) -> Axes:
         ax.axhline(rows[rank, lanes[0]] - 0.5, color="black", linewidth=0.8)
     ax.invert_yaxis()
     label_axes(ax, "milliseconds", "", ticks=FONT - 4)
-    keys = {"forward": LANES["compute"], "backward": BACKWARD}
-    keys |= {lane: LANES[lane] for lane in lanes if lane != "compute"}
-    patches = [Patch(facecolor=color, label=name, **edges) for name, color in keys.items()]
-    ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT - 2, frameon=False)
+    colors = {"forward": LANES["compute"], "backward": BACKWARD}
+    colors |= {lane: LANES[lane] for lane in lanes if lane != "compute"}
+    keys(ax, colors, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT - 2)
     return ax
 
 
@@ -73,16 +71,9 @@ def save_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
         for rank, lane in sorted({(event.rank, event.lane) for event in events})
         for kind, label in (("process_name", f"rank {rank}"), ("thread_name", lane))
     ]
-    bars = [
-        {
-            "ph": "X",
-            "pid": event.rank,
-            "tid": lanes[event.lane],
-            "name": event.name or event.lane,
-            "cat": event.lane,
-            "ts": 1e6 * (event.start - origin),
-            "dur": 1e6 * (event.end - event.start),
-        }
-        for event in events
-    ]
+    bars = []
+    for event in events:
+        when = {"ts": 1e6 * (event.start - origin), "dur": 1e6 * (event.end - event.start)}
+        what = {"pid": event.rank, "tid": lanes[event.lane], "name": event.name or event.lane, "cat": event.lane}
+        bars.append({"ph": "X", **what, **when})
     Path(path).write_text(json.dumps({"traceEvents": named + bars, "displayTimeUnit": "ms"}))

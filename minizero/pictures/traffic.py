@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from minizero.pictures.style import COLORS, FONT, PREDICTED, Look, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, PREDICTED, Look, draw_lines, label_axes, new_axes, note
 
 # By their order in a picture.
 WAYS: list[Look] = [
@@ -24,12 +24,9 @@ def draw_busiest(loads: Mapping[str, Mapping[int, float]]) -> Axes:
         line: Look = {**look, "linewidth": look["linewidth"] + wider, "markersize": 11 + 2 * wider}
         axes.plot(list(load), list(load.values()), label=name, **line)
         last, sent = max(load.items())
-        axes.annotate(f"{sent:.3g}", (last, sent), (14, -5), textcoords="offset points", fontsize=FONT)
+        note(axes, f"{sent:.3g}", (last, sent), (14, -5))
     sizes = sorted({size for load in loads.values() for size in load})
-    axes.set_xticks(sizes)
-    axes.set_ylim(0, None)
-    label_axes(axes, "ranks N", "sent by the busiest rank (tensors)")
-    axes.legend(frameon=False, fontsize=FONT)
+    label_axes(axes, "ranks N", "sent by the busiest rank (tensors)", at=sizes, ylim=(0, None), legend="best")
     return axes
 
 
@@ -48,16 +45,14 @@ def draw_bound(sent: Mapping[int, tuple[float, float]]) -> Axes:
     for place, size in enumerate(sizes):
         bound = 2 * (size - 1) / size
         line: Look = {**PREDICTED, "linestyle": "solid", "linewidth": 4}
-        axes.plot(
-            [place - 0.42, place + 0.42], [bound] * 2, label="the bound 2(N − 1)/N" if not place else None, **line
-        )
+        line["label"] = None if place else "the bound 2(N − 1)/N"
+        axes.plot([place - 0.42, place + 0.42], [bound] * 2, **line)
         axes.text(place, bound + 0.06, f"{bound:.3g}", ha="center", fontsize=FONT)
     axes.axhline(2, color=COLORS["communication"], linestyle="dotted", linewidth=2)
     axes.text(-0.55, 2.04, "2", ha="left", fontsize=FONT)
-    axes.set_xticks(places, [str(size) for size in sizes])
-    axes.set_ylim(0, 2.75)
-    label_axes(axes, "ranks N", "sent by each rank (tensors)")
-    axes.legend(frameon=False, ncols=3, loc="upper center", fontsize=FONT, columnspacing=1.2, handlelength=1.4)
+    at = {place: str(size) for place, size in enumerate(sizes)}
+    legend: Look = {"ncols": 3, "loc": "upper center", "columnspacing": 1.2, "handlelength": 1.4}
+    label_axes(axes, "ranks N", "sent by each rank (tensors)", at=at, ylim=(0, 2.75), legend=legend)
     return axes
 
 
@@ -73,11 +68,8 @@ def draw_message_times(measured: Mapping[str, Mapping[int, float]], fitted: Mapp
         point: Look = {"color": look["color"], "marker": look["marker"], "linestyle": "none", "markersize": 12}
         axes.plot(list(found), [1e3 * t for t in found.values()], label=f"{name}: measured", **point)
         axes.plot(grid, 1e3 * (alpha + grid / beta), label=f"{name}: fitted", **{**look, "marker": ""})
-    axes.set(xscale="log", yscale="log")
-    _size_ticks(axes, sorted({size for found in measured.values() for size in found}))
-    _plain_decades(axes)
-    label_axes(axes, "n, the size of a message", "time (milliseconds)")
-    axes.legend(frameon=False, fontsize=FONT)
+    sizes = sorted({size for found in measured.values() for size in found})
+    label_axes(axes, "n, the size of a message", "time (milliseconds)", **_by_powers(axes, sizes))
     return axes
 
 
@@ -89,16 +81,12 @@ def draw_predicted_times(
     sizes: in bytes; marked: {bytes: words}, drawn as vertical lines.
     """
     axes = new_axes(10, 5.4)
-    for (name, seconds), look in zip(predicted.items(), WAYS):
-        axes.plot(sizes, seconds, label=name, **{**look, "marker": ""})
-    axes.set(xscale="log", yscale="log")
-    _size_ticks(axes, [2**k for k in range(0, 64, 5) if sizes[0] <= 2**k <= sizes[-1]])
-    _plain_decades(axes)
+    draw_lines(axes, sizes, predicted, [{**look, "marker": ""} for look in WAYS])
+    powers = _by_powers(axes, [2**k for k in range(0, 64, 5) if sizes[0] <= 2**k <= sizes[-1]])
     for size, words in marked.items():
         axes.axvline(size, color=COLORS["communication"], linestyle="dotted", linewidth=2)
-        axes.annotate(words, (size, axes.get_ylim()[0]), (-6, 8), textcoords="offset points", ha="right", fontsize=FONT)
-    label_axes(axes, "size of the tensor", "predicted time (seconds)")
-    axes.legend(frameon=False, fontsize=FONT)
+        note(axes, words, (size, powers["ylim"][0]), (-6, 8), "right")
+    label_axes(axes, "size of the tensor", "predicted time (seconds)", **powers)
     return axes
 
 
@@ -108,15 +96,13 @@ def size_in_words(nbytes: int) -> str:
     return f"{nbytes / 2**unit:g} {SIZES[unit]}"
 
 
-def _size_ticks(axes: Axes, sizes: Sequence[int]) -> None:
-    axes.set_xticks(sizes, [size_in_words(size) for size in sizes])
-    axes.minorticks_off()
-
-
-def _plain_decades(axes: Axes) -> None:
-    """Writes 0.1, 1 and 10 on the y axis, in place of powers. The axis begins and ends at such a number."""
+def _by_powers(axes: Axes, sizes: Sequence[int]) -> Look:
+    """For `label_axes`: sizes in words, and 0.1, 1 and 10 in place of powers. The y axis begins and ends at one."""
     drawn = np.concatenate([np.asarray(line.get_ydata()) for line in axes.lines])
-    decades = range(math.floor(math.log10(drawn.min())), math.ceil(math.log10(drawn.max())) + 1)
-    axes.set_yticks([10.0**k for k in decades], [f"{10.0**k:,g}" for k in decades])
-    axes.set_ylim(10.0 ** decades[0], 10.0 ** decades[-1])
-    axes.minorticks_off()
+    decades = [10.0**k for k in range(math.floor(math.log10(drawn.min())), math.ceil(math.log10(drawn.max())) + 1)]
+    at: Look = {"log": "xy", "at": {size: size_in_words(size) for size in sizes}, "legend": "best"}
+    return at | {
+        "yticks": decades,
+        "yticklabels": [f"{each:,g}" for each in decades],
+        "ylim": (decades[0], decades[-1]),
+    }

@@ -5,8 +5,6 @@ import functools
 import time
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +14,7 @@ from minizero.engines.timeline import Timeline
 from minizero.memory import Ledger
 from minizero.models.text import TEXT, read_text
 from minizero.pictures import MIB, draw_steps
-from minizero.pictures.style import COLORS, FONT, label_axes
+from minizero.pictures.style import COLORS, FONT, box, keys, label_axes, note, sheet
 from notebooks.tools.zero import Block, slow_link
 
 LENGTH = 32  # tokens of a sequence
@@ -219,30 +217,23 @@ def train(batch_size, rate=2e-3, sequences=128 * 60, device="cpu"):
 
 def draw_weights(targets, weights):
     """How much one token of each micro-batch counts. A bar begins at 1, what it counts in the whole batch."""
-    figure = Figure(figsize=(14, 5.6), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(targets))
-    bars = axes.bar(places, [weight - 1 for weight in weights], 0.6, bottom=1, color=ORANGE)
-    for bar, weight in zip(bars, weights):
-        at = (bar.get_x() + bar.get_width() / 2, weight)
-        below = {"xytext": (0, 6 if weight > 1 else -6), "textcoords": "offset points"}
-        side = "bottom" if weight > 1 else "top"
-        axes.annotate(f"{weight:.2g}", at, ha="center", va=side, fontsize=FONT + 4, weight="bold", **below)
+    axes = sheet(14, 5.6)
+    axes.bar(range(len(targets)), [weight - 1 for weight in weights], 0.6, bottom=1, color=ORANGE)
+    for place, weight in enumerate(weights):
+        shift, side = ((0, 6), "bottom") if weight > 1 else ((0, -6), "top")
+        note(axes, f"{weight:.2g}", (place, weight), shift, "center", va=side, fontsize=FONT + 4, weight="bold")
     axes.axhline(1, color="black", linestyle="dashed", linewidth=2)
-    look = {"textcoords": "offset points", "ha": "right", "va": "top", "fontsize": FONT}
-    axes.annotate("as in one batch", (3.95, 1), (0, -6), **look)
-    axes.set(yscale="log", ylim=(0.12, 300), xlim=(-0.6, 4))
+    note(axes, "as in one batch", (3.95, 1), (0, -6), "right", va="top")
+    at = {place: f"{count} targets" for place, count in enumerate(targets)}
+    label_axes(axes, "micro-batch", "weight of one token", at=at, yscale="log", ylim=(0.12, 300), xlim=(-0.6, 4))
     axes.set_yticks([0.1, 1, 10, 100], ["", "1", "10", "100"])
-    axes.set_xticks(places, [f"{count} targets" for count in targets])
-    label_axes(axes, "micro-batch", "weight of one token")
     axes.tick_params(axis="x", labelsize=FONT + 1)
-    return figure
+    return axes.figure
 
 
 def draw_cuts(runs):
     """A batch cut in time and in space, side by side. runs: by title, for each GPU what it does, as `what_is_done`."""
-    figure = Figure(figsize=(16, 6.4), layout="constrained")
-    for axes, (title, gpus) in zip(figure.subplots(1, len(runs)), runs.items()):
+    for axes, (title, gpus) in zip(sheet(16, 6.4, 1, len(runs)), runs.items()):
         parts = [what for done in gpus for what in done if isinstance(what, int)]
         axes.text(0, -1.6, f"one batch of {sum(parts)} sequences", fontsize=FONT)
         for number, part in enumerate(parts):
@@ -261,19 +252,16 @@ def draw_cuts(runs):
                     _box(axes, now, 0, 0.75, len(gpus) - 0.2, "all-\nreduce", COLORS["gradients"])
                 now += 0.81 * (what == "all_reduce" and len(gpus) > 1)
         axes.set_title(title, fontsize=FONT + 4, fontweight="bold")
-        axes.set(xlim=(-0.02, 5.02), ylim=(4, -2.1), xticks=[])
         axes.set_yticks([row + 0.4 for row in range(len(gpus))], [f"GPU {row}" for row in range(len(gpus))])
-        label_axes(axes, "in this order →", "")
+        label_axes(axes, "in this order →", "", at=[], xlim=(-0.02, 5.02), ylim=(4, -2.1))
         axes.spines["left"].set_visible(False)
         axes.tick_params(length=0)
-    return figure
+    return axes.figure
 
 
 def _box(axes, left, top, width, height, words, color):
-    axes.add_patch(Rectangle((left, top), width, height, facecolor=color, edgecolor="black", linewidth=1))
-    look = {"ha": "center", "va": "center", "fontsize": FONT + 1}
     dark = color in (*PARTS[2:], COLORS["optimizer"])
-    axes.text(left + width / 2, top + height / 2, words, color="white" if dark else "black", **look)
+    box(axes, left, top, width, height, color, words, size=FONT + 1, ink="white" if dark else "black")
 
 
 def draw_hills(steps):
@@ -295,25 +283,21 @@ def draw_hills(steps):
 
 def draw_race(best):
     """Sequences in a second, by way. best: seconds of a step, as `race` returns them."""
-    figure = Figure(figsize=(14, 5.4), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(14, 5.4)
     ways = list(best)[::-1]
     sequences = [256 if way == "2 × 128" else 128 for way in ways]
     rates = [count / best[way] for count, way in zip(sequences, ways)]
     bars = axes.barh(ways, rates, 0.7, color=[PARTS[2] if way.startswith("2") else GREY for way in ways])
     words = [f"{1e3 * best[way]:.0f} ms for {count}" for count, way in zip(sequences, ways)]
     axes.bar_label(bars, words, padding=6, fontsize=FONT + 1)
-    axes.set(xlim=(0, 1.25 * max(rates)))
-    label_axes(axes, "sequences in a second of the processor", "", FONT + 1)
-    keys = [Patch(color=color, label=words) for color, words in ((GREY, "one process"), (PARTS[2], "two processes"))]
-    figure.legend(handles=keys, loc="outside upper right", ncols=2, fontsize=FONT, frameon=False)
-    return figure
+    label_axes(axes, "sequences in a second of the processor", "", FONT + 1, xlim=(0, 1.25 * max(rates)))
+    keys(axes.figure, {"one process": GREY, "two processes": PARTS[2]}, loc="outside upper right", ncols=2)
+    return axes.figure
 
 
 def draw_training(curves):
     """Loss over steps, and over what was read. curves: by batch size, points (steps, loss)."""
-    figure = Figure(figsize=(16, 5.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = sheet(16, 5.6, 1, 2, sharey=True)
     last = min(points[-1][0] for points in curves.values())
     for (size, points), color, style in zip(curves.items(), (BLUE, ORANGE, "black"), ("o-", "s--", "^:")):
         steps, losses = zip(*points)
@@ -325,4 +309,4 @@ def draw_training(curves):
         axes.set_title(title, fontsize=FONT + 2, fontweight="bold")
         label_axes(axes, words, "loss on unseen text\n(nats per byte)" if axes is panels[0] else "")
     panels[0].legend(fontsize=FONT, frameon=False)
-    return figure
+    return axes.figure

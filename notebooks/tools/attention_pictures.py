@@ -4,12 +4,11 @@ from itertools import takewhile
 
 import numpy as np
 from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-from matplotlib.patches import Polygon, Rectangle
+from matplotlib.patches import Polygon
 
 from minizero.pictures import FONT, MIB, plot_curve
 from minizero.pictures.ring import play
-from minizero.pictures.style import label_axes
+from minizero.pictures.style import box, draw_lines, keys, label_axes, note, sheet
 
 PLAIN, TILED, THIRD = "#CC79A7", "#5E2750", "#8A8A8A"
 CHIP, HBM, DONE = "#E69F00", "#A6D8F5", "#E4E4E4"
@@ -19,8 +18,7 @@ LOOKS += ({"color": "black", "marker": "^", "linestyle": "dotted"}, {"color": CH
 
 def draw_heads(tokens, parts):
     """The matrices of one head, side by side. parts: (title, matrix, what stands behind it)."""
-    figure = Figure(figsize=(17, 3.2), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(17, 3.2)
     x, high = 0, len(tokens)
     for title, matrix, sign in parts:
         rows, columns = len(matrix), len(matrix[0])
@@ -33,24 +31,21 @@ def draw_heads(tokens, parts):
         for place, token in enumerate(tokens if columns == high else ()):
             axes.text(x + place + 0.5, top + 0.15, token, ha="center", fontsize=FONT - 2)
         for row, column in np.ndindex(rows, columns):
-            number, corner = matrix[row][column], (x + column, top - row - 1)
+            number = matrix[row][column]
             shade = (0.9, 0.62, 0, 0.15 + 0.85 * number) if title.startswith("P") else "white"
-            axes.add_patch(Rectangle(corner, 1, 1, facecolor=shade, edgecolor="black"))
-            middle = corner[0] + 0.5, corner[1] + 0.5
-            axes.text(*middle, f"{number:.{0 if whole else 2}f}", ha="center", va="center", fontsize=FONT - 1)
+            box(axes, x + column, top - row - 1, 1, 1, shade, f"{number:.{0 if whole else 2}f}", size=FONT - 1)
         axes.text(x + columns / 2, 0.8, title, ha="center", fontsize=FONT + 2, weight="bold")
         behind = 0.6 + 0.3 * len(sign)
         axes.text(x + columns + behind / 2, -high / 2, sign, ha="center", va="center", fontsize=FONT + 4)
         x += columns + behind
     axes.set(xlim=(-0.05, x - 0.5), ylim=(-high - 0.05, 1.4), aspect="equal")
     axes.axis("off")
-    return figure
+    return axes.figure
 
 
 def draw_memories(memories, between):
     """A pyramid, not to scale. memories: (name, size, speed), from the top; between: what to say of two neighbours."""
-    figure = Figure(figsize=(14, 5.4), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(14, 5.4)
     floors = len(memories)
     for floor, ((name, size, speed), color) in enumerate(zip(memories, (CHIP, HBM, DONE))):
         top, bottom = floors - floor, floors - floor - 0.94
@@ -65,7 +60,7 @@ def draw_memories(memories, between):
         axes.text(4.15, height, words, va="center", fontsize=FONT + 1)
     axes.set(xlim=(-4.4, 8), ylim=(0, floors + 0.05))
     axes.axis("off")
-    return figure
+    return axes.figure
 
 
 def draw_roofline(name, bytes_per_second, operations_per_second, points, measured=None, in_fp32=None):
@@ -74,8 +69,7 @@ def draw_roofline(name, bytes_per_second, operations_per_second, points, measure
     measured: operations a second by the same titles; without them each point stands on the line.
     in_fp32: the most for FP32 numbers, then a second line.
     """
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(14, 6)
     ridge, low, high = operations_per_second / bytes_per_second, 3, 3000
     x = np.array([low, ridge, high])
     axes.plot(x, np.minimum(x * bytes_per_second, operations_per_second) / 1e12, color="black", linewidth=3)
@@ -91,8 +85,7 @@ def draw_roofline(name, bytes_per_second, operations_per_second, points, measure
         axes.plot(each, reached, marker, color=color, markersize=15, markeredgecolor="black")
         near = (0, 16, "center") if each > ridge else (14, -12, "left")
         near = (-14, 0, "right") if reached > at_most else near  # beside the line, not across it
-        words = f"{title}: {reached if measured else each:.0f}"
-        axes.annotate(words, (each, reached), near[:2], textcoords="offset points", ha=near[2], fontsize=FONT)
+        note(axes, f"{title}: {reached if measured else each:.0f}", (each, reached), near[:2], near[2])
     if measured:  # so are both parts of the line
         words = f"a copy: {bytes_per_second / 1e12:.1f} · 10¹² bytes a second"
         axes.text(0.16 * ridge, 0.2 * operations_per_second / 1e12, words, ha="right", fontsize=FONT)
@@ -103,14 +96,13 @@ def draw_roofline(name, bytes_per_second, operations_per_second, points, measure
         axes.set_title(name, fontsize=FONT + 2)
     else:
         axes.axvline(ridge, color="black", linewidth=1, linestyle="dotted")
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, top))
     ticks, heights = [3, 10, 30, 100, round(ridge, -1), 1000, 3000], [10, 30, 100, 300, 1000][: 5 if top > 1000 else 4]
-    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-    axes.set_yticks(heights, [f"{height:,}" for height in heights])
-    axes.minorticks_off()
     words = "10¹² operations a second" + ("" if measured else f",\n{name}, at most")
-    label_axes(axes, "operations for each byte between HBM and the chip", words)
-    return figure
+    at = {tick: f"{tick:,.0f}" for tick in ticks}
+    ends = {"xlim": (low, high), "ylim": (bottom, top)}
+    label_axes(axes, "operations for each byte between HBM and the chip", words, log="xy", at=at, **ends)
+    axes.set_yticks(heights, [f"{height:,}" for height in heights])
+    return axes.figure
 
 
 def draw_rates(name, matmul, rates):
@@ -118,8 +110,7 @@ def draw_rates(name, matmul, rates):
 
     matmul: what a product of large matrices reaches. rates: {title: {tokens: operations a second}}.
     """
-    figure = Figure(figsize=(14, 5.6), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(14, 5.6)
     lengths = sorted({n for its in rates.values() for n in its})
     axes.axhline(matmul, color="black", linewidth=1, linestyle="dotted")
     axes.text(lengths[0], 1.02 * matmul, f"a product of matrices: {matmul:.0f}", fontsize=FONT)
@@ -133,14 +124,11 @@ def draw_rates(name, matmul, rates):
     below = -np.inf
     for rate, words, color in sorted(ends):  # of lines that end close together the names stand one above the other
         below = max(rate, below + 0.062 * matmul)
-        place = {"xytext": (16, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(words, (lengths[-1], below), fontsize=FONT, color=color, **place)
-    axes.set(xscale="log", xlim=(0.9 * lengths[0], 3.4 * lengths[-1]), ylim=(0, 1.1 * matmul))
-    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
-    axes.minorticks_off()
+        note(axes, words, (lengths[-1], below), (16, 0), color=color, va="center")
     axes.set_title(name, fontsize=FONT + 2)
-    label_axes(axes, "tokens N", "10¹² operations a second")
-    return figure
+    ends = {"xlim": (0.9 * lengths[0], 3.4 * lengths[-1]), "ylim": (0, 1.1 * matmul)}
+    label_axes(axes, "tokens N", "10¹² operations a second", log="x", at=lengths, **ends)
+    return axes.figure
 
 
 def animate_online(scores, steps, exact):
@@ -153,15 +141,13 @@ def animate_online(scores, steps, exact):
         step, seen = steps[number], range(number + 1)
         bars.clear()
         bars.bar(seen, np.exp(np.array(scores[: number + 1]) - step.maximum), color=[HBM] * number + [CHIP])
-        bars.set(xlim=(-0.6, len(scores) - 0.4), ylim=(0, 1.12), xticks=range(len(scores)))
         words = f"m = {step.maximum:.1f}, what was there × {step.rescale:.2f}, l = {step.total:.2f}"
-        bars.set_title(words, fontsize=FONT)
-        label_axes(bars, "key", "exp(score − m)")
+        look = {"xlim": (-0.6, len(scores) - 0.4), "ylim": (0, 1.12), "title": words}
+        label_axes(bars, "key", "exp(score − m)", at=range(len(scores)), **look)
         output.clear()
         output.bar([0], [step.output.item()], color=CHIP)
         output.axhline(exact, color="black", linestyle="dashed", linewidth=2)
-        output.set(xticks=[], ylim=(0, 1.08))
-        label_axes(output, "dashed: exact", "o / l")
+        label_axes(output, "dashed: exact", "o / l", at=[], ylim=(0, 1.08))
         figure.tight_layout()
 
     return play(figure, draw, len(steps))
@@ -172,18 +158,15 @@ def draw_tile(axes, blocks, tile, title):
     i, j = tile
     axes.clear()
 
-    def box(x, y, color, name="", line="solid"):
-        axes.add_patch(Rectangle((x, y), 0.92, 0.92, facecolor=color, edgecolor="black", linestyle=line))
-        axes.text(x + 0.46, y + 0.44, name, ha="center", va="center", fontsize=FONT)
-
     for b in range(blocks):
-        y = blocks - 1 - b
-        box(-1.6, y, CHIP if b == i else HBM, f"Q{b}")
-        box(b, blocks + 0.4, CHIP if b == j else HBM, f"K{b}")
-        box(b, blocks + 1.4, CHIP if b == j else HBM, f"V{b}")
-        box(blocks + 0.6, y, CHIP if b == i else HBM if b < i else "white", f"O{b}")
+        y, row, column = blocks - 1 - b, CHIP if b == i else HBM, CHIP if b == j else HBM
+        boxes = [(-1.6, y, row, f"Q{b}"), (b, blocks + 0.4, column, f"K{b}"), (b, blocks + 1.4, column, f"V{b}")]
+        boxes.append((blocks + 0.6, y, row if b <= i else "white", f"O{b}"))
+        for left, bottom, color, name in boxes:
+            box(axes, left, bottom, 0.92, 0.92, color, name)
         for c in range(blocks):
-            box(c, y, CHIP if (b, c) == tile else DONE if (b, c) < tile else "white", line="dotted")
+            color = CHIP if (b, c) == tile else DONE if (b, c) < tile else "white"
+            box(axes, c, y, 0.92, 0.92, color, linestyle="dotted")
     axes.set(xlim=(-1.8, blocks + 1.7), ylim=(-0.2, blocks + 2.5), aspect="equal")
     axes.set_title(title, fontsize=FONT)
     axes.axis("off")
@@ -191,15 +174,14 @@ def draw_tile(axes, blocks, tile, title):
 
 def draw_tiles(blocks, moves):
     """The first tile, one in the middle, and the last. moves: [(tile, bytes moved so far)]."""
-    figure = Figure(figsize=(15, 5), layout="constrained")
+    panels = sheet(15, 5, 1, 3)
+    figure = panels[0].figure
     figure.get_layout_engine().set(wspace=0.2)
-    chosen = (0, len(moves) // 2, len(moves) - 1)
-    for axes, number in zip(figure.subplots(1, 3), chosen):
+    for axes, number in zip(panels, (0, len(moves) // 2, len(moves) - 1)):
         tile, moved = moves[number]
         draw_tile(axes, blocks, tile, f"tile {number + 1}: {moved:,} bytes so far")
-    looks = {"on the chip": CHIP, "in HBM": HBM, "forgotten": DONE, "to come": "white"}
-    handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="black", label=name) for name, color in looks.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=FONT, frameon=False)
+    colors = {"on the chip": CHIP, "in HBM": HBM, "forgotten": DONE, "to come": "white"}
+    keys(figure, colors, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -214,9 +196,8 @@ def animate_tiles(blocks, moves, plain):
         draw_tile(axes, blocks, tile, "orange: on the chip, blue: in HBM")
         counter.clear()
         counter.bar([0, 1], [moved / 1024, plain / 1024], color=[TILED, PLAIN])
-        counter.set_xticks([0, 1], ["tiles,\nso far", "plain,\nin all"])
-        counter.set_title(f"{moved:,} bytes", fontsize=FONT)
-        label_axes(counter, "", "KiB moved")
+        words = {0: "tiles,\nso far", 1: "plain,\nin all"}
+        label_axes(counter, "", "KiB moved", at=words, title=f"{moved:,} bytes")
         figure.tight_layout()
 
     return play(figure, draw, len(moves))
@@ -227,44 +208,33 @@ def draw_theorem(srams, moved, names, curve, constant):
 
     Of neighbours with the same blocks the first is named.
     """
-    figure = Figure(figsize=(13, 5.4), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(13, 5.4)
     sizes = [sram // 1024 for sram in srams]
     label = f"{constant:.1f} N² d² / M, the theorem's form"
     axes.plot(sizes, [constant * each / MIB for each in curve], color="black", linewidth=2, label=label)
     axes.plot(sizes, [each / MIB for each in moved], "o", color=TILED, markersize=14, label="best blocks that fit")
     for at, (size, each, name) in enumerate(zip(sizes, moved, names)):
         if name not in names[:at]:
-            words = f"{each / MIB:,.0f} MiB\nblocks of {name}"
-            axes.annotate(words, (size, each / MIB), (0, 14), textcoords="offset points", fontsize=FONT - 1)
-    axes.set(xscale="log", yscale="log", xlim=(sizes[0] * 0.9, sizes[-1] * 1.55), ylim=(160, 2800))
-    axes.set_xticks(sizes, sizes)
-    ticks = [200, 400, 800, 1600]
-    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
-    label_axes(axes, "SRAM of one program (KiB)", "moved, forward and\nbackward (MiB)")
-    axes.legend(fontsize=FONT, frameon=False)
-    return figure
+            note(axes, f"{each / MIB:,.0f} MiB\nblocks of {name}", (size, each / MIB), (0, 14), fontsize=FONT - 1)
+    ends = {"xlim": (sizes[0] * 0.9, sizes[-1] * 1.55), "ylim": (160, 2800), "legend": "best"}
+    words = "SRAM of one program (KiB)", "moved, forward and\nbackward (MiB)"
+    label_axes(axes, *words, log="xy", at=dict(zip(sizes, sizes)), **ends)
+    axes.set_yticks([200, 400, 800, 1600], ["200", "400", "800", "1,600"])
+    return axes.figure
 
 
 def draw_growth(lengths, peaks, seconds):
     """Memory and time over the number of tokens, a line for each attention. peaks, seconds: {name: by length}."""
-    figure = Figure(figsize=(15, 5.2), layout="constrained")
-    panels = zip(figure.subplots(1, 2), (peaks, seconds), (MIB, 1e-3), ("peak (MiB)", "best of several turns (ms)"))
-    for axes, values, unit, label in panels:
-        for (name, its), look in zip(values.items(), LOOKS):
-            axes.plot(lengths, [each / unit for each in its], label=name, linewidth=3, markersize=10, **look)
-        axes.set(ylim=(0, None), xticks=lengths)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        label_axes(axes, "tokens N", label)
-    axes.legend(fontsize=FONT, frameon=False)
-    return figure
+    panels = zip(sheet(15, 5.2, 1, 2), (peaks, seconds), (MIB, 1e-3), ("peak (MiB)", "best of several turns (ms)"))
+    for axes, curves, unit, label in panels:
+        draw_lines(axes, lengths, curves, LOOKS, unit)
+        label_axes(axes, "tokens N", label, at=lengths, ylim=(0, None), legend=None if curves is peaks else "best")
+    return axes.figure
 
 
 def draw_floors(name, floors):
     """What a pass takes by its operations and by its bytes. floors: {title: (products, seconds, seconds)}."""
-    figure = Figure(figsize=(14, 0.95 * len(floors) + 1.6), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(14, 0.95 * len(floors) + 1.6)
     for row, (products, operations, moved) in enumerate(floors.values()):
         bars = ((-0.19, operations, CHIP, f" ({products} products)"), (0.19, moved, HBM, ""))
         for shift, value, color, words in bars:
@@ -272,19 +242,16 @@ def draw_floors(name, floors):
             axes.text(1e6 * value + 2, row + shift, f"{1e6 * value:.0f}{words}", va="center", fontsize=FONT)
     axes.set_yticks(range(len(floors)), list(floors))
     axes.invert_yaxis()
-    handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="black") for color in (CHIP, HBM)]
-    words = ["time for the operations", "time for the bytes"]
-    axes.legend(handles, words, fontsize=FONT, frameon=False, loc="upper right")
+    keys(axes, {"time for the operations": CHIP, "time for the bytes": HBM}, loc="upper right")
     axes.margins(x=0.1)
     label_axes(axes, f"model without caches (µs a head), {name}", "")
-    return figure
+    return axes.figure
 
 
 def draw_passes(curves):
     """Memory until the optimizer's step, a panel for each attention, on one scale. curves: {name: a ledger's curve}."""
-    figure = Figure(figsize=(17, 5.4), layout="constrained")
     highest = max(sample["total"] for curve in curves.values() for sample in curve) / MIB
-    panels = figure.subplots(1, len(curves))
+    panels = sheet(17, 5.4, 1, len(curves))
     for axes, (name, curve) in zip(panels, curves.items()):
         samples = [*takewhile(lambda sample: sample.phase != "optimizer", curve)]
         plot_curve(samples, axes, "not seen: scratch inside operators")
@@ -295,20 +262,18 @@ def draw_passes(curves):
         axes.set_ylim(0, 1.15 * highest)
         if axes is not panels[-1]:
             axes.get_legend().remove()  # the same as the last one's
-    return figure
+    return axes.figure
 
 
 def draw_training(lengths, seconds, peaks):
     """A training step with each attention: seconds and peak, bars for each length. {name: by length}."""
-    figure = Figure(figsize=(15, 5.2), layout="constrained")
-    panels = zip(figure.subplots(1, 2), (seconds, peaks), (1e-3, MIB), ("ms a step, best of several", "peak (MiB)"))
+    panels = zip(sheet(15, 5.2, 1, 2), (seconds, peaks), (1e-3, MIB), ("ms a step, best of several", "peak (MiB)"))
     for axes, values, unit, label in panels:
         for shift, (name, its), color in zip((-0.2, 0.2), values.items(), (PLAIN, TILED)):
             places = np.arange(len(lengths)) + shift
             bars = axes.bar(places, [each / unit for each in its], 0.38, color=color, edgecolor="black", label=name)
             axes.bar_label(bars, fmt="%.0f", fontsize=FONT - 1, padding=3)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.margins(y=0.12)
-        label_axes(axes, "tokens N", label)
+        label_axes(axes, "tokens N", label, at={place: f"{length:,}" for place, length in enumerate(lengths)})
     axes.legend(fontsize=FONT, frameon=False, loc="upper left")
-    return figure
+    return axes.figure

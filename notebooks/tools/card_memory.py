@@ -12,13 +12,12 @@ import time
 from unittest import mock
 
 import torch
-from matplotlib import pyplot
 from torch import nn
 
 from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
 from minizero.memory import CATEGORIES, Ledger
-from minizero.pictures import COLORS, FONT, MIB
-from minizero.pictures.style import label_axes
+from minizero.pictures import COLORS, MIB
+from minizero.pictures.style import label_axes, new_axes
 from minizero.ranks.collectives import barrier
 from minizero.torch_private import allocator_history
 from minizero.xray import Plan
@@ -193,7 +192,7 @@ def draw_timeline():
     """This card's timeline. Without one: the ledger's curve of a recorded rank beside a quarter of the allocator's."""
     if (run := figures("memory", lambda: {"timeline": timeline()}, ["DDP"])) is None:
         return None
-    axes = pyplot.figure(figsize=(16, 7), layout="constrained").add_subplot()
+    axes = new_axes(16, 7)
     if found := run.figures.get("timeline"):
         curve, title = found["ledger"], found["what"]
         for name, style in (("allocated", "solid"), ("reserved", "dashed")):
@@ -210,13 +209,10 @@ def draw_timeline():
     kept = [name for name in COLORS if any(curve[name])]
     parts = [[curve[name][i] / GIB for moments in at for i in moments] for name in kept]
     axes.stackplot(places, parts, colors=[COLORS[name] for name in kept], labels=kept)
-    axes.set_xticks([0.5, 1.5, 2.5], PHASES)
     for place in (1, 2):
         axes.axvline(place, color="black", linestyle="dotted")
-    axes.set(xlim=(0, 3), ylim=0)
-    label_axes(axes, "one step", "GiB")
-    axes.set_title(f"{run.card}: {title}", fontsize=FONT)
-    axes.legend(fontsize=FONT, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    look = {"xlim": (0, 3), "ylim": 0, "title": f"{run.card}: {title}", "legend": "beside"}
+    label_axes(axes, "one step", "GiB", at=dict(zip((0.5, 1.5, 2.5), PHASES)), **look)
     return run
 
 

@@ -20,8 +20,7 @@ def draw_steps(run):
             axes.barh(row, amount, color=GREY if DTYPES[name] is None else PINK)
             axes.text(amount, row, f" {amount:.{digits}f}", va="center", fontsize=FONT + 2)
         axes.set_yticks(range(len(steps)), steps)
-        axes.set_xlim(0, 1.18 * axes.dataLim.x1)
-        label_axes(axes, label, "")
+        label_axes(axes, label, "", xlim=(0, 1.18 * axes.dataLim.x1))
     both[0].invert_yaxis()
     figure.suptitle(run.card, fontsize=FONT + 2)
 

@@ -7,14 +7,14 @@ from unittest import mock
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import Circle, Rectangle
+from matplotlib.patches import Circle
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from minizero import GPTConfig
 from minizero.memory.operators import Watcher
 from minizero.pictures import COLORS, FONT, MIB, PREDICTED, plot_schedule
-from minizero.pictures.style import label_axes
+from minizero.pictures.style import box, draw_lines, label_axes, new_axes, note
 from minizero.recompute.guards import state
 from minizero.schedules import binomial, depth, optimal_schedule
 from notebooks.tools.card import DEVICE, GIB, most_bytes
@@ -228,8 +228,7 @@ def draw_nodes(rows):
             axes.add_patch(Circle((node, 1), 0.3, facecolor=color, edgecolor="black", linewidth=2))
             axes.text(node, 1, node if node < 6 else "out", ha="center", va="center", fontsize=FONT + 2)
             if node in gradients:
-                square = Rectangle((node - 0.2, 0.05), 0.4, 0.4, facecolor=COLORS["gradients"], edgecolor="black")
-                axes.add_patch(square)
+                box(axes, node - 0.2, 0.05, 0.4, 0.4, COLORS["gradients"])
         arrow = {"arrowstyle": "-|>", "linewidth": 3, "color": "black", "mutation_scale": 20}
         axes.annotate("", (layer + 0.22, 0.25), (layer + 0.78, 0.25), arrowprops=arrow)
         title = f"{name}: {len(nodes) + len(gradients)} tensors, {len(ran)} forwards"
@@ -244,50 +243,44 @@ def draw_nodes(rows):
 
 def draw_root(depths, plain, regions):
     """Inputs held, measured, against the number of layers; and the two formulas."""
-    (axes,) = panels(1, width=13)
+    axes = new_axes(13, 5.6)
     axes.plot(depths, plain, label="keep everything, measured", **{**PLAIN, "linestyle": "none"})
     axes.plot(depths, regions, label="regions of √n, measured", **{**REGIONS, "linestyle": "none"})
     along = range(1, depths[-1] + 1)
     axes.plot(along, [n + 1 for n in along], label="n + 1 and 2√n, counted", **PREDICTED)
     axes.plot(along, [2 * n**0.5 for n in along], **PREDICTED)
     for amounts in (plain, regions):
-        axes.annotate(f"{amounts[-1]:.0f}", (depths[-1], amounts[-1]), (-8, 12), textcoords="offset points",
-                      ha="right", fontsize=FONT + 2)  # fmt: skip
-    axes.set(xlim=(0, None), ylim=(0, 1.1 * plain[-1]))
-    label_axes(axes, "layers, n", "peak (inputs of one layer)")
-    axes.legend(fontsize=FONT, frameon=False)
+        note(axes, f"{amounts[-1]:.0f}", (depths[-1], amounts[-1]), (-8, 12), "right", fontsize=FONT + 2)
+    look = {"xlim": (0, None), "ylim": (0, 1.1 * plain[-1]), "legend": "best"}
+    label_axes(axes, "layers, n", "peak (inputs of one layer)", **look)
     return axes
 
 
 def draw_depths(layers, rows, clock):
     """Memory and time of a step against the depth. rows: of `depth.against_depth`, for "plain" and "regions"."""
     memory, time = panels(2)
-    for name, look in (("plain", PLAIN), ("regions", REGIONS)):
-        label = "keep everything" if name == "plain" else "regions of √N"
-        memory.plot(layers, [row["bytes"] / MIB for row in rows[name]], label=label, **look)
-        time.plot(layers, [1000 * row["seconds"] for row in rows[name]], label=label, **look)
-    label_axes(memory, "layers, 6n + 2", "peak beside the parameters (MiB)")
-    label_axes(time, "layers, 6n + 2", clock)
-    for axes, title in ((memory, "memory, measured"), (time, "time, measured")):
-        axes.set_title(title, fontsize=FONT + 2)
-        axes.set(xlim=(0, None), ylim=(0, None), xticks=layers)
+    names = {"plain": "keep everything", "regions": "regions of √N"}
+    words = "peak beside the parameters (MiB)", clock
+    for axes, key, unit, label in zip((memory, time), ("bytes", "seconds"), (MIB, 1e-3), words):
+        curves = {words: [row[key] for row in rows[name]] for name, words in names.items()}
+        draw_lines(axes, layers, curves, (PLAIN, REGIONS), unit)
+        axes.set_title("memory, measured" if axes is memory else "time, measured", fontsize=FONT + 2)
+        label_axes(axes, "layers, 6n + 2", label, xlim=(0, None), ylim=(0, None), xticks=layers)
     memory.legend(fontsize=FONT, frameon=False)
     return memory, time
 
 
 def draw_region_sizes(held, counted, marks):
     """Peak against the size of a region. held, counted: by size, in inputs. marks: a size by its name."""
-    (axes,) = panels(1, width=13)
+    axes = new_axes(13, 5.6)
     axes.plot(counted.keys(), counted.values(), label="n/k + k (w + 1), counted", **PREDICTED)
     axes.plot(held.keys(), held.values(), label="measured", **{**REGIONS, "linestyle": "none"})
     for name, size in marks.items():
         axes.axvline(size, color="#B5B5B5", linewidth=2, zorder=0)
         axes.text(size * 1.03, 0.9 * max(held.values()), name, fontsize=FONT + 2)
-    axes.set(xscale="log", ylim=(0, None))
-    axes.set_xticks(list(held), list(held))
-    axes.minorticks_off()
-    label_axes(axes, "blocks in a region, k", "peak (inputs of one block)")
-    axes.legend(fontsize=FONT, frameon=False, loc="upper left", bbox_to_anchor=(0.12, 0.85))
+    place = {"loc": "upper left", "bbox_to_anchor": (0.12, 0.85)}
+    words = "blocks in a region, k", "peak (inputs of one block)"
+    label_axes(axes, *words, log="x", at=held.keys(), ylim=(0, None), legend=place)
     return axes
 
 
@@ -308,7 +301,7 @@ def draw_schedules(schedules):
 
 def draw_schedule(schedule, ticks):
     """One schedule of many layers, its bars as thick as they may be. ticks: the layers that get their number."""
-    (axes,) = panels(1, 9, 14)
+    axes = new_axes(14, 9)
     n = len(schedule.stages)
     title = f"{n} layers: {schedule.advances} + {n} = {schedule.advances + n} forwards"
     plot_schedule(schedule.steps, title, axes, [1] * n)
@@ -326,22 +319,17 @@ def draw_budgets(families, shown, points):
         axes.plot(*zip(*one_tape), label="one tape at a time: the best", **{**ONE_TAPE, "marker": "none"})
         least, ran = one_tape[0]  # above the axis
         at = next(peak for peak, its in one_tape if its < 330)
-        words = f"↑ down to {least:.0f} inputs:\n   {ran:,.0f} forwards"
-        axes.annotate(words, (at, 330), (4, -4), textcoords="offset points", va="top", fontsize=FONT)
+        note(axes, f"↑ down to {least:.0f} inputs:\n   {ran:,.0f} forwards", (at, 330), (4, -4), va="top")
         places = [regions[k] for k in shown]
         axes.plot(*zip(*places), label="regions of k", **{**REGIONS, "linestyle": "none"})
         for k, place in zip(shown, places):
             name = f"{k}" if k < max(shown) else f"{k}: keep everything"
-            side = "center" if k < max(shown) else "right"
-            axes.annotate(name, place, (0, -24), textcoords="offset points", fontsize=FONT, ha=side)
+            note(axes, name, place, (0, -24), "center" if k < max(shown) else "right")
         for name, where in points.items():
             axes.plot(*where[number], **{**ONE_TAPE, "linestyle": "none", "markeredgecolor": "black"})
-            axes.annotate(name, where[number], (10, 6), textcoords="offset points", fontsize=FONT)
-        axes.set(ylim=(0, 330), xscale="log")
-        ticks = (5, 10, 20, 50, 100, 200, 500, 1000)
-        axes.set_xticks(ticks, ticks)
-        axes.minorticks_off()
+            note(axes, name, where[number], (10, 6))
         axes.set_title(title, fontsize=FONT + 2)
-        label_axes(axes, "peak (inputs of one layer)", "forwards of a layer")
+        at = {tick: tick for tick in (5, 10, 20, 50, 100, 200, 500, 1000)}
+        label_axes(axes, "peak (inputs of one layer)", "forwards of a layer", log="x", at=at, ylim=(0, 330))
         if number == 0:
             axes.legend(fontsize=FONT, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.82))

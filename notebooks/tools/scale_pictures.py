@@ -3,11 +3,10 @@ what is fitted and what is predicted.
 """
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minizero.pictures import FONT, PREDICTED
-from minizero.pictures.style import label_axes
+from minizero.pictures.style import label_axes, note, sheet
 from minizero.simulate.report import FITTED, PUBLISHED, ruler_errors
 from notebooks.tools import zero_pictures
 
@@ -15,11 +14,6 @@ GIB = 2**30
 SPEED = "TFLOP/s per GPU"
 DIAMOND = PUBLISHED | {"s": 110}
 STRATEGIES = {"full shard": "#0072B2", "hybrid, F = 8": "#E69F00", "replication, F = 1": "#009E73", "DDP": "#C1272D"}
-
-
-def new_axes(width, height):
-    """Axes on a figure that is shown once, where a cell ends with it."""
-    return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
 def draw_steps(steps):
@@ -31,20 +25,16 @@ def draw_steps(steps):
 
 def draw_exposed(tokens, shares, kinks):
     """The exposed share of the step over the tokens on a GPU. shares, kinks: by network; a kink is in tokens."""
-    axes = new_axes(13, 5)
+    axes = sheet(13, 5)
     for (name, line), marker in zip(shares.items(), "os^"):
         axes.plot(tokens, [100 * share for share in line], **PREDICTED, marker=marker, markersize=9)
         axes.axvline(kinks[name], color="black", linewidth=1.5)
         axes.text(kinks[name] * 1.03, 58, f"by hand, {name}:\n{kinks[name]:,.0f} tokens", fontsize=FONT - 1, va="top")
         place = next((i for i, share in enumerate(line) if share < 0.55), 0)
-        axes.annotate(name, (tokens[place], 100 * line[place]), (12, 8), textcoords="offset points", fontsize=FONT)
+        note(axes, name, (tokens[place], 100 * line[place]), (12, 8))
     axes.plot([], [], **PREDICTED, label="predicted")
-    axes.legend(frameon=False, fontsize=FONT, loc="upper right")
-    axes.set(xscale="log", ylim=(0, 100))
-    ticks = [256 * 2**i for i in range(7)]
-    axes.set_xticks(ticks, [f"{count:,}" for count in ticks])
-    axes.minorticks_off()
-    label_axes(axes, "tokens on each GPU", "exposed, % of the step", ticks=FONT - 2)
+    look = {"log": "x", "at": [256 * 2**i for i in range(7)], "ylim": (0, 100), "legend": "upper right"}
+    label_axes(axes, "tokens on each GPU", "exposed, % of the step", FONT - 2, **look)
     return axes.figure
 
 
@@ -52,17 +42,16 @@ def draw_who_fits(steps, models):
     """The peak in GiB, black where it does not fit. steps: by strategy, a step for each model. models: parameters."""
     held = np.array([[step.memory["total"] / GIB for step in row] for row in steps.values()])
     fits = np.array([[step.fits for step in row] for row in steps.values()])
-    axes = new_axes(14, 5.4)
+    axes = sheet(14, 5.4)
     axes.imshow(np.where(fits, np.log(held), np.nan), cmap="Oranges", aspect="auto", vmax=np.log(250))
     axes.set_facecolor("black")
     for (i, j), gib in np.ndenumerate(held):
-        axes.text(
-            j, i, f"{gib:,.0f}", ha="center", va="center", color="black" if fits[i, j] else "white", fontsize=FONT
-        )
-    axes.set_xticks(range(len(models)), [f"{count / 1e9:.3g}B" for count in models])
+        ink = "black" if fits[i, j] else "white"
+        axes.text(j, i, f"{gib:,.0f}", ha="center", va="center", color=ink, fontsize=FONT)
     axes.set_yticks(range(len(steps)), list(steps))
-    label_axes(axes, "parameters of the model", "strategy", ticks=FONT - 1)
-    axes.set_title("GiB per GPU at the peak, predicted; black: more than the GPU or its host has", fontsize=FONT)
+    title = "GiB per GPU at the peak, predicted; black: more than the GPU or its host has"
+    sizes = {place: f"{count / 1e9:.3g}B" for place, count in enumerate(models)}
+    label_axes(axes, "parameters of the model", "strategy", FONT - 1, at=sizes, title=title)
     return axes.figure
 
 
@@ -71,8 +60,7 @@ def draw_foundry(one):
 
     one: a `Fit`.
     """
-    figure = Figure(figsize=(15, 6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    left, right = sheet(15, 6, 1, 2, width_ratios=(1.25, 1))
     names = list(one.efficiencies)
     ends = {}  # by model: the last published value
     for name in names:
@@ -90,12 +78,9 @@ def draw_foundry(one):
     left.plot([], [], **FITTED | {"linewidth": 4}, label="fitted: 128, 256")
     left.plot([], [], **PREDICTED, label="predicted: 512")
     left.scatter([], [], **DIAMOND, label="published")
-    left.set(xscale="log", xlim=(115, 720), ylim=(0.85, 1.03))
-    left.set_xticks(gpus, gpus)
-    left.set_yticks([0.85, 0.9, 0.95, 1])
-    left.xaxis.minorticks_off()
-    left.legend(frameon=False, fontsize=FONT - 1, loc="lower left")
-    label_axes(left, "GPUs (H100)", "speed of a GPU / that on 128 GPUs")
+    look = {"xlim": (115, 720), "ylim": (0.85, 1.03), "yticks": [0.85, 0.9, 0.95, 1]}
+    look["legend"] = {"loc": "lower left", "fontsize": FONT - 1}
+    label_axes(left, "GPUs (H100)", "speed of a GPU / that on 128 GPUs", log="x", at=gpus, **look)
     line, flat = ruler_errors(one)
     kinds = {"model": (one.errors(fitted=False), PREDICTED["color"], "o"), "ruler": (line, "black", "x")}
     kinds["no change since 256"] = (flat, "#8A8A8A", "s")
@@ -106,10 +91,9 @@ def draw_foundry(one):
         right.plot(percent, range(len(names)), marker, color=color, markersize=11, markeredgewidth=3, label=label)
     right.axvline(0, ymax=0.7, color="black", linewidth=1)
     right.set_yticks(range(len(names)), [name.removeprefix("mpt-").upper() for name in names])
-    right.set(ylim=(-0.5, 8.2))
-    right.legend(frameon=False, fontsize=FONT - 1, loc="upper left")
-    label_axes(right, "predicted / published − 1 at 512 GPUs (%)", "")
-    return figure
+    place = {"loc": "upper left", "fontsize": FONT - 1}
+    label_axes(right, "predicted / published − 1 at 512 GPUs (%)", "", ylim=(-0.5, 8.2), legend=place)
+    return right.figure
 
 
 def draw_strategies(groups, published):
@@ -118,48 +102,39 @@ def draw_strategies(groups, published):
     kind: "fitted", "predicted" or "assumed". published: {(label, strategy): TFLOP/s}.
     """
     hatches = {"fitted": "", "predicted": "//", "assumed": ".."}
-    axes = new_axes(15, 6.4)
+    axes = sheet(15, 6.4)
     for place, (label, steps) in enumerate(groups.items()):
         for number, (strategy, (step, kind)) in enumerate(steps.items()):
             x = place + 0.21 * (number - 1.5)
             if not step.fits:
-                axes.text(
-                    x, 3, "out of memory", rotation=90, ha="center", fontsize=FONT - 1, color=STRATEGIES[strategy]
-                )
+                look = {"ha": "center", "fontsize": FONT - 1, "color": STRATEGIES[strategy]}
+                axes.text(x, 3, "out of memory", rotation=90, **look)
                 continue
             look = {"color": STRATEGIES[strategy], "hatch": hatches[kind], "edgecolor": "white", "linewidth": 0}
             axes.bar(x, step.tflops, 0.19, **look)
             if (label, strategy) in published:
                 axes.scatter(x, published[label, strategy], **DIAMOND)
     keys = [Patch(color=color, label=strategy) for strategy, color in STRATEGIES.items()]
-    kinds = {"fitted": "fitted", "predicted": "predicted", "assumed": "assumed: BF16's efficiency"}
-    keys += [
-        Patch(facecolor="#8A8A8A", edgecolor="white", linewidth=0, hatch=hatches[kind], label=words)
-        for kind, words in kinds.items()
-    ]
+    look = {"facecolor": "#8A8A8A", "edgecolor": "white", "linewidth": 0}
+    for kind, hatch in hatches.items():
+        keys.append(Patch(hatch=hatch, label=kind + ": BF16's efficiency" * (kind == "assumed"), **look))
     keys.append(axes.scatter([], [], **DIAMOND, label="published, about"))
-    axes.legend(handles=keys, frameon=False, fontsize=FONT - 1, ncols=2, loc="upper left")
-    axes.set_xticks(range(len(groups)), list(groups))
-    axes.set(xlim=(-0.5, len(groups) - 0.5), ylim=(0, 165))
-    label_axes(axes, "model, and the format it computes in (16 GPUs)", SPEED)
+    place = {"handles": keys, "fontsize": FONT - 1, "ncols": 2, "loc": "upper left"}
+    ends = {"xlim": (-0.5, len(groups) - 0.5), "ylim": (0, 165), "legend": place}
+    label_axes(axes, "model, and the format it computes in (16 GPUs)", SPEED, at=dict(enumerate(groups)), **ends)
     return axes.figure
 
 
 def draw_scaling(panels):
     """TFLOP/s per GPU over GPUs. panels: (title, GPUs, {label: (line, style, published of its last point)})."""
-    figure = Figure(figsize=(15, 5.4), layout="constrained")
-    for axes, (title, gpus, lines) in zip(figure.subplots(1, 2, sharey=True), panels):
+    for axes, (title, gpus, lines) in zip(sheet(15, 5.4, 1, 2, sharey=True), panels):
         for (label, (line, style, published)), color in zip(lines.items(), ("#0072B2", "#E69F00")):
             axes.plot(gpus, line, style, color=color, linewidth=3, markersize=9, label=label)
             axes.scatter(gpus[-1], published, **DIAMOND | {"edgecolor": color, "linewidth": 2.5})
         axes.scatter([], [], **DIAMOND, label="published")
-        axes.set(xscale="log", ylim=(0, 215))
-        axes.set_xticks(gpus, gpus)
-        axes.minorticks_off()
-        label_axes(axes, "GPUs (A100)", SPEED if title.startswith("T5") else "")
-        axes.set_title(title, fontsize=FONT)
-        axes.legend(frameon=False, fontsize=FONT - 1, loc="lower left")
-    return figure
+        look = {"ylim": (0, 215), "title": title, "legend": {"loc": "lower left", "fontsize": FONT - 1}}
+        label_axes(axes, "GPUs (A100)", SPEED if title.startswith("T5") else "", log="x", at=gpus, **look)
+    return axes.figure
 
 
 def draw_causes(gpus, lines, published):
@@ -167,7 +142,7 @@ def draw_causes(gpus, lines, published):
 
     The first line is fitted, the others are predicted.
     """
-    axes = new_axes(13, 5.6)
+    axes = sheet(13, 5.6)
     looks = (FITTED | {"linewidth": 4}, PREDICTED, PREDICTED, PREDICTED)
     for (label, line), look, marker in zip(lines.items(), looks, "osD^"):
         axes.plot(gpus, [100 * share for share in line], **look, marker=marker, markersize=9)
@@ -178,25 +153,17 @@ def draw_causes(gpus, lines, published):
     axes.fill_between((gpus[-1] / 1.08, gpus[-1] * 1.08), low, high, color="black", alpha=0.25, linewidth=0)
     axes.text(gpus[-1] / 1.12, high, "published: 7 %", ha="right", va="center", fontsize=FONT)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlim=(7.5, 5000), ylim=(-1, 8.2))
-    axes.set_xticks(gpus, gpus)
-    axes.minorticks_off()
-    label_axes(axes, "GPUs (A100)", "TFLOP/s per GPU lost since 8 (%)")
-    axes.set_title("T5-11B, batch 8", fontsize=FONT)
+    look = {"xlim": (7.5, 5000), "ylim": (-1, 8.2), "title": "T5-11B, batch 8"}
+    label_axes(axes, "GPUs (A100)", "TFLOP/s per GPU lost since 8 (%)", log="x", at=gpus, **look)
     return axes.figure
 
 
 def draw_megatron(one, kink):
     """Megatron-LM's table of ZeRO-3 over the tokens on a GPU. one: its `Fit`. kink: tokens, by hand."""
-    axes = new_axes(13, 5.4)
+    axes = sheet(13, 5.4)
     points = {}  # by tokens: TFLOP/s, and what the point is called
     full = {"marker": "o", "markersize": 9}
-    hollow = {
-        "marker": "s",
-        "markersize": 18,
-        "markerfacecolor": "none",
-        "markeredgewidth": 2.5,
-    }  # shows what lies below
+    hollow = {"marker": "s", "markersize": 18, "markerfacecolor": "none", "markeredgewidth": 2.5}  # to see through
     for name, marker in (("megatron-175b", full), ("megatron-530b", hollow)):
         rows = [(row, value) for row, value in zip(one.publication.rows, one.values) if row.model == name]
         look, kind = (FITTED | {"linewidth": 6}, "fitted") if rows[0][0].fitted else (PREDICTED, "predicted")
@@ -207,36 +174,30 @@ def draw_megatron(one, kink):
             points.setdefault(count, []).append((row.value, f"{size}, {row.plan.ranks:,} GPUs"))
     for count, pair in points.items():
         axes.scatter([count] * 2, [value for value, _ in pair], **DIAMOND)
-        for (value, words), place in zip(sorted(pair), ((12, -20, "left"), (-12, 8, "right"))):
-            look = {"textcoords": "offset points", "ha": place[2], "fontsize": FONT - 2}
-            axes.annotate(words, (count, value), place[:2], **look)
+        for (value, words), (*shift, side) in zip(sorted(pair), ((12, -20, "left"), (-12, 8, "right"))):
+            note(axes, words, (count, value), shift, side, fontsize=FONT - 2)
     axes.scatter([], [], **DIAMOND, label="published")
     axes.axvline(kink, color="black", linewidth=1.5)
     words = f"by hand, with\nthe fitted network:\n{kink:,.0f} tokens"
     axes.text(kink * 0.985, 8, words, ha="right", fontsize=FONT)
-    axes.set(xlim=(-400, 12_500), ylim=(0, 190))
-    axes.set_xticks([0, 2048, 4096, 8192], ["0", "2,048", "4,096", "8,192"])
-    label_axes(axes, "tokens on each GPU", SPEED)
-    axes.legend(frameon=False, fontsize=FONT, loc="upper left")
+    ends = {"xlim": (-400, 12_500), "ylim": (0, 190), "legend": "upper left"}
+    label_axes(axes, "tokens on each GPU", SPEED, at=[0, 2048, 4096, 8192], **ends)
     return axes.figure
 
 
 def draw_networks(speeds, lines, ours):
     """TFLOP/s over the speed of the network. lines: three, by label. ours: the speeds of the real ones, by name."""
-    axes = new_axes(13, 5.2)
+    axes = sheet(13, 5.2)
     looks = (("#D55E00", "o", 9, (14, -20), "left"), ("#0072B2", "s", 7, (-14, 8), "right"))  # color, marker, label
     looks += (("#009E73", "^", 6, (14, -18), "left"),)
     for (label, line), (color, marker, at, shift, side) in zip(lines.items(), looks):
         look = PREDICTED | {"color": color}
         axes.plot([speed / 1e9 for speed in speeds], line, **look, marker=marker, markersize=9)
-        words = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": FONT, "color": color}
-        axes.annotate(label.replace(": ", "\n"), (speeds[at] / 1e9, line[at]), shift, **words)
+        place = speeds[at] / 1e9, line[at]
+        note(axes, label.replace(": ", "\n"), place, shift, side, va="center", color=color)
     for name, speed in ours.items():
         axes.axvline(speed / 1e9, color="black", linewidth=1.5)
         axes.text(speed / 1e9 * 0.96, 8, name, ha="right", fontsize=FONT + 2, fontweight="bold")
-    axes.set(xscale="log", ylim=(0, None))
-    axes.set_xticks([0.3, 1, 3, 10, 30], [0.3, 1, 3, 10, 30])
-    axes.minorticks_off()
-    label_axes(axes, "between hosts (GB/s per GPU)", SPEED)
-    axes.set_title("7B on 64 A100, one sequence on each, predicted", fontsize=FONT)
+    look = {"ylim": (0, None), "title": "7B on 64 A100, one sequence on each, predicted"}
+    label_axes(axes, "between hosts (GB/s per GPU)", SPEED, log="x", at=[0.3, 1, 3, 10, 30], **look)
     return axes.figure

@@ -8,13 +8,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from matplotlib import pyplot
 from rich.console import Console
 from torch.nn import functional as F
 
 from minizero import GPT, Zero3
 from minizero.memory import Ledger
 from minizero.pictures import FONT, draw_parts
+from minizero.pictures.style import label_axes, new_axes, note
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray import Plan
 from minizero.xray.case import Case
@@ -116,11 +116,9 @@ def draw_ladder(steps, usable):
         parts = dict(step.parts)
         parts["temporary"] = parts.get("temporary", 0) + parts.pop("communication", 0)
         bars[name.replace("Attention", "-\nAttention").replace("micro-", "micro-\n")] = parts
-    axes = pyplot.figure(figsize=(17, 7.5), layout="constrained").add_subplot()
-    draw_parts(bars, axes, unit=(GIB, "GiB on a card, at the peak"), limit=usable, smallest=0.025)
+    axes = draw_parts(bars, new_axes(17, 7.5), unit=(GIB, "GiB on a card, at the peak"), limit=usable, smallest=0.025)
     axes.lines[0].set_zorder(0)
-    words, place = f"{usable / GIB:.1f} GiB may be used", (len(bars) - 0.55, usable / GIB)
-    axes.annotate(words, place, (0, 6), textcoords="offset points", ha="right", fontsize=FONT)
+    note(axes, f"{usable / GIB:.1f} GiB may be used", (len(bars) - 0.55, usable / GIB), (0, 6), "right")
 
 
 def most_layers(fits, guess):
@@ -135,17 +133,14 @@ def most_layers(fits, guess):
 
 def draw_largest(found):
     """A bar for each name: how many billion parameters fit. found: parameters and layers by name."""
-    axes = pyplot.figure(figsize=(14, 5), layout="constrained").add_subplot()
+    axes = new_axes(14, 5)
     sizes = [parameters / 1e9 for parameters, _ in found.values()]
     axes.barh(list(found), sizes, color="#0072B2", height=0.6)
     for place, (size, (_, layers)) in enumerate(zip(sizes, found.values())):
-        words = f"{size:.1f} billion, {layers} layers"
-        axes.annotate(words, (size, place), (8, 0), textcoords="offset points", va="center", fontsize=FONT + 1)
+        note(axes, f"{size:.1f} billion, {layers} layers", (size, place), (8, 0), va="center", fontsize=FONT + 1)
     axes.invert_yaxis()
-    axes.set_xlabel("parameters of the largest model that fits, in billions (X-ray)", fontsize=FONT)
-    axes.tick_params(labelsize=FONT)
-    axes.set_xlim(0, 1.35 * max(sizes))
-    axes.spines[["top", "right"]].set_visible(False)
+    words = "parameters of the largest model that fits, in billions (X-ray)"
+    label_axes(axes, words, "", xlim=(0, 1.35 * max(sizes)))
 
 
 @contextlib.contextmanager

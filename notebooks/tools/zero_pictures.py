@@ -2,11 +2,8 @@
 
 import dataclasses
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-
 from minizero.pictures import COLORS, FONT, MIB, OTHER, mark_place, plot_timeline
-from minizero.pictures.style import LINE_STYLES, label_axes
+from minizero.pictures.style import LINE_STYLES, box, draw_lines, label_axes, note, sheet
 
 SHORTEST = 0.002  # seconds: a shorter event is not drawn
 ALONE, BETWEEN = "#CC79A7", "#5E2750"
@@ -14,30 +11,24 @@ ALONE, BETWEEN = "#CC79A7", "#5E2750"
 
 def draw_peaks(tokens, peaks):
     """Peak memory over the tokens in a rank's batch: a line for each stage. peaks: bytes, by the stage's name."""
-    figure = Figure(figsize=(14, 6.2), layout="constrained")
-    axes = figure.subplots()
-    for number, (name, held) in enumerate(peaks.items()):
-        look = {**LINE_STYLES[number], "linewidth": 4, "markersize": 10, "marker": "o"}
-        axes.plot(tokens, [bytes_ / MIB for bytes_ in held], label=name, **look)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [str(count) for count in tokens])
-    axes.set(ylim=(0, None))
-    label_axes(axes, "tokens in a rank's batch", "peak of one step (MiB per rank)")
-    axes.legend(fontsize=FONT, frameon=False, handlelength=4, loc="upper left", bbox_to_anchor=(1, 1))
-    return figure
+    axes = sheet(14, 6.2)
+    draw_lines(axes, tokens, peaks, [{**look, "linewidth": 4, "marker": "o"} for look in LINE_STYLES.values()], MIB)
+    look = {"log": "x", "at": tokens, "ylim": (0, None)}
+    look["legend"] = {"handlelength": 4, "loc": "upper left", "bbox_to_anchor": (1, 1)}
+    label_axes(axes, "tokens in a rank's batch", "peak of one step (MiB per rank)", **look)
+    return axes.figure
 
 
 def draw_factors(factors, states, crossing):
     """For each sharding factor what a rank holds, and what travels between the machines. states, crossing: bytes."""
-    figure = Figure(figsize=(14, 5.2), layout="constrained")
-    panels = zip(figure.subplots(1, 2), (states, crossing), (ALONE, BETWEEN))
+    panels = zip(sheet(14, 5.2, 1, 2), (states, crossing), (ALONE, BETWEEN))
     words = ("states of a rank (MiB)", "between machines, all ranks,\none step (MiB)")
     for (axes, values, color), label in zip(panels, words):
         bars = axes.bar([f"F = {factor}" for factor in factors], [value / MIB for value in values], color=color)
         axes.bar_label(bars, fmt="%.1f", fontsize=FONT, padding=3)
         axes.margins(y=0.12)
         label_axes(axes, "ranks that share one copy", label)
-    return figure
+    return axes.figure
 
 
 def draw_steps(events, times=True):
@@ -46,8 +37,7 @@ def draw_steps(events, times=True):
     times: False if they mean nothing, and order alone is to be read. Then all computations are equally wide.
     """
     ranks = {event.rank for its in events.values() for event in its}
-    figure = Figure(figsize=(16, (2.8 + 0.4 * len(ranks)) * len(events)), layout="constrained")
-    panels = figure.subplots(len(events), 1, sharex=True)
+    panels = sheet(16, (2.8 + 0.4 * len(ranks)) * len(events), len(events), 1, sharex=True)
     lengths = []
     for axes, (title, its) in zip(panels, events.items()):
         its = [event for event in its if event.lane != "optimizer" and event.end - event.start > SHORTEST]
@@ -55,12 +45,9 @@ def draw_steps(events, times=True):
         plot_timeline(its, axes).set_title(title, fontsize=FONT, fontweight="bold", loc="left")
         last = 1e3 * (max(event.end for event in its) - min(event.start for event in its))
         axes.axvline(last, color="black", linewidth=2, linestyle="dashed")
-        if times:
-            look = {"textcoords": "offset points", "fontsize": FONT, "va": "center"}
-            axes.annotate(f"{last:.0f} ms", (last, -0.35), (5, 0), **look)
-        else:
+        note(axes, f"{last:.0f} ms" if times else "end", (last, -0.35), (5, 0), va="center")
+        if not times:
             axes.set(xticks=[], xlabel="in this order →")
-            axes.annotate("end", (last, -0.35), (5, 0), textcoords="offset points", fontsize=FONT, va="center")
         of_rank = "rank 0  " if len(ranks) == 1 else ""
         lanes = [label.get_text().removeprefix(of_rank) for label in axes.get_yticklabels()]
         axes.set_yticks(axes.get_yticks(), lanes)
@@ -71,7 +58,7 @@ def draw_steps(events, times=True):
         if axes is not panels[-1]:
             axes.set_xlabel("")
     panels[0].set_xlim(0, 1.1 * max(lengths))
-    return figure
+    return panels[0].figure
 
 
 def in_order(events):
@@ -89,18 +76,14 @@ def draw_travel(found):
 
     found: by the stage's name, what `zero.traveled` returns. A box of length 1 sends the model once.
     """
-    figure = Figure(figsize=(16, 1.6 + 1.15 * len(found)), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(16, 1.6 + 1.15 * len(found))
     starts = {"forward": 0.0, "backward": 1.35, "step": 3.7}
     words = {"forward": "forward", "backward": "backward", "step": "optimizer's step"}
     for row, sent in enumerate(found.values()):
         for phase, start in starts.items():
             for what, how, length in _boxes(sent, phase):
-                look = {"facecolor": COLORS[what], "edgecolor": "black", "linewidth": 2}
-                axes.add_patch(Rectangle((start, row + 0.12), length, 0.76, **look))
-                color = "white" if what == "parameters" else "black"
-                text = f"{how}\n{what}"
-                axes.text(start + length / 2, row + 0.5, text, ha="center", va="center", color=color, fontsize=FONT)
+                look = {"linewidth": 2, "ink": "white" if what == "parameters" else "black"}
+                box(axes, start, row + 0.12, length, 0.76, COLORS[what], f"{how}\n{what}", **look)
                 start += length
         axes.text(4.95, row + 0.5, f"{sum(sent.values()):.2f} ×", ha="center", va="center", fontsize=FONT + 2)
     for start in list(starts.values())[1:]:
@@ -112,7 +95,7 @@ def draw_travel(found):
     axes.set_yticks([row + 0.5 for row in range(len(found))], list(found), fontsize=FONT + 1, fontweight="bold")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    return figure
+    return axes.figure
 
 
 def _boxes(sent, phase):
@@ -132,13 +115,12 @@ def _boxes(sent, phase):
 
 def draw_page(curve, whole):
     """What a rank holds beside its shards in a step of `zero3_on_a_page`. curve: a ledger's. whole: bytes."""
-    figure = Figure(figsize=(14, 4.6), layout="constrained")
-    axes = figure.subplots()
+    axes = sheet(14, 4.6)
     axes.fill_between(range(len(curve)), [sample["total"] / 1024 for sample in curve], color=OTHER, step="post")
     axes.axhline(whole / 1024, color="black", linewidth=2, linestyle="dashed")
-    axes.annotate("all parameters", (0, whole / 1024), (5, -18), textcoords="offset points", fontsize=FONT)
+    note(axes, "all parameters", (0, whole / 1024), (5, -18))
     backward = next(number for number, sample in enumerate(curve) if sample.phase == "backward")
     mark_place(axes, backward, "forward", "backward")
-    axes.set(ylim=(0, 1.2 * whole / 1024), xlim=(0, len(curve)))
-    label_axes(axes, "changes of memory, in order", "beside its shards (KiB)")
-    return figure
+    ends = {"ylim": (0, 1.2 * whole / 1024), "xlim": (0, len(curve))}
+    label_axes(axes, "changes of memory, in order", "beside its shards (KiB)", **ends)
+    return axes.figure
