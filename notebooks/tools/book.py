@@ -8,11 +8,12 @@ notebooks, are pages here, so that the folder may be handed out alone.
 import re
 from pathlib import Path
 
-from notebooks.tools.cells import highlight, number_of, outputs, page, read, title_of, words, write
+from notebooks.tools.cells import folded, highlight, number_of, outputs, page, read, title_of, words, write
 from tests.exercises.course import COURSE
 
 FOLDER = Path(__file__).parents[1]
 PREPARES = re.compile(r"import |from |set_|plt\.rc|torch\.set_|display\(Markdown\(")
+HOME = '<a href="index.html">all notebooks</a>'
 STYLE = (Path(__file__).parent / "book.css").read_text(encoding="utf-8")
 
 
@@ -20,25 +21,27 @@ def book(folder):
     """Write the pages; returns their paths."""
     notebooks = {path.stem: read(path) for path in sorted(FOLDER.glob("*.ipynb"))}
     names, paths, sources = list(notebooks), [], set()
+
+    def put(name, title, content):
+        paths.append(write(folder / f"{name}.html", page(title, content, styles=STYLE)))
+
+    def way_to(at, sign):
+        name = names[at] if 0 <= at < len(names) else None
+        words = f"{sign} {number_of(name)} {title_of(notebooks[name])}" if name else ""
+        return f'<a href="{name}.html">{words}</a>' if name else "<span></span>"
+
     for at, (name, notebook) in enumerate(notebooks.items()):
-        links = ['<a href="index.html">all notebooks</a>'] + [
-            f'<a href="{to}.html">{sign} {number_of(to)} {title_of(notebooks[to])}</a>' if to else "<span></span>"
-            for to, sign in ((names[at - 1] if at else "", "←"), ("" if name == names[-1] else names[at + 1], "→"))
-        ]
-        around = f"<nav>{links[1]}{links[0]}{links[2]}</nav>"
+        around = f"<nav>{way_to(at - 1, '←')}{HOME}{way_to(at + 1, '→')}</nav>"
         content = "".join(draw(cell) for cell in notebook.cells)
         content = content.replace(title_of(notebook), f"{number_of(name)} · {title_of(notebook)}", 1)
         content = content.replace("</h1>", f"</h1>{contents(content)}", 1)
         content = linked(content)
         sources |= set(re.findall(r'href="\.\./([\w/.]+)"', content))
         content = re.sub(r'href="\.\./([\w/.]+)"', r'href="source/\1.html"', content)
-        title = f"{number_of(name)} {title_of(notebook)}"
-        paths.append(write(folder / f"{name}.html", page(title, around + content + around, styles=STYLE)))
+        put(name, f"{number_of(name)} {title_of(notebook)}", around + content + around)
     for guide in sorted(set(FOLDER.glob("*.md")) - {FOLDER / "README.md"}):
         text = guide.read_text(encoding="utf-8")
-        title = text.partition("\n")[0].removeprefix("# ")
-        content = '<nav><a href="index.html">all notebooks</a></nav>' + linked(wide(words(text)))
-        paths.append(write(folder / f"{guide.stem}.html", page(title, content, styles=STYLE)))
+        put(guide.stem, text.partition("\n")[0].removeprefix("# "), f"<nav>{HOME}</nav>" + linked(wide(words(text))))
     for source in sorted(sources):
         text = highlight((FOLDER.parent / source).read_text(encoding="utf-8"))
         write(folder / "source" / f"{source}.html", page(source, f"<h1>{source}</h1>{text}", styles=STYLE))
@@ -49,31 +52,28 @@ def book(folder):
     index = "<h1>minizero</h1><p>How large models are trained in little memory. What you can say after a notebook:</p>"
     index += f"<table class='map'>{rows}</table>"
     index += '<p><a href="museum.html">The museum</a>: training runs that looked healthy, and were not.</p>'
-    paths.append(write(folder / "museum.html", page("The museum", museum(notebooks), styles=STYLE)))
-    return [*paths, write(folder / "index.html", page("minizero", index, styles=STYLE))]
+    put("museum", "The museum", museum(notebooks))
+    put("index", "minizero", index)
+    return paths
 
 
 def museum(notebooks):
     """Each exercise with a bug to find: what happened, the sources, and, folded, the sentence that one takes away."""
-    content = '<nav><a href="index.html">all notebooks</a></nav><h1>The museum</h1>'
-    content += (
-        "<p>Each of these runs looked healthy, and was not. Each happened to a well-known library. The exercise runs "
-    )
-    content += "it on a laptop, shows the numbers that betray it, and asks for the line.</p>"
+    content = f"<nav>{HOME}</nav><h1>The museum</h1><p>Each of these runs looked healthy, and was not. "
+    content += "Each happened to a well-known library. The exercise runs it on a laptop, shows the numbers that betray "
+    content += "it, and asks for the line.</p>"
     for exercise in COURSE:
         text, name = exercise.text(), exercise.notebook
         if not text.bug:
             continue
         story = text.about.split("\n\n")[1]
-        sources = "".join(
-            f' <a href="{link}">{source(link)}</a>' for link in re.findall(r"https://[^\s,]+", text.about)
-        )
+        links = re.findall(r"https://[^\s,]+", text.about)
+        sources = "".join(f' <a href="{link}">{source(link)}</a>' for link in links)
         content += (
             f"<h2>{exercise.id} · {exercise.title.removeprefix('Find the bug: ')}</h2>{words(story)}"
             f'<p><code>make check E={exercise.id}</code>, lesson <a href="{name}.html">{number_of(name)} '
             f"{title_of(notebooks[name])}</a>. Sources:{sources}</p>"
-            "<details><summary>what one takes away: open it after the exercise</summary>"
-            f"{words(text.takeaway)}</details>"
+            + folded("what one takes away: open it after the exercise", words(text.takeaway))
         )
     return content
 
@@ -93,9 +93,9 @@ def draw(cell):
     hidden, shown = cell.metadata.get("jupyter", {}), "".join(outputs(cell))
     code = highlight(cell.source)
     if hidden.get("source_hidden") or PREPARES.match(cell.source) or 'class="figure"' in shown:
-        code = f"<details><summary>code</summary>{code}</details>"
+        code = folded("code", code)
     if hidden.get("outputs_hidden"):
-        shown = f"<details><summary>answers an exercise: open it after yours</summary>{shown}</details>"
+        shown = folded("answers an exercise: open it after yours", shown)
     return code + wide(shown)
 
 

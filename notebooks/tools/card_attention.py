@@ -134,12 +134,12 @@ def against_length():
     return found
 
 
-def by_length(run, which, lengths=LENGTHS):
+def by_length(run, which, lengths=None):
     """{label: {N: figure}} without a mask, with heads of 64; what was not measured is not there.
 
     which: "forward" or "backward", in TFLOP/s; "memory", in bytes.
     """
-    cases = {n: run.figures.get(f"d 64, full, N {n}", {}) for n in lengths}
+    cases = {n: run.figures.get(f"d 64, full, N {n}", {}) for n in lengths or LENGTHS}
     found = {label: {n: case.get(name, {}).get(which) for n, case in cases.items()} for name, label in LABELS.items()}
     return {label: {n: its[n] for n in its if its[n]} for label, its in found.items() if any(its.values())}
 

@@ -43,6 +43,11 @@ def words(text):
     return made
 
 
+def folded(summary, content):
+    """Behind a click."""
+    return f"<details><summary>{summary}</summary>{content}</details>"
+
+
 def outputs(cell):
     """What the cell shows, a piece of HTML for each output. A player stands for its own static picture."""
     shown = [shown_as(output, cell.metadata["alt"]) for output in cell.outputs]

@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from notebooks.tools.cells import highlight, number_of, outputs, page, read, title_of, words, write
+from notebooks.tools.cells import folded, highlight, number_of, outputs, page, read, title_of, words, write
 
 FOLDER = Path(__file__).parents[1]
 REVEAL = FOLDER.parent / "minizero" / "data" / "reveal"
@@ -50,9 +50,8 @@ def slides(folder):
         paths.append(write(folder / f"{path.stem}.html", deck(title_of(notebook), drawn)))
     everything, wrong["deck"] = lecture(talk), []
     if len(everything) > DECK_SLIDES:
-        wrong["deck"].append(
-            f"it has {len(everything)} slides, {DECK_SLIDES} fit into 50 minutes: take `deck` off some"
-        )
+        too_many = f"it has {len(everything)} slides, {DECK_SLIDES} fit into 50 minutes: take `deck` off some"
+        wrong["deck"].append(too_many)
     paths.append(write(folder / "deck.html", deck("How large models are trained in little memory", everything)))
     for path in paths:
         wrong[path.stem] += look(path)
@@ -69,7 +68,7 @@ def draw(cell):
         figures, chosen = outputs(cell), cell.metadata.get("outputs")
         figures = figures if chosen is None else [dict(enumerate(figures)).get(n, NOTHING) for n in chosen]
         if cell.metadata.get("jupyter", {}).get("outputs_hidden"):
-            figures = [f"<details><summary>answers an exercise</summary>{''.join(figures)}</details>"]
+            figures = [folded("answers an exercise", "".join(figures))]
         if cell.metadata.get("code"):
             figures = [highlight(cell.source), *figures]
         title = title or cell.metadata.get("notes", "").partition(". ")[0].rstrip(".") or cell.metadata["heading"]
@@ -158,9 +157,8 @@ def opened(path, script):
         copy.write_text(f"{text[0]}<script>{script}</script>{text[1]}{text[2]}", encoding="utf-8")
         command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
         command += [f"--user-data-dir={profile().name}", "--window-size=1280,720", "--virtual-time-budget=8000"]
-        done = subprocess.run(
-            [*command, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=600, check=False
-        )
+        command += ["--dump-dom", copy.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     found = re.search(r'data-probe="([^"]*)"', done.stdout)
     return json.loads(html.unescape(found[1])) if found else None, re.findall(r"CONSOLE.*", done.stderr)
 
