@@ -1,6 +1,6 @@
 """Pictures, drawn from plain data: nothing here knows where the data come from.
 
-style.py      colours, size of letters, units
+style.py      colours, size of letters, units; what all are made of: panels, lines, boxes, words, labels
 memory.py     what a step holds, by category
 parts.py      what is held at one moment, as bars that add up
 shards.py     who holds which part of it

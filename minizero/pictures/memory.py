@@ -23,6 +23,7 @@ from minizero.pictures.style import (
     Look,
     label_axes,
     new_axes,
+    note,
 )
 
 Results = dict[str, Any]
@@ -195,8 +196,8 @@ def _mark_phases(axes: Axes, phases: list[str], places: Sequence[float]) -> None
 
 
 def _write_above(axes: Axes, text: str, place: tuple[float, float], side: str = "center") -> None:
-    words = axes.annotate(text, place, (0, 9), textcoords="offset points", ha=side, fontsize=FONT + 1)
-    words.set(fontweight="bold", path_effects=[withStroke(linewidth=5, foreground="white")])
+    look: Look = {"fontweight": "bold", "path_effects": [withStroke(linewidth=5, foreground="white")]}
+    note(axes, text, place, (0, 9), side, fontsize=FONT + 1, **look)
 
 
 def _finish(figure: Figure, title: str, keys: Sequence[Any], key_length: float = 1.5) -> Figure:

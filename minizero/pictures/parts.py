@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from minizero.pictures.memory import plot_curve, shown_categories
-from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, label_axes, new_axes, note
 
 Held = Mapping[str, float]  # bytes by category; `total` beside them, or not
 Unit = tuple[float, str]  # bytes, and what the axis then counts: "memory (MiB)"
@@ -39,13 +39,12 @@ def draw_parts(
     highest = max([limit or 0, *(_with_total(held)["total"] for held in bars.values())]) / unit[0]
     for place, held in enumerate(bars.values()):
         _stack(axes, place, held, names, unit[0], highest, digits, smallest=smallest)
-    axes.set_xticks(range(len(bars)), list(bars))
-    label_axes(axes, "", unit[1])
+    ends: Look = {"xlim": (-0.5, len(bars) - 0.5), "ylim": (0, 1.15 * highest)}
+    label_axes(axes, "", unit[1], at=dict(enumerate(bars)), **ends)
     axes.locator_params(axis="y", integer=True)
-    axes.set(xlim=(-0.5, len(bars) - 0.5), ylim=(0, 1.15 * highest))
     if limit is not None:
         axes.axhline(limit / unit[0], color="black", linestyle="dashed", linewidth=2.5)
-        axes.annotate(limit_name, (-0.47, limit / unit[0]), (0, 5), textcoords="offset points", fontsize=FONT)
+        note(axes, limit_name, (-0.47, limit / unit[0]), (0, 5))
     # From top to bottom, the legend's names stand in the bars' order.
     keys = [Patch(label=NAMES.get(name, name), color=COLORS.get(name, OTHER)) for name in reversed(names)]
     axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT, frameon=False)
@@ -108,9 +107,9 @@ def _stack(
             axes.text(place, below + height / 2, f"{height:,.{digits}f}", ha="center", va="center", **look)
         below += height
     if highest is not None:
-        look = {"ha": "center", "fontsize": FONT + 1, "fontweight": "bold", "zorder": 5}
+        look = {"fontsize": FONT + 1, "fontweight": "bold", "zorder": 5}
         look["path_effects"] = [withStroke(linewidth=5, foreground="white")]  # the line of a limit may cross it
-        axes.annotate(f"{below:,.{digits}f}", (place, below), (0, 5), textcoords="offset points", **look)
+        note(axes, f"{below:,.{digits}f}", (place, below), (0, 5), "center", **look)
 
 
 def _with_total(held: Held) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minizero import GPT, GPTConfig
@@ -106,9 +104,7 @@ def return_memory_at_once() -> bool:
     library = ctypes.CDLL(None)
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
     try:
-        return all(
-            [library.mallopt(mmap_threshold, 2**16), library.mallopt(trim_threshold, 0), library.mallopt(top_pad, 0)]
-        )
+        return all(map(library.mallopt, (mmap_threshold, trim_threshold, top_pad), (2**16, 0, 0)))
     except AttributeError:  # another C library
         return False
 
@@ -167,6 +163,8 @@ COUNTED_BY = {
 
 
 def main() -> None:
+    from tests.bench.__main__ import table
+
     return_memory_at_once()  # before anything large exists
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = GPT(GPTConfig()).to(device)
@@ -182,13 +180,8 @@ def main() -> None:
     with Ledger(model, optimizer) as ledger:
         step()
     found = compare(ledger, step, device)
-    table = Table("counted by", title="Peak of the demo's step above its start", box=box.SIMPLE_HEAD)
-    table.add_column("MiB", justify="right")
-    table.add_column("against the ledger", justify="right")
-    for name, key in COUNTED_BY.items():
-        if found[key] is not None:
-            table.add_row(name, f"{found[key] / 2**20:,.2f}", f"{(found[key] / found['ledger'] - 1) * 100:+.2f} %")
-    Console(width=100).print(table)
+    counted = {name: {"MiB": found[key] / 2**20} for name, key in COUNTED_BY.items() if found[key] is not None}
+    Console(width=100).print(table("Peak of a step above its start", [("the demo's", counted)]))
     largest = [f"{name.removesuffix('.default')} {taken / 2**20:.2f}" for name, taken in found["scratch"].items()][:3]
     print(f"Most scratch in one call, MiB: {', '.join(largest) or 'none'}.")
 
