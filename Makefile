@@ -4,8 +4,8 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 STAMP_REAL := .venv/.installed-real
 
-.PHONY: help setup demo quick test real portable oldest notebooks slides book exhaustive table1 soak bench kernels gpu lint clean
-.PHONY: exercises check hint watch questions solution reset gradebook autograder
+.PHONY: help setup demo quick test lessons course real portable oldest notebooks slides book exhaustive table1 soak bench
+.PHONY: kernels gpu lint clean exercises check hint watch questions solution reset gradebook autograder
 
 help:   ## show this list
 	@sed -n -e 's/^#: //p' -e 's/^\([a-z0-9]*\):[^#]*## /  \1	/p' $(MAKEFILE_LIST) | expand -t 14
@@ -63,14 +63,20 @@ autograder: setup  ## for lecturers: what Gradescope and GitHub Actions take, E=
 
 setup: $(STAMP)  ## make .venv with everything: python -m pip install -c constraints.txt -e ".[dev]"
 
-quick: setup  ## the tests that end within two minutes: python -m pytest -n 2
+quick: setup  ## while you work, the tests that end within a minute and a half: python -m pytest -n 2
 	$(PY) -m pytest -n 2 $(ARGS)
 
-test: setup  ## the tests that need no GPU, without the longest (real, exhaustive, soak): python -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real"
-	$(PY) -m pytest -n 2 -m "not gpu and not soak and not exhaustive and not real" $(ARGS)
+test: setup  ## once at the end, all tests but those that have a target below: python -m pytest -n 2 -m "not apart"
+	$(PY) -m pytest -n 2 -m "not apart" $(ARGS)
 
-real: $(STAMP_REAL)  ## train real models under every stage, in minutes: python -m pytest tests/real -m real -n 2
-	$(PY) -m pytest tests/real -m real -n 2 $(ARGS)
+lessons: setup  ## run every notebook, which asserts what it says, and write nothing: python -m pytest -n 2 -m lessons
+	$(PY) -m pytest -n 2 -m lessons $(ARGS)
+
+course: setup  ## the course: right answers pass, wrong ones are told why: python -m pytest -n 2 -m "course and not soak"
+	$(PY) -m pytest -n 2 -m "course and not soak" $(ARGS)
+
+real: $(STAMP_REAL)  ## train real models in every stage, and X-ray the larger networks, in minutes: python -m pytest tests/real tests/xray -n 2 -m real
+	$(PY) -m pytest tests/real tests/xray -n 2 -m real $(ARGS)
 
 portable: setup  ## on Linux, the quick tests as older and other processors sum, three runs: python -m tests.portable
 	$(PY) -m tests.portable $(ARGS)

@@ -60,12 +60,22 @@ def one_thread():
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # `tests.portable` tries two
 
 
+COURSE = ("test_exercise", "test_autograder", "test_gradebook", "test_questions")
+APART = {"gpu", "lessons", "real", "exhaustive", "soak"}
+
+
 def pytest_collection_modifyitems(items):
     """The longest tests begin first: at the end one worker would wait for them.
 
     What computes with a library, whose sums have another order on another processor, is for `tests.portable`.
+    What has a target of its own is `apart`; of the course, what is quick is in `make test`, too.
     """
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_rehearsal.py", "test_publish.py"))
     for item in items:
         if {"torch", "numpy", "np"} & vars(item.module).keys():
             item.add_marker("numbers")
+        if item.path.name.startswith(COURSE):
+            item.add_marker("course")
+        marks = {mark.name for mark in item.iter_markers()}
+        if marks & APART or {"course", "slow"} <= marks:
+            item.add_marker("apart")

@@ -17,7 +17,7 @@ FOLDER = ROOT / ".venv-oldest"
 PYTHON = FOLDER / ("Scripts" if os.name == "nt" else "bin") / "python"
 CHECKS = [
     ["pytest", "-q", "-n", "2"],
-    ["pytest", "-q", "-m", "slow", "tests/test_notebooks.py", "-k", "00_where or 09_all"],
+    ["pytest", "-q", "-m", "lessons", "tests/test_notebooks.py", "-k", "00_where or 09_all"],
 ]
 if sys.platform == "linux":  # Triton is not elsewhere
     CHECKS.append(["flash.compile", "--gpus", "sm_80", "sm_90", "--head-dims", "64", "128"])

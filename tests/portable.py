@@ -24,7 +24,7 @@ SETTINGS = {
     ),
     "a server": dict(OPENBLAS_CORETYPE="SkylakeX", TEST_THREADS="1"),
 }  # fmt: skip
-MARKS = "numbers and (accuracy or not slow) and not gpu and not soak and not exhaustive and not real"
+MARKS = "numbers and (accuracy or not slow) and not apart"
 
 
 def openblas_core() -> str:

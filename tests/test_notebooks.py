@@ -19,7 +19,7 @@ PLACES = re.compile(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.lessons
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path):
     execute(path)  # the assertions are in the notebook

@@ -16,10 +16,12 @@ from minizero.xray.plan import Plan
 from minizero.xray.step import measure
 from tests.support.xray_cases import OWN, adamw, allocated, fake, real
 
-SLOW = ("alexnet", "vgg", "inception_v1", "inception_v2", "inception_v3", "GPT, selective")
+IN_MAKE_TEST = ("GPT", "LSTM", "UNet", "resnet")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in OWN])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.real] * (name not in IN_MAKE_TEST)) for name in OWN]
+)
 def test_fake_is_real(name):
     assert fake(OWN[name], Plan()) == real(OWN[name], Plan())
 
