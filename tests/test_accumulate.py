@@ -1,6 +1,7 @@
 """Accumulation: the gradient of the whole window, whatever the micro-batches; sent once; in the memory of one."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,45 +34,31 @@ def gradients(model):
 def whole(window, make=lambda: GPT(SMALL)):
     """Loss and gradients of all micro-batches as one batch."""
     model = make()
-    loss = model(torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))
+    if isinstance(window[0], dict):
+        loss = model(**{key: torch.cat([part[key] for part in window]) for key in window[0]}).loss
+    else:
+        loss = model(*map(torch.cat, zip(*window)))
     loss.backward()
-    return loss.detach(), gradients(model)
+    return loss.item(), gradients(model)
+
+
+def assert_whole(loss, gradient, window, make=lambda: GPT(SMALL)):
+    expected_loss, expected = whole(window, make)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert relative_error(gradient, expected) < 1e-5
 
 
 def test_ragged_micro_batches_are_the_full_batch_and_the_mean_of_means_is_not():
     window = ragged()
-    loss, expected = whole(window)
     model = GPT(SMALL)
     measured = accumulate(model, (pair for pair in window))  # a generator will do
-    assert relative_error(gradients(model), expected) < 1e-5
-    assert measured.item() == pytest.approx(loss.item(), rel=1e-6) and not measured.requires_grad
+    assert not measured.requires_grad
+    assert_whole(measured.item(), gradients(model), window)
 
     naive = GPT(SMALL)
     for x, y in window:
         (naive(x, y) / len(window)).backward()
-    assert relative_error(gradients(naive), expected) > 0.1
-
-
-def test_128_as_4_times_32_is_the_same_update():
-    states = []
-    for pieces in (1, 4):
-        model = GPT(SMALL)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-        for step in range(2):
-            x, y = batch(step, size=128)
-            accumulate(model, zip(x.chunk(pieces), y.chunk(pieces)))
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(model.state_dict())
-    assert 0 < relative_error(states[1], states[0]) < 1e-5
-
-
-def test_a_short_last_window_counts_its_own_tokens():
-    data = ragged(seed=1)
-    for window in (data[:3], data[3:]):
-        model = GPT(SMALL)
-        accumulate(model, window)
-        assert relative_error(gradients(model), whole(window)[1]) < 1e-5
+    assert relative_error(gradients(naive), gradients(model)) > 0.1
 
 
 def test_gradients_that_were_there_before_stay():
@@ -84,7 +71,7 @@ def test_gradients_that_were_there_before_stay():
     assert relative_error(gradients(model), total) < 1e-5
 
 
-# Micro-batches without a target.
+# Micro-batches without a target; models that take keyword arguments, or count otherwise.
 
 
 class OwnMean(nn.Module):
@@ -112,51 +99,28 @@ def numbers(counts, seed=0):
     return list(zip(x, y))
 
 
-def test_a_micro_batch_without_targets_adds_nothing():
-    window = numbers([0, 4, 0, 6, 0])
-    loss, expected = whole(window, OwnMean)
-    model = OwnMean()
-    assert accumulate(model, window).item() == pytest.approx(loss.item(), rel=1e-6)
-    assert relative_error(gradients(model), expected) < 1e-5
+class ClassWeights(OwnMean):
+    """Its mean is over the sum of the weights of the targets' classes."""
+
+    weights = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.0, 7.25, 1e-3])
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.layers(x), y, self.weights.to(x.dtype))
 
 
-def test_a_window_without_any_target_is_refused_on_every_rank():
-    with pytest.raises(ValueError, match="no target in the window"):
-        accumulate(OwnMean(), numbers([0, 0]))
-
-    def work(comm, counts):
-        with pytest.raises(ValueError) as caught:
-            accumulate(DDP(OwnMean(), comm), numbers(counts[comm.rank]))
-        return str(caught.value)
-
-    assert all("no target in the window" in message for message in run(2, work, [[0], [0, 0]]))
-    assert all("no micro-batch on rank 1; others have up to 3" in m for m in run(2, work, [[1, 2, 3], []]))
-    with pytest.raises(ValueError, match="no micro-batch: give"):
-        accumulate(OwnMean(), [])
+def weights_in(pair):
+    """The sum of the weights: a float, a tensor, or one of NumPy's numbers."""
+    targets = pair[1][pair[1] != IGNORED]
+    kind = (float, torch.Tensor.double, lambda total: total.numpy()[()])[len(targets) % 3]
+    return kind(ClassWeights.weights[targets].sum())
 
 
-# Models that take keyword arguments, or count otherwise.
-
-
-@dataclasses.dataclass
-class Output:
-    loss: torch.Tensor
-
-
-class Causal(nn.Module):
+class Causal(OwnMean):
     """As Hugging Face's causal models: keyword arguments, labels that it shifts inside, an output with `.loss`."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        for number, parameter in enumerate(self.parameters()):
-            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
-
     def forward(self, inputs, labels):
-        h = inputs
-        for block in self.blocks:
-            h = block(h).tanh()
-        return Output(F.cross_entropy(h[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+        h = self.layers(inputs)
+        return SimpleNamespace(loss=F.cross_entropy(h[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
 
 
 def shifted(micro_batch):
@@ -174,53 +138,55 @@ def rows(lengths, seed=0):
     return window
 
 
-def whole_dict(window):
-    model = Causal()
-    loss = model(**{key: torch.cat([part[key] for part in window]) for key in window[0]}).loss
-    loss.backward()
-    return loss.item(), gradients(model)
+# Of each kind: three windows of micro-batches, some without a target, in the third all.
+KINDS = {
+    "pairs": (OwnMean, numbers, [[4, 1, 0], [6], [0, 0]], {}),
+    "class weights": (ClassWeights, numbers, [[4, 2, 0], [6], [0, 0]], {"count": weights_in}),
+    "dicts": (
+        Causal,
+        rows,
+        [[4, 2, 1], [6], [1, 0]],
+        {"count": shifted},
+    ),  # of a row's labels the first is not predicted
+}
 
 
-def test_a_model_that_shifts_its_labels_counts_by_a_function():
-    """A row with one label has none that is predicted."""
-    window = rows([6, 2, 1, 4])
-    loss, expected = whole_dict(window)
-    model = Causal()
-    assert accumulate(model, iter(window), count=shifted).item() == pytest.approx(loss, rel=1e-6)
-    assert relative_error(gradients(model), expected) < 1e-5
-    uncounted = Causal()
-    uncounted_loss = accumulate(uncounted, [part for part in window if shifted(part)])  # all labels, as of other models
-    assert abs(uncounted_loss.item() - loss) > 1e-3 and relative_error(gradients(uncounted), expected) > 1e-2
-
-    pairs = [(part["inputs"], part) for part in window]  # what y is, only the model and the function must know
-    model = Causal()
-    model.forward = lambda x, y: Causal.forward(model, **y).loss
-    assert accumulate(model, pairs, count=lambda pair: int(shifted(pair[1]))).item() == pytest.approx(loss, rel=1e-6)
-    assert relative_error(gradients(model), expected) < 1e-5
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_micro_batch_counts_by_its_targets(kind):
+    make, draw, counts, options = KINDS[kind]
+    window = [part for seed, each in enumerate(counts) for part in draw(each, seed)]
+    model = make()
+    assert_whole(accumulate(model, window, **options).item(), gradients(model), window, make)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "make, whole, mine, options",
-    [
-        # Rank 0 has three micro-batches, the last without a target; rank 1 has one; rank 2 two, both without.
-        (OwnMean, lambda window: whole(window, OwnMean), [numbers(c) for c in ([4, 1, 0], [6], [0, 0])], {}),
-        (Causal, whole_dict, [rows(lengths) for lengths in ([4, 2, 1], [6], [1, 0])], {"count": shifted}),
-    ],
-)
-def test_ranks_with_other_counts_other_numbers_of_micro_batches_and_none_at_all(make, whole, mine, options, stage):
-    loss, expected = whole([part for window in mine for part in window])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_other_counts_other_numbers_of_micro_batches_and_none_with_a_target(kind, stage):
+    make, draw, counts, options = KINDS[kind]
+    mine = [draw(each, seed) for seed, each in enumerate(counts)]
 
     def work(comm):
         model = stage(make(), comm)
-        measured = accumulate(model, mine[comm.rank], **options).item()
+        loss = accumulate(model, mine[comm.rank], **options).item()
         torch.optim.SGD(model.parameters(), lr=1.0).step()
-        return measured, model.gather_state_dict()
+        return loss, model.gather_state_dict()
 
     start = make().state_dict()
-    for measured, state in run(3, work):
-        assert measured == pytest.approx(float(loss), rel=1e-6)
-        assert relative_error({name: start[name] - state[name] for name in start}, expected) < 1e-5
+    for loss, state in run(3, work):
+        assert_whole(loss, {name: start[name] - state[name] for name in start}, [*mine[0], *mine[1], *mine[2]], make)
+
+
+def test_without_a_function_all_labels_count_and_with_one_y_may_be_anything():
+    window = rows([6, 2, 4])
+    loss, expected = whole(window, Causal)
+    model = Causal()
+    assert abs(accumulate(model, window).item() - loss) > 1e-3 and relative_error(gradients(model), expected) > 1e-2
+
+    model = Causal()
+    model.forward = lambda x, y: Causal.forward(model, **y).loss
+    pairs = [(part["inputs"], part) for part in window]
+    assert accumulate(model, pairs, count=lambda pair: int(shifted(pair[1]))).item() == pytest.approx(loss, rel=1e-6)
+    assert relative_error(gradients(model), expected) < 1e-5
 
 
 def test_a_stand_in_without_a_finite_loss_is_refused():
@@ -236,36 +202,6 @@ def test_a_stand_in_without_a_finite_loss_is_refused():
 
     with pytest.raises(RankFailed, match="loss is nan for what stands in.*give each rank a micro-batch that has"):
         run(2, work)
-
-
-class ClassWeights(OwnMean):
-    """Its mean is over the sum of the weights of the targets' classes."""
-
-    weights = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.0, 7.25, 1e-3])
-
-    def forward(self, x, y):
-        return F.cross_entropy(self.layers(x), y, self.weights.to(x.dtype))
-
-
-@pytest.mark.parametrize("kind", [float, torch.Tensor.double, lambda weights: weights.numpy()[()]])
-def test_a_count_may_be_a_sum_of_class_weights(kind):
-    mine = [numbers([4, 1, 0], seed=1), numbers([6], seed=2)]
-    loss, expected = whole([pair for window in mine for pair in window], ClassWeights)
-
-    def count(pair):
-        return kind(ClassWeights.weights[pair[1][pair[1] != IGNORED]].sum())
-
-    model = ClassWeights()
-    assert accumulate(model, [*mine[0], *mine[1]], count=count).item() == pytest.approx(loss.item(), rel=1e-6)
-    assert relative_error(gradients(model), expected) < 1e-5
-
-    def work(comm):
-        model = DDP(ClassWeights(), comm)
-        return accumulate(model, mine[comm.rank], count=count).item(), gradients(model.module)
-
-    for measured, gradient in run(2, work):
-        assert measured == pytest.approx(loss.item(), rel=1e-6)
-        assert relative_error(gradient, expected) < 1e-5
 
 
 # On ranks.
@@ -286,7 +222,7 @@ def test_every_stage_gets_the_full_batchs_gradient(dtype):
     start = GPT(SMALL).state_dict()
     results = [run(2, work, stage)[0] for stage in STAGES]
     for measured, state in results:
-        assert measured == pytest.approx(loss.item(), rel=1e-6 if dtype is None else 1e-2)
+        assert measured == pytest.approx(loss, rel=1e-6 if dtype is None else 1e-2)
         gradient = {name: (start[name] - state[name]) / 1000 for name in expected}
         assert relative_error(gradient, expected) < (1e-5 if dtype is None else 5e-2)
         if dtype is None:  # the same bits in every stage
@@ -453,12 +389,9 @@ def test_the_fp32_sums_are_gradients():
 # What is refused.
 
 
-class Logits(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
-
+class Logits(OwnMean):
     def forward(self, x, y):
-        return super().forward(x)
+        return self.layers(x)
 
 
 class Foreign(OwnMean):
@@ -466,27 +399,33 @@ class Foreign(OwnMean):
         raise NotImplementedError
 
 
-def giving(number):
-    return {"count": lambda micro_batch: number}
+class NoLoss(Causal):
+    def forward(self, **rest):
+        return None
 
 
-NO_COUNTS = (-1, -0.5, float("nan"), float("inf"), "3", None, torch.ones(2), 1j)
-NO_PAIRS = ((torch.zeros(2, 3), torch.zeros(2, 3)), [(1, 2)], [(1, torch.zeros(1), 3)], [5])  # the first: one pair
-ROWS, PAIRS, X = rows([4]), numbers([3]), torch.ones(2, 8)
+ROW, PAIRS = rows([4])[0], numbers([3])
 REFUSED = [
-    *((Causal(), ROWS, giving(n), ValueError, "count must give a number of at least 0, not ") for n in NO_COUNTS),
-    (Causal(), ROWS, {"count": 3}, TypeError, "count must be a function of a micro-batch, not int"),
-    (Causal(), [{"inputs": X}], {}, TypeError, r"a tensor at 'labels' \(or else count=.*, not dict"),
-    (Causal(), ROWS[0], {}, TypeError, "not str: a single one goes into a list"),
-    (Causal(), [ROWS[0] | {"num_items_in_batch": 4}], {}, ValueError, "num_items_in_batch .* leave it out"),
-    (Logits(), [{"x": X, "y": None}], giving(1), ValueError, r"model\(\*\*micro_batch\).loss must be .* not NoneType"),
-    *((OwnMean(), wrong, {}, TypeError, r"pairs \(x, y\)") for wrong in NO_PAIRS),
-    *((OwnMean(), n, {}, TypeError, f"micro_batches must be a list, .* not {type(n).__name__}") for n in (None, 5)),
+    (OwnMean(), numbers([0, 0]), {}, ValueError, "no target in the window"),
+    (OwnMean(), [], {}, ValueError, "no micro-batch: give"),
+    (OwnMean(), PAIRS[0], {}, TypeError, r"pairs \(x, y\)"),  # a pair, not a list of pairs
+    *[(OwnMean(), [wrong], {}, TypeError, r"pairs \(x, y\)") for wrong in ((1, 2), (1, torch.zeros(1), 3), 5)],
+    (OwnMean(), None, {}, TypeError, "micro_batches must be a list, .* not NoneType"),
+    (OwnMean(), 5, {}, TypeError, "micro_batches must be a list, .* not int"),
     (nn.MSELoss(), PAIRS, {}, TypeError, "an engine or a module with parameters, .* not MSELoss"),
-    (F.mse_loss, PAIRS, {}, TypeError, "an engine or a module with parameters, .* not mse_loss"),
-    (None, PAIRS, {}, TypeError, "an engine or a module with parameters, .* not None"),
+    (F.mse_loss, PAIRS, {}, TypeError, "with parameters, .* not mse_loss"),
+    (None, PAIRS, {}, TypeError, "with parameters, .* not None"),
     (Logits(), PAIRS, {}, ValueError, r"one number, the mean loss, not shape \(6, 8\)"),
     (Foreign(), PAIRS, {}, TypeError, "Foreign averages over ranks by itself"),
+    (Causal(), [ROW], {"count": 3}, TypeError, "count must be a function of a micro-batch, not int"),
+    (Causal(), [{"inputs": 1}], {}, TypeError, r"a tensor at 'labels' \(or else count=.*, not dict"),
+    (Causal(), ROW, {}, TypeError, "not str: a single one goes into a list"),
+    (Causal(), [ROW | {"num_items_in_batch": 4}], {}, ValueError, "num_items_in_batch .* leave it out"),
+    (NoLoss(), [ROW], {}, ValueError, r"model\(\*\*micro_batch\).loss must be one number, .* not NoneType"),
+    *[
+        (Causal(), [ROW], {"count": lambda _, number=number: number}, ValueError, "a number of at least 0, not ")
+        for number in (-1, -0.5, float("nan"), float("inf"), "3", None, torch.ones(2), 1j)
+    ],
 ]
 
 
@@ -496,9 +435,19 @@ def test_what_is_refused(model, window, options, error, words):
         accumulate(model, window, **options)
 
 
+def test_a_window_without_any_target_is_refused_on_every_rank():
+    def work(comm, counts):
+        with pytest.raises(ValueError) as caught:
+            accumulate(DDP(OwnMean(), comm), numbers(counts[comm.rank]))
+        return str(caught.value)
+
+    assert all("no target in the window" in message for message in run(2, work, [[0], [0, 0]]))
+    assert all("no micro-batch on rank 1; others have up to 3" in m for m in run(2, work, [[1, 2, 3], []]))
+
+
 def test_a_failure_on_one_rank_ends_all():
     def work(comm):
-        accumulate(Zero3(OwnMean(), comm), numbers([3]) if comm.rank else [5])
+        accumulate(Zero3(OwnMean(), comm), PAIRS if comm.rank else [5])
 
     with pytest.raises(RankFailed) as caught:
         run(2, work)
