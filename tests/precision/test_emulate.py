@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero.models import images
 from precision.emulate import emulate
-from precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP32, FloatFormat
+from precision.formats import BF16, FP8_E4M3, FP16, FP32, TF32, FloatFormat
 from tests.support.emulated import FORMATS_OF_16_BITS, Watch, everything, kept_bytes, on_grid
 
 
-@pytest.mark.parametrize("fmt", FORMATS_OF_16_BITS, ids=lambda fmt: f"{fmt.exponent_bits}-{fmt.mantissa_bits}")
+@pytest.mark.parametrize(
+    "fmt", [*FORMATS_OF_16_BITS, TF32, FP32], ids=lambda fmt: f"{fmt.exponent_bits}-{fmt.mantissa_bits}"
+)
 def test_every_operator_gives_values_of_the_format_forward_and_backward(fmt):
     model, inputs, labels = everything()
     with emulate(fmt), Watch(fmt) as watch:
@@ -67,22 +68,6 @@ def test_as_pytorchs_own_16_bit_kernels(fmt, dtype):
     assert torch.equal(emulated.grad, own.grad.float())
 
 
-@TORCHS
-@pytest.mark.parametrize("function", [torch.tanh, torch.exp, F.gelu])
-def test_functions_as_pytorchs_own_16_bit_kernels(function, fmt, dtype):
-    """No two libraries agree on every bit of exp. Half an ulp of the format is lost by rounding once; before, in FP32,
-    at most 16 u of the function and of x, u = 2^-24, for the few operations that a function takes.
-    """
-    x = fmt.quantize(torch.randn(300, generator=torch.Generator().manual_seed(0)))
-    wanted = function(x.double())
-    with emulate(fmt):
-        emulated = function(x)
-    for found in (emulated, function(x.to(dtype))):
-        bound = fmt.epsilon / 2 * wanted.abs() + 16 * 2**-24 * (wanted.abs() + x.abs())
-        assert ((found - wanted).abs() <= bound).all()
-    assert on_grid(fmt, emulated)
-
-
 def test_a_network_as_in_pytorchs_float16():
     """Bit for bit, of whole numbers: every sum is exact in any order, also where a kernel adds some of it in FP16.
 
@@ -127,17 +112,18 @@ def test_what_rounds_quickly_gives_the_numbers_of_quantize():
         )
 
 
-def test_float64_becomes_fp32():
-    with emulate(FP32):
-        product = torch.tensor(0.1, dtype=torch.float64) * 3
-    assert product == torch.tensor(0.1).double().mul(3).float() and product.dtype == torch.float64
-
-
-def test_float64_is_rounded_once():
-    x = torch.tensor([1 + 2**-11 + 2**-40], dtype=torch.float64)  # by way of float32 it would be a tie, and go to 1
-    with emulate(FP16):
-        y = x.clone()
-    assert y.dtype == torch.float64 and y.item() == 1 + 2**-10
+@pytest.mark.parametrize(
+    "fmt, compute",
+    [
+        (FP32, lambda: torch.tensor(0.1, dtype=torch.float64) * 3),
+        (FP16, lambda: torch.tensor(1 + 2**-11 + 2**-40, dtype=torch.float64).clone()),  # by float32: a tie, to 1
+    ],
+)
+def test_float64_is_rounded_once(fmt, compute):
+    with emulate(fmt):
+        found = compute()
+    exact = compute() if fmt == FP16 else torch.tensor(0.1).double() * 3
+    assert found == fmt.quantize(exact) != exact and found.dtype == torch.float64
 
 
 def test_fp16_fails_as_it_should():
@@ -269,27 +255,6 @@ def test_tensors_that_are_float16_already():
         assert on_grid(FP8_E4M3, model(x))
 
 
-@pytest.mark.slow
-@pytest.mark.accuracy
-def test_training_in_it_comes_near_fp32():
-    x, y = images.load("train")[0][:300].flatten(1), images.load("train")[1][:300]
-    losses = {}
-    for fmt in (FP32, FP16, FP8_E5M2):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        for _ in range(40):
-            optimizer.zero_grad()
-            with emulate(fmt):
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-            optimizer.step()
-        losses[fmt] = F.cross_entropy(model(x), y).item()
-    assert losses[FP32] < 0.5
-    assert 0 < abs(losses[FP16] / losses[FP32] - 1) < 0.02
-    assert losses[FP8_E5M2] > 1.1 * losses[FP32]
-
-
 @pytest.mark.parametrize("wrong", [torch.float16, "FP16", None, 16])
 def test_what_is_no_format(wrong):
     with pytest.raises(TypeError, match="emulate: fmt must be a FloatFormat such as FP16"):
@@ -298,16 +263,6 @@ def test_what_is_no_format(wrong):
     with pytest.raises(TypeError, match="emulate: accumulator must be"):
         with emulate(FP16, wrong):
             pass
-
-
-def test_all_named_formats_work():
-    for name, fmt in FORMATS.items():
-        x = torch.full((3,), 1.1, requires_grad=True)
-        with emulate(fmt):
-            y = x.square().sum()
-            y.backward()
-        assert on_grid(fmt, y.detach()) and on_grid(fmt, x.grad), name
-        assert x.grad[0] == pytest.approx(2.2, rel=0.13)
 
 
 @pytest.mark.parametrize(
