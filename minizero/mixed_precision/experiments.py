@@ -2,7 +2,6 @@
 
     gradient_histograms      where weight gradients and activation gradients lie on the exponent axis
     train_classifier         FP16 weights with FP32 masters and without them: updates are lost
-    train_autoencoder        the loss is the mean over many pixels: gradients are too small for FP16, scaling helps
     drop_gradients           a run in FP32 that loses only gradients of one range, as FP16 would
     train_batch_norm         a network whose batch norm adds in FP16, or in FP32
     train_softmax            a language model whose softmax adds in FP16, or in FP32
@@ -12,7 +11,6 @@ Forward and backward are emulated in FP16 with FP32 accumulation, so that the fa
 Micikevicius et al., 2018, "Mixed Precision Training", sections 3.1 and 3.2.
 """
 
-import contextlib
 import dataclasses
 
 import torch
@@ -26,9 +24,8 @@ from minizero.models import images
 from minizero.models.text import TEXT, read_text
 from precision import accumulate
 from precision.emulate import emulate
-from precision.formats import FP16, FP32, FloatFormat
+from precision.formats import FP16, FloatFormat
 from precision.histogram import Collected, collect
-from precision.scaling import LossScaler
 
 
 def gradient_histograms(network: str = "resnet", steps: int = 60, seed: int = 0) -> Collected:
@@ -94,67 +91,6 @@ def round_weights(model: nn.Module) -> None:
     """Makes all weights FP16 numbers, in their FP32 tensors."""
     for parameter in model.parameters():
         parameter.copy_(FP16.quantize(parameter))
-
-
-@dataclasses.dataclass(frozen=True)
-class Reconstructed:
-    """What `train_autoencoder` finds.
-
-    loss: on the test images, after training. scales: the loss scale of each step. skipped: how many steps overflowed.
-    """
-
-    loss: float
-    scales: list[float]
-    skipped: int
-    histograms: Collected
-
-
-def train_autoencoder(
-    scaler: LossScaler | None,
-    batch_size: int = 4096,
-    steps: int = 40,
-    seed: int = 0,
-    *,
-    per_image: bool = False,
-    histograms: bool = False,
-) -> Reconstructed:
-    """Trains 784 → 64 → 16 → 64 → 784 to reproduce its input, in FP16 with a loss scale; in FP32 if scaler is None.
-
-    The loss is the mean square error over all pixels of a batch: a pixel's gradient is 2 · error / (784 · batch
-    size). per_image: takes the sum over an image's pixels, which is 784 times as large. The loss is computed in FP32
-    and its gradient rounded to FP16, as with torch.autocast. histograms: collects exponents, which takes longer.
-    """
-    torch.manual_seed(seed)
-    sizes = (784, 64, 16, 64, 784)
-    layers = [layer for n, m in zip(sizes, sizes[1:]) for layer in (nn.Linear(n, m), nn.ReLU())]
-    model = nn.Sequential(nn.Flatten(), *layers[:-1], nn.Sigmoid())
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    fmt = FP32 if scaler is None else FP16
-    factor = 784.0 if per_image else 1.0
-    scales, skipped = [], 0
-    with collect(model, optimizer) if histograms else contextlib.nullcontext(Collected()) as found:
-        for _, (x, _) in zip(range(steps), images.batches(*_pixels("train"), batch_size, seed)):
-            with emulate(fmt):
-                output = model(x)
-            # The graph is cut between network and loss: the loss is outside of the emulation, and comes back in FP16.
-            prediction = output.detach().requires_grad_()
-            loss = factor * F.mse_loss(prediction, x.flatten(1))
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            with emulate(fmt):
-                output.backward(prediction.grad)
-            if scaler is None:
-                optimizer.step()
-            else:
-                scales.append(scaler.get_scale())
-                scaler.unscale_(optimizer)
-                skipped += any(not p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
-    x, _ = _pixels("test")
-    with torch.no_grad(), emulate(fmt):
-        output = model(x)
-    return Reconstructed(F.mse_loss(output, x.flatten(1)).item(), scales, skipped, found)
 
 
 def _pixels(split: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,11 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minizero.mixed_precision import experiments, report, step_memory, table1
 from minizero.models import images
-from minizero.models.gpt import GPT
 from minizero.models.networks import NETWORKS
 from precision.formats import FP16
-from precision.histogram import Collected
-from precision.scaling import DynamicLossScaler, StaticLossScaler
 
 TINY = table1.Runs(("alexnet", "gpt"), seeds=2, steps=3, language_steps=3, batch_sizes=(1, 8))
 
@@ -53,14 +50,6 @@ def test_difference_and_noise():
     assert report.seed_noise(one) == pytest.approx(math.sqrt((4 + 7) / 2))
     assert report.seed_noise(row([80.0], [81.0])) is None
     assert report.saved(one) == 0.5
-
-
-def test_published_figures_are_the_papers():
-    assert list(table1.PUBLISHED) == list(NETWORKS) and len(table1.Runs().networks) == 7
-    assert table1.PUBLISHED["alexnet"] == (56.77, 56.93) and table1.PUBLISHED["resnet"] == (75.92, 76.04)
-    differences = [mixed - baseline for baseline, mixed in table1.PUBLISHED.values()]
-    assert min(differences) == pytest.approx(-0.01) and max(differences) == pytest.approx(0.28)
-    assert table1.Runs().seeds >= 3
 
 
 def test_the_language_model_is_asked_about_text_that_it_has_not_seen(monkeypatch):
@@ -106,6 +95,7 @@ def test_every_network_is_measured_in_both_precisions_with_every_seed(tiny):
     for one in tiny["rows"]:
         runs = one["baseline"] + one["mixed"]
         assert len(one["baseline"]) == len(one["mixed"]) == 2
+        assert one["network"] == "alexnet" or len(set(one["baseline"])) == 2, "a seed matters"
         assert one["unit"] == ("%" if one["network"] == "alexnet" else "bits per byte")
         assert all(5 < value <= 100 for value in runs) if one["unit"] == "%" else all(4 < value < 9 for value in runs)
         assert 0.5 <= report.saved(one) < 0.55
@@ -113,12 +103,6 @@ def test_every_network_is_measured_in_both_precisions_with_every_seed(tiny):
     assert alexnet["published"] == (56.77, 56.93) and gpt["published"] is None
     assert gpt["baseline"] != gpt["mixed"], "the two are not the same run"
     assert gpt["baseline"] == pytest.approx(gpt["mixed"], rel=0.01)
-
-
-@pytest.mark.slow
-def test_a_job_is_repeatable_and_its_seed_matters():
-    job = table1.Job("gpt", True, 1)
-    assert table1.work(job, TINY) == table1.work(job, TINY) != table1.work(dataclasses.replace(job, seed=0), TINY)
 
 
 @pytest.mark.slow
@@ -180,12 +164,6 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
     assert words in error and error.count("\n") == 1 and not out
 
 
-@pytest.mark.soak
-def test_mixed_precision_trains_as_fp32_does():
-    baseline, mixed = (table1.accuracy("alexnet", 0, mixed, 80) for mixed in (False, True))
-    assert baseline > 60 and mixed > 60 and abs(baseline - mixed) < 4
-
-
 # Memory: what masters cost, what activations save.
 
 
@@ -232,66 +210,7 @@ def test_histograms_of_a_run():
     assert found.gradients.share(-24, 16) > 0.5
 
 
-def test_without_masters_updates_are_lost():
-    with_masters, without = (experiments.train_classifier(masters, steps=20) for masters in (True, False))
-    assert with_masters.lost == 0 and 0.6 < without.lost < 0.85
-
-
-def test_large_updates_are_not_lost():
-    assert experiments.train_classifier(False, steps=10, learning_rate=1e-2).lost < 0.02
-
-
-@pytest.mark.soak
-def test_without_masters_accuracy_is_lost():
-    """Five seeds: every run without masters is worse than every run with them."""
-    with_masters, without = (
-        [experiments.train_classifier(masters, seed) for seed in range(5)] for masters in (True, False)
-    )
-    assert min(one.accuracy for one in with_masters) > max(one.accuracy for one in without)
-    assert all(0.65 < one.lost < 0.8 for one in without)
-
-
 def test_weights_become_fp16_numbers():
     model = nn.Linear(5, 5)
     experiments.round_weights(model)
     assert all(torch.equal(FP16.quantize(p), p) for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_a_scale_of_8_recovers_what_fp16_loses():
-    """The mean over 4,096 · 784 pixels: what lies in [2^-27, 2^-24) matters, what is smaller does not."""
-    fp32 = experiments.train_autoencoder(None, seed=0, steps=25)
-    unscaled, by_8 = (experiments.train_autoencoder(StaticLossScaler(s), seed=0, steps=25) for s in (1, 8))
-    assert unscaled.loss > 1.02 * fp32.loss
-    assert abs(by_8.loss - fp32.loss) < 0.25 * (unscaled.loss - fp32.loss)
-    gradients = experiments.train_autoencoder(None, histograms=True, steps=10).histograms.activation_gradients
-    assert gradients.share(-27, -24) > 0.2 and gradients.share(-math.inf, -27) > 0.02  # there are some of both
-
-
-@pytest.mark.slow
-def test_the_plateau_of_loss_against_scale():
-    def loss(scale):
-        return experiments.train_autoencoder(scale and StaticLossScaler(scale), 256, per_image=True).loss
-
-    fp32, small, large = loss(None), loss(2.0**-16), loss(2.0**18)
-    assert small > 2 * fp32 and large > 2 * fp32
-    for scale in (2.0**-6, 1, 2.0**6, 2.0**12):
-        assert loss(scale) == pytest.approx(fp32, rel=0.01)
-
-
-def test_dynamic_scaling_finds_the_plateau():
-    scaler = DynamicLossScaler(2.0**24, growth_interval=10)
-    found = experiments.train_autoencoder(scaler, 256, per_image=True, steps=30)
-    assert found.scales[:8] == [2.0 ** (24 - step) for step in range(8)]
-    assert min(found.scales) >= 2.0**12 and max(found.scales[-10:]) <= 2.0**17
-    assert 8 <= found.skipped <= 15
-
-
-def test_a_static_scale_that_overflows_skips_every_step():
-    found = experiments.train_autoencoder(StaticLossScaler(2.0**24), 64, per_image=True, steps=3)
-    assert found.skipped == 3 and found.scales == [2.0**24] * 3
-    assert isinstance(found.histograms, Collected) and found.histograms.gradients.total == 0
-
-
-def test_the_language_model_is_minizeros():
-    assert table1.CONFIG.vocabulary == 256 and GPT(table1.CONFIG).config == table1.CONFIG

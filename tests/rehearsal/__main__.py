@@ -10,7 +10,7 @@ os.environ["MPLBACKEND"] = "agg"
 
 import flash  # noqa: F401  before there is a GPU, so that Triton interprets
 from tests.rehearsal.device import pretend
-from tests.rehearsal.programs import PARTS
+from tests.rehearsal.programs import PARTS, cause_of
 
 
 def main():
@@ -23,9 +23,8 @@ def main():
         except Exception as error:
             failed += 1
             traceback.print_exc()
-            while error.__cause__ is not None:  # a rank's own error stands behind RankFailed
-                error = error.__cause__
-            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            cause = cause_of(error)
+            print(f"{name}: {type(cause).__name__}: {cause}", file=sys.stderr)
         print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr)
     return failed > 0
 

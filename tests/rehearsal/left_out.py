@@ -3,87 +3,33 @@
 Devices alone are judged, and what has no tensor of an engine on them need not run.
 """
 
-# Of each notebook: words that only the cell has, and why it is left out.
-INSTALL = {"ADDRESS = ": "installs the packages"}
+# Of each notebook: words that only the cell has, and why it is left out. What needs its names is left out with it.
 CELLS = {
-    "00_where_memory_goes": INSTALL,
-    "01_collectives": INSTALL,
-    "01b_collectives_cost": {
-        **INSTALL,
-        "for way in (0, 1)": "compares with NCCL, which threads do not have",
-        'assert t["multiply"]': "compares seconds, which are not a card's here",
-    },
-    "02_zero": INSTALL,
-    "02b_zero_engines": INSTALL,
-    "02c_zero_choices": {
-        **INSTALL,
-        "beside_pytorch.measure": "PyTorch's own engines need processes",
-        "theirs, views": "compares with them",
-    },
-    "03_fp16_bits": INSTALL,
-    "03b_fp16_sums": INSTALL,
-    "04_mixed_precision": {
-        **INSTALL,
-        "middle, low =": "judges the values of long training",
-        "late, *fixed =": "judges the values of long training",
-        "ends = {name": "judges the values of long training",
-        "skipped = [step": "trains for long",
-        "of 200 steps skipped": "judges the values of long training",
-        "inside = here.share": "judges the values of long training",
-    },
+    "01b_collectives_cost": {"for way in (0, 1)": "compares with NCCL, which threads do not have"},
+    "02c_zero_choices": {"beside_pytorch.measure": "PyTorch's own engines need processes"},
+    "04_mixed_precision": {"skipped = [step": "trains for long"},
     "04b_masters_sums_bytes": {
-        **INSTALL,
         "experiments.train_classifier": "trains on the CPU only",
         '"sequential")': "adds up on the CPU only",
         "experiments.train_batch_norm": "trains on the CPU only",
         "experiments.train_softmax": "trains on the CPU only",
-        "wrong, right =": "judges what trains on the CPU only",
         'card.figures("train"': "measures the time of a card",
-        "mixed_pictures.tell_rates": "prints it",
     },
     "05_recompute": {
-        **INSTALL,
         "sizes, make = (1, 7": "measures the time of deep networks",
-        "lesson.draw_depths": "draws it",
-        "assert again == 56": "judges it",
         "cases = [": "measures the memory of deep networks",
         "deep_gpt = small_gpt(n)": "measures the memory of deep networks",
-        "best = depth.best_region": "judges it",
         "fit(sixteen, few, 1)": "measures the memory of deep networks",
-        "assert found[0][2]": "judges it",
         'card.figures("recompute"': "measures the time of deep networks, and of a card",
-        "if zero3 :=": "prints what a card left",
-        "thin_there =": "judges it",
     },
     "06_gradient_accumulation": {
-        **INSTALL,
         "class One(nn.Module)": "trains on the CPU only, for long",
-        "256 / 4096": "judges what trains on the CPU only",
-        "parallel = min(": "compares seconds, which are not a card's here",
-        "at_60 =": "judges the values of long training",
         "tools.with_pytorch, 2": "PyTorch's own engines need processes",
-        "right, not_times": "compares with them",
     },
-    "07_flash_attention": {
-        **INSTALL,
-        'here["cache"] > 1.2': "compares seconds of a busy machine",
-        'assert seconds["tiled"]': "compares seconds of a busy machine",
-        'again["memory used again"] /': "compares seconds of a busy machine",
-    },
-    "07b_flash_backward": {
-        **INSTALL,
-        'passes["tiled", name] <': "compares seconds of a busy machine",
-    },
-    "08_scale": {
-        **INSTALL,
-        "machine.compare(": "measures the seconds of ranks on the CPU",
-        "[row.ranks for row in measured]": "judges them",
-    },
+    "08_scale": {"machine.compare(": "measures the seconds of ranks on the CPU"},
     "09_all_together": {
-        **INSTALL,
         "def largest(": "measures deep networks, without numbers",
         "free = {": "measures deep networks, without numbers",
-        "assert abs(measured - expected)": "judges them",
     },
 }
 

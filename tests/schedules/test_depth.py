@@ -78,17 +78,6 @@ def test_a_resnet_has_6n_plus_2_layers():
         assert layers(IMAGES).shape == (4, 10)
 
 
-def test_resnet_at_the_deepest_plain_network():
-    """n = 19 (116 layers): regions of √n blocks take a third of the bytes or less; of √(n/(w+1)) still less."""
-    layers = resnet_layers(19)
-    plain = held_bytes(step, layers, IMAGES)
-    root, best = round(math.sqrt(57)), best_region(57, w=3)
-    assert (root, best) == (8, 4)  # a block's tape is three times its boundary: two convolutions' outputs, one ReLU's
-    at_root, at_best = (held_bytes(step_in_regions, layers, IMAGES, k) for k in (root, best))
-    assert plain / at_root >= 3.5
-    assert plain / at_best >= 5.5
-
-
 @pytest.mark.slow
 def test_ten_times_the_depth_within_the_memory_of_the_plain_network():
     plain, deep = resnet_layers(19), resnet_layers(190)
@@ -181,15 +170,3 @@ def test_seconds_takes_turns_and_the_shortest():
     order = []
     found = seconds({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=2)
     assert order == ["a", "b"] * 3 and found.keys() == {"a", "b"} and all(value >= 0 for value in found.values())
-
-
-def test_against_depth():
-    x = torch.ones(2, 4)
-    runs = {"plain": lambda layers: step(layers, x), "regions": lambda layers: step_in_regions(layers, x, 3)}
-    rows = against_depth(lambda n: equal_layers(n, 4), [9, 18], runs, repeats=1)
-    assert rows.keys() == runs.keys()
-    for found in rows.values():
-        assert [row["depth"] for row in found] == [9, 18] and all(row["seconds"] > 0 for row in found)
-    layers = equal_layers(18, 4)
-    assert rows["plain"][1]["bytes"] == held_bytes(step, layers, x)
-    assert rows["regions"][1]["bytes"] == held_bytes(step_in_regions, layers, x, 3)

@@ -59,7 +59,16 @@ def measure(comm, stage, dtype, options):
     return comm.bytes_sent - before, held, ledger.peak
 
 
-def check_against_the_engine(world_size, stage, dtype=None, **options):
+SLOW = [(size, stage, dtype, {}) for size in (2, 8) for stage in range(4) for dtype in (None, torch.bfloat16)]
+SLOW += [(4, 3, None, options) for options in ({"sharding_factor": 1}, {"sharding_factor": 2})]
+SLOW += [(4, 3, None, {"reshard_after_forward": False})]
+
+
+@pytest.mark.parametrize(
+    "world_size, stage, dtype, options",
+    [*((4, stage, None, {}) for stage in range(4)), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_bytes_held_and_sent_are_the_engines(world_size, stage, dtype, options):
     options = ({"prefetch": 0} if STAGES[stage] is Zero3 else {}) | options
     sent, held, peak = run(world_size, measure, STAGES[stage], dtype, options)[0]
     of_plan = {"prefetch": 0, "overlap": False} | options
@@ -73,25 +82,6 @@ def check_against_the_engine(world_size, stage, dtype=None, **options):
         else:
             assert held[category] == pytest.approx(expected, rel=0.01, abs=64), category
     assert 0.8 < peak["total"] / step.memory["total"] < 1.1  # the peak is an estimate
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_bytes_held_and_sent_at_4_ranks(stage):
-    check_against_the_engine(4, stage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_bytes_held_and_sent_at_2_and_8_ranks(world_size, stage, dtype):
-    check_against_the_engine(world_size, stage, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"sharding_factor": 1}, {"sharding_factor": 2}, {"reshard_after_forward": False}])
-def test_bytes_with_the_options_of_stage_3(options):
-    check_against_the_engine(4, 3, **options)
 
 
 # Shapes.

@@ -139,10 +139,11 @@ def test_curves_mark_the_measured_peak_and_the_predicted_total():
         assert predicted.get_color() not in [peak.get_color(), *pictures.COLORS.values()]
 
 
-def test_a_ledgers_curve_goes_on_the_axes_that_it_is_given():
-    class Sample(dict):
-        phase = "forward"
+class Sample(dict):
+    phase = "forward"
 
+
+def test_a_ledgers_curve_goes_on_the_axes_that_it_is_given():
     samples = [Sample(parameters=2 * MIB, activations=step * MIB, total=(2 + step) * MIB) for step in range(5)]
     axes = Figure().subplots()
     assert pictures.plot_curve(samples, axes) is axes
@@ -226,33 +227,27 @@ def test_a_failed_save_leaves_no_partial_file(tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in folder.iterdir()} == old
 
 
+def drawn(*phases):
+    """The curve of a step: of each phase so many samples."""
+    samples = []
+    for phase, count in phases:
+        for _ in range(count):
+            samples.append(Sample(parameters=MIB, total=MIB))
+            samples[-1].phase = phase
+    return pictures.plot_curve(samples, Figure(figsize=(8, 4)).subplots())
+
+
 def test_a_phase_that_comes_again_is_named_once_and_names_keep_clear_of_each_other():
     """Four micro-batches, each with a narrow forward and a wide backward, then the step."""
-    phases = (["forward"] * 10 + ["backward"] * 25) * 4 + ["optimizer"] * 20
-
-    class Sample(dict):
-        pass
-
-    samples = [Sample(parameters=MIB, total=MIB) for _ in phases]
-    for sample, phase in zip(samples, phases, strict=True):
-        sample.phase = phase
-    figure = Figure(figsize=(8, 4))
-    axes = pictures.plot_curve(samples, figure.subplots())
+    axes = drawn(*[("forward", 10), ("backward", 25)] * 4, ("optimizer", 20))
     names = [text for text in axes.texts if not text.get_text().startswith("peak")]
     assert sorted(text.get_text().strip(" ▸◂") for text in names) == ["backward", "forward", "optimizer step"]
-    figure.canvas.draw()
+    axes.figure.canvas.draw()
     boxes = sorted((text.get_window_extent().x0, text.get_window_extent().x1) for text in names)
     assert all(right < left for (_, right), (left, _) in itertools.pairwise(boxes))
 
 
 def test_a_name_wider_than_its_phase_stands_beside_it_and_points_at_it():
-    class Sample(dict):
-        pass
-
-    phases = ["forward"] * 40 + ["backward"] * 55 + ["optimizer"] * 5
-    samples = [Sample(parameters=MIB, total=MIB) for _ in phases]
-    for sample, phase in zip(samples, phases, strict=True):
-        sample.phase = phase
-    axes = pictures.plot_curve(samples, Figure(figsize=(8, 4)).subplots())
+    axes = drawn(("forward", 40), ("backward", 55), ("optimizer", 5))
     places = {text.get_text(): text.xy[0] for text in axes.texts}
     assert places["optimizer step ▸"] == 95 and places["forward"] == 0 and places["backward"] == 40
