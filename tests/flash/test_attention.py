@@ -9,13 +9,9 @@ import flash.attention
 from flash import attention_reference, attention_tiled, flash_attention, flash_attention_varlen
 from flash.checks import check
 from flash.reference import attention_reference_varlen
+from tests.support.flash_cases import cu, tensors
 
 INF = math.inf
-
-
-def tensors(*shapes, dtype=torch.float32, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
 # An operator.
@@ -78,10 +74,6 @@ def test_under_torch_compile():
     assert len(graphs) <= 4, "each once with fixed and once with dynamic shapes"
     drawn = torch.compile(lambda q: flash_attention(q, q, q, dropout_p=0.5), fullgraph=True, backend=backend)
     assert not torch.equal(drawn(q), drawn(q)), "every call draws a seed"
-
-
-def cu(*ends):
-    return torch.tensor([0, *ends], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("attention", [attention_tiled, flash_attention])

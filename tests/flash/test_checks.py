@@ -11,13 +11,10 @@ import torch
 import flash.attention
 from flash import attention_reference, attention_tiled, flash_attention, flash_attention_varlen
 from flash.reference import attention_reference_varlen
+from tests.support.flash_cases import cu
 
 Q = torch.zeros(2, 4, 5, 8)
 P = torch.zeros(9, 4, 8)  # packed
-
-
-def cu(*ends):
-    return torch.tensor([0, *ends], dtype=torch.int32)
 
 
 # Which backend.

@@ -1,7 +1,6 @@
 """Which bytes the Triton kernels load and store, and which blocks they mask: counted in Triton's interpreter."""
 
 import contextlib
-import random
 from unittest import mock
 
 import numpy
@@ -14,7 +13,8 @@ from flash.traffic import Traffic
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from flash import kernel_on_a_page, kernels  # noqa: E402
-from tests.support.kernel_cases import blocks_of, options_of, tensors  # noqa: E402
+from tests.support.flash_cases import drawn, options_of  # noqa: E402
+from tests.support.kernel_cases import blocks_of, tensors  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="looks into Triton's interpreter")
 
@@ -45,33 +45,16 @@ def counted():
         yield loads, stores
 
 
-def drawn(number):
-    """Shapes and options of one case; the first has rows whose window begins exactly where the keys end."""
-    if number == 0:
-        return torch.float32, dict(n_q=60, n_k=27, head_dim=8, block_q=16, block_k=16, itemsize=4, window=(5, None))
-    pick = random.Random(number)
-    group, kv_heads = pick.choice([1, 1, 2]), pick.choice([1, 2])
-    dtype = pick.choice([torch.float16, torch.float32])
-    return dtype, dict(
-        n_q=pick.randint(1, 150),
-        head_dim=pick.choice([8, 16, 40]),
-        block_q=pick.choice([16, 32, 64, 128]),
-        block_k=pick.choice([16, 32, 64, 128]),
-        n_k=pick.randint(1, 150),
-        batch=pick.choice([1, 2]),
-        heads=group * kv_heads,
-        kv_heads=kv_heads,
-        itemsize=dtype.itemsize,
-        causal=pick.choice([False, True, "bottom-right"]),
-        window=pick.choice([None, None, (5, None), (None, 7), (40, 13), (0, 0)]),
-    )
+# Rows whose window begins exactly where the keys end.
+EDGE = dict(n_q=60, n_k=27, head_dim=8, block_q=16, block_k=16, batch=1, heads=1, kv_heads=1, itemsize=4, causal=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [*range(10), *(pytest.param(n, marks=pytest.mark.soak) for n in range(10, 20))])
 def test_the_kernels_move_exactly_what_the_model_says(number):
-    dtype, case = drawn(number)
-    case = dict(batch=1, heads=1, kv_heads=1, causal=False) | case
+    dtype, case = drawn(number, 150, [16, 32, 64, 128], [torch.float16, torch.float32])
+    if number == 0:
+        dtype, case = torch.float32, EDGE | {"window": (5, None)}
     q, dout = tensors(*[(case["batch"], case["heads"], case["n_q"], case["head_dim"])] * 2, dtype=dtype)
     k, v = tensors(*[(case["batch"], case["kv_heads"], case["n_k"], case["head_dim"])] * 2, dtype=dtype)
     options = options_of(q, k, v, causal=case["causal"], window=case["window"])

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from flash import attention_reference, flash_attention, flash_attention_varlen
 from flash.options import dropout_keep
 from flash.reference import attention_reference_varlen
-from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, gamma
+from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, gamma, options_of
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 import triton  # noqa: E402
 
 from flash import kernels, launch  # noqa: E402
-from tests.support.kernel_cases import DEVICE, blocks_of, options_of, tensors  # noqa: E402
+from tests.support.kernel_cases import DEVICE, blocks_of, tensors  # noqa: E402
 
 INF, NAN = math.inf, math.nan
 attention = functools.partial(flash_attention, backend="triton")

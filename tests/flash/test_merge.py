@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from flash import attention_reference, flash_attention, flash_attention_varlen, merge
+from tests.support.flash_cases import cu, tensors
 
 INF = math.inf
-
-
-def tensors(*shapes, dtype=torch.float32, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-
-
-def cu(*ends):
-    return torch.tensor([0, *ends], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 10])

@@ -10,21 +10,11 @@ from torch.autograd.graph import saved_tensors_hooks
 import flash.tiles
 from flash import attention_reference, attention_tiled, flash_attention_varlen, tiled
 from flash.attention import flash_attention
-from flash.checks import check
 from flash.tiled import online_softmax
 from minizero.memory import Ledger
-from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy
+from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, options_of, tensors
 
 INF, NAN = math.inf, math.nan
-
-
-def tensors(*shapes, dtype=torch.float32, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-
-
-def options_of(q, k, v, **options):
-    return check("test", q, k, v, **options).with_lengths(q.shape[2], k.shape[2])
 
 
 def packed(*args, **kwargs):

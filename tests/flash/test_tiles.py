@@ -7,30 +7,21 @@ import torch
 
 import flash.tiles
 from flash import attention_reference, tiled
-from flash.checks import check
 from flash.tiles import TILE, parts
-
-
-def tensors(*shapes, dtype=torch.float32, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def options_of(q, k, **options):
-    return check("test", q, k, k, **options).with_lengths(q.shape[2], k.shape[2])
+from tests.support.flash_cases import options_of, tensors
 
 
 def test_a_bound_that_no_pair_reaches_is_none():
     q, k = torch.empty(1, 1, 10, 4), torch.empty(1, 1, 20, 4)
     windows = (30, 29), (29, 30), (2**80, 0), (None, 2**30)
-    found = [options_of(q, k, window=window) for window in windows]
+    found = [options_of(q, k, k, window=window) for window in windows]
     assert [(x.left, x.right) for x in found] == [(None, 29), (29, None), (None, 0), (None, None)]
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 64])
 def test_a_tile_fits_into_the_cache_however_many_heads_share_keys(group):
     q, k = torch.empty(2, 2 * group, 600, 4), torch.empty(2, 2, 600, 4)
-    for part in parts(q, k, options_of(q, k)):
+    for part in parts(q, k, options_of(q, k, k)):
         assert TILE / 4 < part.empty_tile(q).numel() <= TILE
 
 
@@ -47,7 +38,7 @@ def test_a_tile_fits_into_the_cache_however_many_heads_share_keys(group):
 )
 def test_only_blocks_at_the_edge_of_the_band_are_masked(causal, window, masked, monkeypatch):
     q, k = tensors((1, 1, 96, 4), (1, 1, 112, 4))
-    options, calls, hidden = options_of(q, k, causal=causal, window=window), [], flash.tiles.hidden
+    options, calls, hidden = options_of(q, k, k, causal=causal, window=window), [], flash.tiles.hidden
     monkeypatch.setattr(flash.tiles, "hidden", lambda *args: calls.append(args) or hidden(*args))
     out, lse = tiled.forward(q, k, k, options, (16, 16))
     assert len(calls) == masked
@@ -59,7 +50,7 @@ def test_only_blocks_at_the_edge_of_the_band_are_masked(causal, window, masked, 
 def test_sixteen_bit_gradients_are_summed_in_float32_and_rounded_once(dtype):
     """dQ adds up 64 blocks of keys."""
     q, k, v, dout = tensors(*[(1, 1, 16, 8), (1, 1, 1024, 8), (1, 1, 1024, 8), (1, 1, 16, 8)], dtype=dtype)
-    options = options_of(q, k)
+    options = options_of(q, k, k)
     out, lse = tiled.forward(q, k, v, options, (16, 16))
     gradients = tiled.backward(dout, torch.ones_like(lse), q, k, v, out, lse, options, (16, 16))
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
@@ -75,7 +66,7 @@ def test_sixteen_bit_gradients_are_summed_in_float32_and_rounded_once(dtype):
 def test_blocks_change_nothing(blocks):
     """Nor do heads that are cut off from each other: every part gets its own dropout mask."""
     q, k, v, dout = tensors((2, 6, 40, 8), (2, 3, 50, 8), (2, 3, 50, 8), (2, 6, 40, 8), dtype=torch.float64)
-    options = options_of(q, k, causal="bottom-right", window=(20, 3), dropout_p=0.3, dropout_seed=11)
+    options = options_of(q, k, k, causal="bottom-right", window=(20, 3), dropout_p=0.3, dropout_seed=11)
     results = []
     for size, tile in ((blocks, 1), ((256, 256), 2**18)):
         before, flash.tiles.TILE = flash.tiles.TILE, tile
@@ -89,7 +80,7 @@ def test_blocks_change_nothing(blocks):
 def test_rows_that_see_nothing_load_no_keys():
     """The window begins 30 keys behind the diagonal at 0, where causal ends."""
     q, k = tensors((1, 1, 64, 4), (1, 1, 96, 4))
-    options = options_of(q, k, causal=True, window=(2, None), window_diagonal="bottom-right")
+    options = options_of(q, k, k, causal=True, window=(2, None), window_diagonal="bottom-right")
     (part,) = parts(q, k, options, (16, 64))
     assert not any(map(part.keys_seen_by, part.row_blocks()))
 
@@ -98,7 +89,7 @@ def test_only_blocks_with_visible_keys_are_touched(monkeypatch):
     """Keys outside the window may hold anything, also NaN: their blocks are never loaded."""
     q, k, v = tensors((1, 1, 64, 4), (1, 1, 1024, 4), (1, 1, 1024, 4))
     k[:, :, 128:], v[:, :, 128:] = math.nan, math.nan
-    options = options_of(q, k, window=(10, 10))
+    options = options_of(q, k, k, window=(10, 10))
     out, lse = tiled.forward(q, k, v, options, (16, 16))
     assert torch.isfinite(out).all() and torch.isfinite(lse).all()
     gradients = tiled.backward(out, lse, q, k, v, out, lse, options, (16, 16))

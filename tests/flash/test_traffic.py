@@ -1,6 +1,5 @@
 """The model of bytes against bytes that are counted, and against the paper."""
 
-import random
 import types
 
 import pytest
@@ -9,31 +8,13 @@ import torch
 from flash import choose_blocks, hbm_bytes, tiled
 from flash.checks import check
 from flash.traffic import GPUS, Traffic, count, sram_here, sram_needed, theorem_bytes
-
-
-def drawn(number):
-    """Shapes and options of one case."""
-    pick = random.Random(number)
-    dtype = pick.choice([torch.float16, torch.float32, torch.float64])
-    group, kv_heads, batch = pick.choice([1, 1, 2, 3]), pick.choice([1, 2, 5]), pick.choice([1, 2, 3])
-    return dtype, dict(
-        n_q=pick.randint(1, 300),
-        head_dim=pick.choice([8, 16, 40]),
-        block_q=pick.choice([16, 32, 50, 64, 300]),
-        block_k=pick.choice([16, 32, 50, 64, 300]),
-        n_k=pick.randint(1, 300),
-        batch=batch,
-        heads=group * kv_heads,
-        kv_heads=kv_heads,
-        itemsize=dtype.itemsize,
-        causal=pick.choice([False, True, "bottom-right"]),
-        window=pick.choice([None, (5, None), (None, 7), (40, 13), (0, 0)]),
-    )
+from tests.support.flash_cases import drawn
 
 
 @pytest.mark.parametrize("number", range(40))
 def test_the_tiles_move_exactly_what_the_model_says(number):
-    dtype, case = drawn(number)
+    dtypes = [torch.float16, torch.float32, torch.float64]
+    dtype, case = drawn(number, 300, [16, 32, 50, 64, 300], dtypes, heads=(1, 2, 5), batches=(1, 2, 3))
     rows = (case["batch"], case["heads"], case["n_q"], case["head_dim"])
     keys = (case["batch"], case["kv_heads"], case["n_k"], case["head_dim"])
     q, dout, out = (torch.ones(rows, dtype=dtype) for _ in range(3))

@@ -20,6 +20,7 @@ CELLS = {
         "cases = [": "measures the memory of deep networks",
         "deep_gpt = small_gpt(n)": "measures the memory of deep networks",
         "fit(sixteen, few, 1)": "measures the memory of deep networks",
+        "budget, amount, _ in found": "judges them",
         'card.figures("recompute"': "measures the time of deep networks, and of a card",
     },
     "06_gradient_accumulation": {

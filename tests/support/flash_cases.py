@@ -9,17 +9,52 @@ change has a bound, too, which is `order_of_sums`.
 import dataclasses
 import functools
 import math
+import random
 
 import torch
 from hypothesis import strategies as st
 
 from flash import attention_reference
+from flash.checks import check
 from flash.options import dropout_keep
 from flash.reference import attention_reference_varlen
 
 HEAD_DIMS = (1, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 256)
 LENGTHS = (1, 2, 15, 16, 17, 64, 97, 128, 130, 257, 300)
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def tensors(*shapes, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def cu(*ends):
+    """Cumulative lengths of packed sequences."""
+    return torch.tensor([0, *ends], dtype=torch.int32)
+
+
+def options_of(q, k, v, **options):
+    return check("test", q, k, v, **options).with_lengths(q.shape[2], k.shape[2])
+
+
+def drawn(number, longest, blocks, dtypes, heads=(1, 2), batches=(1, 2)):
+    """A dtype, shapes and options, to count the bytes that they move."""
+    pick = random.Random(number)
+    dtype, group, kv_heads = pick.choice(dtypes), pick.choice([1, 1, 2]), pick.choice(heads)
+    return dtype, dict(
+        n_q=pick.randint(1, longest),
+        n_k=pick.randint(1, longest),
+        head_dim=pick.choice([8, 16, 40]),
+        block_q=pick.choice(blocks),
+        block_k=pick.choice(blocks),
+        batch=pick.choice(batches),
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        itemsize=dtype.itemsize,
+        causal=pick.choice([False, True, "bottom-right"]),
+        window=pick.choice([None, (5, None), (None, 7), (40, 13), (0, 0)]),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

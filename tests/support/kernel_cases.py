@@ -6,18 +6,13 @@ from unittest import mock
 import torch
 
 from flash import kernels, launch
-from flash.checks import check
+from tests.support import flash_cases
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 
 
 def tensors(*shapes, dtype=torch.float32, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
-
-
-def options_of(q, k, v, **options):
-    return check("test", q, k, v, **options).with_lengths(q.shape[2], k.shape[2])
+    return [x.to(DEVICE, dtype) for x in flash_cases.tensors(*shapes, seed=seed)]
 
 
 def blocks_of(rows, keys):

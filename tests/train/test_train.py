@@ -152,10 +152,12 @@ def test_the_text_is_the_one_given(tmp_path, four_stages):
 @pytest.mark.accuracy
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "float16"), (8, "bfloat16")])
 def test_16_bits_and_other_world_sizes(tmp_path, world_size, dtype):
-    results = run(tmp_path, "--world-size", str(world_size), "--dtype", dtype, "--steps", "3")
+    shapes = "--world-size", str(world_size), "--dtype", dtype, "--steps", "3", "--attention", "flash"
+    results = run(tmp_path, *shapes)
     losses = [one["losses"] for one in results["runs"]]
     assert losses[1:] == losses[:1] * 3
     assert results["world_size"] == world_size and results["config"]["dtype"] == dtype
+    assert results["config"]["attention"] == "flash"
     if world_size == 1:
         assert all(one["bytes_sent"] == 0 for one in results["runs"])
 
