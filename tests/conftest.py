@@ -61,7 +61,7 @@ def one_thread():
 
 
 COURSE = ("test_exercise", "test_autograder", "test_gradebook", "test_questions")
-APART = {"gpu", "lessons", "real", "exhaustive", "soak"}
+APART = {"gpu", "pretend", "lessons", "real", "exhaustive", "soak"}
 
 
 def pytest_collection_modifyitems(items):

@@ -11,7 +11,10 @@ import torch
 
 from tests.bench import gpu, gpu_parts
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU `make gpu` itself shows that it works")
+pytestmark = [
+    pytest.mark.pretend,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU `make gpu` itself shows that it works"),
+]
 ROOT = Path(__file__).parents[1]
 
 
@@ -57,7 +60,6 @@ def test_the_short_times_fit_into_nine_minutes():
 # The command.
 
 
-@pytest.mark.slow
 def test_a_part_alone_and_once_more(tmp_path):
     first = harness("--tiny", "--part", "flash", "--output", tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -71,7 +73,6 @@ def test_a_part_alone_and_once_more(tmp_path):
     assert (tmp_path / "log.txt").read_text() == first.stdout + second.stdout
 
 
-@pytest.mark.slow
 def test_a_part_that_takes_too_long_is_stopped_and_missed(tmp_path):
     answer = harness("--tiny", "--part", "memory", "--limit", "0.2", "--output", tmp_path)
     assert answer.returncode == 1
@@ -88,7 +89,6 @@ def test_a_folder_of_another_card_or_with_a_cut_file_is_refused(tmp_path):
             gpu.Report(tmp_path, "flash")
 
 
-@pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_a_line():
     answer = harness("--part", "flash")
     assert answer.returncode == 1 and answer.stdout == ""
@@ -98,7 +98,6 @@ def test_without_a_gpu_it_says_so_in_a_line():
 # The parts.
 
 
-@pytest.mark.slow
 def test_memory(tmp_path):
     report = gpu.Report(tmp_path, "memory")
     lines = gpu_parts.memory(report, tiny=True)
@@ -110,7 +109,6 @@ def test_memory(tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
 def test_train(tmp_path):
     report = gpu.Report(tmp_path, "train")
     lines = gpu_parts.train(report, tiny=True)
@@ -124,28 +122,24 @@ def test_train(tmp_path):
     assert (tmp_path / "train" / "curves.png").exists()
 
 
-@pytest.mark.slow
 def test_what_a_part_has_started_is_stopped_with_it(tmp_path):
     """The part `tests` starts pytest, which writes its report when it ends."""
     assert harness("--tiny", "--part", "tests", "--limit", "4", "--output", tmp_path).returncode == 1
     assert not (tmp_path / "tests.xml").exists()
 
 
-@pytest.mark.slow
 def test_xray(tmp_path):
     report = gpu.Report(tmp_path, "xray")
     gpu_parts.xray(report, tiny=True)
     assert not report.missing and report.figures["our GPT"]["xray"] > 0
 
 
-@pytest.mark.slow
 def test_notebooks(tmp_path):
     report = gpu.Report(tmp_path, "notebooks")
     assert gpu_parts.notebooks(report, tiny=True)[0].startswith("tiny ") and not report.missing
     assert "tensor(2.)" in (tmp_path / "notebooks" / "tiny.ipynb").read_text()
 
 
-@pytest.mark.slow
 def test_each_cell_of_a_notebook_runs_and_what_failed_is_named(tmp_path):
     cells = [nbformat.v4.new_code_cell(source) for source in ("1 / 0", "2 + 3", "assert False, 'no card'")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")

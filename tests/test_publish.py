@@ -16,7 +16,7 @@ from tests.exercises.course import COURSE, find
 from tests.test_lessons import LESSONS
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.lessons
 in_a_browser = pytest.mark.skipif(browser() is None, reason="no Chromium here: it opens the pages as a reader would")
 
 # Runs in the page when it has loaded, and leaves what it saw in the document.

@@ -14,7 +14,7 @@ GROUPS = [["readme", "docstrings", "demo", "gpu"]]
 GROUPS += [pytest.param(names, marks=pytest.mark.soak) for names in (NOTEBOOKS[:5], NOTEBOOKS[5:10], NOTEBOOKS[10:])]
 
 
-@pytest.mark.slow
+@pytest.mark.pretend
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("parts", GROUPS, ids=" ".join)
 def test_nothing_mixes_devices(parts):

@@ -56,7 +56,7 @@ def expected_rows(gpus, head_dims, dtypes, options):
     return 4 * gpus * head_dims * dtypes * options  # forward, delta, dkdv, dq
 
 
-@pytest.mark.slow
+@pytest.mark.pretend
 def test_hopper_multiplies_with_wgmma_spills_next_to_nothing_and_computes_no_number_twice(tmp_path):
     """With options and without: they have their own entries in the table.
 
