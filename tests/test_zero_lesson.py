@@ -1,39 +1,11 @@
-"""What notebooks 02 to 02c measure with: a step, messages, a machine of pauses; and pictures that only they need."""
+"""What notebooks 02 to 02c measure with: batches, messages, listings; and pictures that only they need."""
 
 import time
 
-import pytest
 import torch
 
-from minizero import DDP, GPTConfig, World, Zero1, Zero2, Zero3
-from minizero.memory import predict, predict_sent
+from minizero import DDP, World, Zero1, Zero2, Zero3
 from notebooks.tools import zero, zero_pictures
-
-SMALL = GPTConfig(sequence_length=8, width=32, layers=2, heads=2)
-PSI, ROOT = SMALL.count_parameters()
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_step_holds_and_sends_what_the_formulas_say(number):
-    stage = (DDP, Zero1, Zero2, Zero3)[number]
-    for found in World(2, "cpu").run(zero.one_step, stage, SMALL, (1, 8)):
-        assert found["states"] == pytest.approx(predict(PSI, 2, number)["total"], rel=0.01)
-        assert found["sent"] == pytest.approx(predict_sent(PSI, 2, number, n_root=ROOT), rel=0.01)
-        assert max(found["curve"]["total"]) == found["peak"]["total"] > found["states"]
-        assert len(found["losses"]) == 3
-
-
-def test_what_travels_is_counted_by_phase_and_drawn():
-    found = {
-        stage.__name__: World(2, "cpu").run(zero.traveled, stage, SMALL, (1, 8))[0] for stage in (DDP, Zero2, Zero3)
-    }
-    assert found["DDP"] == {("backward", "all_reduce"): pytest.approx(2, rel=0.01)}
-    assert found["Zero2"]["forward", "all_gather"] == pytest.approx(1, rel=0.01)
-    assert found["Zero2"]["backward", "reduce_scatter"] == pytest.approx(1, rel=0.01)
-    assert found["Zero3"]["backward", "all_gather"] == pytest.approx(1 - ROOT / PSI, rel=0.01), "not the root again"
-    words = [text.get_text() for text in zero_pictures.draw_travel(found).axes[0].texts]
-    assert words.count("all-gather\ngradients") == 1 and words.count("all-gather\nparameters") == 3
-    assert {"2.00 ×", f"{3 - ROOT / PSI:.2f} ×"} <= set(words)
 
 
 def test_a_step_has_the_same_sequences_on_any_number_of_ranks():
@@ -63,30 +35,6 @@ def test_every_message_is_told_and_a_slow_link_takes_its_time():
         assert min(World(2, "cpu").run(send)) >= 0.1
     World(2, "cpu").run(send)
     assert len(told) == 2, "after the block nobody is told any more"
-
-
-def test_between_machines_goes_what_leaves_one():
-    sent = {m: zero.sent_between(m, 4, zero.one_step, Zero3, SMALL, shape=(1, 8)) for m in (1, 2, 4)}
-    each = predict_sent(PSI, 4, 3, n_root=ROOT)
-    assert (
-        sent[4] == 0 and sent[1] == pytest.approx(4 * each, rel=0.01) and sent[2] == pytest.approx(2 * each, rel=0.01)
-    )
-
-
-@pytest.mark.slow
-def test_on_the_machine_of_pauses_prefetch_and_keeping_blocks_save_time_and_cost_memory():
-    plain, ahead, kept = (
-        zero.pretend(0.01, 0.01, **options)
-        for options in ({"prefetch": 0}, {"prefetch": 1}, {"prefetch": 0, "reshard_after_forward": False})
-    )
-    assert plain["losses"] == ahead["losses"] == kept["losses"]
-    assert [found["parameters"] / zero.BLOCK_BYTES for found in (plain, ahead, kept)] == [3, 4, 6]
-    assert [found["sent"] / zero.BLOCK_BYTES for found in (plain, ahead, kept)] == [6, 6, 4]
-    assert plain["seconds"] >= 4 * (0.02 + 0.04)
-    figure = zero_pictures.draw_steps({"plain": plain["events"], "ahead": ahead["events"]})
-    figure.draw_without_rendering()
-    lanes = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert lanes == ["compute", "all-gather", "reduce-scatter"]
 
 
 def test_changes_name_the_method_and_show_its_lines():

@@ -29,6 +29,7 @@ attention_varlen = functools.partial(flash_attention_varlen, backend="triton")
 
 # Accuracy.
 
+
 shapes = st.sampled_from([(16, 16), (32, 64), (64, 32), (64, 64), (128, 128), (128, 64)])
 
 

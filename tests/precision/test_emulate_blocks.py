@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import DDP, GPT, GPTConfig
 from precision.emulate import emulate
 from precision.formats import BF16, FP8_E4M3, FP16, FP32, FloatFormat
 from precision.histogram import exponent_histogram
-from tests.support.emulated import FORMATS_OF_16_BITS, kept_bytes, on_grid
-from tests.support.helpers import run
+from tests.support.emulated import FORMATS_OF_16_BITS, kept_bytes
 
 
 def third():
@@ -108,21 +106,6 @@ def test_each_thread_has_its_own():
         FP8_E4M3: (0.34375, 2 * 0.34375),
         None: (one, 2 * one),
     }
-
-
-def test_ranks_that_are_threads_train_in_it():
-    config = GPTConfig(vocabulary=16, sequence_length=4, width=8, layers=1, heads=2)
-
-    def train(comm):
-        model = DDP(GPT(config), comm)
-        tokens = torch.arange(8).view(2, 4)
-        with emulate(FP16):
-            model(tokens, tokens).backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    one, other = run(2, train)
-    assert all(torch.equal(a, b) and on_grid(FP16, a) for a, b in zip(one, other, strict=True))
-    assert sum(float(a.abs().sum()) for a in one) > 0
 
 
 def test_as_a_decorator():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from precision.formats import BF16, FP16
+from precision.formats import FP16
 from precision.one_number import ROUNDINGS
 from tests.support.table_oracle import ORACLES
 
@@ -50,42 +50,3 @@ def test_ten_million_in_each_rounding(rounding, dtype):
     results = in_threads(count_wrong, range(24))
     assert sum(count for count, _ in results) > 10_000_000
     assert sum(wrong for _, wrong in results) == 0
-
-
-def test_berkeley_softfloat():
-    """A million conversions by SoftFloat, which counts in whole numbers too but is someone else's."""
-    softfloat = pytest.importorskip("softfloatpy")
-    modes = {
-        "nearest-even": softfloat.RoundingMode.NEAR_EVEN,
-        "nearest-away": softfloat.RoundingMode.NEAR_MAX_MAG,
-        "toward-zero": softfloat.RoundingMode.MIN_MAG,
-        "up": softfloat.RoundingMode.MAX,
-        "down": softfloat.RoundingMode.MIN,
-    }
-    conversions = [
-        (FP16, np.float32, softfloat.Float32, softfloat.f32_to_f16),
-        (FP16, np.float64, softfloat.Float64, softfloat.f64_to_f16),
-        (BF16, np.float32, softfloat.Float32, softfloat.f32_to_bf16),
-    ]
-    names = {flag.name.lower(): int(flag) for flag in softfloat.ExceptionFlag}
-    softfloat.set_tininess_mode(softfloat.TininessMode.AFTER_ROUNDING)
-    generator = np.random.default_rng(0)
-    for rounding, mode in modes.items():
-        softfloat.set_rounding_mode(mode)
-        for fmt, dtype, number_type, convert in conversions:
-            size = dtype().itemsize
-            words = generator.integers(0, 2 ** (8 * size), 20_000, dtype=f"u{size}").view(dtype)
-            exponents = generator.integers(fmt.min_exponent - fmt.mantissa_bits - 3, fmt.max_exponent + 2, 30_000)
-            spread = np.ldexp(generator.uniform(-1, 1, 30_000), exponents).astype(dtype)
-            boundaries = generator.permutation(ORACLES[fmt].boundaries(dtype))[:20_000]
-            x = np.concatenate([words, spread, boundaries])
-            bits, flags = fmt.encode(x, rounding, return_flags=True)
-            encoded = x.astype(f">f{size}").tobytes() if size == 8 else x.view("u4").astype(">u4").tobytes()
-            for i in range(len(x)):
-                softfloat.set_exception_flags(0)
-                theirs = convert(number_type.from_bytes(encoded[i * size : (i + 1) * size]))
-                raised = softfloat.get_exception_flags()
-                if x[i] == x[i]:  # its NaN is always the same one
-                    assert int(bits[i]) == int.from_bytes(theirs.to_bytes(), "big"), (fmt, rounding, x[i])
-                for name in ("inexact", "underflow", "overflow", "invalid"):
-                    assert bool(getattr(flags, name)[i]) == bool(raised & names[name]), (fmt, rounding, name, x[i])

@@ -335,3 +335,17 @@ def test_who_writes_writes_to_the_masters(copies):
     weight.data.fill_(7)
     with pytest.raises(RuntimeError, match=r"is not masters\[0\], rounded"):
         weights.step()
+
+
+def test_without_masters_small_updates_are_lost_and_with_them_they_add_up():
+    """2048 + 1 = 2048 in FP16, hundreds of times over; the master counts."""
+    plain = nn.Parameter(torch.tensor([2048.0]).half())
+    optimizer = torch.optim.SGD([plain], lr=1.0)
+    weight = nn.Parameter(torch.tensor([2048.0]).half())
+    weights = MasterWeights([weight], torch.optim.SGD, lr=1.0)
+    for step in range(1, 301):
+        plain.grad, weight.grad = -torch.ones_like(plain), -torch.ones_like(weight)
+        optimizer.step()
+        weights.step()
+        assert weights.masters[0].item() == 2048 + step
+    assert plain.item() == 2048 and weight.item() == 2348

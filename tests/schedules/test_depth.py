@@ -78,16 +78,6 @@ def test_a_resnet_has_6n_plus_2_layers():
         assert layers(IMAGES).shape == (4, 10)
 
 
-@pytest.mark.slow
-def test_ten_times_the_depth_within_the_memory_of_the_plain_network():
-    plain, deep = resnet_layers(19), resnet_layers(190)
-    budget = held_bytes(step, plain, IMAGES)
-    assert held_bytes(step_in_regions, deep, IMAGES, best_region(570, w=3)) <= budget
-    plain, deep = small_gpt(4), small_gpt(40)
-    budget = held_bytes(step, plain, TOKENS)
-    assert held_bytes(step_in_regions, deep, TOKENS, 1) <= budget
-
-
 def test_one_more_forward_is_all_that_regions_cost():
     counts = []
     layers = equal_layers(64, 4)
@@ -103,19 +93,6 @@ def test_one_more_forward_is_all_that_regions_cost():
     plain = sum(stage.forward + stage.backward for stage in stages)
     assert in_regions(stages, 8).time / plain == pytest.approx(1 + 56 / 192)
     assert sqrt_n(64).time / plain == pytest.approx(1 + 112 / 192)
-
-
-@pytest.mark.parametrize("layers, best", [(24, 1), pytest.param(72, 2, marks=pytest.mark.slow)])
-def test_for_transformer_blocks_root_n_is_not_the_answer(layers, best):
-    """A block's tape is some 20 boundaries: regions of √(n/(w+1)), one or two blocks, beat regions of √n."""
-    chain = small_gpt(layers)
-    block = measure_chain(chain[:2], TOKENS)[1]
-    w = block.tape / block.boundary
-    assert 18 < w < 24 and best_region(layers, w) == best
-    root = round(math.sqrt(layers))
-    held = {k: held_bytes(step_in_regions, chain, TOKENS, k) for k in (1, 2, 3, root)}
-    assert min(held, key=held.get) == best
-    assert held[root] > 1.7 * held[best]
 
 
 def test_the_plan_holds_for_real_layers():

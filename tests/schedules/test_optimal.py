@@ -79,16 +79,9 @@ def compare_with_brute_force(seed, n):
         assert schedule.time == brute_force(stages, budget), f"budget {budget} of {stages}"
 
 
-@pytest.mark.parametrize("n", range(1, 7))
+@pytest.mark.parametrize("n", [*range(1, 7), pytest.param(7, marks=pytest.mark.slow)])
 def test_dynamic_programme_is_brute_force(n):
     for seed in range(12):
-        compare_with_brute_force(100 * n + seed, n)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [7, 8])
-def test_dynamic_programme_is_brute_force_on_longer_chains(n):
-    for seed in range(20):
         compare_with_brute_force(100 * n + seed, n)
 
 
