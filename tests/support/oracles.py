@@ -154,19 +154,7 @@ def add_to_odd(a, b, rounding):
 def boundaries(fmt):
     """Patterns at every kind of boundary: each exponent field with mantissas at both ends and in the middle."""
     half = 2**fmt.mantissa_bits // 2
-    mantissas = {
-        0,
-        1,
-        2,
-        3,
-        half - 2,
-        half - 1,
-        half,
-        half + 1,
-        half + 2,
-        *range(2 * half - 3, 2 * half),
-        2 * half // 3,
-    }
-    mantissas = np.array(sorted(m for m in mantissas if 0 <= m < 2**fmt.mantissa_bits))
+    ends = *range(4), *range(half - 2, half + 3), *range(2 * half - 3, 2 * half), 2 * half // 3
+    mantissas = np.array(sorted({m for m in ends if 0 <= m < 2**fmt.mantissa_bits}))
     fields = np.arange(2 ** (fmt.exponent_bits + 1))  # with the sign
     return ((fields[:, None] << fmt.mantissa_bits) | mantissas).ravel()

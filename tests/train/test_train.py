@@ -329,26 +329,6 @@ runpy.run_module("minizero.train", run_name="__main__", alter_sys=True)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.soak  # in every stage; test_processes_go_on_where_threads_stopped is the short one
-def test_torchrun_gives_the_losses_of_threads_bit_for_bit(tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = ["-m", "minizero.train", *TINY]
-    done = start(*launch, *job, "--output", str(tmp_path / "processes"))
-    assert done.returncode == 0, done.stderr
-    processes = json.loads((tmp_path / "processes" / "results.json").read_text())
-    threads = run(tmp_path / "threads", "--world-size", "2")
-    for one, other in zip(processes["runs"], threads["runs"], strict=True):
-        assert one["losses"] == other["losses"]
-        assert one["bytes_sent"] == other["bytes_sent"]
-        for here, there in zip(one["ranks"], other["ranks"], strict=True):
-            assert here["persistent"] == there["persistent"]
-            assert one["stage"] == 3 or here["peak"] == there["peak"]  # what overlaps in stage 3 is a matter of time
-
-    failed = start(*launch, *job, "--text", "missing.txt")
-    assert failed.returncode != 0
-    assert failed.stderr.count("cannot read missing.txt") == 1, "said once, not by every rank"
-
-
 @pytest.mark.slow
 def test_processes_go_on_where_threads_stopped(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
