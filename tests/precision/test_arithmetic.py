@@ -69,26 +69,6 @@ def every_pair(fmt):
     return [x.ravel() for x in np.meshgrid(patterns, patterns, indexing="ij")]
 
 
-# The steps, on the example of the module's first page.
-
-
-def test_the_steps_of_an_addition():
-    """12 + 2.5 with three bits of mantissa: 14.5 lies half-way between 14 and 15, and 14 is the even one."""
-    fmt, point = FloatFormat(4, 3), 6
-    a, b = (torch.tensor([int(fmt.encode(x))], dtype=torch.int32) for x in (12.0, 2.5))
-    x, y = arithmetic.unpack(a, fmt, 3), arithmetic.unpack(b, fmt, 3)
-    assert [(int(n.exponent) - fmt.bias, int(n.significand)) for n in (x, y)] == [(3, 0b1_100_000), (1, 0b1_010_000)]
-    x, y = arithmetic.align(x, y)
-    assert [(int(n.exponent) - fmt.bias, int(n.significand)) for n in (x, y)] == [(3, 0b1_100_000), (3, 0b0_010_100)]
-    total = arithmetic.normalise(arithmetic.operate_add(x, y, "nearest-even"), point)
-    assert (int(total.exponent) - fmt.bias, int(total.significand)) == (3, 0b1_110_100)
-    rounded, inexact, tiny = arithmetic.round(total, point, fmt, "nearest-even")
-    assert (int(rounded.significand), bool(inexact), bool(tiny)) == (0b1_110, True, False)
-    bits, _ = arithmetic.pack(rounded, inexact, tiny, fmt, "nearest-even")
-    assert fmt.decode(int(bits)) == 14.0
-    assert fmt.decode(arithmetic.add(int(a), int(b), fmt, "nearest-away")) == 15.0
-
-
 # Against two other implementations.
 
 

@@ -1,9 +1,6 @@
 """python -m precision: what is printed, and what is refused in one line."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -139,16 +136,6 @@ def test_unknown_names(capsys):
     assert "unknown rounding 'stochastic'" in refusal(capsys, "1", "--rounding", "stochastic")
     assert "arguments are required: expression" in refusal(capsys)
     assert "unrecognized arguments" in refusal(capsys, "1", "--colour", "red")
-
-
-@pytest.mark.slow
-def test_the_command_itself():
-    """Through a pipe there is no colour and no traceback; on a terminal, colour tells the fields apart."""
-    command, folder = [sys.executable, "-m", "precision"], Path(__file__).parents[2]
-    plain = subprocess.run([*command, "0.1"], capture_output=True, text=True, cwd=folder, check=True).stdout
-    assert "\x1b" not in plain and "0 01011 1001100110" in plain
-    failed = subprocess.run([*command, "1 +"], capture_output=True, text=True, cwd=folder)
-    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "Traceback" not in failed.stderr
 
 
 def test_colours(capsys, monkeypatch):

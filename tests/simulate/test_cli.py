@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 
 import pytest
 from matplotlib.figure import Figure
@@ -179,10 +177,3 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, options, words):
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and words in err and err.startswith("python -m minizero.simulate: error:")
     assert not out
-
-
-@pytest.mark.slow
-def test_help_runs_as_a_module():
-    command = [sys.executable, "-m", "minizero.simulate", "--help"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert finished.returncode == 0 and "gpt-175b" in finished.stdout and not finished.stderr
