@@ -360,18 +360,6 @@ def test_four_threads_at_once_give_the_same_bits():
         assert all(torch.equal(result.result(), expected) for result in results)
 
 
-@pytest.mark.slow
-def test_backward_runs_give_the_same_bits():
-    q, k, v, dout = tensors((1, 2, 40, 16), (1, 1, 50, 16), (1, 1, 50, 16), (1, 2, 40, 16), dtype=torch.float16)
-    options = options_of(q, k, v, causal=True, dropout_p=0.1, dropout_seed=5)
-    out, lse = kernels.forward(q, k, v, options)
-    with blocks_of(32, 32):
-        first = kernels.backward(dout, lse, q, k, v, out, lse, options)
-        for _ in range(9):
-            again = kernels.backward(dout, lse, q, k, v, out, lse, options)
-            assert all(torch.equal(one, other) for one, other in zip(first, again))
-
-
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="looks into Triton's interpreter")
 @pytest.mark.parametrize(("version", "patched"), [("3.6.0", True), ("3.7.1", False), ("3.10.0", False)])
 def test_the_interpreter_is_mended_where_it_is_old(version, patched, monkeypatch):

@@ -6,7 +6,6 @@ import math
 import os
 from pathlib import Path
 
-import matplotlib.axes
 import pytest
 import torch
 from rich.console import Console
@@ -189,14 +188,6 @@ def test_masters_cost_and_activations_save():
     from_the_start = step_memory.watch(make, x[:1], y[:1], False).curve[0]["optimizer"]
     assert from_the_start == pytest.approx(8 * psi, rel=0.001), "the first step, which makes the moments, is no example"
     assert small[1]["total"] > small[0]["total"] and large[1]["total"] < 0.8 * large[0]["total"]
-
-
-@pytest.mark.slow
-def test_the_crossover_of_a_measurement(tiny):
-    memory = tiny["memory"]
-    assert memory["baseline"][0] < memory["mixed"][0] and memory["baseline"][1] > memory["mixed"][1]
-    assert 1 < memory["crossover"] < 16
-    assert isinstance(report.draw_peaks(memory), matplotlib.axes.Axes)
 
 
 # The claims.
