@@ -26,11 +26,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flash.gpus import GPUS, Gpu
 from minizero import torch_private
+from minizero.memory.operators import Watcher
 from minizero.torch_private import AFTER_AUTOCAST, ATTENTION
 from minizero.xray.fake import HALVES
 
@@ -227,24 +227,23 @@ def of_embedding(card: Gpu, grad: Tensor, indices: Tensor, words: int, *_: Any) 
     return 0 if n <= 3072 else 4 * indices.nbytes + 4 * (n // 10 + min(n, words)) * grad.shape[-1]
 
 
-SCRATCH: dict[str, Callable[..., int]] = {
-    "aten.sum.dim_IntList": of_sum,
-    "aten._softmax_backward_data.default": lambda card, grad, *_: grad.nbytes,  # grad * output
-    "aten._safe_softmax.default": lambda card, x, *_: x.numel(),  # which scores are -inf: a byte each
-    "aten._scaled_dot_product_efficient_attention_backward.default": of_attention,
-    "aten._scaled_dot_product_flash_attention_backward.default": of_attention,
-    "aten._scaled_dot_product_cudnn_attention_backward.default": of_attention,
-    "aten.embedding_dense_backward.default": of_embedding,
+SCRATCH: dict[Any, Callable[..., int]] = {
+    aten.sum.dim_IntList: of_sum,
+    aten._softmax_backward_data.default: lambda card, grad, *_: grad.nbytes,  # grad * output
+    aten._safe_softmax.default: lambda card, x, *_: x.numel(),  # which scores are -inf: a byte each
+    aten._scaled_dot_product_efficient_attention_backward.default: of_attention,
+    aten._scaled_dot_product_flash_attention_backward.default: of_attention,
+    aten._scaled_dot_product_cudnn_attention_backward.default: of_attention,
+    aten.embedding_dense_backward.default: of_embedding,
 }
 
 
-class Scratch(TorchDispatchMode):
+class Scratch(Watcher):
     """Around an operator of `SCRATCH` a tensor is alive, which the ledger sees."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (size := SCRATCH.get(str(func))) is None:
-            return func(*args, **kwargs or {})
-        scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
+        if size := SCRATCH.get(func):
+            scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
         return func(*args, **kwargs or {})
 
 

@@ -62,7 +62,7 @@ class Case:
     def run(self, plan: Plan) -> Result:
         """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
         self.run_all([plan])
-        if isinstance(found := self.found[plan], str):
+        if isinstance(found := self.found[self.as_run(plan)], str):
             raise NotPossible(found)
         return found
 
@@ -71,7 +71,8 @@ class Case:
 
         With a PyTorch that is built for CUDA they run here, one by one: once it has gone backwards, a copy cannot.
         """
-        missing = [plan for plan in reversed(plans) if plan not in self.found]  # the stacks first, which take longest
+        wanted = dict.fromkeys(self.as_run(plan) for plan in reversed(plans))  # the stacks first, which take longest
+        missing = [plan for plan in wanted if plan not in self.found]
         cannot_fork = torch.backends.cuda.is_built() or torch.accelerator.is_available()
         alone = len(missing) < 2 or sys.platform != "linux" or cannot_fork
         workers = 0 if alone else min(len(missing), os.cpu_count() or 1, MOST)
@@ -90,6 +91,11 @@ class Case:
         with ALONE, torch.device("cpu"):  # no other thread holds it; a loader draws a number, which "meta" has none of
             self.found.update(shown)
 
+    def as_run(self, plan: Plan) -> Plan:
+        """The plan as it is run here: two rows of a table may be one step."""
+        foreach = plan.foreach or self.card is not None
+        return dataclasses.replace(plan, foreach=foreach, dtype=self.masters(plan) or plan.dtype)
+
     def attempt(self, plan: Plan) -> tuple[Plan, Result | str]:
         """A plan, and the figures of a step under it, or why there are none."""
         try:
@@ -104,13 +110,10 @@ class Case:
                 raise ValueError(f"{plan.micro_batches} micro-batches do not divide a batch of {self.batch_size}")
             if self.loops and plan.needs_its_loop:
                 raise ValueError("it changes the loop, and make() has returned one: let it return (model, inputs)")
-            if self.card:
-                plan = dataclasses.replace(plan, foreach=True)
-            if dtype := self.masters(plan):
-                plan = dataclasses.replace(plan, dtype=dtype)
+            plan = self.as_run(plan)
             with pretend() as mode:
                 given = self.model, self.make_optimizer, self.inputs if self.loops else None
-                module, optimizer, loop = mode.copy(given, dtype is not None)
+                module, optimizer, loop = mode.copy(given, self.masters(plan) is not None)
                 copied = mode.copied
                 inputs = mode.copy(None if self.loops else self.inputs)
                 # A batch's tensors are cloned, but for those inside of objects: they are there all the time.

@@ -31,12 +31,16 @@ class Head(NamedTuple):
 
 
 class LossInChunks(TorchFunctionMode):
-    """At the end, `ValueError` if no loss was computed in chunks."""
+    """While it is entered, losses are computed in chunks, once a first step has found the head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[int] = set()  # id() of each head's weight
-        self.losses = 0
+
+    def check(self) -> None:
+        """After the first step: `ValueError` if it has found none."""
+        if not self.found:
+            raise ValueError("no linear layer leads straight to a cross-entropy")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,18 +63,12 @@ class LossInChunks(TorchFunctionMode):
     def go_on(self, head: Head, func: Any, name: str, logits: Any, args: Any, kwargs: Any) -> Tensor:
         """What the code does with logits, done to a stand-in."""
         if func is F.cross_entropy:
-            self.losses += 1
             return loss(head, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
         shape = func(*args, **kwargs).shape if name in SAME_ROWS else ()
         if shape[-1:] != logits.shape[-1:]:
             raise ValueError(f"its logits go through {name}() before the loss")
         hidden = head.input[args[1]] if name == "__getitem__" else head.input.reshape(*shape[:-1], -1)
         return stand_in(head._replace(input=hidden), shape)
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if exception[0] is None and not self.losses:
-            raise ValueError("no linear layer leads straight to a cross-entropy")
 
 
 def stand_in(head: Head, shape: Any) -> Tensor:

@@ -3,7 +3,6 @@
 Here stands what each of them does to a step. techniques.py says what it costs, and how to write it down.
 """
 
-import contextlib
 import dataclasses
 import inspect
 from typing import Any
@@ -65,8 +64,8 @@ class Plan:
     @property
     def needs_its_loop(self) -> bool:
         """Does it change the loop itself, so that the user's own cannot be run?"""
-        of_loop = self.stage is not None, self.dtype is not None, self.micro_batches > 1, self.momentum, self.eight_bit
-        return any(of_loop)
+        other_optimizer = self.momentum or self.eight_bit
+        return self.stage is not None or self.dtype is not None or self.micro_batches > 1 or other_optimizer
 
     def optimizer(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of `model`. given: the user's, of the module inside, or a function of the parameters."""
@@ -84,14 +83,9 @@ class Plan:
         use_foreach(optimizer, self.foreach)
         return optimizer
 
-    def around_the_steps(self) -> contextlib.ExitStack:
-        """What holds while the steps run."""
-        stack = contextlib.ExitStack()
-        if self.loss_in_chunks:
-            stack.enter_context(LossInChunks())
-        if self.no_scores:
-            stack.enter_context(WithoutScores())
-        return stack
+    def around_the_steps(self) -> list[LossInChunks | WithoutScores]:
+        """What holds while the steps run. The first of them teaches it."""
+        return [LossInChunks()] * self.loss_in_chunks + [WithoutScores()] * self.no_scores
 
 
 def recompute_blocks(module: nn.Module) -> None:

@@ -27,10 +27,7 @@ class Kept(NamedTuple):
 
 
 class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
-    """While it is entered, autograd keeps no scores. It learns their shapes in a first step.
-
-    At the end, `ValueError` if there were no scores.
-    """
+    """While it is entered, autograd keeps no scores. It learns their shapes in a first step."""
 
     def __init__(self) -> None:
         super().__init__(self.keep, self.give_back)
@@ -47,17 +44,14 @@ class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
     def give_back(self, kept: Tensor | Kept) -> Tensor:
         return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device) if isinstance(kept, Kept) else kept
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if exception[0] is None and not self.kinds:
+    def check(self) -> None:
+        """After the first step: `ValueError` if there were no scores."""
+        if not self.kinds:
             raise ValueError("its attention stores no scores, or it has none")
 
 
 def comes_from_softmax(node: Any, steps: int = 3) -> bool:
     """Is what this node of the graph made a softmax, or a softmax that was cast, dropped out, reshaped?"""
-    if node is None:
-        return False
-    name = node.name().removesuffix("Backward0")
-    if name in SOFTMAX or not steps:
-        return name in SOFTMAX
-    return name in BETWEEN and any(comes_from_softmax(before, steps - 1) for before, _ in node.next_functions)
+    name = "" if node is None else node.name().removesuffix("Backward0")
+    between = name in BETWEEN and steps > 0
+    return name in SOFTMAX or (between and any(comes_from_softmax(made, steps - 1) for made, _ in node.next_functions))

@@ -69,7 +69,10 @@ def measure(
     """
     model = plan.wrap(module.train(), comm)
     states: Any = None if isinstance(inputs, functools.partial) else plan.optimizer(optimizer, model)
-    with ledger_type(model, states) as ledger, around(), plan.around_the_steps():
+    techniques = plan.around_the_steps()
+    with ledger_type(model, states) as ledger, around(), contextlib.ExitStack() as stack:
+        for technique in techniques:
+            stack.enter_context(technique)
         before(ledger)
         if states is None:
             inputs()
@@ -78,6 +81,8 @@ def measure(
             trained = step(model, states, inputs, plan)
         else:
             step_on_zeros(model, states, trained)
+        for technique in techniques:
+            technique.check()
         before(ledger)
         ledger.reset()
         sent = comm.bytes_sent
@@ -129,17 +134,15 @@ def loss_of(model: nn.Module, inputs: Any) -> Tensor:
         return named
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
     numbers = [part for part in parts if isinstance(part, Tensor) and part.numel() == 1]
-    trained = [number for number in numbers if number.requires_grad] or numbers
-    if len(trained) != 1:
-        kind = f"tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        found = (
-            "which has no loss, a tensor with one number" if not trained else f"in which {len(trained)} may be the loss"
-        )
-        raise ValueError(
-            f"xray: the model returned a {kind}, {found}: give inputs with which it returns the loss (Hugging Face's "
-            "models want labels=…), or call it loss in a dict, or put a module around it that returns it"
-        )
-    return trained[0]
+    numbers = [number for number in numbers if number.requires_grad] or numbers
+    if len(numbers) == 1:
+        return numbers[0]
+    kind = f"tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    found = f"in which {len(numbers)} may be the loss" if numbers else "which has no loss, a tensor with one number"
+    raise ValueError(
+        f"xray: the model returned a {kind}, {found}: give inputs with which it returns the loss (Hugging Face's "
+        "models want labels=…), or call it loss in a dict, or put a module around it that returns it"
+    )
 
 
 def tensors_of(inputs: Any) -> Iterator[Tensor]:
@@ -153,32 +156,31 @@ def batch_size(inputs: Any) -> int:
 
 
 def cut(batch: Any, pieces: int, number: int) -> Any:
-    """Piece `number` of a batch: a part of each tensor. `ValueError` if a tensor does not count samples first."""
-    size = batch_size(batch)
-
-    def part(tensor: Tensor) -> Tensor:
-        if tensor.dim() and tensor.shape[0] not in (1, size):  # 1: the same for all samples
-            raise ValueError(
-                f"the batch cannot be cut: an input of {tuple(tensor.shape)} does not count {size:,} samples"
-            )
-        counts = tensor.dim() and tensor.shape[0] == size
-        return tensor[number * size // pieces : (number + 1) * size // pieces] if counts else tensor
-
-    if pieces > 1 and not size:
-        raise ValueError("the batch cannot be cut: no tensor of it counts samples")
-    return tree_map_only(Tensor, part, batch) if pieces > 1 else batch
+    """Piece `number` of a batch: a part of each tensor."""
+    first, end = (n * batch_size(batch) // pieces for n in (number, number + 1))
+    return batch if pieces == 1 else of_samples(batch, lambda tensor: tensor[first:end])
 
 
 def resized(batch: Any, samples: int) -> Any:
     """A batch of so many samples, as large as the first in all else, without numbers."""
-    cut(batch, 2, 0)  # refuses what cannot be cut
-    size = batch_size(batch)
+    return of_samples(batch, lambda tensor: tensor.new_empty((samples, *tensor.shape[1:]), device="meta"))
 
-    def other(tensor: Tensor) -> Tensor:
-        counts = tensor.dim() and tensor.shape[0] == size
-        return tensor.new_empty((samples, *tensor.shape[1:]), device="meta") if counts else tensor
 
-    return tree_map_only(Tensor, other, batch)
+def of_samples(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with each tensor changed. `ValueError` if one does not count samples first."""
+    if not (size := batch_size(batch)):
+        raise ValueError("the batch cannot be cut: no tensor of it counts samples")
+
+    def part(tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.shape[0] == size:
+            return change(tensor)
+        if tensor.dim() and tensor.shape[0] != 1:  # which is the same for all samples
+            raise ValueError(
+                f"the batch cannot be cut: an input of {tuple(tensor.shape)} does not count {size} samples"
+            )
+        return tensor
+
+    return tree_map_only(Tensor, part, batch)
 
 
 def refuse_time_first(size: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
