@@ -92,6 +92,12 @@ def moments(tape: Tape, start: int = 0) -> Iterator[Moment]:
             yield now
 
 
+def columns(curve: list[Sample]) -> dict[str, list[Any]]:
+    """A curve as plain data, fit for JSON: one list for each key."""
+    parts = {key: [sample[key] for sample in curve] for key in curve[0]}
+    return parts | {key: [getattr(sample, key) for sample in curve] for key in ("phase", "operator", "number")}
+
+
 def peak(tape: Tape, start: int) -> dict[str, int]:
     """The most bytes of each category at any moment. `total` is the most of all categories together."""
     phases = peak_by_phase(tape, start).values()

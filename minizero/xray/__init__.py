@@ -28,8 +28,7 @@ holders.py       who holds the peak, in rows that can be read
 techniques.py    what would help: each technique in words, and as a run
 fit.py           the cheapest stack that fits a card
 script.py        the lines that write it down
-findings.py      all that is found, as data
-report.py        the same in the terminal, as PNG, HTML and JSON
+report.py        all that is found: as data, in the terminal, as PNG, HTML and JSON
 """
 
 from minizero.xray.case import NotPossible

@@ -59,13 +59,6 @@ def budget(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a size such as 80GiB or 500MiB, not {text!r}")
 
 
-def memory_of(card: str | None, given: float | None) -> float | None:
-    """The bytes of a card, if no size is given: 0."""
-    if given == 0 and card is None:
-        raise ValueError("--fit, --largest: a CPU has no memory of its own: give a size, such as 80GiB")
-    return GPUS[card].memory if given == 0 and card is not None else given
-
-
 def optimizer_of(name: str) -> Any:
     """The class of torch.optim with this name, in whatever case."""
     kinds = {kind.lower(): kind for kind in dir(torch.optim) if isinstance(getattr(torch.optim, kind), type)}
@@ -103,7 +96,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
         check_output(options.output)
     name = Path(options.make.rpartition(":")[0]).name if options.make else ""
     card = None if options.card == "cpu" else card_of(options.card)
-    fit, largest = (memory_of(card, given) for given in (options.fit, options.largest))
+    if card is None and 0 in (options.fit, options.largest):
+        raise ValueError("--fit, --largest: a CPU has no memory of its own: give a size, such as 80GiB")
+    fit, largest = (GPUS[str(card)].memory if given == 0 else given for given in (options.fit, options.largest))
     report = Report(case_of(maker(options), optimizer_of(options.optimizer), card), options.ranks, name)
     report.show(console)
     if not options.no_table:

@@ -10,6 +10,7 @@ what is left beside the context, and an allocator reserves more than it is asked
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import torch
 
@@ -40,20 +41,17 @@ def stacks(ranks: int, batch: int) -> list[Plan]:
     """The plans to be tried, the cheapest first."""
     sharded = [Plan(2, ranks), Plan(3, ranks), Plan(3, ranks, offload=True)]
     engines = [Plan(), Plan(3, 1, offload=True)] if ranks == 1 else sharded
-    switches: dict[str, tuple] = {
-        "dtype": (None, torch.bfloat16),
-        "no_scores": (False, True),
-        "loss_in_chunks": (False, True),
-        "micro_batches": tuple(pieces for pieces in sorted({1, 2, max(1, batch)}) if (batch or 1) % pieces == 0),
-        "recompute": (False, True),
-    }
+    pieces = [pieces for pieces in sorted({1, 2, max(1, batch)}) if (batch or 1) % pieces == 0]
+    either = False, True
     plans = [
-        dataclasses.replace(plan, foreach=True, **dict(zip(switches, values)))
-        for values in itertools.product(*switches.values())
+        dataclasses.replace(
+            plan, foreach=True, dtype=dtype, no_scores=x, loss_in_chunks=y, micro_batches=n, recompute=z
+        )
+        for dtype, x, y, n, z in itertools.product((None, torch.bfloat16), either, either, pieces, either)
         for plan in engines
+        if not (x and z)  # if it recomputes, no block stores scores anyway
     ]
-    # If it recomputes, no block stores scores anyway.
-    return sorted((plan for plan in plans if not (plan.no_scores and plan.recompute)), key=price)
+    return sorted(plans, key=price)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +72,8 @@ class Fit:
 def fit(case: Case, budget: float, ranks: int) -> Fit:
     """Try stacks from the cheapest on, without the techniques that this model cannot follow."""
     usable = budget - kept_free(budget)
-    alone = {
-        "recompute": Plan(recompute=True),
-        "no_scores": Plan(no_scores=True),
-        "loss_in_chunks": Plan(loss_in_chunks=True),
-    }
-    refused = [name for name, plan in alone.items() if outcome(case, plan).result is None]
+    alone: list[dict[str, Any]] = [{name: True} for name in ("recompute", "no_scores", "loss_in_chunks")]
+    refused = [name for given in alone if outcome(case, Plan(**given)).result is None for name in given]
     order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, name) for name in refused)]
     best, tried = None, 0
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are

@@ -18,7 +18,6 @@ STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "op
 # What makes a tensor, in words. An operator that is not here is called by its own name.
 WORDS = {
     "_log_softmax": "log-softmax",
-    "_softmax": "softmax",
     "mm addmm": "matrix product",
     "bmm baddbmm": "batched matrix product",
     "_grouped_mm": "products of the experts",
@@ -31,9 +30,7 @@ WORDS = {
     "_scaled_dot_product_flash_attention_for_cpu": "attention",
     "nll_loss_forward nll_loss": "loss",
     "embedding embedding_dense": "embeddings",
-    "convolution": "convolution",
     "native_batch_norm": "batch norm",
-    "sum": "sum",
     "empty new_empty zeros new_zeros zeros_like empty_like full": "new memory",
 }
 NAMES = {operator: words for operators, words in WORDS.items() for operator in operators.split()}

@@ -57,9 +57,7 @@ class LineRecorder(Recorder):
         elif not self.position.in_backward:
             self.forwards.setdefault(torch_private.next_operation() - 1, (module, line))
         for entry in self.tape[before:]:
-            if (
-                type(entry) is Record and (storage := entry()) is not None and not hasattr(entry, "birth")
-            ):  # else it died
+            if type(entry) is Record and (storage := entry()) is not None and not hasattr(entry, "birth"):
                 tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
                 shapes = [tuple(tensor.shape) for tensor in tensors if tensor.untyped_storage() is storage]
                 entry.birth = Birth(next(iter(shapes), ()), module, line)

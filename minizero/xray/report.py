@@ -1,4 +1,4 @@
-"""The report of an X-ray, in the terminal, as PNG, HTML and JSON. findings.py says what it holds.
+"""The report of an X-ray: what is found, and how it is shown: in the terminal, as PNG, HTML and JSON.
 
 report = xray(model, inputs)
 report.show()                    tables of at most 100 columns
@@ -22,16 +22,19 @@ from rich.table import Column, Table
 from torch import nn
 
 from minizero.cli import write_files
+from minizero.memory.tape import columns
 from minizero.pictures.memory import plot_curve
 from minizero.xray.case import Case
-from minizero.xray.findings import Findings
-from minizero.xray.fit import CONTEXT, GIB, RESERVED, SMALL, kept_free, price
+from minizero.xray.fit import CONTEXT, GIB, RESERVED, SMALL, Fit, fit, kept_free, largest, price
+from minizero.xray.holders import rows_at_peak
 from minizero.xray.hugging_face import with_caches
+from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.step import Optimizer
-from minizero.xray.techniques import Outcome, costs_of, name_of, saves
+from minizero.xray.techniques import Outcome, costs_of, name_of, outcome, plans, saves
 
+SAMPLES = 2000  # of the curve
 SHOWN = 12  # rows of the table of holders; JSON has all
 UNSEEN = {
     False: "Not seen: scratch inside operators, an allocator's fragments, and a GPU's context and workspaces.\n"
@@ -47,8 +50,51 @@ NUMBERS: dict[str, Any] = {"justify": "right", "no_wrap": True}
 LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
 
 
-class Report(Findings):
-    """What was found, and how it is shown."""
+class Report:
+    """What one case's step holds. Bytes are of one rank.
+
+    plain: the figures of the step. peak: by category, each category's own maximum, and the joint maximum `total`, as
+    the ledger's. phase: in which that is. holders: rows, the largest first, of what is alive then. curve: samples, as
+    the ledger's, at most 2,000. fits: after `fit`, the budget and what was found.
+    """
+
+    def __init__(self, case: Case, ranks: int = 1, name: str = "") -> None:
+        self.case, self.ranks = case, ranks
+        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in case.model.parameters()}
+        optimizer = case.make_optimizer if hasattr(case.make_optimizer, "__name__") else type(case.make_optimizer)
+        optimizer = optimizer.__name__.replace("<lambda>", "an optimizer of its own")
+        step = "its own loop" if case.loops else f"batch {case.batch_size}, {optimizer}"
+        title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters in {', '.join(sorted(dtypes))}"
+        self.title = f"{title}, {step}, {f'as on {case.card}' if case.card else 'as on a CPU'}"
+        measured = case.measure(Plan(), LineLedger)
+        self.plain = case.found[case.as_run(Plan())] = measured.result()
+        self.peak = self.plain.peak
+        self.holders = rows_at_peak(measured.ledger, case.vocabulary())
+        curve = measured.ledger.curve
+        stretch = -(-len(curve) // SAMPLES)  # of each the highest, so that no peak is lost
+        stretches = (curve[start : start + stretch] for start in range(0, len(curve), stretch))
+        self.curve = [max(samples, key=lambda sample: sample["total"]) for samples in stretches]
+        self.phase = max(self.curve, key=lambda sample: sample["total"]).phase
+        self.fits: tuple[float, Fit] | None = None
+
+    @functools.cached_property
+    def outcomes(self) -> list[Outcome]:
+        """A row for each technique. The first use runs them, which takes as long as some thirty steps."""
+        frozen = not all(parameter.requires_grad for parameter in self.case.model.parameters())
+        wanted = list(plans(self.ranks, self.case.batch_size, self.case.card, frozen))
+        wanted = [plan for plan in wanted if not (self.case.loops and plan.needs_its_loop)]
+        self.case.run_all(wanted)
+        return [outcome(self.case, plan) for plan in wanted]
+
+    def fit(self, budget: float) -> Fit:
+        """The cheapest stack of techniques on `ranks` devices of `budget` bytes each."""
+        self.fits = budget, fit(self.case, budget, self.ranks)
+        return self.fits[1]
+
+    def largest(self, budget: float) -> dict[str, int]:
+        """The largest batch that fits, by the name of a plan: the step as it is, and with recompute if that can be."""
+        found = [outcome(self.case, plan) for plan in (Plan(), Plan(recompute=True))]
+        return {name_of(row.plan): largest(self.case, budget, row.plan) for row in found if row.result}
 
     def show(self, console: Console | None = None) -> None:
         """Print the picture of the step: its peak, and who holds it."""
@@ -96,30 +142,53 @@ class Report(Findings):
         (budget, found), write = self.fits, printer(console)
         plan, *tied = (dataclasses.replace(each, foreach=False) for each in (found.plan, *found.tied))  # as all have it
         fits, peak, free = found.spare >= 0, size(found.result.peak["total"]), size(kept_free(budget))
-        write(f"{self.ranks} × {size(budget)}: the {'cheapest that fits' if fits else 'smallest, which does not fit'}")
-        write(f"    {name_of(plan)}")
         verdict = f"fits, with {size(found.spare)} to spare" if fits else f"{size(-found.spare)} too much"
-        write(f"    peak {peak}, and {free} kept free for what is not seen: {verdict}. Stacks tried: {found.tried}.")
         context = f"{size(CONTEXT)} for a GPU's context, and " if budget > SMALL else ""
-        part = (
-            "" if context else f" Up to {size(SMALL)}, a budget is taken for part of a device: no context is counted."
+        part = f" Up to {size(SMALL)}, a budget is taken for part of a device: no context is counted."
+        write(
+            f"{self.ranks} × {size(budget)}: the {'cheapest that fits' if fits else 'smallest, which does not fit'}\n"
+            f"    {name_of(plan)}\n"
+            f"    peak {peak}, and {free} kept free for what is not seen: {verdict}. Stacks tried: {found.tried}.\n"
+            f"    Kept free: {context}room for an "
+            f"allocator to reserve {RESERVED} times what it is asked for.{'' if context else part}\n"
+            f"    price {price(plan):.0%}: {costs_of(plan) or 'none'}"
         )
-        write(f"    Kept free: {context}room for an allocator to reserve {RESERVED} times what it is asked for.{part}")
-        write(f"    price {price(plan):.0%}: {costs_of(plan) or 'none'}")
         if tied:
             write(f"    Stacks of the same price, not tried: {'; '.join(map(name_of, tied))}")
         write(f"{PRICE}\n")
-        if dtype := self.case.masters(plan):
-            plan = dataclasses.replace(plan, dtype=dtype)
+        dtype = self.case.masters(plan)
+        plan = dataclasses.replace(plan, dtype=dtype or plan.dtype)
         for heading, lines in (("With this package:", with_minizero), ("With PyTorch's own:", with_pytorch)):
             to_write = ["model.float()"] * bool(dtype) + list(lines(plan, self.case.model))
-            to_write = to_write or ["nothing: the step stays as it is"]
-            write("\n    ".join([heading, *to_write]) + "\n")
+            write("\n    ".join([heading, *(to_write or ["nothing: the step stays as it is"])]) + "\n")
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the curve by category; returns the matplotlib Axes."""
         unseen = "not seen: scratch inside operators, an allocator's reserve, a GPU's context"
         return plot_curve(self.curve, axes, unseen)
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything that was asked for so far as plain data, fit for JSON."""
+        budget, found = self.fits or (None, None)
+        return {
+            "title": self.title,
+            "torch": torch.__version__,
+            "parameters": self.case.parameters,
+            "ranks": self.ranks,
+            "card": self.case.card,
+            "notes": sorted(self.case.notes),
+            "peak": self.peak,
+            "at_peak": self.plain.parts,
+            "holders": [dataclasses.asdict(row) for row in self.holders],
+            "techniques": [
+                {"name": name_of(row.plan), "costs": costs_of(row.plan), "against": row.against, "remark": row.remark}
+                | (dataclasses.asdict(row.result) if row.result else {})
+                for row in vars(self).get("outcomes", [])
+            ],
+            "fit": found
+            and {"budget": budget, "plan": name_of(found.plan), "peak": found.result.peak, "spare": found.spare},
+            "curve": columns(self.curve),
+        }
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write xray.png, xray.html and xray.json into `folder`; returns their paths. They have what was asked for."""
@@ -128,7 +197,7 @@ class Report(Findings):
         axes.set_title(self.title, fontsize=18, pad=28)
         figure.savefig(picture := io.BytesIO(), format="png", dpi=110)
         self.show(console := Console(width=110, record=True, file=io.StringIO()))
-        if self.so_far:
+        if "outcomes" in vars(self):
             self.what_would_help(console)
         if self.fits:
             self.show_fit(console)
