@@ -41,7 +41,9 @@ def train_gpt(recompute=False, dropout=0.0, autocast=False, optimizer=torch.opti
     return model, optimizer, step
 
 
-def train(model, optimizer, x, loss_of):
+def train(model, x, loss_of, momentum=0.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
     def step():
         loss_of(model(x)).backward()
         optimizer.step()
@@ -54,14 +56,7 @@ def train_cnn():
     layers = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3)]
     model = nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
     y = torch.arange(16) % 10
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return train(model, optimizer, torch.ones(16, 1, 28, 28), lambda out: F.cross_entropy(out, y))
-
-
-def train_lstm():
-    model = nn.LSTM(32, 64, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train(model, optimizer, torch.ones(20, 8, 32), lambda out: out[0].sum())
+    return train(model, torch.ones(16, 1, 28, 28), lambda out: F.cross_entropy(out, y), momentum=0.9)
 
 
 def oracle(step):
@@ -83,9 +78,14 @@ def oracle(step):
     return peak
 
 
-def by_ledger(model, optimizer, step):
+def watched(model, optimizer, step):
     with Ledger(model, optimizer) as ledger:
         step()
+    return ledger
+
+
+def by_ledger(model, optimizer, step):
+    ledger = watched(model, optimizer, step)
     return ledger.peak["total"] - ledger.curve[0]["total"]
 
 
@@ -128,16 +128,14 @@ def test_under_bf16_autocast_the_gap_is_at_most_5_percent_and_operators_are_name
 
 
 def test_what_an_lstm_takes_inside_one_operator_is_reported_by_name():
-    model, optimizer, step = train_lstm()
+    model, optimizer, step = train(nn.LSTM(32, 64, 2), torch.ones(20, 8, 32), lambda out: out[0].sum())
     step()
     expected, seen, profiled = oracle(step), by_ledger(model, optimizer, step), profile_step(step)
     assert profiled.peak == expected
     assert profiled.visible == seen
     assert "rnn" in profiled.operator or "lstm" in profiled.operator
     assert expected - seen == profiled.scratch[profiled.operator] > 0.05 * expected
-    with Ledger(model, optimizer) as ledger:
-        step()
-    found = compare(ledger, step, torch.device("cpu"))
+    found = compare(watched(model, optimizer, step), step, torch.device("cpu"))
     assert (found["ledger"], found["profiler"], found["operator"]) == (seen, expected, profiled.operator)
 
 

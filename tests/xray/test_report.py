@@ -54,12 +54,8 @@ def test_its_peak_is_the_ledgers_of_a_real_step(report):
 
 def test_rows_are_grouped_and_have_words_and_the_users_line(report):
     scores = next(row for row in report.holders if row.what.startswith("softmax:"))
-    assert (scores.what, scores.category, scores.tensors, scores.alike) == (
-        "softmax: 16 × 48 × 48",
-        "activations",
-        3,
-        3,
-    )
+    assert (scores.what, scores.category) == ("softmax: 16 × 48 × 48", "activations")
+    assert scores.tensors == scores.alike == 3
     assert scores.module == "blocks.*.attention" and re.fullmatch(r"gpt\.py:\d+", scores.line)
     log_softmax = next(row for row in report.holders if "log-softmax" in row.what)
     assert log_softmax.what == f"log-softmax of the logits: {BATCH * 48} × {WORDS}"
@@ -71,20 +67,10 @@ def test_rows_are_grouped_and_have_words_and_the_users_line(report):
 
 @pytest.mark.slow
 @pytest.mark.accuracy
-def test_the_tables_fit_100_columns(report):
-    for show in (report.show, report.what_would_help):
-        text = printed(show)
-        assert max(map(len, text.splitlines())) <= 100 and "…and" not in text
-    assert "blocks.*.attention, 3 alike" in printed(report.show)
-    assert "4 micro-batches" in printed(report.what_would_help)
-
-
-@pytest.mark.slow
-def test_the_table_of_several_ranks_fits_100_columns():
+def test_the_tables_fit_100_columns_and_have_all_names():
     report = xray(*gpt()(), ranks=4)
-    text = printed(report.what_would_help)
-    assert max(map(len, text.splitlines())) <= 100 and "…" not in text
-    assert "DDP on 4 ranks" in text and "offload," in text
+    text = printed(report.show) + printed(report.what_would_help)
+    assert max(map(len, text.splitlines())) <= 100 and "…" not in text and "blocks.*.attention, 3 alike" in text
     assert {word for row in report.outcomes for word in name_of(row.plan).split()} <= {*text.split()}
 
 
@@ -108,15 +94,6 @@ def test_stacks_are_tried_from_the_cheapest_on():
     assert plans[0] == Plan(stage=2, ranks=4, foreach=True)
     assert {plan.micro_batches for plan in plans} == {1, 2, 8}
     assert {(plan.stage, plan.offload) for plan in stacks(1, 8)} == {(None, False), (3, True)}
-
-
-@pytest.mark.slow
-@pytest.mark.accuracy
-def test_ample_room_needs_nothing():
-    case = Case(*OWN["GPT"]())
-    ample = fit(case, 100 * MIB, 1)
-    assert ample.plan == stacks(1, BATCH)[0] and ample.tried == 1
-    assert ample.spare == 100 * MIB - kept_free(100 * MIB) - ample.result.peak["total"]
 
 
 def test_under_zero_3_each_piece_gathers_again_and_what_costs_the_same_is_told():
@@ -153,6 +130,9 @@ def test_the_first_stack_that_fits_is_found_or_the_smallest():
     assert all(case.run(plan).peak["total"] > usable for plan in cheaper if plan in case.found)
     nothing = fit(Case(*OWN["UNet"]()), 0.1 * MIB, 1)
     assert nothing.spare < 0 and nothing.tried > 1
+    ample = fit(case, 100 * MIB, 1)
+    assert ample.plan == stacks(1, BATCH)[0] and ample.tried == 1
+    assert ample.spare == 100 * MIB - kept_free(100 * MIB) - ample.result.peak["total"]
 
 
 class WholeBatchOnly(nn.Linear):
@@ -229,16 +209,6 @@ def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path, capfd):
     assert main([f"{tmp_path / 'mine.py'}:make"]) == 2
     error = capfd.readouterr().err
     assert "mine.py cannot be imported: No module named 'nowhere_to_be_found' (mine.py:2)" in error
-
-
-def test_a_function_outside_that_uses_the_weights_is_refused_and_one_that_the_model_keeps_is_copied():
-    layer = torch.nn.Linear(2, 2)
-    model = torch.nn.Sequential(layer)
-    model.forward = lambda x: layer(x).sum()
-    assert xray(model, torch.ones(2, 2)).peak["gradients"] == 24
-    model.forward = type("Outside", (), {"__call__": lambda _, x: layer(x).sum()})()  # nobody copies a class
-    with pytest.raises(NotPossible, match="outside of the model uses its weights"):
-        xray(model, torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(
