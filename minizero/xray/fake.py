@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero import torch_private
+from minizero.memory.operators import Watcher
 from minizero.memory.recorder import current_recorder
 from minizero.xray.hugging_face import masks_as_for_real
 from minizero.xray.lines import is_users
@@ -131,7 +132,7 @@ class Notes(FakeTensorConverter):
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
 
-class Pretend(FakeTensorMode):
+class Pretend(Watcher, FakeTensorMode):
     """PyTorch's fake tensors, and the operators of `OWN_ANSWERS`. Tensors from before may take part."""
 
     def __init__(self) -> None:
@@ -139,11 +140,11 @@ class Pretend(FakeTensorMode):
         self.fake_tensor_converter = self.notes = Notes()
         self.copied: list[Any] = []
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = OWN_ANSWERS.get(func)
         if own is None:
             try:
-                return super().dispatch(func, types, args, kwargs or {})
+                return self.dispatch(func, types, args, kwargs or {})
             except DataDependentOutputException:
                 if func is not aten._local_scalar_dense.default or (number := one_number(args[0])) is None:
                     raise

@@ -61,8 +61,8 @@ class Report:
     def __init__(self, case: Case, ranks: int = 1, name: str = "") -> None:
         self.case, self.ranks = case, ranks
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in case.model.parameters()}
-        optimizer = case.make_optimizer if hasattr(case.make_optimizer, "__name__") else type(case.make_optimizer)
-        optimizer = optimizer.__name__.replace("<lambda>", "an optimizer of its own")
+        kind: Any = case.make_optimizer if hasattr(case.make_optimizer, "__name__") else type(case.make_optimizer)
+        optimizer = kind.__name__.replace("<lambda>", "an optimizer of its own")
         step = "its own loop" if case.loops else f"batch {case.batch_size}, {optimizer}"
         title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters in {', '.join(sorted(dtypes))}"
         self.title = f"{title}, {step}, {f'as on {case.card}' if case.card else 'as on a CPU'}"
