@@ -14,7 +14,13 @@ pytestmark = pytest.mark.real
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = {"vocab_size": WORDS, "max_position_embeddings": 64, **SIZES}
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0, **TEXT}
-BART = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BART = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, d_model=WIDTH)
+BART |= dict(encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=64, decoder_start_token_id=2)
+BART |= dict(vocab_size=WORDS)
+DISTILBERT = dict(dim=WIDTH, hidden_dim=128, n_layers=2, n_heads=4, max_position_embeddings=64, vocab_size=WORDS)
+SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4, num_labels=5)
+CLIP = {"vision_config": dict(SIZES, image_size=32, patch_size=8, projection_dim=WIDTH)}
+CLIP |= {"text_config": dict(TEXT, projection_dim=WIDTH, eos_token_id=2)}
 EIGHT = {"n_layer": 2, "n_head": 4, "vocab_size": WORDS}
 
 
@@ -62,58 +68,11 @@ OTHERS = {
         "Mamba", vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=2, state_size=8, pad_token_id=0
     ),
     "RoBERTa": (built("RobertaForSequenceClassification", "RobertaConfig", pad_token_id=0, **TEXT), classes),
-    "DistilBERT": (
-        built(
-            "DistilBertForMaskedLM",
-            "DistilBertConfig",
-            vocab_size=WORDS,
-            dim=WIDTH,
-            hidden_dim=128,
-            n_layers=2,
-            n_heads=4,
-            max_position_embeddings=64,
-        ),
-        text,
-    ),
+    "DistilBERT": (built("DistilBertForMaskedLM", "DistilBertConfig", **DISTILBERT), text),
     "ELECTRA": (built("ElectraForMaskedLM", "ElectraConfig", embedding_size=32, **TEXT), text),
-    "BART": (
-        built(
-            "BartForConditionalGeneration",
-            "BartConfig",
-            vocab_size=WORDS,
-            d_model=WIDTH,
-            encoder_ffn_dim=128,
-            decoder_ffn_dim=128,
-            max_position_embeddings=64,
-            decoder_start_token_id=2,
-            **BART,
-        ),
-        text,
-    ),
-    "Swin": (
-        built(
-            "SwinForImageClassification",
-            "SwinConfig",
-            image_size=32,
-            patch_size=2,
-            embed_dim=16,
-            depths=[1, 1],
-            num_heads=[2, 4],
-            window_size=4,
-            num_labels=5,
-        ),
-        images,
-    ),
-    "CLIP": (
-        built(
-            "CLIPModel",
-            "CLIPConfig",
-            text_config=dict(TEXT, projection_dim=WIDTH, eos_token_id=2),
-            vision_config=dict(SIZES, image_size=32, patch_size=8, projection_dim=WIDTH),
-            projection_dim=WIDTH,
-        ),
-        pairs,
-    ),
+    "BART": (built("BartForConditionalGeneration", "BartConfig", **BART), text),
+    "Swin": (built("SwinForImageClassification", "SwinConfig", **SWIN), images),
+    "CLIP": (built("CLIPModel", "CLIPConfig", projection_dim=WIDTH, **CLIP), pairs),
 }
 MAKES = {name: of_tests_real(name) for name in MODELS} | OTHERS
 ALL = [*MAKES, *(f"ours: {name}" for name in OWN)]
@@ -161,14 +120,8 @@ def test_fake_is_real(name):
 
 # Convolutions and the layers of an LSTM take scratch, which the profiler sees, and no ledger does. Mamba's peak is
 # 6.8 % too high: three gradients meet there, which autograd adds in place, but not while a mode watches.
-SCRATCH = (
-    "Mamba",
-    "Whisper",
-    "ResNet-50",
-    "ConvNeXt",
-    "LSTM",
-    *(f"ours: {name}" for name in ("LSTM", "UNet", *NETWORKS)),
-)
+SCRATCH = ["Mamba", "Whisper", "ResNet-50", "ConvNeXt", "LSTM"]
+SCRATCH += [f"ours: {name}" for name in ("LSTM", "UNet", *NETWORKS)]
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in (*SCRATCH, *DIFFERENT)])

@@ -53,28 +53,27 @@ class Net(nn.Module):
         return F.scaled_dot_product_attention(x, x, x).exp().mean()
 
 
-def batch():
-    return torch.ones(4, 8, 128, 64)
+BATCH = torch.ones(4, 8, 128, 64)
 
 
 def test_dropout_keeps_bytes_and_attention_no_scores_and_autocast_is_cudas():
-    on_cpu, on_card = (Case(Net(), batch(), card=card).run(Plan()) for card in (None, "h100"))
+    on_cpu, on_card = (Case(Net(), BATCH, card=card).run(Plan()) for card in (None, "h100"))
     # A byte in place of a float. Attention keeps the same on both, and on a card its seed.
-    assert on_cpu.peak["activations"] - on_card.peak["activations"] == 3 * 3 * batch().numel() - 16
+    assert on_cpu.peak["activations"] - on_card.peak["activations"] == 3 * 3 * BATCH.numel() - 16
 
     class Half(Net):
         def forward(self, x):
             with torch.autocast("cuda", BF16):
                 return super().forward(x)
 
-    half = Case(Half(), batch(), card="h100")
+    half = Case(Half(), BATCH, card="h100")
     assert half.run(Plan()).peak["activations"] < on_card.peak["activations"]
     assert half.run(Plan(recompute=True)).peak  # a second forward is under the same autocast
     assert (torch.ops.aten.exp.default, "up", "") in [*rules()]
 
 
 def test_no_fused_kernel_is_told_in_words():
-    case = Case(Net(), batch(), card="h100")
+    case = Case(Net(), BATCH, card="h100")
     case.inputs, case.model.layers = torch.ones(4, 8, 128, 63), nn.ModuleList([nn.Linear(63, 63)])
     case.run(Plan())
     assert "FP32 with 63 numbers a head has no fused kernel on this card: each layer keeps" in case.notes.pop()
@@ -104,16 +103,16 @@ def test_other_threads_compute_as_before_and_all_is_given_back():
 
 def test_two_threads_work_one_after_the_other():
     found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(Case(Net(), batch(), card="h100").run(Plan()))) for _ in "ab"
-    ]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert found[0] == found[1] == Case(Net(), batch(), card="h100").run(Plan())
+
+    def in_threads(call, n):
+        threads = [threading.Thread(target=lambda: found.append(call())) for _ in range(n)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+
+    in_threads(lambda: Case(Net(), BATCH, card="h100").run(Plan()), 2)
+    assert found[0] == found[1] == Case(Net(), BATCH, card="h100").run(Plan())
     with pretend():
-        thread = threading.Thread(target=lambda: found.append(ALONE.acquire(blocking=False)))
-        thread.start()
-        thread.join()
+        in_threads(lambda: ALONE.acquire(blocking=False), 1)
     assert found[2] is False
 
 
@@ -121,7 +120,7 @@ def loop(ema=False):
     model = Net().to("cuda")
     optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
     average = copy.deepcopy(model) if ema else None
-    x = torch.ones(4, 8, 128, 64, device="cuda:0")
+    x = BATCH.to("cuda:0")
 
     def step():
         loss = model(x.clone())
@@ -136,21 +135,21 @@ def loop(ema=False):
 
 
 def test_a_loop_of_the_users_holds_what_ours_does_and_its_average():
-    ours = Case(Net(), batch()).run(Plan())
+    ours = Case(Net(), BATCH).run(Plan())
     theirs, averaged = (case_of(lambda ema=ema: loop(ema)) for ema in (False, True))
     plain = theirs.run(Plan())
     assert [plain.peak[name] for name in ("parameters", "gradients", "optimizer")] == [
         ours.peak[name] for name in ("parameters", "gradients", "optimizer")
     ]
     # The loop keeps its batch, and a scaler a few numbers.
-    assert 0 <= plain.peak["total"] - ours.peak["total"] - batch().nbytes < 64
+    assert 0 <= plain.peak["total"] - ours.peak["total"] - BATCH.nbytes < 64
     assert averaged.run(Plan()).peak["total"] == plain.peak["total"] + ours.peak["parameters"]
     with pytest.raises(NotPossible, match="it changes the loop"):
         theirs.run(Plan(stage=3, ranks=4))
 
 
 def in_backward():
-    model, x = Net(), batch()
+    model, x = Net(), BATCH
     optimizers = {parameter: torch.optim.SGD([parameter], momentum=0.9) for parameter in model.parameters()}
 
     def step_and_forget(parameter):
@@ -179,7 +178,7 @@ def test_what_no_module_registers_and_what_is_global_is_counted():
         def forward(self, x):
             return super().forward(x) + TEACHER(x).detach().mean()
 
-    case = case_of(lambda: (Kept(), batch()))
+    case = case_of(lambda: (Kept(), BATCH))
     assert case.run(Plan()).peak["buffers"] == 400 + 440 + 4 * 65 * 64
     assert case.run(Plan(recompute=True)).peak["buffers"] == case.run(Plan()).peak["buffers"]
 
@@ -187,13 +186,13 @@ def test_what_no_module_registers_and_what_is_global_is_counted():
 def test_an_optimizer_may_be_made_with_the_model():
     def make():
         model = Net()
-        return model, batch(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, BATCH, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     case = case_of(make)
     assert case.run(Plan()).peak["optimizer"] == 4 * case.parameters
     assert case.run(Plan(stage=2, ranks=2)).peak["optimizer"] == 2 * case.parameters
     assert case.run(Plan(eight_bit=True)).peak["optimizer"] == 2 * 3 * (64 * 64 + 4 * 16 + 4 * 64)
-    adafactor = Case(Net(), batch(), torch.optim.Adafactor)
+    adafactor = Case(Net(), BATCH, torch.optim.Adafactor)
     assert adafactor.run(Plan()).peak["optimizer"] < 4 * case.parameters
     assert adafactor.run(Plan(foreach=True)).peak == adafactor.run(Plan()).peak  # its default on a GPU, too
 
@@ -201,14 +200,14 @@ def test_an_optimizer_may_be_made_with_the_model():
 def test_frozen_matrices_in_four_bits():
     model = Net().requires_grad_(False)
     model.layers[2].requires_grad_(True)
-    plain, small = (Case(model, batch()).run(Plan(four_bit=bits)).peak for bits in (False, True))
+    plain, small = (Case(model, BATCH).run(Plan(four_bit=bits)).peak for bits in (False, True))
     assert plain["parameters"] + plain["buffers"] - small["parameters"] - small["buffers"] == 2 * (
         4 * 4096 - 2048 - 65 - 4
     )
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():
-    case, budget = Case(Net(), batch()), 100 * 2**20
+    case, budget = Case(Net(), BATCH), 100 * 2**20
     most = largest(case, budget, Plan())
     peaks = [Case(Net(), torch.ones(n, 8, 128, 64)).run(Plan()).peak["total"] for n in (most, most + 1)]
     assert peaks[0] <= budget - kept_free(budget) < peaks[1]

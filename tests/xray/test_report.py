@@ -178,7 +178,7 @@ def test_the_lines_can_be_run(lines, stage, tmp_path):
     assert spawn(write_and_run, 1, tmp_path, lines, plan) == [0]
 
 
-def test_the_command_shows_our_gpt_and_writes_files(tmp_path, capfd):
+def test_the_command_shows_our_gpt(capfd):
     assert main(["--length", "16", "--no-table"]) == 0
     out, error = capfd.readouterr()
     assert error == "" and "GPT: 3," in out and "Who holds the peak" in out and "What would help" not in out

@@ -165,6 +165,13 @@ def test_an_optimizer_keeps_what_its_user_has_chosen():
     assert isinstance(Plan(momentum=True).optimizer(adamw, WithLoss(nn.Linear(2, 2))), torch.optim.SGD)
 
 
+def test_rows_that_are_one_step_are_run_once():
+    batch = torch.ones(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
+    case = Case(WithLoss(nn.Linear(8, 8).bfloat16()), batch, card="h100")
+    case.run_all([Plan(3, 2), Plan(3, 2, dtype=torch.bfloat16), Plan(3, 2, foreach=True)])
+    assert len(case.found) == 1 and case.run(Plan(3, 2)).peak
+
+
 @pytest.mark.slow
 @pytest.mark.accuracy
 def test_rows_run_at_once_are_those_run_one_by_one():
