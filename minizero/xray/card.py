@@ -227,14 +227,14 @@ def of_embedding(card: Gpu, grad: Tensor, indices: Tensor, words: int, *_: Any) 
     return 0 if n <= 3072 else 4 * indices.nbytes + 4 * (n // 10 + min(n, words)) * grad.shape[-1]
 
 
-SCRATCH: dict[Any, Callable[..., int]] = {
-    aten.sum.dim_IntList: of_sum,
-    aten._softmax_backward_data.default: lambda card, grad, *_: grad.nbytes,  # grad * output
-    aten._safe_softmax.default: lambda card, x, *_: x.numel(),  # which scores are -inf: a byte each
-    aten._scaled_dot_product_efficient_attention_backward.default: of_attention,
-    aten._scaled_dot_product_flash_attention_backward.default: of_attention,
-    aten._scaled_dot_product_cudnn_attention_backward.default: of_attention,
-    aten.embedding_dense_backward.default: of_embedding,
+SCRATCH: dict[str, Callable[..., int]] = {
+    "aten.sum.dim_IntList": of_sum,
+    "aten._softmax_backward_data.default": lambda card, grad, *_: grad.nbytes,  # grad * output
+    "aten._safe_softmax.default": lambda card, x, *_: x.numel(),  # which scores are -inf: a byte each
+    "aten._scaled_dot_product_efficient_attention_backward.default": of_attention,
+    "aten._scaled_dot_product_flash_attention_backward.default": of_attention,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": of_attention,
+    "aten.embedding_dense_backward.default": of_embedding,
 }
 
 
@@ -242,7 +242,7 @@ class Scratch(Watcher):
     """Around an operator of `SCRATCH` a tensor is alive, which the ledger sees."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if size := SCRATCH.get(func):
+        if size := SCRATCH.get(str(func)):
             scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
         return func(*args, **kwargs or {})
 
