@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from minizero.memory import predict
+from notebooks.tools.book import PREPARES
 from notebooks.tools.run import FOLDER
 
 LESSONS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 MOST_LINES = 15  # of a code cell that stands open
+MOST_WORDS, MOST_CELLS = 2600, 10  # of a lesson up to its homework: words, and cells of code that the book shows open
 BET, SEEN = "**Your bet.**", "**What you see.**"
 
 # Terms of the glossary that a student knows who has trained a small network with torch.optim.Adam.
@@ -33,6 +35,7 @@ Cell = dict
 IMAGE = re.compile(r"!\[([^\]]*)\]\([^)]*\)|<img(?![^>]*alt=)[^>]*>|<img[^>]*alt=\"([^\"]*)\"[^>]*>")
 FORMULA = re.compile(r"^\$\$[^$]+\$\$$", re.M)
 PER_PARAMETER = re.compile(r"(?<![\d.,])(\d+) bytes (?:a|per|for a|for each|each) parameter")
+HOMEWORK = re.compile(r"^## (?:Homework: .+|On a card|Exercises)$", re.M)
 FOLD = re.compile(r"^<details>\n<summary>[^<\n]+</summary>\n\n(?:(?!<details>).)+?\n\n</details>$", re.M | re.S)
 BOTH_WAYS = re.compile(r"(\d+) bytes as the ZeRO paper counts, (\d+) with")
 
@@ -62,6 +65,21 @@ def code_is_short(cells: list[Cell]) -> list[str]:
         and not cell["metadata"].get("jupyter", {}).get("source_hidden")
         and len(cell["source"].splitlines()) > MOST_LINES
     ]
+
+
+def one_sitting(cells: list[Cell]) -> list[str]:
+    """Up to the first homework: so many words, and so many cells of code without a picture."""
+    n_words = shown = 0
+    for cell in cells:
+        if cell["cell_type"] == "markdown":
+            before, *homework = HOMEWORK.split(cell["source"], maxsplit=1)
+            n_words += len(before.split())
+            if homework:
+                break
+        elif not (cell["metadata"].get("jupyter") or PREPARES.match(cell["source"])):
+            shown += not images(cell) and "'text/html'" not in repr(cell["outputs"])
+    most = ((n_words, MOST_WORDS, "words"), (shown, MOST_CELLS, "cells of code stand open"))
+    return [f"{n} {what} up to the homework, not {limit}" for n, limit, what in most if n > limit]
 
 
 def bets_are_settled(cells: list[Cell]) -> list[str]:
@@ -161,7 +179,7 @@ def names(tree: ast.AST) -> set[str]:
     return found | {node.attr for node in nodes if isinstance(node, ast.Attribute)} & ONE_BURST
 
 
-RULES = [code_is_short, bets_are_settled, figures_are_read, no_dollars, pictures_have_words, bytes_agree]
+RULES = [code_is_short, one_sitting, bets_are_settled, figures_are_read, no_dollars, pictures_have_words, bytes_agree]
 
 
 # The rule of the whole course: no term before its gloss.
@@ -294,6 +312,10 @@ GOOD = {
     code_is_short: [
         [code(LONG[6:]), code(LONG, jupyter={"source_hidden": True})],
     ],
+    one_sitting: [
+        [words("a " * 2600), words("## Homework: more\n\n" + "a " * 99), *[code()] * 11],
+        [*[code()] * 10, code(figure=True), code("import torch"), code(jupyter={"source_hidden": True})],
+    ],
     bets_are_settled: [
         [ASKED, code(), ANSWERED, ASKED, ASKED, ANSWERED, ANSWERED],
         [ASKED, ANSWERED, words("**Try it here.**"), ANSWERED, ASKED, ANSWERED],
@@ -323,6 +345,11 @@ BAD = {
     code_is_short: [
         [code(LONG)],
         [code(LONG, jupyter={"outputs_hidden": True})],
+    ],
+    one_sitting: [
+        [words("a " * 2601)],
+        [words("a " * 2600 + "\n\n### Homework: more"), words("a")],
+        [code()] * 11,
     ],
     bets_are_settled: [
         [],

@@ -19,9 +19,11 @@ CELLS = {
         "sizes, make = (1, 7": "measures the time of deep networks",
         "cases = [": "measures the memory of deep networks",
         "deep_gpt = small_gpt(n)": "measures the memory of deep networks",
+        'card.figures("recompute"': "measures the time of deep networks, and of a card",
+    },
+    "05b_which_inputs": {
         "fit(sixteen, few, 1)": "measures the memory of deep networks",
         "budget, amount, _ in found": "judges them",
-        'card.figures("recompute"': "measures the time of deep networks, and of a card",
     },
     "06_gradient_accumulation": {
         "class One(nn.Module)": "trains on the CPU only, for long",
