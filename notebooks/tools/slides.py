@@ -30,7 +30,7 @@ REVEAL = FOLDER.parent / "minizero" / "data" / "reveal"
 STYLE = (Path(__file__).parent / "slides.css").read_text(encoding="utf-8")
 MEASURE = (Path(__file__).parent / "measure.js").read_text(encoding="utf-8")
 OPENING = Path(__file__).parent / "opening.md"
-DECK_SLIDES, DECK_MINUTES = 25, 50
+DECK_SLIDES, DECK_MINUTES = 25, 45  # and five for questions
 NOTHING = "<p>no such output</p>"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
