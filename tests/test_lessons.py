@@ -284,6 +284,38 @@ def test_each_number_on_paper_is_what_its_way_gives():
             assert round(eval(way, {"math": math}), len(number.partition(".")[2])) == float(number), way
 
 
+SCRIPT = re.compile(r"^## In your own script\n\n```python\n((?:.+\n){1,4})```", re.M)
+NAMES = """import os, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from minizero import GPT, GPTConfig
+model, device, layers, h = GPT(GPTConfig(width=32, layers=2, heads=2)), "cpu", [nn.Linear(8, 8)] * 8, torch.ones(2, 8)
+block, half, (gradient, whole, shard) = layers[0], torch.ones(4).half(), torch.ones(3, 4)
+x, q = torch.zeros(1, 16, dtype=torch.long), torch.randn(1, 2, 128, 16, requires_grad=True)
+y, k, v = x, q, q
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+"""
+LLAMA = """from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+llama = LlamaForCausalLM(LlamaConfig(**sizes))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_lines_for_your_own_script_run(lesson, tmp_path):
+    (lines,) = SCRIPT.findall("\n".join(markdown(read(lesson))))
+    source = NAMES + (LLAMA if "llama." in lines else "") + lines
+    for library in re.findall(r"from (accelerate|transformers)", source):
+        pytest.importorskip(library)
+    try:
+        exec(source, {"folder": str(tmp_path)})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.slow
 def test_no_term_comes_before_its_gloss():
     words = glossary((FOLDER / "README.md").read_text(encoding="utf-8"))
