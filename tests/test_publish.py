@@ -163,7 +163,7 @@ def test_nothing_is_fetched_and_every_picture_has_words(published):
         assert "@import" not in text
         images = re.findall(r"<img[^>]*>", text)
         assert all(re.search(r'alt="[^"]{8,}"', image) for image in images), name
-        assert name.startswith("slides") or name.endswith(("index", "museum")) or images or "<pre" in text
+        assert name.startswith("slides") or name.endswith(("index", "museum", "on_paper")) or images or "<pre" in text
 
 
 def test_links_inside_the_book_lead_somewhere(published):

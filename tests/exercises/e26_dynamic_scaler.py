@@ -34,7 +34,7 @@ AFTER = (
     "The package has bounds for the scale. PyTorch's GradScaler has none, so its scale can fall towards 0 if "
     "overflows go on. Each product is rounded to FP32, as GradScaler keeps its scale, so either can load the other's "
     "state. The count begins again after growth, too. Otherwise the scale would grow at every update from then on. "
-    'Read next: "The life of a dynamic scale" in notebooks/04_mixed_precision.ipynb.'
+    'Read next: "Homework: the life of a dynamic scale" in notebooks/04_mixed_precision.ipynb.'
 )
 WRONG = [
     wrong("never-grows", ("elif self._growth_tracker >= self.growth_interval:", "elif False:")),
