@@ -1,4 +1,4 @@
-"""What notebooks 07 and 07b measure with: seconds, peaks, the blocks that kernels take, a kernel with another line."""
+"""What notebooks 07 to 07c measure with: seconds, peaks, the blocks that kernels take, a kernel with another line."""
 
 import importlib.util
 import inspect

@@ -1,4 +1,4 @@
-"""What notebook 05 counts and draws with, from plain data; and what it measures on a card."""
+"""What notebooks 05 and 05b count and draw with, from plain data; and what they measure on a card."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What notebook 08 computes, measures and prints beside its pictures; and its sliders."""
+"""What notebooks 08 and 08b compute, measure and print beside their pictures; and the sliders."""
 
 import dataclasses
 
