@@ -33,6 +33,7 @@ CELLS = {
     "09_all_together": {
         "def largest(": "measures deep networks, without numbers",
         "free = {": "measures deep networks, without numbers",
+        'found["and offload"]': "judges them",
     },
 }
 
