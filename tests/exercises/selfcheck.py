@@ -3,14 +3,16 @@
 One process does all of it, and so imports torch once. `prepare` comes first.
 """
 
+import functools
 import os
+import secrets
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.exercises.course import Exercise
-from tests.exercises.machine.runner import SECONDS, Outcome, examine
+from tests.exercises.machine.runner import SECONDS, Outcome
 
 PATIENT = 60.0  # for references, on a machine that is busy with other tests
 
@@ -25,7 +27,7 @@ class Said(NamedTuple):
 
 
 def prepare() -> None:
-    """Set up the process as `runner.run` does: a CPU, one thread, kernels interpreted."""
+    """Set up the process as `checker.py` does: a CPU, one thread, kernels interpreted."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     import torch
 
@@ -34,23 +36,30 @@ def prepare() -> None:
 
 def check_checks(exercise: Exercise, which: str) -> list[Said]:
     """which: "stub", "reference", "one" wrong answer, or "all" of them."""
+    from tests.exercises.machine.judge import Judge
     from tests.exercises.stubs import answer, stub
+
+    say = functools.partial(_say, exercise, Judge(), os.environ.get("SEED") or str(secrets.randbelow(10**6)))
 
     wrongs = exercise.load().WRONG
     if which == "stub":
         expected = wrongs[0].diagnosis if exercise.text().bug else "todo"
-        return [_say("the stub", expected, stub(exercise), exercise)]
+        return [say("the stub", expected, stub(exercise))]
     if which == "reference":
-        return [_say("the reference", "passed", answer(exercise), exercise, PATIENT)]
+        return [say("the reference", "passed", answer(exercise), PATIENT)]
     if which == "one":
         wrongs = [wrongs[exercise.number % len(wrongs)]]
-    return [_say(wrong.name, wrong.diagnosis, answer(exercise, wrong), exercise) for wrong in wrongs]
+    return [say(wrong.name, wrong.diagnosis, answer(exercise, wrong)) for wrong in wrongs]
 
 
-def _say(name: str, expected: str, text: str, exercise: Exercise, seconds: float = SECONDS) -> Said:
+def _say(
+    exercise: Exercise, judge: Any, seed: str, name: str, expected: str, text: str, seconds: float = SECONDS
+) -> Said:
+    from tests.exercises.machine.judge import examine
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, exercise.file)
         path.write_text(text, encoding="utf-8")
         start = time.monotonic()
-        outcome = examine(exercise, path, seconds)
+        outcome = examine(exercise, path, seed, judge, seconds)
         return Said(name, expected, outcome, time.monotonic() - start)

@@ -1,12 +1,12 @@
-"""Check answers in a process of their own: `run` checks one file, a `Checker` many.
+"""Check answers in processes of their own: `run` checks one file, a `Checker` many.
 
     this process        asks for a file, and waits
-    the host            imports torch once; never imports an answer; says how each check ended
-    a child of it       runs one answer and its check, within limits (where a process can fork; else the host itself)
+    the host            imports torch once; never imports an answer
+    a child of it       runs one answer, within limits (where a process can fork; else the host itself)
+    the judge           is given what the answer did, as data; compares it with the package's function, and speaks
 
-The verdict goes up through pipes and begins with a secret, drawn for each check. An answer that prints "passed", writes
-files or ends the process gives itself no verdict. An answer that searches the interpreter finds the secret: there is
-no wall inside a process.
+What an answer did goes up through pipes and begins with a secret, drawn for each check. An answer that finds the secret
+can say that it did something else. It gains nothing: it would have to say what the package's function does.
 """
 
 import contextlib
@@ -42,17 +42,55 @@ CAN_FORK = sys.platform == "linux"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 
+class Process:
+    """The host, or the judge. It is asked line by line."""
+
+    def __init__(self, role: str, wall: Sequence[str] = ()) -> None:
+        given = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp"} if wall else os.environ
+        self.pipes = subprocess.Popen(
+            [*wall, sys.executable, "-m", "tests.exercises.machine.checker", role], cwd=ROOT, env={**given, **ENVIRONMENT},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self.replies: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=_read_lines, args=(self.pipes.stdout, self.replies), daemon=True).start()
+
+    def tell(self, **asked: Any) -> None:
+        assert self.pipes.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: so have its replies
+            self.pipes.stdin.write(json.dumps(asked).encode() + b"\n")
+            self.pipes.stdin.flush()
+
+    def reply(self) -> bytes:
+        """Its next line; nothing if it has ended, or is silent for too long."""
+        try:
+            reply = self.replies.get(timeout=SILENCE)
+            if reply == b"":  # it has ended
+                self.pipes.wait()
+        except queue.Empty:
+            reply = b""
+        return reply
+
+    def close(self) -> None:
+        """End it, and all processes of its group."""
+        _end_group(self.pipes.pid)
+        self.pipes.kill()
+        self.pipes.wait()
+        for pipe in (self.pipes.stdin, self.pipes.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+
+
 class Checker:
-    """A host process, started at the first check, and again if an answer ended it.
+    """A host and a judge, started at the first check, and again if an answer ended the host.
 
     wall: the words of a command that shuts the host in (`sandbox.py`). wait: seconds that an answer may do nothing.
-    seed: of the random stage (`draws.py`); without one, each check draws its own.
+    seed: of the drawn cases; by default the environment variable SEED, or each check draws its own.
     """
 
     def __init__(self, wall: Sequence[str] = (), wait: float = WAIT_SECONDS, seed: str = "") -> None:
-        self.wall, self.wait, self.seed = list(wall), wait, seed
-        self.host: subprocess.Popen[bytes] | None = None
-        self.replies: queue.Queue[bytes] = queue.Queue()
+        self.wall, self.wait, self.seed = list(wall), wait, seed or os.environ.get("SEED", "")
+        self.host: Process | None = None
+        self.judge: Process | None = None
 
     def __enter__(self) -> "Checker":
         return self
@@ -65,48 +103,28 @@ class Checker:
         said = runner.look(exercise, path)
         if said is not None:
             return said
-        if self.host is None:
-            self._start()
-        assert self.host is not None and self.host.stdin is not None
-        secret = secrets.token_hex()
-        asked = {"exercise": exercise.id, "path": str(path.absolute()), "secret": secret, "wait": self.wait}
-        asked["what"] = what
-        with contextlib.suppress(OSError):  # it has ended: so have its replies
-            self.host.stdin.write(json.dumps(asked).encode() + b"\n")
-            self.host.stdin.flush()
-        try:
-            reply = self.replies.get(timeout=SILENCE)
-            if reply == b"":  # the host has ended
-                self.host.wait()
-        except queue.Empty:
-            reply = b""
-        outcome = _outcome(reply, secret)
-        if outcome is None or not CAN_FORK:
-            outcome = outcome or _ended(self.host.poll())
-            self.close()
-        return outcome
+        seed, secret = self.seed or str(secrets.randbelow(10**6)), secrets.token_hex()
+        asked = {"exercise": exercise.id, "path": str(path.absolute()), "seed": seed, "secret": secret}
+        self.host = self.host or Process("host", self.wall)
+        self.host.tell(**asked, wait=self.wait, what=what)
+        if what == "examine":
+            self.judge = self.judge or Process("judge")
+            self.judge.tell(**asked)
+        seen = _seen(self.host.reply(), secret)
+        if seen is None or not CAN_FORK:
+            seen = seen or _ended(self.host.pipes.poll())
+            self.host.close()
+            self.host = None
+        if what != "examine":
+            return Outcome(**seen["said"])
+        assert self.judge is not None
+        self.judge.tell(**asked, seen=seen)
+        return Outcome(**json.loads(self.judge.reply()), printed=str(seen.get("printed", ""))[-4000:])
 
     def close(self) -> None:
-        """End the host, and all processes of its group."""
-        host, self.host = self.host, None
-        if host is not None:
-            _end_group(host.pid)
-            host.kill()
-            host.wait()
-            for pipe in (host.stdin, host.stdout):
-                with contextlib.suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
-
-    def _start(self) -> None:
-        command = [*self.wall, sys.executable, "-m", "tests.exercises.machine.checker"]
-        given = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp"} if self.wall else os.environ
-        seed = {"SEED": self.seed} if self.seed else {}
-        self.host = subprocess.Popen(
-            command, cwd=ROOT, env={**given, **ENVIRONMENT, **seed}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        self.replies = queue.Queue()
-        threading.Thread(target=_read_lines, args=(self.host.stdout, self.replies), daemon=True).start()
+        for process in filter(None, (self.host, self.judge)):
+            process.close()
+        self.host = self.judge = None
 
 
 def run(exercise: Exercise, path: Path) -> Outcome:
@@ -123,30 +141,40 @@ def _read_lines(pipe: Any, lines: "queue.Queue[bytes]") -> None:
     lines.put(b"")
 
 
-def _outcome(said: bytes, secret: str) -> Outcome | None:
-    """What was said, if the secret stands before it."""
-    if not said.startswith(secret.encode()):
+def _seen(said: bytes, secret: str) -> dict[str, Any] | None:
+    """What was seen of an answer, if the secret stands before it."""
+    try:
+        seen = json.loads(said[len(secret) :]) if said.startswith(secret.encode()) else None
+    except ValueError:
         return None
-    return Outcome(**json.loads(said[len(secret) :]))
+    return seen if isinstance(seen, dict) else None
 
 
-def _ended(status: int | None) -> Outcome:
-    """In words: the process of the answer ended without a verdict. status: negative for a signal."""
+def _ended(status: int | None) -> dict[str, Any]:
+    """In words: the process of the answer ended and did not say what it saw. status: negative for a signal."""
     if status is None:
         words = f"After {SILENCE:g} seconds there was no verdict. Does the file stop or end other processes?"
-        return Outcome("failed", "endless", words)
+        return _failed("endless", words)
     if status >= 0:
         words = f"The process ended (exit status {status}) before the check did. Does the file call exit?"
-        return Outcome("failed", "ended", words)
+        return _failed("ended", words)
     name = signal.Signals(-status).name
     if name == "SIGXCPU":
         words = f"After {HARD_SECONDS:g} seconds of computing the check still ran, in an operation that cannot be "
         words += "interrupted. Is there a loop that never ends, or a very large tensor?"
-        return Outcome("failed", "endless", words)
+        return _failed("endless", words)
     if name == "SIGKILL":
         words = "The process was killed: by the system, for want of memory, or by the file itself."
-        return Outcome("failed", "killed", words)
-    return Outcome("failed", "crash", f"Python itself crashed ({name}): was memory read that had been given back?")
+        return _failed("killed", words)
+    return _failed("crash", f"Python itself crashed ({name}): was memory read that had been given back?")
+
+
+def _failed(name: str, words: str) -> dict[str, Any]:
+    return _seen_of(Outcome("failed", name, words))
+
+
+def _seen_of(said: Outcome) -> dict[str, Any]:
+    return {"said": dataclasses.asdict(said), "cases": []}
 
 
 def _end_group(leader: int) -> None:
@@ -154,50 +182,72 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-# What follows runs in the host, or in its child.
+# What follows runs in the host or in its child, or in the judge.
 
 
 def main() -> None:
-    """The host: `python -m tests.exercises.machine.checker`. Reads a request a line, and writes a verdict a line."""
+    """`python -m tests.exercises.machine.checker host`, or judge: reads a request a line, and writes a reply a line."""
     channel = os.dup(1)
     os.dup2(2, 1)
     os.set_inheritable(channel, False)
     import torch
 
     torch.set_num_threads(1)
+    serve = _judge() if sys.argv[1] == "judge" else _host
     for line in sys.stdin:
         asked = json.loads(line)
-        exercise, path = next(e for e in COURSE if e.id == asked["exercise"]), Path(asked["path"])
+        exercise = next(e for e in COURSE if e.id == asked["exercise"])
         exercise.load()
-        check = functools.partial(runner.examine, exercise, path)
-        if asked["what"] == "ask":
-            from tests.exercises import questions
-
-            check = functools.partial(questions.ask, exercise, path)
-        with tempfile.TemporaryFile() as printed:
-            if CAN_FORK:
-                said = _in_a_child(check, path, asked["wait"], printed, channel)
-            else:
-                end = functools.partial(_end, channel, asked["secret"])
-                said = _here(check, path, asked["wait"], printed, end)
-            printed.seek(max(0, printed.seek(0, os.SEEK_END) - 4000))
-            said.printed = printed.read().decode(errors="replace").strip()
-            _write(channel, asked["secret"], said)
+        serve(channel, exercise, Path(asked["path"]), asked)
 
 
-def _write(channel: int, secret: str, said: Outcome) -> None:
-    left = f"{secret}{json.dumps(dataclasses.asdict(said))}\n".encode()
+def _judge() -> Callable[..., None]:
+    from tests.exercises.machine.judge import Judge
+
+    judge = Judge()
+
+    def serve(channel: int, exercise: Exercise, path: Path, asked: dict[str, Any]) -> None:
+        """Without `seen` it only prepares, while the answer runs."""
+        if "seen" not in asked:
+            return judge.prepare(exercise, asked["seed"])
+        outcome = dataclasses.asdict(judge.verdict(exercise, path, asked["seed"], asked["seen"]))
+        del outcome["printed"]
+        _write(channel, "", outcome)
+
+    return serve
+
+
+def _host(channel: int, exercise: Exercise, path: Path, asked: dict[str, Any]) -> None:
+    check = functools.partial(runner.observe, exercise, path, asked["seed"])
+    if asked["what"] == "ask":
+        from tests.exercises import questions
+
+        check = lambda: _seen_of(questions.ask(exercise, path))  # noqa: E731
+    with tempfile.TemporaryFile() as printed:
+        if CAN_FORK:
+            seen = _in_a_child(check, path, asked["wait"], printed, channel)
+        else:
+            seen = _here(check, path, asked["wait"], printed, functools.partial(_end, channel, asked["secret"]))
+        printed.seek(max(0, printed.seek(0, os.SEEK_END) - 4000))
+        seen["printed"] = printed.read().decode(errors="replace").strip()
+        _write(channel, asked["secret"], seen)
+
+
+def _write(channel: int, secret: str, said: dict[str, Any]) -> None:
+    left = memoryview(f"{secret}{json.dumps(said)}\n".encode())
     while left:
         left = left[os.write(channel, left) :]
 
 
-def _end(channel: int, secret: str, said: Outcome) -> None:
+def _end(channel: int, secret: str, said: dict[str, Any]) -> None:
     _write(channel, secret, said)
     os._exit(0)  # a rank may still compute
 
 
-def _in_a_child(check: Callable[[], Outcome], path: Path, wait: float, printed: Any, channel: int) -> Outcome:
-    """Fork, check in the child, and end all that the child has started."""
+def _in_a_child(
+    check: Callable[[], dict[str, Any]], path: Path, wait: float, printed: Any, channel: int
+) -> dict[str, Any]:
+    """Fork, run the answer in the child, and end all that the child has started."""
     secret = secrets.token_hex()
     receive, send = os.pipe()
     child = os.fork()
@@ -212,13 +262,18 @@ def _in_a_child(check: Callable[[], Outcome], path: Path, wait: float, printed: 
             end(_here(check, path, wait, printed, end))
         os._exit(1)
     os.close(send)
-    said = b""
-    while select.select([receive], [], [], SILENCE / 2)[0] and (part := os.read(receive, 2**16)):
-        said += part
+    said, until = b"", time.monotonic() + SILENCE / 2
+    while len(said) < FILE and said[-1:] != b"\n" and time.monotonic() < until:
+        if select.select([receive], [], [], 0.2)[0]:
+            if not (part := os.read(receive, 2**20)):
+                break
+            said += part
+        elif os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # something else may hold the pipe
+            break
     os.close(receive)
     _end_group(child)
     _, status = os.waitpid(child, 0)
-    return _outcome(said, secret) or _ended(os.waitstatus_to_exitcode(status))
+    return _seen(said, secret) or _ended(os.waitstatus_to_exitcode(status))
 
 
 def _limit() -> None:
@@ -241,9 +296,9 @@ def _limit() -> None:
 
 
 def _here(
-    check: Callable[[], Outcome], path: Path, wait: float, printed: Any, end: Callable[[Outcome], None]
-) -> Outcome:
-    """Check in this process. `end` is called, from another thread, if the check takes too long."""
+    check: Callable[[], dict[str, Any]], path: Path, wait: float, printed: Any, end: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Run the answer in this process. `end` is called, from another thread, if the check takes too long."""
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)
     threading.Thread(target=_watch, args=(path, wait, end), daemon=True).start()
@@ -253,7 +308,7 @@ def _here(
     return said
 
 
-def _watch(path: Path, wait: float, end: Callable[[Outcome], None]) -> None:
+def _watch(path: Path, wait: float, end: Callable[[dict[str, Any]], None]) -> None:
     """End a check that computes, or waits, without an end: for what no timer interrupts."""
     start = seen = time.process_time()
     moved = time.monotonic()
@@ -262,8 +317,8 @@ def _watch(path: Path, wait: float, end: Callable[[Outcome], None]) -> None:
         if time.process_time() - seen > IDLE_SECONDS:
             seen, moved = time.process_time(), time.monotonic()
         if time.monotonic() - moved > wait:
-            end(runner.endless(f"For {wait:g} seconds it hardly computed, and", runner.places(path)))
-    end(runner.endless(f"After {HARD_SECONDS:g} seconds of computing", runner.places(path)))
+            end(_seen_of(runner.endless(f"For {wait:g} seconds it hardly computed, and", runner.places(path))))
+    end(_seen_of(runner.endless(f"After {HARD_SECONDS:g} seconds of computing", runner.places(path))))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Check an answer in this process: `examine`. (`checker.py` gives it a process of its own, and limits.)
+"""Run an answer in this process: `observe`. (`checker.py` gives it a process of its own, and limits; `judge.py` says
+what it is worth.)
 
-An outcome says in words what ended the check: a syntax error, a missing name, an endless loop, ranks that wait for each
+An outcome says in words what ended a check: a syntax error, a missing name, an endless loop, ranks that wait for each
 other, an exception, or the check's own diagnosis.
 """
 
 import ast
 import contextlib
 import dataclasses
+import gc
 import importlib.util
 import linecache
 import signal
@@ -23,6 +25,7 @@ from tests.exercises.machine.one_core import one_core
 
 SECONDS = 6.0  # of computing that a check may take; the references take less than 3
 LARGEST = 2**20  # bytes of a file that an answer may be
+ERRORS = 5  # cases that may end in an exception, before the others are left out
 
 
 @dataclasses.dataclass
@@ -85,61 +88,69 @@ def _look_at(tree: ast.Module, exercise: Exercise) -> Outcome | None:
 
 
 @one_core()
-def examine(exercise: Exercise, path: Path, seconds: float = SECONDS) -> Outcome:
-    """Check the answer in `path`, in this process. The time limit holds in the main thread only."""
-    said = look(exercise, path)
-    if said is not None:
-        return said
-    from tests.exercises.draws import Stage
+def observe(exercise: Exercise, path: Path, seed: str, seconds: float = SECONDS) -> dict[str, Any]:
+    """What the answer in `path` does, as plain data. The time limit holds in the main thread only.
 
-    lesson = exercise.load()
-    stage = Stage(lesson)
-    outcome = _judge(exercise, path, seconds, lesson, stage)
-    if outcome.status == "failed":
-        outcome.words += stage.place
-    return outcome
-
-
-def _judge(exercise: Exercise, path: Path, seconds: float, lesson: Any, stage: Any) -> Outcome:
-    """Load the answer, and run the lesson's check and then its random stage with it."""
+    cases: what came out in each of the cases drawn (`judge.pack`). said: the outcome that ended it before, if any.
+    """
     from tests.exercises.kit import Diagnosis
-    from tests.exercises.patch import hollow, patched
 
-    check, compare, before = lesson.check, stage.compare, _functions(lesson)
-
-    def borrowed(*_: Any, **__: Any) -> Any:
-        """What an answer finds in place of the package's own function."""
-        from tests.exercises.kit import fail
-
-        fail("borrowed", "The file calls the package's own function: that is what you are to write.")
-
+    seen: dict[str, Any] = {"cases": [], "said": None}
     place: list[str] = []
     try:
-        with _time_limit(path, place, seconds):
-            with patched(exercise, borrowed):
-                module = load(path)
-            function = getattr(module, exercise.function)
-            with hollow(exercise, borrowed), patched(exercise, function):
-                check()
-                if (words := _changed_defaults(exercise, path)) is not None:
-                    return Outcome("failed", "changes-a-default", words)
-                compare()
-        if _functions(lesson) != before:
-            return Outcome("failed", "changes-the-check", "The file changes the functions that check it.")
+        with time_limit(path, place, seconds):
+            _run(exercise, path, seed, seen["cases"])
     except Diagnosis as diagnosis:
-        return Outcome("failed", diagnosis.name, diagnosis.words)
+        said = Outcome("failed", diagnosis.name, diagnosis.words)
     except TimeUp:
-        return endless(f"After {seconds:g} seconds of computing", place)
+        said = endless(f"After {seconds:g} seconds of computing", place)
     except NotImplementedError as error:
-        if str(error):
-            return Outcome("failed", "NotImplementedError", _explain(error, path))
-        return Outcome("todo", "todo", "The code comes to a line that raises NotImplementedError: something is left.")
+        said = Outcome("failed", "NotImplementedError", _explain(error, path))
+        if not str(error):
+            said = Outcome("todo", "todo", "The code comes to a line that raises NotImplementedError: something is left.")
     except (Exception, SystemExit) as error:
-        return Outcome("failed", type(error).__name__, _explain(error, path))
-    return Outcome("passed", "passed", "Passed.")
+        said = Outcome("failed", type(error).__name__, _explain(error, path))
+    else:
+        return seen
+    return seen | {"said": dataclasses.asdict(said)}
 
 
-def _changed_defaults(exercise: Exercise, path: Path) -> str | None:
+def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
+    """Load the answer, run the lesson's own check, if it has one, and then the cases."""
+    from tests.exercises.machine.judge import drawn, outcome_of
+    from tests.exercises.patch import hollow, patched
+
+    def borrowed(*_: Any, **__: Any) -> Any:
+        """What an answer finds in place of the package's own function. Its code runs there, and finds no name of ours."""
+        from tests.exercises.kit import fail
+
+        fail("borrowed", "The file calls the package's own function, or a copy: that is what you are to write.")
+
+    lesson = exercise.load()
+    with patched(exercise, borrowed):
+        module = load(path)
+    function = getattr(module, exercise.function)
+    with hollow(exercise, borrowed), patched(exercise, function):
+        if hasattr(lesson, "check"):
+            lesson.check()
+        for case in drawn(lesson, seed):
+            seen.append(outcome_of(lesson, case, lambda error: _explain(error, path)))
+            if sum(isinstance(each, dict) and "Raised" in each for each in seen) > ERRORS or _has_no_end(seen[-1]):
+                break
+    if any(
+        type(each) is FunctionType and each.__name__ == exercise.function and each.__code__.co_filename[-3:] != ".py"
+        for each in gc.get_objects()
+    ):
+        seen.clear()
+        borrowed()
+
+
+def _has_no_end(seen: Any) -> bool:
+    """Ranks that waited for each other would wait in each case."""
+    return isinstance(seen, dict) and seen.get("Raised", [""])[0] in ("deadlock", "borrowed")
+
+
+def changed_defaults(exercise: Exercise, path: Path) -> str | None:
     """In words: an argument whose default is another one than the package's."""
     tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     own = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == exercise.function][-1]
@@ -155,18 +166,6 @@ def _defaults(arguments: ast.arguments) -> dict[str, str]:
     positional = [*arguments.posonlyargs, *arguments.args]
     pairs = [*zip(positional[::-1], arguments.defaults[::-1]), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
     return {argument.arg: ast.unparse(default) for argument, default in pairs if default is not None}
-
-
-def _functions(lesson: Any) -> dict[tuple[str, str], Any]:
-    """The functions and methods that check, with their code: an answer must leave them as they are."""
-    from tests.exercises import bug_kit, draws, kit, number_kit, rank_kit, training, triton_kit
-
-    return {
-        (holder.__name__, name): (value, value.__code__)
-        for holder in (lesson, bug_kit, draws, draws.Stage, kit, number_kit, rank_kit, training, triton_kit)
-        for name, value in vars(holder).items()
-        if isinstance(value, FunctionType)
-    }
 
 
 def load(path: Path) -> Any:
@@ -194,7 +193,7 @@ def places(path: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _time_limit(path: Path, place: list[str], seconds: float) -> Iterator[None]:
+def time_limit(path: Path, place: list[str], seconds: float) -> Iterator[None]:
     """`TimeUp` after so many seconds of computing, however busy the machine is.
 
     `place` says then at which line of the file some thread was.

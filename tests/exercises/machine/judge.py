@@ -1,0 +1,211 @@
+"""Who says the verdict: `Judge`. It never loads an answer.
+
+What an answer does in the drawn cases comes as data (`pack`: JSON, nothing that runs). The judge computes what the
+package's own function does in the same cases, compares, and speaks. Where they differ, it looks which of the exercise's
+wrong answers does in these cases what the answer did: that is the mistake, and SAYS has its sentence.
+"""
+
+import base64
+import json
+import math
+import numbers
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from tests.exercises.course import Exercise
+from tests.exercises.draws import shown
+from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare
+from tests.exercises.machine import runner
+from tests.exercises.machine.one_core import one_core
+from tests.exercises.machine.runner import Outcome
+from tests.exercises.patch import patched
+from tests.exercises.stubs import mistaken
+
+MORE = 6  # cases in which a wrong answer must do the same, from the first that is wrong
+PATIENT = 20.0  # seconds of computing that a wrong answer may take
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class Raised(NamedTuple):
+    """An exception, in place of a result. kind: its type, or the name of a diagnosis. words: for the student."""
+
+    kind: str
+    message: str
+    words: str
+
+
+class Other(str):
+    """Something that is not plain data, as text."""
+
+
+def pack(value: Any) -> Any:
+    """The value as JSON has it. Tensors are bytes; a named tuple is a dict; of other objects their text is left."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Raised | AtMost):
+        return {type(value).__name__: list(value) if isinstance(value, Raised) else [float(value), value.most]}
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        data = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data.numpy().tobytes()).decode()]}
+    value = value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(value, dict):
+        return {"dict": [[str(key), pack(each)] for key, each in value.items()]}
+    if isinstance(value, list | tuple):
+        return [pack(each) for each in value]
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return {"other": repr(value)}
+
+
+def unpack(value: Any) -> Any:
+    """What was packed. `ValueError`, `TypeError`, … if it was not."""
+    if isinstance(value, list):
+        return [unpack(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    if kind == "dict":
+        return {str(key): unpack(each) for key, each in inside}
+    if kind == "tensor":
+        dtype, shape, text = inside
+        data, numel = bytearray(base64.b64decode(text)), math.prod(shape)
+        if len(data) != numel * DTYPES[dtype].itemsize:
+            raise ValueError("a tensor of another size")
+        flat = torch.frombuffer(data, dtype=DTYPES[dtype]) if data else torch.empty(0, dtype=DTYPES[dtype])
+        return flat.view(shape)
+    if kind == "AtMost":
+        return AtMost(*map(float, inside))
+    return Raised(*(str(word)[:4000] for word in inside)) if kind == "Raised" else Other(inside)
+
+
+def outcome_of(lesson: Any, case: Any, words: Callable[[Exception], str] = str) -> Any:
+    """What the function that stands in the package does in this case, packed. words: what is said of an exception."""
+    try:
+        return pack(lesson.result(case))
+    except Diagnosis as diagnosis:
+        return pack(Raised(diagnosis.name, diagnosis.words, diagnosis.words))
+    except NotImplementedError as error:
+        left = "The code comes to a line that raises NotImplementedError: something is left."
+        return pack(Raised("NotImplementedError", str(error), words(error)) if str(error) else Raised("todo", "", left))
+    except Exception as error:
+        return pack(Raised(type(error).__name__, str(error)[:80], words(error)))
+
+
+class Judge:
+    """It keeps what the package's function, and wrong answers, do in the cases of a seed."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+
+    @one_core()
+    def prepare(self, exercise: Exercise, seed: str) -> None:
+        """Compute what is right, while the answer runs."""
+        lesson = exercise.load()
+        if (exercise.id, seed) not in self.known:
+            cases = drawn(lesson, seed)
+            self.known[exercise.id, seed] = cases, [outcome_of(lesson, case) for case in cases]
+
+    @one_core()
+    def verdict(self, exercise: Exercise, path: Path, seed: str, seen: dict[str, Any]) -> Outcome:
+        """seen: what `runner.observe` gave in the other process, which may be anything."""
+        self.prepare(exercise, seed)
+        try:
+            said = Outcome(**seen["said"]) if seen["said"] else None
+            given = [unpack(case) for case in seen["cases"]]
+        except Exception:
+            return Outcome("failed", "ended", "What came from the answer's process is no data: does the file write it?")
+        if said is not None and not given:
+            return _no_pass(said)
+        if (words := runner.changed_defaults(exercise, path)) is not None:
+            return Outcome("failed", "changes-a-default", words)
+        cases, wanted = self.known[exercise.id, seed]
+        for number, (got, want) in enumerate(zip(given, wanted)):
+            words = differs(got, unpack(want), tolerance(exercise.load(), cases[number]))
+            if words:
+                outcome = self._say(exercise, seed, given, number, words)
+                outcome.words += (
+                    f" (In drawn case {number + 1} of {len(cases)}: {shown(cases[number])}. The same cases again: "
+                    f"SEED={seed} behind `make check`, or before `python`.)"
+                )
+                return outcome
+        if said is not None:
+            return _no_pass(said)
+        if len(given) < len(cases):
+            return Outcome("failed", "ended", "The check ended before its last case. Does the file end it?")
+        return Outcome("passed", "passed", "Passed.")
+
+    def _say(self, exercise: Exercise, seed: str, given: list[Any], number: int, words: str) -> Outcome:
+        """What is said of an answer that does something else than it should in case `number`."""
+        got, says = given[number], getattr(exercise.load(), "SAYS", {})
+        for wrong in exercise.load().WRONG:
+            if wrong.diagnosis in says and self._does_the_same(exercise, seed, wrong, given, number):
+                said = says[wrong.diagnosis]
+                return Outcome("failed", wrong.diagnosis, said if isinstance(got, Raised) else f"{said} {words}.")
+        if isinstance(got, Raised):
+            return Outcome("todo" if got.kind == "todo" else "failed", got.kind, got.words)
+        return Outcome("failed", "random", f"{words}.")
+
+    def _does_the_same(self, exercise: Exercise, seed: str, wrong: Wrong, given: list[Any], first: int) -> bool:
+        cases, lesson = self.known[exercise.id, seed][0], exercise.load()
+        for number in range(first, min(first + MORE, len(given))):
+            key = exercise.id, seed, wrong.name, number
+            if key not in self.known:
+                self.known[key] = _wrong_outcome(exercise, wrong, cases[number])
+            theirs, allowed = unpack(self.known[key]), tolerance(lesson, cases[number])
+            if differs(given[number], theirs, allowed) or differs(theirs, given[number], allowed):
+                return False
+        return True
+
+
+def differs(got: Any, want: Any, allowed: Any) -> str:
+    """In words; "" if it does not."""
+    if isinstance(got, Raised) or isinstance(want, Raised):
+        alike = isinstance(got, Raised) and isinstance(want, Raised) and got[:2] == want[:2]
+        return "" if alike else got.words if isinstance(got, Raised) else "There is no error"
+    return compare(got, want, allowed)
+
+
+def drawn(lesson: Any, seed: str) -> list[Any]:
+    return list(lesson.draw(Random(seed)))
+
+
+def tolerance(lesson: Any, case: Any) -> Any:
+    return lesson.tolerance(case) if hasattr(lesson, "tolerance") else 0.0
+
+
+def _wrong_outcome(exercise: Exercise, wrong: Wrong, case: Any) -> Any:
+    try:
+        with runner.time_limit(Path(), [], PATIENT), patched(exercise, _function(exercise, wrong)):
+            return outcome_of(exercise.load(), case)
+    except runner.TimeUp:
+        return pack(Raised("endless", "", ""))
+
+
+@cache
+def _function(exercise: Exercise, wrong: Wrong) -> Callable[..., Any]:
+    """The wrong answer's."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, exercise.file)
+        path.write_text(mistaken(exercise, wrong), encoding="utf-8")
+        return cast(Callable[..., Any], getattr(runner.load(path), exercise.function))
+
+
+def examine(exercise: Exercise, path: Path, seed: str, judge: Judge, seconds: float = runner.SECONDS) -> Outcome:
+    """Check an answer that is known, in this process: for the tests of the checks."""
+    said = runner.look(exercise, path)
+    if said is not None:
+        return said
+    return judge.verdict(exercise, path, seed, json.loads(json.dumps(runner.observe(exercise, path, seed, seconds))))
+
+
+def _no_pass(said: Outcome) -> Outcome:
+    """What an answer's process says of its own end is believed, unless it is good."""
+    if said.status not in ("failed", "todo"):
+        return Outcome("failed", "forged", "The file says of itself that it has passed. It is the judge who says so.")
+    return Outcome(said.status, str(said.name)[:100], str(said.words)[:4000])
