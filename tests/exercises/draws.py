@@ -39,4 +39,4 @@ def dealt(random: Random, values: Iterable[Any], count: int) -> list[Any]:
 def shown(case: Any) -> str:
     """The fields of a case, but for its seed, which is drawn with the same cases again."""
     fields = case._asdict() if hasattr(case, "_asdict") else {"case": case}
-    return ", ".join(f"{name} {value}" for name, value in fields.items() if name != "seed")
+    return ", ".join(f"{name} {str(value)[:60]}" for name, value in fields.items() if name != "seed")

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from minizero.engines import layout
-from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import AtMost, fail, recognise, same, wrong
+from tests.exercises.kit import observed, wrong
 
 PLAN = [
     "How many rows are missing until `multiple` divides tensor.shape[0]? From 0 to multiple - 1. Python's % of a "
@@ -54,57 +53,16 @@ WRONG = [
                                 "*tensor.shape[1:])[-missing:] = 0\n    return tensor"),
           says="overwrites-the-input"),
 ]  # fmt: skip
-
-
-def check() -> None:
-    for rows in range(1, 10):
-        x = torch.arange(1.0, rows + 1)
-        missing = 4 * ((rows + 3) // 4) - rows
-        given = x.clone()
-        got = layout.pad(given, 4)
-        if len(given) != rows:
-            fail("overwrites-the-input", "The tensor that was given has another length afterwards: it is the caller's.")
-        if rows == 4 and isinstance(got, torch.Tensor) and len(got) == 8:
-            fail(
-                "pads-a-whole-multiple",
-                "4 rows became 8 with multiple 4, which divides 4 already: append nothing then.",
-            )
-        if isinstance(got, torch.Tensor) and len(got) == rows + rows % 4 and len(got) % 4:
-            fail(
-                "pads-the-remainder",
-                f"{rows} rows became {len(got)}, which 4 does not divide. {rows} % 4 is what there is too much, "
-                "not what is missing.",
-            )
-        if rows in (4, 8) and isinstance(got, torch.Tensor) and got is not given:
-            fail(
-                "always-copies",
-                f"{rows} rows for 4 ranks are returned as another tensor: nothing is missing, so return the tensor "
-                "itself. A copy takes as much memory again.",
-            )
-        want = torch.cat([x, torch.zeros(missing)])
-        mistakes = {
-            "pads-in-front": (torch.cat([torch.zeros(missing), x]), "The zeros come before the data: put them behind."),
-            "pads-with-ones": (
-                torch.cat([x, torch.ones(missing)]),
-                "The padding is 1, and would be added to other ranks' sums: it must be 0.",
-            ),
-        }
-        recognise(got, want, mistakes, f"{rows} numbers, padded for 4 ranks")
-    for multiple in (3, 6, 7):
-        rows = len(layout.pad(torch.ones(5), multiple))
-        if rows % multiple:
-            fail("powers-of-two-only", f"5 rows for {multiple} ranks became {rows}, which {multiple} does not divide.")
-    for dtype in (torch.bfloat16, torch.int64, torch.float16):
-        half = torch.ones(3, 2, dtype=dtype)
-        got = layout.pad(half, 2)
-        if got.dtype != dtype:
-            fail(
-                "loses-the-dtype", f"A {dtype} tensor became {got.dtype}: other bytes. Make the zeros like the tensor."
-            )
-    if not same(got, torch.cat([half, half.new_zeros(1, 2)])):
-        fail(
-            "values", f"A (3, 2) matrix padded for 2 ranks must be (4, 2) with a last row of zeros, not {got.tolist()}."
-        )
+SAYS = {
+    "pads-a-whole-multiple": "4 rows became 8 with multiple 4, which divides 4 already: append nothing then.",
+    "pads-the-remainder": "It adds as many rows as are over. It must add as many as are missing.",
+    "pads-in-front": "The zeros come before the data: put them behind.",
+    "pads-with-ones": "The padding is 1, and would be added to other ranks' sums: it must be 0.",
+    "loses-the-dtype": "Other bytes. Make the zeros like the tensor.",
+    "always-copies": "Nothing is missing, so return the tensor itself. A copy takes as much memory again.",
+    "powers-of-two-only": "It works for 1, 2, 4 and 8 ranks only: any number of ranks must divide what comes out.",
+    "overwrites-the-input": "The tensor that was given has another length afterwards: it is the caller's.",
+}
 
 
 class Case(NamedTuple):
@@ -113,6 +71,7 @@ class Case(NamedTuple):
     other_dimensions: tuple[int, ...]
     dtype: torch.dtype
     layout: str
+    requires_grad: bool
     seed: int
 
 
@@ -120,8 +79,9 @@ def draw(random: Random) -> list[Case]:
     ways = [*itertools.product(range(21), range(1, 9))]
     ways += [(random.randint(0, 300), random.randint(9, 100)) for _ in range(10)]
     dtypes = [*rank_kit.DTYPES, torch.uint8, torch.bool, torch.complex64]
-    rows = deal(random, ways, [(), (3,), (2, 4), (1, 1, 2), (0,)], dtypes, rank_kit.LAYOUTS)
-    return [Case(*row) for row in rows]
+    rows = deal(random, ways, [(), (3,), (2, 4), (1, 1, 2), (0,)], dtypes, rank_kit.LAYOUTS, [False, True])
+    plain = [Case(n, 4, (), torch.float32, "contiguous", False, 1) for n in (5, 4)]
+    return plain + [Case(*row) for row in rows]
 
 
 def result(case: Case) -> dict[str, Any]:
@@ -129,20 +89,18 @@ def result(case: Case) -> dict[str, Any]:
     special = rank_kit.SPECIAL if case.dtype.is_floating_point else ()
     shape = case.rows, *case.other_dimensions
     given, other = (rank_kit.whole(case.seed + i, shape, case.dtype, case.layout, special=special) for i in (0, 1))
-    with Ledger() as ledger:
-        padded = layout.pad(given, case.multiple)
-    next_padded = layout.pad(other, case.multiple)
-    seen = {
-        "the padded tensor": padded.clone(),
-        "the next": next_padded.clone(),
-        "the device, if the tensor is on `meta`": layout.pad(given.to("meta"), case.multiple).device.type,
-        "the input afterwards": given.clone(),
+    given.requires_grad_(case.requires_grad and case.dtype.is_floating_point)
+    seen = observed(layout.pad, given, case.multiple, most=2.5)
+    padded, next_padded = layout.pad(given, case.multiple), layout.pad(other, case.multiple)
+    seen |= {
+        "the result, after a call for another tensor": padded.clone(),
+        "that other result": next_padded.clone(),
         "the memory in which the input lies": rank_kit.memory(given),
         "the result is the input itself": padded is given,
         "the result lies in the input's memory": _storage(padded) == _storage(given) != 0,
-        "the bytes that it took": AtMost(ledger.peak["total"], 2.5),
     }
     memories = [weakref.ref(tensor.untyped_storage()) for tensor in (given, padded)]
+    seen["what was given, afterwards"] = [given.detach().clone()]
     del given, padded, other
     return seen | {"tensors that nobody needs any more and that live": sum(m() is not None for m in memories)}
 

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from minizero import Zero3
 from minizero.engines import unit
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, wrong
-from tests.support.helpers import SMALL, batch
+from tests.exercises.kit import ranks, wrong
 
 PLAN = [
     "Cut `flat` into as many equal pieces as there are ranks in self.comm.",
@@ -47,6 +45,17 @@ WRONG = [
     ),
     wrong("converts", ("flat.chunk", "flat.float().chunk"), says="copies"),
 ]
+SAYS = {
+    "copies": "The chunk is a copy: it costs memory, and what is written to it never reaches the buffer.",
+    "wrong-neighbour": "A rank took its neighbour's chunk.",
+    "interleaves": "Every 4th element is no chunk: a rank owns neighbours, one after the other.",
+    "first-chunk": "Each owns another one.",
+    "wrong-group": (
+        "With a sharding factor of 2 on 4 ranks a chunk is half of the buffer, not a quarter: cut it by self.comm, "
+        "the ranks that share this unit, not by self.everyone."
+    ),
+    "fixed-number-of-ranks": "Ask self.comm.size.",
+}
 
 
 class Unit:
@@ -54,68 +63,6 @@ class Unit:
 
     def __init__(self, comm, everyone):
         self.comm, self.everyone = comm, everyone
-
-
-def chunk(flat, comm, everyone) -> torch.Tensor:
-    return unit.Unit.chunk(cast(unit.Unit, Unit(comm, everyone)), flat)
-
-
-def check() -> None:
-    for rank, (got, flat) in enumerate(ranks(4, on_rank)):
-        judge(rank, got, flat)
-    for n in (3, 1):
-        ranks(n, on_other_numbers)
-    if not all(ranks(4, in_groups)):
-        fail("values", "With a sharding factor the model no longer trains.")
-
-
-def on_rank(comm) -> tuple[torch.Tensor, torch.Tensor]:
-    flat = torch.arange(12.0)
-    return chunk(flat, comm, comm), flat
-
-
-def judge(rank: int, got: torch.Tensor, flat: torch.Tensor) -> None:
-    by_rank = flat.view(4, 3)
-    mistakes = {
-        "wrong-neighbour": (by_rank[(rank + 1) % 4], f"Rank {rank} took its neighbour's chunk."),
-        "interleaves": (
-            flat[rank::4],
-            "Every 4th element is no chunk: a rank owns neighbours, one after the other.",
-        ),
-        "first-chunk": (by_rank[0], f"Rank {rank} took chunk 0, as all ranks do: each owns another one."),
-    }
-    recognise(got, by_rank[rank], mistakes, f"The chunk of rank {rank} of 4")
-    if got.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-        fail("copies", "The chunk is a copy: it costs memory, and what is written to it never reaches the buffer.")
-
-
-def on_other_numbers(comm) -> None:
-    flat = torch.arange(12, dtype=torch.float16)
-    got = chunk(flat, comm, comm)
-    if len(got) != 12 // comm.size:
-        fail(
-            "fixed-number-of-ranks", f"On {comm.size} ranks a chunk has {len(got)} of 12 elements: ask self.comm.size."
-        )
-    recognise(got, flat.view(comm.size, -1)[comm.rank], {}, f"The chunk of rank {comm.rank} of {comm.size}")
-    if got.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-        fail("copies", "Of a float16 buffer the chunk is a copy: what is written to it never reaches the buffer.")
-
-
-def in_groups(comm) -> bool:
-    inside = comm.split(comm.rank // 2)
-    got = chunk(torch.arange(12.0), inside, comm)
-    if len(got) == 3:
-        fail(
-            "wrong-group",
-            "With a sharding factor of 2 on 4 ranks a chunk is half of the buffer, not a quarter: cut it by "
-            "self.comm, the ranks that share this unit, not by self.everyone.",
-        )
-    from minizero import GPT
-
-    model = Zero3(GPT(SMALL), comm, sharding_factor=2)
-    x, y = (part.chunk(comm.size)[comm.rank] for part in batch(0))
-    model(x, y).backward()
-    return all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 class Case(NamedTuple):

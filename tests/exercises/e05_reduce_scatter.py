@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minizero import Zero2
 from minizero.memory import Ledger
 from minizero.ranks import collectives
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
-from tests.exercises.training import plain, relative_error, train
+from tests.exercises.kit import AtMost, ranks, wrong
 
 PLAN = [
     "The left and the right neighbour, modulo comm.size.",
@@ -82,121 +80,25 @@ WRONG = [
     wrong("returns-a-copy-of-out", ("    return partial", "    return partial.clone()"), says="random"),
     wrong("returns-nothing-with-out", ("    return partial", "    return partial if out is None else None")),
 ]  # fmt: skip
-
-
-def check() -> None:
-    sent_to = set(ranks(4, receivers)[0])
-    if len(sent_to) > 1:
-        fail(
-            "not-a-ring", "Rank 0 sends to several ranks. In a ring each sends to its neighbour only, always the same."
-        )
-    if sent_to == {3}:
-        fail("sends-left", "Rank 0 of 4 sends to rank 3, on its left: send to rank r+1, and receive from rank r-1.")
-    for n in (4, 3, 2, 1):
-        ranks(n, on_rank)
-    ranks(4, out_is_the_chunk)
-    ranks(4, in_16_bits)
-    ranks(8, memory)
-    (losses, state, _), *_ = ranks(4, train, Zero2, 2)
-    want = plain(2)[1]
-    if relative_error(state, want) > 1e-4:
-        fail("values", "ZeRO-2 with your reduce-scatter does not learn what one process learns.")
-
-
-def on_rank(comm) -> None:
-    n, r = comm.size, comm.rank
-    everyone = [[torch.tensor([10.0**k * (c + 1), k + c]) for c in range(n)] for k in range(n)]  # [rank][chunk]
-    chunks = [chunk.clone() for chunk in everyone[r]]
-    sent = comm.bytes_sent
-    got = collectives.ring_reduce_scatter(chunks, comm)
-    sent = (comm.bytes_sent - sent) // 8
-    changed = [c for c in range(n) if not torch.equal(chunks[c], everyone[r][c])]
-    if changed:
-        fail(
-            "overwrites-the-input",
-            f"Rank {r}'s own chunk {changed[0]} was overwritten: `chunks` belong to the caller. Sum in the buffer.",
-        )
-    if sent < n - 1:
-        fail(
-            "one-step-short", f"Rank {r} of {n} sent {sent} chunks: after {sent} steps the sum lacks a rank. N-1 steps."
-        )
-    if sent > n - 1:
-        fail("one-step-too-many", f"Rank {r} of {n} sent {sent} chunks: N-1 = {n - 1} are enough.")
-    sums = torch.stack([torch.stack([everyone[k][c] for k in range(n)]).sum(0) for c in range(n)])
-    mistakes = {
-        "wrong-chunk": (
-            sums[(r + 1) % n],
-            f"Rank {r} got the sum of chunk {(r + 1) % n}, not of chunk {r}: begin one chunk earlier, with chunk r-1.",
-        ),
-        "does-not-add": (
-            everyone[(r + 1) % n][r],
-            f"Rank {r} got rank {(r + 1) % n}'s chunk as it was: add your own part to what comes in, and pass that on.",
-        ),
-    }
-    own = sum(everyone[(r + 1 + i) % n][(r + (1 if i else 0)) % n] for i in range(n))
-    mistakes["off-by-one"] = (
-        own,
-        f"Rank {r}'s sum mixes chunks: to what came in from the left at step s belongs your chunk r-2-s, not r-1-s.",
-    )
-    recognise(got, sums[r], mistakes if n > 2 else {}, f"The chunk that rank {r} of {n} ends with")
-    largest = collectives.ring_reduce_scatter([c.clone() for c in everyone[r]], comm, torch.maximum)
-    want = torch.stack([everyone[k][r] for k in range(n)]).amax(0)
-    mistakes = {"always-adds": (sums[r], "With combine=torch.maximum it still summed: call `combine`, not +.")}
-    recognise(largest, want, mistakes, "With combine=torch.maximum")
-    place = torch.zeros(2)
-    collectives.ring_reduce_scatter([c.clone() for c in everyone[r]], comm, torch.add, place) if n > 1 else None
-    if n > 1 and not torch.equal(place, sums[r]):
-        fail("ignores-out", "`out` was given and not filled: the last sum goes there.")
-
-
-def out_is_the_chunk(comm) -> None:
-    n, r = comm.size, comm.rank
-    chunks = [torch.full((3,), 10.0**r * (c + 1)) for c in range(n)]
-    want = torch.full((3,), float(sum(10**k for k in range(n)) * (r + 1)))
-    got = collectives.ring_reduce_scatter(chunks, comm, torch.add, chunks[r])
-    if got is None:
-        fail("returns-nothing-with-out", "With `out` it returned nothing: return the result there too.")
-    if not torch.equal(chunks[r], want) or not torch.equal(got, want):
-        fail(
-            "zeroes-out-first",
-            "`out` may be the rank's own chunk (so the all-reduce has it), and the sum was wrong then: leave it as it "
-            "is until the last sum.",
-        )
-
-
-def receivers(comm) -> list[int]:
-    """To whom this rank sends."""
-    seen, transfer = [], comm.transport.transfer
-
-    def noted(outgoing, dst, incoming, src):
-        if outgoing is not None:
-            seen.append(dst)
-        transfer(outgoing, dst, incoming, src)
-
-    comm.transport.transfer = noted
-    collectives.ring_reduce_scatter([torch.ones(4) for _ in range(comm.size)], comm)
-    return seen
-
-
-def in_16_bits(comm) -> None:
-    chunks = [torch.ones(100, dtype=torch.float16) for _ in range(comm.size)]
-    before = comm.bytes_sent
-    got = collectives.ring_reduce_scatter(chunks, comm)
-    sent = comm.bytes_sent - before
-    if sent > 200 * (comm.size - 1) or got.dtype != torch.float16:
-        fail("sends-fp32", f"For float16 chunks it sent {size(sent)} and gave {got.dtype}: buffers like the chunks.")
-
-
-def memory(comm) -> None:
-    chunks = [torch.ones(10_000) for _ in range(comm.size)]
-    with Ledger() as ledger:
-        collectives.ring_reduce_scatter(chunks, comm)
-    if ledger.peak["total"] > 3.5 * 40_000:
-        fail(
-            "buffer-for-each-step",
-            f"On 8 ranks it held {size(ledger.peak['total'])} beside its input, for chunks of {size(40_000)}: two "
-            "buffers that take turns are enough.",
-        )
+SAYS = {
+    "wrong-chunk": "Begin one chunk earlier, with chunk r-1.",
+    "off-by-one": "To what came in from the left at step s belongs your chunk r-2-s, not r-1-s.",
+    "does-not-add": "Add your own part to what comes in, and pass that on.",
+    "always-adds": "With combine=torch.maximum it still summed: call `combine`, not +.",
+    "one-step-short": "N-1 steps.",
+    "buffer-for-each-step": "Two buffers that take turns are enough.",
+    "overwrites-the-input": "`chunks` belong to the caller. Sum in the buffer.",
+    "ignores-out": "`out` was given and not filled: the last sum goes there.",
+    "zeroes-out-first": (
+        "`out` may be the rank's own chunk (so the all-reduce has it), and the sum was wrong then: leave it as it is "
+        "until the last sum."
+    ),
+    "one-step-too-many": "N-1 chunks are enough.",
+    "not-a-ring": "Rank 0 sends to several ranks. In a ring each sends to its neighbour only, always the same.",
+    "sends-left": "Rank 0 of 4 sends to rank 3, on its left: send to rank r+1, and receive from rank r-1.",
+    "sends-fp32": "Buffers like the chunks.",
+    "returns-nothing-with-out": "With `out` it returned nothing: return the result there too.",
+}
 
 
 class Case(NamedTuple):
@@ -224,7 +126,9 @@ COMBINE: dict[str, Callable[..., Any]] = {
 def draw(random: Random) -> list[Case]:
     ways, outs = itertools.product(range(2, 9), COMBINE), ["none", "another tensor", "the rank's own chunk"]
     columns = outs, rank_kit.SHAPES, rank_kit.DTYPES, rank_kit.LAYOUTS, rank_kit.LAYOUTS
-    return [Case(*row) for row in deal(random, ways, [1, 1, 2], *columns)]
+    ways = [*ways, (random.randint(9, 12), "add")]
+    plain = [Case(4, op, 1, "none", (2,), torch.float32, "contiguous", "contiguous", 1) for op in ("add", "maximum")]
+    return plain + [Case(*row) for row in deal(random, ways, [1, 1, 2], *columns)]
 
 
 def result(case: Case) -> dict[str, Any]:
@@ -253,6 +157,10 @@ def result(case: Case) -> dict[str, Any]:
             got = collectives.ring_reduce_scatter(chunks, comm, counted if case.seed % 2 else combine, out)
         two_chunks = 2 * chunks[0].nbytes
         return {
+            "elements combined, if they are counted": sum(combined),
+            "bytes sent": watch.sent,
+            "hops in a row": watch.hops,
+            "receivers": sorted(watch.receivers),
             "the result": got.clone() if isinstance(got, torch.Tensor) else got,
             "`out`": out,
             "the result is `out`": out is not None and got is out,
@@ -261,11 +169,7 @@ def result(case: Case) -> dict[str, Any]:
             "the list has the same tensors": [a is b for a, b in zip(chunks, given)],
             "the memory in which the chunks lie": [rank_kit.memory(chunk) for chunk in given],
             "the result of the call before": earlier,
-            "elements combined, if they are counted": sum(combined),
             "the bytes that it took": AtMost(max(two_chunks, ledger.peak["total"])),
-            "bytes sent": watch.sent,
-            "hops in a row": watch.hops,
-            "receivers": sorted(watch.receivers),
             "what `soon` named, if it was called, is what came next": watch.kept_its_word,
         }
 

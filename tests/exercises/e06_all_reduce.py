@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minizero import DDP
 from minizero.memory import Ledger
 from minizero.memory.operators import Watcher
 from minizero.ranks import collectives
-from minizero.ranks.errors import CollectiveMismatch
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import AtMost, Diagnosis, fail, ranks, recognise, size, value_or_error, wrong
-from tests.exercises.training import plain, relative_error, train
+from tests.exercises.kit import AtMost, Diagnosis, ranks, value_or_error, wrong
 
 PLAN = [
     'check_op("all_reduce", op, COMBINE, tensor) refuses an unknown op, and check_out("all_reduce", out, tensor.shape, '
@@ -74,101 +71,26 @@ WRONG = [
     wrong("extra-copies", ("            if op == \"mean\":", "            kept = [tensor.clone() for _ in range(3)]"
                            "\n            if op == \"mean\":")),
 ]  # fmt: skip
-
-
-def check() -> None:
-    for n in (4, 3, 1):
-        ranks(n, on_rank)
-    ranks(3, other_cases)
-    ranks(4, traffic)
-    ranks(4, memory)
-    ranks(2, disagreement)
-    (_, state, _), *_ = ranks(4, train, DDP, 2)
-    if relative_error(state, plain(2)[1]) > 1e-4:
-        fail("values", "DDP with your all-reduce does not learn what one process learns.")
-
-
-def on_rank(comm) -> None:
-    n, r = comm.size, comm.rank
-    for shape in ((12,), (2, 5), ()):
-        everyone = torch.stack([torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) * 2**k for k in range(n)])
-        mine = everyone[r].clone()
-        for op, want in (("sum", everyone.sum(0)), ("mean", everyone.sum(0) / n), ("max", everyone.amax(0))):
-            got = collectives.all_reduce(mine, comm, op)
-            if not torch.equal(mine, everyone[r]):
-                fail("overwrites-the-input", f"After op={op!r} rank {r}'s own tensor has other values: work on a copy.")
-            if isinstance(got, torch.Tensor) and got.numel() > want.numel():
-                fail("keeps-the-padding", f"{got.numel()} elements came back for {want.numel()}: cut the padding off.")
-            if isinstance(got, torch.Tensor) and got.shape != want.shape:
-                fail("loses-the-shape", f"A tensor of shape {shape} came back as {tuple(got.shape)}.")
-            total = everyone.sum(0)
-            mistakes = {"always-sums": (total, f"op={op!r} gave the sum: COMBINE[op] says how to combine.")}
-            if op == "mean":
-                mistakes = {
-                    "forgot-divide": (total, f"The mean over {n} ranks is the sum: divide by comm.size."),
-                    "divides-everything": (total / n / n, "The mean was divided by the number of ranks twice."),
-                }
-            if op == "sum" and shape == (12,):
-                parts = mine.clone()
-                parts.chunk(n)[r].copy_(total.chunk(n)[r])
-                words = f"Only chunk {r} of rank {r} is the sum: gather the others' chunks."
-                mistakes["forgot-gather"] = (parts, words)
-            recognise(got, want, mistakes if n > 1 else {}, f"all_reduce with op={op!r} on {n} ranks, rank {r}")
-
-
-def other_cases(comm) -> None:
-    mine = torch.tensor([comm.rank + 1, 3 - comm.rank, 7])
-    got = collectives.all_reduce(mine, comm)
-    if got.dtype != torch.int64:
-        fail("loses-the-dtype", f"The sum of whole numbers came back as {got.dtype}: a buffer like the tensor.")
-    recognise(got, torch.tensor([6, 6, 21]), {}, "The sum of whole numbers")
-    least = collectives.all_reduce(mine, comm, "min")
-    mistakes = {"min-is-max": (torch.tensor([3, 3, 7]), 'op="min" gave the largest: COMBINE[op] says how to combine.')}
-    recognise(least, torch.tensor([1, 1, 7]), mistakes, 'all_reduce with op="min"')
-    place = torch.zeros(6)
-    collectives.all_reduce(torch.full((6,), float(comm.rank + 1)), comm, out=place)
-    if not torch.equal(place, torch.full((6,), 6.0)):
-        fail("ignores-out", f"`out` was given, and holds {place[0]:g} instead of the sum 6: work in its memory.")
-
-
-def memory(comm) -> None:
-    tensor = torch.ones(10_000)
-    with Ledger() as ledger:
-        collectives.all_reduce(tensor, comm)
-    if ledger.peak["total"] > 2 * tensor.nbytes:
-        fail(
-            "extra-copies",
-            f"For a tensor of {size(tensor.nbytes)} it held {size(ledger.peak['total'])}: one copy and two buffers of "
-            "a chunk are enough.",
-        )
-
-
-def disagreement(comm) -> None:
-    try:
-        collectives.all_reduce(torch.ones(4), comm, ("sum", "max")[comm.rank])
-    except CollectiveMismatch:
-        return
-    fail(
-        "no-agreement",
-        "One rank sums, the other takes the largest, and nobody noticed: do all of it inside `with agreement(…)`.",
-    )
-
-
-def traffic(comm) -> None:
-    before = comm.bytes_sent
-    collectives.all_reduce(torch.ones(1000), comm)
-    sent = comm.bytes_sent - before
-    if sent > 6000:
-        fail(
-            "gathers-everything",
-            f"Rank {comm.rank} of 4 sent {size(sent)} for a tensor of {size(4000)}: reduce first, then gather, "
-            "and it is 2 (N-1)/N = 1.5 times the tensor.",
-        )
-    if value_or_error(collectives.all_reduce, torch.ones(4), comm, "median") != "ValueError":
-        fail("no-error", 'op="median" must be a ValueError: check_op says so, before anything is sent.')
-    for out in (torch.ones(4, dtype=torch.float64), torch.ones(8)):
-        if value_or_error(collectives.all_reduce, torch.ones(4), comm, out=out) != "ValueError":
-            fail("any-out", "An `out` of another shape or dtype must be a ValueError: check_out says so.")
+SAYS = {
+    "forgot-divide": "The mean over the ranks is the sum: divide by comm.size.",
+    "divides-everything": (
+        "Each rank divides more than its own chunk: divide between the two rings, when a rank has one chunk of the sum."
+    ),
+    "any-out": "An `out` of another shape or dtype must be a ValueError: check_out says so.",
+    "forgot-gather": "A rank has its own chunk of the sum and none of the others': gather them.",
+    "gathers-everything": (
+        "Everybody gets everything, and then adds: reduce first, then gather, and it is 2 (N-1)/N times the tensor."
+    ),
+    "keeps-the-padding": "There are more elements than before: cut the padding off.",
+    "loses-the-shape": "The result must have the shape of the tensor.",
+    "overwrites-the-input": "A rank's own tensor has other values afterwards: work on a copy.",
+    "always-sums": "It summed where it should have taken the largest or the smallest: COMBINE[op] says how to combine.",
+    "min-is-max": 'op="min" gave the largest: COMBINE[op] says how to combine.',
+    "loses-the-dtype": "The sum has another dtype: make a buffer like the tensor.",
+    "ignores-out": "`out` was given, and does not hold the sum: work in its memory.",
+    "no-agreement": "The ranks do different things, and nobody noticed: do all of it inside `with agreement(…)`.",
+    "extra-copies": "One copy and two buffers of a chunk are enough.",
+}
 
 
 class Case(NamedTuple):
@@ -208,7 +130,12 @@ def draw(random: Random) -> list[Case]:
     sets = [(layout, "nothing") for layout in rank_kit.LAYOUTS] + [("contiguous", what) for what in differ_in[8:]]
     whole = [Case(n, "sum", 1, (4, 3, 2), torch.float32, False, layout, "none", what, seed) for layout, what in sets]
     alone = [Case(1, "sum", 1, (5,), torch.float32, False, "contiguous", out, "nothing", seed) for out in outs]
-    return whole + alone + [Case(*row) for row in rows]
+    plain = Case(4, "sum", 1, (6,), torch.float32, False, "contiguous", "none", "nothing", 1)
+    plains = [plain._replace(op=op) for op in ("sum", "mean", "max", "min")] + [
+        plain._replace(ranks=random.randint(9, 12)),
+        plain._replace(out="of FP64"),
+    ]
+    return plains + whole + alone + [Case(*row) for row in rows]
 
 
 def result(case: Case) -> Any:
@@ -239,6 +166,9 @@ def result(case: Case) -> Any:
         with Ledger() as ledger:
             got = value_or_error(collectives.all_reduce, mine, comm, op, out=out, label=label)
         return {
+            "bytes sent": watch.sent,
+            "hops in a row": watch.hops,
+            "receivers": sorted(watch.receivers),
             "the result": got,
             "the result requires a gradient": getattr(got, "requires_grad", False),
             "`out`": out,
@@ -248,9 +178,6 @@ def result(case: Case) -> Any:
             "the result of the call before": earlier,
             "the collectives and their labels": told,
             "the bytes that it took": AtMost(ledger.peak["total"], 2 if mine.is_contiguous() else 99),
-            "bytes sent": watch.sent,
-            "hops in a row": watch.hops,
-            "receivers": sorted(watch.receivers),
         }
 
     def work(comm) -> float:

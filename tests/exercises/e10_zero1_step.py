@@ -18,8 +18,7 @@ from minizero import Zero1
 from minizero.memory import Ledger
 from tests.exercises import e09_zero1_keep as keep
 from tests.exercises import rank_kit
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
-from tests.exercises.training import check_training, local_gradients, one_step, train
+from tests.exercises.kit import fail, ranks, wrong
 
 PLAN = [
     "For each unit in self.units whose replica is stale, and only for those:",
@@ -56,77 +55,20 @@ WRONG = [
     wrong("sums-instead", (GATHER, "from minizero.ranks.collectives import all_reduce\n            "
           "unit.replica.copy_(all_reduce(unit.replica, self.comm, label=unit.name))")),
 ]  # fmt: skip
-
-
-def check() -> None:
-    steps = ranks(4, moved_by)
-    mean = local_gradients(4).mean(0)
-    for r, weights in enumerate(steps):
-        fresh = (weights - mean).norm() < 1e-3 * mean.norm()
-        if not fresh and weights.norm() > 20 * mean.norm():
-            fail("sums-instead", f"Rank {r}'s parameters are sums over ranks: they are gathered, not added up.")
-        if not fresh:
-            recognise(
-                weights, mean, {"forgets-the-gather": (own(mean, weights), stale(r))}, "After a step", tolerance=1e-3
-            )
-    again = max(step.again for step in ranks(4, one_step, Zero1))
-    if again:
-        fail(
-            "gathers-always",
-            f"Two forwards without a step between them, and the second sent {size(again)} a rank again: gather "
-            "what is stale, and then, after the gather, mark it as fresh: unit.replica_is_fresh_now().",
-        )
-    moved = ranks(2, half)[0]
-    if not moved:
-        fail(
-            "forgets-to-round",
-            "In FP16 a step was taken, and the model's weights are as before: the masters moved, but were not "
-            "rounded into the replica. mine.copy_(unit.master).",
-        )
-    check_training(ranks(4, train, Zero1, 2), "ZeRO-1")
-
-
-def stale(r: int) -> str:
-    return (
-        f"After a step rank {r} computes with old parameters of the other ranks: gather their chunks into unit.replica."
-    )
-
-
-def own(mean, moved):
-    """What a rank without the gather has: its own chunk moved, the rest as it was."""
-    return torch.where(moved == 0, torch.zeros_like(mean), moved)
-
-
-def moved_by(comm):
-    """How far the module's own parameters, which forward uses, have moved after a step."""
-    from minizero import GPT
-    from tests.exercises.training import SMALL, part, vector
-
-    module = GPT(SMALL)
-    model = Zero1(module, comm)
-    before = vector(dict(module.named_parameters())).clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(*part(comm)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with torch.no_grad():
-        model(*part(comm))
-    return before - vector(dict(module.named_parameters()))
-
-
-def half(comm) -> bool:
-    from minizero import GPT
-    from tests.exercises.training import SMALL, part, vector
-
-    module = GPT(SMALL)
-    model = Zero1(module, comm, dtype=torch.float16)
-    before = vector(dict(module.named_parameters())).clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(*part(comm)).backward()
-    optimizer.step()
-    with torch.no_grad():
-        model(*part(comm))
-    return not torch.equal(before, vector(dict(module.named_parameters())))
+SAYS = {
+    "gathers-always": (
+        "Gather what is stale, and then, after the gather, mark it as fresh: unit.replica_is_fresh_now()."
+    ),
+    "forgets-to-round": (
+        "In FP16 a step was taken, and the model's weights are as before: the masters moved, but were not rounded "
+        "into the replica. mine.copy_(unit.master)."
+    ),
+    "forgets-the-label": (
+        "all_gather got no label. With label=unit.name the ranks notice if they gather different units."
+    ),
+    "sums-instead": "They are gathered, not added up.",
+    "forgets-the-gather": "After a step a rank has new values of its own chunk only: gather those of the others.",
+}
 
 
 def draw(random: Random) -> list[keep.Case]:

@@ -22,7 +22,7 @@ import torch
 
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.kit import ranks, wrong
 from tests.exercises.tasks import hybrid
 
 PLAN = [
@@ -75,122 +75,26 @@ WRONG = [
     wrong("keeps-the-parameters", (GATHER, "(full := all_gather(shard, inside))")),
     wrong("forgets-the-rate", ("rate * ", "")),
 ]  # fmt: skip
-
-
-def check() -> None:
-    found = ranks(8, one_step, 4)
-    right(8, 4, [step[0] for step in found])
-    for r, (_, cross, inside, _) in enumerate(found):
-        enough = 2 * 4 * ELEMENTS // 4 // 2
-        if cross > enough:
-            fail(
-                "across-everything",
-                f"Rank {r} sent {size(cross)} between the machines, where {size(enough)} are enough: first make the "
-                "gradient a chunk, inside the machine, then send this chunk across.",
-            )
-        if inside > 2 * 4 * ELEMENTS * 3 // 4:
-            fail(
-                "inside-everything",
-                f"Rank {r} sent {size(inside)} inside its machine, where {size(2 * 4 * ELEMENTS * 3 // 4)} are enough: "
-                "a rank needs its own chunk of the gradient only.",
-            )
-    if any(step[-1] for step in found):
-        fail(
-            "keeps-the-parameters",
-            f"While the gradient was sent, all parameters, {size(4 * ELEMENTS)}, were still there: a name refers to "
-            "them. Let go of them when the gradient is computed.",
-        )
-    for n, factor in ((4, 2), (6, 2)):
-        right(n, factor, [step[0] for step in ranks(n, one_step, factor)])
-
-
-ELEMENTS = 960
-
-
-RATE = 1 / 16
-
-
-def right(n: int, factor: int, got: list[torch.Tensor]) -> None:
-    """Compare the new shards with one process."""
-    start = parameters()
-    local = torch.stack([gradient(start, rank, n) for rank in range(n)])
-    machines = local.view(-1, factor, ELEMENTS).mean(1)
-    for r, shard in enumerate(got):
-
-        def after(step: torch.Tensor, r: int = r) -> torch.Tensor:
-            return (start - RATE * step).chunk(factor)[r % factor]
-
-        mean = local.mean(0)
-        mistakes = {
-            "inside-only": (
-                after(machines[r // factor]),
-                f"Rank {r} applies the mean of its own group: the {n // factor} groups drift apart. Average across "
-                "them too, and use what all_reduce returns: it leaves its argument as it is.",
-            ),
-            "sums-across": (
-                after(mean * (n // factor)),
-                f"The gradient is {n // factor} times too large, for as many machines: take the mean across them.",
-            ),
-            "sums-inside": (after(mean * factor), f"The gradient is {factor} times too large: take the mean inside."),
-            "divides-by-all": (
-                after(mean / n),
-                "The gradient is too small: a mean of means needs no further division.",
-            ),
-            "across-only": (
-                after(local.view(-1, factor, ELEMENTS).mean(0)[r % factor]),
-                "The gradient is averaged across the machines and not inside them.",
-            ),
-            "over-all-ranks": (
-                start.chunk(factor)[r % factor] - RATE * mean.view(factor, -1).mean(0),
-                "Different chunks were averaged with each other: across the machines only the ranks in the same place "
-                "have the same chunk.",
-            ),
-            "forgets-the-rate": (
-                after(mean / RATE),
-                "The step is that of a learning rate of 1: the gradient was not multiplied by `rate`.",
-            ),
-        }
-        recognise(shard, after(mean), mistakes, f"Rank {r}'s shard, of {n} ranks with F = {factor}", tolerance=1e-6)
-
-
-def parameters() -> torch.Tensor:
-    return torch.arange(ELEMENTS) % 7 - 3.0
-
-
-def gradient(w: torch.Tensor, rank: int, n: int) -> torch.Tensor:
-    """A rank's own: multiples of n, so that every mean is exact."""
-    return n * w + rank_kit.whole(rank, tuple(w.shape), w.dtype, times=n)
-
-
-def one_step(comm, factor: int) -> tuple[torch.Tensor, int, int, bool]:
-    """The new shard; bytes sent between machines, and inside; and whether the parameters outlived the gradient."""
-    start, machine = parameters(), [rank for rank in range(comm.size) if rank // factor == comm.rank // factor]
-    kept: list[weakref.ref] = []
-    alive: list[bool] = []
-
-    def gradient_of(w):
-        groups = [list(part.ranks) for part in comm.parts]
-        if groups and machine not in groups:
-            fail(
-                "groups-exchanged",
-                f"{comm.size} ranks, F = {factor}: rank {comm.rank} made the groups {' and '.join(map(str, groups))}. "
-                f"One copy is shared by the ranks of its machine, {machine}.",
-            )
-        if w.shape != start.shape or not torch.equal(w, start):
-            fail(
-                "gathers-from-all",
-                f"On rank {comm.rank} of {comm.size}, with F = {factor}, what was gathered are not the parameters: "
-                f"{w.numel()} numbers of {ELEMENTS}, or in another order. The {factor} ranks of a machine have all of "
-                "them, in the order of their chunks.",
-            )
-        kept.append(weakref.ref(w))
-        return gradient(w, comm.rank, comm.size)
-
-    comm.observers.append(lambda *_: alive.extend(each() is not None for each in kept))
-    shard = start.chunk(factor)[comm.rank % factor].clone()
-    new = hybrid.hybrid_step(shard, gradient_of, comm, factor, RATE)
-    inside = sum(part.bytes_sent for part in comm.parts if len({rank // factor for rank in part.ranks}) == 1)
-    return new, comm.bytes_sent - inside, inside, any(alive)
+SAYS = {
+    "inside-only": "Average across them too, and use what all_reduce returns: it leaves its argument as it is.",
+    "sums-across": "Take the mean across them.",
+    "sums-inside": "Take the mean inside.",
+    "divides-by-all": "The gradient is too small: a mean of means needs no further division.",
+    "across-everything": "First make the gradient a chunk, inside the machine, then send this chunk across.",
+    "inside-everything": "A rank needs its own chunk of the gradient only.",
+    "across-only": "The gradient is averaged across the machines and not inside them.",
+    "over-all-ranks": (
+        "Different chunks were averaged with each other: across the machines only the ranks in the same place have "
+        "the same chunk."
+    ),
+    "gathers-from-all": "A rank gathers from the ranks of its own machine only: they have all of the copy.",
+    "groups-exchanged": (
+        "One copy is shared by the ranks of its machine, so its shards are gathered there; replicas are averaged "
+        "across machines."
+    ),
+    "keeps-the-parameters": "A name refers to them. Let go of them when the gradient is computed.",
+    "forgets-the-rate": "The step is that of a learning rate of 1: the gradient was not multiplied by `rate`.",
+}
 
 
 class Case(NamedTuple):

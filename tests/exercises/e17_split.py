@@ -13,9 +13,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from precision import one_number
-from precision.formats import FP16
 from tests.exercises import number_kit
-from tests.exercises.kit import fail, wrong
+from tests.exercises.kit import wrong
 
 PLAN = [
     'The 64 bits as a whole number: struct.pack(">d", x) gives 8 bytes, int.from_bytes(…, "big") the number.',
@@ -42,41 +41,18 @@ WRONG = [
     wrong("subnormal-exponent", ("max(field, 1)", "field")),
     wrong("sign-in-the-field", ("0x7FF", "0xFFF")),
     wrong("loses-the-sign", ("bits >> 63", "0")),
-    wrong("significand-in-floats", ("mantissa + (2**52", "float(mantissa) + (2**52"), says="TypeError"),
+    wrong("significand-in-floats", ("mantissa + (2**52", "float(mantissa) + (2**52"), says="random"),
     wrong("exponent-of-the-last-bit", ("max(field, 1) - 1023,", "max(field, 1) - 1075,")),
 ]
-
-
-def check() -> None:
-    for x in (1.0, 1.5, 3.140625, 1e300, 0.1):
-        sign, exponent, significand = one_number.split(x)
-        _, e = math.frexp(x)
-        if significand < 2**52:
-            fail(
-                "forgets-the-leading-1", f"{x}: the significand has 53 bits, a 1 before the mantissa: {significand:#x}."
-            )
-        if exponent == e - 1 - 52:
-            fail(
-                "exponent-of-the-last-bit", f"{x}: the exponent is that of the leading 1, {e - 1}, not of the last bit."
-            )
-        if exponent == e - 2:
-            fail("wrong-bias", f"{x} is 1.… · 2^{e - 1}, not 2^{exponent}: the bias is 1023.")
-        value = math.ldexp(significand, exponent - 52)
-        if sign or value != x:
-            fail("values", f"{x} came out as sign {sign}, {significand:#x} · 2^({exponent} - 52).")
-    for x in (-1.0, -0.0, -2.5):
-        sign, exponent, significand = one_number.split(x)
-        if exponent > 1024:
-            fail("sign-in-the-field", f"{x}: exponent {exponent}: the sign bit got into the field, which has 11 bits.")
-        if sign != 1:
-            fail("loses-the-sign", f"{x} has sign 1, the highest bit.")
-    sign, exponent, significand = one_number.split(5e-324)
-    if significand >= 2**52:
-        fail("leading-1-always", "5e-324, the smallest float64, has significand 1: field 0 has no leading 1.")
-    if exponent != -1022:
-        fail("subnormal-exponent", f"5e-324 has the exponent of field 1, -1022, not {exponent}.")
-    if one_number.encode_one(1.5, FP16)[0] != 0x3E00:
-        fail("values", "1.5 is no longer 0x3e00 in FP16.")
+SAYS = {
+    "forgets-the-leading-1": "The significand has 53 bits, a 1 before the mantissa.",
+    "leading-1-always": "Field 0 has no leading 1: the smallest float64 has significand 1.",
+    "wrong-bias": "The bias is 1023.",
+    "subnormal-exponent": "Field 0 has the exponent of field 1, -1022.",
+    "sign-in-the-field": "The sign bit got into the field, which has 11 bits.",
+    "loses-the-sign": "The highest bit is the sign.",
+    "exponent-of-the-last-bit": "The exponent is that of the leading 1, not of the last bit.",
+}
 
 
 class Case(NamedTuple):
@@ -87,7 +63,10 @@ def draw(random: Random) -> list[Case]:
     """Of each exponent field the first number, the last, and a random one. Field 2047: infinity, and NaNs."""
     mantissas = [(field, mantissa) for field in range(2048) for mantissa in (0, 2**52 - 1, random.randrange(2**52))]
     mantissas += [(2047, random.randrange(1, 2**51)) for _ in range(8)]
-    return [Case(f"{random.randrange(2) << 63 | field << 52 | mantissa:#018x}") for field, mantissa in mantissas]
+    plain = [Case(f"{bits:#018x}") for bits in (0x3FF8000000000000, 0xC000000000000000, 1)]
+    return plain + [
+        Case(f"{random.randrange(2) << 63 | field << 52 | mantissa:#018x}") for field, mantissa in mantissas
+    ]
 
 
 def result(case: Case) -> dict[str, Any]:

@@ -18,11 +18,8 @@ import sys
 from random import Random
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from precision import formats
 from tests.exercises import number_kit
-from tests.exercises.kit import fail, wrong
+from tests.exercises.kit import wrong
 from tests.exercises.tasks import nearest as task
 
 PLAN = [
@@ -70,75 +67,32 @@ WRONG = [
     wrong("half-up", (ROUND, "math.floor(x / step + 0.5) * step")),
     wrong("cuts-off", (ROUND, "int(x / step) * step")),
     wrong("loses-the-sign", ("math.copysign(rounded, x)", "rounded")),
-    wrong("rounds-infinity", (" or not math.isfinite(x)", ""), says="OverflowError"),
+    wrong("rounds-infinity", (" or not math.isfinite(x)", "")),
     wrong("fp16-s-smallest", ("fmt.smallest_normal", "2.0**-14"), says="random"),
     wrong("fp16-only", ("exponent - fmt.mantissa_bits", "exponent - 10")),
 ]  # fmt: skip
-FP16, BF16 = number_kit.bare(formats.FP16), number_kit.bare(formats.BF16)
-WITHOUT = number_kit.bare(number_kit.NARROW["FP16 without subnormals"])
-
-
-def check() -> None:
-    expect(0.7, {"cuts-off": (1433 * 2.0**-11, "it was cut off, not rounded")})
-    expect(1 + 2.0**-11 + 2.0**-13, {"frexp-s-exponent": (1.0, "from 1 to 2 the step is 2^-10")})
-    expect(1 + 2.0**-11, {"half-up": (1 + 2.0**-10, "a tie goes to the even one, here to 1")})
-    expect(math.inf, {})
-    expect(-math.inf, {})
-    if not math.isnan(task.nearest(math.nan, FP16)):
-        fail("values", f"NaN becomes {task.nearest(math.nan, FP16)}, and should stay NaN.")
-    normal = "2^-14 is normal, and so is all above: 10 bits behind the first 1"
-    expect(2.0**-14 * (1 + 2.0**-10), {"starts-an-octave-early": (2.0**-14, normal)})
-    small = {
-        "flushes": (0.0, "it is subnormal, and FP16 has subnormal numbers"),
-        "no-subnormals": (1611 * 2.0**-29, "below 2^-14 the step of FP16 stays 2^-24: no number there is finer"),
-        "starts-an-octave-late": (101 * 2.0**-25, "from 2^-15 to 2^-14 the step is 2^-24 already, and not half of it"),
-    }
-    expect(3e-6, small)
-    twice = "first it was rounded to 11 digits, which made it a tie, and then once more: round once, to the right step"
-    expect(2.5 * 2.0**-24 * (1 + 2.0**-20), {"rounds-twice": (2 * 2.0**-24, twice)})
-    expect(2.0**-25, {})
-    expect(2.0**-25 * 1.001, {})
-    if math.copysign(1, task.nearest(-1e-9, FP16)) > 0 or math.copysign(1, task.nearest(-0.0, FP16)) > 0:
-        fail("loses-the-sign", "-1e-9 becomes 0, and must become -0: a zero keeps the sign.")
-    largest = "65520 is half-way from 65504 to the next number that there would be, 65536. What is below is 65504"
-    expect(65519.0, {"overflow-before-rounding": (math.inf, largest)})
-    too_large = {
-        "saturates": (65504.0, "this tie goes up, and that is infinity"),
-        "saturates-not": (65536.0, "FP16 ends at 65504: what is larger after rounding is infinity"),
-    }
-    expect(65520.0, too_large)
-    expect(-1e9, {})
-    got = task.nearest(1 + 2.0**-9, BF16)
-    if got != 1:
-        fail("fp16-only", f"1 + 2^-9 becomes {got!r} in BF16, which has 7 bits behind the point: it is 1.")
-    near = 2.0**-14 * (1 - 2.0**-13)
-    for x, want, name, words in (
-        (2.0**-15, 0.0, "never-flushes", "a format without subnormal numbers has none between 0 and 2^-14"),
-        (
-            near,
-            2.0**-14,
-            "flushes-before-rounding",
-            "rounded it is 2^-14, a normal number: look at the result, not at x",
-        ),
-    ):
-        if task.nearest(x, WITHOUT) != want:
-            fail(name, f"In FP16 without subnormal numbers {x!r} becomes {task.nearest(x, WITHOUT)!r}: {words}.")
-    for exponent in range(-26, 17):
-        for more in (1.0, 1.1, 1.37, 1.9995):
-            expect(more * 2.0**exponent, {})
-
-
-def expect(x: float, mistakes: dict[str, tuple[float, str]]) -> None:
-    """NumPy says what is right in FP16."""
-    with np.errstate(over="ignore"):
-        want = float(np.float64(x).astype(np.float16))
-    got = task.nearest(x, FP16)
-    if got == want:
-        return
-    for name, (value, words) in mistakes.items():
-        if got == value:
-            fail(name, f"{x!r} becomes {got!r} in FP16, not {want!r}: {words}.")
-    fail("values", f"{x!r} becomes {got!r} in FP16, not {want!r}.")
+SAYS = {
+    "no-subnormals": "Below the smallest normal number the step stays as it is: no number there is finer.",
+    "starts-an-octave-early": (
+        "The step stays the same below the smallest normal number, and not already below twice of it."
+    ),
+    "starts-an-octave-late": (
+        "The step stays the same from the smallest normal number down, and is not halved once more."
+    ),
+    "frexp-s-exponent": "frexp's fraction lies between 1/2 and 1: its exponent is one more than that of 1.….",
+    "flushes": "It is subnormal, and the format has subnormal numbers.",
+    "never-flushes": "A format without subnormal numbers has nothing between 0 and its smallest normal number.",
+    "flushes-before-rounding": "It is rounded first: what is rounded to the smallest normal number is not flushed.",
+    "rounds-twice": "It was rounded twice. Rounded once, with the step that it has in the end, it is another number.",
+    "overflow-before-rounding": "It is rounded first: what is rounded to the largest number is not infinite.",
+    "saturates": "What is too large after rounding is infinite.",
+    "saturates-not": "What is too large after rounding is infinite: no number is beyond the largest.",
+    "half-up": "A tie goes to the even one.",
+    "cuts-off": "It was cut off, not rounded.",
+    "loses-the-sign": "A zero keeps the sign.",
+    "rounds-infinity": "Infinity and NaN have no step: they stay what they are.",
+    "fp16-only": "Another format has another step: ask fmt for it.",
+}
 
 
 ENDS = (sys.float_info.max, -sys.float_info.max, 5e-324)  # of what a float can be
@@ -147,16 +101,23 @@ ENDS = (sys.float_info.max, -sys.float_info.max, 5e-324)  # of what a float can 
 class Case(NamedTuple):
     format: Any
     seed: int
+    plain: tuple[float, ...] = ()
+
+
+NEAR = 2.0**-14 * (1 - 2.0**-13)  # rounded it is 2^-14
+PLAIN = (0.7, 1 + 2.0**-11 + 2.0**-13, 1 + 2.0**-11, 2.0**-14 * (1 + 2.0**-10), 3e-6, 2.5 * 2.0**-24 * (1 + 2.0**-20))
 
 
 def draw(random: Random) -> list[Case]:
     formats: list[Any] = [name for name, fmt in number_kit.ALL.items() if fmt.infinities and not fmt.saturate]
     formats += number_kit.drawn_formats(random, 10, infinities=True, saturate=False)
-    return [Case(fmt, random.randrange(10**6)) for fmt in formats]
+    numbers = [("FP16", (*PLAIN, -1e-9, 65519.0, 65520.0)), ("BF16", (1 + 2.0**-9,)), ("FP16", (math.inf, math.nan))]
+    plain = [Case(name, 0, each) for name, each in [*numbers, ("FP16 without subnormals", (2.0**-15, NEAR))]]
+    return plain + [Case(fmt, random.randrange(10**6)) for fmt in formats]
 
 
 def result(case: Case) -> dict[str, Any]:
     """Numbers of every kind, and those around the smallest and the largest normal number."""
     fmt = number_kit.format_of(case.format)
-    numbers = [*ENDS, *number_kit.numbers(Random(case.seed), fmt, 100)]
+    numbers = case.plain or [*ENDS, *number_kit.numbers(Random(case.seed), fmt, 100)]
     return {repr(x): number_kit.typed(task.nearest(x, number_kit.bare(fmt)), float) for x in numbers}

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from precision import accumulate
-from precision.formats import FORMATS, FP16, FP32
+from precision.formats import FORMATS
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, value_or_error, wrong
+from tests.exercises.kit import value_or_error, wrong
 
 PLAN = [
     "Both operands as values; `ValueError` unless they are (…, n) and (…, n), with at least one dimension. What stands "
@@ -57,76 +57,17 @@ WRONG = [
     wrong("rounds-only-at-the-end", ("sequential(products, products.new_zeros(products.shape[1:]), round_)",
                                      "round_(products.sum(0))")),
 ]  # fmt: skip
-
-
-def check() -> None:
-    ones = torch.ones(4096, dtype=torch.float16)
-    in_fp16, in_fp32 = float(accumulate.dot(ones, ones, FP16)), float(accumulate.dot(ones, ones))
-    if in_fp32 == 2048:
-        fail("always-fp16", "4096 ones with an FP32 accumulator gave 2048: it was FP16's. Use `accumulator`.")
-    large = float(accumulate.dot(torch.tensor([300.0, 300.0]), torch.tensor([300.0, -300.0]), FP16))
-    if large == 0:
-        fail(
-            "always-fp32",
-            "300·300 - 300·300 with an FP16 accumulator gave 0, but 90000 is beyond FP16: use `accumulator`.",
-        )
-    if math.isinf(large):
-        fail(
-            "products-not-rounded",
-            "300·300 - 300·300 with an FP16 accumulator gave ∞, where each product is ∞ in FP16 and their "
-            "difference NaN: round the products before they are added.",
-        )
-    if in_fp16 == 4096:
-        fail(
-            "rounds-only-at-the-end",
-            "4096 ones with an FP16 accumulator gave 4096: round each partial sum. It stops at 2048: 2049 rounds "
-            "to 2048.",
-        )
-    small = torch.tensor([2.0**-14] * 2)
-    cancels = torch.tensor([4096.0, 1.0, 4096.0])
-    if accumulate.dot(cancels, torch.tensor([4096.0, 1.0, -4096.0]), FP32) == 1:
-        fail(
-            "fp32-is-exact",
-            "2^24 + 1 - 2^24 with an FP32 accumulator gave 1, but FP32 has no 2^24 + 1: round its partial sums, too.",
-        )
-    tiny = accumulate.dot(small, torch.tensor([2.0**-11, 2.0**-11]), FP32)
-    if tiny == 0:
-        fail("products-in-fp16", "2^-14 · 2^-11, twice, is 2^-24 with an FP32 accumulator, and vanished: a product was "
-             "rounded to FP16.")  # fmt: skip
-    got = accumulate.dot(torch.ones(3, 5), torch.ones(3, 5))
-    if got.shape != (3,):
-        fail(
-            "sums-the-first-dimension",
-            f"(3, 5) and (3, 5) give (3,): the last dimension is summed; got {tuple(got.shape)}.",
-        )
-    if accumulate.dot(torch.ones(2, 3, 5), torch.ones(2, 3, 5)).shape != (2, 3):
-        fail("sums-the-first-dimension", "(2, 3, 5) and (2, 3, 5) give (2, 3): the last dimension is summed.")
-    third = accumulate.dot(torch.tensor([0.3333, 0.1]), torch.tensor([1.0, 1.0]))
-    if third.half().float() != third:
-        fail("result-not-rounded", f"The result {third.item()!r} is no FP16 number: round it at the end.")
-    generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(20, 60, generator=generator).half() for _ in range(2))
-    for fmt in (FP16, FP32):
-        want = torch.stack([_plain(p, q, fmt) for p, q in zip(x, y)])
-        if not torch.equal(accumulate.dot(x, y, fmt).float(), want.float()):
-            fail("values", f"Random dot products with an accumulator of {fmt.width} bits differ in their bits.")
-    x = torch.cat([torch.tensor([4096.0]), torch.full((1000,), 2.0**-10), torch.tensor([-4096.0])])
-    y = torch.ones(1002).index_fill_(0, torch.tensor([0, 1001]), 4096)
-    if accumulate.dot(x, y, FP32) != _plain(x, y, FP32):
-        fail("values", "4096 · 4096 + 2^-10 (1,000 times) - 4096 · 4096 in FP32, one after the other, is 0.")
-    try:
-        accumulate.dot(torch.ones(3), torch.ones(1))
-    except ValueError:
-        return
-    fail("no-error", "(3,) and (1,) have no dot product: that must be a ValueError.")
-
-
-def _plain(a, b, fmt=FP16):
-    """One term after the other, in Python."""
-    total = 0.0
-    for x, y in zip(a.double(), b.double()):
-        total = float(fmt.quantize(torch.tensor(total + float(fmt.quantize(x * y)), dtype=torch.float64)))
-    return torch.tensor(total).half()
+SAYS = {
+    "always-fp32": "The sum was FP32's, whatever the accumulator: use `accumulator`.",
+    "always-fp16": "The sum was FP16's, whatever the accumulator: use `accumulator`.",
+    "fp32-is-exact": "FP32 is not exact: round its partial sums, too.",
+    "products-in-fp16": "A product was rounded to FP16 before it was added: round it to the accumulator.",
+    "products-not-rounded": "Round the products before they are added: one may be beyond the format.",
+    "result-not-rounded": "The result is no number of the operands' format: round it at the end.",
+    "no-error": "Shapes whose last dimensions differ have no dot product: that must be a ValueError.",
+    "sums-the-first-dimension": "The last dimension is summed.",
+    "rounds-only-at-the-end": "Round each partial sum.",
+}
 
 
 class Case(NamedTuple):
@@ -137,6 +78,7 @@ class Case(NamedTuple):
     numpy: tuple[bool, bool]
     pair: tuple[float, ...]
     seed: int
+    numbers: tuple[tuple[float, ...], ...] = ()
 
 
 def draw(random: Random) -> list[Case]:
@@ -149,13 +91,20 @@ def draw(random: Random) -> list[Case]:
     dtypes = list(itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), repeat=2))
     numpy = [(False, False), (False, False), (True, True), (True, False), (False, True)]
     pairs = [(), (), (0.0, math.inf), (-math.inf, -0.0), (math.nan, 1.0), (0.0, math.nan), (math.inf, -1.0)]
-    return [Case(*row) for row in deal(random, ways, dtypes, [0, 0, -4, -12, 2, 8], numpy, pairs)]
+    several = [("FP16", (300.0, 300.0), (300.0, -300.0)), ("FP16", (1.0,) * 2100, (1.0,) * 2100)]
+    several += [("FP32", (4096.0, 1.0, 4096.0), (4096.0, 1.0, -4096.0)), ("FP32", (2.0**-14,) * 2, (2.0**-11,) * 2)]
+    several += [("FP32", (1.0,) * 2100, (1.0,) * 2100), ("FP32", (0.3333, 0.1), (1.0, 1.0))]
+    of_fp32 = torch.float32, torch.float32
+    plain = [Case(name, ((len(a),), (len(b),)), of_fp32, 0, numpy[0], (), 0, (a, b)) for name, a, b in several]
+    return plain + [Case(*row) for row in deal(random, ways, dtypes, [0, 0, -4, -12, 2, 8], numpy, pairs)]
 
 
 def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     scale = 2.0**case.exponent
     a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale for shape in case.shapes)
+    if case.numbers:
+        a, b = (torch.tensor(each, dtype=torch.float64) for each in case.numbers)
     for x, value in zip((a, b), case.pair):
         if x.numel() > 1:
             x[..., case.seed % x.shape[-1]] = value

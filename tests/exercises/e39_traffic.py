@@ -19,13 +19,9 @@ import itertools
 from random import Random
 from typing import Any, NamedTuple
 
-import torch
-
-from flash import tiled, traffic
-from flash.checks import check as check_options
-from flash.traffic import count
+from flash import traffic
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, size, value_or_error, wrong
+from tests.exercises.kit import value_or_error, wrong
 
 PLAN = [
     'Refuse an unknown algorithm ("naive", "tiled", "kernels"), blocks below 1, heads that kv_heads do not divide.',
@@ -62,112 +58,16 @@ WRONG = [
     wrong("writes-the-scores", ("stores = q + heads * n_q * number\n",
                                 "stores = q + heads * n_q * number + heads * n_q * n_k * itemsize\n")),
 ]  # fmt: skip
-
-
-def measured(case: dict[str, Any], backward: bool) -> tuple[int, int]:
-    """What the package's tiles move."""
-    rows = (case["batch"], case["heads"], case["n_q"], case["head_dim"])
-    keys = (case["batch"], case["kv_heads"], case["n_k"], case["head_dim"])
-    q, dout, out, dq = (torch.ones(rows) for _ in range(4))
-    k, v, dk, dv = (torch.ones(keys) for _ in range(4))
-    lse, dlse, delta = (torch.ones(rows[:3]) for _ in range(3))
-    options = check_options("exercise", q, k, v, causal=case["causal"])
-    rest = options.with_lengths(case["n_q"], case["n_k"]), (case["block_q"], case["block_k"])
-    if not backward:
-        moved = count(tiled.forward_tiles, q, k, v, out, lse, *rest)
-        return moved.loads, moved.stores
-    first = count(tiled.delta_tiles, dout, out, dlse, delta, q, k, *rest)
-    second = count(tiled.backward_tiles, dout, q, k, v, lse, delta, dq, dk, dv, *rest)
-    return first.loads + second.loads, first.stores + second.stores
-
-
-def check() -> None:
-    case: dict[str, Any] = dict(
-        n_q=64, n_k=64, head_dim=8, block_q=16, block_k=16, batch=1, heads=1, kv_heads=1, itemsize=4, causal=False
-    )
-    loads, stores = traffic.hbm_bytes(**case)
-    want_loads, want_stores = measured(case, False)
-    tensor, said = 64 * 8 * 4, "64 rows and keys of 32 bytes, blocks of 16: the tiles load"
-    if (loads, stores) != (want_loads, want_stores):
-        words = f"{said} {size(want_loads)} and store {size(want_stores)}; predicted {size(loads)} and {size(stores)}"
-        if abs(loads * 4 - want_loads) < 5:
-            fail("counts-elements", f"{words}: a quarter. Multiply by the bytes of an element.")
-        if loads == 3 * tensor:
-            fail("keys-only-once", f"{words}: K and V are loaded again for every block of rows.")
-        if loads == tensor + (want_loads - tensor) // 2:
-            fail("forgets-the-values", f"{words}: values are loaded with the keys.")
-        if stores == tensor:
-            fail("forgets-lse", f"{words}: with the output one number for each row is stored, the logsumexp.")
-        if stores == want_stores + 64 * 64 * 4:
-            fail("writes-the-scores", f"{words}: the scores stay in SRAM, that is the point.")
-        fail("values", f"{words}.")
-    loads, stores = traffic.hbm_bytes(**case, backward=True)
-    want = measured(case, True)
-    if (loads, stores) != want:
-        words = f"{case}: backward loads and stores {want} bytes; predicted {loads, stores}"
-        if loads == want[0] - 4 * tensor:
-            fail(
-                "forgets-the-sum-of-dq",
-                f"{words}: to add to dQ, it must be loaded first, once for every block of keys.",
-            )
-        fail("values", f"{words}.")
-    changes = [dict(batch=3), dict(heads=4, kv_heads=2), dict(causal=True, n_q=50), dict(block_q=50, n_k=33)]
-    for change in changes:
-        for backward in (False, True):
-            got, want = tuple(traffic.hbm_bytes(**case | change, backward=backward)), measured(case | change, backward)
-            if got == want:
-                continue
-            words = f"With {change}, backward={backward}: measured {want}, predicted {got}"
-            if "batch" in change:
-                fail("forgets-the-batch", f"{words}: each sequence of the batch moves its own.")
-            if "heads" in change and not backward:
-                fail("forgets-the-group", f"{words}: the tiled code loads keys once for all heads that share them.")
-            fail("values", f"{words}.")
-    by_hand()
-    naive = [traffic.hbm_bytes(n, 64, algorithm="naive").total for n in (512, 4096)]
-    tiles = [traffic.hbm_bytes(n, 64, algorithm="kernels").total for n in (512, 4096)]
-    if not (naive[1] > 3 * tiles[1] and naive[0] < naive[1] / 32):
-        fail("values", "At 4096 keys of 64 numbers plain attention must move several times what the kernels move.")
-    refused: list[dict[str, Any]] = [
-        dict(algorithm="magic"),
-        dict(block_q=-1),
-        dict(block_k=0),
-        dict(heads=3, kv_heads=2),
-        dict(heads=2, kv_heads=0),
-        dict(window=(-1, 0)),
-        dict(causal="diagonal"),
-    ]
-    for bad in refused:
-        try:
-            traffic.hbm_bytes(8, 8, **bad)
-        except ValueError:
-            continue
-        fail("no-error", f"{bad} must be a ValueError.")
-
-
-def by_hand() -> None:
-    """64 rows and keys of 8 FP16 numbers, 4 heads that share 2 key/value heads, blocks of 16."""
-    case: dict[str, Any] = dict(n_q=64, head_dim=8, block_q=16, block_k=16, itemsize=2, heads=4, kv_heads=2)
-    q, k, numbers = 4 * 64 * 16, 2 * 64 * 16, 4 * 64 * 4  # bytes of q; of k; of lse or delta
-    keys = 4 * 4 * 64 * 2 * 16  # K and V for each of 4 blocks of rows of 4 heads
-    rows = 4 * 4 * 64 * (2 * 16 + 2 * 4)  # q, dO, lse, delta for each of 4 blocks of keys, for 4 heads
-    scores = 4 * 64 * 64 * 2
-    wants = {
-        ("kernels", False): (q + keys, q + numbers),
-        ("kernels", True): (
-            (2 * q + numbers) + (2 * k + rows) + (2 * q + 2 * numbers + keys),
-            numbers + 2 * k + q,
-        ),
-        ("naive", False): (q + 2 * k + scores + scores + 2 * k, 2 * scores + q),
-        ("naive", True): (
-            (scores + q) + (q + 2 * k) + 2 * scores + (scores + 2 * k) + (scores + q),
-            2 * k + 2 * scores + q + 2 * k,
-        ),
-    }
-    for (algorithm, backward), want in wants.items():
-        got = tuple(traffic.hbm_bytes(**case, algorithm=algorithm, backward=backward))
-        if got != want:
-            fail("values", f"{case}, algorithm={algorithm!r}, backward={backward}: expected {want}, got {got}.")
+SAYS = {
+    "keys-only-once": "K and V are loaded again for every block of rows.",
+    "forgets-the-values": "Values are loaded with the keys.",
+    "forgets-lse": "With the output one number for each row is stored, the logsumexp.",
+    "forgets-the-group": "The tiled code loads keys once for all heads that share them.",
+    "counts-elements": "A quarter. Multiply by the bytes of an element.",
+    "forgets-the-batch": "Each sequence of the batch moves its own.",
+    "forgets-the-sum-of-dq": "To add to dQ, it must be loaded first, once for every block of keys.",
+    "writes-the-scores": "The scores stay in SRAM, that is the point.",
+}
 
 
 class Case(NamedTuple):

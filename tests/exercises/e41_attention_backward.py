@@ -19,11 +19,9 @@ from random import Random
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from minizero.memory import Ledger
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, recognise, same, size, wrong
+from tests.exercises.kit import fail, observed, wrong
 from tests.exercises.tasks import attention
 
 PLAN = [
@@ -73,6 +71,28 @@ WRONG = [
     wrong("writes-into-the-inputs", ("s = scale * (q @ k.mT)", "s = q.mul_(scale) @ k.mT"),
           ("dk = scale * (", "dk = (")),
 ]  # fmt: skip
+SAYS = {
+    "lets-autograd-do-it": (
+        "Autograd kept a tensor for a backward of its own: compute the gradients by products, sums and exp."
+    ),
+    "softmax-of-a-column": "The weights of a column add up to 1. Softmax is one row's: it goes over the keys.",
+    "dv-from-dp": "dV is Pᵀ dO: O = P V, and P is what V was multiplied by.",
+    "forgets-delta": "dS is P · dP here. That is the diagonal of softmax's Jacobian alone: -p pᵀ is missing.",
+    "delta-of-a-column": (
+        "What is subtracted from dP is summed over the rows. Softmax is one row's, so its sum goes over the keys."
+    ),
+    "delta-is-a-mean": "What is subtracted from dP is a mean over the head dimension: D is a sum.",
+    "forgets-the-scale": "It is √d times too large: S has the scale 1/√d, and so has its gradient.",
+    "dk-not-transposed": "dK is dSᵀ Q: key j takes part in column j of S, not in row j.",
+    "scale-in-dq-only": "dK is √d times too large, while dQ is right: both come from S.",
+    "forgets-the-mask": "With causal=True a key gets a gradient from rows before it.",
+    "hides-after-softmax": (
+        "With causal=True the weights of a row do not add up to 1: what is hidden after softmax is still in its sum."
+    ),
+    "hides-itself": "With causal=True row 0 has NaN: it sees no key at all. Row i sees key i, too.",
+    "builds-the-jacobian": "There is a matrix for each row. Its product with dP can be written without it.",
+    "writes-into-the-inputs": "Something is written into what was given: the caller still needs it.",
+}
 
 
 def refuse(_: torch.Tensor) -> NoReturn:
@@ -86,141 +106,6 @@ def by_hand(*given: Any) -> Any:
     """The answer's gradients, if autograd records nothing."""
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
         return attention.attention_backward(*given)
-
-
-def tensors(n_q: int, n_k: int, batch: int = 1, heads: int = 2, d: int = 8, dtype: torch.dtype = torch.float64):
-    generator = torch.Generator().manual_seed(n_q)
-    shapes = [(batch, heads, n, d) for n in (n_q, n_k, n_k, n_q)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def by_autograd(q, k, v, dout, causal=False):
-    q, k, v = inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    if causal:
-        s = s + torch.full(s.shape[-2:], -torch.inf, dtype=s.dtype).triu(1)
-    return torch.autograd.grad(s.softmax(-1) @ v, inputs, dout)
-
-
-def gradients(q, k, v, dout, causal) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given = q, k, v, dout
-    before = [x._version for x in given]
-    got = by_hand(*given, causal)
-    if not isinstance(got, tuple | list) or len(got) != 3:
-        fail("not-three", f"Expected dq, dk and dv, got {type(got).__name__}: is there a return?")
-    for name, x, version in zip(("q", "k", "v", "dout"), given, before):
-        if x._version != version:
-            fail("writes-into-the-inputs", f"Something is written into {name}: the caller still needs it.")
-    return got[0], got[1], got[2]
-
-
-def check() -> None:
-    q, k, v, dout = tensors(12, 12)
-    dq, dk, dv = gradients(q, k, v, dout, False)
-    want_q, want_k, want_v = by_autograd(q, k, v, dout, False)
-    scale = 8**-0.5
-    s = scale * q @ k.mT
-    p, dp = s.softmax(-1), dout @ v.mT
-    delta = (p * dp).sum(-1, keepdim=True)
-    ds = p * (dp - delta)
-    columns = s.softmax(-2)
-    words = "The weights of a row must add up to 1: softmax goes along the keys, the last dimension of S."
-    mistakes = {
-        "softmax-of-a-column": (columns.mT @ dout, words),
-        "dv-from-dp": (dp.mT @ dout, "dV is Pᵀ dO: O = P V, and P is what V was multiplied by."),
-    }
-    recognise(dv, want_v, mistakes, "dV", tolerance=1e-9)
-    variants = {
-        "forgets-delta": (
-            p * dp,
-            "dS is P · dP here. That is the diagonal of softmax's Jacobian alone: -p pᵀ is missing.",
-        ),
-        "delta-of-a-column": (
-            p * (dp - (p * dp).sum(-2, keepdim=True)),
-            "What is subtracted from dP is summed over the rows. Softmax is one row's, so its sum goes over the keys.",
-        ),
-        "delta-is-a-mean": (
-            p * (dp - delta / 8),
-            "What is subtracted from dP is 8 times too small, for a head dimension of 8: D is a sum, not a mean.",
-        ),
-        "forgets-the-scale": (ds / scale, "It is √d times too large: S has the scale 1/√d, and so has its gradient."),
-    }
-    by_name = {name: (scale * wrong_ds @ k, words) for name, (wrong_ds, words) in variants.items()}
-    recognise(dq, want_q, by_name, "dQ", tolerance=1e-9)
-    mistakes = {
-        "dk-not-transposed": (scale * ds @ q, "dK is dSᵀ Q: key j takes part in column j of S, not in row j."),
-        "scale-in-dq-only": (ds.mT @ q, "dK is √d times too large, while dQ is right: both come from S."),
-    }
-    recognise(dk, want_k, mistakes, "dK", tolerance=1e-9)
-    check_causal()
-    check_memory()
-
-
-def check_causal() -> None:
-    q, k, v, dout = tensors(12, 12)
-    got, want = gradients(q, k, v, dout, True), by_autograd(q, k, v, dout, True)
-    s = 8**-0.5 * q @ k.mT
-    future = torch.ones(12, 12).triu(1).bool()
-    after = s.softmax(-1).masked_fill(future, 0)
-    later = s.masked_fill(torch.ones(12, 12).triu(0).bool(), -torch.inf).softmax(-1)
-    if bool(got[2].isnan().any()) and bool(later.isnan().any()):
-        fail("hides-itself", "With causal=True row 0 has NaN: it sees no key at all. Row i sees key i, too.")
-    mistakes = {
-        "forgets-the-mask": (s.softmax(-1).mT @ dout, "With causal=True a key gets a gradient from rows before it."),
-        "hides-after-softmax": (
-            after.mT @ dout,
-            f"With causal=True the weights of row 0 add up to {float(after[0, 0, 0].sum()):.3f}, and not to 1: what "
-            "is hidden after softmax is still in its sum.",
-        ),
-    }
-    recognise(got[2], want[2], mistakes, "With causal=True dV", tolerance=1e-9)
-    for name, a, b in zip(("dQ", "dK"), got, want):
-        recognise(a, b, {}, f"With causal=True {name}", tolerance=1e-9)
-    given = q * 1e12, k, v, dout
-    recognise(
-        gradients(*given, True)[2],
-        by_autograd(*given, True)[2],
-        {},
-        "With causal=True and scores far below 0, where only -∞ hides a key, dV",
-        tolerance=1e-9,
-    )
-
-
-class Written(TorchDispatchMode):
-    """How many bytes operators give back, in memory that is new or written over."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        views = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
-        each = result if isinstance(result, tuple | list) else [result]
-        self.bytes += sum(x.nbytes for x in each if isinstance(x, torch.Tensor) and not views)
-        return result
-
-
-def check_memory() -> None:
-    """The Jacobian of each row would be N times as large as P: all of them at once, or one after the other."""
-    given = tensors(64, 64, heads=1)
-    with Ledger() as ledger:
-        got = by_hand(*given, False)
-    matrix = 64 * 64 * 8
-    if ledger.peak["total"] > 16 * matrix:
-        fail(
-            "builds-the-jacobian",
-            f"For 64 rows and 64 keys it holds {size(ledger.peak['total'])}, where one 64 × 64 matrix is "
-            f"{size(matrix)}: are there matrices for each row? Their product with dP can be written without them.",
-        )
-    with Written() as written:
-        by_hand(*given, False)
-    if written.bytes > 48 * matrix:
-        fail(
-            "builds-the-jacobian",
-            f"For 64 rows and 64 keys it writes {size(written.bytes)}, and one 64 × 64 matrix is {size(matrix)}: is "
-            "there a matrix for each row, one after the other? Its product with dP can be written without it.",
-        )
-    if not all(same(a, b, 1e-9) for a, b in zip(got, by_autograd(*given))):
-        fail("values", "With 64 keys the gradients are others than autograd's.")
 
 
 class Case(NamedTuple):
@@ -244,7 +129,8 @@ def draw(random: Random) -> list[Case]:
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
     ways = itertools.product((1, 3, 8, 17), (1, 2, 9, 20), (False, True), dtypes)
     columns = [1.0, 1.0, 3e4], [1, 2, 3], [1, 2, 5], [1, 4, 7], [False, True], [False, False, True]
-    return [Case(*row) for row in deal(random, ways, *columns)]
+    plain = [Case(n, n, causal, dtypes[0], 1.0, 1, 1, 8, False, False, 1) for n in (4, 64) for causal in (False, True)]
+    return plain + [Case(*row) for row in deal(random, ways, *columns)]
 
 
 def result(case: Case) -> Any:
@@ -257,13 +143,16 @@ def result(case: Case) -> Any:
         given[0][:, :, 0, 0] = torch.nan
     if case.transposed:
         given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
-    q, k, v, dout = given
-    got = gradients(q, k, v, dout, case.causal)
-    row = torch.cat([x.reshape(-1) for x in got])
+    got = by_hand(*given, case.causal)
+    if not isinstance(got, tuple | list) or len(got) != 3:
+        fail("not-three", f"Expected dq, dk and dv, got {type(got).__name__}: is there a return?")
+    seen = observed(by_hand, *given, case.causal, most=2.5)
+    row = torch.cat([x.reshape(-1) for x in seen.pop("the result")])
     return {
         "the shapes": [tuple(x.shape) for x in got],
         "the dtypes": [x.dtype for x in got],
         "dQ, dK, dV in a row, or where they are NaN": row.isnan() if case.nan_in_q else row,
+        **seen,
     }
 
 

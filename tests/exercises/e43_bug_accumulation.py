@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import Diagnosis, fail, ranks, recognise, wrong
-from tests.exercises.rank_kit import by_rank
+from tests.exercises.rank_kit import by_rank, metered
 from tests.exercises.tasks import bug_accumulation
 
 PLAN = [
@@ -231,7 +231,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     """A rank may have another number of micro-batches than the others, and of targets."""
-    ways = itertools.product((1, 2, 3), (1, 2, 4), (1, 3))
+    ways = [*itertools.product((1, 2, 3), (1, 2, 4), (1, 3)), (6, 2, 2), (2, 60, 2)]
     return [Case(*row) for row in deal(random, ways, [torch.float32, torch.float64], [0.0, 0.9], [False, True])]
 
 
@@ -243,10 +243,11 @@ def result(case: Case) -> Any:
         for rank in windows:
             counts = [random.choice((0, 1, 4, 9)) for _ in range(random.randint(1, case.micro_batches))]
             rank.append([rows(max(n, rank is windows[0]), random.randint(1, 3), generator) for n in counts])
-    given = ranks(case.ranks, train, model, windows, dict(lr=0.1, momentum=case.momentum), case.gradient_before)
+    options = dict(lr=0.1, momentum=case.momentum)
+    given, meters = metered(case.ranks, train, model, windows, options, case.gradient_before)
     others = sum(not torch.equal(parameters, given[0][1]) for _, parameters in given)
     each = by_rank([{"losses": losses, "parameters": parameters} for losses, parameters in given])
-    return {"ranks that end with other bits than rank 0": others, **each}
+    return {"ranks that end with other bits than rank 0": others, **each, **meters}
 
 
 def rows(targets: int, count: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:

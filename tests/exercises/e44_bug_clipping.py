@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, wrong
-from tests.exercises.rank_kit import by_rank
+from tests.exercises.rank_kit import by_rank, metered
 from tests.exercises.tasks import bug_clipping
 
 PLAN = [
@@ -214,17 +214,18 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     ways = itertools.product((1, 2, 3, 4), (0.0, 0.5, 4.0, 1000.0, math.inf))
-    return [Case(*row) for row in deal(random, ways, [1, 3, 8], [torch.float32, torch.float64])]
+    rows = deal(random, [*ways, (7, 0.5)], [1, 3, 8], [torch.float32, torch.float64])
+    return [*map(Case._make, rows), Case(4, 4.0, 2000, torch.float32, random.randrange(10**6))]
 
 
 def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     model = Model(case.width, case.dtype, generator)
     batches = data(4, 12, case.dtype, generator)
-    runs = ranks(case.ranks, train, model, batches, case.max_norm, 0.02)
+    runs, meters = metered(case.ranks, train, model, batches, case.max_norm, 0.02)
     others = sum(norms != runs[0][0] or not torch.equal(parameters, runs[0][1]) for norms, parameters, _ in runs)
     each = by_rank([{"norms": norms, "parameters": parameters} for norms, parameters, _ in runs])
-    return {"ranks that end with other bits than rank 0": others, **each}
+    return {"ranks that end with other bits than rank 0": others, **each, **meters}
 
 
 def tolerance(case: Case) -> float:

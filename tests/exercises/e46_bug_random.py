@@ -171,6 +171,17 @@ class Run:
         """How many examples no rank saw, in the first epoch that misses any."""
         return max(COUNT - len(epoch.unique()) for epoch in self.numbers)
 
+    def shared(self, first: int, batch_size: int, seed: int) -> int:
+        """How often a rank's noise begins with what the generator draws that also gave the order."""
+        count = 0
+        for number, (numbers, noise) in enumerate(zip(self.numbers, self.noise)):
+            for rank in range(len(numbers)):
+                order = np.random.default_rng([seed, first + number]).permutation(COUNT)
+                drawn = np.random.default_rng([seed, first + number]).normal(0, 0.1, (batch_size, 3))
+                alike = noise[rank][:batch_size].allclose(torch.tensor(drawn, dtype=torch.float32), atol=1e-4)
+                count += alike and numbers[rank].tolist() == order[rank :: len(numbers)].tolist()
+        return count
+
     def orders(self) -> int:
         return len({tuple(epoch.flatten().tolist()) for epoch in self.numbers})
 
@@ -270,7 +281,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     """first: the epoch with which the run goes on."""
-    ways = itertools.product((1, 2, 3, 4), (1, 2))
+    ways = [*itertools.product((1, 2, 3, 4), (1, 2)), (6, 2), (8, 1), (12, 2)]
     return [Case(*row) for row in deal(random, ways, [2, 5], [0, 3, 50])]
 
 
@@ -282,6 +293,7 @@ def result(case: Case) -> Any:
         "examples unseen": run.unseen(),
         "different orders": run.orders(),
         "different noises": run.noises(),
+        "noises from the numbers that shuffle, too": run.shared(case.first, case.batch_size, case.seed),
         "losses are right": all(same(torch.tensor(got), torch.tensor(losses), 1e-4) for got in run.losses),
         "parameters are right": all(same(got, parameters, 1e-4) for got in run.parameters),
     }

@@ -343,11 +343,12 @@ class Layers(nn.Module):
         self.first, self.last = nn.Linear(3, width), nn.Linear(width, 1)
         self.blocks = nn.ModuleList(make[kind]() for kind in kinds)
 
-    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, order: tuple[int, ...], detached: bool = False) -> torch.Tensor:
         x = self.first(x)
         for number in order:
             x = x + self.blocks[number](x)
-        return self.last(x).square().mean()
+        loss = self.last(x).square().mean()
+        return loss.detach() if detached else loss
 
 
 class Case(NamedTuple):
@@ -364,10 +365,10 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     kinds = [("one", "two", "six"), ("six", "one", "one"), ("two", "six", "two")]
     orders = [(0, 1, 2), (0, 1, 2), (2, 0, 1), (0, 1, 0, 2)]
-    events = ["a step", "two backwards", "two forwards", "no gradients", "a forgotten loss"]
+    events = ["a step", "two backwards", "two forwards", "no gradients", "no graph", "a forgotten loss"]
     rows = deal(random, [(n,) for n in (1, 2, 3, 4, 5, 7)], [5, 6, 9], kinds, orders)
     return [
-        Case(n, width, kind, order, ("a step", *random.sample(events, 3)), seed) for n, width, kind, order, seed in rows
+        Case(n, width, kind, order, ("a step", *random.sample(events, 4)), seed) for n, width, kind, order, seed in rows
     ]
 
 
@@ -388,6 +389,9 @@ def result(case: Case) -> dict[str, Any]:
                 if event == "no gradients":
                     with torch.no_grad():
                         model(y, case.order)
+                if event == "no graph":
+                    model(y, case.order, detached=True)
+                left = [p.untyped_storage().nbytes() for p in model.parameters()]
                 loss = model(x, case.order)
                 second = model(y, case.order) if event == "two forwards" else None
                 loss.backward()
@@ -409,6 +413,7 @@ def result(case: Case) -> dict[str, Any]:
                 "shards": [shard.detach().clone() for shard in shards],
                 "bytes sent": comm.bytes_sent - before,
                 "bytes at the peak": AtMost(ledger.peak["total"], 1.2),
+                "bytes of each parameter's unit before the step": left,
                 "bytes of each parameter's unit": [p.untyped_storage().nbytes() for p in model.parameters()],
                 "parameters with a gradient": sum(p.grad is not None for p in model.parameters()),
             }

@@ -290,18 +290,20 @@ class Case(NamedTuple):
     p: float
     layer: bool
     width: int
+    frozen: bool
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
     """layer: the dropout is a layer of nn.Dropout; else the block calls torch.rand_like."""
     ways = itertools.product((1, 2, 5), (0.0, 0.1, 0.5), (False, True))
-    return [Case(*row) for row in deal(random, ways, [4, 8])]
+    return [Case(*row) for row in deal(random, ways, [4, 8], [False, True])]
 
 
 def result(case: Case) -> Any:
     torch.manual_seed(case.seed)
     model = Model(case.width, case.blocks, case.p, case.layer)
+    model.stem.requires_grad_(not case.frozen)
     run = Run(bug_recompute.train_recomputed, model, data(4, 12, case.seed), case.seed)
     order = [[block + 1 for block, _ in step] for step in run.again]
     return {"losses": run.losses, "parameters": run.parameters, "blocks that ran again": order}

@@ -33,7 +33,7 @@ from torch.nn.utils import parameters_to_vector
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, wrong
-from tests.exercises.rank_kit import by_rank
+from tests.exercises.rank_kit import by_rank, metered
 from tests.exercises.tasks import bug_muon
 from tests.exercises.tasks.bug_muon import orthogonal
 
@@ -254,7 +254,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     """width: of the matrices; the flat buffer is cut at other places with each, and may need padding."""
-    ways = itertools.product((1, 2, 3, 4), (1, 3))
+    ways = [*itertools.product((1, 2, 3, 4), (1, 3)), (6, 2), (2, 60)]
     return [Case(*row) for row in deal(random, ways, [3, 5, 6, 7], [torch.float32, torch.float64])]
 
 
@@ -262,10 +262,10 @@ def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     model = Model(case.width, case.dtype, generator)
     batches = data(case.steps, 12, case.dtype, generator)
-    runs = ranks(case.ranks, train, model, batches, 0.02)
+    runs, meters = metered(case.ranks, train, model, batches, 0.02)
     others = sum(losses != runs[0][0] or not torch.equal(parameters, runs[0][1]) for losses, parameters, _ in runs)
     each = by_rank([{"losses": losses, "parameters": parameters} for losses, parameters, _ in runs])
-    return {"ranks that end with other bits than rank 0": others, **each}
+    return {"ranks that end with other bits than rank 0": others, **each, **meters}
 
 
 def tolerance(case: Case) -> float:

@@ -29,7 +29,7 @@ from torch.nn.utils import parameters_to_vector
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, wrong
-from tests.exercises.rank_kit import by_rank
+from tests.exercises.rank_kit import by_rank, metered
 from tests.exercises.tasks import bug_held_back
 
 PLAN = [
@@ -261,7 +261,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     """rest: micro-batches that fill no window, if the window has more than so many."""
-    ways = itertools.product((1, 2, 3), (1, 2, 5))
+    ways = [*itertools.product((1, 2, 3), (1, 2, 5)), (6, 2), (2, 40)]
     return [Case(*row) for row in deal(random, ways, [0, 1], ["SGD", "Adam"], [False, True])]
 
 
@@ -270,10 +270,10 @@ def result(case: Case) -> Any:
     model = Model(4, generator)
     given = data(case.ranks, 3 * case.window + case.rest * (case.window > 1), 3, generator)
     optimizer = getattr(torch.optim, case.optimizer)
-    runs = ranks(case.ranks, train, model, given, case.window, optimizer, dict(lr=0.05), case.gradient_before)
+    runs, meters = metered(case.ranks, train, model, given, case.window, optimizer, dict(lr=0.05), case.gradient_before)
     others = sum(losses != runs[0][0] or not torch.equal(parameters, runs[0][1]) for losses, parameters, _ in runs)
     each = by_rank([{"losses": losses, "parameters": parameters} for losses, parameters, _ in runs])
-    return {"ranks that end with other bits than rank 0": others, **each}
+    return {"ranks that end with other bits than rank 0": others, **each, **meters}
 
 
 def tolerance(case: Case) -> float:

@@ -284,18 +284,30 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """spoilt: what happens to a rank in a step, both drawn; "twice": to two of them."""
+    """spoilt: what happens to a rank in a step, both drawn; "twice": to two of them; "first large": in the first 70
+    steps the losses are large, and one at the end is no spike, next to these."""
     ways = itertools.product((1, 2, 3, 4), ("no", "small", "large", "NaN", "infinite", "twice"))
-    return [Case(*row) for row in deal(random, ways, [3.0, 10.0], [8, 14], [torch.float32, torch.float64])]
+    rows = deal(random, ways, [3.0, 10.0], [8, 14], [torch.float32, torch.float64])
+    long = Case(2, "first large", 20.0, 130, torch.float32, random.randrange(10**6))
+    return [*map(Case._make, rows), Case(6, "large", 10.0, 8, torch.float32, 1), long]
 
 
 def result(case: Case) -> Any:
     random = Random(case.seed)
-    times = {"no": 1.0, "small": 2.5, "large": -40.0, "NaN": math.nan, "infinite": math.inf, "twice": -40.0}[
-        case.spoilt
-    ]
+    times = {
+        "no": 1.0,
+        "small": 2.5,
+        "large": -40.0,
+        "NaN": math.nan,
+        "infinite": math.inf,
+        "twice": -40.0,
+        "first large": 1.0,
+    }[case.spoilt]
     places = [(random.randrange(case.steps), random.randrange(case.ranks)) for _ in range(2)]
     spoilt = dict.fromkeys(places[: 2 if case.spoilt == "twice" else 1], times)
+    if case.spoilt == "first large":
+        hot = {(step, rank): 10.0 for step in range(70) for rank in range(case.ranks)}
+        spoilt = hot | {(case.steps - 2, rank): 5.0 for rank in range(case.ranks)}
     runs = run(data(case.ranks, case.steps, spoilt, case.dtype, case.seed), case.factor, case.dtype)
     others = sum(not of.after.equal(runs[0].after) for of in runs)
     each = by_rank([{"left out": of.left_out, "parameters": of.after} for of in runs])

@@ -135,8 +135,8 @@ class Run:
 
     def __init__(self, model: nn.Module, batches: Any, rate: float, decay: float, seed: int = 0) -> None:
         self.model = copy.deepcopy(model)
-        generator = torch.Generator().manual_seed(seed)
-        self.losses = bug_decay.train_in_bf16(self.model, iter(batches), rate, decay, generator)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.losses = bug_decay.train_in_bf16(self.model, iter(batches), rate, decay, self.generator)
         self.weights = parameters_to_vector(self.model.parameters()).detach().float()
 
 
@@ -284,7 +284,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     """slope: of the loss, the same for all weights, which are between 0 and `largest`."""
-    ways = itertools.product((1e-4, 1e-2), (0.0, 0.1, 5.0), (0.0, 1.0))
+    ways = itertools.product((1e-4, 1e-2), (0.0, 0.1, 5.0), (0.0, 1e-6, 1.0))
     rows = deal(random, ways, [19, 60], [1.0, 100.0])
     return [Case(rate, decay, steps, slope, largest, seed) for rate, decay, slope, steps, largest, seed in rows]
 
@@ -292,9 +292,16 @@ def draw(random: Random) -> list[Case]:
 def result(case: Case) -> Any:
     """Not the weights themselves, since there are many right ways to draw. Their mean has little luck in it."""
     before = torch.rand(20_000, generator=torch.Generator().manual_seed(case.seed)) * case.largest
+    random = torch.get_rng_state()
     run = Run(Weights(before, case.slope), [(before, before)] * case.steps, case.rate, case.decay, case.seed)
+    used = not torch.equal(run.generator.get_state(), torch.Generator().manual_seed(case.seed).get_state())
     left = run.weights.double().mean().item() / before.bfloat16().double().mean().item()
-    return {"mean weight, of what it was": left, "losses": len(run.losses)}
+    return {
+        "mean weight, of what it was": left,
+        "losses": len(run.losses),
+        "the generator that was given was used": used,
+        "PyTorch's own random numbers were drawn": not torch.equal(random, torch.get_rng_state()),
+    }
 
 
 def tolerance(case: Case) -> float:

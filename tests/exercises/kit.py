@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.ranks.world import World
@@ -169,6 +171,67 @@ def value_or_error(function: Callable[..., Any], *args: Any, **options: Any) -> 
         return function(*args, **options)
     except ValueError as error:
         return type(error).__name__
+
+
+PICKS = {"index", "index_select", "gather", "embedding"}  # they read what they give, and not all that they are given
+
+
+class Work(TorchDispatchMode):
+    """How many numbers the operators read and write in all. Views cost nothing."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not any(given.alias_info and not given.alias_info.is_write for given in func._schema.returns):
+            read = () if func.__name__.split(".")[0] in PICKS else args
+            self.numbers += sum(x.numel() for x in tree_leaves([read, made]) if isinstance(x, torch.Tensor))
+        return made
+
+
+def observed(
+    function: Callable[..., Any], *given: Any, most: float = 1.1, slack: float = 0, work: float = 4, meta: bool = True
+) -> dict[str, Any]:
+    """All that a call does. An exercise says only what it does not promise, and the package's function what is right.
+
+    given: the arguments, of which tensors may require gradients. most: how many times the package's peak may be
+    needed, and `slack` bytes more. work: how many times the numbers that its operators read and write. meta: whether
+    the function can run without numbers, where a tensor made on the wrong device is seen.
+    """
+    from minizero.memory import Ledger
+
+    tensors, random, held = [x for x in given if isinstance(x, torch.Tensor)], torch.get_rng_state(), []
+    with Work() as done:
+        function(*given)
+    with Ledger() as ledger:
+        for _ in range(3):
+            got = function(*given)
+            held.append(ledger.current["total"])
+    outputs = [x for x in tree_leaves(got) if isinstance(x, torch.Tensor)]
+    inputs, sums = [x for x in tensors if x.requires_grad], [x.sum() for x in outputs if x.requires_grad]
+    seen = {
+        "the result": tree_map_only(torch.Tensor, lambda x: x.detach().clone(), got),
+        "what was given, afterwards": tensors,
+        "writes into what was given": [x._version for x in tensors],
+        "the result requires a gradient": [x.requires_grad for x in outputs],
+        "the gradients that arrive": torch.autograd.grad(sums, inputs, allow_unused=True) if inputs and sums else None,
+        "random numbers were drawn": not torch.equal(random, torch.get_rng_state()),
+        "bytes at the peak": AtMost(ledger.peak["total"] + slack, most),
+        "bytes held after the third call, beyond those after the first": AtMost(held[2] - held[0], 1.05),
+        "numbers read and written": AtMost(done.numbers + 50, work),
+    }
+    return seen | ({"the devices, where all is on `meta`": _placed(function, given, outputs)} if meta else {})
+
+
+def _placed(function: Callable[..., Any], given: Any, outputs: Any) -> list[str]:
+    """Of the results for tensors on `meta`. A function that asks for a number there is not judged."""
+    try:
+        made = function(*(x.detach().to("meta") if isinstance(x, torch.Tensor) else x for x in given))
+    except Exception as error:
+        if "device" in str(error):
+            raise
+        return ["meta"] * len(outputs)
+    return [str(x.device) for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
 
 
 def recognise(

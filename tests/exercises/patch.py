@@ -2,9 +2,11 @@
 
 import contextlib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, cast
 
 from tests.exercises.course import Exercise
 from tests.exercises.definition import definition
@@ -44,10 +46,8 @@ def patched(exercise: Exercise, answer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def hollow(exercise: Exercise, other: Callable[..., Any]) -> Iterator[None]:
     """Inside the block the package's own function does what `other` does, for who still has it somewhere."""
-    own = vars(holder_of(exercise))[exercise.function]
-    own = getattr(own, "fn", getattr(own, "__func__", own))  # a kernel and a static method hold a function
-    code = getattr(own, "__code__", None)
-    if code is None or code.co_freevars:  # a method that calls super() has another kind of code
+    own, code = _function(exercise), code_of(exercise)
+    if code.co_freevars:  # a method that calls super() has another kind of code
         yield
         return
     own.__code__ = other.__code__
@@ -55,6 +55,16 @@ def hollow(exercise: Exercise, other: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         own.__code__ = code
+
+
+def code_of(exercise: Exercise) -> CodeType:
+    return _function(exercise).__code__
+
+
+def _function(exercise: Exercise) -> FunctionType:
+    """What a kernel, a static method, or a decorator's wrapper holds."""
+    own = vars(holder_of(exercise))[exercise.function]
+    return cast(FunctionType, inspect.unwrap(getattr(own, "fn", getattr(own, "__func__", own))))
 
 
 def _replace(old: Any, new: Any) -> None:

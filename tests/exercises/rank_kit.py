@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from minizero.memory import Ledger
+from tests.exercises.kit import AtMost, ranks
+
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 DTYPES = [*FLOATS, torch.int64, torch.int32]
 SHAPES = [(), (1,), (2, 3), (5,), (4, 3, 2), (16,), (7, 1)]
@@ -68,15 +71,16 @@ class Watch:
     def __init__(self, comm: Any, times: "collections.defaultdict[tuple[int, int], collections.deque[int]]") -> None:
         self.comm, self.times = comm, times
         self.world_rank = comm.ranks[comm.rank]
-        self.before, self.hops = comm.bytes_sent, 0
+        self.before, self.hops, self.messages = comm.bytes_sent, 0, 0
         self.receivers: set[int] = set()
         self.announced: collections.deque[tuple[int, int]] = collections.deque()  # by `soon`, not yet received
-        self.as_announced = True
+        self.as_announced, self.announced_first = True, 0  # so many before it sent anything
         self.soon, comm.transport.soon = comm.transport.soon, self._soon
         self.move, comm.transport.move = comm.transport.move, self._move
         self.transfer, comm.transport.transfer = comm.transport.transfer, self._transfer
 
     def _soon(self, tensors: list[torch.Tensor], src: int) -> None:
+        self.announced_first += 0 if self.receivers else len(tensors)
         self.announced.extend((tensor.data_ptr(), src) for tensor in tensors)
         self.soon(tensors, src)
 
@@ -90,6 +94,7 @@ class Watch:
         done = self.hops + 1
         if outgoing is not None:
             self.receivers.add(dst)
+            self.messages += 1
             self.times[self.world_rank, self.comm.ranks[dst]].append(done)
         self.transfer(outgoing, dst, incoming, src)
         if incoming is not None:
@@ -104,6 +109,32 @@ class Watch:
     @property
     def sent(self) -> int:
         return self.comm.bytes_sent - self.before
+
+
+def metered(
+    size: int, run: Any, *args: Any, most: float = 1.3, slack: float = 1500
+) -> tuple[list[Any], dict[str, Any]]:
+    """What a run gives each rank; and what it holds and what arrives, which a right answer may need `most` times, and
+    `slack` bytes more.
+    """
+    random = torch.get_rng_state()
+
+    def on_rank(comm: Any) -> Any:
+        arrived, transfer = [0], comm.transport.transfer
+
+        def counted(outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
+            transfer(outgoing, dst, incoming, src)
+            arrived.append(0 if incoming is None else incoming.nbytes)
+
+        comm.transport.transfer = counted
+        with Ledger() as ledger:
+            result = run(comm, *args)
+        peak = AtMost(ledger.peak["total"] + slack, most)
+        return result, {"bytes at the peak": peak, "bytes that arrived": AtMost(sum(arrived) + slack / 4, most)}
+
+    results, meters = zip(*ranks(size, on_rank))
+    drawn = not torch.equal(random, torch.get_rng_state())
+    return list(results), {"PyTorch's own random numbers were drawn": drawn, "the meters": by_rank(meters)}
 
 
 def shared_times() -> "collections.defaultdict[tuple[int, int], collections.deque[int]]":

@@ -47,8 +47,9 @@ class Process:
 
     def __init__(self, role: str, wall: Sequence[str] = ()) -> None:
         given = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp"} if wall else os.environ
+        command = [*wall, sys.executable, "-m", "tests.exercises.machine.checker", role]
         self.pipes = subprocess.Popen(
-            [*wall, sys.executable, "-m", "tests.exercises.machine.checker", role], cwd=ROOT, env={**given, **ENVIRONMENT},
+            command, cwd=ROOT, env={**given, **ENVIRONMENT},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self.replies: queue.Queue[bytes] = queue.Queue()

@@ -27,7 +27,7 @@ from tests.exercises.machine.runner import Outcome
 from tests.exercises.patch import patched
 from tests.exercises.stubs import mistaken
 
-MORE = 6  # cases in which a wrong answer must do the same, from the first that is wrong
+MORE = 6  # cases in which a wrong answer must do the same, from the first that is wrong, and so many plain ones
 PATIENT = 20.0  # seconds of computing that a wrong answer may take
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -84,17 +84,20 @@ def unpack(value: Any) -> Any:
     return Raised(*(str(word)[:4000] for word in inside)) if kind == "Raised" else Other(inside)
 
 
-def outcome_of(lesson: Any, case: Any, words: Callable[[Exception], str] = str) -> Any:
+def outcome_of(lesson: Any, case: Any, words: Callable[[BaseException], str] = str) -> Any:
     """What the function that stands in the package does in this case, packed. words: what is said of an exception."""
     try:
         return pack(lesson.result(case))
-    except Diagnosis as diagnosis:
-        return pack(Raised(diagnosis.name, diagnosis.words, diagnosis.words))
-    except NotImplementedError as error:
-        left = "The code comes to a line that raises NotImplementedError: something is left."
-        return pack(Raised("NotImplementedError", str(error), words(error)) if str(error) else Raised("todo", "", left))
     except Exception as error:
-        return pack(Raised(type(error).__name__, str(error)[:80], words(error)))
+        return pack(raised(error, words))
+
+
+def raised(error: BaseException, words: Callable[[BaseException], str]) -> Raised:
+    if isinstance(error, Diagnosis):
+        return Raised(error.name, error.words, error.words)
+    if isinstance(error, NotImplementedError) and not str(error):
+        return Raised("todo", "", "The code comes to a line that raises NotImplementedError: something is left.")
+    return Raised(type(error).__name__, str(error)[:80], words(error))
 
 
 class Judge:
@@ -153,7 +156,8 @@ class Judge:
 
     def _does_the_same(self, exercise: Exercise, seed: str, wrong: Wrong, given: list[Any], first: int) -> bool:
         cases, lesson = self.known[exercise.id, seed][0], exercise.load()
-        for number in range(first, min(first + MORE, len(given))):
+        before, after = range(min(first, MORE)), range(first, min(first + MORE, len(given)))
+        for number in [*after, *before]:
             key = exercise.id, seed, wrong.name, number
             if key not in self.known:
                 self.known[key] = _wrong_outcome(exercise, wrong, cases[number])

@@ -93,35 +93,28 @@ def observe(exercise: Exercise, path: Path, seed: str, seconds: float = SECONDS)
 
     cases: what came out in each of the cases drawn (`judge.pack`). said: the outcome that ended it before, if any.
     """
-    from tests.exercises.kit import Diagnosis
+    from tests.exercises.machine.judge import raised
 
     seen: dict[str, Any] = {"cases": [], "said": None}
     place: list[str] = []
     try:
         with time_limit(path, place, seconds):
             _run(exercise, path, seed, seen["cases"])
-    except Diagnosis as diagnosis:
-        said = Outcome("failed", diagnosis.name, diagnosis.words)
     except TimeUp:
-        said = endless(f"After {seconds:g} seconds of computing", place)
-    except NotImplementedError as error:
-        said = Outcome("failed", "NotImplementedError", _explain(error, path))
-        if not str(error):
-            said = Outcome("todo", "todo", "The code comes to a line that raises NotImplementedError: something is left.")
+        seen["said"] = dataclasses.asdict(endless(f"After {seconds:g} seconds of computing", place))
     except (Exception, SystemExit) as error:
-        said = Outcome("failed", type(error).__name__, _explain(error, path))
-    else:
-        return seen
-    return seen | {"said": dataclasses.asdict(said)}
+        kind, _, words = raised(error, lambda error: _explain(error, path))
+        seen["said"] = dataclasses.asdict(Outcome("todo" if kind == "todo" else "failed", kind, words))
+    return seen
 
 
 def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
     """Load the answer, run the lesson's own check, if it has one, and then the cases."""
     from tests.exercises.machine.judge import drawn, outcome_of
-    from tests.exercises.patch import hollow, patched
+    from tests.exercises.patch import code_of, hollow, patched
 
     def borrowed(*_: Any, **__: Any) -> Any:
-        """What an answer finds in place of the package's own function. Its code runs there, and finds no name of ours."""
+        """What an answer finds in place of the package's own function, where no name of this file is known."""
         from tests.exercises.kit import fail
 
         fail("borrowed", "The file calls the package's own function, or a copy: that is what you are to write.")
@@ -137,12 +130,12 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
             seen.append(outcome_of(lesson, case, lambda error: _explain(error, path)))
             if sum(isinstance(each, dict) and "Raised" in each for each in seen) > ERRORS or _has_no_end(seen[-1]):
                 break
-    if any(
-        type(each) is FunctionType and each.__name__ == exercise.function and each.__code__.co_filename[-3:] != ".py"
-        for each in gc.get_objects()
-    ):
-        seen.clear()
-        borrowed()
+    code, name = code_of(exercise).co_code, exercise.function
+    for each in gc.get_objects():  # one that the file made of the package's text
+        if type(each) is FunctionType and each.__name__ == name and each.__code__.co_code == code:
+            if each.__code__.co_filename[-3:] != ".py":
+                seen.clear()
+                borrowed()
 
 
 def _has_no_end(seen: Any) -> bool:
