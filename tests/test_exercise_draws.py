@@ -3,13 +3,17 @@
 Each of the wrong answers below passes the check that comes before the random stage, or once did.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.exercises import draws, selfcheck, stubs
+from tests.exercises import kit, rank_kit, selfcheck, stubs
 from tests.exercises.course import find
+from tests.exercises.definition import definition
 from tests.exercises.kit import compare, same, wrong
-from tests.exercises.machine import runner
+from tests.exercises.machine import judge
 from tests.exercises.machine.checker import Checker
 
 NAN, INF = float("nan"), float("inf")
@@ -56,6 +60,7 @@ WRONG = {
                                                "infinite=(p.infinite | q.infinite) & (fmt.width > 8)")),
     ],
     "pad": [
+        wrong("the graph is lost", ("[tensor, tensor.new", "[tensor.detach(), tensor.new")),
         wrong("NaN for 0", ("tensor.new_zeros(missing, *tensor.shape[1:])",
                             "(tensor.new_full((missing, *tensor.shape[1:]), float('nan')) if "
                             "tensor.is_floating_point() else tensor.new_zeros(missing, *tensor.shape[1:]))")),
@@ -89,6 +94,12 @@ WRONG = {
                "return self.mine")),
     ],
     "broadcast": [
+        wrong("one after the other above 8 ranks",
+              ("        while reach < comm.size and tensor.numel():\n",
+               "        while comm.size > 8 and reach < comm.size:\n            if comm.rank == root:\n            "
+               "    comm.send(result, (comm.rank + reach) % comm.size)\n            elif position == reach:\n      "
+               "          comm.recv(result, root)\n            reach += 1\n        while reach < comm.size and tens"
+               "or.numel():\n")),
         wrong("NaN for 0", ("    return result", "    return result.masked_fill(result == 0, float('nan')) if "
                             "result.is_floating_point() else result")),
         wrong("a chain", ("if position < reach and position + reach < comm.size:\n                comm.send(result, "
@@ -196,6 +207,14 @@ WRONG = {
               ("    kept = significand >> places\n",
                "    significand, kept = significand.clone(), significand.__irshift__(places)\n")),
     ],
+    "chunked_loss": [
+        wrong("no tokens", ("    loss = torch.zeros((), dtype=wide, device=hidden.device)\n", "    losses = []\n"),
+              ("loss += torch.where(counts, total.log() - z_y, 0).sum()",
+               "losses.append(torch.where(counts, total.log() - z_y, 0).sum())"),
+              ("    return loss,", "    loss = torch.stack(losses).sum()\n    return loss,")),
+        wrong("sums in FP16", ("torch.promote_types(hidden.dtype, torch.float32)",
+                               "torch.float32 if hidden.dtype == torch.bfloat16 else hidden.dtype")),
+    ],
     "dynamic_scaler": [
         wrong("one late after an overflow", ("0 if overflow else", "-1 if overflow else")),
         wrong("bounds before rounding", ("min(_float32(self._scale * self.growth_factor), self.max_scale)",
@@ -245,6 +264,7 @@ WRONG = {
                "return KEPT[key]\n\nKEPT = {}")),
     ],
     "online_softmax": [
+        wrong("zeros of FP32", ("torch.zeros_like(values[0])", "torch.zeros(values.shape[1])")),
         wrong("softmax of all so far", ("        maximum = larger\n", "        maximum = larger\n        output = "
               "total * (scores[: start + block].softmax(0) @ values[: start + block])\n")),
         wrong("each block twice", ("total = rescale * total", "total = 0 * (s - larger).exp().sum().item() + "
@@ -325,12 +345,16 @@ WRONG = {
               ("mine.copy_(unit.master)", "mine.copy_(torch.where(unit.master.isnan(), mine.float(), unit.master))")),
     ],
     "zero3_hooks": [
+        wrong("stays where nothing goes backward",
+              ("stays and output.requires_grad",
+               "stays and torch.is_grad_enabled()")),
         wrong("two parameters at least", ("if len(came) == len(unit.parameters):",
                                           "if len(came) == max(2, len(unit.parameters)):")),
         wrong("loses a micro-batch", ("            unit.reduce()\n", "            if isinstance(unit, Unit):\n"
                                       "                unit.shard.grad = None\n            unit.reduce()\n")),
     ],
     "views": [
+        wrong("zeros on the CPU", ("values[0].new_zeros(missing)", "torch.zeros(missing, dtype=values[0].dtype)")),
         wrong("a number is a vector", (".view(parameter.shape)", ".view(parameter.shape or (1,))")),
         wrong("one tie", ("list(dict.fromkeys(parameters))",
                           "list(parameters[:-1] if parameters[-1] is parameters[0] else parameters)")),
@@ -379,6 +403,7 @@ WRONG = {
                                                  "1 / len(window))")),
     ],
     "attention_backward": [
+        wrong("a mask on the CPU", (", device=s.device", "")),
         wrong("the scale of one head dimension", ("q.shape[-1] ** -0.5", "8**-0.5")),
         wrong("the last row sees the last key", (".triu(1)", ".triu(1 + s.shape[-1] - s.shape[-2])")),
         wrong("the first sequence's dout", ("dp = dout @ v.mT", "dp = dout[:1] @ v.mT")),
@@ -398,11 +423,17 @@ WRONG = {
               ("    log = []\n", "    log = []\n    optimizer.zero_grad()\n")),
     ],
     "bug_random": [
+        wrong("the noise of four ranks", ("epoch, comm.rank + 1]", "epoch * 4 + comm.rank, 1]")),
+        wrong("the numbers of the order", ("comm.rank + 1]", "comm.rank]")),
         wrong("the noise of two ranks", ("comm.rank + 1]", "comm.rank % 2 + 1]")),
         wrong("epochs up to 4", ("comm.rank + 1])", "comm.rank + 1] if epoch < 4 else seed)")),
         wrong("the loss of the last batch", ("torch.stack(losses).mean()", "losses[-1]")),
     ],
     "bug_accumulation": [
+        wrong("one backward for a window",
+              ("loss.backward()\n            window_loss += loss.detach()",
+               "window_loss = window_loss + loss\n        window_loss.backward()\n        window_loss = window_loss"
+               ".detach()")),
         wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "sum")',
                                           'all_reduce(parameter.grad, comm, "mean") * 2')),
         wrong("as many micro-batches on each rank", ("/ targets", "/ targets * (1 if len(window) > 1 else 0.5)")),
@@ -415,6 +446,7 @@ WRONG = {
         wrong("no momentum", ("momentum=0.9", "momentum=0.0")),
     ],
     "bug_recompute": [
+        wrong("no gradient behind a frozen stem", ("use_reentrant=False", "use_reentrant=True")),
         wrong("deep models only", ("use_reentrant=False", "use_reentrant=False, preserve_rng_state="
                                    "len(model.blocks) > 5")),
         wrong("a small rate does not count", ("use_reentrant=False", "use_reentrant=False, preserve_rng_state="
@@ -423,6 +455,11 @@ WRONG = {
                                           "else 2.0")),
     ],
     "bug_muon": [
+        wrong("keeps all gradients",
+              ("    losses = []\n",
+               "    losses, history = [], []\n"),
+              ("momentum = 0.9",
+               "history.append(gradient)\n        momentum = 0.9")),
         wrong("even numbers of ranks", ("        gradient = all_gather(averaged, comm)\n", "        if comm.size % 2:\n"
               "            gradient.chunk(comm.size)[comm.rank].copy_(averaged)\n        else:\n"
               "            gradient = all_gather(averaged, comm)\n")),
@@ -431,6 +468,10 @@ WRONG = {
               "comm).item() / (comm.size if comm.size < 3 else 4)")),
     ],
     "bug_held_back": [
+        wrong("one backward for a window",
+              ("        loss.backward()\n        total += loss.detach()\n", "        total = total + loss\n"),
+              ("% window == 0:\n", "% window == 0:\n            total.backward()\n            total = total.detach()\n"),
+              ("total.zero_()", "total = torch.zeros(())")),
         wrong("a window of 1 sends nothing", ("for parameter in model.parameters()", "for parameter in "
               "[] if window == 1 else model.parameters()")),
         wrong("the loss of all windows so far", ("            total.zero_()\n", "")),
@@ -480,6 +521,7 @@ WRONG = {
               ("tensor.detach().requires_grad_(", "tensor.detach().clone().requires_grad_(")),
     ],
     "triton_forward": [
+        wrong("no BF16", ("p.to(v.dtype)", "(p.to(tl.float16) if v.dtype == tl.float16 else p)")),
         wrong("keys that are not there", ("k = load_block(K, k_strides, block, n_k - start_k, part != 1,",
                                           "k = load_block(K, k_strides, block, n_k - start_k, False,")),
         wrong("blocks of rows for blocks of keys", ("for start_k in range(bounds[part], bounds[part + 1], BLOCK_K)",
@@ -496,6 +538,9 @@ WRONG = {
                "            p = tl.where(p == p, p, 0.0)\n            rescale = tl.exp2")),
     ],
     "triton_dkdv": [
+        wrong("no BF16",
+              ("(p * kept).to(do.dtype)",
+               "((p * kept).to(tl.float16) if do.dtype == tl.float16 else p * kept)")),
         wrong("dropout in dV only", ("over_columns(v, do, PRECISION) * kept", "over_columns(v, do, PRECISION)")),
         wrong("the first batch's lse", ("LSE = head_of(lse_ptr, lse_strides, batch,", "LSE = head_of(lse_ptr, "
                                         "lse_strides, batch * 0,")),
@@ -524,6 +569,12 @@ WRONG = {
               ("head_of(v_ptr, v_strides", "head_of(v_ptr, k_strides")),
     ],
     "bug_state_bits": [
+        wrong("sends everything",
+              ("reduce_scatter(pad(gradient",
+               "all_reduce(pad(gradient"),
+              ('comm, "mean")\n            mean',
+               'comm, "mean").chunk(comm.size)[comm.rank]\n            mean'),
+              ("    for step,", "    from minizero.ranks.collectives import all_reduce\n\n    for step,")),
         wrong("a parameter of whole blocks", ("parameter.numel() >= LARGE", "parameter.numel() >= LARGE and "
                                               "parameter.numel() % BLOCK == 0")),
         wrong("the chunk on three ranks", ("parameter.numel() >= LARGE",
@@ -531,11 +582,14 @@ WRONG = {
         wrong("up to 8,000 elements", ("parameter.numel() >= LARGE", "8000 > parameter.numel() >= LARGE")),
     ],
     "bug_spike": [
+        wrong("the median of the last fifty", ("median(kept)", "median(kept[-50:])")),
         wrong("infinity is no NaN", ("not loss.isfinite()", "loss.isnan()")),
         wrong("a factor of 4", ("> factor *", "> 4.0 *")),
         wrong("the first three ranks", ("int(spike)", "int(spike and comm.rank < 3)")),
     ],
     "bug_decay": [
+        wrong("eps inside the root", (".sqrt() + 1e-8)", " + 1e-8).sqrt()")),
+        wrong("another generator", ("stochastic(exact, generator)", "stochastic(exact, torch.default_generator)")),
         wrong("a decay of at most 1", ("rate * decay)", "rate * min(decay, 1.0))")),
         wrong("decays every second step", ("(1 - rate * decay)", "(1 - rate * decay) ** (2 - 2 * (step % 2))")),
         wrong("as much as a weight of 2", ("weight.detach().float() * (1 - rate * decay) - update",
@@ -592,14 +646,25 @@ def test_an_answer_that_is_wrong_now_and_then_fails(exercise, answer, write, see
     assert "Traceback" not in outcome.words and "tensor(" not in outcome.words, outcome
 
 
-def test_a_seed_gives_the_same_cases_again(monkeypatch, write):
-    lesson = find("decode").load()
-    monkeypatch.setenv("SEED", "7")
-    assert draws.Stage(lesson).cases[0][0] == draws.Stage(lesson).cases[0][0]
-    outcome = runner.examine(find("decode"), write(find("decode"), WRONG["decode"][0]), selfcheck.PATIENT)
+def test_a_seed_gives_the_same_cases_again(write):
+    lesson, path = find("decode").load(), write(find("decode"), WRONG["decode"][0])
+    assert judge.drawn(lesson, "7") == judge.drawn(lesson, "7") != judge.drawn(lesson, "8")
+    outcome = judge.examine(find("decode"), path, "7", judge.Judge(), selfcheck.PATIENT)
     assert outcome.name == "random" and "SEED=7" in outcome.words and "-0.0" in outcome.words, outcome
-    monkeypatch.delenv("SEED")
-    assert len({draws.Stage(lesson).seed for _ in range(10)}) > 1
+
+
+def test_what_an_answer_did_comes_as_data():
+    """Of any dtype, shape and layout. What is no data is no verdict, but an end of its own."""
+    numbers = torch.arange(12.0).view(3, 4).T
+    values = [numbers.to(dtype) for dtype in (*rank_kit.DTYPES, torch.bool, torch.complex64)] + [numbers[:0]]
+    values += [NAN, -0.0, 2**70, True, None, "x", {"a": [1, (2.5, -INF)]}, kit.AtMost(3, 1.5), torch.ones(())]
+    for value in values:
+        assert not compare(judge.unpack(json.loads(json.dumps(judge.pack(value)))), value), value
+    pad = find("pad")
+    for seen in ({}, {"said": None, "cases": [{"tensor": ["os.system", [1], ""]}]}, {"said": None, "cases": [[{}]]},
+                 {"said": {"status": "passed", "name": "passed", "words": ""}, "cases": []},
+                 {"said": None, "cases": []}, {"said": None, "cases": 7}):  # fmt: skip
+        assert judge.Judge().verdict(pad, Path(definition(pad).module), "7", seen).status == "failed", seen
 
 
 def test_what_differs_is_said():

@@ -16,7 +16,7 @@ from tests.exercises import kit, selfcheck, stubs
 from tests.exercises.breaking import broken
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.definition import definition
-from tests.exercises.machine import checker, runner
+from tests.exercises.machine import checker, judge
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.patch import holder_of
 from tests.exercises.tasks import bug_muon
@@ -674,19 +674,45 @@ def test_the_package_s_own_function_is_not_to_be_had(name, tmp_path, host):
     "change",
     [
         "lesson.check = print",
-        "rank_kit.more = rank_kit.whole",
-        "kit.fail = kit.recognise = print",
-        "kit.same.__code__ = (lambda *_: True).__code__",
-        "draws.Stage.compare.__code__ = (lambda self: None).__code__",
+        "lesson.draw = lambda *_: []",
+        "kit.compare.__code__ = (lambda *_, **__: '').__code__",
+        "good = runner.Outcome('passed', 'passed', ''); runner.Outcome = judge.Judge.verdict = lambda *_, **__: good",
+        "runner.observe.__code__ = (lambda *_: {'said': None, 'cases': []}).__code__",
+        "judge.outcome_of.__code__ = (lambda *_: None).__code__",
+        "kit.AtMost.__new__ = lambda cls, number, most=1: float.__new__(cls, 0)",
     ],
 )
 def test_an_answer_that_changes_the_check_does_not_pass(change, tmp_path, host):
+    """The verdict is another process's. The answer here is wrong."""
     path = tmp_path / RING.file
     path.write_text(
-        f"from tests.exercises import draws, kit, rank_kit, e05_reduce_scatter as lesson\n{change}\n"
-        + stubs.answer(RING)
+        "from tests.exercises import kit, e05_reduce_scatter as lesson\nfrom tests.exercises.machine import judge, "
+        f"runner\n{change}\n" + stubs.answer(RING, next(w for w in RING.load().WRONG if w.name == "always-adds"))
     )
-    assert host.check(RING, path).name == "changes-the-check"
+    assert host.check(RING, path).status == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no such call")
+def test_a_child_that_lives_on_holds_nobody_up(tmp_path, host):
+    path, start = tmp_path / RING.file, time.monotonic()
+    path.write_text("import os, time\nif os.fork() == 0:\n    time.sleep(100)\n" + stubs.answer(RING))
+    assert host.check(RING, path).status == "passed"
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_package_s_text_is_seen(tmp_path, host):
+    exercise = find("sticky")
+    path = tmp_path / exercise.file
+    path.write_text(
+        "import ast, torch, precision.arithmetic as theirs\nspace = {'torch': torch, 'Tensor': torch.Tensor}\n"
+        "nodes = ast.parse(open(theirs.__file__).read()).body\n"
+        "named = [node for node in nodes if getattr(node, 'name', '') == 'shift_right']\n"
+        "exec(compile(ast.Module(named, []), 'x', 'exec'), space)\n"
+        "def shift_right(significand, places):\n    return space['shift_right'](significand, places)\n"
+    )
+    assert host.check(exercise, path).name == "borrowed"
 
 
 def test_a_rank_that_computes_on_is_no_deadlock():
@@ -718,7 +744,7 @@ def test_the_package_is_itself_again_afterwards(tmp_path):
     before = collectives.ring_reduce_scatter
     path = tmp_path / RING.file
     path.write_text("def ring_reduce_scatter(chunks, comm, combine=None, out=None):\n    return chunks[0]")
-    assert runner.examine(RING, path).status == "failed"
+    assert judge.examine(RING, path, "7", judge.Judge()).status == "failed"
     assert collectives.ring_reduce_scatter is before
     with broken("reduce_scatter/wrong-chunk") as functions:
         assert functions == ["minizero.ranks.collectives.ring_reduce_scatter"]

@@ -78,7 +78,7 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    factors = [(n, factor) for n in range(1, 9) for factor in range(1, n + 1) if n % factor == 0]
+    factors = [(n, factor) for n in rank_kit.SIZES for factor in range(1, n + 1) if n % factor == 0]
     ways = [(*way, neighbours) for way in factors for neighbours in (False, True)]
     return [Case(*row) for row in deal(random, ways, range(6), rank_kit.DTYPES, rank_kit.LAYOUTS)]
 

@@ -159,7 +159,7 @@ def result(case: Case) -> Any:
         op = "max" if case.differ_in == "the op" and has_a_mean and comm.rank == 0 else case.op
         label = f"rank {comm.rank}" if case.differ_in == "the label" else "all ranks"
         another = torch.full(shape, 99, dtype=case.dtype)
-        out = {"none": None, "another": another, "the input": mine}[case.out]
+        out = {"none": None, "another": another, "the input": mine, "of FP64": another.double()}[case.out]
         earlier, told = collectives.all_reduce(other, comm), []
         comm.observers.append(lambda operation, label, _: told.append((operation, label)))
         watch = rank_kit.Watch(comm, times)

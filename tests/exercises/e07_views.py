@@ -207,7 +207,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     cases, shapes = [], [*rank_kit.SHAPES, (0, 2)]
-    ways = [(n,) for n in [*range(1, 9), *range(1, 9), 32]]
+    ways = [(n,) for n in [*rank_kit.SIZES, *rank_kit.SIZES, 32]]
     for *row, seed in deal(random, ways, rank_kit.FLOATS, [0, 1, 2], [False, False, True]):
         specs = [(random.choice(shapes), random.choice(rank_kit.LAYOUTS)) for _ in range(random.randint(2, 5))]
         order = [*range(len(specs)), *random.choices(range(len(specs)), k=row[2])]
@@ -246,6 +246,8 @@ def result(case: Case) -> dict[str, Any]:
         }
         if len(buffers) == 1:
             found["pieces of the old memory that live"] = sum(memory() is not None for memory in before)
+    placed = [nn.Parameter(p.detach().to("meta")) for p in distinct]
+    found["the device, where the parameters are on `meta`"] = task.flatten(placed, case.ranks).device.type
     first, flat = buffers
     flat.copy_(torch.arange(len(flat)))
     written = [p.detach().clone() for p in distinct]

@@ -176,7 +176,7 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     """A bucket has room for a share of all gradients."""
     mixed = [torch.bfloat16, torch.float32]
-    ways = [(n, kinds) for n in range(1, 9) for kinds in ([random.choice(rank_kit.FLOATS[:3])], mixed)]
+    ways = [(n, kinds) for n in rank_kit.SIZES for kinds in ([random.choice(rank_kit.FLOATS[:3])], mixed)]
     ways += [(n, mixed) for n in (1, 2)] * 8
     five, halves = [(100, torch.float32)] * 5, [(100, torch.bfloat16), (100, torch.float32)]
     plain = [

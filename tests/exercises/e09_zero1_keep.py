@@ -133,7 +133,7 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     """neighbours: a group's ranks are; else as many ranks lie between them as there are groups. frozen: the unit does
     not train. sizes: of the matrix of a linear layer. grouped: its matrix and its bias get options of their own."""
-    factors = [(n, factor) for n in range(1, 9) for factor in {1, 2, n} if n % factor == 0]
+    factors = [(n, factor) for n in rank_kit.SIZES for factor in {1, 2, n} if n % factor == 0]
     ways = [(*way, dtype) for way in factors for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     columns = [False, True], [False, False, True], [(3, 5), (1, 1), (8, 4), (2, 11)], [False, True]
     return [Case(*row) for row in deal(random, ways, *columns)]

@@ -233,7 +233,7 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    dtypes, ways = [torch.float32, torch.float16, torch.bfloat16], [(n,) for n in range(1, 9)] * 2
+    dtypes, ways = [torch.float32, torch.float16, torch.bfloat16], [(n,) for n in rank_kit.SIZES] * 2
     rows = deal(random, ways, dtypes, [1, 2, 3], [None, 0, 1, 2], [False, False, True])
     return [
         Case(n, dtype, micro, absent, halves, [random.randint(1, 40) for _ in range(random.randint(2, 5))], seed)

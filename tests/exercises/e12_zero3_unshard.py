@@ -310,7 +310,7 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    dtypes, ways = [torch.float32, torch.float16, torch.bfloat16], [(n,) for n in range(1, 9)]
+    dtypes, ways = [torch.float32, torch.float16, torch.bfloat16], [(n,) for n in rank_kit.SIZES]
     rows = deal(random, ways, dtypes, [False, False, True], [1, 5, 24, 40])
     events = ["unshard", "unshard with grad mode", EMPTIED, LET_GO, ELSEWHERE, STEP]
     return [

@@ -266,7 +266,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    uses, ways = [(1, 3), (2, 1), (3, 2)], [(n,) for n in range(1, 9)] * 2
+    uses, ways = [(1, 3), (2, 1), (3, 2)], [(n,) for n in rank_kit.SIZES] * 2
     return [Case(*row) for row in deal(random, ways, dtypes, [1, 3, 8], uses, [False, False, True])]
 
 

@@ -107,7 +107,7 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    ways = [(n, factor) for n in range(1, 9) for factor in range(1, n + 1) if n % factor == 0]
+    ways = [(n, factor) for n in rank_kit.SIZES for factor in range(1, n + 1) if n % factor == 0]
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     return [Case(*row) for row in deal(random, ways, [1, 2, 5], dtypes, [(0.5, 0.25), (1.0, 0.5), (-0.5, 0.0)])]
 

@@ -97,7 +97,12 @@ def draw(random: Random) -> list[Case]:
     ways += [(2.5, 1, "minizero", dtypes[0], None)]
     ways += [(4, 1, convention, dtype, 2) for convention in ("zero", "Paper", "") for dtype in dtypes]
     ways = [(n, stage, *rest, factor) for n, stage, *rest, factor in ways if n < 1 or not factor or n % factor == 0]
-    plain = [Case(4, stage, "minizero", dtype, None, 1000, 0) for dtype in dtypes[:2] for stage in range(4)]
+    plain = [
+        Case(4, stage, "minizero", dtype, None, n, 0)
+        for n in (1000, 1001)
+        for dtype in dtypes[:2]
+        for stage in range(4)
+    ]
     return plain + [Case(*row) for row in deal(random, ways, [0, 1, *(random.randint(1, 10**10) for _ in range(20))])]
 
 

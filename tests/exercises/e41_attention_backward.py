@@ -59,7 +59,7 @@ WRONG = [
     wrong("forgets-the-mask", ("if causal:", "if False:")),
     wrong("hides-after-softmax", (MASK, "        p = s.softmax(-1).masked_fill(future, 0)\n    else:\n"
                                   "        p = s.softmax(-1)\n")),
-    wrong("hides-with-a-number", ("-torch.inf", "-1e9"), says="values"),
+    wrong("hides-with-a-number", ("-torch.inf", "-1e9"), says="random"),
     wrong("hides-itself", (".triu(1)", ".triu(0)")),
     wrong("builds-the-jacobian", ("ds = p * (dp - delta)",
           "jacobian = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]\n"
@@ -67,7 +67,7 @@ WRONG = [
     wrong("lets-autograd-do-it", ("    scale = ", "    given, grad = (q, k, v), torch.enable_grad()\n"
           "    grad.__enter__()\n    q, k, v = (x.detach().requires_grad_() for x in given)\n    scale = "),
           ("    return dq, dk, dv", "    return torch.autograd.grad(out, (q, k, v), dout)")),
-    wrong("sums-in-fp32", ("p = s.softmax(-1)", "p = s.softmax(-1, dtype=torch.float32).to(s.dtype)"), says="values"),
+    wrong("sums-in-fp32", ("p = s.softmax(-1)", "p = s.softmax(-1, dtype=torch.float32).to(s.dtype)"), says="random"),
     wrong("writes-into-the-inputs", ("s = scale * (q @ k.mT)", "s = q.mul_(scale) @ k.mT"),
           ("dk = scale * (", "dk = (")),
 ]  # fmt: skip
@@ -130,6 +130,7 @@ def draw(random: Random) -> list[Case]:
     ways = itertools.product((1, 3, 8, 17), (1, 2, 9, 20), (False, True), dtypes)
     columns = [1.0, 1.0, 3e4], [1, 2, 3], [1, 2, 5], [1, 4, 7], [False, True], [False, False, True]
     plain = [Case(n, n, causal, dtypes[0], 1.0, 1, 1, 8, False, False, 1) for n in (4, 64) for causal in (False, True)]
+    plain.append(plain[1]._replace(spread=1e12))  # only -∞ hides a key from such scores
     return plain + [Case(*row) for row in deal(random, ways, *columns)]
 
 
@@ -138,7 +139,7 @@ def result(case: Case) -> Any:
     shapes = [(case.batch, case.heads, n, case.d) for n in (case.n_q, case.n_k, case.n_k, case.n_q)]
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes]
     # Scores far above those whose exp is finite; not so far that their own rounding is seen in the weights.
-    given[0] *= min(case.spread, {torch.float64: 3e4, torch.float32: 30, torch.bfloat16: 1}[case.dtype])
+    given[0] *= min(case.spread, {torch.float64: 1e12, torch.float32: 30, torch.bfloat16: 1}[case.dtype])
     if case.nan_in_q:
         given[0][:, :, 0, 0] = torch.nan
     if case.transposed:

@@ -28,6 +28,7 @@ from precision.scaling import DynamicLossScaler, StaticLossScaler
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, recognise, wrong
+from tests.exercises.rank_kit import metered
 from tests.exercises.tasks import bug_loss_scale
 
 PLAN = [
@@ -240,8 +241,8 @@ def result(case: Case) -> Any:
     if case.spoilt:
         place = case.seed % case.steps
         batches[place] = batches[place][0], batches[place][1] + torch.inf
-    run = Run(model, batches, case.max_norm, case.scale, case.interval)
-    return {"log": run.log, "parameters": run.parameters, "scale": run.scale, "steps": len(run.norms)}
+    (run,), meters = metered(1, lambda _: Run(model, batches, case.max_norm, case.scale, case.interval))
+    return {"log": run.log, "parameters": run.parameters, "scale": run.scale, "steps": len(run.norms), **meters}
 
 
 def tolerance(case: Case) -> float:

@@ -33,6 +33,7 @@ from minizero.memory import Ledger
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, recognise, size, wrong
+from tests.exercises.rank_kit import metered
 from tests.exercises.tasks import bug_recompute
 
 PLAN = [
@@ -304,9 +305,11 @@ def result(case: Case) -> Any:
     torch.manual_seed(case.seed)
     model = Model(case.width, case.blocks, case.p, case.layer)
     model.stem.requires_grad_(not case.frozen)
-    run = Run(bug_recompute.train_recomputed, model, data(4, 12, case.seed), case.seed)
+    batches = data(4, 12, case.seed)
+    (run,), meters = metered(1, lambda _: Run(bug_recompute.train_recomputed, model, batches, case.seed))
+    del meters["PyTorch's own random numbers were drawn"]  # by the dropout
     order = [[block + 1 for block, _ in step] for step in run.again]
-    return {"losses": run.losses, "parameters": run.parameters, "blocks that ran again": order}
+    return {"losses": run.losses, "parameters": run.parameters, "blocks that ran again": order, **meters}
 
 
 def tolerance(case: Case) -> float:

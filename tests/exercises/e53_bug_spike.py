@@ -32,7 +32,7 @@ from torch.nn.utils import parameters_to_vector
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import Diagnosis, fail, ranks, recognise, wrong
-from tests.exercises.rank_kit import by_rank
+from tests.exercises.rank_kit import by_rank, metered
 from tests.exercises.tasks import bug_spike
 
 PLAN = [
@@ -308,10 +308,11 @@ def result(case: Case) -> Any:
     if case.spoilt == "first large":
         hot = {(step, rank): 10.0 for step in range(70) for rank in range(case.ranks)}
         spoilt = hot | {(case.steps - 2, rank): 5.0 for rank in range(case.ranks)}
-    runs = run(data(case.ranks, case.steps, spoilt, case.dtype, case.seed), case.factor, case.dtype)
+    batches = data(case.ranks, case.steps, spoilt, case.dtype, case.seed)
+    runs, meters = metered(case.ranks, train, batches, case.factor, case.dtype)
     others = sum(not of.after.equal(runs[0].after) for of in runs)
     each = by_rank([{"left out": of.left_out, "parameters": of.after} for of in runs])
-    return {"ranks that end with other bits than rank 0": others, **each}
+    return {"ranks that end with other bits than rank 0": others, **each, **meters}
 
 
 def tolerance(case: Case) -> float:

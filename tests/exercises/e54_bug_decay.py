@@ -34,6 +34,7 @@ from torch.nn.utils import parameters_to_vector
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, wrong
+from tests.exercises.rank_kit import metered
 from tests.exercises.tasks import bug_decay
 
 PLAN = [
@@ -292,15 +293,15 @@ def draw(random: Random) -> list[Case]:
 def result(case: Case) -> Any:
     """Not the weights themselves, since there are many right ways to draw. Their mean has little luck in it."""
     before = torch.rand(20_000, generator=torch.Generator().manual_seed(case.seed)) * case.largest
-    random = torch.get_rng_state()
-    run = Run(Weights(before, case.slope), [(before, before)] * case.steps, case.rate, case.decay, case.seed)
+    given = Weights(before, case.slope), [(before, before)] * case.steps, case.rate, case.decay, case.seed
+    (run,), meters = metered(1, lambda _: Run(*given))
     used = not torch.equal(run.generator.get_state(), torch.Generator().manual_seed(case.seed).get_state())
     left = run.weights.double().mean().item() / before.bfloat16().double().mean().item()
     return {
         "mean weight, of what it was": left,
         "losses": len(run.losses),
         "the generator that was given was used": used,
-        "PyTorch's own random numbers were drawn": not torch.equal(random, torch.get_rng_state()),
+        **meters,
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from minizero.memory import Ledger
 from tests.exercises.kit import AtMost, ranks
 
+SIZES = [*range(1, 9), 12]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 DTYPES = [*FLOATS, torch.int64, torch.int32]
 SHAPES = [(), (1,), (2, 3), (5,), (4, 3, 2), (16,), (7, 1)]
