@@ -470,7 +470,8 @@ WRONG = {
     "bug_held_back": [
         wrong("one backward for a window",
               ("        loss.backward()\n        total += loss.detach()\n", "        total = total + loss\n"),
-              ("% window == 0:\n", "% window == 0:\n            total.backward()\n            total = total.detach()\n"),
+              ("% window == 0:\n",
+               "% window == 0:\n            total.backward()\n            total = total.detach()\n"),
               ("total.zero_()", "total = torch.zeros(())")),
         wrong("a window of 1 sends nothing", ("for parameter in model.parameters()", "for parameter in "
               "[] if window == 1 else model.parameters()")),
