@@ -55,7 +55,7 @@ WRONG = [
     wrong("whole-numbers", ("4 * psi * one_in[3]", "4 * (psi // shards if stage == 3 else psi)")),
     wrong("gives-one-dict-twice", ("    return parts |", "    given = n_parameters, world_size, stage, dtype, "
           "sharding_factor, convention\n    return predict.__dict__.setdefault(given, parts |"),
-          ("parts.values())}", "parts.values())})"), says="random"),
+          ("parts.values())}", "parts.values())})"), says="values"),
     wrong("half-a-rank", ("stage, world_size, sharding", "stage, int(world_size), sharding")),
     wrong("keeps-16-bit-gradients", ("working = 2 * psi if stage < 2 else 0", "working = 2 * psi")),
 ]  # fmt: skip

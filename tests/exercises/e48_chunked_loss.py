@@ -144,7 +144,7 @@ def draw(random: Random) -> list[Case]:
     """ignored: the share of tokens whose target is `mark`. of_nan: in a row of hidden that has a target."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     needed = list(itertools.product((False, True), repeat=3))
-    ways = [*itertools.product((1, 5, 12, 31), (1, 3, 12, 40), dtypes), *((0, 3, dtype) for dtype in dtypes)]
+    ways = [*itertools.product((1, 12, 31), (1, 3, 40), dtypes), *((0, 3, dtype) for dtype in dtypes)]
     columns = [0.0, 0.3, 1.0], [-100, -1, 1], [1.0, 1.0, 1e3], [False, False, False, True]
     rows = deal(random, ways, needed, [1, 3, 8], [2, 9, 40], [False, True], *columns)
     plain = Case(11, 4, dtypes[0], (True, True, True), 3, 5, True, 0.3, -100, 1.0, False, 1)

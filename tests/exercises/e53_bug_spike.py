@@ -288,7 +288,7 @@ def draw(random: Random) -> list[Case]:
     steps the losses are large, and one at the end is no spike, next to these."""
     ways = itertools.product((1, 2, 3, 4), ("no", "small", "large", "NaN", "infinite", "twice"))
     rows = deal(random, ways, [3.0, 10.0], [8, 14], [torch.float32, torch.float64])
-    long = Case(2, "first large", 20.0, 130, torch.float32, random.randrange(10**6))
+    long = Case(2, "first large", 20.0, 130, torch.float32, 1)
     return [*map(Case._make, rows), Case(6, "large", 10.0, 8, torch.float32, 1), long]
 
 
@@ -306,8 +306,8 @@ def result(case: Case) -> Any:
     places = [(random.randrange(case.steps), random.randrange(case.ranks)) for _ in range(2)]
     spoilt = dict.fromkeys(places[: 2 if case.spoilt == "twice" else 1], times)
     if case.spoilt == "first large":
-        hot = {(step, rank): 10.0 for step in range(70) for rank in range(case.ranks)}
-        spoilt = hot | {(case.steps - 2, rank): 5.0 for rank in range(case.ranks)}
+        hot = {(step, rank): 3.0 for step in range(70) for rank in range(case.ranks)}
+        spoilt = hot | {(case.steps - 2, rank): 3.5 for rank in range(case.ranks)}
     batches = data(case.ranks, case.steps, spoilt, case.dtype, case.seed)
     runs, meters = metered(case.ranks, train, batches, case.factor, case.dtype)
     others = sum(not of.after.equal(runs[0].after) for of in runs)
