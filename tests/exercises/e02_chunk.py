@@ -80,7 +80,10 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     factors = [(n, factor) for n in rank_kit.SIZES for factor in range(1, n + 1) if n % factor == 0]
     ways = [(*way, neighbours) for way in factors for neighbours in (False, True)]
-    return [Case(*row) for row in deal(random, ways, range(6), rank_kit.DTYPES, rank_kit.LAYOUTS)]
+    plain = Case(4, 4, True, 3, torch.float32, "contiguous", 1)
+    return [plain, plain._replace(sharding_factor=2)] + [
+        Case(*row) for row in deal(random, ways, range(6), rank_kit.DTYPES, rank_kit.LAYOUTS)
+    ]
 
 
 def result(case: Case) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def draw(random: Random) -> list[Case]:
     factors = [(n, factor) for n in rank_kit.SIZES for factor in {1, 2, n} if n % factor == 0]
     ways = [(*way, dtype) for way in factors for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     columns = [False, True], [False, False, True], [(3, 5), (1, 1), (8, 4), (2, 11)], [False, True]
-    return [Case(*row) for row in deal(random, ways, *columns)]
+    plain = Case(4, 4, torch.float16, True, False, (3, 5), False, 1)
+    return [plain, *(Case(*row) for row in deal(random, ways, *columns))]
 
 
 def group_of(case: Case, comm: Any) -> Any:

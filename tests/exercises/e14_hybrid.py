@@ -109,7 +109,10 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     ways = [(n, factor) for n in rank_kit.SIZES for factor in range(1, n + 1) if n % factor == 0]
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    return [Case(*row) for row in deal(random, ways, [1, 2, 5], dtypes, [(0.5, 0.25), (1.0, 0.5), (-0.5, 0.0)])]
+    plain = Case(8, 4, 2, torch.float32, (0.5, 0.25), 1)
+    return [plain] + [
+        Case(*row) for row in deal(random, ways, [1, 2, 5], dtypes, [(0.5, 0.25), (1.0, 0.5), (-0.5, 0.0)])
+    ]
 
 
 def result(case: Case) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class Case(NamedTuple):
 
 def draw(random: random.Random) -> list[Case]:
     drops = [*range(61), random.randint(61, 1000), random.randint(1001, 3000)]
-    return [Case(*row) for row in deal(random, itertools.product(drops, (0, 1), one_number.ROUNDINGS))]
+    plain = [Case(3, sign, rounding, 1) for rounding in one_number.ROUNDINGS for sign in (0, 1)]
+    return plain + [Case(*row) for row in deal(random, itertools.product(drops, (0, 1), one_number.ROUNDINGS))]
 
 
 def result(case: Case) -> dict[str, Any]:

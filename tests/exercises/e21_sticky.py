@@ -66,7 +66,9 @@ def draw(random: Random) -> list[Case]:
     ways: list[Any] = [(dtype, n) for dtype in (torch.int32, torch.int64) for n in range(32)]
     ways += itertools.product((torch.int32, torch.int64), ["each its own"] * 8)
     ways += [(torch.int64, "each its own, in 32 bits")] * 8
-    return [Case(*row) for row in deal(random, ways, [(40,), (6, 7), (2, 3, 4), (0,), ()])]
+    return [Case(torch.int32, 3, (4,), 1)] + [
+        Case(*row) for row in deal(random, ways, [(40,), (6, 7), (2, 3, 4), (0,), ()])
+    ]
 
 
 def result(case: Case) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def draw(random: Random) -> list[Case]:
     bounds = [(1.0, 2.0**24), (512.0, 65536.0), (900.0, 70000.0), (0.1, 65536.0)]
     sequences = ["".join(random.choices(random.choice(("..........x", "..x")), k=40)) for _ in range(45)]
     rows = deal(random, ways, [1024.0, 65536.0, 1000.1], bounds, [0, 0, 5], sequences)
-    return [Case(*row) for row in rows]
+    plain = Case(2, 2.0, 0.5, 1024.0, bounds[0], 0, "..x....", 1)
+    return [plain] + [Case(*row) for row in rows]
 
 
 def result(case: Case) -> dict[str, Any]:

@@ -106,7 +106,10 @@ def draw(random: Random) -> list[Case]:
     f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
     dtypes = [(f16, f16, f16), (bf16, bf16, bf16), (f16, f32, bf16)]
     spoilt = ["nothing", "a parameter", "a gradient", "the learning rate", "the last learning rate"]
-    return [Case(*row) for row in deal(random, [*ways] * 2, dtypes, [2.0**-12, 0.3], spoilt)]
+    plain = Case("SGD", "step copies", dtypes[0], 0.3, "nothing", 1)
+    return [plain, plain._replace(lr=2.0**-12)] + [
+        Case(*row) for row in deal(random, [*ways] * 2, dtypes, [2.0**-12, 0.3], spoilt)
+    ]
 
 
 def result(case: Case) -> dict[str, Any]:

@@ -138,7 +138,15 @@ def draw(random: Random) -> list[Case]:
     large = cases[0]._replace(causal=False, window=None, dropout=0.0, heads=(1, 1), lengths=(130, 150), blocks=LARGE)
     far = cases[1]._replace(causal=False, window=None, dtype=torch.float16, scale=0.7, first_row="far from 0")
     many = large._replace(dtype=torch.bfloat16, batch=1, lengths=(8, 400), blocks=(16, 4), first_row="all alike")
-    return [*cases, large._replace(dtype=torch.float32, head_dim=8, small_tiles=True), far, many]
+    plain = Case(False, None, 0.0, torch.float32, 1, (1, 1), (50, 50), 8, None, (16, 16), "as drawn", False, 1)
+    return [
+        plain,
+        plain._replace(causal=True),
+        *cases,
+        large._replace(dtype=torch.float32, head_dim=8, small_tiles=True),
+        far,
+        many,
+    ]
 
 
 def given(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:

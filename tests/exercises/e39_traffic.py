@@ -92,7 +92,9 @@ def draw(random: Random) -> list[Case]:
     lengths = [[0, *(random.randint(1, 90) for _ in range(30))] for _ in "qk"]
     blocks = [(0, 8), (8, -1), *((random.randint(1, 40), random.randint(1, 40)) for _ in range(20))]
     heads = [(1, 1), (4, 2), (6, 3), (8, 1), (3, 2)]
-    return [Case(*row) for row in deal(random, ways, *lengths, [8, 64, 5], blocks, [1, 2, 5], heads, [2, 4, 8])]
+    same = 64, 64, 64, (16, 16), 1, (1, 1), 2, 1
+    plain = [Case(name, back, False, None, *same) for name in ("naive", "tiled", "kernels") for back in (False, True)]
+    return plain + [Case(*row) for row in deal(random, ways, *lengths, [8, 64, 5], blocks, [1, 2, 5], heads, [2, 4, 8])]
 
 
 def result(case: Case) -> Any:

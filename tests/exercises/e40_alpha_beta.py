@@ -77,7 +77,8 @@ def draw(random: Random) -> list[Case]:
     ways = itertools.product((1, 2, 4, 8, 16), (1, 2, 3, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16))
     latencies, bandwidths = [0.0, 1e-6, 5e-6, 1e-5], [1e9, 4e9, 25e9, 400e9]
     columns = ([0, 0.5, 1000.5, 1e6, 8e9], latencies, latencies, bandwidths, bandwidths, [0.0, 1e-5])
-    return [Case(*row) for row in deal(random, ways, *columns)]
+    plain = [Case(8, members, 1, 1e6, 1e-6, 5e-6, 400e9, 25e9, 0.0, 1) for members in (8, 32)]
+    return plain + [Case(*row) for row in deal(random, ways, *columns)]
 
 
 def result(case: Case) -> Any:

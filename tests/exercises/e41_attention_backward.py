@@ -130,7 +130,7 @@ def draw(random: Random) -> list[Case]:
     ways = itertools.product((1, 3, 8, 17), (1, 2, 9, 20), (False, True), dtypes)
     columns = [1.0, 1.0, 3e4], [1, 2, 3], [1, 2, 5], [1, 4, 7], [False, True], [False, False, True]
     plain = [Case(n, n, causal, dtypes[0], 1.0, 1, 1, 8, False, False, 1) for n in (4, 64) for causal in (False, True)]
-    plain.append(plain[1]._replace(spread=1e12))  # only -∞ hides a key from such scores
+    plain.append(plain[1]._replace(spread=1e12, batch=3, heads=5))  # only -∞ hides a key from such scores
     return plain + [Case(*row) for row in deal(random, ways, *columns)]
 
 
