@@ -657,7 +657,7 @@ def test_a_seed_gives_the_same_cases_again(write):
 def test_what_an_answer_did_comes_as_data():
     """Of any dtype, shape and layout. What is no data is no verdict, but an end of its own."""
     numbers = torch.arange(12.0).view(3, 4).T
-    values = [numbers.to(dtype) for dtype in (*rank_kit.DTYPES, torch.bool, torch.complex64)] + [numbers[:0]]
+    values = [numbers.to(dtype) for dtype in (*rank_kit.DTYPES, torch.bool, torch.complex64)] + [numbers[:0], torch.ones(1, 2)[:, :1], numbers[1, 1:2]]
     values += [NAN, -0.0, 2**70, True, None, "x", {"a": [1, (2.5, -INF)]}, kit.AtMost(3, 1.5), torch.ones(())]
     for value in values:
         assert not compare(judge.unpack(json.loads(json.dumps(judge.pack(value)))), value), value

@@ -111,7 +111,7 @@ def compare(got: Any, want: Any, tolerance: Tolerance = 0.0, what: str = "The re
         lengths = f"{what} has {len(got)} values, expected {len(want)}" if missing or more else ""
         return next(filter(None, each), lengths)
     if isinstance(want, AtMost):
-        return f"{what} is {_brief(got)}, expected about {want:g}, or less" if got > want.most * want else ""
+        return f"{what} is {_brief(got)}, expected about {want:g}, or less" if not got <= want.most * want else ""
     if type(want) in (int, float):
         right = (
             isinstance(got, numbers.Real) and type(got) is not bool and _equal(float(got), float(want), _of(tolerance))

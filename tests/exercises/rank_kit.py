@@ -135,7 +135,7 @@ def metered(
 
     results, meters = zip(*ranks(size, on_rank))
     drawn = not torch.equal(random, torch.get_rng_state())
-    return list(results), {"PyTorch's own random numbers were drawn": drawn, "the meters": by_rank(meters)}
+    return list(results), {"PyTorch's own random numbers were drawn": drawn, "the meters": by_rank(list(meters))}
 
 
 def shared_times() -> "collections.defaultdict[tuple[int, int], collections.deque[int]]":

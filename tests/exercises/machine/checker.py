@@ -9,6 +9,7 @@ What an answer did goes up through pipes and begins with a secret, drawn for eac
 can say that it did something else. It gains nothing: it would have to say what the package's function does.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -82,7 +83,7 @@ class Process:
 
 
 class Checker:
-    """A host and a judge, started at the first check, and again if an answer ended the host.
+    """A host, started at the first check, and again if an answer ended it.
 
     wall: the words of a command that shuts the host in (`sandbox.py`). wait: seconds that an answer may do nothing.
     seed: of the drawn cases; by default the environment variable SEED, or each check draws its own.
@@ -91,7 +92,6 @@ class Checker:
     def __init__(self, wall: Sequence[str] = (), wait: float = WAIT_SECONDS, seed: str = "") -> None:
         self.wall, self.wait, self.seed = list(wall), wait, seed or os.environ.get("SEED", "")
         self.host: Process | None = None
-        self.judge: Process | None = None
 
     def __enter__(self) -> "Checker":
         return self
@@ -109,8 +109,7 @@ class Checker:
         self.host = self.host or Process("host", self.wall)
         self.host.tell(**asked, wait=self.wait, what=what)
         if what == "examine":
-            self.judge = self.judge or Process("judge")
-            self.judge.tell(**asked)
+            _judged(asked)
         seen = _seen(self.host.reply(), secret)
         if seen is None or not CAN_FORK:
             seen = seen or _ended(self.host.pipes.poll())
@@ -118,14 +117,36 @@ class Checker:
             self.host = None
         if what != "examine":
             return Outcome(**seen["said"])
-        assert self.judge is not None
-        self.judge.tell(**asked, seen=seen)
-        return Outcome(**json.loads(self.judge.reply()), printed=str(seen.get("printed", ""))[-4000:])
+        said = _judged(asked | {"seen": seen})
+        return dataclasses.replace(said, printed=str(seen.get("printed", ""))[-4000:])
 
     def close(self) -> None:
-        for process in filter(None, (self.host, self.judge)):
-            process.close()
-        self.host = self.judge = None
+        if self.host is not None:
+            self.host.close()
+        self.host = None
+
+
+JUDGE: list[Process] = []  # one for all, at most
+ONE_AT_A_TIME = threading.Lock()
+
+
+def _judged(asked: dict[str, Any]) -> Outcome:
+    """The judge's verdict on what was seen. Without `seen` it prepares, and nobody waits for it."""
+    with ONE_AT_A_TIME:
+        if not JUDGE:
+            JUDGE.append(Process("judge"))
+            atexit.register(_dismiss)
+        JUDGE[0].tell(**asked)
+        if "seen" in asked and (reply := JUDGE[0].reply()):
+            return Outcome(**json.loads(reply))
+        if "seen" in asked:
+            _dismiss()
+    return Outcome("failed", "no-verdict", "The judge has ended without a verdict: check the file once more.")
+
+
+def _dismiss() -> None:
+    while JUDGE:
+        JUDGE.pop().close()
 
 
 def run(exercise: Exercise, path: Path) -> Outcome:

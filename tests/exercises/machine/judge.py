@@ -51,7 +51,7 @@ def pack(value: Any) -> Any:
     if isinstance(value, Raised | AtMost):
         return {type(value).__name__: list(value) if isinstance(value, Raised) else [float(value), value.most]}
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
-        data = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        data = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1)).view(torch.uint8)
         return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data.numpy().tobytes()).decode()]}
     value = value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(value, dict):
@@ -100,19 +100,28 @@ def raised(error: BaseException, words: Callable[[BaseException], str]) -> Raise
     return Raised(type(error).__name__, str(error)[:80], words(error))
 
 
+class Known(NamedTuple):
+    """What the package's function does in the cases of a seed, and what wrong answers do in some."""
+
+    seed: str
+    cases: list[Any]
+    wanted: list[Any]
+    mistakes: dict[tuple[str, int], Any]
+
+
 class Judge:
-    """It keeps what the package's function, and wrong answers, do in the cases of a seed."""
+    """It keeps what it knows of the last seed of each exercise: a class is judged by one."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, Any] = {}
+        self.known: dict[str, Known] = {}
 
     @one_core()
     def prepare(self, exercise: Exercise, seed: str) -> None:
         """Compute what is right, while the answer runs."""
         lesson = exercise.load()
-        if (exercise.id, seed) not in self.known:
+        if exercise.id not in self.known or self.known[exercise.id].seed != seed:
             cases = drawn(lesson, seed)
-            self.known[exercise.id, seed] = cases, [outcome_of(lesson, case) for case in cases]
+            self.known[exercise.id] = Known(seed, cases, [pack(lesson.result(case)) for case in cases], {})
 
     @one_core()
     def verdict(self, exercise: Exercise, path: Path, seed: str, seen: dict[str, Any]) -> Outcome:
@@ -127,13 +136,13 @@ class Judge:
             return _no_pass(said)
         if (words := runner.changed_defaults(exercise, path)) is not None:
             return Outcome("failed", "changes-a-default", words)
-        cases, wanted = self.known[exercise.id, seed]
+        _, cases, wanted, _ = self.known[exercise.id]
         triples = zip(given, wanted, cases)
         each = [differs(got, unpack(want), tolerance(exercise.load(), case)) for got, want, case in triples]
         wrong = [number for number, words in enumerate(each) if words]
         if wrong:
             slip = 2 * (len(each) - len(wrong)) >= len(cases)
-            outcome = self._say(exercise, seed, given, wrong[0], each[wrong[0]], "random" if slip else "values")
+            outcome = self._say(exercise, given, wrong[0], each[wrong[0]], "random" if slip else "values")
             outcome.words += (
                 f" (In drawn case {wrong[0] + 1} of {len(cases)}: {shown(cases[wrong[0]])}. The same cases again: "
                 f"SEED={seed} behind `make check`, or before `python`.)"
@@ -145,28 +154,27 @@ class Judge:
             return Outcome("failed", "ended", "The check ended before its last case. Does the file end it?")
         return Outcome("passed", "passed", "Passed.")
 
-    def _say(self, exercise: Exercise, seed: str, given: list[Any], number: int, words: str, name: str) -> Outcome:
+    def _say(self, exercise: Exercise, given: list[Any], number: int, words: str, name: str) -> Outcome:
         """What is said of an answer that does something else than it should in case `number`.
 
         name: of a mistake that has no name: "random", if most cases are right.
         """
         got, says = given[number], getattr(exercise.load(), "SAYS", {})
         for wrong in exercise.load().WRONG:
-            if wrong.diagnosis in says and self._does_the_same(exercise, seed, wrong, given, number):
+            if wrong.diagnosis in says and self._does_the_same(exercise, wrong, given, number):
                 said = says[wrong.diagnosis]
                 return Outcome("failed", wrong.diagnosis, said if isinstance(got, Raised) else f"{said} {words}.")
         if isinstance(got, Raised):
             return Outcome("todo" if got.kind == "todo" else "failed", got.kind, got.words)
         return Outcome("failed", name, f"{words}.")
 
-    def _does_the_same(self, exercise: Exercise, seed: str, wrong: Wrong, given: list[Any], first: int) -> bool:
-        cases, lesson = self.known[exercise.id, seed][0], exercise.load()
+    def _does_the_same(self, exercise: Exercise, wrong: Wrong, given: list[Any], first: int) -> bool:
+        (_, cases, _, mistakes), lesson = self.known[exercise.id], exercise.load()
         before, after = range(min(first, MORE)), range(first, min(first + MORE, len(given)))
         for number in [*after, *before]:
-            key = exercise.id, seed, wrong.name, number
-            if key not in self.known:
-                self.known[key] = _wrong_outcome(exercise, wrong, cases[number])
-            theirs, allowed = unpack(self.known[key]), tolerance(lesson, cases[number])
+            if (wrong.name, number) not in mistakes:
+                mistakes[wrong.name, number] = _wrong_outcome(exercise, wrong, cases[number])
+            theirs, allowed = unpack(mistakes[wrong.name, number]), tolerance(lesson, cases[number])
             if differs(given[number], theirs, allowed) or differs(theirs, given[number], allowed):
                 return False
         return True
@@ -177,7 +185,10 @@ def differs(got: Any, want: Any, allowed: Any) -> str:
     if isinstance(got, Raised) or isinstance(want, Raised):
         alike = isinstance(got, Raised) and isinstance(want, Raised) and got[:2] == want[:2]
         return "" if alike else got.words if isinstance(got, Raised) else "There is no error"
-    return compare(got, want, allowed)
+    try:
+        return compare(got, want, allowed)
+    except Exception as error:  # whatever an answer's process has sent
+        return f"The result is of another kind than expected ({type(error).__name__})"
 
 
 def drawn(lesson: Any, seed: str) -> list[Any]:

@@ -130,12 +130,12 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
             seen.append(outcome_of(lesson, case, lambda error: _explain(error, path)))
             if sum(isinstance(each, dict) and "Raised" in each for each in seen) > ERRORS or _has_no_end(seen[-1]):
                 break
-    code, name = code_of(exercise).co_code, exercise.function
+    own = code_of(exercise)
     for each in gc.get_objects():  # one that the file made of the package's text
-        if type(each) is FunctionType and each.__name__ == name and each.__code__.co_code == code:
-            if each.__code__.co_filename[-3:] != ".py":
-                seen.clear()
-                borrowed()
+        code = each.__code__ if type(each) is FunctionType else own
+        if code.co_filename[-3:] != ".py" and code.co_name == own.co_name and code.co_varnames == own.co_varnames:
+            seen.clear()
+            borrowed()
 
 
 def _has_no_end(seen: Any) -> bool:
