@@ -91,13 +91,6 @@ SAYS = {
 }
 
 
-def inputs(n_q: int, n_k: int, causal: object, heads: int = 2):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, n, 8, generator=generator) * 2 for n in (n_q, n_k, n_k))
-    options = check_options("exercise", q, k, v, causal=causal)
-    return q, k, v, options.with_lengths(n_q, n_k)
-
-
 LARGE = (64, 64)  # rows and keys of a block, of which a tile is most of what is held
 
 

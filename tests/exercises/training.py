@@ -13,7 +13,7 @@ from minizero.memory import Ledger
 from tests.exercises.kit import fail
 from tests.support.helpers import SMALL, batch, plain, relative_error, train
 
-__all__ = ["SMALL", "Step", "batch", "check_training", "local_gradients", "one_step", "plain", "train", "vector"]
+__all__ = ["SMALL", "Step", "batch", "check_training", "one_step", "plain", "train", "vector"]
 
 torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
 NAMES = [name for name, _ in GPT(SMALL).named_parameters()]
@@ -28,17 +28,6 @@ def part(comm: Any, step: int = 0) -> list[torch.Tensor]:
 def vector(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """The parameters, flat, one after the other."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in NAMES])
-
-
-def local_gradients(size: int) -> torch.Tensor:
-    """(size, Ψ): the gradient of each rank's own part, computed in plain PyTorch."""
-    rows = []
-    for r in range(size):
-        model = GPT(SMALL)
-        loss = model(*(both.chunk(size)[r] for both in batch(0)))
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        rows.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-    return torch.stack(rows)
 
 
 class Step(NamedTuple):
