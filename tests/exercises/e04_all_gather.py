@@ -66,7 +66,7 @@ WRONG = [
                          "fresh = torch.empty(incoming.shape)\n        "
                          "comm.send_recv(outgoing.float(), right, fresh, left)\n        incoming.copy_(fresh)")),
     wrong("announces-others", ("soon([chunks[(comm.rank - step - 1)", "soon([chunks[(comm.rank + step - 1)"),
-          says="random"),
+          says="values"),
     wrong("announces-nothing", (SOON, "pass"), says="announces-too-few"),
     wrong("announces-each-in-its-step", (SOON, "pass"), ("        comm.send_recv(outgoing",
           "        comm.transport.soon([incoming], left)\n        comm.send_recv(outgoing"), says="announces-too-few"),

@@ -42,7 +42,7 @@ WRONG = [
     wrong("forgets-the-gather", (GATHER, "pass")),
     wrong("gathers-into-nothing", (GATHER, "all_gather(mine, self.comm, label=unit.name)"), says="forgets-the-gather"),
     wrong("another-replica", (GATHER, "unit.replica = all_gather(mine, self.comm, label=unit.name)\n            "
-          "unit.point_parameters_at(unit.replica)"), says="random"),
+          "unit.point_parameters_at(unit.replica)"), says="values"),
     wrong("gathers-always", ("if unit.replica_is_stale():", "if True:")),
     wrong("never-fresh", ("unit.replica_is_fresh_now()", "pass"), says="gathers-always"),
     wrong("stale-is-fresh", ("if unit.replica", "if not unit.replica"), says="forgets-the-gather"),

@@ -54,7 +54,7 @@ WRONG = [
     wrong("draws-in-floats", ("Fraction(rest, one)", "rest / one"), says="divides-in-floats"),
     wrong("always-two-bits", ("Fraction(rest, one)", "Fraction(rest, 4)")),
     wrong("draws-for-all", ("kept + away", "kept + (away and Fraction(rest, one) > draw)"), says="random"),
-    wrong("kept-in-floats", ("kept + away", "int(float(kept)) + away"), says="random"),
+    wrong("kept-in-floats", ("kept + away", "int(float(kept)) + away"), says="values"),
     wrong("nothing-to-drop", ("2 * rest >= one", "rest >= 1 << (drop - 1)")),
 ]
 SAYS = {

@@ -61,7 +61,7 @@ WRONG = [
           'x = struct.unpack(">f", struct.pack(">f", x))[0]\n    sign, exponent, significand = split(x)')),
     wrong("never-inexact", ('{"inexact"} if significand % 2**drop else set()', "set()")),
     wrong("one-set-for-all", ("else set()\n    # Too", "else vars(encode_one).setdefault('none', set())\n    # Too"),
-          says="random"),
+          says="values"),
     wrong("exact-underflows", ("if is_tiny and flags:", "if is_tiny:")),
 ]  # fmt: skip
 SAYS = {

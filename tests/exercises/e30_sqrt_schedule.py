@@ -45,7 +45,7 @@ WRONG = [
     wrong("one-too-far", ("next_segment < end else", "next_segment <= end else"), says="out-of-range"),
     wrong("only-once", (NEXT, "k"), says="out-of-range"),
     wrong("other-costs", ('stages = _equal_stages("every_k", n)',
-                          'stages = [type(s)(1, 1, 1, 0) for s in _equal_stages("every_k", n)]'), says="random"),
+                          'stages = [type(s)(1, 1, 1, 0) for s in _equal_stages("every_k", n)]'), says="values"),
 ]  # fmt: skip
 SAYS = {
     "keeps-everything": "All inputs are kept: that is no saving.",

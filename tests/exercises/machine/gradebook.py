@@ -114,7 +114,7 @@ def _cell(exercise: Exercise, files: dict[str, Path], checker: Checker) -> str:
 
 
 def points(cell: str) -> float:
-    """1 for an answer that passed; half for one that is wrong in a few drawn cases only; else 0."""
+    """1 for an answer that passed; half for one that is right in a third of the drawn cases; else 0."""
     return 1.0 if cell == "passed" else 0.5 if cell.startswith("random: ") else 0.0
 
 

@@ -141,7 +141,7 @@ class Judge:
         each = [differs(got, unpack(want), tolerance(exercise.load(), case)) for got, want, case in triples]
         wrong = [number for number, words in enumerate(each) if words]
         if wrong:
-            slip = 2 * (len(each) - len(wrong)) >= len(cases)
+            slip = 3 * (len(each) - len(wrong)) >= len(cases)
             outcome = self._say(exercise, given, wrong[0], each[wrong[0]], "random" if slip else "values")
             outcome.words += (
                 f" (In drawn case {wrong[0] + 1} of {len(cases)}: {shown(cases[wrong[0]])}. The same cases again: "
@@ -157,7 +157,7 @@ class Judge:
     def _say(self, exercise: Exercise, given: list[Any], number: int, words: str, name: str) -> Outcome:
         """What is said of an answer that does something else than it should in case `number`.
 
-        name: of a mistake that has no name: "random", if most cases are right.
+        name: of a mistake that has no name: "random", if it is a slip, and a third of the cases are right.
         """
         got, says = given[number], getattr(exercise.load(), "SAYS", {})
         for wrong in exercise.load().WRONG:
