@@ -240,7 +240,7 @@ def _judge() -> Callable[..., None]:
 
 
 def _host(channel: int, exercise: Exercise, path: Path, asked: dict[str, Any]) -> None:
-    check = functools.partial(runner.observe, exercise, path, asked["seed"])
+    check: Callable[[], dict[str, Any]] = functools.partial(runner.observe, exercise, path, asked["seed"])
     if asked["what"] == "ask":
         from tests.exercises import questions
 
