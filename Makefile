@@ -53,8 +53,8 @@ solution: setup  ## the package's own function; before you have passed with INSI
 reset: setup  ## begin an exercise anew, make reset E=05: python -m tests.exercises reset 05
 	@$(PY) -m tests.exercises reset $(E) $(SAID)
 
-gradebook: setup  ## for lecturers: check submissions, DIR=folder: python -m tests.exercises gradebook folder
-	@$(PY) -m tests.exercises gradebook $(DIR)
+gradebook: setup  ## for lecturers: check submissions, DIR=folder, of E="05 08" or all: python -m tests.exercises gradebook folder 05 08
+	@$(PY) -m tests.exercises gradebook $(DIR) $(E)
 
 autograder: setup  ## for lecturers: what Gradescope and GitHub Actions take, E="05 08" or all: python -m tests.exercises autograder 05 08
 	@$(PY) -m tests.exercises autograder $(E) $(SAID)

@@ -1,6 +1,5 @@
 """What a student and a lecturer call: `make exercises`, `make check`, …, pytest on a file, the gradebook."""
 
-import csv
 import importlib.util
 import os
 import re
@@ -164,31 +163,6 @@ def test_watch_checks_what_is_saved(workbook):
     finally:
         watching.kill()
         watching.wait()
-
-
-@pytest.mark.slow
-def test_the_gradebook_is_a_table_of_diagnoses(tmp_path, workbook, monkeypatch):
-    from tests.exercises.machine import gradebook
-
-    some = [find("pad"), find("chunk"), find("views")]
-    monkeypatch.setattr(gradebook, "COURSE", some)
-    for student in ("ada", "bob"):
-        (tmp_path / "submissions" / student / "workbook").mkdir(parents=True)
-    ada, bob = (tmp_path / "submissions" / student / "workbook" for student in ("ada", "bob"))
-    for exercise in some:
-        (ada / exercise.file).write_text(stubs.answer(exercise))
-    (bob / some[0].file).write_text(stubs.answer(some[0], some[0].load().WRONG[0]))
-    (bob / some[1].file).write_text(stubs.stub(some[1]))
-    from rich.console import Console
-
-    assert gradebook.write(tmp_path / "submissions", None, Console(width=80)) == 0
-    rows = list(csv.reader((tmp_path / "submissions" / "gradebook.csv").open(encoding="utf-8")))
-    assert rows[0] == ["exercise", "ada", "bob"]
-    assert [row[1] for row in rows[1:]] == ["passed"] * 3
-    assert rows[1][2].startswith("pads-a-whole-multiple: ") and [r[2] for r in rows[2:]] == [
-        "not begun",
-        "not handed in",
-    ]
 
 
 def test_without_triton_its_exercises_block_nothing(tmp_path, monkeypatch, workbook):

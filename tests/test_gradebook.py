@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from tests.exercises import stubs
+from tests.exercises import commands, stubs
 from tests.exercises.course import find
 from tests.exercises.machine import checker, gradebook, sandbox
 
@@ -23,6 +23,9 @@ STRANGE = {
     "minuses": ("def pad(tensor, multiple):\n    return " + "-" * 100_000 + "1\n", ("syntax:",)),
     "many terms": ("def pad(tensor, multiple):\n    return " + "1+" * 20_000 + "1\n", ("syntax:", "RecursionError:")),
     "half a character": ('def pad(tensor, multiple):\n    raise ValueError("\\ud800")\n', ("ValueError:",)),
+    "control": ('def pad(tensor, multiple):\n    raise ValueError("\\0\\x1b[31m\\x07\\u202e")\n', ("ValueError:",)),
+    "holds the pipe": (HEAD + "if os.fork() == 0:\n    time.sleep(9999)\n    os._exit(0)\n" + RIGHT, ("passed",)),
+    "holds it and dies": (HEAD + "if os.fork() == 0:\n    time.sleep(9999)\nos._exit(0)\n" + RIGHT, ("ended:",)),
     "=HYPERLINK(1)": ('def pad(tensor, multiple):\n    raise ValueError("=1+1")\n', ("ValueError:",)),
     "forges": (
         HEAD + 'import json\nsaid = json.dumps({"status": "passed", "name": "passed", "words": "", "printed": ""})\n'
@@ -39,13 +42,24 @@ STRANGE = {
     ),
     "with a mark": ("\ufeff" + RIGHT, ("passed",)),
     "right": (RIGHT, ("passed",)),
+    # Folders called like a table, and names of which two become one.
+    **dict.fromkeys(("gradebook.csv", "moodle.csv", "oral", "gradescope", "RIGHT", "x" * 250), (RIGHT, ("passed",))),
+}
+# What stands in a folder in place of an answer; none of it is read.
+UNREADABLE = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "neighbour": lambda path: path.symlink_to(path.parent.parent / "right" / PAD.file),
+    "lecturer": lambda path: path.symlink_to(checker.ROOT / "pyproject.toml"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "folder": lambda path: path.mkdir(),
+    "dangling": lambda path: path.symlink_to("nowhere"),
 }
 
 
 @pytest.fixture
 def submissions(tmp_path, monkeypatch):
-    monkeypatch.setattr(gradebook, "COURSE", [PAD])
-    monkeypatch.setattr(checker.Checker.__init__, "__defaults__", ((), 5.0, ""))
+    monkeypatch.setattr(gradebook, "WAIT", 5.0)
     folder = tmp_path / "submissions"
     folder.mkdir()
     return folder
@@ -55,58 +69,66 @@ def student(submissions, name, text):
     folder = submissions / name
     folder.mkdir()
     (folder / PAD.file).write_text(text, encoding="utf-8")
-    return folder
 
 
-def cells(submissions):
-    with (submissions / "gradebook.csv").open(encoding="utf-8", newline="") as file:
+def cells(submissions, name="gradebook.csv"):
+    with (submissions / name).open(encoding="utf-8", newline="") as file:
         names, row = csv.reader(file)
     return dict(zip(names[1:], row[1:], strict=True))
 
 
-# One that ends what is around it, one that marks it, one that a spreadsheet would run; the others in soak.
-FEW = ("killer", "forges", "=HYPERLINK(1)", "right")
+# One that ends what is around it, one that marks it, one that a spreadsheet would run, …; a class of 60 in soak.
+FEW = ("killer", "forges", "=HYPERLINK(1)", "holds the pipe", "control", "gradebook.csv", "oral", "right", "RIGHT")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [FEW, pytest.param(tuple(STRANGE), marks=pytest.mark.soak)], ids=["few", "all"])
 def test_whatever_a_submission_is_the_marks_of_the_others_stand(names, submissions):
     strange = {name: STRANGE[name] for name in names}
+    if len(names) > len(FEW):
+        strange |= {f"student {number}": STRANGE["right"] for number in range(60 - len(names))}
     for name, (text, _) in strange.items():
         student(submissions, name, text)
-    unreadable = {
-        "pipe": lambda path: os.mkfifo(path),
-        "device": lambda path: path.symlink_to("/dev/zero"),
-        "neighbour": lambda path: path.symlink_to(submissions / "right" / PAD.file),
-        "folder": lambda path: path.mkdir(),
-        "dangling": lambda path: path.symlink_to("nowhere"),
-    }
-    for name, make in unreadable.items():
+    for name, make in UNREADABLE.items():
         (submissions / name).mkdir()
         make(submissions / name / PAD.file)
     (submissions / os.fsdecode(b"caf\xe9 [late]")).mkdir()
-    assert gradebook.write(submissions, None, Console(width=80, file=sys.stdout)) == 0
-    found = cells(submissions)
+    assert gradebook.write(submissions, None, Console(width=80, file=sys.stdout), [PAD]) == 0
+    found = cells(submissions, "gradebook-2.csv")
+    assert len(found) == len(strange) + len(UNREADABLE) + 1
+    shown = {"=HYPERLINK(1)": "'=HYPERLINK(1)", "right": "right-2", "x" * 250: "x" * 60}
     for name, (_, starts) in strange.items():
-        assert found.get(name, found.get("'" + name, "")).startswith(starts), (name, found)
-    assert all(found[name] != "passed" for name in unreadable), found
+        assert found[shown.get(name, name)].startswith(starts), (name, found)
+    assert {found[name] for name in UNREADABLE} == {"not handed in"}
     assert found["caf\\udce9 [late]"] == "not handed in"
-    assert not [cell for cell in found if cell.startswith("=")]
+    assert all(character.isprintable() for cell in found.values() for character in cell)
+
+
+def test_one_assignment_has_its_exercises_only(submissions, monkeypatch):
+    """Cells, columns and points are those of `E=`; files of other exercises are neither checked nor odd."""
+    student(submissions, "ada", RIGHT)
+    (submissions / "ada" / find("views").file).write_text("!")
+    monkeypatch.setattr(checker.Checker, "check", lambda *_: checker.Outcome("passed", "passed", "Passed."))
+    assert commands.main(["gradebook", str(submissions), "01", "02"]) == 0
+    rows = list(csv.reader((submissions / "gradebook.csv").open()))
+    assert rows == [["exercise", "ada"], ["01 pad", "passed"], ["02 chunk", "not handed in"]]
+    assert "ada,1,0,1,\n" in (submissions / "moodle.csv").read_text()
+    assert list(csv.reader((submissions / "canvas.csv").open()))[1][-1] == "2"
 
 
 def test_a_table_is_written_after_each_student(submissions, monkeypatch):
     for name in ("ada", "bob"):
         student(submissions, name, RIGHT)
 
-    def grade(path, *_):
-        if path.name == "bob":
+    def grade(name, *_):
+        if name == "bob":
             raise KeyboardInterrupt
-        return gradebook.Grades(path.name, {PAD.id: "passed"}, [])
+        return gradebook.Grades(name, {PAD.id: "passed"}, [])
 
     monkeypatch.setattr(gradebook, "grade", grade)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
-        gradebook.write(submissions, None, Console(quiet=True))
+        gradebook.write(submissions, None, Console(quiet=True), [PAD])
     assert cells(submissions) == {"ada": "passed"}
 
 
@@ -114,7 +136,7 @@ def test_exports_that_other_systems_read(submissions, monkeypatch):
     student(submissions, "ada", RIGHT)
     (submissions / "ada" / "01-pad.py").write_text(RIGHT)
     monkeypatch.setattr(checker.Checker, "check", lambda *_: checker.Outcome("failed", "shape", "=no"))
-    assert gradebook.write(submissions, None, Console(quiet=True)) == 0
+    assert gradebook.write(submissions, None, Console(quiet=True), [PAD]) == 0
     read = {name: list(csv.reader((submissions / f"{name}.csv").open())) for name in ("moodle", "canvas")}
     assert read["moodle"] == [
         ["username", "01 pad", "passed", "notes"],
@@ -129,15 +151,15 @@ def test_exports_that_other_systems_read(submissions, monkeypatch):
 SPY = (
     HEAD
     + """
-for place in (Path.home(), Path.cwd() / "tests", Path(__file__).parent.parent / "bob"):
+for place in (Path(HOME), Path.cwd() / "tests", Path(__file__).parent):
     try:
         (place / "left-behind").write_text("x")
     except OSError as error:
         pass
+assert not Path("Makefile").exists() and not Path("/etc/passwd").exists()
 import subprocess
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(77)"], start_new_session=True)
-found = [path.name for path in Path(__file__).parent.parent.iterdir()]
-assert found == ["ada"], found
+assert [path.name for path in Path(__file__).parent.iterdir()] == [Path(__file__).name]
 import socket
 try:
     socket.create_connection(("127.0.0.1", PORT), 5)
@@ -151,14 +173,14 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sandbox.has_one(), reason="no bubblewrap, or not allowed")
-def test_in_the_sandbox_nothing_is_left_behind(submissions, monkeypatch, tmp_path):
+def test_in_the_sandbox_nothing_is_seen_or_left_behind(submissions, tmp_path):
     import socket
 
-    monkeypatch.setenv("HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as server:
-        student(submissions, "ada", SPY.replace("PORT", str(server.getsockname()[1])) + RIGHT)
+        spy = SPY.replace("PORT", str(server.getsockname()[1])).replace("HOME", repr(str(tmp_path)))
+        student(submissions, "ada", spy + RIGHT)
         student(submissions, "bob", RIGHT)
-        gradebook.write(submissions, None, Console(quiet=True))
+        gradebook.write(submissions, None, Console(quiet=True), [PAD])
     assert cells(submissions) == {"ada": "passed", "bob": "passed"}
     assert not list(tmp_path.rglob("left-behind")) and not (checker.ROOT / "tests" / "left-behind").exists()
     running = [path.read_bytes() for path in checker.Path("/proc").glob("[0-9]*/cmdline") if path.exists()]

@@ -45,18 +45,18 @@ def main(argv: list[str] | None = None) -> int:
     book.add_argument("folder", type=Path, help="a folder for each student, with files such as 05_reduce_scatter.py")
     book.add_argument("--output", type=Path, help="default: gradebook.csv in that folder")
     grader = commands.add_parser("autograder", help="what Gradescope and GitHub Actions take, to check submissions")
-    grader.add_argument("exercises", nargs="*", metavar="exercise", help="05, or reduce_scatter; default: all")
+    for command in (book, grader):
+        command.add_argument("exercises", nargs="*", metavar="exercise", help="05, or reduce_scatter; default: all")
     grader.add_argument("--output", type=Path, default=Path("results/autograder"), help="default: %(default)s")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.command == "autograder":
-            from tests.exercises.machine import autograder
+        if arguments.command in ("autograder", "gradebook"):
+            from tests.exercises.machine import autograder, gradebook
 
-            return autograder.write(arguments.output, arguments.exercises, console)
-        if arguments.command == "gradebook":
-            from tests.exercises.machine.gradebook import write
-
-            return write(arguments.folder, arguments.output, console)
+            exercises = [find(word) for word in arguments.exercises] or COURSE
+            if arguments.command == "autograder":
+                return autograder.write(arguments.output, exercises, console)
+            return gradebook.write(arguments.folder, arguments.output, console, exercises)
         return chosen[arguments.command][0](arguments, Workbook())
     except (ValueError, OSError) as error:
         print(f"exercises: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ class Workbook:
     def path(self, exercise: Exercise) -> Path:
         return self.folder / exercise.file
 
-    def fill(self) -> int:
+    def fill(self, exercises: Sequence[Exercise] = COURSE) -> int:
         """Write the stubs that are missing, and return their number. A student's file is never touched."""
-        missing = [exercise for exercise in COURSE if not self.path(exercise).exists()]
+        missing = [exercise for exercise in exercises if not self.path(exercise).exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, text in (("conftest.py", CONFTEST), ("AGENTS.md", AGENTS)):
             if not (self.folder / name).exists():

@@ -16,32 +16,27 @@ import html
 import os
 import re
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.exercises.course import COURSE, ROOT, Exercise, find
 from tests.exercises.machine import gradebook, sandbox
 from tests.exercises.machine.checker import Checker
-from tests.exercises.machine.runner import LARGEST
 from tests.exercises.workbook import Workbook
 
 SERVICES = ROOT / "tests" / "exercises" / "services"
-PARTS = ("minizero", "flash", "precision", "tests/exercises", "tests/support")
-FILES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
-WAIT = 20.0  # seconds that an answer may do nothing: Gradescope ends a submission after 10 minutes
+FILES = ("constraints.txt", "README.md", "LICENSE")
 NOT_BEGUN = ("not handed in", "not begun", "needs Triton")
 SHORT = 600  # characters of a diagnosis in a summary, which may have 1 MiB in all
 
 
-def write(output: Path, names: list[str], console: Any) -> int:
-    """Write gradescope.zip and github/ into `output`, for the exercises named, by default all."""
-    exercises = [find(name) for name in names] or COURSE
+def write(output: Path, exercises: Sequence[Exercise], console: Any) -> int:
+    """Write gradescope.zip and github/ into `output`, for these exercises."""
     words = {"EXERCISES": " ".join(exercise.id for exercise in exercises), "REPOSITORY": _repository()}
     output.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(output / "gradescope.zip", "w", zipfile.ZIP_DEFLATED) as zipped:
@@ -54,7 +49,9 @@ def write(output: Path, names: list[str], console: Any) -> int:
     workflow = output / "github" / ".github" / "workflows" / "exercises.yml"
     workflow.parent.mkdir(parents=True, exist_ok=True)
     workflow.write_text(_filled("exercises.yml", words), encoding="utf-8")
-    Workbook(output / "github").fill()
+    for stub in (output / "github").glob("[0-9][0-9]_*.py"):  # of an earlier call
+        stub.unlink()
+    Workbook(output / "github").fill(exercises)
     console.print(f"wrote gradescope.zip and github/ into {output}, for {len(exercises)} exercises", markup=False)
     if words["REPOSITORY"].startswith("OWNER/"):
         console.print("The workflow takes the course from OWNER/…: write your copy into pyproject.toml, Repository.")
@@ -73,7 +70,8 @@ def _filled(name: str, words: dict[str, str]) -> str:
 
 def _course() -> list[Path]:
     """The files that a check needs."""
-    found = [path for part in PARTS for path in sorted((ROOT / part).rglob("*")) if path.is_file()]
+    parts = [ROOT / part for part in sandbox.PARTS]
+    found = [path for part in parts for path in [part, *sorted(part.rglob("*"))] if path.is_file()]
     return [path for path in found if "__pycache__" not in path.parts] + [ROOT / name for name in FILES]
 
 
@@ -89,13 +87,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--exercises", nargs="+", type=find, default=COURSE)
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the time is over: end what was started, too
-    with tempfile.TemporaryDirectory() as folder:
-        student = Path(folder).resolve() / "submission"
-        notes = _copy(arguments.submission, student)
-        seed = os.environ.get("SEED") or str(secrets.randbelow(10**6))
-        with Checker(_wall(student), wait=WAIT, seed=seed) as checker:
-            for grades in gradebook.one_by_one(student, arguments.exercises, checker):
-                grades = grades._replace(notes=[*notes, *grades.notes, f"The drawn cases: SEED={seed}"])
+    seed = os.environ.get("SEED") or str(secrets.randbelow(10**6))
+    with gradebook.handed_in(arguments.submission) as (folder, notes):
+        notes.append(f"The drawn cases: SEED={seed}")
+        with Checker(sandbox.wall(folder), gradebook.WAIT, seed) as checker:
+            for grades in gradebook.one_by_one("", folder, notes, arguments.exercises, checker):
                 if arguments.results is not None:
                     arguments.results.parent.mkdir(parents=True, exist_ok=True)
                     gradebook.replace(arguments.results, gradebook.for_gradescope(grades, arguments.exercises))
@@ -105,27 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(cell != "passed" and cell not in NOT_BEGUN for cell in grades.cells.values()))
 
 
-def _copy(submission: Path, student: Path) -> list[str]:
-    """Copy the answers to where a user without rights can read them, and nobody can change them. Returns notes."""
-    files, notes = gradebook.answers(submission)
-    student.mkdir()
-    for folder in (student.parent, student):
-        folder.chmod(0o755)
-    for name, path in files.items():
-        if not path.is_file() or path.stat().st_size > LARGEST:
-            notes.append(f"{name} is left out: it is no file, or larger than {LARGEST // 2**20} MiB")
-            continue
-        shutil.copyfile(path, student / name)
-        (student / name).chmod(0o644)
-    return notes
-
-
-def _wall(student: Path) -> list[str]:
-    """`env` changes nothing; but whoever has a wall gets an empty environment (`Checker`)."""
-    return sandbox.wall(student.parent, student) or sandbox.nobody() or ["env"]
-
-
-def _summary(grades: gradebook.Grades, exercises: list[Exercise]) -> str:
+def _summary(grades: gradebook.Grades, exercises: Sequence[Exercise]) -> str:
     """In Markdown. What came from an answer stands in <pre>, where nothing is read as Markdown."""
     rows, words = [], []
     for exercise in exercises:

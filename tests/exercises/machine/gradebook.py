@@ -1,23 +1,30 @@
 """`make gradebook DIR=submissions`: what each student's answers were told, as tables.
 
 A submission is a folder with files of a workbook, at any depth. A cell is "passed", "not begun", "not handed in", or
-the diagnosis in words. The tables are written anew after each student, so that nothing that happens later loses a mark:
+the diagnosis in words. With E="05 08" there are rows, columns and points for these exercises only. The tables are
+written anew after each student, so that nothing that happens later loses a mark:
 
     gradebook.csv       a row for each exercise, a column for each student
     moodle.csv          a row for each student: 1 for an exercise that passed; canvas.csv: how many passed
     gradescope/….json   the result of one student, as Gradescope's autograder reads it
     oral/….html         for an oral examination: questions on the student's own code, and, folded, the answers (oral.py)
 
-A strange answer runs in a sandbox, if the system has one (`sandbox.py`). No sandbox hides the package's own functions.
+An answer is copied, and the copy runs in a sandbox, if the system has one (`sandbox.py`). So neither a link nor an
+answer shows a file of the lecturer's. No sandbox hides the package's own functions.
 """
 
 import concurrent.futures
+import contextlib
 import csv
 import io
+import itertools
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+import stat
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +35,14 @@ from tests.exercises.course import COURSE, Exercise
 from tests.exercises.machine import oral, sandbox
 from tests.exercises.machine.checker import Checker
 from tests.exercises.machine.oral import Asked
+from tests.exercises.machine.runner import LARGEST
 
 WORDS = {"passed": "passed", "todo": "not begun", "impossible": "needs Triton"}
 NOT_REACHED = "not checked: the time was over, or an answer ended what checks it"
 LONGEST = 2000  # characters of a diagnosis on Gradescope
+NAME = 60  # characters of a student's name: a file is called so
+WAIT = 20.0  # seconds that an answer may do nothing
+FILES = {exercise.file for exercise in COURSE}
 
 
 class Grades(NamedTuple):
@@ -47,67 +58,109 @@ class Grades(NamedTuple):
         return sum(self.cells[exercise.id] == "passed" for exercise in exercises)
 
 
-def write(folder: Path, output: Path | None, console: Any) -> int:
+def write(folder: Path, output: Path | None, console: Any, exercises: Sequence[Exercise] = COURSE) -> int:
     """Check everything under `folder`, write the tables, and return 0. `ValueError` if there are no submissions."""
     if not folder.is_dir():
         raise ValueError(f"gradebook: {folder} is no folder: make gradebook DIR=submissions, one folder a student")
     folder = folder.resolve()
-    output = output or folder / "gradebook.csv"
-    students = sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in ("gradescope", "oral"))
-    students = [path for path in students if not path.name.startswith(".")]
+    students = _students(folder)
     if not students:
         raise ValueError(f"gradebook: {folder} has no folders: put each student's files into one")
-    if not sandbox.has_one():
+    places = _places(output or folder / "gradebook.csv", students.values())
+    if sandbox.wall(folder) == ["env"]:
         console.print(sandbox.OPEN)
     seed = os.environ.get("SEED") or str(secrets.randbelow(10**6))
     console.print(f"SEED={seed}: the cases that are drawn, the same for all students")
     done: list[Grades] = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        waiting = [pool.submit(grade, student, folder, seed) for student in students]
+        waiting = [pool.submit(grade, name, path, exercises, seed) for name, path in students.items()]
         try:
             for future in concurrent.futures.as_completed(waiting):
                 grades = future.result()
                 done = sorted([*done, grades])
-                _write_tables(done, output)
-                console.print(escape(f"{grades.student}: {grades.passed(COURSE)} of {len(COURSE)} passed"))
+                _write_tables(done, places, exercises)
+                console.print(escape(f"{grades.student}: {grades.passed(exercises)} of {len(exercises)} passed"))
                 for note in grades.notes:
                     console.print(escape(f"  {note}"))
         finally:
             pool.shutdown(cancel_futures=True)
     table = Table("student", "passed", "core", box=None)
     for grades in done:
-        core = grades.passed(exercise for exercise in COURSE if exercise.core)
-        table.add_row(escape(grades.student), str(grades.passed(COURSE)), str(core))
+        core = grades.passed(exercise for exercise in exercises if exercise.core)
+        table.add_row(escape(grades.student), str(grades.passed(exercises)), str(core))
     console.print(table)
-    console.print(escape(f"wrote {_plain(str(output))}, and moodle.csv, canvas.csv, gradescope/, oral/ beside it"))
+    first, *others = places
+    console.print(escape(f"wrote {plain(str(first))}, and {', '.join(path.name for path in others)} beside it"))
     return 0
 
 
-def grade(student: Path, submissions: Path, seed: str) -> Grades:
+def _students(folder: Path) -> dict[str, Path]:
+    """The folders of students, by names of which no two look alike."""
+    shown: dict[Path, str] = {}
+    for path in folder.iterdir():
+        ours = path.name.split("-")[0] in ("gradescope", "oral") and not any(path.rglob("*.py"))  # of an earlier run
+        if path.is_dir() and not path.name.startswith(".") and not ours:
+            shown[path] = plain(path.name, "")[:NAME]
+    found: dict[str, Path] = {}
+    taken = set(map(_look, shown.values()))
+    for path, name in sorted(shown.items(), key=lambda pair: (pair[1] != pair[0].name, pair)):
+        if _look(name) in map(_look, found):
+            name = _first_free(Path(name), taken).name
+            taken.add(_look(name))
+        found[name] = path
+    return found
+
+
+def _look(name: str) -> str:
+    """The same for names that look alike, or are one file on some systems."""
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+def _places(output: Path, students: Iterable[Path]) -> list[Path]:
+    """Of each table the path, which is no student's folder; first that of `output`."""
+    taken = {_look(str(path)) for path in students}
+    beside = [output, *map(output.with_name, ("moodle.csv", "canvas.csv", "gradescope", "oral"))]
+    return [_first_free(path, taken) for path in beside]
+
+
+def _first_free(path: Path, taken: set[str]) -> Path:
+    """The path, or with -2, -3, … the first that looks like none of those taken."""
+    tries = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
+    return next(path for path in tries if _look(str(path)) not in taken)
+
+
+def grade(name: str, student: Path, exercises: Sequence[Exercise], seed: str) -> Grades:
     """All answers of one student, in one sandbox, and questions on those of the core that have passed."""
-    with Checker(sandbox.wall(submissions, student), seed=seed) as checker:
-        *_, grades = one_by_one(student, COURSE, checker)
-        files, _ = answers(student)
-        for exercise in COURSE:
-            if exercise.core and grades.cells[exercise.id] == "passed":
-                grades.asked.append(oral.ask(exercise, files[exercise.file], checker))
+    grades = Grades(name, {exercise.id: NOT_REACHED for exercise in exercises}, [], [])
+    try:
+        with handed_in(student) as (folder, notes), Checker(sandbox.wall(folder), WAIT, seed) as checker:
+            if name != student.name:
+                notes.append(f"{name} is the folder {ascii(student.name)}")
+            for grades in one_by_one(name, folder, notes, exercises, checker):
+                pass
+            for exercise in exercises:
+                if exercise.core and grades.cells[exercise.id] == "passed":
+                    grades.asked.append(oral.ask(exercise, folder / exercise.file, checker))
+    except Exception as error:  # whatever it is, the other students count
+        grades.notes.append(plain(f"gradebook-error: {type(error).__name__}: {error}"))
     return grades
 
 
-def one_by_one(student: Path, course: list[Exercise], checker: Checker) -> Iterator[Grades]:
-    """The grades after each exercise of `course`. Of those that are still to come a cell says so."""
-    files, notes = answers(student)
-    grades = Grades(_plain(student.name), {exercise.id: NOT_REACHED for exercise in course}, notes, [])
-    for exercise in course:
-        grades.cells[exercise.id] = _cell(exercise, files, checker)
+def one_by_one(
+    name: str, folder: Path, notes: list[str], exercises: Sequence[Exercise], checker: Checker
+) -> Iterator[Grades]:
+    """The grades after each of the exercises. Of those that are still to come a cell says so."""
+    grades = Grades(name, {exercise.id: NOT_REACHED for exercise in exercises}, notes, [])
+    for exercise in exercises:
+        grades.cells[exercise.id] = _cell(exercise, folder / exercise.file, checker)
         yield grades
 
 
-def _cell(exercise: Exercise, files: dict[str, Path], checker: Checker) -> str:
-    if exercise.file not in files:
+def _cell(exercise: Exercise, path: Path, checker: Checker) -> str:
+    if not path.exists():
         return "not handed in"
     try:
-        outcome = checker.check(exercise, files[exercise.file])
+        outcome = checker.check(exercise, path)
         return WORDS.get(outcome.status) or f"{outcome.name}: {outcome.words}"
     except Exception as error:  # whatever it is, the other answers count
         return f"gradebook-error: {type(error).__name__}: {error}"
@@ -118,7 +171,7 @@ def points(cell: str) -> float:
     return 1.0 if cell == "passed" else 0.5 if cell.startswith("random: ") else 0.0
 
 
-def for_gradescope(grades: Grades, course: list[Exercise]) -> str:
+def for_gradescope(grades: Grades, exercises: Sequence[Exercise]) -> str:
     """The text of a results.json: https://gradescope-autograders.readthedocs.io/en/latest/specs/#output-format"""
     tests = [
         {
@@ -126,73 +179,96 @@ def for_gradescope(grades: Grades, course: list[Exercise]) -> str:
             "score": points(cell),
             "max_score": 1,
             "status": "passed" if cell == "passed" else "failed",
-            "output": _plain(cell[:LONGEST]),
+            "output": plain(cell[:LONGEST]),
             "visibility": "visible",
         }
-        for exercise in course
+        for exercise in exercises
         for cell in [grades.cells[exercise.id]]
     ]
     return json.dumps({"tests": tests, "output": "\n".join(grades.notes)[:LONGEST]}, indent=1)
 
 
-def answers(student: Path) -> tuple[dict[str, Path], list[str]]:
-    """The answers by the name of their file; what is odd about the folder."""
-    names = {exercise.file for exercise in COURSE}
-    found: dict[str, Path] = {}
+@contextlib.contextmanager
+def handed_in(student: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A folder with copies of a student's answers; what is odd about those that were handed in.
+
+    A user without rights can read the copies, and not change them. A link is not followed.
+    """
     notes = []
-    for path in sorted(student.rglob("*.py")):
-        place = path.relative_to(student)
-        if "old" in place.parts or path.name == "conftest.py":
-            continue
-        if path.name not in names:
-            notes.append(_plain(f"{place} is no file of an exercise"))
-        elif path.name in found:
-            notes.append(_plain(f"{place} is left out: {found[path.name].relative_to(student)} has the same name"))
-        elif not path.resolve().is_relative_to(student.resolve()):
-            notes.append(_plain(f"{place} is left out: it is a link to another folder"))
-        else:
-            found[path.name] = path
-    return found, notes
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve() / "submission"
+        folder.mkdir()
+        for each in (folder.parent, folder):
+            each.chmod(0o755)
+        for path in sorted(student.rglob("*.py")):
+            place = plain(str(path.relative_to(student)))
+            if "old" in Path(place).parts or path.name == "conftest.py":
+                continue
+            if path.name not in FILES:
+                notes.append(f"{place} is no file of an exercise")
+            elif (copy := folder / path.name).exists():
+                notes.append(f"{place} is left out: another file has the same name")
+            elif (content := _content(path)) is None:
+                notes.append(f"{place} is left out: a link, no file, or larger than {LARGEST // 2**20} MiB")
+            else:
+                copy.write_bytes(content)
+                copy.chmod(0o644)
+        yield folder, notes
 
 
-def _write_tables(done: list[Grades], output: Path) -> None:
+def _content(path: Path) -> bytes | None:
+    """None of a link, a pipe, a folder, …, and of a file that is too large for an answer."""
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST:
+            return path.read_bytes()
+    return None
+
+
+def _write_tables(done: list[Grades], places: list[Path], exercises: Sequence[Exercise]) -> None:
     """All tables, of the students so far."""
+    book, moodle, canvas, gradescope, pages = places
+    titles = [f"{e.id} {e.name}" for e in exercises]
     rows = [["exercise", *(grades.student for grades in done)]]
-    rows += [[f"{e.id} {e.name}", *(grades.cells[e.id] for grades in done)] for e in COURSE]
-    _write_csv(output, rows)
-    rows = [["username", *(f"{e.id} {e.name}" for e in COURSE), "passed", "notes"]]
+    rows += [[title, *(grades.cells[e.id] for grades in done)] for title, e in zip(titles, exercises)]
+    _write_csv(book, rows)
+    rows = [["username", *titles, "passed", "notes"]]
     for grades in done:
-        marks = [str(int(grades.cells[e.id] == "passed")) for e in COURSE]
-        rows.append([grades.student, *marks, str(grades.passed(COURSE)), "; ".join(grades.notes)])
-    _write_csv(output.with_name("moodle.csv"), rows)
+        marks = [str(int(grades.cells[e.id] == "passed")) for e in exercises]
+        rows.append([grades.student, *marks, str(grades.passed(exercises)), "; ".join(grades.notes)])
+    _write_csv(moodle, rows)
     rows = [["Student", "ID", "SIS User ID", "SIS Login ID", "Section", "minizero exercises"]]
-    rows += [["    Points Possible", "", "", "", "", str(len(COURSE))]]
-    rows += [[grades.student, "", "", grades.student, "", str(grades.passed(COURSE))] for grades in done]
-    _write_csv(output.with_name("canvas.csv"), rows)
-    (output.parent / "gradescope").mkdir(exist_ok=True)
+    rows += [["    Points Possible", "", "", "", "", str(len(exercises))]]
+    rows += [[grades.student, "", "", grades.student, "", str(grades.passed(exercises))] for grades in done]
+    _write_csv(canvas, rows)
+    gradescope.mkdir(exist_ok=True)
     for grades in done:
-        replace(output.parent / "gradescope" / f"{grades.student}.json", for_gradescope(grades, COURSE))
+        replace(gradescope / f"{grades.student}.json", for_gradescope(grades, exercises))
         if grades.asked:
-            (output.parent / "oral").mkdir(exist_ok=True)
-            replace(output.parent / "oral" / f"{grades.student}.html", oral.page(grades.student, grades.asked))
+            pages.mkdir(exist_ok=True)
+            replace(pages / f"{grades.student}.html", oral.page(grades.student, grades.asked))
 
 
 def _write_csv(path: Path, rows: list[list[str]]) -> None:
     """A table that a spreadsheet reads as text: no cell is taken for a formula."""
     text = io.StringIO()
     csv.writer(text).writerows(
-        [[f"'{cell}" if cell[:1] in tuple("=+-@\t\r") else cell for cell in map(_plain, row)] for row in rows]
+        [[f"'{cell}" if cell[:1] in tuple("=+-@") else cell for cell in map(plain, row)] for row in rows]
     )
     replace(path, text.getvalue())
 
 
 def replace(path: Path, text: str) -> None:
     """Write a file whole, or leave what is there."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8", newline="")
-    new.replace(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", newline="", delete=False) as new:
+        new.write(text)
+    os.chmod(new.name, 0o644)
+    os.replace(new.name, path)
 
 
-def _plain(text: str) -> str:
-    """The text, with escapes for what UTF-8 cannot write: half characters, and names that are not UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def plain(text: str, kept: str = "\n") -> str:
+    """The text, with escapes for what has no shape of its own: control characters but `kept`, half characters, …"""
+    return "".join(
+        c if c in kept or c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
