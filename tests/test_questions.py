@@ -12,7 +12,7 @@ from tests.exercises.course import COURSE, find
 from tests.exercises.machine import gradebook, oral
 from tests.exercises.machine.checker import Checker
 from tests.exercises.machine.runner import Outcome
-from tests.exercises.sheet import Sheet, is_right
+from tests.exercises.sheet import NUMBER, Sheet, is_right
 from tests.exercises.workbook import Workbook
 
 CORE = [exercise for exercise in COURSE if exercise.core]
@@ -28,7 +28,7 @@ def examiner(exercise, folder, seed=0, edits=()):
     path = folder / exercise.file
     path.write_text(text)
     random = Random(seed)
-    return questions.Examiner(exercise, path, ast.parse(text), scenes.SCENES[exercise.name](random), random)
+    return questions.Examiner(exercise, path, ast.parse(text), getattr(scenes, exercise.name)(random), random)
 
 
 @pytest.mark.slow
@@ -45,6 +45,8 @@ def test_each_exercise_of_the_core_has_three_questions(exercise, tmp_path, monke
         assert len({text for text, _ in sheet.questions}) == 3
         assert all(answer and is_right(answer, answer) for _, answer in sheet.questions)
         assert "is left out" in sheet.questions[-1][0]
+        shown = set(re.findall(NUMBER, sheet.case)) | {"0", "1", "-1"}
+        assert [answer for _, answer in sheet.questions if set(re.findall(NUMBER, answer)) - shown], "all can be read off"
 
 
 @pytest.mark.slow
@@ -102,6 +104,20 @@ def test_a_statement_that_is_left_out_shows_in_the_bytes(tmp_path):
     end = asks.run(tree, questions.Trace(asks.path, tree))
     size = {"float32": 4, "bfloat16": 2}[dtype]
     assert [more - less for more, less in zip(end[next(iter(end))], held)] == [0, *(size * x for x in padded[:3])]
+
+
+def test_a_statement_that_is_left_out_once_changes_one_step(tmp_path):
+    """Without its third run the sum of the weighted losses lacks the third micro-batch that has targets."""
+    asks = examiner(find("accumulation"), tmp_path)
+    line = next(i for i, text in enumerate(asks.code, 1) if text.strip().startswith("loss += "))
+    tree = questions._without(asks.tree, line, 3)
+    less = asks.run(tree, questions.Trace(asks.path, tree))["What is returned?"]
+    weight = int(re.search(r"w = (\d)", asks.scene.words)[1])
+    batches = [tuple(map(int, two)) for two in re.findall(r"(\d+) targets, all (-?\d+)", asks.scene.words)]
+    count, value = [batch for batch in batches if batch[0]][2]
+    lost = count * (weight - value) ** 2 / sum(count for count, _ in batches)
+    assert lost and asks.end["What is returned?"] - less == pytest.approx(lost)
+    assert "targets" not in {event.name for event in asks.seen.events}, "a loop's variable is no question"
 
 
 def test_a_loop_without_an_end_is_an_answer(tmp_path):

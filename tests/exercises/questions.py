@@ -3,21 +3,25 @@
     a scene      a drawn case of an exercise in words, and a function that runs it (scenes.py)
     its trace    in order: a line of the answer gives a variable a value, a rank sends a message
     a question   on a value of the trace; on how far the ranks come if rank 0 stops; on what the scene ends with, as it
-                 is or with one statement of the answer left out
+                 is or with one statement of the answer left out, always or in one of its runs
 
-Who understands the run answers without running it. Nothing here knows an answer: each comes from the student's code.
+One question at least asks for a number that the sheet does not show: it comes of several steps in this drawn case, and
+not of the code alone. No question is on a loop's own variable, or on a value that never changes. Who understands the run answers without running it. Nothing here knows an answer: each comes from the student's code.
 """
 
 import ast
+import collections
 import contextlib
 import copy
+import itertools
 import math
 import os
+import re
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import FrameType, ModuleType
@@ -27,20 +31,21 @@ from unittest import mock
 import torch
 
 from minizero.ranks.transport import Transport
+from tests.exercises import scenes
 from tests.exercises.course import Exercise
 from tests.exercises.kit import BUSY_PATIENCE, Diagnosis, ranks
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.machine.runner import Outcome
 from tests.exercises.patch import patched
-from tests.exercises.scenes import SCENES, Scene
-from tests.exercises.sheet import Sheet
+from tests.exercises.sheet import NUMBER, Sheet
 
 STEPS = 20_000  # lines of an answer, after which its loop is said to have no end
-ALL = range(sys.maxsize)  # lines
 SHORT = 8  # numbers of a list or of a tensor that a trace shows
 SHOWN = 60  # lines of a trace
+RUNS = 8  # of a line, from the first on, that are asked about: nobody counts further
 ERROR, NEVER = "error", "never"
-UNKNOWN = "a name is missing"  # which is no question
+UNKNOWN = "a name is missing"  # which is asked only if there is no other question
+SKIPS = "_skips"  # a name in an answer from which a statement is left out in one run
 
 
 class Event(NamedTuple):
@@ -87,6 +92,7 @@ class Trace:
         self.path, self.with_values, self.stop = str(path), with_values, stop
         self.named = dict(_named(tree)) if with_values else {}
         self.events: list[Event] = []
+        self.lines: set[int] = set()  # that ran
         self.steps = 0
         self.leave = contextlib.ExitStack()
 
@@ -126,12 +132,13 @@ class Trace:
         def follow(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal last
             self.steps += 1
+            self.lines.add(frame.f_lineno)
             if self.steps > STEPS:
                 raise Endless
             if self.with_values and event in ("line", "return"):
-                statement, names, after = self.named.get(last, (0, (), ()))
+                statement, names = self.named.get(last, (0, ()))
                 now = frame.f_lineno if event == "line" else 0
-                if statement and now in after and self.named.get(now, (0,))[0] != statement:
+                if statement and self.named.get(now, (0,))[0] != statement:
                     self._note(statement, names, frame.f_locals)
                 last = now
             return follow
@@ -149,21 +156,15 @@ class Trace:
             self.events.append(Event(rank, line, name, plain(value)))
 
 
-Named = tuple[int, tuple[str, ...], Container[int]]
-
-
-def _named(tree: ast.Module) -> Iterator[tuple[int, Named]]:
-    """Of each line of a statement that gives variables a value: the statement's first line, their names, and at which
-    lines it goes on if it has done so. (After its last round a `for` goes on somewhere else.) 0: it returns."""
+def _named(tree: ast.Module) -> Iterator[tuple[int, tuple[int, tuple[str, ...]]]]:
+    """Of each line of a statement that gives variables a value: the statement's first line, and their names."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.For):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [ast.unparse(part) for target in targets for part in getattr(target, "elts", [target])]
             names = [name for name in names if name.replace(".", "").isidentifier()]
-            last = node.iter.end_lineno if isinstance(node, ast.For) else node.end_lineno
-            body = range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1) if isinstance(node, ast.For) else ALL
-            for line in range(node.lineno, (last or node.lineno) + 1):
-                yield line, (node.lineno, tuple(names), body)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                yield line, (node.lineno, tuple(names))
 
 
 def _as_far_as_they_come(transport: Any) -> list[int]:
@@ -226,7 +227,7 @@ def ask(exercise: Exercise, path: Path) -> Outcome:
     """
     source = path.read_text(encoding="utf-8-sig")
     random = Random(f"{os.environ.get('SEED') or secrets.token_hex()} {path} {source}")
-    examiner = Examiner(exercise, path, ast.parse(source), SCENES[exercise.name](random), random)
+    examiner = Examiner(exercise, path, ast.parse(source), getattr(scenes, exercise.name)(random), random)
     if isinstance(examiner.end, str):
         return Outcome("failed", "no-end", f"The run on which there are questions does not end well: {examiner.end}.")
     sheet = Sheet(examiner.scene.words, examiner.questions(), examiner.trace())
@@ -236,7 +237,7 @@ def ask(exercise: Exercise, path: Path) -> Outcome:
 class Examiner:
     """The questions on one answer, in one scene."""
 
-    def __init__(self, exercise: Exercise, path: Path, tree: ast.Module, scene: Scene, random: Random) -> None:
+    def __init__(self, exercise: Exercise, path: Path, tree: ast.Module, scene: scenes.Scene, random: Random) -> None:
         self.exercise, self.path, self.tree, self.scene, self.random = exercise, path, tree, scene, random
         self.code = path.read_text(encoding="utf-8-sig").splitlines()
         self.end = self.run(tree, Trace(path, tree))
@@ -248,6 +249,7 @@ class Examiner:
     def run(self, tree: ast.Module, trace: Trace) -> Any:
         """What the scene ends with, with this code of the answer inside: a dict, or ERROR, NEVER, UNKNOWN."""
         module = ModuleType(f"answer_{self.path.stem}")
+        setattr(module, SKIPS, _skips())
         try:
             with trace, _nothing_left_in_memory():
                 exec(compile(tree, str(self.path), "exec"), module.__dict__)
@@ -266,10 +268,16 @@ class Examiner:
 
     def questions(self) -> list[Question]:
         """Three, of different kinds if there are."""
-        kinds = [self.rank_0_stops, self.a_value, self.the_end]
-        asked = [kind() for kind in self.random.sample(kinds, 3)] + [self.the_end() for _ in range(5)]
-        different = list(dict.fromkeys(question for question in asked if question is not None))
-        return [*different[:2], self.left_out() or different[2]]
+        ends = [(text, show(value)) for text, value in self.end.items()]
+        ends = self.random.sample(ends, len(ends))
+        first = next((end for end in ends if self.is_computed(end[1])), ends[0])
+        asked = self.random.sample([first, self.random.choice([self.a_value, self.rank_0_stops])()], 2)
+        asked = list(dict.fromkeys(question for question in [*asked, self.a_value(), *ends] if question))
+        return [*asked[:2], self.left_out(asked[:2]) or asked[2]]
+
+    def is_computed(self, answer: str) -> bool:
+        """Whether it has a number that the sheet does not show."""
+        return bool(set(re.findall(NUMBER, answer)) - set(re.findall(NUMBER, f"{self.scene.words} -1 0 1")))
 
     def rank_0_stops(self) -> Question | None:
         """How many bytes a rank has sent when nothing moves any more."""
@@ -310,40 +318,42 @@ class Examiner:
             else:
                 text = f"What does message {number}{where} have in it? (If all its numbers are equal, that one.)"
             known = isinstance(event.value, int | float | list) and not isinstance(event.value, bool)
-            found[text] = value if known and "nan" not in value and runs and value != runs[0] else None
+            new = runs and len(runs) < RUNS and value != runs[0] and self.is_computed(value)
+            found[text] = value if known and "nan" not in value and new else None
             runs.append(value)
         return found
 
-    def the_end(self) -> Question:
-        """What the scene ends with."""
-        text = self.random.choice(list(self.end))
-        return text, show(self.end[text])
-
-    def left_out(self) -> Question | None:
-        """What changes if a statement of the answer is left out; now and then nothing does."""
-        ends, values, others = list[tuple[int, str, str]](), list[tuple[int, str, str]](), list[tuple[int, str, str]]()
-        lines = _statements(self.tree, self.exercise.function)
+    def left_out(self, asked: list[Question]) -> Question | None:
+        """What changes if a statement of the answer is left out; now and then nothing does. asked: not so again."""
+        ends, values, others, missing = (list[Question]() for _ in range(4))
+        lines = [line for line in _statements(self.tree, self.exercise.function) if line in self.seen.lines]
+        ways = [*itertools.product(lines, (0, 2, 3))]
         before = self.values(self.seen)
-        for line in self.random.sample(lines, min(len(lines), 8)):
-            tree = _without(self.tree, line)
+        for line, run in self.random.sample(ways, min(len(ways), 16)):
+            tree = _without(self.tree, line, run)
+            when = f" in its run {run}{'' if self.rank is None else ' on each rank'}" if run else ""
+            words = f"Line {line} is left out{when}:\n{self.quote(line)}\n"
             end = self.run(tree, Trace(self.path, tree))
             for text, value in self.end.items():
                 now = end if isinstance(end, str) else show(end[text])
-                if end != UNKNOWN and "nan" not in now:
-                    (others if now in (ERROR, NEVER, show(value)) else ends).append((line, text, now))
+                if now in (ERROR, NEVER, show(value)):
+                    others += [(words + text, now)] if (text, now) not in asked else []
+                elif now == UNKNOWN:
+                    missing.append((words + text, ERROR))
+                elif "nan" not in now and self.is_computed(now):
+                    ends.append((words + text, now))
             if isinstance(end, dict):
                 seen = Trace(self.path, tree, with_values=True)
                 self.run(tree, seen)
                 changed = {text: value for text, value in self.values(seen).items() if before.get(text) != value}
-                values += [(line, text, value) for text, value in changed.items() if value is not None]
-        found = [kind for kind in (ends, values) if kind]
-        if not found or others and self.random.random() < 0.2:
+                values += [(words + text, v) for text, v in changed.items() if v and self.quote(line) not in text]
+        found = [kind for kind in (ends, values) if kind] or [others or missing]
+        if others and self.random.random() < 0.2:
             found = [others]
         if not found[0]:
             return None
-        line, text, now = self.random.choice(self.random.choice(found))
-        words = f"Line {line} is left out:\n{self.quote(line)}\n{text}\nAnswer `{ERROR}` if the run then ends with an "
-        return words + f"error, `{NEVER}` if it does not end.", now
+        words, now = self.random.choice(self.random.choice(found))
+        return f"{words}\nAnswer `{ERROR}` if the run then ends with an error, `{NEVER}` if it does not end.", now
 
     def quote(self, line: int) -> str:
         return f"    {line}: {self.code[line - 1].strip()}"
@@ -370,11 +380,24 @@ def _statements(tree: ast.Module, function: str) -> list[int]:
     return [s.lineno for s in found if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
 
 
-def _without(tree: ast.Module, line: int) -> ast.Module:
-    """The tree with `pass` in place of the statements that begin in this line."""
+def _without(tree: ast.Module, line: int, run: int = 0) -> ast.Module:
+    """The tree with `pass` in place of the statements that begin in this line; of a thread only in that run, if any."""
     tree = copy.deepcopy(tree)
     for block in _blocks(tree):
         for place, statement in enumerate(block):
             if statement.lineno == line and not hasattr(statement, "body"):
-                block[place] = ast.copy_location(ast.Pass(), statement)
-    return tree
+                test = ast.parse(f"{SKIPS}({run})", mode="eval").body
+                skip = ast.copy_location(ast.Pass(), statement)
+                block[place] = ast.copy_location(ast.If(test, [skip], [statement]), statement) if run else skip
+    return ast.fix_missing_locations(tree)
+
+
+def _skips() -> Callable[[int], bool]:
+    """A function that says of its calls in a thread which one has this number."""
+    calls = collections.Counter[int]()
+
+    def skips(run: int) -> bool:
+        calls[threading.get_ident()] += 1
+        return calls[threading.get_ident()] == run
+
+    return skips

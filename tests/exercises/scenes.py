@@ -1,6 +1,6 @@
 """The scenes of the questions: of each exercise of the core a small drawn case, in words and as a run (questions.py).
 
-A scene has numbers that a person can follow. Its run returns what one may be asked about its end: a dict of questions
+A scene is called as its exercise. It has numbers that a person can follow. Its run returns what one may be asked about its end: a dict of questions
 with their values, each a number, a word, or a list of numbers.
 """
 
@@ -17,6 +17,7 @@ from minizero import DDP
 from minizero import accumulate as module
 from minizero.memory import Ledger, formulas
 from minizero.ranks import collectives
+from minizero.ranks.transport import Transport
 from minizero.recompute import by_function
 from precision import one_number
 from precision.scaling import DynamicLossScaler
@@ -53,7 +54,8 @@ def reduce_scatter(random: Random) -> Scene:
         }
 
     words = f"{n} ranks. Chunk c of rank k is {length} FP32 numbers, all of them (k + 2c) mod 3. "
-    return Scene(words + f"combine(a, b) is {factor} a + b.", run)
+    words += f"combine(a, b) is {factor} a + b. A ring rotates through {Transport.ring_buffers(cast(Any, None), ...)} "
+    return Scene(words + "buffers (ring_buffers).", run)
 
 
 def ddp_hook(random: Random) -> Scene:
@@ -173,26 +175,23 @@ def memory_formulas(random: Random) -> Scene:
 
 
 def round_even(random: Random) -> Scene:
-    drop, start = random.randint(2, 4), random.randint(20, 60)
-    numbers = range(start, start + random.randint(33, 47))
+    drop, again, sign = random.randint(2, 4), random.randint(1, 2), random.randint(0, 1)
+    numbers = [(2 * random.randint(8, 60) + 1) << drop - 1 for _ in "ab"] + random.sample(range(100, 999), 4)
     roundings = random.sample(("nearest-even", "nearest-away", "up", "down", "toward-zero"), 3)
-    sign = random.randint(0, 1)
 
     def run() -> dict[str, Any]:
-        more, largest = [], []
-        for rounding in roundings:
-            rounded = [one_number.round_off(s, drop, sign, rounding) for s in numbers]
-            more.append(sum(r > s >> drop for s, r in zip(numbers, rounded)))
-            largest.append(sum(rounded))
+        once = [[one_number.round_off(s, drop, sign, rounding) for s in numbers] for rounding in roundings]
+        twice = [[one_number.round_off(s, again, sign, r) for s in each] for r, each in zip(roundings, once)]
         return {
-            "For how many of the significands is the result larger than what is kept, in each rounding?": more,
-            "What is the sum of the results, in each rounding?": largest,
+            f"What are the results of the rounding {roundings[0]}?": once[0],
+            "What is the sum of the results, in each rounding?": [sum(each) for each in once],
+            f"Each result is rounded again, with drop {again}. What is the sum then, in each rounding?": [
+                sum(each) for each in twice
+            ],
         }
 
-    words = (
-        f"round_off of the significands {start} to {numbers[-1]}, with drop {drop} and sign {sign}, in the roundings "
-    )
-    return Scene(words + ", ".join(roundings) + " (a loop over the roundings, and in it one over the numbers).", run)
+    words = f"round_off of the significands {', '.join(map(str, numbers))}, with drop {drop} and sign {sign}, in the "
+    return Scene(words + f"roundings {', '.join(roundings)}, one after the other.", run)
 
 
 def dynamic_scaler(random: Random) -> Scene:
@@ -224,7 +223,8 @@ def checkpoint(random: Random) -> Scene:
     """Blocks in blocks: what is inside runs again whenever one of those around it does."""
     nested, times = random.choice(((2, 2), (3, 1), (3, 2)))
     after = random.randint(1, 2)
-    weights = [random.choice((1.0, 2.0, -1.0)) for _ in range(nested + after)]
+    weights = [random.choice((2.0, 3.0, -2.0, 0.5)) for _ in range(nested + after)]
+    given = random.choice((2.0, 3.0, -2.0, 5.0))
 
     def run() -> dict[str, Any]:
         ran: list[int] = []
@@ -235,14 +235,14 @@ def checkpoint(random: Random) -> Scene:
                 ran.append(number)
                 for _ in range(times if inside else 0):
                     x = by_function(cast(Callable, inside), x)
-                return parameters[number - 1] * (x if inside else x * x)
+                return parameters[number - 1] * (x if inside else x + number)
 
             return fn
 
         inside = None
         for number in range(nested, 0, -1):
             inside = block(number, inside)
-        start = torch.ones((), requires_grad=True)
+        start = torch.tensor(given, requires_grad=True)
         x = by_function(cast(Callable, inside), start)
         for number in range(nested + 1, nested + after + 1):
             x = by_function(block(number, None), x)
@@ -258,8 +258,9 @@ def checkpoint(random: Random) -> Scene:
     around = "checkpoint(block {0}, x)" if times == 1 else "checkpoint(block {0}, checkpoint(block {0}, x))"
     outer = ", ".join(f"block {i}(x) = w{i} · {around.format(i + 1)}" for i in range(nested - 1, 0, -1))
     rest = " and then ".join(f"checkpoint(block {i}, ·)" for i in range(nested + 1, nested + after + 1))
-    words = f"block {nested}(x) = w{nested} x², {outer}. Called is checkpoint(block 1, x), and then {rest}, where each "
-    words += f"later block i is wi x². Then .backward(). x = 1, w1, w2, … = {', '.join(f'{w:g}' for w in weights)}. "
+    words = f"block {nested}(x) = w{nested} (x + {nested}), {outer}. Called is checkpoint(block 1, x), and then {rest}, "
+    words += f"where each later block i is wi (x + i). Then .backward(). x = {given:g}, "
+    words += f"w1, w2, … = {', '.join(f'{w:g}' for w in weights)}. "
     return Scene(words + "(checkpoint is the function whose backward you wrote.)", run)
 
 
@@ -319,20 +320,3 @@ def online_softmax(random: Random) -> Scene:
 
     words = f"Blocks of {block} keys. The scores are ln 2 times {exponents}, so that exp(score) is a power of 2. The "
     return Scene(words + f"values have one column: {values}.", run)
-
-
-SCENES: dict[str, Callable[[Random], Scene]] = {
-    scene.__name__: scene
-    for scene in (
-        reduce_scatter,
-        ddp_hook,
-        zero2_free,
-        zero3_unshard,
-        memory_formulas,
-        round_even,
-        dynamic_scaler,
-        checkpoint,
-        accumulation,
-        online_softmax,
-    )
-}
