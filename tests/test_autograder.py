@@ -130,6 +130,40 @@ def test_what_gradescope_runs(folder):
     check_results(results, FEW)
 
 
+@pytest.mark.parametrize(
+    ("at_first", "packages", "chosen"),
+    [
+        ("3.10", {"python3-venv": "python3 3.10 venv", "python3.11-venv": "python3.11 3.11 venv"}, "python3.11"),
+        ("3.12", {"python3-venv": "python3 3.12 venv"}, "python3"),
+        ("3.12 venv", {}, "python3"),
+    ],
+    ids=["22.04", "24.04", "24.04 with python3-venv"],
+)
+def test_setup_finds_a_python_on_every_ubuntu(at_first, packages, chosen, tmp_path):
+    """Stand-ins for the system's commands only: a Python says whether it fits, and apt-get brings another one."""
+    tools, source = tmp_path / "tools", tmp_path / "source"
+    for folder in (tools, source):
+        folder.mkdir()
+    for name in ("bash", "dirname", "mkdir", "cp", "chmod"):
+        (tools / name).symlink_to(shutil.which(name))
+
+    def command(name, text):
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+
+    def python(name, has):
+        fits = "venv" in has and has >= "3.11"
+        command(name, f'[ "$1" = -c ] && exit {int(not fits)}\necho $0 >> used\nmkdir -p .venv/bin; cp -u $0 .venv/bin/python; true')
+
+    python("python3", at_first)
+    for package, brings in packages.items():
+        python(package, brings.split(" ", 1)[1])
+    brings = "".join(f"{package}) cp {tools / package} {tools / has.split()[0]};; " for package, has in packages.items())
+    command("apt-get", f'[ "$1" = update ] || case "$4" in {brings}*) exit 1;; esac')
+    status, said = bash([shutil.copy(autograder.SERVICES / "setup.sh", source)], source, PATH=str(tools))
+    assert status == 0 and (source / "used").read_text().split()[0] == str(tools / chosen), said
+
+
 def install_with_pip(source):
     status, said = bash([str(source / "setup.sh")], source, PIP_EXTRA_INDEX_URL=indexes())
     assert status == 0, said
@@ -162,9 +196,13 @@ def in_github_actions(folder, answers, run_all):
     for step in job["steps"]:
         if "checkout" in step.get("uses", ""):
             options = step["with"]
-            assert options["persist-credentials"] is False
+            assert options["persist-credentials"] is False and ("secrets." in options.get("token", "")) == (
+                "repository" in options  # another one, which may be private
+            )
             ignored = shutil.ignore_patterns(".git", ".venv", "results", "workbook", "__pycache__", ".*_cache")
             shutil.copytree(fetched[options.get("repository")], workspace / options["path"], ignore=ignored)
+        elif "cache-dependency-path" in step.get("with", {}):
+            assert (workspace / step["with"]["cache-dependency-path"]).is_file(), "the action fails without it"
         elif "run" in step and ("Check" in step["name"] or run_all):
             more = {"GITHUB_WORKSPACE": str(workspace), "GITHUB_STEP_SUMMARY": str(summary), "SECRET": "1"}
             more["PATH"] = f"{folder / 'tools' / 'bin'}:{PATH}"
