@@ -179,7 +179,7 @@ def test_the_museum_shows_each_run_to_mend_and_folds_what_one_takes_away(publish
     """Its story, its public sources, its lesson; the sentence stands in the exercise alone."""
     text = published["book/museum"].read_text()
     unfolded = html.unescape(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL))
-    exhibits = [exercise for exercise in COURSE if exercise.text().bug]
+    exhibits = [exercise for exercise in COURSE if exercise.text().takeaway]
     assert re.findall(r"<h2>(\d\d) ", text) == [exercise.id for exercise in exhibits] and len(exhibits) >= 7
     for exercise in exhibits:
         said = exercise.text().takeaway

@@ -64,7 +64,7 @@ def museum(notebooks):
     content += "it, and asks for the line.</p>"
     for exercise in COURSE:
         text, name = exercise.text(), exercise.notebook
-        if not text.bug:
+        if not text.takeaway:
             continue
         story = text.about.split("\n\n")[1]
         links = re.findall(r"https://[^\s,]+", text.about)

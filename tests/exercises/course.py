@@ -16,7 +16,7 @@ class Text(NamedTuple):
     """What an exercise is about; the steps to follow; hints that give away more and more.
 
     after: what the package does differently, and what to read next. For who has passed.
-    bug: edits of the reference, pairs of old and new text, if the student mends a function instead of writing one.
+    bug: edits of the reference, pairs of old and new text, if the student mends a function, or fills a gap in one.
     takeaway: what one remembers of a run to mend, in a sentence, for the book's page `museum`.
     """
 
@@ -76,10 +76,10 @@ class Exercise(NamedTuple):
             for statement in tree.body
             if isinstance(statement, ast.Assign)
             and isinstance(statement.targets[0], ast.Name)
-            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER", "BUGGY", "TAKEAWAY")
+            and statement.targets[0].id in ("PLAN", "HINTS", "AFTER", "BUGGY", "GAP", "TAKEAWAY")
         }
         about, plan, hints, after = ast.get_docstring(tree) or "", values["PLAN"], values["HINTS"], values["AFTER"]
-        return Text(about, plan, hints, after, values.get("BUGGY", ()), values.get("TAKEAWAY", ""))
+        return Text(about, plan, hints, after, values.get("BUGGY") or values.get("GAP", ()), values.get("TAKEAWAY", ""))
 
     def load(self) -> ModuleType:
         """The exercise's module: PLAN, HINTS, AFTER, WRONG, draw(), result(); SAYS or check()."""

@@ -7,9 +7,8 @@ Activations exist for one micro-batch at a time: each goes backward before the n
 `_backward(model, micro_batch, weight)` does that: it adds the gradient of weight · loss to .grad and returns weight ·
 loss. A micro-batch is a pair (x, y). One without any target has a mean of 0/0; it must add nothing.
 
-The loop of the lesson serves one small model in FP32. Yours takes any window, also with a micro-batch that has no
-target, adds up 16-bit gradients in FP32, and refuses models that average by themselves.
-For an engine of minizero, whose ranks must agree, `_accumulate_on_ranks(model, window, counts, no_sync)` is there.
+What surrounds the loop is given: it refuses what is no window, counts the targets, and hands an engine, whose ranks
+must agree, to `_accumulate_on_ranks`. The loop is yours, also for a micro-batch without a target, and in 16 bits.
 """
 
 import contextlib
@@ -31,12 +30,8 @@ from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, size, value_or_error, wrong
 
 PLAN = [
-    "window: the list of the micro-batches. counts: how many targets each has; _checked_count(micro_batch, count) asks "
-    "the function `count`, which by default is targets_in, and checks both.",
-    "An Engine: return what _accumulate_on_ranks gives. (Other wrappers that average by themselves are a "
-    "`TypeError`: what has `no_sync` or `set_requires_gradient_sync`. So is a module without parameters.)",
-    "total: how many targets the window has; _check_window([[len(window), sum(counts)]]) says so, and complains "
-    "if none.",
+    "Given: `window`, the list of the micro-batches; `counts`, how many targets each of them has; `total`, how many all "
+    "of them have.",
     "For each micro-batch that has targets: _backward with the weight of its share; add up what it returns. In "
     "16 bits the sums of gradients should be FP32: `with sums_in_fp32(model):` around the loop does that.",
     "Return the loss of the window: a tensor without a graph.",
@@ -52,6 +47,17 @@ AFTER = (
     "tensor, so the loop waits for no GPU. In 16 bits the gradients add up in FP32, and are rounded once, at the end. "
     "Read next: `_accumulate_on_ranks` in minizero/accumulate.py, where a rank without a micro-batch takes part with "
     "weight 0."
+)
+GAP = (
+    (
+        "    loss = torch.zeros((), device=[*model.parameters()][-1].device)  # where the model ends\n"
+        "    with sums_in_fp32(model) if len(window) > 1 else contextlib.nullcontext():\n"
+        "        for micro_batch, targets in zip(window, counts):\n"
+        "            if targets:  # without a target the mean is 0/0; the micro-batch adds nothing\n"
+        "                loss += _backward(model, micro_batch, targets / total)\n"
+        "    return loss",
+        "    # Steps 2 and 3: the loop.\n    raise NotImplementedError",
+    ),
 )
 LOOP = "loss += _backward(model, micro_batch, targets / total)"
 WRONG = [

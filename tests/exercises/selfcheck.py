@@ -43,7 +43,7 @@ def check_checks(exercise: Exercise, which: str) -> list[Said]:
 
     wrongs = exercise.load().WRONG
     if which == "stub":
-        expected = wrongs[0].diagnosis if exercise.text().bug else "todo"
+        expected = wrongs[0].diagnosis if exercise.text().takeaway else "todo"
         return [say("the stub", expected, stub(exercise))]
     if which == "reference":
         return [say("the reference", "passed", answer(exercise), PATIENT)]

@@ -1,7 +1,7 @@
 """Files cut from a package's function: a stub for the student, the reference, and wrong answers.
 
 Signature, decorators, types and docstring stay. The file imports what the function uses of its module. The stub of an
-exercise with a bug has a body: the reference, with the bug.
+exercise with a bug has a body: the reference, with the bug, or with a gap.
 """
 
 import ast
