@@ -153,13 +153,14 @@ def test_setup_finds_a_python_on_every_ubuntu(at_first, packages, chosen, tmp_pa
 
     def python(name, has):
         fits = "venv" in has and has >= "3.11"
-        command(name, f'[ "$1" = -c ] && exit {int(not fits)}\necho $0 >> used\nmkdir -p .venv/bin; cp -u $0 .venv/bin/python; true')
+        made = "mkdir -p .venv/bin; cp -u $0 .venv/bin/python; true"
+        command(name, f'[ "$1" = -c ] && exit {int(not fits)}\necho $0 >> used\n{made}')
 
     python("python3", at_first)
     for package, brings in packages.items():
         python(package, brings.split(" ", 1)[1])
-    brings = "".join(f"{package}) cp {tools / package} {tools / has.split()[0]};; " for package, has in packages.items())
-    command("apt-get", f'[ "$1" = update ] || case "$4" in {brings}*) exit 1;; esac')
+    cases = "".join(f"{name}) cp {tools / name} {tools / has.split()[0]};; " for name, has in packages.items())
+    command("apt-get", f'[ "$1" = update ] || case "$4" in {cases}*) exit 1;; esac')
     status, said = bash([shutil.copy(autograder.SERVICES / "setup.sh", source)], source, PATH=str(tools))
     assert status == 0 and (source / "used").read_text().split()[0] == str(tools / chosen), said
 

@@ -94,7 +94,7 @@ def test_an_exercise_that_fails_after_it_had_passed_counts_no_more(workbook, mon
     monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
     for status in ("passed", "failed", "passed", "impossible", "todo"):
         before = Workbook(workbook.folder).has_passed(RING)
-        monkeypatch.setattr(commands, "run", lambda *_, status=status: Outcome(status, status, "So."))
+        monkeypatch.setattr(checker.Checker, "check", lambda *_, status=status: Outcome(status, status, "So."))
         assert commands.main(["check", "05"]) == (status in ("failed", "todo"))
         after = before if status == "impossible" else status == "passed"
         assert Workbook(workbook.folder).has_passed(RING) == after
@@ -102,7 +102,7 @@ def test_an_exercise_that_fails_after_it_had_passed_counts_no_more(workbook, mon
 
 def test_what_the_package_does_differently_is_told_after_a_pass_but_not_forty_times(workbook, monkeypatch, capsys):
     monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
-    monkeypatch.setattr(commands, "run", lambda *_: Outcome("passed", "passed", "Passed."))
+    monkeypatch.setattr(checker.Checker, "check", lambda *_: Outcome("passed", "passed", "Passed."))
     for word, times in (("05", 1), ("all", 0)):
         assert commands.main(["check", word]) == 0
         assert " ".join(capsys.readouterr().out.split()).count(RING.text().after) == times

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.exercises import kit, rank_kit, selfcheck, stubs
+from tests.exercises import kit, rank_kit, stubs
 from tests.exercises.course import find
 from tests.exercises.kit import compare, same, wrong
 from tests.exercises.machine import judge
@@ -648,7 +648,7 @@ def test_an_answer_that_is_wrong_now_and_then_fails(exercise, answer, write, see
 def test_a_seed_gives_the_same_cases_again(write):
     lesson, path = find("decode").load(), write(find("decode"), WRONG["decode"][0])
     assert judge.drawn(lesson, "7") == judge.drawn(lesson, "7") != judge.drawn(lesson, "8")
-    outcome = judge.examine(find("decode"), path, "7", judge.Judge(), selfcheck.PATIENT)
+    outcome = judge.examine(find("decode"), path, "7", judge.Judge())
     assert outcome.status == "failed" and "SEED=7" in outcome.words and "-0.0" in outcome.words, outcome
 
 

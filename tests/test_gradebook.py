@@ -82,6 +82,7 @@ FEW = ("killer", "forges", "=HYPERLINK(1)", "holds the pipe", "control", "gradeb
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a child that holds the pipe would take its verdict hours
 @pytest.mark.parametrize("names", [FEW, pytest.param(tuple(STRANGE), marks=pytest.mark.soak)], ids=["few", "all"])
 def test_whatever_a_submission_is_the_marks_of_the_others_stand(names, submissions):
     strange = {name: STRANGE[name] for name in names}

@@ -45,8 +45,8 @@ def test_each_exercise_of_the_core_has_three_questions(exercise, tmp_path, monke
         assert len({text for text, _ in sheet.questions}) == 3
         assert all(answer and is_right(answer, answer) for _, answer in sheet.questions)
         assert "is left out" in sheet.questions[-1][0]
-        shown = set(re.findall(NUMBER, sheet.case)) | {"0", "1", "-1"}
-        assert [answer for _, answer in sheet.questions if set(re.findall(NUMBER, answer)) - shown], "all can be read off"
+        shown = {*re.findall(NUMBER, sheet.case), "0", "1", "-1"}
+        assert any(set(re.findall(NUMBER, answer)) - shown for _, answer in sheet.questions), "all can be read off"
 
 
 @pytest.mark.slow

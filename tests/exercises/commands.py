@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tests.exercises.course import COURSE, NO_TRITON, Exercise, find
-from tests.exercises.machine.checker import Checker, run
+from tests.exercises.machine.checker import Checker
 from tests.exercises.machine.runner import Outcome
 from tests.exercises.sheet import Sheet, is_right
 from tests.exercises.workbook import Workbook
@@ -100,19 +100,19 @@ def show_list(_: argparse.Namespace, workbook: Workbook) -> int:
 
 def check(arguments: argparse.Namespace, workbook: Workbook) -> int:
     workbook.fill()
-    if arguments.exercise == "all":
-        outcomes = [check_one(exercise, workbook, with_after=False) for exercise in COURSE]
-        return int(any(outcome.status in ("failed", "todo") for outcome in outcomes))
-    exercise = _chosen(arguments.exercise, workbook)
-    return int(check_one(exercise, workbook).status in ("failed", "todo"))
+    every = arguments.exercise == "all"
+    exercises = COURSE if every else [_chosen(arguments.exercise, workbook)]
+    with Checker() as checker:
+        outcomes = [check_one(exercise, workbook, checker, with_after=not every) for exercise in exercises]
+    return int(any(outcome.status in ("failed", "todo") for outcome in outcomes))
 
 
-def check_one(exercise: Exercise, workbook: Workbook, *, with_after: bool = True) -> Outcome:
+def check_one(exercise: Exercise, workbook: Workbook, checker: Checker, *, with_after: bool = True) -> Outcome:
     """Check an exercise, print the outcome, and write down whether it passed.
 
     with_after: if it has passed, also print what the package does differently.
     """
-    outcome = run(exercise, workbook.path(exercise))
+    outcome = checker.check(exercise, workbook.path(exercise))
     if outcome.status != "impossible":
         workbook.note(exercise, passed=outcome.status == "passed")
     name = f"{exercise.id} {exercise.title}"
@@ -163,15 +163,16 @@ def watch(_: argparse.Namespace, workbook: Workbook) -> int:
     current = workbook.current()
     if current is not None:
         console.print(f"You are at {_short(workbook.path(current))}")
-    while True:
-        for exercise in COURSE:
-            saved = _saved(workbook.path(exercise))
-            if saved != seen[exercise]:
-                seen[exercise] = saved
-                if saved is not None:
-                    console.rule(time.strftime("%H:%M:%S"))
-                    check_one(exercise, workbook)
-        time.sleep(0.5)
+    with Checker() as checker:  # one for all, so that torch is imported once
+        while True:
+            for exercise in COURSE:
+                saved = _saved(workbook.path(exercise))
+                if saved != seen[exercise]:
+                    seen[exercise] = saved
+                    if saved is not None:
+                        console.rule(time.strftime("%H:%M:%S"))
+                        check_one(exercise, workbook, checker)
+            time.sleep(0.5)
 
 
 def questions(arguments: argparse.Namespace, workbook: Workbook) -> int:

@@ -30,8 +30,8 @@ from tests.exercises.draws import deal
 from tests.exercises.kit import fail, ranks, recognise, size, value_or_error, wrong
 
 PLAN = [
-    "Given: `window`, the list of the micro-batches; `counts`, how many targets each of them has; `total`, how many all "
-    "of them have.",
+    "Given: `window`, the list of the micro-batches; `counts`, how many targets each of them has; `total`, how many "
+    "all of them have.",
     "For each micro-batch that has targets: _backward with the weight of its share; add up what it returns. In "
     "16 bits the sums of gradients should be FP32: `with sums_in_fp32(model):` around the loop does that.",
     "Return the loss of the window: a tensor without a graph.",

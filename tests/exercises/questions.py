@@ -6,7 +6,8 @@
                  is or with one statement of the answer left out, always or in one of its runs
 
 One question at least asks for a number that the sheet does not show: it comes of several steps in this drawn case, and
-not of the code alone. No question is on a loop's own variable, or on a value that never changes. Who understands the run answers without running it. Nothing here knows an answer: each comes from the student's code.
+not of the code alone. No question is on a loop's own variable, or on a value that never changes. Who understands the
+run answers without running it. Nothing here knows an answer: each comes from the student's code.
 """
 
 import ast

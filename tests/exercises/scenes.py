@@ -1,7 +1,7 @@
 """The scenes of the questions: of each exercise of the core a small drawn case, in words and as a run (questions.py).
 
-A scene is called as its exercise. It has numbers that a person can follow. Its run returns what one may be asked about its end: a dict of questions
-with their values, each a number, a word, or a list of numbers.
+A scene is called as its exercise, and has numbers that a person can follow. Its run returns what one may be asked about
+its end: a dict of questions with their values, each a number, a word, or a list of numbers.
 """
 
 import math
@@ -54,7 +54,7 @@ def reduce_scatter(random: Random) -> Scene:
         }
 
     words = f"{n} ranks. Chunk c of rank k is {length} FP32 numbers, all of them (k + 2c) mod 3. "
-    words += f"combine(a, b) is {factor} a + b. A ring rotates through {Transport.ring_buffers(cast(Any, None), ...)} "
+    words += f"combine(a, b) is {factor} a + b. A ring rotates through {Transport.ring_buffers(cast(Any, None), torch.ones(1))} "
     return Scene(words + "buffers (ring_buffers).", run)
 
 
@@ -258,8 +258,8 @@ def checkpoint(random: Random) -> Scene:
     around = "checkpoint(block {0}, x)" if times == 1 else "checkpoint(block {0}, checkpoint(block {0}, x))"
     outer = ", ".join(f"block {i}(x) = w{i} · {around.format(i + 1)}" for i in range(nested - 1, 0, -1))
     rest = " and then ".join(f"checkpoint(block {i}, ·)" for i in range(nested + 1, nested + after + 1))
-    words = f"block {nested}(x) = w{nested} (x + {nested}), {outer}. Called is checkpoint(block 1, x), and then {rest}, "
-    words += f"where each later block i is wi (x + i). Then .backward(). x = {given:g}, "
+    words = f"block {nested}(x) = w{nested} (x + {nested}), {outer}. Called is checkpoint(block 1, x), then {rest}; "
+    words += f"each later block i is wi (x + i). Then .backward(). x = {given:g}, "
     words += f"w1, w2, … = {', '.join(f'{w:g}' for w in weights)}. "
     return Scene(words + "(checkpoint is the function whose backward you wrote.)", run)
 

@@ -32,7 +32,7 @@ from tests.exercises.course import COURSE, ROOT, Exercise
 from tests.exercises.machine import runner
 from tests.exercises.machine.runner import Outcome
 
-HARD_SECONDS = 9.0  # of computing, after which an operation that cannot be interrupted is ended
+HARD = 1.5  # times its seconds of computing, an operation that cannot be interrupted is ended
 WAIT_SECONDS = 60.0  # of the clock without computing, after which what only waits is ended
 IDLE_SECONDS = 0.5  # of computing within WAIT_SECONDS that count as none
 SILENCE = 900.0  # seconds without a word from the host, after which it is ended
@@ -106,10 +106,11 @@ class Checker:
             return said
         seed, secret = self.seed or str(secrets.randbelow(10**6)), secrets.token_hex()
         asked = {"exercise": exercise.id, "path": str(path.absolute()), "seed": seed, "secret": secret}
-        self.host = self.host or Process("host", self.wall)
-        self.host.tell(**asked, wait=self.wait, what=what)
+        self.host = self.host or Process("host", self.wall)  # it imports torch while the judge does its part
+        may = runner.SECONDS, self.wait
         if what == "examine":
-            _judged(asked)
+            may = tuple(map(max, may, _judged(asked) or may))
+        self.host.tell(**asked, may=may, what=what)
         seen = _seen(self.host.reply(), secret)
         if seen is None or not CAN_FORK:
             seen = seen or _ended(self.host.pipes.poll())
@@ -117,8 +118,9 @@ class Checker:
             self.host = None
         if what != "examine":
             return Outcome(**seen["said"])
-        said = _judged(asked | {"seen": seen})
-        return dataclasses.replace(said, printed=str(seen.get("printed", ""))[-4000:])
+        no_verdict = Outcome("failed", "no-verdict", "The judge has ended without a verdict: check the file once more.")
+        said = _judged(asked | {"seen": seen}) or dataclasses.asdict(no_verdict)
+        return Outcome(**said | {"printed": str(seen.get("printed", ""))[-4000:]})
 
     def close(self) -> None:
         if self.host is not None:
@@ -130,18 +132,16 @@ JUDGE: list[Process] = []  # one for all, at most
 ONE_AT_A_TIME = threading.Lock()
 
 
-def _judged(asked: dict[str, Any]) -> Outcome:
-    """The judge's verdict on what was seen. Without `seen` it prepares, and nobody waits for it."""
+def _judged(asked: dict[str, Any]) -> Any:
+    """The judge's verdict on what was seen. Without `seen`: how long the answer may take. None if the judge has ended."""
     with ONE_AT_A_TIME:
         if not JUDGE:
             JUDGE.append(Process("judge"))
             atexit.register(_dismiss)
         JUDGE[0].tell(**asked)
-        if "seen" in asked and (reply := JUDGE[0].reply()):
-            return Outcome(**json.loads(reply))
-        if "seen" in asked:
-            _dismiss()
-    return Outcome("failed", "no-verdict", "The judge has ended without a verdict: check the file once more.")
+        if reply := JUDGE[0].reply():
+            return json.loads(reply)
+        return _dismiss()
 
 
 def _dismiss() -> None:
@@ -182,8 +182,8 @@ def _ended(status: int | None) -> dict[str, Any]:
         return _failed("ended", words)
     name = signal.Signals(-status).name
     if name == "SIGXCPU":
-        words = f"After {HARD_SECONDS:g} seconds of computing the check still ran, in an operation that cannot be "
-        words += "interrupted. Is there a loop that never ends, or a very large tensor?"
+        words = "The check computed on and on, in an operation that cannot be interrupted. Is there a loop that never "
+        words += "ends, or a very large tensor?"
         return _failed("endless", words)
     if name == "SIGKILL":
         words = "The process was killed: by the system, for want of memory, or by the file itself."
@@ -229,9 +229,9 @@ def _judge() -> Callable[..., None]:
     judge = Judge()
 
     def serve(channel: int, exercise: Exercise, path: Path, asked: dict[str, Any]) -> None:
-        """Without `seen` it only prepares, while the answer runs."""
+        """Without `seen` it only prepares, and says how long the answer may take."""
         if "seen" not in asked:
-            return judge.prepare(exercise, asked["seed"])
+            return _write(channel, "", judge.prepare(exercise, asked["seed"]))
         outcome = dataclasses.asdict(judge.verdict(exercise, path, asked["seed"], asked["seen"]))
         del outcome["printed"]
         _write(channel, "", outcome)
@@ -240,22 +240,24 @@ def _judge() -> Callable[..., None]:
 
 
 def _host(channel: int, exercise: Exercise, path: Path, asked: dict[str, Any]) -> None:
-    check: Callable[[], dict[str, Any]] = functools.partial(runner.observe, exercise, path, asked["seed"])
+    seconds, wait = asked["may"]
+    check: Callable[[], dict[str, Any]] = functools.partial(runner.observe, exercise, path, asked["seed"], seconds)
     if asked["what"] == "ask":
         from tests.exercises import questions
 
         check = lambda: _seen_of(questions.ask(exercise, path))  # noqa: E731
     with tempfile.TemporaryFile() as printed:
         if CAN_FORK:
-            seen = _in_a_child(check, path, asked["wait"], printed, channel)
+            seen = _in_a_child(check, path, seconds, wait, printed, channel)
         else:
-            seen = _here(check, path, asked["wait"], printed, functools.partial(_end, channel, asked["secret"]))
+            end = functools.partial(_end, channel, asked["secret"])
+            seen = _here(check, path, seconds, wait, printed, end)
         printed.seek(max(0, printed.seek(0, os.SEEK_END) - 4000))
         seen["printed"] = printed.read().decode(errors="replace").strip()
         _write(channel, asked["secret"], seen)
 
 
-def _write(channel: int, secret: str, said: dict[str, Any]) -> None:
+def _write(channel: int, secret: str, said: Any) -> None:
     left = memoryview(f"{secret}{json.dumps(said)}\n".encode())
     while left:
         left = left[os.write(channel, left) :]
@@ -267,7 +269,7 @@ def _end(channel: int, secret: str, said: dict[str, Any]) -> None:
 
 
 def _in_a_child(
-    check: Callable[[], dict[str, Any]], path: Path, wait: float, printed: Any, channel: int
+    check: Callable[[], dict[str, Any]], path: Path, seconds: float, wait: float, printed: Any, channel: int
 ) -> dict[str, Any]:
     """Fork, run the answer in the child, and end all that the child has started."""
     secret = secrets.token_hex()
@@ -279,9 +281,9 @@ def _in_a_child(
             os.close(channel)
             os.close(receive)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            _limit()
+            _limit(int(HARD * seconds) + 3)  # after `_watch` had its turn
             end = functools.partial(_end, send, secret)
-            end(_here(check, path, wait, printed, end))
+            end(_here(check, path, seconds, wait, printed, end))
         os._exit(1)
     os.close(send)
     said, until = b"", time.monotonic() + SILENCE / 2
@@ -298,7 +300,7 @@ def _in_a_child(
     return _seen(said, secret) or _ended(os.waitstatus_to_exitcode(status))
 
 
-def _limit() -> None:
+def _limit(seconds: int) -> None:
     """Limits of the system for this process and those that it starts. It ends with its parent."""
     import ctypes
     import resource
@@ -306,7 +308,7 @@ def _limit() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
     for what, most in (
-        (resource.RLIMIT_CPU, int(HARD_SECONDS) + 3),  # after `_watch` had its turn
+        (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, MEMORY),
         (resource.RLIMIT_FSIZE, FILE),
         (resource.RLIMIT_NPROC, PROCESSES),
@@ -318,29 +320,34 @@ def _limit() -> None:
 
 
 def _here(
-    check: Callable[[], dict[str, Any]], path: Path, wait: float, printed: Any, end: Callable[[dict[str, Any]], None]
+    check: Callable[[], dict[str, Any]],
+    path: Path,
+    seconds: float,
+    wait: float,
+    printed: Any,
+    end: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Run the answer in this process. `end` is called, from another thread, if the check takes too long."""
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)
-    threading.Thread(target=_watch, args=(path, wait, end), daemon=True).start()
+    threading.Thread(target=_watch, args=(path, HARD * seconds, wait, end), daemon=True).start()
     said = check()
     with contextlib.suppress(Exception):  # the answer may have closed it
         sys.stdout.flush()
     return said
 
 
-def _watch(path: Path, wait: float, end: Callable[[dict[str, Any]], None]) -> None:
+def _watch(path: Path, seconds: float, wait: float, end: Callable[[dict[str, Any]], None]) -> None:
     """End a check that computes, or waits, without an end: for what no timer interrupts."""
     start = seen = time.process_time()
     moved = time.monotonic()
-    while time.process_time() - start < HARD_SECONDS:
+    while time.process_time() - start < seconds:
         time.sleep(0.1)
         if time.process_time() - seen > IDLE_SECONDS:
             seen, moved = time.process_time(), time.monotonic()
         if time.monotonic() - moved > wait:
             end(_seen_of(runner.endless(f"For {wait:g} seconds it hardly computed, and", runner.places(path))))
-    end(_seen_of(runner.endless(f"After {HARD_SECONDS:g} seconds of computing", runner.places(path))))
+    end(_seen_of(runner.endless(f"After {seconds:.0f} seconds of computing", runner.places(path))))
 
 
 if __name__ == "__main__":

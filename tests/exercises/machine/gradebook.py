@@ -41,7 +41,7 @@ WORDS = {"passed": "passed", "todo": "not begun", "impossible": "needs Triton"}
 NOT_REACHED = "not checked: the time was over, or an answer ended what checks it"
 LONGEST = 2000  # characters of a diagnosis on Gradescope
 NAME = 60  # characters of a student's name: a file is called so
-WAIT = 20.0  # seconds that an answer may do nothing
+WAIT = 30.0  # seconds that an answer may do nothing
 FILES = {exercise.file for exercise in COURSE}
 
 
@@ -136,8 +136,7 @@ def grade(name: str, student: Path, exercises: Sequence[Exercise], seed: str) ->
         with handed_in(student) as (folder, notes), Checker(sandbox.wall(folder), WAIT, seed) as checker:
             if name != student.name:
                 notes.append(f"{name} is the folder {ascii(student.name)}")
-            for grades in one_by_one(name, folder, notes, exercises, checker):
-                pass
+            *_, grades = one_by_one(name, folder, notes, exercises, checker)
             for exercise in exercises:
                 if exercise.core and grades.cells[exercise.id] == "passed":
                     grades.asked.append(oral.ask(exercise, folder / exercise.file, checker))

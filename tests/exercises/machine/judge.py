@@ -10,6 +10,7 @@ import json
 import math
 import numbers
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,7 @@ class Known(NamedTuple):
     cases: list[Any]
     wanted: list[Any]
     mistakes: dict[tuple[str, int], Any]
+    may: tuple[float, float]  # the seconds of computing, and of the clock, that an answer may take for it
 
 
 class Judge:
@@ -116,12 +118,17 @@ class Judge:
         self.known: dict[str, Known] = {}
 
     @one_core()
-    def prepare(self, exercise: Exercise, seed: str) -> None:
-        """Compute what is right, while the answer runs."""
+    def prepare(self, exercise: Exercise, seed: str) -> tuple[float, float]:
+        """Compute what is right, and by the time of that how long an answer may take: `Known.may`."""
         lesson = exercise.load()
         if exercise.id not in self.known or self.known[exercise.id].seed != seed:
+            computed, clock = time.process_time(), time.monotonic()
             cases = drawn(lesson, seed)
-            self.known[exercise.id] = Known(seed, cases, [pack(lesson.result(case)) for case in cases], {})
+            wanted = [pack(lesson.result(case)) for case in cases]
+            computed, clock = time.process_time() - computed, time.monotonic() - clock
+            may = max(runner.SECONDS, runner.SLOWER * computed), runner.SLOWER * clock
+            self.known[exercise.id] = Known(seed, cases, wanted, {}, may)
+        return self.known[exercise.id].may
 
     @one_core()
     def verdict(self, exercise: Exercise, path: Path, seed: str, seen: dict[str, Any]) -> Outcome:
@@ -136,7 +143,7 @@ class Judge:
             return _no_pass(said)
         if (words := runner.changed_defaults(exercise, path)) is not None:
             return Outcome("failed", "changes-a-default", words)
-        _, cases, wanted, _ = self.known[exercise.id]
+        _, cases, wanted, *_ = self.known[exercise.id]
         triples = zip(given, wanted, cases)
         each = [differs(got, unpack(want), tolerance(exercise.load(), case)) for got, want, case in triples]
         wrong = [number for number, words in enumerate(each) if words]
@@ -216,11 +223,12 @@ def _function(exercise: Exercise, wrong: Wrong) -> Callable[..., Any]:
         return cast(Callable[..., Any], getattr(runner.load(path), exercise.function))
 
 
-def examine(exercise: Exercise, path: Path, seed: str, judge: Judge, seconds: float = runner.SECONDS) -> Outcome:
+def examine(exercise: Exercise, path: Path, seed: str, judge: Judge) -> Outcome:
     """Check an answer that is known, in this process: for the tests of the checks."""
     said = runner.look(exercise, path)
     if said is not None:
         return said
+    seconds, _ = judge.prepare(exercise, seed)
     return judge.verdict(exercise, path, seed, json.loads(json.dumps(runner.observe(exercise, path, seed, seconds))))
 
 

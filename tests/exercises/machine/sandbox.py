@@ -1,8 +1,8 @@
 """Where a stranger's answer runs: bubblewrap (https://github.com/containers/bubblewrap), if the system has it.
 
-Inside there are Python, the system's programs and libraries, the course, and the answers of one student. All of them can
-be read, and nothing can be written but in an empty /tmp. There is no network. Processes see only each other, and end
-together. Without bubblewrap, root runs answers as a user without rights.
+Inside there are Python, the system's programs and libraries, the course, and the answers of one student. All of them
+can be read, and nothing can be written but in an empty /tmp. There is no network. Processes see only each other, and
+end together. Without bubblewrap, root runs answers as a user without rights.
 """
 
 import functools
