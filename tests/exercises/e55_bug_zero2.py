@@ -245,8 +245,8 @@ def memory(run: Run, psi: int, before: str) -> None:
     if not run.in_backward and run.most > 1.2 * psi:
         fail(
             "is-zero1",
-            f"{said}: {size(psi)} of full gradients, {size(psi // 4)} of averages, {size(run.most - psi - psi // 4)} of "
-            f"the last message and the batch. {should}. In backward nothing was sent, so nothing could be freed.",
+            f"{said}: {size(psi)} of full gradients, {size(psi // 4)} of averages, {size(run.most - psi - psi // 4)} "
+            f"of the last message and the batch. {should}. In backward nothing was sent, so nothing could be freed.",
         )
     said += f", of which {size(psi)} are all full gradients. {should}"
     if not run.in_backward:

@@ -54,8 +54,8 @@ def reduce_scatter(random: Random) -> Scene:
         }
 
     words = f"{n} ranks. Chunk c of rank k is {length} FP32 numbers, all of them (k + 2c) mod 3. "
-    words += f"combine(a, b) is {factor} a + b. A ring rotates through {Transport.ring_buffers(cast(Any, None), torch.ones(1))} "
-    return Scene(words + "buffers (ring_buffers).", run)
+    buffers = Transport.ring_buffers(cast(Any, None), torch.ones(length))
+    return Scene(words + f"combine(a, b) is {factor} a + b. ring_buffers gives {buffers}.", run)
 
 
 def ddp_hook(random: Random) -> Scene:
