@@ -11,7 +11,6 @@ What surrounds the loop is given: it refuses what is no window, counts the targe
 must agree, to `_accumulate_on_ranks`. The loop is yours, also for a micro-batch without a target, and in 16 bits.
 """
 
-import contextlib
 import copy
 import itertools
 from random import Random
@@ -27,7 +26,7 @@ from minizero import accumulate as module
 from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, size, value_or_error, wrong
+from tests.exercises.kit import AtMost, ranks, value_or_error, wrong
 
 PLAN = [
     "Given: `window`, the list of the micro-batches; `counts`, how many targets each of them has; `total`, how many "
@@ -88,166 +87,69 @@ WRONG = [
 ]  # fmt: skip
 
 
-class Model(nn.Module):
-    """Scores for 8 words at each place, with a large activation."""
+SAYS = {
+    "mean-of-means": (
+        "It is the mean of the micro-batches' means: a token in a short one weighs more. Weight by targets."
+    ),
+    "sums-the-means": "The means were added up, unweighted: Σ nᵢ Lᵢ / Σ nᵢ.",
+    "forgets-to-divide": "It is too large by the number of targets: divide by it.",
+    "counts-ignored": "Positions with target -100 were counted: count those that have one.",
+    "nan-without-targets": "A micro-batch without targets has a mean of 0/0, which is NaN. Leave it out.",
+    "all-at-once": "Go backward after each micro-batch, so that its activations are gone before the next.",
+    "last-only": "Only the last micro-batch counts: gradients add up in .grad.",
+    "zeroes-before": "What was in .grad before is gone: add to it. zero_grad() is the caller's.",
+    "returns-the-last": "What is returned is the last micro-batch's share, and not the loss of the window.",
+    "forward-twice": "The model runs once for each micro-batch that has targets.",
+    "keeps-a-graph": "The loss that was returned still has a graph, which keeps memory: detach it.",
+    "a-number": "The loss came back as a number: a tensor lets nobody wait for a GPU.",
+    "sums-in-16-bits": "Small gradients got lost in 16 bits, one by one, beside a .grad of 1: sums_in_fp32(model).",
+    "no-error": "The given lines refuse that: leave them as they are.",
+}
 
-    def __init__(self) -> None:
+
+class Small(nn.Module):
+    """A mean loss, as a tensor or in an object; the first target of a row is not seen if `shifts`."""
+
+    def __init__(self, shifts: bool) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.calls = 0
-        self.up, self.out = nn.Linear(4, 1024), nn.Linear(1024, 8)
+        self.layer, self.shifts, self.calls = nn.Linear(4, 6), shifts, 0
 
-    def forward(self, x, y):
+    def forward(self, x, labels):
         self.calls += 1
-        scores = self.out(self.up(x).tanh()).flatten(0, 1)
-        targets = y.flatten()
-        chosen = F.log_softmax(scores, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
-        return -(chosen * (targets != -100)).sum() / (targets != -100).sum()  # 0/0 without targets
+        seen = labels[:, 1:] if self.shifts else labels
+        scores = self.layer(x)[:, -seen.shape[1] :].flatten(0, 1)
+        loss = F.cross_entropy(scores, seen.flatten())
+        return SimpleNamespace(loss=loss) if self.shifts else loss
 
 
-def window() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    pairs = []
-    for rows, targets in ((1, 3), (2, 20), (1, 9), (1, 0), (2, 14)):
-        y = torch.randint(8, (rows, 10), generator=generator)
-        y.view(-1)[targets:] = -100
-        pairs.append((torch.randn(rows, 10, 4, generator=generator), y))
-    return pairs
-
-
-def gradient(model: nn.Module) -> torch.Tensor:
-    gradients = []
-    for p in model.parameters():
-        if p.grad is None:
-            fail("no-gradient", "A parameter has no gradient: did each micro-batch with targets go backward?")
-        gradients.append(p.grad.view(-1))
-    return torch.cat(gradients)
-
-
-def weighted(weights: list[float]) -> torch.Tensor:
-    model = Model()
-    for (x, y), weight in zip(window(), weights):
-        if weight:
-            (model(x, y) * weight).backward()
-    return gradient(model)
-
-
-def check() -> None:
-    model = Model()
-    x, y = (torch.cat(parts) for parts in zip(*window()))
-    want_loss = model(x, y)
-    want_loss.backward()
-    want_loss = want_loss.detach()
-    want = gradient(model)
-    model = Model()
-    with Ledger(model) as ledger:
-        try:
-            loss = module.accumulate(model, iter(window()))
-        except ValueError as error:
-            if "stands in" not in str(error):
-                raise
-            fail("nan-without-targets", "A micro-batch without targets has a mean of 0/0, which is NaN. Leave it out.")
-    got = gradient(model)
-    given, loss = loss, loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss or 0.0)
-    if bool(got.isnan().any()):
-        model, rest = Model(), [pair for pair in window() if (pair[1] != -100).any()]
-        module.accumulate(model, rest)
-        what = "The gradient is NaN, and without the micro-batch that has no target it is wrong as well"
-        recognise(gradient(model), want, mistakes(rest, want), what, tolerance=1e-4)
-        fail("nan-without-targets", "The gradients are NaN: without targets a mean is 0/0. Leave the micro-batch out.")
-    recognise(got, want, mistakes(window(), want), "The gradient of the window", tolerance=1e-4)
-    if ledger.peak["activations"] > 3 * 20 * 1024 * 4:
-        fail(
-            "all-at-once",
-            f"{size(ledger.peak['activations'])} of activations at the peak: those of all micro-batches. Go "
-            "backward after each, so that they are gone before the next.",
-        )
-    if abs(float(loss) - float(want_loss)) > 1e-4:
-        fail("returns-the-last", f"The loss of the window is {float(want_loss):.4f}, not {float(loss):.4f}.")
-    if not isinstance(given, torch.Tensor):
-        fail("a-number", f"The loss came back as {type(given).__name__}: a tensor lets nobody wait for a GPU.")
-    if given.requires_grad:
-        fail("keeps-a-graph", "The loss that was returned still has a graph, which keeps memory: detach it.")
-    if model.calls != 4:
-        fail("forward-twice", f"The model ran {model.calls} times for 4 micro-batches that have targets: once each.")
-    again = Model()
-    for p in again.parameters():
-        p.grad = torch.ones_like(p)
-    module.accumulate(again, window())
-    if torch.allclose(gradient(again), want, rtol=1e-3, atol=1e-6):
-        fail("zeroes-before", "What was in .grad before is gone: add to it. zero_grad() is the caller's.")
-    sums_stand_still()
-    for rank, got in enumerate(ranks(2, on_ranks, Model())):
-        recognise(got, want, {}, f"The gradient on rank {rank} of 2, of ZeRO-2 with different micro-batches", 1e-4)
-    try:
-        module.accumulate(nn.ReLU(), window())
-    except TypeError:
-        pass
-    else:
-        fail("no-error", "A module without parameters must be a TypeError: it has no gradients.")
-    errors()
-    for wrapper in (Averages(), Shards()):
-        try:
-            module.accumulate(wrapper, window())
-        except TypeError:
-            continue
-        fail(
-            "no-error",
-            "A wrapper that averages over ranks by itself must be a TypeError: it has `no_sync`, or "
-            "`set_requires_gradient_sync`.",
-        )
-
-
-def mistakes(given: list[Any], want: torch.Tensor) -> dict[str, tuple[Any, str]]:
-    """What wrong weights make of the micro-batches. given: all of them, or those that have targets."""
-    mean, places = 1 / len(given), sum(y.numel() for _, y in given)
-    return {
-        "mean-of-means": (
-            weighted([mean, mean, mean, 0, mean]),
-            "It is the mean of the micro-batches' means: a token in a short one weighs more. Weight by targets.",
-        ),
-        "counts-ignored": (
-            weighted([y.numel() / places if (y != -100).any() else 0 for _, y in window()]),
-            "Positions with target -100 were counted: count those that have one.",
-        ),
-        "sums-the-means": (weighted([1, 1, 1, 0, 1]), "The means were added up, unweighted: Σ nᵢ Lᵢ / Σ nᵢ."),
-        "forgets-to-divide": (want * 46, "The gradient is 46 times too large, for 46 targets: divide by their number."),
-        "last-only": (weighted([0, 0, 0, 0, 14 / 46]), "Only the last micro-batch counts: gradients add up in .grad."),
-    }
-
-
-class Averages(Model):
+class Averages(Small):
     """As PyTorch's DDP looks from outside."""
 
     def no_sync(self) -> None: ...
 
 
-class Shards(Model):
+class Shards(Small):
     """As PyTorch's FSDP looks from outside."""
 
     def set_requires_gradient_sync(self) -> None: ...
 
 
-def errors() -> None:
-    x, y = window()[0]
-    for what, given, count, error in (
-        ("An empty window", [], module.targets_in, ValueError),
-        ("A count of -1", [(x, y)] * 2, lambda _: -1, ValueError),
-        ("A count of NaN", [(x, y)] * 2, lambda _: torch.nan, ValueError),
-        (
-            "A dict with num_items_in_batch",
-            [(x, y), {"labels": y, "num_items_in_batch": 3}],
-            module.targets_in,
-            ValueError,
-        ),
-        ("A window whose second micro-batch is a lone tensor", [(x, y), x], module.targets_in, TypeError),
-    ):
-        model = Model()
-        with contextlib.suppress(error):
-            module.accumulate(model, given, count=count)
-            fail("no-error", f"{what} must be a {error.__name__}: _checked_count and _check_window raise it.")
-        if model.calls:
-            fail("error-too-late", f"{what} is a {error.__name__}, before the model runs: check all counts first.")
+def errors() -> dict[str, Any]:
+    """What is refused, and how often the model has run by then."""
+    x, y = torch.ones(2, 7, 4), torch.ones(2, 7, dtype=torch.long)
+    model = Small(False)
+    two, wrappers = [(x, y)] * 2, (nn.ReLU(), Averages(False), Shards(False))
+    windows: list[Any] = [[], [(x, y), {"labels": y, "num_items_in_batch": 3}], [(x, y), x]]  # the last: a lone tensor
+    ways = [(model, two, {"count": count}) for count in (lambda _: -1, lambda _: torch.nan)]
+    ways += [(model, window, {}) for window in windows] + [(each, two, {}) for each in wrappers]
+    seen = []
+    for wrapped, window, options in ways:
+        try:
+            module.accumulate(wrapped, window, **options)
+            seen.append("no error")
+        except (TypeError, ValueError) as error:
+            seen.append(type(error).__name__)
+    return {"what is refused, of eight": seen, "forwards": model.calls}
 
 
 class Weights(nn.Module):
@@ -261,46 +163,18 @@ class Weights(nn.Module):
         return sum((weight * x.to(weight.dtype)).float().sum() for weight in self.weights)
 
 
-def sums_stand_still() -> None:
+def small_sums() -> dict[str, Any]:
+    """What becomes of small gradients beside a .grad of 1, in 2, 3, … micro-batches, for weights of some dtypes."""
     half, short, full = torch.bfloat16, torch.float16, torch.float32
+    seen = {}
     for dtypes in ((half,), (short,), (full, half), (half, full), (full, short, half)):
         model = Weights(*dtypes)
         for count, weight in zip((2, 3, 17), model.weights):
             weight.grad = torch.ones_like(weight)
             few = [(torch.full((1,), 0.75 * torch.finfo(weight.dtype).eps), torch.zeros(1, dtype=torch.long))] * count
             module.accumulate(model, few)
-            if weight.dtype != full and weight.grad.item() == 1:
-                fail(
-                    "sums-in-16-bits",
-                    f"{count} small gradients beside a .grad of 1 got lost in {weight.dtype}, one by one, in a model "
-                    f"of {' and '.join(map(str, dtypes))}: sums_in_fp32(model).",
-                )
-
-
-def on_ranks(comm, same_model):
-    """What the optimizer of ZeRO-2 sees, put together: the ranks have 3 and 2 of the micro-batches."""
-    model = Zero2(copy.deepcopy(same_model), comm)  # made before: threads share the random numbers
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = model.gather_state_dict()
-    module.accumulate(model, window()[comm.rank :: 2])
-    optimizer.step()
-    after = model.gather_state_dict()
-    return torch.cat([(before[name] - after[name]).view(-1) for name, _ in same_model.named_parameters()])
-
-
-class Small(nn.Module):
-    """A mean loss, as `Model`, of a tensor or in a dict; the first target of a row is not seen if `shifts`."""
-
-    def __init__(self, shifts: bool) -> None:
-        super().__init__()
-        self.layer, self.shifts, self.calls = nn.Linear(4, 6), shifts, 0
-
-    def forward(self, x, labels):
-        self.calls += 1
-        seen = labels[:, 1:] if self.shifts else labels
-        scores = self.layer(x)[:, -seen.shape[1] :].flatten(0, 1)
-        loss = F.cross_entropy(scores, seen.flatten())
-        return SimpleNamespace(loss=loss) if self.shifts else loss
+            seen[f"{count} of them beside a .grad in {weight.dtype}, of {dtypes}"] = weight.grad
+    return seen
 
 
 ENGINES: dict[str, Any] = {"DDP": DDP, "Zero1": Zero1, "Zero2": Zero2, "Zero3": Zero3}
@@ -319,7 +193,8 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """form: dicts are counted by a `count` of their own. empty: without any target. of_nan: the last x, of a module."""
+    """form: dicts are counted by a `count` of their own; of errors and small sums nothing is drawn. empty: without any
+    target. of_nan: the last x, of a module."""
     wrapped = [*((2, engine) for engine in ENGINES), (3, random.choice([*ENGINES]))]
     ways = [
         (*first, *rest)
@@ -328,11 +203,15 @@ def draw(random: Random) -> list[Case]:
     ]
     dtypes = [torch.float32, torch.float64, torch.bfloat16]
     columns = dtypes, [False, True], [0.0, 0.0, 0.4, 1.0], [False, False, False, True]
-    return [Case(*row) for row in deal(random, ways, *columns)]
+    plain = Case(1, "none", "pairs", 5, torch.float32, True, 0.4, False, 1)
+    fixed = [plain, plain._replace(form="small sums"), plain._replace(form="errors")]
+    return fixed + [Case(*row) for row in deal(random, ways, *columns)]
 
 
 def result(case: Case) -> Any:
     """An engine computes in FP32 here. Each of its ranks has another window, and rank 0's has a target."""
+    if case.form in ("errors", "small sums"):
+        return errors() if case.form == "errors" else small_sums()
     dicts, dtype = case.form == "dicts", case.dtype if case.ranks == 1 else torch.float32
     generator = torch.Generator().manual_seed(case.seed)
     model = Small(dicts).to(dtype)
@@ -347,13 +226,15 @@ def result(case: Case) -> Any:
         model.unused = nn.Parameter(torch.ones(1, dtype=dtype))
         for parameter in model.layer.parameters():
             parameter.grad = torch.ones_like(parameter)
-        losses = [value_or_error(module.accumulate, model, iter(window), **options) for (window,) in windows]
-        gradients = [parameter.grad for parameter in model.layer.parameters()]
+        with Ledger(model) as ledger:
+            losses = [value_or_error(module.accumulate, model, iter(window), **options) for (window,) in windows]
         return {
-            "the losses of two windows": losses,
-            "the gradients, added to ones": gradients,
-            "the gradient of a parameter that is not used": model.unused.grad,
+            "the gradients, added to ones": [parameter.grad for parameter in model.layer.parameters()],
             "forwards": model.calls,
+            "bytes of activations at the peak": AtMost(ledger.peak["activations"]),
+            "the losses of two windows": losses,
+            "a loss has a graph": any(getattr(loss, "requires_grad", False) for loss in losses),
+            "the gradient of a parameter that is not used": model.unused.grad,
         }
 
     def on_rank(comm) -> dict[str, Any]:
