@@ -21,109 +21,78 @@ RING = find("reduce_scatter")
 
 
 @pytest.fixture
-def workbook(tmp_path):
-    book = Workbook(tmp_path / "workbook")
+def workbook(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINIZERO_WORKBOOK", str(tmp_path / "workbook"))
+    book = Workbook()
     book.fill()
     return book
 
 
-def command(workbook, *words, expect=0):
-    """What `python -m tests.exercises` prints, at 80 columns."""
-    environment = os.environ | {"MINIZERO_WORKBOOK": str(workbook.folder), "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.exercises", *words], cwd=ROOT, env=environment, capture_output=True, timeout=600
-    )
-    assert done.returncode == expect, done.stdout.decode() + done.stderr.decode()
-    return done.stdout.decode()
+PAD = find("pad")
+WRONG, RIGHT, HINTS = stubs.answer(PAD, PAD.load().WRONG[0]), stubs.answer(PAD), len(PAD.text().hints)
+AFTER = " ".join(PAD.text().after.split())
+# What stands in the file then, if something else; the command, its status, and what it says.
+WAY = [
+    ("", "list", 0, f"0 of {len(COURSE)} passed"),
+    ("", "check", 1, "Not begun"),
+    *(("", "hint", 0, f"Hint {number} of {HINTS}") for number in range(1, HINTS + 1)),
+    ("", "hint", 0, "make solution E=01 INSIST=1"),
+    ("", "solution 01", 1, "has not passed yet"),
+    ("", "reset", 2, "make reset E=05"),
+    (WRONG, "check 01", 1, "append nothing"),
+    (RIGHT, "check", 0, AFTER),
+    ("", "solution pad", 0, AFTER),
+    ("", "list", 0, f"1 of {len(COURSE)} passed"),
+    ("", "hint 01", 0, "The reference: make solution E=01 "),
+    ("def pad(:", "check 01", 1, "Python cannot read the file"),
+    ("", "list", 0, f"0 of {len(COURSE)} passed"),
+    ("", "reset 01", 0, "old/01_pad.1.py"),
+    ("", "check 99", 2, "there is no exercise '99'"),
+]
 
 
 @pytest.mark.slow
-def test_a_student_s_way_through_the_commands(workbook):
-    seen = []
-
-    def say(*words, expect=0):
-        text = command(workbook, *words, expect=expect)
-        seen.append(text)
-        return text
-
-    assert f"0 of {len(COURSE)} passed" in say("list")
-    assert "Not begun" in say("check", expect=1)
-    hints = find("01").text().hints
-    for number in range(1, len(hints) + 1):
-        assert f"Hint {number} of {len(hints)}" in say("hint")
-    assert "make solution E=01 INSIST=1" in say("hint")
-    assert "INSIST" in say("solution", "01", expect=1)
-    pad = workbook.path(find("01"))
-    pad.write_text(stubs.answer(find("01"), find("01").load().WRONG[0]))
-    assert "append nothing" in say("check", "01", expect=1) and "Read next" not in seen[-1]
-    pad.write_text(stubs.answer(find("01")))
-    for text in (say("check"), say("solution", "pad")):
-        assert " ".join(find("01").text().after.split()) in " ".join(text.split())
-    assert "passed" in seen[-2] and "def pad(" in seen[-1]
-    assert f"1 of {len(COURSE)} passed" in say("list")
-    assert "02_chunk.py" in say("list")
-    assert "make solution E=01\n" in say("hint", "01")
-    assert "old/01_pad.1.py" in say("reset", "01").replace("\n", "")
-    command(workbook, "check", "99", expect=2)
-    assert max(len(line) for text in seen for line in text.splitlines() if str(workbook.folder) not in line) <= 80
+def test_a_student_s_way_through_the_commands(workbook, capsys):
+    for text, words, status, said in WAY:
+        if text:
+            workbook.path(PAD).write_text(text)
+        assert commands.main(words.split()) == status, words
+        printed = "".join(capsys.readouterr())
+        assert said in " ".join(printed.split()) + " " or said in printed.replace("\n", ""), (words, printed)
+        assert words != "check 01" or "Read next" not in printed, "that is for who has passed"
+        lines = [line for line in printed.splitlines() if str(workbook.folder) not in line]
+        assert max(map(len, lines), default=0) <= 80
 
 
 @pytest.mark.slow
 def test_pytest_checks_a_file_of_the_workbook(workbook):
-    def pytest_says(name):
+    for text, status, said in ((RIGHT, 0, "1 passed"), ("def pad(:", 1, "Python cannot read the file")):
+        workbook.path(PAD).write_text(text)
         words = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-        words += ["-p", "no:cacheprovider", str(workbook.path(find(name)))]
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
-
-    pad = workbook.path(find("pad"))
-    pad.write_text(stubs.answer(find("pad")))
-    done = pytest_says("pad")
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
-    assert Workbook(workbook.folder).has_passed(find("pad"))
-    workbook.path(RING).write_text("def ring_reduce_scatter(:")
-    done = pytest_says("reduce_scatter")
-    assert done.returncode == 1 and "Python cannot read the file" in done.stdout, done.stdout
-    assert "Traceback" not in done.stdout
-    pad.write_text("def pad(:")
-    assert pytest_says("pad").returncode == 1
-    assert not Workbook(workbook.folder).has_passed(find("pad"))
+        words += ["-p", "no:cacheprovider", str(workbook.path(PAD))]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == status and said in done.stdout and "Traceback" not in done.stdout, done.stdout
+        assert Workbook().has_passed(PAD) == (status == 0)
 
 
-@pytest.mark.slow
-def test_an_exercise_that_fails_after_it_had_passed_counts_no_more(workbook, monkeypatch):
-    monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
-    for status in ("passed", "failed", "passed", "impossible", "todo"):
-        before = Workbook(workbook.folder).has_passed(RING)
+def test_only_the_last_check_counts_and_one_alone_is_followed_by_what_the_package_does(workbook, monkeypatch, capsys):
+    for status in ("passed", "failed", "passed", "impossible", "todo", "passed"):
+        before = Workbook().has_passed(RING)
         monkeypatch.setattr(checker.Checker, "check", lambda *_, status=status: Outcome(status, status, "So."))
         assert commands.main(["check", "05"]) == (status in ("failed", "todo"))
-        after = before if status == "impossible" else status == "passed"
-        assert Workbook(workbook.folder).has_passed(RING) == after
-
-
-def test_what_the_package_does_differently_is_told_after_a_pass_but_not_forty_times(workbook, monkeypatch, capsys):
-    monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
-    monkeypatch.setattr(checker.Checker, "check", lambda *_: Outcome("passed", "passed", "Passed."))
-    for word, times in (("05", 1), ("all", 0)):
-        assert commands.main(["check", word]) == 0
-        assert " ".join(capsys.readouterr().out.split()).count(RING.text().after) == times
-
-
-@pytest.mark.slow
-def test_a_reset_without_an_exercise_says_how_to_name_one(workbook, monkeypatch, capsys):
-    monkeypatch.setenv("MINIZERO_WORKBOOK", str(workbook.folder))
-    assert commands.main(["reset"]) == 2
-    assert "make reset E=05" in capsys.readouterr().err
+        assert Workbook().has_passed(RING) == (before if status == "impossible" else status == "passed")
+        assert (RING.text().after in " ".join(capsys.readouterr().out.split())) == (status == "passed")
+    assert commands.main(["check", "all"]) == 0
+    assert RING.text().after not in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_adds_no_error_of_its_own(workbook):
     """An exercise that has not passed, and a word that is missing, are said by the command."""
-    environment = os.environ | {"MINIZERO_WORKBOOK": str(workbook.folder), "PYTHONIOENCODING": "utf-8"}
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
     for words, said in (
-        (["check", "E=01"], "Not begun"),
         (["solution", "E=01"], "has not passed yet"),
-        (["reset"], "make reset E=05"),
         (["hint", "E=99"], "there is no exercise '99'"),
     ):
         done = subprocess.run(
@@ -146,23 +115,30 @@ def test_an_assistant_is_told_to_help_and_not_to_write(workbook):
 
 
 @pytest.mark.slow
-def test_watch_checks_what_is_saved(workbook):
-    environment = os.environ | {"MINIZERO_WORKBOOK": str(workbook.folder), "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONIOENCODING"] = "utf-8"
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "tests.exercises", "watch"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert "Watching" in watching.stdout.readline()
-        workbook.path(RING).write_text("def ring_reduce_scatter(:")
-        for line in watching.stdout:
-            if "cannot read the file" in line:
-                break
-        else:
-            pytest.fail("watch ended without a word")
-    finally:
-        watching.kill()
-        watching.wait()
+def test_watch_checks_what_is_saved_and_imports_torch_once(workbook, monkeypatch, capsys):
+    """Two files are saved, one after the other; both are checked, and one process runs both answers."""
+    hosts, said = set(), []
+    run, check = checker.Process.tell, commands.check_one
+
+    def tell(process, **asked):
+        hosts.update([process.pipes.pid] if "what" in asked else [])
+        run(process, **asked)
+
+    def check_one(*args):
+        said.append(check(*args).status)
+
+    def save(_):
+        if len(said) == 2:
+            raise KeyboardInterrupt
+        exercise, wrong = (PAD, WRONG) if not said else (find("split"), stubs.answer(find("split")))
+        workbook.path(exercise).write_text(wrong)
+
+    monkeypatch.setattr(checker.Process, "tell", tell)
+    monkeypatch.setattr(commands, "check_one", check_one)
+    monkeypatch.setattr(commands.time, "sleep", save)
+    assert commands.main(["watch"]) == 130
+    assert said == ["failed", "passed"] and (len(hosts) == 1 or not checker.CAN_FORK)
+    assert "Watching" in capsys.readouterr().out
 
 
 def test_without_triton_its_exercises_block_nothing(tmp_path, monkeypatch, workbook):
