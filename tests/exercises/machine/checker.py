@@ -133,7 +133,7 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 def _judged(asked: dict[str, Any]) -> Any:
-    """The judge's verdict on what was seen. Without `seen`: how long the answer may take. None if the judge has ended."""
+    """The judge's verdict on what was seen; without `seen`, how long the answer may take. None if it has ended."""
     with ONE_AT_A_TIME:
         if not JUDGE:
             JUDGE.append(Process("judge"))
@@ -141,7 +141,8 @@ def _judged(asked: dict[str, Any]) -> Any:
         JUDGE[0].tell(**asked)
         if reply := JUDGE[0].reply():
             return json.loads(reply)
-        return _dismiss()
+        _dismiss()
+    return None
 
 
 def _dismiss() -> None:

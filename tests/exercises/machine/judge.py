@@ -176,7 +176,7 @@ class Judge:
         return Outcome("failed", name, f"{words}.")
 
     def _does_the_same(self, exercise: Exercise, wrong: Wrong, given: list[Any], first: int) -> bool:
-        (_, cases, _, mistakes), lesson = self.known[exercise.id], exercise.load()
+        (_, cases, _, mistakes, _), lesson = self.known[exercise.id], exercise.load()
         before, after = range(min(first, MORE)), range(first, min(first + MORE, len(given)))
         for number in [*after, *before]:
             if (wrong.name, number) not in mistakes:
