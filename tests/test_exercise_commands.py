@@ -13,7 +13,7 @@ import pytest
 from tests.exercises import commands, stubs
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.demo import main as demo
-from tests.exercises.machine import checker
+from tests.exercises.machine import checker, judge, runner
 from tests.exercises.machine.runner import Outcome
 from tests.exercises.workbook import Workbook
 
@@ -139,6 +139,17 @@ def test_watch_checks_what_is_saved_and_imports_torch_once(workbook, monkeypatch
     assert commands.main(["watch"]) == 130
     assert said == ["failed", "passed"] and (len(hosts) == 1 or not checker.CAN_FORK)
     assert "Watching" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_answer_may_take_a_few_times_what_the_reference_takes_there_and_then(tmp_path, monkeypatch):
+    exercise = find("online_softmax")
+    path = tmp_path / exercise.file
+    path.write_text(stubs.answer(exercise))
+    monkeypatch.setattr(runner, "SECONDS", 0.0)  # as if the machine were busy without an end
+    for times, said in ((runner.SLOWER, "passed"), (0.05, "endless")):
+        monkeypatch.setattr(runner, "SLOWER", times)
+        assert judge.examine(exercise, path, "7", judge.Judge()).name == said
 
 
 def test_without_triton_its_exercises_block_nothing(tmp_path, monkeypatch, workbook):

@@ -6,7 +6,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.syntax import Syntax
@@ -243,14 +242,10 @@ def _chosen(word: str | None, workbook: Workbook) -> Exercise:
     """The exercise named, or the current one."""
     exercise = find(word) if word else workbook.current()
     if exercise is None:
-        _all_done()
+        raise ValueError("all exercises have passed: name one, such as make check E=05")
     if not exercise.is_possible():
         console.print(NO_TRITON)
     return exercise
-
-
-def _all_done() -> NoReturn:
-    raise ValueError("all exercises have passed: name one, such as make check E=05")
 
 
 def _saved(path: Path) -> tuple[int, int] | None:
