@@ -140,7 +140,7 @@ def errors() -> dict[str, Any]:
     model = Small(False)
     two, wrappers = [(x, y)] * 2, (nn.ReLU(), Averages(False), Shards(False))
     windows: list[Any] = [[], [(x, y), {"labels": y, "num_items_in_batch": 3}], [(x, y), x]]  # the last: a lone tensor
-    ways = [(model, two, {"count": count}) for count in (lambda _: -1, lambda _: torch.nan)]
+    ways: list[Any] = [(model, two, {"count": count}) for count in (lambda _: -1, lambda _: torch.nan)]
     ways += [(model, window, {}) for window in windows] + [(each, two, {}) for each in wrappers]
     seen = []
     for wrapped, window, options in ways:

@@ -272,8 +272,8 @@ class Examiner:
         ends = [(text, show(value)) for text, value in self.end.items()]
         ends = self.random.sample(ends, len(ends))
         first = next((end for end in ends if self.is_computed(end[1])), ends[0])
-        asked = self.random.sample([first, self.random.choice([self.a_value, self.rank_0_stops])()], 2)
-        asked = list(dict.fromkeys(question for question in [*asked, self.a_value(), *ends] if question))
+        two = self.random.sample([first, self.random.choice([self.a_value, self.rank_0_stops])()], 2)
+        asked = list(dict.fromkeys(question for question in [*two, self.a_value(), *ends] if question))
         return [*asked[:2], self.left_out(asked[:2]) or asked[2]]
 
     def is_computed(self, answer: str) -> bool:

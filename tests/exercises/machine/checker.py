@@ -119,8 +119,8 @@ class Checker:
         if what != "examine":
             return Outcome(**seen["said"])
         no_verdict = Outcome("failed", "no-verdict", "The judge has ended without a verdict: check the file once more.")
-        said = _judged(asked | {"seen": seen}) or dataclasses.asdict(no_verdict)
-        return Outcome(**said | {"printed": str(seen.get("printed", ""))[-4000:]})
+        verdict = _judged(asked | {"seen": seen}) or dataclasses.asdict(no_verdict)
+        return Outcome(**verdict | {"printed": str(seen.get("printed", ""))[-4000:]})
 
     def close(self) -> None:
         if self.host is not None:
@@ -288,7 +288,7 @@ def _in_a_child(
         os._exit(1)
     os.close(send)
     said, until = b"", time.monotonic() + SILENCE / 2
-    while len(said) < FILE and said[-1:] != b"\n" and time.monotonic() < until:
+    while len(said) < FILE and not (said[-1:] == b"\n" and _seen(said, secret)) and time.monotonic() < until:
         if select.select([receive], [], [], 0.2)[0]:
             if not (part := os.read(receive, 2**20)):
                 break
