@@ -141,8 +141,7 @@ class Judge:
             return Outcome("failed", "ended", "What came from the answer's process is no data: does the file write it?")
         if said is not None and not given:
             return _no_pass(said)
-        if (words := runner.changed_defaults(exercise, path)) is not None:
-            return Outcome("failed", "changes-a-default", words)
+        default = runner.changed_defaults(exercise, path)
         _, cases, wanted, *_ = self.known[exercise.id]
         triples = zip(given, wanted, cases)
         each = [differs(got, unpack(want), tolerance(exercise.load(), case)) for got, want, case in triples]
@@ -150,6 +149,8 @@ class Judge:
         if wrong:
             slip = 3 * (len(each) - len(wrong)) >= len(cases)
             outcome = self._say(exercise, given, wrong[0], each[wrong[0]], "random" if slip else "values")
+            if default is not None and outcome.name in ("random", "values"):
+                return Outcome("failed", "changes-a-default", default)
             outcome.words += (
                 f" (In drawn case {wrong[0] + 1} of {len(cases)}: {shown(cases[wrong[0]])}. The same cases again: "
                 f"SEED={seed} behind `make check`, or before `python`.)"
@@ -157,6 +158,8 @@ class Judge:
             return outcome
         if said is not None:
             return _no_pass(said)
+        if default is not None:
+            return Outcome("failed", "changes-a-default", default)
         if len(given) < len(cases):
             return Outcome("failed", "ended", "The check ended before its last case. Does the file end it?")
         return Outcome("passed", "passed", "Passed.")
