@@ -94,6 +94,7 @@ def draw(random: Random) -> list[Case]:
     heads = [(1, 1), (4, 2), (6, 3), (8, 1), (3, 2)]
     same = 64, 64, 64, (16, 16), 1, (1, 1), 2, 1
     plain = [Case(name, back, False, None, *same) for name in ("naive", "tiled", "kernels") for back in (False, True)]
+    plain += [case._replace(blocks=blocks) for case in plain for blocks in ((0, 8), (8, 0))]  # errors
     return plain + [Case(*row) for row in deal(random, ways, *lengths, [8, 64, 5], blocks, [1, 2, 5], heads, [2, 4, 8])]
 
 
