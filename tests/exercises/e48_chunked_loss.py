@@ -150,7 +150,8 @@ def draw(random: Random) -> list[Case]:
     plain = Case(11, 4, dtypes[0], (True, True, True), 3, 5, True, 0.3, -100, 1.0, False, 1)
     large = plain._replace(tokens=64, chunk=8, dtype=dtypes[1], width=2, words=2048, bias=False)
     many = plain._replace(tokens=400, chunk=1, dtype=dtypes[2], width=1, words=2, ignored=0.0)
-    return [plain, plain._replace(largest=1e3), large, many, *map(Case._make, rows)]
+    wide = plain._replace(tokens=64, chunk=16, dtype=dtypes[2], width=8, words=500)
+    return [plain, plain._replace(largest=1e3), wide, large, many, *map(Case._make, rows)]
 
 
 def result(case: Case) -> Any:
@@ -164,11 +165,12 @@ def result(case: Case) -> Any:
     # On tensors as small as these another way may need more.
     small = (min(case.tokens, case.chunk) * (case.words + 4 * case.width) + case.words * case.width) * 8 + 2000
     arguments = needed, hidden, weight, bias if case.bias else None, targets, case.chunk, case.mark
-    return observed(call, *arguments, most=1.3, slack=0 if case.words > 1000 else small)
+    seen = observed(call, *arguments, most=1.3, slack=0 if case.words > 1000 else small)
+    return seen | ({"the loss, as a number": float(seen["the result"][0])} if case.words == 500 else {})
 
 
 def tolerance(case: Case) -> dict[torch.dtype, float]:
     """A right answer may add the bias to logits that BF16 has rounded, and 1 - p is off by as much as they are."""
     if case.dtype.itemsize == 2:
-        return {torch.float32: 0.2, case.dtype: 0.2}
+        return {torch.float32: 0.2, case.dtype: 0.2, torch.float64: 1e-4}
     return {torch.float64: 1e-9, torch.float32: 1e-4}
