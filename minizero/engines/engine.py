@@ -2,7 +2,7 @@
 
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
     backward    gather 1   bring, bring, …   reduce 1   release 1   …   reduce root   finish   release all
-    step        `mark_as_old` (guards/optimizers.py): the replicas of stages 1 and 2 are old until before_forward
+    step        `mark_as_old` (guards/optimizers.py): old until before_forward: replicas of stages 1, 2, of 0 in 16 bits
 
 The root unit holds what lies outside every block, such as the embeddings. Its frozen parameters are a unit, too. Hooks
 of PyTorch call the methods of this file. Forward: the model begins (`before_forward`, and `gather` of the root); a
@@ -13,8 +13,8 @@ Backward: a *use* of a unit is one forward of its module and its backward (uses.
 each parameter, and a hook takes it (`bring`). A unit is complete when all its parameters have a gradient. Complete
 units are reduced in the order of `in_order`, so that all ranks have one order. Those that never get complete are
 reduced at the end; unused parameters count as zero. A unit is reduced before it is released: its input gets the last
-gradient. The end of backward releases the rest: the root, and units whose input needs no gradient. If the output needs
-no gradient, the end of the forward releases all.
+gradient (zero3_by_hooks.py does not wait for that one). The end of backward releases the rest: the root, and units
+whose input needs no gradient. If the output needs no gradient, the end of the forward releases all.
 
 The path of one gradient, in seven steps:
 
@@ -22,11 +22,12 @@ The path of one gradient, in seven steps:
                     Backward.bring      the unit waits for one parameter less
     gradient.py     LocalGradient.put   copied to its place in the unit's flat buffer
     engine.py       Backward.reduce_next    the unit waits for none: LocalGradient.take
-    zero3.py        Zero3.reduce, average   the lane says when: now, or while others compute (prefetch.py)
+    zero3.py        Zero3.reduce, average   between them lane.reduce: now (lane.py), or beside computation (prefetch.py)
     collectives.py  reduce_scatter      over comm.py: each rank has its chunk of the average
     unit.py         Unit.set_gradient   the shards' .grad, and their hooks (with prefetch later, in Ahead.finish)
 
-That of one gather: `before` or `open_use` here, Zero3.gather, lane.gather, make_room and fill, point_parameters_at.
+That of one gather: `begin_forward` (the root), `before` or `open_use` here, Zero3.gather, lane.gather, make_room and
+fill, point_parameters_at. With prefetch, make_room and fill begin a unit earlier (Ahead.start_following).
 """
 
 import abc
@@ -101,10 +102,10 @@ class Engine(Wrapped, abc.ABC):
         self.module, self.comm, self.dtype = module, comm, dtype
         self.sync = True  # False under no_sync
         self.backward: Backward | None = None  # the one that is running
-        self.passes: set[str] = set()  # those that there were: "forward", if it has a backward, and "backward"
+        self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # in backward
-        self.lane = Now(self)  # when stage 3 does what it does
+        self.lane = Now(self)  # says when stage 3 gathers and reduces (lane.py)
         self.complete, names = names_and_parameters(module), self.names_in(self.own_state()[0])
         start_buffers(module, comm)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
@@ -134,7 +135,7 @@ class Engine(Wrapped, abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        """The unit's gradient, full and local, (size,), is complete: average it, and give the shards their part."""
+        """The unit's gradient is complete here, (size,): average it over the ranks, and give the shards their part."""
 
     def before_forward(self) -> None:  # noqa: B027
         """A forward of the whole model begins: bring replicas up to date that are kept between steps."""
@@ -207,7 +208,7 @@ class Engine(Wrapped, abc.ABC):
             self.gather(unit)
 
     def refresh(self) -> None:
-        """The module computes with new replicas, also after a step: `mark_as_old` has emptied its parameters."""
+        """Bring replicas up to date, and make parameters views of them again: a step empties them (`mark_as_old`)."""
         kept = [] if self.frees_replicas else self.units
         old = [unit for unit in kept if unit.replica_is_stale() or isinstance(unit.parameters[0], Released)]
         self.before_forward()

@@ -22,9 +22,9 @@ from minizero.memory import tag
 class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
-    full: (size,), this rank's sum; None before the first `put`. chunk: gives the part that the shards show; None if
-    they show all. before: the shards' .grad without the sum. shown: each .grad's `_version` (PyTorch's count of
-    in-place writes) after `show`, until `go_on`.
+    full: (size,), this rank's sum; None before the first `put` and after `take`. chunk: gives the part that the shards
+    show; None if they show all. before: the shards' .grad without the sum. shown: each .grad's `_version` (PyTorch's
+    count of in-place writes) after `show`, until `go_on`.
     """
 
     def __init__(

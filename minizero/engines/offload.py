@@ -6,8 +6,8 @@
     step                                                12 bytes a parameter and more, and the arithmetic
 
 What stays on the GPU is the unit in use and the activations; what the optimizer's step makes and frees is temporary.
-Each step copies 4Ψ/N bytes down and 4Ψ/N up, twice as many down where backward gathers again; with `prefetch` they
-travel during the computation. In FP32 forward copies 4Ψ/N bytes up, too: it may have written to parameters. On a
+Each step copies 4Ψ/N bytes to the GPU and 4Ψ/N back, to it twice as many if backward gathers again; with `prefetch`
+they travel during the computation. In FP32 forward copies 4Ψ/N bytes back, too: it may have written to parameters. On a
 machine without a GPU the same code runs, and its copies are counted as `host`, which no total of the ledger contains.
 Ren et al., 2021, "ZeRO-Offload"; Rajbhandari et al., 2021, "ZeRO-Infinity".
 """

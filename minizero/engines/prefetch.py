@@ -76,11 +76,11 @@ class Ahead(Now):
     """Stage 3 gathers and reduces while it computes. At most `depth` gathers are under way.
 
     Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn[False] is [0], expected
-    [0, 1, 2], and following [1].
+    [0, 1, 2], and following [1] until `start_following`.
     """
 
-    def __init__(self, stage: Any, depth: int) -> None:
-        super().__init__(stage)
+    def __init__(self, engine: Any, depth: int) -> None:
+        super().__init__(engine)
         self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
@@ -88,32 +88,33 @@ class Ahead(Now):
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
         self.following: list[Unit] = []  # what comes next, until its gather has begun
-        self.gathers, self.reductions = Beside(stage.comm), Beside(stage.comm)
-        gather_comm = stage.units[0].comm.split(lambda rank: 0)  # all of them once more
+        self.gathers, self.reductions = Beside(engine.comm), Beside(engine.comm)
+        gather_comm = engine.units[0].comm.split(lambda rank: 0)  # all of them once more
         reduce_comm = gather_comm.split(lambda rank: 0)
-        for unit in stage.units:
+        for unit in engine.units:
             unit.comm, unit.reduce_comm = gather_comm, reduce_comm  # the same ranks; each thread has its own
 
-    # What the engine and stage 3 call.
+    # What the engine calls.
 
     def begin_forward(self) -> None:
-        if self.reducing is not None and not self.stage.in_backward:  # left by a backward that raised
+        if self.reducing is not None and not self.engine.in_backward:  # left by a backward that raised
             (_, wait), self.reducing = self.reducing, None
             wait()
         self.begin_pass(is_backward=False)
 
     def gather(self, unit: Unit) -> None:
-        """Its gather ends, that of the unit after it begins."""
+        """Wait for its gather. In forward those of the units after it begin here, in backward in `after_put`."""
         self.start(unit)
         self.wait_for(unit)
         self.following = self.what_follows(unit)
         # In backward gradients begin them; but a frozen unit has none, and the root only in the end.
-        if not (self.stage.in_backward and unit.trains and unit.module is not None):
+        if not (self.engine.in_backward and unit.trains and unit.module is not None):
             self.start_following()
 
     def before_put(self, unit: Unit) -> None:
         """One full gradient at a time, the root's aside: the last reduction ends before this gradient begins."""
-        if unit.gradient is None or unit.gradient.full is None:
+        assert unit.gradient is not None
+        if unit.gradient.full is None:
             self.finish()
 
     def after_put(self, unit: Unit, owed: set[int]) -> None:
@@ -124,7 +125,7 @@ class Ahead(Now):
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         """Its reduction begins. The one before it ends."""
         self.finish()
-        self.reducing = unit, self.reductions.start(self.stage.average, unit, gradient)
+        self.reducing = unit, self.reductions.start(self.engine.average, unit, gradient)
 
     # Its own part: what comes next, and when it begins.
 
@@ -137,8 +138,8 @@ class Ahead(Now):
     def start(self, unit: Unit) -> None:
         """Let the gather of a unit begin, unless it has."""
         if unit.replica_is_stale():
-            self.stage.make_room(unit)  # by this thread, whose ledger counts it
-            self.gathering[unit] = self.gathers.start(self.stage.fill, unit)
+            self.engine.make_room(unit)  # by this thread, whose ledger counts it
+            self.gathering[unit] = self.gathers.start(self.engine.fill, unit)
 
     def wait_for(self, unit: Unit) -> None:
         """Let the gather of a unit end, if it is under way."""
@@ -153,7 +154,7 @@ class Ahead(Now):
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""
-        if self.stage.in_backward and not self.is_backward:
+        if self.engine.in_backward and not self.is_backward:
             self.begin_pass(is_backward=True)
         turns = self.in_turn[self.is_backward]
         turns.append(unit)

@@ -1,7 +1,7 @@
 """A unit: parameters that are gathered, reduced and freed together.
 
-    replica   what the module computes with: all of it, in the computing dtype; its parameters are views of it
-    master    what the optimizer steps: FP32, this rank's chunk, or all of it (DDP)
+    replica   what the module computes with (`full` in zero3_by_hooks.py): its parameters are views of it, of one dtype
+    master    what the optimizer steps (`shard` there): FP32, this rank's chunk, or all of it (DDP)
     shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
     gradient  this rank's, while backward brings it: a `LocalGradient` (gradient.py)
 
@@ -29,7 +29,7 @@ class Unit:
 
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
-    over: all, unless a sharding factor makes groups. reduce_comm: the same. Prefetch replaces both, one for a thread.
+    over: all, unless a sharding factor makes groups. reduce_comm: the same. Prefetch gives each of its threads one.
     """
 
     replica: torch.Tensor
@@ -94,7 +94,7 @@ class Unit:
         for parameter, view, kind in zip(self.parameters, views, self.kinds, strict=True):
             parameter.__class__ = kind
             parameter.data = view
-            parameter.writes = parameter._version  # type: ignore[attr-defined]  # those of before the next forward
+            parameter.writes = parameter._version  # type: ignore[attr-defined]  # until now: `check_writes` finds later ones
             if flat is None:
                 parameter.__class__ = Released
 

@@ -28,9 +28,9 @@ class Use:
 
     given: what the unit is given. opens, closes: called at most once in each backward.
 
-    It must hold no tensors: their hooks hold it, and such a cycle would never be freed; and a recompute can leave a
-    forward by an exception. A graph can be gone through twice, also by `torch.autograd.grad` inside a forward, so
-    `opened` and `closed` are autograd's numbers of a pass.
+    It must hold no tensors: their hooks hold it, and nobody would free the cycle. A recompute may also leave a forward
+    by an exception, before anything could clear it. A graph can be gone through twice, also by `torch.autograd.grad`
+    inside a forward, so `opened` and `closed` are autograd's numbers of a pass.
     """
 
     def __init__(self, given: Any, opens: Callable[[], None], closes: Callable[[], None]) -> None:

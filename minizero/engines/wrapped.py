@@ -33,7 +33,7 @@ class Wrapped(Refuses):
         return state, {name: value for name, value in state.items() if id(value) in buffers}, others
 
     def names_in(self, state: dict[str, Any]) -> dict[int, list[str]]:
-        """The names of each value in `state`: a tied one has several. A parameter that lacks there keeps its own."""
+        """The names of each value in `state`: a tied one has several. One that `state` lacks keeps its own."""
         names: dict[int, list[str]] = {}
         for name, value in state.items():
             names.setdefault(id(value), []).append(name)

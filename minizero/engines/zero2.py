@@ -1,6 +1,6 @@
 """ZeRO stage 2: each rank also keeps the gradient of its own chunk only.
 
-    per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ/N   optimizer 8Ψ/N   = 4Ψ + 12Ψ/N bytes
+    per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ/N   optimizer 8Ψ/N   = 4Ψ + 12Ψ/N bytes, for Ψ parameters
     sent per step           2Ψ (N-1)/N elements: reduce-scatter of gradients, all-gather of parameters
 
 The difference from stage 1 is what is not kept: a unit's full gradient is dropped as soon as it is
@@ -35,5 +35,5 @@ class Zero2(Engine):
                 unit.replica_is_fresh_now()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        # Nothing refers to the full gradient after this: its memory is free for the next unit's.
+        # Nothing refers to the full gradient after the reduction: its memory is free for the next unit's.
         unit.set_gradient(reduce_scatter(gradient, self.comm, "mean", label=unit.name))

@@ -2,6 +2,7 @@
 
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes, for Ψ parameters
     sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
+                            (the root unit's: one)
 
 A unit's replica exists only while it is used, in forward and in backward: `gather` fills and `release` empties it.
 The lane says when: `Now` (lane.py), or by default `Ahead` (prefetch.py), which begins each gather a unit earlier.
@@ -49,7 +50,7 @@ class Zero3(Engine):
         **options: Any,
     ) -> None:
         check_prefetch(prefetch)
-        self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: the same chunk's ranks, or None
+        self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: same chunk, other groups, or None
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         super().__init__(module, comm, **options)
         if prefetch:
@@ -67,7 +68,7 @@ class Zero3(Engine):
         unit.point_parameters_at(unit.replica)
 
     def make_room(self, unit: Unit) -> None:
-        """Allocate the replica's memory. It counts as fresh from here on, before `fill`: no second gather begins."""
+        """Allocate the replica's memory. From here on `replica_is_stale` says no, so no second gather begins."""
         unit.replica.untyped_storage().resize_(unit.size * unit.dtype.itemsize)
         unit.replica_is_fresh_now()
 
@@ -79,14 +80,14 @@ class Zero3(Engine):
 
     def release(self, unit: Unit) -> None:
         self.lane.wait_for(unit)  # a gather ahead writes to the memory that is given back here
-        # The storage is emptied, and not thrown away: autograd holds views of it, which `fill` fills again. It sees no
-        # write in that: unlike `nn.Parameter(view)`, a parameter set by `.data =` does not share the count of writes.
+        # The storage is emptied, and not thrown away: autograd holds views of it, which `fill` fills again. It
+        # notices no write then: a parameter set by `.data =` counts its own writes, unlike `nn.Parameter(view)`.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 
     def keep_writes(self, unit: Unit) -> None:
         super().keep_writes(unit)
-        if unit.dtype == unit.master.dtype:  # `.data`: it is no write of an optimizer, which makes replicas stale
+        if unit.dtype == unit.master.dtype:  # `.data` is not counted: a counted write makes replicas stale
             unit.master.data.copy_(unit.chunk(unit.replica))
 
     def forward_is_over(self, unit: Unit) -> None:

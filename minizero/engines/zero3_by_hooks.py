@@ -7,7 +7,7 @@
 
 A unit is a block of the model. What lies outside the blocks is one more, the root: it stays whole from forward to
 backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards and bytes sent are those of
-`Zero3(prefetch=0)`. This page does not serve the following; the file behind each does:
+`Zero3(prefetch=0)`. This page does not serve the following; the file named beside each does:
 
     parameters that get no gradient, on all ranks or on some    engine.py
     units that return anything but one tensor                   uses.py

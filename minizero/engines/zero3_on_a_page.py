@@ -2,7 +2,8 @@
 
 A model is a list of layers, each with parameters. Each rank keeps 1/N of each layer's parameters: its shard. Before a
 layer computes, all ranks gather its parameters, and after that they drop them again. Backward goes from the last layer
-to the first in the same way. Of each gradient a rank keeps the part that belongs to its shard.
+to the first in the same way. *Reduce*: the gradients are averaged over the ranks, and each rank keeps the
+part of its shard.
 
     forward     gather 0, compute 0, drop 0     gather 1, compute 1, drop 1     …
     backward    …     gather 1, backward 1, drop 1, reduce 1     gather 0, backward 0, drop 0, reduce 0
@@ -51,8 +52,8 @@ def step(layers: list, shards: list, x: torch.Tensor, loss_of: Callable, comm: C
         vector_to_parameters(all_gather(mine, comm), layer.parameters())
         x = kept.detach().requires_grad_()
         # Backward of this layer alone: the gradients of its parameters, and of its input, for the layer before.
-        *parts, gradient = torch.autograd.grad(layer(x), [*layer.parameters(), x], gradient)
+        *gradients, gradient = torch.autograd.grad(layer(x), [*layer.parameters(), x], gradient)
         drop(layer)
-        full = pad(parameters_to_vector(parts), comm.size)
-        mine -= learning_rate * reduce_scatter(full, comm, "mean")  # of the full gradient only this rank's part
+        full = pad(parameters_to_vector(gradients), comm.size)
+        mine -= learning_rate * reduce_scatter(full, comm, "mean")  # of the mean only this rank's part
     return loss.item()

@@ -6,9 +6,9 @@ comes to them. Then it is alone:
     set the rank's state | dropout, normal_, manual_seed, get_rng_state … | note the state, set the old one back
 
 Operators come to a generator: `torch.library` puts a function of ours around the kernels of those that draw. And
-torch's functions do, such as `torch.manual_seed`, by the name of the generator: there stands an `OfThisRank`.
-All else runs beside each other as before. (If one rank computed at a time, the generator could change hands where
-ranks wait for each other; but then a step of the demo takes half as long again on two cores.)
+torch's functions, such as `torch.manual_seed`, find a generator by its name: an `OfThisRank` has that name.
+All else runs at the same time, as before. (If one rank computed at a time, the generator could change hands where
+ranks wait for each other; but then a step of the demo takes up to 1.6 times as long on two cores.)
 
 Meant are torch's generators of the CPU and of the rank's GPU. The methods of `torch.default_generator` itself, NumPy's
 generator and Python's still belong to the process.

@@ -1,4 +1,4 @@
-"""What carries the tensors of a `Comm`. Only the files of `ranks/` use it.
+"""What carries the tensors of a `Comm`. Outside `ranks/` only prefetch.py uses it: `executor`.
 
     threads.py              a receiver copies out of the sender's tensor
     processes/transport.py  messages of `torch.distributed`

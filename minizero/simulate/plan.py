@@ -60,7 +60,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """Constants, fitted or measured. efficiency: the share of a GPU's peak that is reached. The others: see `step`."""
+    """Constants, fitted or measured. efficiency: the share of a GPU's peak that is reached. The others: see step.py."""
 
     efficiency: float = 0.5
     interference: float = 0.0

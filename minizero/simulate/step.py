@@ -12,8 +12,8 @@ than its parts:
 
     interference    a collective uses cores of the GPU: it lengthens what computes beside it by this share of its
                     own time
-    jitter          ranks wait for the slowest of N: compute takes 1 + jitter (√N - 1) times as long. So grows the
-                    largest of N delays if few are long (a tail of index 2). Beyond the N of its fit it is a guess
+    jitter          ranks wait for the slowest of N: compute takes 1 + jitter (√N - 1) times as long. The largest
+                    of N delays grows so if long ones are rare (a tail of index 2). Beyond its fit's N it is a guess
 
 Zhao et al., 2023, "PyTorch FSDP", section 3.3 (overlap, prefetch, at most two gathers at a time).
 """

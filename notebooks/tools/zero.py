@@ -93,7 +93,7 @@ def batch(comm, step, sequences=8, tokens=64):
 def each_message(call):
     """While the block runs, `call(rank, other rank, bytes)` follows each message between two ranks of a World.
 
-    It runs in the sender's thread. A rank has one link: its messages, also those of its lanes, follow each other.
+    It runs in the sender's thread. A rank has one link: its messages, also of its other threads, follow each other.
     """
     real, links = ThreadTransport.transfer, {}
 

@@ -16,7 +16,7 @@ from minizero.engines.unit import Unit
 
 
 def check_module(stage: str, module: nn.Module, rank: int, dtype: torch.dtype | None) -> None:
-    """`ValueError` where `module` cannot be wrapped: it must have FP32 parameters that train, on one device."""
+    """`ValueError` if `module` cannot be wrapped: it must have FP32 parameters that train, on one device."""
     parameters = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
     for name, tensor in [*parameters.items(), *buffers.items()]:

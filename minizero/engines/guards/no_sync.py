@@ -20,7 +20,7 @@ def check_averaged(stage: str, shard: torch.Tensor) -> None:
 def check_untouched(unit: Unit) -> None:
     """`RuntimeError` if a shard's .grad shows a chunk of the sum, and was written to: the other chunks miss the write.
 
-    Before the next backward goes on with the sum. If every .grad is None, that backward drops it.
+    Called before the next backward goes on with the sum. If every .grad is None, that backward drops it.
     """
     sum_so_far = unit.gradient
     if sum_so_far is None or not sum_so_far.shown or not sum_so_far.chunk:

@@ -38,7 +38,7 @@ class Refuses(nn.Module):
     units: list[Unit]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda` and `half` call. Where the device and the dtype are those already, nothing happens."""
+        """What `to`, `cuda` and `half` call. If device and dtype are those already, nothing happens."""
         kinds = {(len(shape), unit.dtype, self.comm.device) for unit in self.units for shape in unit.layout.shapes}
         kinds |= {(buffer.dim(), buffer.dtype, buffer.device) for buffer in self.module.buffers()}
         for dim, dtype, device in kinds:
