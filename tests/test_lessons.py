@@ -289,7 +289,7 @@ from minizero import GPT, GPTConfig
 model, device, layers, h = GPT(GPTConfig(width=32, layers=2, heads=2)), "cpu", [nn.Linear(8, 8)] * 8, torch.ones(2, 8)
 block, half, (gradient, whole, shard) = layers[0], torch.ones(4).half(), torch.ones(3, 4)
 x, q = torch.zeros(1, 16, dtype=torch.long), torch.randn(1, 2, 128, 16, requires_grad=True)
-y, k, v = x, q, q
+y, k, v, optimizer = x, q, q, torch.optim.AdamW(model.parameters())
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
 """
 LLAMA = """from transformers import LlamaConfig, LlamaForCausalLM
