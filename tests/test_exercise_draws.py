@@ -210,6 +210,8 @@ WRONG = {
               ("loss += torch.where(counts, total.log() - z_y, 0).sum()",
                "losses.append(torch.where(counts, total.log() - z_y, 0).sum())"),
               ("    return loss,", "    loss = torch.stack(losses).sum()\n    return loss,")),
+        wrong("the next call writes into what this one returned", ("torch.zeros_like(weight, dtype=wide)",
+              "globals().setdefault((weight.shape, wide), torch.zeros_like(weight, dtype=wide)).zero_()")),
         wrong("sums in FP16", ("torch.promote_types(hidden.dtype, torch.float32)",
                                "torch.float32 if hidden.dtype == torch.bfloat16 else hidden.dtype")),
     ],
@@ -225,6 +227,7 @@ WRONG = {
     "unscale": [
         wrong("minus infinity overlooked", ("found_inf(gradients)", "found_inf([g.clamp(min=-1e30) if not "
                                             "bool(g.isnan().any()) else g for g in gradients])")),
+        wrong("another default dtype", ("    inverse =", "    torch.set_default_dtype(torch.float64)\n    inverse =")),
         wrong("divides in BF16", ("gradient.mul_(inverse)", "gradient.mul_(torch.tensor(inverse).to(gradient.dtype))")),
         wrong("the combined finding of the first group", ("found if self.combine is None else self.combine(found)",
               "found if self.combine is None or found else self.combine(found)")),

@@ -21,7 +21,7 @@ import torch
 
 from tests.exercises.course import Exercise
 from tests.exercises.draws import shown
-from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare
+from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare, fail
 from tests.exercises.machine import runner
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.machine.runner import Outcome
@@ -87,8 +87,14 @@ def unpack(value: Any) -> Any:
 
 def outcome_of(lesson: Any, case: Any, words: Callable[[BaseException], str] = str) -> Any:
     """What the function that stands in the package does in this case, packed. words: what is said of an exception."""
+    modes = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
-        return pack(lesson.result(case))
+        seen = pack(lesson.result(case))
+        if modes != (torch.is_grad_enabled(), torch.get_default_dtype()):
+            torch.set_grad_enabled(modes[0])
+            torch.set_default_dtype(modes[1])
+            fail("leaves-a-mode", "After the call torch has another grad mode, or default dtype.")
+        return seen
     except Exception as error:
         return pack(raised(error, words))
 
