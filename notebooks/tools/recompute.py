@@ -259,13 +259,13 @@ def draw_root(depths, plain, regions):
 def draw_depths(layers, rows, clock):
     """Memory and time of a step against the depth. rows: of `depth.against_depth`, for "plain" and "regions"."""
     memory, time = panels(2)
-    names = {"plain": "keep everything", "regions": "regions of √N"}
+    names = {"plain": "keep everything", "regions": "regions of √n blocks"}
     words = "peak beside the parameters (MiB)", clock
     for axes, key, unit, label in zip((memory, time), ("bytes", "seconds"), (MIB, 1e-3), words):
         curves = {words: [row[key] for row in rows[name]] for name, words in names.items()}
         draw_lines(axes, layers, curves, (PLAIN, REGIONS), unit)
         axes.set_title("memory, measured" if axes is memory else "time, measured", fontsize=FONT + 2)
-        label_axes(axes, "layers, 6n + 2", label, xlim=(0, None), ylim=(0, None), xticks=layers)
+        label_axes(axes, "layers", label, xlim=(0, None), ylim=(0, None), xticks=layers)
     memory.legend(fontsize=FONT, frameon=False)
     return memory, time
 
