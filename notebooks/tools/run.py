@@ -21,11 +21,11 @@ FOLDER = Path(__file__).parents[1]
 PATIENCE = 1800  # for a cell: what takes longer hangs
 
 
-def execute(path, allow_errors=False):
-    """The notebook, executed in its own folder; an error in a cell is raised with its traceback, unless allowed."""
+def execute(path, **options):
+    """The notebook, executed in its own folder; an error in a cell is raised with its traceback. options: nbclient."""
     notebook = nbformat.read(path, as_version=4)
-    options = {"timeout": PATIENCE, "allow_errors": allow_errors, "resources": {"metadata": {"path": str(path.parent)}}}
-    NotebookClient(notebook, **options).execute()
+    resources = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, timeout=PATIENCE, resources=resources, **options).execute()
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
