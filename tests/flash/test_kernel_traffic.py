@@ -52,10 +52,11 @@ EDGE = dict(n_q=60, n_k=27, head_dim=8, block_q=16, block_k=16, batch=1, heads=1
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [*range(10), *(pytest.param(n, marks=pytest.mark.soak) for n in range(10, 20))])
 def test_the_kernels_move_exactly_what_the_model_says(number):
-    # With one key in all, the kernel of dK and dV leaves V alone, which the model does not say.
-    dtype, case = drawn(number, 150, [16, 32, 64, 128], [torch.float16, torch.float32], fewest_keys=2)
+    dtype, case = drawn(number, 150, [16, 32, 64, 128], [torch.float16, torch.float32])
     if number == 0:
         dtype, case = torch.float32, EDGE | {"window": (5, None)}
+    if number == 1:  # with one key in all, the kernel of dK and dV leaves V alone
+        case["n_k"] = 1
     q, dout = tensors(*[(case["batch"], case["heads"], case["n_q"], case["head_dim"])] * 2, dtype=dtype)
     k, v = tensors(*[(case["batch"], case["kv_heads"], case["n_k"], case["head_dim"])] * 2, dtype=dtype)
     options = options_of(q, k, v, causal=case["causal"], window=case["window"])

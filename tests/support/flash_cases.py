@@ -38,13 +38,13 @@ def options_of(q, k, v, **options):
     return check("test", q, k, v, **options).with_lengths(q.shape[2], k.shape[2])
 
 
-def drawn(number, longest, blocks, dtypes, heads=(1, 2), batches=(1, 2), fewest_keys=1):
+def drawn(number, longest, blocks, dtypes, heads=(1, 2), batches=(1, 2)):
     """A dtype, shapes and options, to count the bytes that they move."""
     pick = random.Random(number)
     dtype, group, kv_heads = pick.choice(dtypes), pick.choice([1, 1, 2]), pick.choice(heads)
     return dtype, dict(
         n_q=pick.randint(1, longest),
-        n_k=pick.randint(fewest_keys, longest),
+        n_k=pick.randint(1, longest),
         head_dim=pick.choice([8, 16, 40]),
         block_q=pick.choice(blocks),
         block_k=pick.choice(blocks),
