@@ -4,6 +4,7 @@ Two threads share each operator, and wait for each other at its end. If one of t
 has the other: a notebook took ten times as long.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -53,6 +54,17 @@ def pytest_runtest_call(item):
     test = item.runtest
     item.runtest = lambda: with_room(test)
     return (yield)
+
+
+# A garbage collection looks at all objects. Those of torch and of the tests themselves, a million, stay to the end: it
+# need not look at them. Many tests ask for a collection, and each took 0.4 seconds.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
