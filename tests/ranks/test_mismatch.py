@@ -1,4 +1,4 @@
-"""Whatever the ranks do wrong, alone or against each other: an error that names it, on every rank, and soon."""
+"""Whatever ranks do wrong in training, alone or against each other: an error names it, on every rank, and soon."""
 
 import itertools
 import pickle
@@ -106,7 +106,7 @@ def process_main(rank, size, folder, count):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_240_random_mistakes_of_processes_end_in_a_named_error_on_every_rank(tmp_path):
+def test_random_mistakes_of_processes_end_in_a_named_error_on_every_rank(tmp_path):
     count = 5
     cases, kinds = some_cases(count), Counter()
     assert spawn(process_main, 4, tmp_path, count, patience=1500 * count) == [0] * 4
