@@ -20,12 +20,12 @@ from tests.support.helpers import SMALL, STAGES, plain, relative_error, run, sam
 def test_training_goes_on_bit_for_bit(stage, dtype, tmp_path):
     def job(comm):
         model, optimizer = wrap(comm, stage, dtype=dtype)
-        steps(model, optimizer, range(3))
-        save(tmp_path / "new" / "folder", model, optimizer, 3)
-        expected = steps(model, optimizer, range(3, 6)), full_states(model, optimizer)
+        steps(model, optimizer, range(2))
+        save(tmp_path / "new" / "folder", model, optimizer, 2)
+        expected = steps(model, optimizer, range(2, 4)), full_states(model, optimizer)
         again, optimizer = wrap(comm, stage, scrambled, dtype=dtype, lr=123.0)
-        assert load(str(tmp_path / "new" / "folder"), again, optimizer) == 3
-        return expected, (steps(again, optimizer, range(3, 6)), full_states(again, optimizer))
+        assert load(str(tmp_path / "new" / "folder"), again, optimizer) == 2
+        return expected, (steps(again, optimizer, range(2, 4)), full_states(again, optimizer))
 
     for (losses, states), (losses_again, states_again) in run(3, job):
         assert losses == losses_again
@@ -122,14 +122,10 @@ def odd_batch(step):
 @pytest.mark.parametrize(
     "optimizer, options",
     [
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
         (torch.optim.SGD, {}),
         (torch.optim.Adam, {"amsgrad": True, "fused": True}),
-        (torch.optim.NAdam, {}),
-        (torch.optim.RMSprop, {"centered": True}),
         (torch.optim.Adagrad, {}),
         (torch.optim.ASGD, {}),
-        (torch.optim.Rprop, {}),
         (OnlyThis, {}),
     ],
 )
@@ -244,9 +240,7 @@ def test_before_the_first_step_there_are_no_states(tmp_path):
         assert fresh == again
 
 
-@pytest.mark.parametrize(
-    "stage, world_size, factor", [(DDP, 4, None), (Zero1, 3, None), (Zero3, 4, None), (Zero3, 4, 2)]
-)
+@pytest.mark.parametrize("stage, world_size, factor", [(DDP, 4, None), (Zero1, 3, None), (Zero3, 4, 2)])
 def test_every_element_is_written_once_and_read_only_where_it_is_held(stage, world_size, factor, tmp_path, monkeypatch):
     def job(comm):
         model, optimizer = wrap(comm, stage, factor=factor)

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 
-from minizero import DDP, GPT, GPTConfig, Zero1, Zero3
+from minizero import GPT, GPTConfig, Zero1, Zero3
 from minizero.memory import Ledger, predict, predict_sent
 from tests.support.helpers import SMALL, batch, plain, relative_error, run, same, train
 
@@ -25,23 +24,21 @@ def factored(factor, **options):
     ("world_size", "factor"),
     [
         (4, 2),
-        (6, 3),
-        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.accuracy]) for case in ((4, 1), (6, 2))),
+        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.accuracy]) for case in ((4, 1), (6, 2), (6, 3))),
     ],
 )
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_the_training_is_the_same(world_size, factor, clip):
-    results = run(world_size, train, factored(factor), 10, eps=1e-4, clip=clip)
-    losses, expected = plain(10, eps=1e-4, clip=clip)
+def test_the_training_is_the_same(world_size, factor):
+    results = run(world_size, train, factored(factor), 6, eps=1e-4, clip=0.5)
+    losses, expected = plain(6, eps=1e-4, clip=0.5)
     assert torch.tensor([r[0] for r in results]).mean(0).tolist() == pytest.approx(losses, rel=1e-5)
     for _, state, _ in results:
         assert same(state, results[0][1]) and relative_error(state, expected) < 1e-5
 
 
 def test_a_factor_of_all_ranks_is_stage_3_to_the_bit():
-    expected = run(4, train, Zero3, 5)[0]
-    for stage in (factored(4), factored(None), factored(None, reshard_after_forward=False)):
-        losses, state, _ = run(4, train, stage, 5)[0]
+    expected = run(4, train, Zero3, 3)[0]
+    for stage in (factored(4), factored(None, reshard_after_forward=False)):
+        losses, state, _ = run(4, train, stage, 3)[0]
         assert losses == expected[0] and same(state, expected[1])
 
 
@@ -91,14 +88,6 @@ def test_bytes_and_traffic_are_the_formulas(factor):
         assert across == pytest.approx(4 * 2 * TOTAL * (8 - factor) / (factor * 8), rel=1e-3)
 
 
-def test_a_factor_of_1_sends_and_holds_what_ddp_does():
-    held, _, (sent, _) = run(4, measure, factored(1))[0]
-    of_ddp, _, (sent_by_ddp, _) = run(4, measure, DDP)[0]
-    assert sent == pytest.approx(sent_by_ddp, rel=1e-3)
-    for category in ("parameters", "gradients", "optimizer"):
-        assert held[category] == pytest.approx(of_ddp[category], rel=1e-3)
-
-
 def test_without_resharding_parameters_are_gathered_once_and_kept_until_backward():
     (held, peak, (sent, _)), (held3, peak3, (sent3, _)) = (
         run(4, measure, stage)[0]
@@ -119,19 +108,6 @@ def test_without_resharding_parameters_are_gathered_once_and_kept_until_backward
         return ledger.peak["parameters"]
 
     assert run(4, evaluate)[0] < peak3 + 1000  # no backward will come: nothing is kept
-
-
-def test_a_kept_replica_is_renewed_after_a_step():
-    def work(comm):
-        model = Zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), comm, reshard_after_forward=False)
-        x = torch.ones(1, 4)
-        first = model(x)  # whose backward never comes
-        with torch.no_grad():
-            for shard in model.parameters():
-                shard.mul_(2)
-        return torch.equal(first, model(x))
-
-    assert run(2, work) == [False, False]
 
 
 @pytest.mark.parametrize("factor", [1, 2])

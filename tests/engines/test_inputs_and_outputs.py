@@ -39,7 +39,7 @@ def test_structured_inputs_and_outputs(kind):
             kind
         ]()
 
-    check(seeded(Structured), forward=forward)
+    check(seeded(Structured), forward=forward, stages=(DDP, Zero3))
 
 
 def test_sixteen_bits_cast_floating_inputs_only():
@@ -125,7 +125,7 @@ class Handed(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["view", "attribute", "list", "buffer", "namespace", "mapping"])
-@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("prefetch", [0, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.accuracy])])
 def test_whatever_leaves_a_unit_gathers_it_in_backward(way, prefetch):
     stages = [DDP, functools.partial(Zero3, prefetch=prefetch)]
     expected, found = (run(2, fit, stage, seeded(functools.partial(Handed, way)))[0] for stage in stages)

@@ -29,7 +29,7 @@ def step(comm, dtype=None, micro_batches=1, no_sync=True, **options):
     return held, ledger.peak, gradient
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.accuracy])])
 def test_states_are_on_the_host_and_no_total_contains_them(dtype):
     held, peak, _ = run(4, step, dtype, offload=True)[0]
     states = predict(TOTAL, 4, 3, dtype=dtype or torch.float32)["total"]

@@ -81,8 +81,8 @@ def overflow(comm, stage, at, **options):
 
 
 @options
-@pytest.mark.parametrize("at", [0, 40])
-def test_an_overflow_in_one_shard_makes_all_ranks_skip(options, at):
+def test_an_overflow_in_one_shard_makes_all_ranks_skip(options):
+    at = 40  # of 64 numbers
     ranks = run(WORLD_SIZE, overflow, Zero3, at, **options)
     inside = options.get("sharding_factor", WORLD_SIZE)
     for rank, (trace, states) in enumerate(ranks):

@@ -4,58 +4,24 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import DDP, GPT, Zero1, Zero2, Zero3
+from minizero import DDP, GPT, Zero3
 from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, same, train
-from tests.support.small_models import SAME_BITS, SHARDED, Blocks, seeded, vectors
+from tests.support.small_models import SAME_BITS, Blocks, seeded, vectors
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.accuracy])])
-def test_fifty_steps_are_bit_identical_and_agree_with_one_process(world_size):
-    results = {stage: run(world_size, train, stage, 50, eps=1e-4) for stage in STAGES}
+def test_twenty_steps_are_bit_identical_and_agree_with_one_process(world_size):
+    results = {stage: run(world_size, train, stage, 20, eps=1e-4) for stage in STAGES}
     losses, state, _ = results[DDP][0]
     for stage, ranks in results.items():
         assert [rank[0] for rank in ranks] == [rank[0] for rank in results[DDP]], f"{stage.__name__}: other losses"
         for rank in ranks:
             assert same(rank[1], state), f"{stage.__name__}: other parameters"
-    one_losses, one_state = plain(50, eps=1e-4)
+    one_losses, one_state = plain(20, eps=1e-4)
     mean = [sum(step) / world_size for step in zip(*(rank[0] for rank in results[DDP]))]
     assert max(abs(a - b) / b for a, b in zip(mean, one_losses)) < 1e-6
     assert relative_error(state, one_state) < 1e-6
     assert relative_error(state, GPT(SMALL).state_dict()) > 1e-2  # something was trained
-
-
-@pytest.mark.slow
-@pytest.mark.accuracy
-@pytest.mark.parametrize(
-    "optimizer, options",
-    [
-        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
-        (torch.optim.Adam, {"amsgrad": True}),
-        (torch.optim.AdamW, {"fused": True}),
-        (torch.optim.AdamW, {"foreach": True}),
-        (torch.optim.RMSprop, {}),
-        (torch.optim.Adagrad, {}),
-        (torch.optim.NAdam, {}),
-    ],
-)
-def test_any_elementwise_optimizer(optimizer, options):
-    expected = run(2, train, DDP, 6, optimizer=optimizer, **options)[0]
-    for stage in SHARDED:
-        got = run(2, train, stage, 6, optimizer=optimizer, **options)[0]
-        assert got[0] == expected[0] and same(got[1], expected[1]), stage.__name__
-
-
-@pytest.mark.slow
-@pytest.mark.accuracy
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits_are_bit_identical_too_and_keep_fp32_masters(dtype):
-    results = {stage: run(3, train, stage, 12, dtype=dtype, clip=1.0)[0] for stage in STAGES}
-    losses, state, _ = results[DDP]
-    for stage in SHARDED:
-        assert results[stage][0] == losses and same(results[stage][1], state), stage.__name__
-    assert all(p.dtype == torch.float32 for p in state.values())
-    assert not all(torch.equal(p, p.to(dtype).float()) for p in state.values())  # the masters have more bits
-    assert losses != run(3, train, DDP, 12, clip=1.0)[0][0]  # and the computation fewer
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
@@ -81,14 +47,14 @@ def test_clipping_takes_the_norm_over_all_ranks_and_counts_every_number_once(wor
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_traffic_is_counted_and_least(stage, world_size):
     sizes = GPT(SMALL)
     total = sum(p.numel() for p in sizes.parameters())
     root = total - sum(p.numel() for p in sizes.blocks.parameters())
     elements = 3 * total - root if stage is Zero3 else 2 * total
     for dtype, bytes_each in ((None, 4), (torch.bfloat16, 2)):
-        sent = run(world_size, train, stage, 3, dtype=dtype)[0][2]
+        sent = run(world_size, train, stage, 2, dtype=dtype)[0][2]
         exact = elements * bytes_each * (world_size - 1) / world_size
         padding = 3 * 4 * bytes_each * world_size  # three collectives of four units
         assert exact <= sent <= exact + padding
@@ -203,27 +169,6 @@ def test_a_state_goes_from_any_stage_to_any_other():
             loss, state = run(3, load, stage, dtype)[1]
             assert same(state, trained)
             assert loss == pytest.approx(module(*batch(9)).item(), rel=1e-5 if dtype is None else 2e-2)
-
-
-@pytest.mark.parametrize("stage", [Zero1, Zero2])
-def test_replicas_are_gathered_once_a_step(stage):
-    def sent_by_each(comm):
-        model = stage(GPT(SMALL), comm)
-        optimizer = torch.optim.AdamW(model.parameters())
-        counts = []
-        for _ in range(2):
-            before = comm.bytes_sent
-            model(*batch(0, size=2)).backward()
-            optimizer.step()
-            counts.append(comm.bytes_sent - before)
-        for _ in range(2):
-            before = comm.bytes_sent
-            model(*batch(0, size=2))
-            counts.append(comm.bytes_sent - before)
-        return counts
-
-    first, second, after, again = run(2, sent_by_each)[0]
-    assert first * 2 == second and after == first and again == 0
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -22,7 +22,7 @@ from tests.support.small_models import (
     vectors,
 )
 
-STEPS = 4
+STEPS = 3
 
 
 class Odd(nn.Module):

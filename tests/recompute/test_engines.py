@@ -7,31 +7,28 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import GPT, Zero3
+from minizero import DDP, GPT, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
 from minizero.recompute import checkpoint
 from minizero.train import command as main_job
-from tests.support.helpers import SMALL, STAGES, batch, run, steps
+from tests.support.helpers import SMALL, run, steps
 from tests.support.recompute_ways import nested, plain, selective, vectors, verified
 
 
 def train(comm, stage, recompute, dtype):
     model = stage(GPT(dataclasses.replace(SMALL, layers=6, recompute=recompute)), comm, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(3):
-        x, y = (part.chunk(comm.size)[comm.rank] for part in batch(step))
-        with Ledger(model, optimizer) as ledger:
-            loss = model(x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = steps(model, optimizer, range(2))
+    with Ledger(model, optimizer) as ledger:
+        losses += steps(model, optimizer, [2])
     return losses, comm.bytes_sent, ledger.peak["activations"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+SLOW = [pytest.mark.slow, pytest.mark.accuracy]
+
+
+@pytest.mark.parametrize("stage", [DDP, Zero3, *(pytest.param(stage, marks=SLOW) for stage in (Zero1, Zero2))])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=SLOW)])
 def test_every_stage_has_the_same_losses_and_traffic_with_less_activations(stage, dtype):
     results = {way: run(2, train, stage, way, dtype)[0] for way in ("none", "full", "selective")}
     losses, sent, activations = results["none"]

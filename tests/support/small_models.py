@@ -26,7 +26,7 @@ ENGINES |= {f"Zero3, {name}": (Zero3, options) for name, options in OPTIONS.item
 SAME_BITS = [engine for name, engine in ENGINES.items() if "groups" not in name]
 
 
-def fit(comm, stage, make, steps=4, forward=None, dtype=None, schedule=lambda optimizer: None, **options):
+def fit(comm, stage, make, steps=3, forward=None, dtype=None, schedule=lambda optimizer: None, **options):
     """Train `make()` on random vectors, each rank on its part of a batch of 12; the full state."""
     model = stage(make(), comm, dtype=dtype, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
@@ -46,7 +46,7 @@ def vectors(step):
     return torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
 
 
-def fit_plain(make, steps=4, forward=None, parts=1, schedule=lambda optimizer: None):
+def fit_plain(make, steps=3, forward=None, parts=1, schedule=lambda optimizer: None):
     """The same on one process; with `parts`, the mean over that many ranks' losses."""
     module = make()
     optimizer = torch.optim.AdamW(
