@@ -287,7 +287,7 @@ class Constant(nn.Module):
         return self.weight.sum()
 
 
-@pytest.mark.parametrize(("dtype", "many"), [(torch.bfloat16, 1024), (torch.float16, 8192)])
+@pytest.mark.parametrize(("dtype", "many"), [(torch.bfloat16, 512), (torch.float16, 4096)])
 def test_many_small_gradients_add_up_in_fp32(dtype, many):
     """Each adds 1/many. A 16-bit sum stands still long before it is 1."""
     window = [(None, torch.zeros(1, dtype=torch.long))] * many
@@ -300,7 +300,7 @@ def test_many_small_gradients_add_up_in_fp32(dtype, many):
     naive = Constant(dtype)
     for _ in window:
         (naive(None, None) / many).backward()
-    assert naive.weight.grad.max() <= 0.25
+    assert naive.weight.grad.max() <= 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

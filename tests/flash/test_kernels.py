@@ -232,7 +232,7 @@ def test_what_comes_in_for_rows_that_see_nothing_has_no_effect(n_q, n_k, keyword
     assert not found[1][0].masked_select(where).any()
 
 
-@pytest.mark.parametrize("n", [1, 63, 64])
+@pytest.mark.parametrize("n", [1, 63])
 @pytest.mark.parametrize("keywords", [{}, dict(causal=True), dict(window=(None, 3), dropout_p=0.1, dropout_seed=1)])
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 def test_a_key_of_minus_infinity_is_no_key(n, keywords, backend):

@@ -51,7 +51,7 @@ def add_bits(method, bits, fmt):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("accumulator", ACCUMULATORS.values(), ids=ACCUMULATORS)
 def test_every_addition_is_the_simulated_one(method, accumulator):
-    for n in (1, 2, 7, 100):
+    for n in (1, 2, 7, 40):
         x = numbers(n, seed=n, scale=2.0 ** (n % 5))
         x = x if accumulator == FP16 else accumulator.quantize(x.astype(np.float32)).astype(np.float16)
         bits = [int(b) for b in accumulator.encode(x)]
@@ -126,20 +126,6 @@ def test_fp16_is_numpys_float16():
 # What is lost.
 
 
-@pytest.mark.slow
-@pytest.mark.accuracy
-def test_a_sum_of_ones_stops():
-    ones = np.ones(5000, np.float16)
-    assert accumulate.sum(ones[:2048], accumulator=FP16) == 2048
-    assert accumulate.sum(ones, accumulator=FP16) == 2048
-    assert accumulate.sum(ones, accumulator=BF16) == 256
-    for method in METHODS:
-        assert accumulate.sum(ones, method=method) == 5000
-    for method in ("pairwise", "kahan"):
-        assert accumulate.sum(ones, accumulator=FP16, method=method) == 5000
-    assert dot(ones, ones, FP16) == 2048 and dot(ones, ones) == 5000
-
-
 def error(x, **options):
     """Relative to Σ|x|, before the result is rounded to FP16: that is, of a sum with values that FP16 has."""
     exact = [math.fsum(row) for row in x.astype(np.float64)]
@@ -157,6 +143,8 @@ def test_errors_stay_within_the_bounds():
             assert error(x, method=method).max() <= U * 1.001  # the last rounding, to FP16, is all that is seen
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_an_emulation_around_it_changes_nothing():
     """`emulate` rounds what a model computes, not what this module computes a rounding with."""
     ones = torch.ones(1, 2100)

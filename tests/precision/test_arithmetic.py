@@ -37,6 +37,14 @@ SIXTEEN_BITS = {
 }
 
 
+# These show each kind of special number there is; the others are combinations.
+QUICK = ("E4M3", "E5M2", "numbers only", "without subnormals", "no mantissa", "three bits", "BF16", "E9M6")
+
+
+def kinds(formats):
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in formats]
+
+
 def assert_as_float64(operation, fmt, rounding, *operands):
     theirs = by_float64(operation, fmt, rounding, *operands)
     invalid = theirs[1]["invalid"]
@@ -135,7 +143,7 @@ def test_fma_gives_the_rounding_error_of_a_product():
     np.testing.assert_array_equal(flags.inexact, ~representable)
 
 
-@pytest.mark.parametrize("name", EIGHT_BITS)
+@pytest.mark.parametrize("name", kinds(EIGHT_BITS))
 def test_every_pair_of_eight_bits(name):
     fmt = EIGHT_BITS[name]
     for rounding in ROUNDINGS:
@@ -145,7 +153,7 @@ def test_every_pair_of_eight_bits(name):
         assert_as_float64("fma", fmt, rounding, *draw("fma", fmt, 20_000))
 
 
-@pytest.mark.parametrize("name", SIXTEEN_BITS)
+@pytest.mark.parametrize("name", kinds(SIXTEEN_BITS))
 def test_other_formats_of_sixteen_bits(name):
     fmt = SIXTEEN_BITS[name]
     for rounding in ROUNDINGS:

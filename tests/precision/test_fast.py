@@ -94,7 +94,7 @@ def test_wide_formats_and_random_patterns(rounding, dtype):
 def test_formats_of_all_kinds():
     """Random widths, biases and options: more range than float32, no bit of mantissa, one of exponent."""
     generator, kinds = random.Random(0), set()
-    while len(kinds) < 60:
+    while len(kinds) < 25:
         exponent_bits = generator.randint(1, 11)
         options = {name: generator.random() < 0.6 for name in ("infinities", "nans", "subnormals", "saturate")}
         bias = generator.choice([None, None, generator.randint(-5, 140)])

@@ -105,7 +105,11 @@ def test_the_plan_holds_for_real_layers():
             assert held <= schedule.on(stages).peak + 8
 
 
-@pytest.mark.parametrize("name", ["alexnet", "resnet", "gpt"])  # with dropout; with batch norm; with a large tape
+SLOW = [pytest.mark.slow, pytest.mark.accuracy]
+
+
+# With dropout; with batch norm; with a large tape.
+@pytest.mark.parametrize("name", ["alexnet", *(pytest.param(name, marks=SLOW) for name in ("resnet", "gpt"))])
 def test_fit_holds_its_budget(name):
     torch.manual_seed(0)
     layers, x = (small_gpt(4)[1:-1], torch.randn(128, 32)) if name == "gpt" else (list(NETWORKS[name]()), PICTURES)

@@ -104,7 +104,8 @@ def test_sizes_are_rounded_up_never_down():
     assert last == pytest.approx(everything)  # ten times the least is enough to run each but the last just twice
 
 
-@pytest.mark.parametrize("unit", [1, 10**5])  # few different sums, for an exact table; too many, for a grid
+# Few different sums, for an exact table; too many, for a grid.
+@pytest.mark.parametrize("unit", [1, pytest.param(10**5, marks=pytest.mark.slow)])
 def test_optimal_is_no_slower_than_any_schedule_of_its_size(unit):
     rng = random.Random(6)
     for n in (15, 30):
@@ -116,6 +117,7 @@ def test_optimal_is_no_slower_than_any_schedule_of_its_size(unit):
             assert best.peak <= other.peak and best.time <= other.time
 
 
+@pytest.mark.slow
 def test_the_programme_is_fast_enough():
     rng = random.Random(7)
     measured = [

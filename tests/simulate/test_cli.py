@@ -101,6 +101,7 @@ def test_the_command_says_what_to_try(capsys):
 # Tables and pictures.
 
 
+@pytest.mark.slow
 def test_the_published_table_keeps_fitted_and_predicted_apart():
     out = console()
     report.print_published(out)
