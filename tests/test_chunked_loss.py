@@ -285,22 +285,15 @@ class ChunkedGPT(GPT):
         return cross_entropy_in_chunks(hidden, self.read.weight, y, chunk=self.chunk)
 
 
-def test_the_gpt_trains_as_before():
-    losses, state = plain(3, eps=1e-4)
-    chunked_losses, chunked = plain(3, lambda: ChunkedGPT(SMALL), eps=1e-4)
-    assert chunked_losses == pytest.approx(losses, rel=1e-6)
-    assert "read.weight" in chunked and "head.weight" not in chunked
-    assert (
-        relative_error({n: chunked[n] for n in state if n in chunked}, {n: state[n] for n in state if n in chunked})
-        < 1e-4
-    )
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_every_stage_trains_it_with_the_same_bits(dtype):
-    """The weight is tied to the embedding, and belongs to the root unit, which stage 3 gathers and frees."""
+    """They are the plain model's, too. The weight is tied to the embedding, and belongs to the root unit, which stage 3
+    gathers and frees.
+    """
     make, steps = lambda: ChunkedGPT(SMALL), 3
-    expected = plain(steps, make, eps=1e-4)
+    losses, state = plain(steps, eps=1e-4)
+    state["read.weight"] = state.pop("head.weight")
+    expected = losses, state
     results = [run(2, train, stage, steps, make, dtype=dtype, eps=1e-4) for stage in STAGES]
     for ranks in results:
         mean = [sum(losses) / 2 for losses in zip(*(losses for losses, _, _ in ranks))]
@@ -308,12 +301,6 @@ def test_every_stage_trains_it_with_the_same_bits(dtype):
         assert relative_error(ranks[0][1], expected[1]) < (1e-4 if dtype is None else 5e-2)
         if dtype is None:
             assert all(torch.equal(ranks[0][1][name], results[0][0][1][name]) for name in expected[1])
-
-
-def test_it_sends_what_the_plain_model_sends():
-    for stage in STAGES:
-        sent = [run(2, train, stage, 2, make)[0][2] for make in (lambda: GPT(SMALL), lambda: ChunkedGPT(SMALL))]
-        assert sent[0] == sent[1] > 0, stage.__name__
 
 
 # Misuse.

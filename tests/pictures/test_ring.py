@@ -50,11 +50,6 @@ def coloured(ax, x, y):
 colors = [color.lower() for color in CHUNKS]
 
 
-def test_the_cases_end_complete():
-    assert [row.count(1111) for row in STATES[3]] == [1] * 4
-    assert STATES[6] == [[1111] * 4] * 4
-
-
 def test_a_stripe_lies_under_each_one_and_under_no_zero(panels):
     for ax, state in zip(panels, STATES):
         seen = list(digits(ax))

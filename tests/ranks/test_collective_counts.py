@@ -87,7 +87,7 @@ def total(calls):
 OPTIONS = ({}, {"group_by": decay}, {"dtype": torch.bfloat16}, {"offload": True})
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str([*options]))
 def test_stage_3_gathers_units_then_all_but_the_root_and_scatters_units(options, prefetch, counted):
     calls = counted(Zero3, prefetch=prefetch, **options)

@@ -1,6 +1,5 @@
 """Every run gives the same, whenever a thread stops or goes on: races that show once in a hundred runs."""
 
-import os
 import sys
 import time
 
@@ -26,24 +25,19 @@ def mixed(comm):
     return total.tolist()
 
 
-def test_the_same_every_time():
-    expected = World(4).run(mixed)
-    for _ in range(40):
-        assert World(4).run(mixed) == expected
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_the_same_every_time_for_long():
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+@pytest.mark.parametrize(
+    "size, runs, switch",  # how often, and how many seconds a thread runs before another may
+    [(4, 40, 5e-3), *(pytest.param(size, 500, 1e-6, marks=pytest.mark.soak) for size in (2, 3, 4, 7, 16))],
+)
+def test_the_same_every_time(size, runs, switch):
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(switch)
     try:
-        for size in (2, 3, 4, 7, 16):
-            expected = World(size).run(mixed)
-            for _ in range(int(os.environ.get("SOAK_RUNS", 500))):
-                assert World(size).run(mixed) == expected
+        expected = World(size).run(mixed)
+        for _ in range(runs):
+            assert World(size).run(mixed) == expected
     finally:
-        sys.setswitchinterval(switch)
+        sys.setswitchinterval(before)
 
 
 def test_the_last_two_to_leave_a_meeting(monkeypatch):

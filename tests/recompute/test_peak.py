@@ -136,6 +136,7 @@ def test_what_is_kept_goes_when_it_has_been_used():
     assert held[1] < held[0], "the product is no longer there when the gradient of the input has been made"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["none", "full", "selective"])
 def test_the_estimate_is_near_what_a_step_holds(way):
     config = GPTConfig(layers=8, recompute=way)

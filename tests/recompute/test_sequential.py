@@ -175,19 +175,6 @@ def test_the_tape_of_an_advance_is_not_held_beside_a_large_gradient():
 # As a part of a larger model, and of a larger backward.
 
 
-def test_inside_a_larger_model():
-    def gradients(way):
-        layers, before, after = chain(6), nn.Linear(8, 8), nn.Linear(8, 1)
-        before.load_state_dict(states[0])
-        after.load_state_dict(states[1])
-        y = after(way(layers, torch.tanh(before(vectors()))))
-        y.sum().backward()
-        return [p.grad for module in (before, layers, after) for p in module.parameters() if p.grad is not None]
-
-    states = nn.Linear(8, 8).state_dict(), nn.Linear(8, 1).state_dict()
-    assert equal(gradients(partial(checkpoint_sequential, schedule=sqrt_n(6))), gradients(lambda m, x: m(x)))
-
-
 def test_under_a_checkpoint_and_with_checkpoints_inside():
     def gradients(way):
         torch.manual_seed(0)
