@@ -85,6 +85,7 @@ def test_a_timeline_is_drawn_with_its_card(monkeypatch):
     pyplot.close("all")
 
 
+@pytest.mark.slow
 def test_a_card_without_room_for_a_step_is_told():
     with pytest.raises(MemoryError, match="0.5 GiB may be used; the smallest step that this shows takes"):
         card_memory.filling(2**29)

@@ -25,7 +25,8 @@ def test_twenty_steps_are_bit_identical_and_agree_with_one_process(world_size):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("world_size", [3, 4, 7])  # 3 and 7 do not divide the units
+# 3 and 7 do not divide the units.
+@pytest.mark.parametrize("world_size", [3, 4, pytest.param(7, marks=[pytest.mark.slow, pytest.mark.accuracy])])
 def test_clipping_takes_the_norm_over_all_ranks_and_counts_every_number_once(world_size, norm_type):
     def clip(comm, engine, max_norm):
         stage, options = engine

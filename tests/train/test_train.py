@@ -308,7 +308,8 @@ def test_a_text_without_end(monkeypatch, tmp_path, capsys):
     assert "text.txt has more than 100 bytes, or no end" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["torch", "rich"])  # the first that `minizero` imports, and one of the command's
+# The first that `minizero` imports, and one of the command's.
+@pytest.mark.parametrize("module", ["torch", pytest.param("rich", marks=pytest.mark.slow)])
 def test_control_c_while_it_imports_is_one_line(module, tmp_path):
     (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
     done = start(sys.executable, "-m", "minizero.train", PYTHONPATH=str(tmp_path))
