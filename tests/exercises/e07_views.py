@@ -236,7 +236,7 @@ def result(case: Case) -> dict[str, Any]:
             f"the buffer for {ranks} ranks": flat.clone(),
             f"the buffer for {ranks} ranks requires a gradient": flat.requires_grad,
             f"bytes in the memory of the buffer for {ranks} ranks": flat.untyped_storage().nbytes(),
-            f"bytes that flatten took for {ranks} ranks": AtMost(ledger.peak["total"], 3.5),
+            f"bytes that flatten took for {ranks} ranks": AtMost(ledger.peak["total"], 3.5, 0.02),
             f"bytes that flatten left for {ranks} ranks": AtMost(ledger.current["total"], 1),
             f"parameters outside of the buffer for {ranks} ranks": sum(elsewhere),
             f"for {ranks} ranks the parameters": [p.detach().clone() for p in distinct],

@@ -82,8 +82,12 @@ def result(case: Case) -> dict[str, Any]:
         kept = random.randrange(2**most) >> last << last
         values.append(kept | random.choice((0, 0, random.randrange(2**last), 2**last >> 1, min(1, 2**last - 1))))
     shape, count = case.shape, torch.Size(case.shape).numel()
-    significand = torch.tensor(values[:count], dtype=case.dtype).view(shape)
+    turned = range(len(shape))[:: random.choice((1, -1))]  # in memory the last dimension may be the first one
+    shape = tuple(shape[i] for i in turned)
+    significand = torch.tensor(values[:count], dtype=case.dtype).view(shape).permute(*turned)
     narrow = torch.int32 if case.places == "each its own, in 32 bits" else case.dtype
-    each = torch.tensor(places[:count], dtype=narrow).view(shape)
+    each = torch.tensor(places[:count], dtype=narrow).view(shape).permute(*turned)
     shifted = arithmetic.shift_right(significand, each if isinstance(case.places, str) else case.places)
-    return {"the shifted significands": shifted, "the operands afterwards": (significand, each)}
+    row = arithmetic.shift_right(significand, each[..., :1] if shape else each)
+    operands = significand, each
+    return {"the shifted significands": shifted, "each row by one number": row, "the operands afterwards": operands}

@@ -110,11 +110,12 @@ def result(case: Case) -> Any:
             x[..., case.seed % x.shape[-1]] = value
     if case.shapes[0] == (2, 3, 1):  # 0 + -0 is 0
         a[0, 0], b[0, 0] = -0.0, 1.0
-    given: list[Any] = [x.to(dtype) for x, dtype in zip((a, b), case.dtypes)]
-    given = [x.float().numpy() if numpy else x for x, numpy in zip(given, case.numpy)]
+    given: list[Any] = [x.to(dtype).requires_grad_(case.seed % 2 == 1) for x, dtype in zip((a, b), case.dtypes)]
+    given = [x.detach().float().numpy() if numpy else x for x, numpy in zip(given, case.numpy)]
     got = value_or_error(accumulate.dot, *given, FORMATS[case.accumulator])
     return {
         "the kind": type(got).__name__,
         "the value": got if isinstance(got, str) else torch.as_tensor(got),
+        "the value requires a gradient": getattr(got, "requires_grad", False),
         "the operands afterwards": [torch.as_tensor(x) for x in given],
     }

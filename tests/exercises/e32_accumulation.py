@@ -11,7 +11,6 @@ What surrounds the loop is given: it refuses what is no window, counts the targe
 must agree, to `_accumulate_on_ranks`. The loop is yours, also for a micro-batch without a target, and in 16 bits.
 """
 
-import copy
 import itertools
 from random import Random
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from minizero import accumulate as module
 from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import AtMost, ranks, value_or_error, wrong
+from tests.exercises.kit import AtMost, lent, value_or_error, wrong
 
 PLAN = [
     "Given: `window`, the list of the micro-batches; `counts`, how many targets each of them has; `total`, how many "
@@ -218,6 +217,7 @@ def result(case: Case) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model = lent(model)
     windows = [[drawn_window(case, generator, dtype, rank) for rank in range(case.ranks)] for _ in "ab"]
     options: dict[str, Any] = {"no_sync": case.no_sync}
     if dicts:
@@ -238,14 +238,15 @@ def result(case: Case) -> Any:
         }
 
     def on_rank(comm) -> dict[str, Any]:
-        engine = ENGINES[case.engine](copy.deepcopy(model), comm)
+        engine = ENGINES[case.engine](lent(model), comm)
         before = comm.bytes_sent
         losses = [module.accumulate(engine, window[comm.rank], **options) for window in windows]
         gradients = [parameter.grad for parameter in engine.parameters()]
         sent = comm.bytes_sent - before
         return {"the losses of two windows": losses, "the gradients": gradients, "bytes sent": sent}
 
-    return rank_kit.by_rank(ranks(case.ranks, on_rank))
+    seen, meters = rank_kit.metered(case.ranks, on_rank)
+    return rank_kit.by_rank(seen) | meters
 
 
 def drawn_window(case: Case, generator: torch.Generator, dtype: torch.dtype, rank: int) -> list[Any]:

@@ -126,7 +126,7 @@ def draw(random: Random) -> list[Case]:
     """Rows and keys need not be as many as each other. Row 0 sees key 0 in any case. transposed: in memory the heads
     of a row lie side by side.
     """
-    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     ways = itertools.product((1, 3, 8, 17), (1, 2, 9, 20), (False, True), dtypes)
     columns = [1.0, 1.0, 3e4], [1, 2, 3], [1, 2, 5], [1, 4, 7], [False, True], [False, False, True]
     plain = [Case(n, n, causal, dtypes[0], 1.0, 1, 1, 8, False, False, 1) for n in (4, 64) for causal in (False, True)]
@@ -139,7 +139,7 @@ def result(case: Case) -> Any:
     shapes = [(case.batch, case.heads, n, case.d) for n in (case.n_q, case.n_k, case.n_k, case.n_q)]
     given = [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes]
     # Scores far above those whose exp is finite; not so far that their own rounding is seen in the weights.
-    given[0] *= min(case.spread, {torch.float64: 1e12, torch.float32: 30, torch.bfloat16: 1}[case.dtype])
+    given[0] *= min(case.spread, {torch.float64: 1e12, torch.float32: 30}.get(case.dtype, 1))
     if case.nan_in_q:
         given[0][:, :, 0, 0] = torch.nan
     if case.transposed:
@@ -159,5 +159,5 @@ def result(case: Case) -> Any:
 
 
 def tolerance(case: Case) -> float:
-    """In BF16 dP - D cancels, and two right answers may differ by a tenth: FP64 and FP32 tell whether one is right."""
-    return {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25}[case.dtype]
+    """In 16 bits dP - D cancels, and right answers may differ by a tenth: FP64 and FP32 tell whether one is right."""
+    return {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.1}[case.dtype]

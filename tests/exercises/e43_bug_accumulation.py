@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import Diagnosis, fail, ranks, recognise, wrong
+from tests.exercises.kit import Diagnosis, fail, lent, ranks, recognise, wrong
 from tests.exercises.rank_kit import by_rank, metered
 from tests.exercises.tasks import bug_accumulation
 
@@ -114,7 +114,7 @@ class Model(nn.Module):
 
 def train(comm, model, windows, options, left_over=False):
     """(losses, parameters) of this rank. left_over: there is a gradient before."""
-    model = copy.deepcopy(model)
+    model = lent(model)
     if left_over:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

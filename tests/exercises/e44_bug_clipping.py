@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, wrong
+from tests.exercises.kit import fail, lent, ranks, recognise, wrong
 from tests.exercises.rank_kit import by_rank, metered
 from tests.exercises.tasks import bug_clipping
 
@@ -114,12 +114,13 @@ class Model(nn.Module):
 
 
 def train(comm, model, batches, max_norm, rate):
-    """Norms, parameters, and the bytes that this rank sent."""
-    model = copy.deepcopy(model)
+    """Norms, parameters, the bytes that this rank sent, and how many parameters keep a gradient."""
+    model = lent(model)
     parts = [tuple(both.chunk(comm.size)[comm.rank] for both in batch) for batch in batches]
     before = comm.bytes_sent
     norms = bug_clipping.train_on_shards(model, iter(parts), max_norm, rate, comm)
-    return norms, parameters_to_vector(model.parameters()).detach(), comm.bytes_sent - before
+    kept = sum(parameter.grad is not None for parameter in model.parameters())
+    return norms, parameters_to_vector(model.parameters()).detach(), comm.bytes_sent - before, kept
 
 
 def on_one_process(model: nn.Module, batches: Any, max_norm: float, rate: float) -> tuple[list[float], torch.Tensor]:
@@ -142,7 +143,7 @@ def data(steps: int, size: int, dtype: torch.dtype, generator: torch.Generator) 
 def how_much_is_cut(before: str) -> None:
     """One step on two ranks, which see the gradients (6, 0, 0, 0) and (0, 0, 0, 8)."""
     x = torch.tensor([[6.0, 0, 0, 0], [0, 0, 0, 8]])
-    (norms, after, _), (_, other, _) = ranks(2, train, Free(), [(x, x)], 1.0, 1.0)
+    (norms, after, *_), (_, other, *_) = ranks(2, train, Free(), [(x, x)], 1.0, 1.0)
     if not torch.equal(after, other):
         fail("ranks-differ", "After a step the two ranks have other parameters: all must end with the same.")
     got = -after[[0, 3]] / torch.tensor([3.0, 4.0])
@@ -186,7 +187,7 @@ def check() -> None:
     generator = torch.Generator().manual_seed(0)
     model, batches = Model(8, torch.float32, generator), data(30, 16, torch.float32, generator)
     runs = ranks(2, train, model, batches, 1.0, 0.05)
-    norms, got, sent = runs[0]
+    norms, got, sent, _ = runs[0]
     want_norms, want = on_one_process(model, batches, 1.0, 0.05)
     losses, ends = [], [got, want]
     for parameters in (parameters_to_vector(model.parameters()), *ends):
@@ -223,8 +224,8 @@ def result(case: Case) -> Any:
     model = Model(case.width, case.dtype, generator)
     batches = data(4, 12, case.dtype, generator)
     runs, meters = metered(case.ranks, train, model, batches, case.max_norm, 0.02)
-    others = sum(norms != runs[0][0] or not torch.equal(parameters, runs[0][1]) for norms, parameters, _ in runs)
-    each = by_rank([{"norms": norms, "parameters": parameters} for norms, parameters, _ in runs])
+    others = sum(norms != runs[0][0] or not torch.equal(parameters, runs[0][1]) for norms, parameters, *_ in runs)
+    each = by_rank([{"norms": n, "parameters": p, "parameters with a full gradient": kept} for n, p, _, kept in runs])
     return {"ranks that end with other bits than rank 0": others, **each, **meters}
 
 

@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 from precision.scaling import DynamicLossScaler, StaticLossScaler
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, recognise, wrong
+from tests.exercises.kit import fail, lent, recognise, wrong
 from tests.exercises.rank_kit import metered
 from tests.exercises.tasks import bug_loss_scale
 
@@ -110,7 +110,7 @@ class Run:
     """The answer's training: log, parameters, the norms that reached the optimizer, and the scale at the end."""
 
     def __init__(self, model: nn.Module, batches: Any, max_norm: float, scale: float = SCALE, interval: int = 2000):
-        model = copy.deepcopy(model)
+        model = lent(model)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)  # it counts for nothing
         groups = [{"params": [parameter]} for parameter in model.parameters()]

@@ -17,7 +17,7 @@ Run the check first: it says what the numbers are. Then read the function line b
 
 import copy
 import itertools
-from random import Random, getstate
+from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +29,7 @@ from torch.nn.utils import parameters_to_vector
 
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, same, wrong
+from tests.exercises.kit import fail, lent, ranks, recognise, same, surroundings, wrong
 from tests.exercises.tasks import bug_random
 
 PLAN = [
@@ -115,11 +115,6 @@ class Recorder(nn.Module):
         return F.mse_loss(self.layer(x), y)
 
 
-def global_states() -> tuple[object, ...]:
-    numpy = np.random.get_state(legacy=False)["state"]
-    return numpy["pos"], numpy["key"].tolist(), torch.get_rng_state().tolist(), getstate()
-
-
 class Run:
     """What the ranks saw. noise: (epochs, ranks, examples of a rank, 3); numbers: of these examples."""
 
@@ -127,9 +122,9 @@ class Run:
         x = torch.stack([torch.linspace(-1, 1, COUNT), torch.ones(COUNT), torch.linspace(-1, 1, COUNT) ** 2], 1)
         y = torch.arange(float(COUNT))[:, None] / COUNT
         self.model = Recorder()
-        before = global_states()
+        before = self.random_states()
         runs = ranks(size, train, self.model, (x, y), epochs, batch_size, seed)
-        if global_states() != before:
+        if self.random_states() != before:
             fail("global-state", "The global random state of NumPy, PyTorch or Python is another one afterwards.")
         self.losses = [losses for losses, _, _ in runs]
         self.parameters = [parameters for _, parameters, _ in runs]
@@ -153,6 +148,9 @@ class Run:
             fail("examples-missing", f"In {len(epochs)} epochs a rank of {size} saw {xs.shape[1]} examples of {COUNT}.")
         self.numbers = (ys * COUNT).round().long().view(size, *shape).transpose(0, 1)
         self.noise = (xs - x[self.numbers.transpose(0, 1).reshape(size, -1)]).view(size, *shape, 3).transpose(0, 1)
+
+    def random_states(self) -> list[Any]:
+        return [*list(surroundings().values())[2:4], torch.get_rng_state().tolist()]
 
     def by_hand(self) -> tuple[list[float], torch.Tensor]:
         """The mean losses of the epochs, and the parameters, of one process that is given all batches of a step."""
@@ -191,7 +189,7 @@ class Run:
 
 
 def train(comm, model, examples, epochs, batch_size, seed):
-    model = copy.deepcopy(model)
+    model = lent(model)
     losses = bug_random.train_on_noise(model, examples, iter(epochs), batch_size, seed, comm)
     return losses, parameters_to_vector(model.parameters()).detach(), model.seen
 

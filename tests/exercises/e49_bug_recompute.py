@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from minizero.memory import Ledger
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, recognise, size, wrong
+from tests.exercises.kit import fail, lent, recognise, size, wrong
 from tests.exercises.rank_kit import metered
 from tests.exercises.tasks import bug_recompute
 
@@ -168,7 +168,7 @@ class Run:
     """losses, parameters, and for each step the blocks that ran and what they dropped: in forward, and again."""
 
     def __init__(self, train: Any, model: Model, batches: Any, seed: int = 0) -> None:
-        model = copy.deepcopy(model)
+        model = lent(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         torch.manual_seed(seed)
         self.losses = train(model, optimizer, iter(batches))

@@ -34,7 +34,7 @@ from torch.nn.utils import parameters_to_vector
 from minizero.memory import Ledger
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, ranks, recognise, size, wrong
+from tests.exercises.kit import fail, lent, ranks, recognise, size, wrong
 from tests.exercises.rank_kit import metered
 from tests.exercises.tasks import bug_state_bits
 
@@ -124,7 +124,7 @@ def gradients(sizes: tuple[int, ...], size: int, steps: int, seed: int, scale: f
 
 def train(comm, model, batches, rate):
     """Losses; parameters; and the bytes of the moments of this rank, before the first step."""
-    model, held = copy.deepcopy(model), [0]
+    model, held = lent(model), [0]
 
     def watched():
         held[0] = ledger.current["total"]

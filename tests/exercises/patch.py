@@ -5,7 +5,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, cast
 
 from tests.exercises.course import Exercise
@@ -46,7 +46,8 @@ def patched(exercise: Exercise, answer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def hollow(exercise: Exercise, other: Callable[..., Any]) -> Iterator[None]:
     """Inside the block the package's own function does what `other` does, for who still has it somewhere."""
-    own, code = _function(exercise), code_of(exercise)
+    own = function_of(exercise)
+    code = own.__code__
     if code.co_freevars:  # a method that calls super() has another kind of code
         yield
         return
@@ -57,11 +58,7 @@ def hollow(exercise: Exercise, other: Callable[..., Any]) -> Iterator[None]:
         own.__code__ = code
 
 
-def code_of(exercise: Exercise) -> CodeType:
-    return _function(exercise).__code__
-
-
-def _function(exercise: Exercise) -> FunctionType:
+def function_of(exercise: Exercise) -> FunctionType:
     """What a kernel, a static method, or a decorator's wrapper holds."""
     own = vars(holder_of(exercise))[exercise.function]
     return cast(FunctionType, inspect.unwrap(getattr(own, "fn", getattr(own, "__func__", own))))

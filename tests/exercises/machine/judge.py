@@ -21,7 +21,7 @@ import torch
 
 from tests.exercises.course import Exercise
 from tests.exercises.draws import shown
-from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare, fail
+from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare, fail, surroundings
 from tests.exercises.machine import runner
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.machine.runner import Outcome
@@ -49,8 +49,10 @@ def pack(value: Any) -> Any:
     """The value as JSON has it. Tensors are bytes; a named tuple is a dict; of other objects their text is left."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, Raised | AtMost):
-        return {type(value).__name__: list(value) if isinstance(value, Raised) else [float(value), value.most]}
+    if isinstance(value, AtMost):
+        return {"AtMost": [float(value), value.most, value.least]}
+    if isinstance(value, Raised):
+        return {"Raised": list(value)}
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
         data = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1)).view(torch.uint8)
         return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data.numpy().tobytes()).decode()]}
@@ -87,16 +89,18 @@ def unpack(value: Any) -> Any:
 
 def outcome_of(lesson: Any, case: Any, words: Callable[[BaseException], str] = str) -> Any:
     """What the function that stands in the package does in this case, packed. words: what is said of an exception."""
-    modes = torch.is_grad_enabled(), torch.get_default_dtype()
+    before = surroundings(anew=True)
     try:
         seen = pack(lesson.result(case))
-        if modes != (torch.is_grad_enabled(), torch.get_default_dtype()):
-            torch.set_grad_enabled(modes[0])
-            torch.set_default_dtype(modes[1])
-            fail("leaves-a-mode", "After the call torch has another grad mode, or default dtype.")
+        if changed := [what for what, state in surroundings().items() if state != before[what]]:
+            torch.set_grad_enabled(before["torch's grad mode"])
+            torch.set_default_dtype(before["torch's default dtype"])
+            fail("leaves-a-mode", f"After the call {changed[0]} is another one than before.")
         return seen
     except Exception as error:
         return pack(raised(error, words))
+    finally:
+        surroundings(anew=True)
 
 
 def raised(error: BaseException, words: Callable[[BaseException], str]) -> Raised:

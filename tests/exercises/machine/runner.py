@@ -14,7 +14,7 @@ import linecache
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
@@ -111,8 +111,9 @@ def observe(exercise: Exercise, path: Path, seed: str, seconds: float = SECONDS)
 
 def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
     """Load the answer, run the lesson's own check, if it has one, and then the cases."""
+    from tests.exercises.kit import Diagnosis
     from tests.exercises.machine.judge import drawn, outcome_of
-    from tests.exercises.patch import code_of, hollow, patched
+    from tests.exercises.patch import function_of, hollow, patched
 
     def borrowed(*_: Any, **__: Any) -> Any:
         """What an answer finds in place of the package's own function, where no name of this file is known."""
@@ -120,23 +121,53 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
 
         fail("borrowed", "The file calls the package's own function, or a copy: that is what you are to write.")
 
-    lesson = exercise.load()
+    lesson, tools, known = exercise.load(), _tools(), [each for each in gc.get_objects() if type(each) is FunctionType]
+    code, places = function_of(exercise).__code__, set(map(id, known))
     with patched(exercise, borrowed):
         module = load(path)
     function = getattr(module, exercise.function)
     with hollow(exercise, borrowed), patched(exercise, function):
         if hasattr(lesson, "check"):
             lesson.check()
-        for case in drawn(lesson, seed):
+        for case in (cases := drawn(lesson, seed)):
             seen.append(outcome_of(lesson, case, lambda error: _explain(error, path)))
             if sum(isinstance(each, dict) and "Raised" in each for each in seen) > ERRORS or _has_no_end(seen[-1]):
                 break
-    own = code_of(exercise)
-    for each in gc.get_objects():  # one that the file made of the package's text
-        code = each.__code__ if type(each) is FunctionType else own
-        if code.co_filename[-3:] != ".py" and code.co_name == own.co_name and code.co_varnames == own.co_varnames:
-            seen.clear()
-            borrowed()
+        else:
+            if (more := _growth(lambda: [outcome_of(lesson, case) for case in cases[:: len(cases) // 3 or 1]])) > 0:
+                raise Diagnosis("grows", f"The same calls again leave {more} tensors more: does a list grow with each?")
+    for each in gc.get_objects():  # one that the file made of the package's text, or file, or of its code
+        other = each.__code__ if type(each) is FunctionType and id(each) not in places else None
+        if other and (other.co_name, other.co_varnames) == (code.co_name, code.co_varnames):
+            if other.co_filename == code.co_filename or other.co_filename[-3:] != ".py":
+                seen.clear()
+                borrowed()
+    for place, tool in _tools().items():
+        if tools.get(place, tool) is not tool:
+            raise Diagnosis("changes-the-check", f"The file puts something else in the place of {place[1]}: leave it.")
+
+
+def _growth(cases: Callable[[], Any]) -> int:
+    """If the same cases come twice more, how many more tensors there are after the second time."""
+    import torch
+
+    left = []
+    gc.freeze()
+    for _ in "ab":
+        cases()
+        gc.collect()
+        left.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+    gc.unfreeze()
+    return left[1] - left[0]
+
+
+def _tools() -> dict[tuple[int, str], Any]:
+    """The functions and methods of ours, and Python's by which one sees what lives."""
+    from tests.exercises.patch import OURS
+
+    scopes: list[Any] = [module for name, module in sys.modules.items() if name.split(".")[0] in {*OURS, "weakref"}]
+    scopes += [value for module in scopes for value in vars(module).values() if isinstance(value, type)]
+    return {(id(scope), name): value for scope in scopes for name, value in vars(scope).items() if callable(value)}
 
 
 def _has_no_end(seen: Any) -> bool:

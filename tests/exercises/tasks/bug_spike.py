@@ -21,7 +21,8 @@ def train_without_spikes(
 
     batches: this rank's part of each batch, as large as the others'. model(x, y): the mean loss. A loss is a spike if
     it is not finite, or if it is more than `factor` times this rank's usual loss. The usual loss is the median of the
-    steps that were not left out, as soon as there are 5. Step 0 is the first. All ranks begin with rank 0's parameters.
+    steps that were not left out, as soon as there are 5 (of an even number, the mean of the two in the middle). Step 0
+    is the first. All ranks begin with rank 0's parameters.
     """
     for parameter in model.parameters():
         parameter.data = broadcast(parameter.data, comm)
