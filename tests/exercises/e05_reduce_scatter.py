@@ -124,10 +124,8 @@ COMBINE: dict[str, Callable[..., Any]] = {
 
 
 def draw(random: Random) -> list[Case]:
-    ways, outs = (
-        [*itertools.product(range(2, 9), COMBINE), (random.randint(9, 12), "add")],
-        ["none", "another tensor", "the rank's own chunk"],
-    )
+    ways = [*itertools.product(range(2, 9), COMBINE), (random.randint(9, 12), "add")]
+    outs = ["none", "another tensor", "the rank's own chunk"]
     columns = outs, rank_kit.SHAPES, rank_kit.DTYPES, rank_kit.LAYOUTS, rank_kit.LAYOUTS
     plain = [Case(4, op, 1, "none", (2,), torch.float32, "contiguous", "contiguous", 2) for op in ("add", "maximum")]
     return plain + [Case(*row) for row in deal(random, ways, [1, 1, 2], *columns)]

@@ -81,12 +81,11 @@ def result(case: Case) -> dict[str, Any]:
         last = min(max(own if isinstance(case.places, str) else case.places, 0), most)
         kept = random.randrange(2**most) >> last << last
         values.append(kept | random.choice((0, 0, random.randrange(2**last), 2**last >> 1, min(1, 2**last - 1))))
-    shape, count = case.shape, torch.Size(case.shape).numel()
-    turned = range(len(shape))[:: random.choice((1, -1))]  # in memory the last dimension may be the first one
-    shape = tuple(shape[i] for i in turned)
-    significand = torch.tensor(values[:count], dtype=case.dtype).view(shape).permute(*turned)
+    shape, count = case.shape[::-1], torch.Size(case.shape).numel()
+    turned = tuple(range(len(shape)))[::-1]  # in memory the last dimension is the first one
+    significand = torch.tensor(values[:count], dtype=case.dtype).view(shape).permute(turned)
     narrow = torch.int32 if case.places == "each its own, in 32 bits" else case.dtype
-    each = torch.tensor(places[:count], dtype=narrow).view(shape).permute(*turned)
+    each = torch.tensor(places[:count], dtype=narrow).view(shape).permute(turned)
     shifted = arithmetic.shift_right(significand, each if isinstance(case.places, str) else case.places)
     row = arithmetic.shift_right(significand, each[..., :1] if shape else each)
     operands = significand, each

@@ -269,5 +269,4 @@ def result(case: Case) -> Any:
 
 
 def tolerance(case: Case) -> Tolerance:
-    """The losses may come by way of FP32."""
     return {torch.float64: 1e-9, torch.float32: 1e-3}

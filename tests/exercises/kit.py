@@ -83,11 +83,10 @@ class AtMost(float):
 
     def __new__(cls, number: float, most: float = 1.5, least: float = 0.0) -> "AtMost":
         self = super().__new__(cls, number)
-        self.most, self.least = most, least
+        self.bounds = most, least
         return self
 
-    most: float
-    least: float
+    bounds: tuple[float, float]
 
 
 Tolerance = float | dict[torch.dtype, float]
@@ -115,7 +114,8 @@ def compare(got: Any, want: Any, tolerance: Tolerance = 0.0, what: str = "The re
         lengths = f"{what} has {len(got)} values, expected {len(want)}" if missing or more else ""
         return next(filter(None, each), lengths)
     if isinstance(want, AtMost):
-        right = got <= want.most * want and (not want.least or want.least * want <= got)
+        most, least = want.bounds
+        right = got <= most * want and (not least or least * want <= got)
         return f"{what} is {_brief(got)}, expected about {want:g}, or less" if not right else ""
     if type(want) in (int, float):
         right = (
@@ -196,9 +196,8 @@ def lent(model: Any) -> Any:
 
 
 def surroundings(anew: bool = False) -> dict[str, Any]:
-    """What a call leaves as it is. anew: nothing is lent, and the random states are such as nobody knows."""
+    """What a call leaves as it is. anew: with random states that nobody knows."""
     if anew:
-        LENT.clear()
         random.seed()
         np.random.seed()
     _, numbers, place, *_ = np.random.get_state()

@@ -21,7 +21,7 @@ import torch
 
 from tests.exercises.course import Exercise
 from tests.exercises.draws import shown
-from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare, fail, surroundings
+from tests.exercises.kit import LENT, AtMost, Diagnosis, Wrong, compare, fail, surroundings
 from tests.exercises.machine import runner
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.machine.runner import Outcome
@@ -49,10 +49,8 @@ def pack(value: Any) -> Any:
     """The value as JSON has it. Tensors are bytes; a named tuple is a dict; of other objects their text is left."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, AtMost):
-        return {"AtMost": [float(value), value.most, value.least]}
-    if isinstance(value, Raised):
-        return {"Raised": list(value)}
+    if isinstance(value, Raised | AtMost):
+        return {type(value).__name__: list(value) if isinstance(value, Raised) else [float(value), *value.bounds]}
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
         data = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1)).view(torch.uint8)
         return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data.numpy().tobytes()).decode()]}
@@ -100,7 +98,7 @@ def outcome_of(lesson: Any, case: Any, words: Callable[[BaseException], str] = s
     except Exception as error:
         return pack(raised(error, words))
     finally:
-        surroundings(anew=True)
+        LENT.clear()
 
 
 def raised(error: BaseException, words: Callable[[BaseException], str]) -> Raised:

@@ -8,6 +8,7 @@ other, an exception, or the check's own diagnosis.
 import ast
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib.util
 import linecache
@@ -134,8 +135,9 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
             if sum(isinstance(each, dict) and "Raised" in each for each in seen) > ERRORS or _has_no_end(seen[-1]):
                 break
         else:
-            if (more := _growth(lambda: [outcome_of(lesson, case) for case in cases[:: len(cases) // 3 or 1]])) > 0:
-                raise Diagnosis("grows", f"The same calls again leave {more} tensors more: does a list grow with each?")
+            again = [case for case, each in zip(cases, seen) if not isinstance(each, str)]  # an error keeps its graph
+            if left := _left_by(functools.partial(outcome_of, lesson), again[:: len(again) - 1 or 1]):
+                raise Diagnosis("grows", f"After a case that came again {left} tensors live: does something keep them?")
     for each in gc.get_objects():  # one that the file made of the package's text, or file, or of its code
         other = each.__code__ if type(each) is FunctionType and id(each) not in places else None
         if other and (other.co_name, other.co_varnames) == (code.co_name, code.co_varnames):
@@ -147,18 +149,17 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
             raise Diagnosis("changes-the-check", f"The file puts something else in the place of {place[1]}: leave it.")
 
 
-def _growth(cases: Callable[[], Any]) -> int:
-    """If the same cases come twice more, how many more tensors there are after the second time."""
+def _left_by(outcome: Callable[[Any], Any], cases: list[Any]) -> int:
+    """How many tensors live when cases have come once more, and did not before."""
     import torch
 
-    left = []
-    gc.freeze()
-    for _ in "ab":
-        cases()
-        gc.collect()
-        left.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+    gc.freeze()  # what is there now, such as what is remembered from the first time
+    for case in cases:
+        outcome(case)
+    gc.collect()
+    left = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
     gc.unfreeze()
-    return left[1] - left[0]
+    return left
 
 
 def _tools() -> dict[tuple[int, str], Any]:
