@@ -8,7 +8,6 @@ Each rank sends N-1 chunks, and holds one partial sum at a time beside its own t
 """
 
 import itertools
-from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
@@ -115,12 +114,7 @@ class Case(NamedTuple):
     seed: int
 
 
-COMBINE: dict[str, Callable[..., Any]] = {
-    "add": torch.add,
-    "maximum": torch.maximum,
-    "minimum": torch.minimum,
-    "subtract": torch.sub,
-}
+COMBINE: Any = {"add": torch.add, "maximum": torch.maximum, "minimum": torch.minimum, "subtract": torch.sub}
 
 
 def draw(random: Random) -> list[Case]:

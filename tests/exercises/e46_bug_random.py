@@ -122,9 +122,9 @@ class Run:
         x = torch.stack([torch.linspace(-1, 1, COUNT), torch.ones(COUNT), torch.linspace(-1, 1, COUNT) ** 2], 1)
         y = torch.arange(float(COUNT))[:, None] / COUNT
         self.model = Recorder()
-        before = self.random_states()
+        before = [surroundings(), torch.get_rng_state().tolist()]
         runs = ranks(size, train, self.model, (x, y), epochs, batch_size, seed)
-        if self.random_states() != before:
+        if [surroundings(), torch.get_rng_state().tolist()] != before:
             fail("global-state", "The global random state of NumPy, PyTorch or Python is another one afterwards.")
         self.losses = [losses for losses, _, _ in runs]
         self.parameters = [parameters for _, parameters, _ in runs]
@@ -148,9 +148,6 @@ class Run:
             fail("examples-missing", f"In {len(epochs)} epochs a rank of {size} saw {xs.shape[1]} examples of {COUNT}.")
         self.numbers = (ys * COUNT).round().long().view(size, *shape).transpose(0, 1)
         self.noise = (xs - x[self.numbers.transpose(0, 1).reshape(size, -1)]).view(size, *shape, 3).transpose(0, 1)
-
-    def random_states(self) -> list[Any]:
-        return [*list(surroundings().values())[2:4], torch.get_rng_state().tolist()]
 
     def by_hand(self) -> tuple[list[float], torch.Tensor]:
         """The mean losses of the epochs, and the parameters, of one process that is given all batches of a step."""
