@@ -35,8 +35,7 @@ from torch.nn.utils import parameters_to_vector
 from minizero.memory import Ledger
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, lent, ranks, recognise, size, wrong
-from tests.exercises.rank_kit import by_rank, metered
+from tests.exercises.kit import AtMost, fail, lent, ranks, recognise, size, wrong
 from tests.exercises.tasks import bug_zero2
 
 PLAN = [
@@ -282,12 +281,17 @@ def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     model = Model(case.width, case.layers, case.dtype, generator)
     batches = data(case.width, 12, case.steps, case.dtype, generator)
-    runs, meters = metered(case.ranks, train, model, batches, RATE)
-    others = sum(not run.parameters.equal(runs[0].parameters) for run in runs)
-    each = by_rank([{"losses": run.losses, "parameters that keep a gradient": run.free} for run in runs])
-    parameters = float(runs[0].parameters.double().norm())
-    seen = {"ranks that end with other bits than rank 0": others, "norm of the parameters": parameters}
-    return seen | each | meters
+    before = torch.get_rng_state()
+    runs = ranks(case.ranks, train, model, batches, RATE)
+    seen: dict[str, Any] = {
+        "random numbers were drawn": not torch.equal(before, torch.get_rng_state()),
+        "ranks that end with other bits than rank 0": sum(not r.parameters.equal(runs[0].parameters) for r in runs),
+        "norm of the parameters": float(runs[0].parameters.double().norm()),
+    }
+    for rank, run in enumerate(runs):
+        meters = {"peak": AtMost(run.most + run.parameters.nbytes, 1.3), "sent": AtMost(run.sent, 1.05)}
+        seen[f"rank {rank}"] = {"losses": run.losses, "bytes": meters, "parameters that keep a gradient": run.free}
+    return seen
 
 
 def tolerance(case: Case) -> float:
