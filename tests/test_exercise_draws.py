@@ -396,6 +396,7 @@ WRONG = {
               ('all_reduce(mine, across, "mean")', 'all_reduce(mine, across, "mean")).to(shard.dtype)')),
         wrong("no group of one", ("    return shard", "    if inside.size == 1:\n        return shard - rate * mine\n"
                                   "    return shard")),
+        wrong("keeps what it made", ("    mine =", "    hybrid_step.kept = gradient\n    mine =")),
     ],
     "accumulation": [
         wrong("the count of dicts", ("_checked_count(micro_batch, count)", "_checked_count(micro_batch, targets_in)")),
@@ -440,6 +441,7 @@ WRONG = {
         wrong("as many micro-batches on each rank", ("/ targets", "/ targets * (1 if len(window) > 1 else 0.5)")),
         wrong("gradients are kept", ("        optimizer.zero_grad()\n", ""),
               ("    losses = []\n", "    losses = []\n    optimizer.zero_grad()\n")),
+        wrong("a seed for all", ("    losses = []\n", "    losses = []\n    __import__('random').seed(7)\n")),
     ],
     "bug_clipping": [
         wrong("a norm of two ranks", ('all_reduce(squares, comm, "sum")', 'all_reduce(squares, comm, "mean").mul(2)')),
@@ -479,6 +481,7 @@ WRONG = {
         wrong("the loss of all windows so far", ("            total.zero_()\n", "")),
         wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "mean")',
                                           "all_reduce(parameter.grad, comm) / 2")),
+        wrong("leaves train mode", ("    losses = []\n", "    losses = []\n    model.train()\n")),
     ],
     "alpha_beta": [
         wrong("the stride ignored", ("self.hosts(members, stride)", "self.hosts(members)")),
@@ -588,6 +591,7 @@ WRONG = {
         wrong("infinity is no NaN", ("not loss.isfinite()", "loss.isnan()")),
         wrong("a factor of 4", ("> factor *", "> 4.0 *")),
         wrong("the first three ranks", ("int(spike)", "int(spike and comm.rank < 3)")),
+        wrong("the lower median", ("median(kept)", "sorted(kept)[(len(kept) - 1) // 2]")),
     ],
     "bug_decay": [
         wrong("eps inside the root", (".sqrt() + 1e-8)", " + 1e-8).sqrt()")),

@@ -647,10 +647,10 @@ def test_a_default_stays_what_it_is(tmp_path):
 
 
 CHEATS = {
-    "a list": """from minizero.ranks import collectives
-kept = [collectives.ring_reduce_scatter]
+    "the file once more": """import importlib.util as util; spec = util.find_spec("minizero.ranks.collectives")
+spec.loader.exec_module(theirs := util.module_from_spec(spec))
 BODY
-    return kept[0](chunks, comm)""",
+    return theirs.ring_reduce_scatter(chunks, comm)""",
     "a closure": """from minizero.ranks import collectives
 theirs = (lambda f: lambda *a: f(*a))(collectives.ring_reduce_scatter)
 BODY

@@ -173,12 +173,8 @@ def result(case: Case) -> dict[str, Any]:
         others = torch.empty_like(out), torch.empty_like(lse)
         moved = count(tiled.forward_tiles, q, k, v, *others, options, case.blocks)
     held, kept = (number - out.nbytes - lse.nbytes for number in (ledger.peak["total"], kept))
-    bytes_ = {
-        "loaded": moved.loads,
-        "stored": moved.stores,
-        "at the peak": AtMost(held, most(case)),
-        "kept after the call": kept,
-    }
+    peak = AtMost(held, most(case))
+    bytes_ = {"loaded": moved.loads, "stored": moved.stores, "at the peak": peak, "kept after the call": kept}
     return {"the output": out, "lse": lse, "bytes": bytes_}
 
 

@@ -29,7 +29,7 @@ from torch.nn.utils import parameters_to_vector
 
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, lent, ranks, recognise, same, surroundings, wrong
+from tests.exercises.kit import fail, lent, random_states, ranks, recognise, same, wrong
 from tests.exercises.tasks import bug_random
 
 PLAN = [
@@ -122,9 +122,9 @@ class Run:
         x = torch.stack([torch.linspace(-1, 1, COUNT), torch.ones(COUNT), torch.linspace(-1, 1, COUNT) ** 2], 1)
         y = torch.arange(float(COUNT))[:, None] / COUNT
         self.model = Recorder()
-        before = [surroundings(), torch.get_rng_state().tolist()]
+        before = random_states()
         runs = ranks(size, train, self.model, (x, y), epochs, batch_size, seed)
-        if [surroundings(), torch.get_rng_state().tolist()] != before:
+        if random_states() != before:
             fail("global-state", "The global random state of NumPy, PyTorch or Python is another one afterwards.")
         self.losses = [losses for losses, _, _ in runs]
         self.parameters = [parameters for _, parameters, _ in runs]

@@ -195,19 +195,18 @@ def lent(model: Any) -> Any:
     return model
 
 
-def surroundings(anew: bool = False) -> dict[str, Any]:
-    """What a call leaves as it is. anew: with random states that nobody knows."""
-    if anew:
-        random.seed()
-        np.random.seed()
-    _, numbers, place, *_ = np.random.get_state()
+def modes() -> dict[str, Any]:
+    """What a call leaves as it is."""
     return {
         "torch's grad mode": torch.is_grad_enabled(),
         "torch's default dtype": torch.get_default_dtype(),
-        "Python's global random state": random.getstate(),
-        "NumPy's global random state": (list(numbers), place),
         "the train mode of a module": [None for lent, was in LENT if was != [m.training for m in lent.modules()]],
     }
+
+
+def random_states() -> list[Any]:
+    """Of Python's, NumPy's and PyTorch's global generators."""
+    return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
 
 
 class Work(TorchDispatchMode):

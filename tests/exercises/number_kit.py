@@ -145,8 +145,7 @@ def bits_and_flags(case: Operation, operate: Callable[..., Any], sign: str) -> d
     if fmt.nan_bits is None:
         finite = [pattern % 2 ** (fmt.width - 1) <= fmt.max_bits for pattern in (a, b)]
         a, b = a[finite[0] & finite[1]], b[finite[0] & finite[1]]
-    matrix = operate(a[:6].view(2, 3).T, b[:3, None], fmt, case.rounding)
-    alone["a matrix, transposed, with a column"] = str(matrix.tolist())
+    alone["a matrix and a column"] = str(operate(a[:6].view(2, 3).T, b[:3, None], fmt, case.rounding).tolist())
     bits, flags = operate(a, b, fmt, case.rounding, return_flags=True)
     raised = zip(*([name * flag for flag in raised.tolist()] for name, raised in vars(flags).items()))
     return alone | {

@@ -21,7 +21,7 @@ import torch
 
 from tests.exercises.course import Exercise
 from tests.exercises.draws import shown
-from tests.exercises.kit import LENT, AtMost, Diagnosis, Wrong, compare, fail, surroundings
+from tests.exercises.kit import LENT, AtMost, Diagnosis, Wrong, compare, fail, modes
 from tests.exercises.machine import runner
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.machine.runner import Outcome
@@ -87,10 +87,10 @@ def unpack(value: Any) -> Any:
 
 def outcome_of(lesson: Any, case: Any, words: Callable[[BaseException], str] = str) -> Any:
     """What the function that stands in the package does in this case, packed. words: what is said of an exception."""
-    before = surroundings(anew=True)
+    before = modes()
     try:
         seen = pack(lesson.result(case))
-        if changed := [what for what, state in surroundings().items() if state != before[what]]:
+        if changed := [what for what, state in modes().items() if state != before[what]]:
             torch.set_grad_enabled(before["torch's grad mode"])
             torch.set_default_dtype(before["torch's default dtype"])
             fail("leaves-a-mode", f"After the call {changed[0]} is another one than before.")
