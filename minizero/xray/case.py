@@ -3,6 +3,7 @@
 A plan that this model cannot follow raises `NotPossible`, with the reason in words and the line of the user's code.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -18,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from minizero.memory import Ledger
@@ -32,6 +34,11 @@ from minizero.xray.plan import Plan, use_foreach
 from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, tensors_of
 
 MOST = 8  # processes; each takes half a GB for a large model
+
+OUTSIDE = (
+    "a function outside of the model uses its weights, and a copy is trained: use a method, or let step() close over "
+    "the model and the optimizer"
+)
 
 
 class NotPossible(ValueError):
@@ -51,7 +58,7 @@ class Case:
         if not isinstance(model, nn.Module):
             raise ValueError(f"xray: the model must be a torch.nn.Module, not {type(model).__name__}")
         self.model, self.inputs, self.make_optimizer, self.card = model, inputs, optimizer, card and card_of(card)
-        self.loops = inspect.isroutine(inputs)
+        self.loops = callable(inputs)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
         self.found: dict[Plan, Result | str] = {}  # the figures, or why there are none
@@ -111,7 +118,8 @@ class Case:
             if self.loops and plan.needs_its_loop:
                 raise ValueError("it changes the loop, and make() has returned one: let it return (model, inputs)")
             plan = self.as_run(plan)
-            with pretend() as mode:
+            with pretend() as mode, contextlib.ExitStack() as stack:
+                stack.callback(register_optimizer_step_pre_hook(self.refuse_own).remove)
                 given = self.model, self.make_optimizer, self.inputs if self.loops else None
                 module, optimizer, loop = mode.copy(given, self.masters(plan) is not None)
                 copied = mode.copied
@@ -129,6 +137,7 @@ class Case:
 
                 run = functools.partial(measure, module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type)
                 found = run(self.trained, before, lambda: as_on(self.card, self.notes))
+                self.notes |= mode.remarks
                 if not plan.needs_its_loop and not plan.learns:
                     self.trained = found.trained
                 return found
@@ -144,8 +153,14 @@ class Case:
         """What else takes part in a step, such as a teacher in a global, once a plain step has shown it."""
         self.seen |= mode.notes.outside
         if self.seen.keys() & {storage_id(parameter.untyped_storage()) for parameter in self.model.parameters()}:
-            raise ValueError("a function outside of the model uses its weights, and a copy is trained: use a method")
+            raise ValueError(OUTSIDE)
         return [held for seen in self.seen.values() if (held := seen()) is not None]
+
+    def refuse_own(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """A hook before every optimizer's step: `ValueError` for one that nobody has copied with the model."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(OUTSIDE)
 
     def vocabulary(self) -> int:
         """How many words the largest embedding has; 0 if a length or a width is the same number: none can tell then."""

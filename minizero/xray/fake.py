@@ -43,6 +43,10 @@ from minizero.xray.lines import is_users
 
 aten = torch.ops.aten
 ALONE = threading.RLock()
+SPARSE = (
+    "Sparse tensors: how many numbers they have depends on the batch's own. Those of a gradient are counted before "
+    "rows of one word are summed, and what sums them is not."
+)
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -139,12 +143,16 @@ class Pretend(Watcher, FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = self.notes = Notes()
         self.copied: list[Any] = []
+        self.remarks: set[str] = set()  # sentences for the report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = OWN_ANSWERS.get(func)
         if own is None:
             try:
-                return self.dispatch(func, types, args, kwargs or {})
+                result = self.dispatch(func, types, args, kwargs or {})
+                if isinstance(result, Tensor) and result.is_sparse:
+                    self.remarks.add(SPARSE)
+                return result
             except DataDependentOutputException:
                 if func is not aten._local_scalar_dense.default or (number := one_number(args[0])) is None:
                     raise
@@ -159,8 +167,9 @@ class Pretend(Watcher, FakeTensorMode):
         """
         shared: dict[int, Any] = {}
         thread, part = threading.get_ident(), torch.optim.Optimizer.__getstate__
-        copiers = {types.FunctionType: functools.partial(copy_function, thread)}
-        functions = mock.patch.dict(copy._deepcopy_dispatch, copiers)  # type: ignore[attr-defined]
+        copiers = {types.FunctionType: copy_function, weakref.ref: copy_reference}
+        ours = {kind: functools.partial(copier, thread) for kind, copier in copiers.items()}
+        functions = mock.patch.dict(copy._deepcopy_dispatch, ours)  # type: ignore[attr-defined]
         whole = mock.patch.object(
             torch.optim.Optimizer, "__getstate__", lambda o: vars(o) if threading.get_ident() == thread else part(o)
         )
@@ -192,22 +201,45 @@ def copy_hooks(old: nn.Parameter, memo: dict[int, Any]) -> None:
 def copy_function(thread: int, function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
     """A function of the user's, with copies of what it closes over, and of the globals that it trains.
 
-    So a `step` gets the copied model and optimizer. Other threads' functions are not copied.
+    So a `step` gets the copied model and optimizer. A scheduler wraps its optimizer's step in a function of PyTorch's,
+    which has a weak reference: that is copied, too. Other threads' functions are not.
     """
-    kinds = Tensor | nn.Module | torch.optim.Optimizer
-    names = [n for n in function.__code__.co_names if isinstance(function.__globals__.get(n), kinds)]
     cells = function.__closure__ or ()
-    if thread != threading.get_ident() or not (cells or names) or not is_users(function.__code__.co_filename):
+    kinds = Tensor | nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | types.FunctionType
+    names = [n for n in names_in(function.__code__) if isinstance(function.__globals__.get(n), kinds)]
+    trains = is_users(function.__code__.co_filename) or any(map(refers, cells))
+    if thread != threading.get_ident() or not (cells or names) or not trains:
         return function
-    scope = function.__globals__ | {name: copy.deepcopy(function.__globals__[name], memo) for name in names}
-    empty = tuple(types.CellType() for _ in cells)
+    scope, empty = dict(function.__globals__), tuple(types.CellType() for _ in cells)
     made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, empty)
     made.__kwdefaults__ = function.__kwdefaults__
-    memo[id(function)] = made  # before its cells: a function may close over itself
+    vars(made).update(vars(function))
+    memo[id(function)] = made  # before what it uses: a function may call itself
+    scope.update({name: copy.deepcopy(function.__globals__[name], memo) for name in names})
     for old, new in zip(cells, empty):
         with contextlib.suppress(ValueError):  # a cell may be empty
             new.cell_contents = copy.deepcopy(old.cell_contents, memo)
     return made
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The names of globals that a function uses, and the functions inside it."""
+    inside = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return {*code.co_names}.union(*inside)
+
+
+def refers(cell: types.CellType) -> bool:
+    """Is there a weak reference in a function's cell?"""
+    with contextlib.suppress(ValueError):
+        return isinstance(cell.cell_contents, weakref.ref)
+    return False
+
+
+def copy_reference(thread: int, reference: weakref.ref, memo: dict[int, Any]) -> weakref.ref:
+    """A weak reference to a model or an optimizer that is copied refers to the copy."""
+    old = reference()
+    ours = thread == threading.get_ident() and isinstance(old, nn.Module | torch.optim.Optimizer)
+    return weakref.ref(copy.deepcopy(old, memo)) if ours else reference
 
 
 @contextlib.contextmanager

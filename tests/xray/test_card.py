@@ -119,6 +119,7 @@ def test_two_threads_work_one_after_the_other():
 def loop(ema=False):
     model = Net().to("cuda")
     optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a function of its own around optimizer.step
     average = copy.deepcopy(model) if ema else None
     x = BATCH.to("cuda:0")
 
@@ -128,6 +129,7 @@ def loop(ema=False):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
+        scheduler.step()
         optimizer.zero_grad()
         return loss.item(), average
 
@@ -146,6 +148,25 @@ def test_a_loop_of_the_users_holds_what_ours_does_and_its_average():
     assert averaged.run(Plan()).peak["total"] == plain.peak["total"] + ours.peak["parameters"]
     with pytest.raises(NotPossible, match="it changes the loop"):
         theirs.run(Plan(stage=3, ranks=4))
+
+
+STUDENT = nn.Linear(64, 64)
+ADAM = torch.optim.Adam(STUDENT.parameters())
+
+
+def helper(loss):
+    loss.backward()
+    ADAM.step()
+
+
+def step_of_globals():
+    helper((lambda: STUDENT(BATCH).mean())())
+
+
+def test_a_loop_may_use_globals_in_functions_of_its_own():
+    weights = 4 * 65 * 64
+    assert case_of(lambda: (STUDENT, step_of_globals)).run(Plan()).peak["optimizer"] == 2 * weights + 2 * 4
+    assert not ADAM.state
 
 
 def in_backward():

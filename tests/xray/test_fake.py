@@ -155,6 +155,15 @@ def test_what_looks_at_a_number_while_it_is_built_is_built_for_real():
     assert build(lambda: nn.Linear(1, 1)).weight.is_meta
 
 
+def test_what_depends_on_the_batchs_numbers_is_told():
+    class Bag(nn.EmbeddingBag):
+        def forward(self, words):
+            return super().forward(words).mean()
+
+    case = Case(Bag(100, 8, sparse=True), torch.ones(4, 5).long(), torch.optim.SparseAdam)
+    assert case.run(Plan()).peak and "Those of a gradient are counted before rows of one word" in case.notes.pop()
+
+
 @pytest.mark.slow  # it loads PyTorch's compiler
 def test_what_is_compiled_runs_uncompiled():
     model, batch = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)), (torch.ones(2, 4), torch.zeros(2).long())

@@ -44,6 +44,17 @@ def outside():
     return model, torch.ones(3, 8)
 
 
+def in_a_dict():
+    model = nn.Linear(8, 8)
+    KEPT["optimizer"] = torch.optim.Adam(model.parameters())
+
+    def step():
+        model(torch.ones(3, 8)).sum().backward()
+        KEPT["optimizer"].step()
+
+    return model, step
+
+
 def does(function, *inputs, words=0):
     return lambda: (Does(function, words), inputs or (torch.ones(3, 8),))
 
@@ -65,6 +76,7 @@ def smoothed(self, x, y):
     return F.cross_entropy(self.head(self.body(x)), y, label_smoothing=0.1)
 
 
+KEPT = {}  # a global that nobody copies
 VALUE, HERE, MAKE = "it looks at a tensor's value", r".*\(test_refused\.py:\d+\)", "must return a model and its inputs"
 CAPPED = does(capped, torch.ones(3, 8), torch.zeros(3, dtype=torch.long))
 WORDS = torch.arange(9), torch.arange(9)
@@ -75,6 +87,7 @@ REFUSED = [
     (lbfgs, Plan(), VALUE + HERE),
     (does(lambda self, x: torch.cat([self.body(x), self.head(x)])), Plan(), "must match except in dimension" + HERE),
     (outside, Plan(), "outside of the model uses its weights"),
+    (in_a_dict, Plan(), "outside of the model uses its weights" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (lambda: nn.Linear(1, 1), Plan(), MAKE),
     (lambda: (nn.Linear(1, 1),), Plan(), MAKE),
