@@ -15,7 +15,7 @@ from torch import nn
 
 from minizero.memory.hooks import Hooks
 from minizero.memory.recorder import Recorder, current_recorder
-from minizero.memory.tape import Sample, Tape, at_peak, columns, holders, moments, peak, peak_by_phase
+from minizero.memory.tape import Sample, Tape, at_peak, holders, moments, peak, peak_by_phase
 
 
 class Ledger:
@@ -103,11 +103,6 @@ class Ledger:
     def curve(self) -> list[Sample]:
         """Bytes by category after every allocation, free and resize, since the block began or the last `reset`."""
         return [moment.sample() for moment in moments(self.tape, self.start)]
-
-    def summary(self) -> dict[str, Any]:
-        """Every figure as plain data, fit for JSON. `curve` is one list for each key."""
-        found = {"current": self.current, "peak": self.peak, "peak_by_phase": self.peak_by_phase}
-        return found | {"holders": self.holders, "curve": columns(self.curve)}
 
     def plot(self, ax: Any = None, note: str = "not seen: scratch inside operators, workspaces") -> Any:
         """Draw the curve, stacked by category, and the note; returns the matplotlib Axes."""

@@ -9,7 +9,6 @@ import functools
 import inspect
 import os
 import re
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,20 +19,17 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
 
 from minizero.memory import Ledger
 from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
 from minizero.torch_private import storage_id
 from minizero.xray.card import as_on, autocast_for_cuda, card_of, workspace
-from minizero.xray.fake import ALONE, HALVES, Pretend, build, pretend
+from minizero.xray.fake import HALVES, Pretend, build, pretend
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.plan import Plan, use_foreach
 from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, tensors_of
-
-MOST = 8  # processes; each takes half a GB for a large model
 
 OUTSIDE = (
     "a function outside of the model uses its weights, and a copy is trained: use a method, or let step() close over "
@@ -62,7 +58,6 @@ class Case:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
         self.found: dict[Plan, Result | str] = {}  # the figures, or why there are none
-        self.trained: frozenset[int] | None = None  # which parameters get a gradient, once a plain step has shown it
         self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # tensors from outside, once a step has shown them
         self.notes: set[str] = set()  # what is worth a sentence in the report
 
@@ -74,43 +69,20 @@ class Case:
         return found
 
     def run_all(self, plans: Sequence[Plan]) -> None:
-        """Run a step under each plan, several at once: a process for each core, which begins as a copy of this one.
-
-        With a PyTorch that is built for CUDA they run here, one by one: once it has gone backwards, a copy cannot.
-        """
-        wanted = dict.fromkeys(self.as_run(plan) for plan in reversed(plans))  # the stacks first, which take longest
-        missing = [plan for plan in wanted if plan not in self.found]
-        cannot_fork = torch.backends.cuda.is_built() or torch.accelerator.is_available()
-        alone = len(missing) < 2 or sys.platform != "linux" or cannot_fork
-        workers = 0 if alone else min(len(missing), os.cpu_count() or 1, MOST)
-        loader: DataLoader = DataLoader(
-            missing,  # type: ignore[arg-type]  # a list is a data set
-            batch_size=None,
-            collate_fn=self.attempt,  # type: ignore[arg-type]  # of one plan, not of a list
-            num_workers=workers,
-            multiprocessing_context="fork" if workers else None,
-            prefetch_factor=1 if workers else None,
-            in_order=False,  # whoever is free takes the next
-            generator=torch.Generator(),  # the caller's random numbers stay as they are
-        )
+        """Run a step under each plan that has not been run."""
+        missing = [plan for plan in dict.fromkeys(map(self.as_run, plans)) if plan not in self.found]
         screen = Console(stderr=True)
-        shown = track(loader, "steps", len(missing), console=screen, transient=True) if screen.is_terminal else loader
-        with ALONE, torch.device("cpu"):  # no other thread holds it; a loader draws a number, which "meta" has none of
-            self.found.update(shown)
+        for plan in track(missing, "steps", console=screen, transient=True) if screen.is_terminal else missing:
+            try:
+                self.found[plan] = self.measure(plan).result()
+            except NotPossible as error:
+                self.found[plan] = str(error)
 
     def as_run(self, plan: Plan) -> Plan:
         """The plan as it is run here: two rows of a table may be one step."""
-        foreach = plan.foreach or self.card is not None
-        return dataclasses.replace(plan, foreach=foreach, dtype=self.masters(plan) or plan.dtype)
+        return dataclasses.replace(plan, dtype=self.masters(plan) or plan.dtype)
 
-    def attempt(self, plan: Plan) -> tuple[Plan, Result | str]:
-        """A plan, and the figures of a step under it, or why there are none."""
-        try:
-            return plan, self.measure(plan).result()
-        except NotPossible as error:
-            return plan, str(error)
-
-    def measure(self, plan: Plan, ledger_type: type[Ledger] = Ledger) -> Measured:
+    def measure(self, plan: Plan) -> Measured:
         """Run a step under `plan`, without numbers. `NotPossible` if this model cannot follow it."""
         try:
             if self.batch_size % plan.micro_batches:
@@ -133,13 +105,11 @@ class Case:
                     switch_caches_off(module)
 
                 def before(ledger: Ledger) -> None:
-                    beside.count(ledger, self.outside(mode), plan.foreach if self.loops else None)
+                    beside.count(ledger, self.outside(mode))
 
-                run = functools.partial(measure, module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type)
-                found = run(self.trained, before, lambda: as_on(self.card, self.notes))
+                around = functools.partial(as_on, self.card, self.notes)
+                found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), before, around)
                 self.notes |= mode.remarks
-                if not plan.needs_its_loop and not plan.learns:
-                    self.trained = found.trained
                 return found
         except Exception as error:
             raise NotPossible(reason(error)) from error
@@ -179,10 +149,10 @@ class Beside:
         # Weak: a step may drop what a model keeps, such as an average in a list.
         self.others = [weakref.ref(storage) for storage in storages if storage_id(storage) not in registered]
         self.optimizers = [part for part in copied if isinstance(part, torch.optim.Optimizer)]
-        self.room = [workspace(card)] if card else []
+        self.card, self.room = card, [workspace(card)] if card else []
 
-    def count(self, ledger: Ledger, outside: list[torch.UntypedStorage], foreach: bool | None) -> None:
-        """Let the ledger count it. foreach: what the optimizers of a loop shall do; None: there is no loop."""
+    def count(self, ledger: Ledger, outside: list[torch.UntypedStorage]) -> None:
+        """Let the ledger count it, and the optimizers step as on the card."""
         assert ledger.recorder is not None and ledger.hooks is not None
         others = [alive for other in self.others if (alive := other()) is not None]
         for name, held in {"not registered": others, "from outside": outside, "cuBLAS's workspace": self.room}.items():
@@ -190,9 +160,12 @@ class Beside:
                 record = ledger.recorder.follow(storage)
                 if record.category is None:
                     record.category, record.module = "buffers", name
-        while foreach is not None and self.optimizers:
-            Hooks(ledger.recorder, None, optimizer := self.optimizers.pop()).owner = ledger.hooks.owner
-            use_foreach(optimizer, foreach)
+        found, self.optimizers = self.optimizers, []
+        for optimizer in found if ledger.optimizer is None else [ledger.optimizer]:
+            if optimizer is not ledger.optimizer:  # a loop's
+                Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
+            if self.card:
+                use_foreach(optimizer)
 
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, card: str | None = None) -> Case:
@@ -223,6 +196,8 @@ def reason(error: BaseException) -> str:
     first = next(iter(str(error).splitlines()), type(error).__name__)
     if re.search("cpu(,| and) meta", first):  # the step trains a copy of the model
         first = "a function that the model keeps, such as a lambda, uses another module's weights: make it a method"
+    if "SparseTensorImpl" in first:
+        first = "it keeps a sparse tensor, of which there is no copy without numbers"
     words = KNOWN.get(type(error).__name__, "{first}").format(operator=getattr(error, "func", ""), first=first)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return words + (f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else "")

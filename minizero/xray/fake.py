@@ -256,6 +256,8 @@ def pretend() -> Iterator[Pretend]:
             stack.callback(gc.enable)
         if torch.get_default_device().type != "cpu":  # a caller's `with torch.device("meta")` is for the model alone:
             stack.enter_context(torch.device("cpu"))  # an optimizer's counter of steps has a number
+        # A distribution looks whether its numbers are allowed, unless its user or this says no.
+        stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(OneDevice("cpu"))
         yield stack.enter_context(Pretend())
 

@@ -44,9 +44,7 @@ def stacks(ranks: int, batch: int) -> list[Plan]:
     pieces = [pieces for pieces in sorted({1, 2, max(1, batch)}) if (batch or 1) % pieces == 0]
     either = False, True
     plans = [
-        dataclasses.replace(
-            plan, foreach=True, dtype=dtype, no_scores=x, loss_in_chunks=y, micro_batches=n, recompute=z
-        )
+        dataclasses.replace(plan, dtype=dtype, flash=x, chunked_loss=y, micro_batches=n, recompute=z)
         for dtype, x, y, n, z in itertools.product((None, torch.bfloat16), either, either, pieces, either)
         for plan in engines
         if not (x and z)  # if it recomputes, no block stores scores anyway
@@ -72,7 +70,7 @@ class Fit:
 def fit(case: Case, budget: float, ranks: int) -> Fit:
     """Try stacks from the cheapest on, without the techniques that this model cannot follow."""
     usable = budget - kept_free(budget)
-    alone: list[dict[str, Any]] = [{name: True} for name in ("recompute", "no_scores", "loss_in_chunks")]
+    alone: list[dict[str, Any]] = [{name: True} for name in ("recompute", "flash", "chunked_loss")]
     refused = [name for given in alone if outcome(case, Plan(**given)).result is None for name in given]
     order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, name) for name in refused)]
     best, tried = None, 0

@@ -24,9 +24,9 @@ class Plan:
     """How to train one step. The default is the plain step on one device.
 
     stage: of ZeRO, 0 for DDP; None without an engine. dtype: to compute in, with FP32 masters. sharding_factor,
-    reshard_after_forward, offload: as in `Zero3`. recompute: of every repeated block. no_scores: see scores.py.
-    loss_in_chunks: see head.py. momentum, eight_bit: SGD with momentum, or `EightBit`, is the optimizer. four_bit:
-    see `in_four_bits`. foreach: the optimizer steps all tensors at once, as PyTorch's do on a GPU.
+    reshard_after_forward, offload: as in `Zero3`. recompute: of every repeated block. flash: see scores.py.
+    chunked_loss: see head.py. momentum, eight_bit: SGD with momentum, or `EightBit`, is the optimizer. four_bit:
+    see `in_four_bits`.
     """
 
     stage: int | None = None
@@ -37,17 +37,11 @@ class Plan:
     dtype: torch.dtype | None = None
     recompute: bool = False
     micro_batches: int = 1
-    no_scores: bool = False
-    loss_in_chunks: bool = False
+    flash: bool = False
+    chunked_loss: bool = False
     momentum: bool = False
     eight_bit: bool = False
     four_bit: bool = False
-    foreach: bool = False
-
-    @property
-    def learns(self) -> bool:
-        """Does its first step learn something beside making the optimizer's states?"""
-        return self.stage == 3 or self.no_scores or self.loss_in_chunks
 
     def wrap(self, module: nn.Module, comm: Comm) -> nn.Module:
         """The module as this plan trains it."""
@@ -70,22 +64,19 @@ class Plan:
     def optimizer(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of `model`. given: the user's, of the module inside, or a function of the parameters."""
         if self.momentum:
-            return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=self.foreach or None)
+            return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         if self.eight_bit:
             return EightBit(model.parameters())
         if not isinstance(given, torch.optim.Optimizer):
-            optimizer = given(model.parameters())
-        elif isinstance(model, Engine):  # whose parameters are others
+            return given(model.parameters())
+        if isinstance(model, Engine):  # whose parameters are others
             known = inspect.signature(type(given)).parameters
-            optimizer = type(given)(model.parameters(), **{k: v for k, v in given.defaults.items() if k in known})
-        else:
-            optimizer = given
-        use_foreach(optimizer, self.foreach)
-        return optimizer
+            return type(given)(model.parameters(), **{k: v for k, v in given.defaults.items() if k in known})
+        return given
 
     def around_the_steps(self) -> list[LossInChunks | WithoutScores]:
         """What holds while the steps run. The first of them teaches it."""
-        return [LossInChunks()] * self.loss_in_chunks + [WithoutScores()] * self.no_scores
+        return [LossInChunks()] * self.chunked_loss + [WithoutScores()] * self.flash
 
 
 def recompute_blocks(module: nn.Module) -> None:
@@ -97,11 +88,11 @@ def recompute_blocks(module: nn.Module) -> None:
         module.set_submodule(path, Checkpointed(block))
 
 
-def use_foreach(optimizer: torch.optim.Optimizer, foreach: bool) -> None:
+def use_foreach(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer step all tensors at once, as it does on a GPU, unless its user has chosen."""
-    foreach = foreach and not isinstance(optimizer, torch.optim.Adafactor)  # which does not, by default
     for group in optimizer.param_groups:
-        if foreach and group.get("foreach", ...) is None and not group.get("fused"):
+        own = isinstance(optimizer, torch.optim.Adafactor) or group.get("fused")  # Adafactor does not, by default
+        if group.get("foreach", ...) is None and not own:
             group["foreach"] = True
 
 

@@ -28,7 +28,6 @@ from minizero.xray.case import Case
 from minizero.xray.fit import CONTEXT, GIB, RESERVED, SMALL, Fit, fit, kept_free, largest, price
 from minizero.xray.holders import rows_at_peak
 from minizero.xray.hugging_face import with_caches
-from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.step import Optimizer
@@ -66,7 +65,7 @@ class Report:
         step = "its own loop" if case.loops else f"batch {case.batch_size}, {optimizer}"
         title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters in {', '.join(sorted(dtypes))}"
         self.title = f"{title}, {step}, {f'as on {case.card}' if case.card else 'as on a CPU'}"
-        measured = case.measure(Plan(), LineLedger)
+        measured = case.measure(Plan())
         self.plain = case.found[case.as_run(Plan())] = measured.result()
         self.peak = self.plain.peak
         self.holders = rows_at_peak(measured.ledger, case.vocabulary())
@@ -81,7 +80,7 @@ class Report:
     def outcomes(self) -> list[Outcome]:
         """A row for each technique. The first use runs them, which takes as long as some thirty steps."""
         frozen = not all(parameter.requires_grad for parameter in self.case.model.parameters())
-        wanted = list(plans(self.ranks, self.case.batch_size, self.case.card, frozen))
+        wanted = list(plans(self.ranks, self.case.batch_size, frozen))
         wanted = [plan for plan in wanted if not (self.case.loops and plan.needs_its_loop)]
         self.case.run_all(wanted)
         return [outcome(self.case, plan) for plan in wanted]
@@ -140,7 +139,7 @@ class Report:
         """Print what `fit` has found, and the lines to write."""
         assert self.fits is not None
         (budget, found), write = self.fits, printer(console)
-        plan, *tied = (dataclasses.replace(each, foreach=False) for each in (found.plan, *found.tied))  # as all have it
+        plan, tied = found.plan, found.tied
         fits, peak, free = found.spare >= 0, size(found.result.peak["total"]), size(kept_free(budget))
         verdict = f"fits, with {size(found.spare)} to spare" if fits else f"{size(-found.spare)} too much"
         context = f"{size(CONTEXT)} for a GPU's context, and " if budget > SMALL else ""

@@ -8,7 +8,8 @@ wrong, and bytes are right: those of an attention that makes all its scores agai
 a tile at a time, so it never has a layer's scores at once, as this has for a moment.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,6 @@ SOFTMAX = ("Softmax", "SafeSoftmax")  # the second is in PyTorch's own attention
 BETWEEN = ("ToCopy", "NativeDropout", "Mul", "Div", "View", "UnsafeView", "Expand", "Clone", "Transpose")
 
 
-class Kept(NamedTuple):
-    """What autograd keeps in the place of a tensor of scores."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
     """While it is entered, autograd keeps no scores. It learns their shapes in a first step."""
 
@@ -33,16 +26,17 @@ class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self.keep, self.give_back)
         self.kinds: set[tuple[int, int]] = set()  # elements, keys
 
-    def keep(self, tensor: Tensor) -> Tensor | Kept:
+    def keep(self, tensor: Tensor) -> Tensor | functools.partial:
         if tensor.dim() < 3:  # such as the choice of an expert for each token
             return tensor
         kind = tensor.numel(), tensor.shape[-1]
         if comes_from_softmax(tensor.grad_fn):
             self.kinds.add(kind)
-        return Kept(tensor.shape, tensor.dtype, tensor.device) if kind in self.kinds else tensor
+        anew = functools.partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return anew if kind in self.kinds else tensor
 
-    def give_back(self, kept: Tensor | Kept) -> Tensor:
-        return torch.empty(kept.shape, dtype=kept.dtype, device=kept.device) if isinstance(kept, Kept) else kept
+    def give_back(self, kept: Tensor | functools.partial) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()
 
     def check(self) -> None:
         """After the first step: `ValueError` if there were no scores."""

@@ -22,9 +22,9 @@ def with_minizero(plan: Plan, model: nn.Module) -> Iterator[str]:
         yield f"from minizero import Comm, {engine}"
         yield f"model = {engine}({', '.join(['model', 'Comm.from_process_group()', *options])})"
         yield "# then the optimizer, from model.parameters()"
-    if plan.no_scores:
+    if plan.flash:
         yield "# in your attention: flash.flash_attention(q, k, v, causal=True), with its dropout_p="
-    if plan.loss_in_chunks:
+    if plan.chunked_loss:
         yield "# in your model: minizero.chunked_loss.cross_entropy_in_chunks(hidden, head.weight, targets, chunk=1024)"
     if (n := plan.micro_batches) > 1:
         yield "from minizero.accumulate import accumulate"
@@ -51,9 +51,9 @@ def with_pytorch(plan: Plan, model: nn.Module) -> Iterator[str]:
         yield "# then the optimizer, from model.parameters()"
     elif plan.dtype:
         yield f"# around the forward: with torch.autocast(device, {plan.dtype}); its peak was not run here"
-    if plan.no_scores:
+    if plan.flash:
         yield "# in your attention: F.scaled_dot_product_attention(q, k, v, is_causal=True), with its dropout_p="
-    if plan.loss_in_chunks:
+    if plan.chunked_loss:
         yield "# in your model: F.linear_cross_entropy(hidden, head.weight, targets), since PyTorch 2.13"
     if (n := plan.micro_batches) > 1:
         yield f"# in your loop: for number, (x1, y1) in enumerate(zip(x.chunk({n}), y.chunk({n})), 1):"

@@ -6,8 +6,7 @@ The loop: the batch is made, micro-batch by micro-batch the loss and its backwar
 keeps of the model's output only the loss. Or the user has a loop of their own, a function `step()`.
 
 A first step comes before the one that is shown: the optimizer's states exist from then on, and stage 3 has learned what
-to prefetch. If it is known which parameters get a gradient, `trained`, an optimizer's step on zeros does as well, where
-nothing is to be learned.
+to prefetch.
 """
 
 import contextlib
@@ -24,6 +23,7 @@ from minizero.engines.engine import Engine
 from minizero.memory import Ledger
 from minizero.memory.tape import at_peak
 from minizero.ranks.comm import Comm
+from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 
 Optimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
@@ -40,11 +40,10 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One step: its ledger, whose tape is long, the bytes that this rank sent, and which parameters got a gradient."""
+    """One step: its ledger, whose tape is long, and the bytes that this rank sent."""
 
     ledger: Ledger
     sent: int
-    trained: frozenset[int]
 
     def result(self) -> Result:
         """What is kept once the tape is dropped."""
@@ -57,8 +56,6 @@ def measure(
     plan: Plan,
     optimizer: Optimizer,
     comm: Comm,
-    ledger_type: type[Ledger] = Ledger,
-    trained: frozenset[int] | None = None,
     before: Callable[[Ledger], Any] = lambda ledger: None,
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Measured:
@@ -70,37 +67,23 @@ def measure(
     model = plan.wrap(module.train(), comm)
     states: Any = None if isinstance(inputs, functools.partial) else plan.optimizer(optimizer, model)
     techniques = plan.around_the_steps()
-    with ledger_type(model, states) as ledger, around(), contextlib.ExitStack() as stack:
+    with LineLedger(model, states) as ledger, around(), contextlib.ExitStack() as stack:
         for technique in techniques:
             stack.enter_context(technique)
+        run = inputs if states is None else functools.partial(step, model, states, inputs, plan)
         before(ledger)
-        if states is None:
-            inputs()
-            trained = frozenset()
-        elif trained is None or plan.learns:
-            trained = step(model, states, inputs, plan)
-        else:
-            step_on_zeros(model, states, trained)
+        run()
         for technique in techniques:
             technique.check()
         before(ledger)
         ledger.reset()
         sent = comm.bytes_sent
-        inputs() if states is None else step(model, states, inputs, plan)
-    return Measured(ledger, comm.bytes_sent - sent, trained)
+        run()
+    return Measured(ledger, comm.bytes_sent - sent)
 
 
-def step_on_zeros(model: nn.Module, optimizer: torch.optim.Optimizer, trained: frozenset[int]) -> None:
-    """The optimizer's states begin to exist. An engine's shards all have a gradient."""
-    for number, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad and (isinstance(model, Engine) or number in trained):
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> frozenset[int]:
-    """One step of training; returns the numbers of the parameters that got a gradient."""
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> None:
+    """One step of training."""
     batch = tree_map_only(Tensor, torch.clone, inputs)  # a new one, as from a data loader
     if plan.micro_batches > 1:
         check = functools.partial(refuse_time_first, batch_size(batch) // plan.micro_batches)
@@ -113,9 +96,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: 
             loss = loss_of(model, cut(batch, plan.micro_batches, number))
             (loss if plan.micro_batches == 1 else loss / plan.micro_batches).backward()
     optimizer.step()
-    trained = frozenset(n for n, parameter in enumerate(model.parameters()) if parameter.grad is not None)
     optimizer.zero_grad()
-    return trained
 
 
 def loss_of(model: nn.Module, inputs: Any) -> Tensor:

@@ -47,15 +47,14 @@ TECHNIQUES = {
         "{value} micro-batches",
         "smaller products; a loss that is no mean changes; under ZeRO-3 each piece gathers again",
     ),
-    "no_scores": Technique("attention without scores", "none: FlashAttention is faster, too", 1),  # but a line changes
-    "loss_in_chunks": Technique("loss in chunks", "little: the head's products are cut", 2),
+    "flash": Technique("attention without scores", "none: FlashAttention is faster, too", 1),  # but a line changes
+    "chunked_loss": Technique("loss in chunks", "little: the head's products are cut", 2),
     "momentum": Technique("SGD with momentum", "another optimizer, to be tuned anew"),
     "eight_bit": Technique("8-bit Adam", "rounding of its states; counted, not run: bitsandbytes has it"),
     "four_bit": Technique(
         "frozen matrices in 4 bits",
         "rounding, and each matrix is made whole while it is used; counted, not run: bitsandbytes has it",
     ),
-    "foreach": Technique("optimizer as on a GPU", "none: foreach is the default there"),
 }
 # Why a technique can make the peak higher: by its field, and by the category that grew most.
 WHY_HIGHER = {
@@ -70,7 +69,6 @@ WHY_HIGHER = {
     ("stage", "communication"): "a ring receives into buffers of its own",
     ("stage", "temporary"): "the gradient of a parameter is there before it is copied into the flat buffer",
     ("reshard_after_forward", "parameters"): "all are whole from forward to backward, beside the shards",
-    ("foreach", "temporary"): "all updates are there at once, not one parameter's",
 }
 
 
@@ -111,16 +109,16 @@ class Outcome(NamedTuple):
     remark: str  # why there is no result, or why the peak is higher
 
 
-def plans(ranks: int, batch: int, card: str | None = None, frozen: bool = True) -> Iterator[Plan]:
+def plans(ranks: int, batch: int, frozen: bool = True) -> Iterator[Plan]:
     """What is run: on one device, on `ranks` of them, and stacks. Each rank has a batch of so many samples.
 
-    card: as a case's. frozen: has the model frozen parameters?
+    frozen: has the model frozen parameters?
     """
     yield Plan(recompute=True)
     yield from (Plan(micro_batches=pieces) for pieces in sorted({2, batch} - {0, 1}) if batch and batch % pieces == 0)
-    yield from (Plan(no_scores=True), Plan(loss_in_chunks=True), Plan(dtype=torch.bfloat16))
+    yield from (Plan(flash=True), Plan(chunked_loss=True), Plan(dtype=torch.bfloat16))
     yield from (Plan(momentum=True), Plan(eight_bit=True), Plan(3, 1, offload=True))
-    yield from [Plan(four_bit=True)] * frozen + [Plan(foreach=True)] * (card is None)
+    yield from [Plan(four_bit=True)] * frozen
     if ranks == 1:
         return
     yield from (Plan(stage, ranks) for stage in range(4))
@@ -130,7 +128,7 @@ def plans(ranks: int, batch: int, card: str | None = None, frozen: bool = True) 
     stack = Plan(3, ranks, dtype=torch.bfloat16)
     yield stack
     yield (stack := dataclasses.replace(stack, recompute=True))
-    yield dataclasses.replace(stack, loss_in_chunks=True)
+    yield dataclasses.replace(stack, chunked_loss=True)
     yield dataclasses.replace(stack, offload=True)
 
 

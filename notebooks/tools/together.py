@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch.nn import functional as F
 
-from minizero import GPT, Zero3
+from minizero import GPT
 from minizero.memory import Ledger
 from minizero.pictures import FONT, draw_parts
 from minizero.pictures.style import label_axes, new_axes, note
@@ -19,7 +19,7 @@ from minizero.ranks.one_of_many import one_of_many
 from minizero.xray import Plan
 from minizero.xray.case import Case
 from minizero.xray.fake import pretend
-from minizero.xray.step import measure, step_on_zeros
+from minizero.xray.step import measure
 from notebooks.tools.zero import table
 
 GIB = 2**30
@@ -55,17 +55,13 @@ def xray_of(config, batch, fused=False, **plan):
 def watch(case, wrap, train):
     """The ledger of the second step of one rank of four, without numbers, and the bytes that it sends.
 
-    wrap(model, comm) returns an engine, train(engine, batch, optimizer) runs a step. Before it the optimizer's states
-    begin to exist, in a step on zeros if nothing else is to be learned.
+    wrap(model, comm) returns an engine, train(engine, batch, optimizer) runs a step.
     """
     with pretend() as fake:
         comm = one_of_many(4)
         engine, batch = wrap(fake.copy(case.model), comm), fake.copy(case.inputs)
         optimizer = torch.optim.AdamW(engine.parameters())
-        if isinstance(engine, Zero3):  # it learns what to gather ahead
-            train(engine, [tensor.clone() for tensor in batch], optimizer)
-        else:
-            step_on_zeros(engine, optimizer, frozenset())
+        train(engine, [tensor.clone() for tensor in batch], optimizer)  # makes states; learns what to gather ahead
         sent = comm.bytes_sent
         with Ledger(engine, optimizer) as ledger:
             train(engine, [tensor.clone() for tensor in batch], optimizer)

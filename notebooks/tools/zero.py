@@ -13,6 +13,7 @@ from torch import nn
 from minizero import GPT, World, Zero3, barrier
 from minizero.engines.timeline import Timeline
 from minizero.memory import Ledger
+from minizero.memory.tape import columns
 from minizero.models.text import TEXT, read_text, windows
 from minizero.ranks.threads import ThreadTransport
 
@@ -46,7 +47,7 @@ def one_step(comm, stage, config, shape=(2, 64), steps=3, ledger=True, **options
         optimizer.zero_grad()
     found = {"sent": sent, "seconds": seconds, "losses": losses, "held": held}
     if isinstance(watched, Ledger):
-        curve = watched.summary()["curve"]
+        curve = columns(watched.curve)
         del curve["operator"]
         found |= {"peak": watched.peak, "states": sum(held[state] for state in STATES), "curve": curve}
     return found

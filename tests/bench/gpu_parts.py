@@ -263,7 +263,8 @@ def our_gpt(tiny):
 
 def beside(make):
     """Bytes of the second step, the first with AdamW's states: of the X-ray, as it stands, and of the allocator."""
-    found = {"xray": case_of(make).run(Plan(foreach=True)).peak["total"]}
+    adamw = functools.partial(torch.optim.AdamW, foreach=True)
+    found = {"xray": case_of(make, adamw).run(Plan()).peak["total"]}
     model, inputs = make()
     model = model.to(DEVICE).train()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 from minizero import GPT, GPTConfig
 from minizero.memory import Ledger
 from tests.bench.allocators import Profiled, compare, cuda_peak, process_peak, profile_step
 from tests.bench.allocators import read_profile as read
+from tests.support.profiled import profiled
 
 CONFIG = GPTConfig(sequence_length=64, width=128, layers=3, heads=2)
 
@@ -61,21 +61,8 @@ def train_cnn():
 
 def oracle(step):
     """The peak above the start of a step, straight from the profiler's memory events, and no operator marked."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
-        step()  # what the second step frees was made under the profiler's eyes
-        with record_function("here"):
-            step()
-    events = profiler.profiler.kineto_results.events()
-    start = next(event.start_ns() for event in events if event.name() == "here")
-    memory = [event for event in events if event.name() == "[memory]" and event.start_ns() >= start]
-    device = max(event.device_type().value for event in memory)
-    level = peak = 0
-    for event in sorted(memory, key=lambda event: event.start_ns()):
-        if event.device_type().value == device:
-            level += event.nbytes()
-            peak = max(peak, level)
-    return peak
+    start, peak = profiled(lambda: step)
+    return peak - start
 
 
 def watched(model, optimizer, step):
@@ -137,16 +124,6 @@ def test_what_an_lstm_takes_inside_one_operator_is_reported_by_name():
     assert expected - seen == profiled.scratch[profiled.operator] > 0.05 * expected
     found = compare(watched(model, optimizer, step), step, torch.device("cpu"))
     assert (found["ledger"], found["profiler"], found["operator"]) == (seen, expected, profiled.operator)
-
-
-def test_a_profiled_step_may_free_what_the_one_before_it_made():
-    kept = []
-
-    def step():
-        kept.clear()
-        kept.append(-torch.ones(1000))
-
-    assert profile_step(step).peak == 4000  # ones, where the last result was, and the result
 
 
 def test_scratch_is_what_one_call_took_and_gave_back():

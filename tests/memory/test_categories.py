@@ -70,23 +70,6 @@ def test_each_phase_has_its_own_peak():
         assert ledger.peak[category] == max(phase[category] for phase in phases.values())
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_an_optimizers_temporaries_are_temporary_and_inside_its_step(options):
-    model = GPT(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    with Ledger(model, optimizer) as ledger:
-        model(TOKENS, TOKENS).backward()
-        optimizer.step()
-        step = [sample for sample in ledger.curve if sample.phase == "optimizer"]
-    total = 4 * sum(p.numel() for p in model.parameters())
-    assert step[-1]["optimizer"] == ledger.peak["optimizer"] == 2 * total + 4 * len(list(model.parameters()))
-    largest = max(4 * p.numel() for p in model.parameters())
-    temporary = max(sample["temporary"] for sample in step)
-    # In the loop the denominator, its square root, and the last parameter's, which Python still holds.
-    expected = {"foreach=False": 3 * largest, "foreach=True": total, "fused=True": 0}
-    assert temporary == pytest.approx(expected["=".join(map(str, *options.items()))], rel=0.02, abs=200)
-
-
 def test_a_gradient_inside_forward_does_not_end_it():
     class Penalty(nn.Linear):
         def forward(self, x):

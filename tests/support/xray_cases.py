@@ -1,6 +1,7 @@
 """Small models for the X-ray, and one step of each on real tensors: what a step on fake ones must equal."""
 
 import copy
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from minizero import GPT, GPTConfig, World
 from minizero.models.networks import NETWORKS
@@ -17,6 +17,7 @@ from minizero.xray.case import Case
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.plan import Plan
 from minizero.xray.step import Result, measure, step
+from tests.support.profiled import profiled
 
 WORDS, WIDTH, LENGTH, BATCH = 320, 64, 32, 4
 Make = Callable[[], tuple[nn.Module, Any]]
@@ -123,22 +124,12 @@ def fake(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
 
 
 def allocated(make: Make, optimizer: Any = adamw) -> int:
-    """The most bytes that the CPU's allocator had handed out in a step with numbers, as PyTorch's profiler counts them.
-
-    No ledger takes part. Scratch inside operators is counted, too.
-    """
+    """The most bytes that the CPU's allocator has handed out in a step with numbers, scratch in operators included."""
     module, inputs = make()
     gc.collect()  # else what others have left is freed in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def build() -> Callable[[], None]:
         model = copy.deepcopy(module).train()
-        states = optimizer(model.parameters())
-        step(model, states, inputs, Plan())
-        with record_function("measured"):
-            step(model, states, inputs, Plan())
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    begin = next(event.start_ns() for event in events if event.name() == "measured")
-    total = most = 0
-    for event in events:
-        total += event.nbytes() if event.name() == "[memory]" else 0
-        most = max(most, total) if event.start_ns() > begin else 0
-    return most
+        return functools.partial(step, model, optimizer(model.parameters()), inputs, Plan())
+
+    return profiled(build)[1]

@@ -213,9 +213,7 @@ def test_an_optimizer_may_be_made_with_the_model():
     assert case.run(Plan()).peak["optimizer"] == 4 * case.parameters
     assert case.run(Plan(stage=2, ranks=2)).peak["optimizer"] == 2 * case.parameters
     assert case.run(Plan(eight_bit=True)).peak["optimizer"] == 2 * 3 * (64 * 64 + 4 * 16 + 4 * 64)
-    adafactor = Case(Net(), BATCH, torch.optim.Adafactor)
-    assert adafactor.run(Plan()).peak["optimizer"] < 4 * case.parameters
-    assert adafactor.run(Plan(foreach=True)).peak == adafactor.run(Plan()).peak  # its default on a GPU, too
+    assert Case(Net(), BATCH, torch.optim.Adafactor).run(Plan()).peak["optimizer"] < 4 * case.parameters
 
 
 def test_frozen_matrices_in_four_bits():

@@ -91,7 +91,7 @@ def test_the_files_say_the_same_and_need_no_network(report, tmp_path):
 def test_stacks_are_tried_from_the_cheapest_on():
     plans = stacks(4, 8)
     assert [*map(price, plans)] == sorted(map(price, plans)) and len(set(plans)) == len(plans)
-    assert plans[0] == Plan(stage=2, ranks=4, foreach=True)
+    assert plans[0] == Plan(stage=2, ranks=4)
     assert {plan.micro_batches for plan in plans} == {1, 2, 8}
     assert {(plan.stage, plan.offload) for plan in stacks(1, 8)} == {(None, False), (3, True)}
 
@@ -105,8 +105,8 @@ def test_under_zero_3_each_piece_gathers_again_and_what_costs_the_same_is_told()
 @pytest.mark.slow
 @pytest.mark.accuracy
 def test_what_fit_prints_agrees_with_what_it_counts(report):
-    half = report.case.run(Plan(micro_batches=2, foreach=True)).peak["total"]
-    assert half < report.case.run(Plan(no_scores=True, loss_in_chunks=True, foreach=True)).peak["total"]
+    half = report.case.run(Plan(micro_batches=2)).peak["total"]
+    assert half < report.case.run(Plan(flash=True, chunked_loss=True)).peak["total"]
     found = report.fit(half * RESERVED + 1)
     small = " ".join(printed(report.show_fit).split())
     assert found.plan.micro_batches == 2 and "no context is counted" in small and "1.18 times what it" in small

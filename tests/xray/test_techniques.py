@@ -11,7 +11,7 @@ from minizero import GPT, GPTConfig, RankFailed
 from minizero.engines.units import repeated_blocks
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.head import LossInChunks
-from minizero.xray.plan import Plan
+from minizero.xray.plan import Plan, use_foreach
 from minizero.xray.step import loss_of
 from minizero.xray.techniques import TECHNIQUES, costs_of, name_of, outcome, plans, rows_of
 from tests.support.xray_cases import OWN, WithLoss, adamw, fake, gpt, real
@@ -35,15 +35,13 @@ def assert_real(model, plan):
 
 
 def rows():
-    """Each row of a GPT, in turn of another model; the rest is for a long run."""
-    others, soak = ["LSTM", "UNet", "resnet"], pytest.mark.soak
+    """Each row of a GPT; of other models in a long run."""
     longer = "4 micro-batches", "SGD with momentum", "DDP on 4 ranks", "ZeRO-2 on 4 ranks"
-    for number, (name, model) in enumerate(product(ROWS, others)):
-        in_turn = model == others[number // len(others) % len(others)]
-        yield pytest.param(name, model, marks=[pytest.mark.slow, *([] if in_turn else [soak])])
     for name in ROWS:
         slow = name in longer or name.startswith("ZeRO-3 on 4 ranks, ")
         yield pytest.param(name, "GPT", marks=[pytest.mark.slow, pytest.mark.accuracy] * slow)
+    others = product(ROWS, ["LSTM", "UNet", "resnet"])
+    yield from (pytest.param(*row, marks=[pytest.mark.slow, pytest.mark.soak]) for row in others)
 
 
 @pytest.mark.parametrize("name, model", [*rows()])
@@ -96,7 +94,7 @@ def test_what_is_whole_until_backward_is_gathered_once():
 @pytest.mark.accuracy
 def test_attention_without_scores_keeps_what_attention_in_tiles_keeps():
     naive, tiled = (fake(gpt(attention=kind, sequence_length=128), Plan()) for kind in ("naive", "tiled"))
-    without = fake(gpt(sequence_length=128), Plan(no_scores=True))
+    without = fake(gpt(sequence_length=128), Plan(flash=True))
     activations = [found.peak["activations"] for found in (naive, without, tiled)]
     assert activations[0] > 1.4 * activations[1] and activations[1] == pytest.approx(activations[2], rel=0.05)
     assert naive.peak["total"] > 1.2 * without.peak["total"]
@@ -113,7 +111,7 @@ class WithDropout(nn.Linear):
 def test_pytorchs_own_attention_stores_scores_under_dropout_and_the_row_says_what_a_gpu_would_hold():
     case = Case(WithDropout(8, 8), (torch.ones(2, 2, 128, 8),))
     scores = 2 * 2 * 128 * 128 * 4
-    plain, without = (case.run(plan).peak["activations"] for plan in (Plan(), Plan(no_scores=True)))
+    plain, without = (case.run(plan).peak["activations"] for plan in (Plan(), Plan(flash=True)))
     assert plain > 3 * scores > scores > without
 
 
@@ -156,30 +154,18 @@ def test_the_loss_in_chunks_is_the_loss(way, bias):
 
 
 def test_an_optimizer_keeps_what_its_user_has_chosen():
-    def kinds(**options):
+    def kinds(optimizer=torch.optim.AdamW, **options):
         model = WithLoss(nn.Linear(2, 2))
-        made = Plan(foreach=True).optimizer(lambda parameters: torch.optim.AdamW(parameters, **options), model)
-        return made.param_groups[0]["foreach"], made.param_groups[0]["fused"]
+        use_foreach(made := optimizer(model.parameters(), **options))
+        return made.param_groups[0]["foreach"]
 
-    assert kinds() == (True, None) and kinds(foreach=False) == (False, None) and kinds(fused=True)[0] is None
+    assert kinds() is True and kinds(foreach=False) is False and kinds(fused=True) is None
+    assert kinds(torch.optim.Adafactor) is None  # its default on a GPU, too
     assert isinstance(Plan(momentum=True).optimizer(adamw, WithLoss(nn.Linear(2, 2))), torch.optim.SGD)
 
 
 def test_rows_that_are_one_step_are_run_once():
     batch = torch.ones(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
     case = Case(WithLoss(nn.Linear(8, 8).bfloat16()), batch, card="h100")
-    case.run_all([Plan(3, 2), Plan(3, 2, dtype=torch.bfloat16), Plan(3, 2, foreach=True)])
+    case.run_all([Plan(3, 2), Plan(3, 2, dtype=torch.bfloat16)])
     assert len(case.found) == 1 and case.run(Plan(3, 2)).peak
-
-
-@pytest.mark.slow
-@pytest.mark.accuracy
-def test_rows_run_at_once_are_those_run_one_by_one():
-    wanted = [Plan(), Plan(2, 4), Plan(3, 4), Plan(no_scores=True), Plan(micro_batches=7)]
-    cases = Case(*OWN["GPT"]()), Case(*OWN["GPT"]())
-    before = torch.get_rng_state()
-    cases[0].run_all(wanted)
-    assert torch.equal(torch.get_rng_state(), before)
-    for plan in wanted:
-        cases[1].run_all([plan])
-    assert cases[0].found == cases[1].found and type(cases[0].found[wanted[-1]]) is str
