@@ -10,11 +10,11 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from minizero import torch_private
 from minizero.memory import Ledger
+from minizero.memory.operators import dense_parts
 from minizero.memory.recorder import Recorder
 from minizero.memory.tape import Record
 
@@ -58,8 +58,8 @@ class LineRecorder(Recorder):
             self.forwards.setdefault(torch_private.next_operation() - 1, (module, line))
         for entry in self.tape[before:]:
             if type(entry) is Record and (storage := entry()) is not None and not hasattr(entry, "birth"):
-                tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-                shapes = [tuple(tensor.shape) for tensor in tensors if tensor.untyped_storage() is storage]
+                parts = (part for leaf in tree_leaves(result) for part in dense_parts(leaf))
+                shapes = [tuple(part.shape) for part in parts if part.untyped_storage() is storage]
                 entry.birth = Birth(next(iter(shapes), ()), module, line)
         return result
 

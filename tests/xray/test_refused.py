@@ -59,6 +59,10 @@ def does(function, *inputs, words=0):
     return lambda: (Does(function, words), inputs or (torch.ones(3, 8),))
 
 
+def sparse(self, x):
+    return torch.sparse.mm(x, self.body.weight).mean()
+
+
 def capped(self, x, y):
     return F.cross_entropy(self.head(self.body(x)).tanh(), y)
 
@@ -87,6 +91,7 @@ REFUSED = [
     (lbfgs, Plan(), VALUE + HERE),
     (does(lambda self, x: torch.cat([self.body(x), self.head(x)])), Plan(), "must match except in dimension" + HERE),
     (outside, Plan(), "outside of the model uses its weights"),
+    (does(sparse, torch.ones(3, 8).to_sparse()), Plan(), "it keeps a sparse tensor"),
     (in_a_dict, Plan(), "outside of the model uses its weights" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (lambda: nn.Linear(1, 1), Plan(), MAKE),
@@ -94,12 +99,12 @@ REFUSED = [
     (lambda: ("model", torch.ones(1)), Plan(), "must be a torch.nn.Module"),
     (lambda: (nn.Linear(1, 1).to("xpu:7"), ()), Plan(), rf"make\(\) failed: {HERE}: it runs on the CPU"),
     (CAPPED, Plan(recompute=True), "no repeated blocks"),
-    (CAPPED, Plan(no_scores=True), "its attention stores no scores, or it has none"),
-    (CAPPED, Plan(loss_in_chunks=True), "no linear layer leads straight to a cross-entropy"),
+    (CAPPED, Plan(flash=True), "its attention stores no scores, or it has none"),
+    (CAPPED, Plan(chunked_loss=True), "no linear layer leads straight to a cross-entropy"),
     (CAPPED, Plan(four_bit=True), "it trains all its matrices"),
     (CAPPED, Plan(micro_batches=2), "2 micro-batches do not divide a batch of 3"),
-    (does(summed, *WORDS, words=50), Plan(loss_in_chunks=True), r"its logits go through logsumexp\(\) before the loss"),
-    (does(smoothed, *WORDS, words=50), Plan(loss_in_chunks=True), "its cross-entropy has label_smoothing"),
+    (does(summed, *WORDS, words=50), Plan(chunked_loss=True), r"its logits go through logsumexp\(\) before the loss"),
+    (does(smoothed, *WORDS, words=50), Plan(chunked_loss=True), "its cross-entropy has label_smoothing"),
     (does(graph, torch.ones(20, 8), torch.zeros(2, 60).long()), Plan(micro_batches=2), r"\(2, 60\) does not count 20"),
     (lambda: (TimeFirst(), (tokens(), tokens())), Plan(micro_batches=2), "LSTM has time first"),
 ]
