@@ -174,20 +174,23 @@ def test_counts_that_are_no_whole_numbers_are_refused_by_name(function, right, c
             function(**(right | {name: count}))
 
 
+NO_DTYPES = [{"dtype": dtype} for dtype in (torch.float8_e4m3fn, torch.int8, torch.complex64, "float32", None)]
+NO_ENGINE = [{"world_size": 0}, {"world_size": 4.0}, {"stage": 4}, {"sharding_factor": 3}, {"sharding_factor": 8}]
+NO_ENGINE += [{"sharding_factor": 0}, {"convention": "other"}, {"n_root": 11}, {"bytes_each": 0}]
+NO_ENGINE += [*NO_DTYPES, {"dtype": torch.float64}]
+NO_LAYER = [*NO_DTYPES, {"convention": "other"}, {"width": 15}]
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [{"world_size": 0}, {"world_size": 4.0}, {"stage": 4}, {"sharding_factor": 0}, {"sharding_factor": 3}]
-    + [{"sharding_factor": 8}, {"convention": "other"}, {"n_root": 11}, {"bytes_each": 0}]
-    + [
-        {"dtype": dtype} for dtype in (torch.float64, torch.float8_e4m3fn, torch.int8, torch.complex64, "float32", None)
-    ],
+    ("function", "right", "wrong"),
+    [(function, right, wrong) for function, right in FUNCTIONS[:2] for wrong in NO_ENGINE]
+    + [(*FUNCTIONS[2], wrong) for wrong in NO_LAYER],
 )
-def test_predictions_refuse_what_no_engine_could_have(wrong):
-    name = next(iter(wrong))
-    for function in (predict, predict_sent):
-        if name in inspect.signature(function).parameters:
-            with pytest.raises(ValueError, match=f"{function.__name__}: {name}"):
-                function(**(COUNTS | wrong))
+def test_predictions_refuse_what_could_not_be(function, right, wrong):
+    (name,) = wrong
+    if name in inspect.signature(function).parameters:
+        with pytest.raises(ValueError, match=f"{function.__name__}: {name}"):
+            function(**(right | wrong))
 
 
 def test_whole_numbers_of_any_type():
@@ -264,10 +267,3 @@ def test_activations_in_the_papers_convention():
     assert found == halves
     ours = predict_activations(b, s, h, a)
     assert ours["total"] == s * b * h * (64 + 4 * a * s / h) + 16 * s * b
-    with pytest.raises(ValueError, match="convention"):
-        predict_activations(b, s, h, a, convention="other")
-    with pytest.raises(ValueError, match="divisible"):
-        predict_activations(b, s, h, 7)
-    for dtype in (torch.float8_e5m2, torch.int8, torch.complex64, "bf16"):
-        with pytest.raises(ValueError, match="predict_activations: dtype"):
-            predict_activations(b, s, h, a, dtype=dtype)

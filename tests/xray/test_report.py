@@ -10,7 +10,6 @@ from rich.console import Console
 from torch import nn
 
 from minizero import GPT, GPTConfig
-from minizero.memory import Ledger
 from minizero.xray import xray
 from minizero.xray.__main__ import main
 from minizero.xray.case import Case, NotPossible
@@ -19,7 +18,7 @@ from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.techniques import name_of
 from tests.support.processes import spawn
-from tests.support.xray_cases import BATCH, OWN, WORDS, gpt
+from tests.support.xray_cases import BATCH, OWN, WORDS, gpt, real
 
 MIB = 2**20
 
@@ -36,18 +35,8 @@ def printed(show, width=100):
     return console.file.getvalue()
 
 
-def test_its_peak_is_the_ledgers_of_a_real_step(report):
-    model, inputs = gpt(sequence_length=48)()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Ledger(model, optimizer) as ledger:
-        for _ in range(2):
-            ledger.reset()
-            batch = [tensor.clone() for tensor in inputs]
-            model(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del batch
-    assert report.peak == ledger.peak and report.phase == "backward"
+def test_its_peak_is_a_real_steps(report):
+    assert report.peak == real(gpt(sequence_length=48), Plan()).peak and report.phase == "backward"
     assert max(sample["total"] for sample in report.curve) == report.peak["total"]
     assert sum(row.bytes for row in report.holders) == report.peak["total"]
 
