@@ -317,6 +317,8 @@ WHOLE_PROCESS = {
     "during the first run of a checkpoint. Without it: `set_enabled(False)`.",
     "minizero/recompute/frame.py": "A hook after the forward of every module, which ignores other threads. It lives "
     "during the second run of a checkpoint. Without it: `set_enabled(False)`.",
+    "minizero/xray/case.py": "A hook before each step of every optimizer, which ignores other threads. It lives while "
+    "an X-ray runs a step. Without it: run no X-ray.",
     "minizero/ranks/world.py": "A call at the program's end, which waits for the threads of a `World`. It begins with "
     "`import minizero`, and does nothing without such threads. Without it: import `flash` and `precision` only.",
     "minizero/ranks/random_numbers.py": "Around the kernels of operators that draw is a function, and the default "

@@ -8,7 +8,7 @@ make() returns (model, inputs): model(*inputs) gives the loss, or an object with
 returns (model, step): step() is a step of the user's own loop.
 
 A step of training is run on fake tensors, which have sizes and no numbers. So a step takes seconds, in any size. Then
-it is run again with each technique of this course: the table takes as long as some thirty steps.
+it is run again with each technique of this course: the table takes as long as some twenty to forty steps.
 
 The step:
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 import os
 import re
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -91,7 +92,8 @@ class Case:
                 raise ValueError("it changes the loop, and make() has returned one: let it return (model, inputs)")
             plan = self.as_run(plan)
             with pretend() as mode, contextlib.ExitStack() as stack:
-                stack.callback(register_optimizer_step_pre_hook(self.refuse_own).remove)
+                refuse = functools.partial(self.refuse_own, threading.get_ident())
+                stack.callback(register_optimizer_step_pre_hook(refuse).remove)
                 given = self.model, self.make_optimizer, self.inputs if self.loops else None
                 module, optimizer, loop = mode.copy(given, self.masters(plan) is not None)
                 copied = mode.copied
@@ -126,10 +128,10 @@ class Case:
             raise ValueError(OUTSIDE)
         return [held for seen in self.seen.values() if (held := seen()) is not None]
 
-    def refuse_own(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """A hook before every optimizer's step: `ValueError` for one that nobody has copied with the model."""
-        own = {id(parameter) for parameter in self.model.parameters()}
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+    def refuse_own(self, thread: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """A hook before every optimizer's step in a thread: `ValueError` for one that nobody copied with the model."""
+        own = thread == threading.get_ident() and {id(parameter) for parameter in self.model.parameters()}
+        if own and any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(OUTSIDE)
 
     def vocabulary(self) -> int:

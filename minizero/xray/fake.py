@@ -19,6 +19,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import logging
 import sys
 import threading
@@ -202,20 +203,20 @@ def copy_function(thread: int, function: types.FunctionType, memo: dict[int, Any
     """A function of the user's, with copies of what it closes over, and of the globals that it trains.
 
     So a `step` gets the copied model and optimizer. A scheduler wraps its optimizer's step in a function of PyTorch's,
-    which has a weak reference: that is copied, too. Other threads' functions are not.
+    which has a weak reference: that is copied, too. Other threads' functions are not, nor those of other files.
     """
-    cells = function.__closure__ or ()
-    kinds = Tensor | nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | types.FunctionType
-    names = [n for n in names_in(function.__code__) if isinstance(function.__globals__.get(n), kinds)]
-    trains = is_users(function.__code__.co_filename) or any(map(refers, cells))
+    cells, known = function.__closure__ or (), function.__globals__
+    kinds = Tensor | nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
+    names = [n for n in names_in(function.__code__) if isinstance(known.get(n), kinds) or inside(known.get(n)) is known]
+    trains = is_users(inspect.unwrap(function).__code__.co_filename) or any(map(refers, cells))
     if thread != threading.get_ident() or not (cells or names) or not trains:
         return function
-    scope, empty = dict(function.__globals__), tuple(types.CellType() for _ in cells)
+    scope, empty = dict(known), tuple(types.CellType() for _ in cells)
     made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, empty)
     made.__kwdefaults__ = function.__kwdefaults__
     vars(made).update(vars(function))
     memo[id(function)] = made  # before what it uses: a function may call itself
-    scope.update({name: copy.deepcopy(function.__globals__[name], memo) for name in names})
+    scope.update({name: copy.deepcopy(known[name], memo) for name in names})
     for old, new in zip(cells, empty):
         with contextlib.suppress(ValueError):  # a cell may be empty
             new.cell_contents = copy.deepcopy(old.cell_contents, memo)
@@ -224,8 +225,13 @@ def copy_function(thread: int, function: types.FunctionType, memo: dict[int, Any
 
 def names_in(code: types.CodeType) -> set[str]:
     """The names of globals that a function uses, and the functions inside it."""
-    inside = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
-    return {*code.co_names}.union(*inside)
+    parts = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return {*code.co_names}.union(*parts)
+
+
+def inside(function: Any) -> Any:
+    """The globals of a function's file, seen through decorators such as `torch.no_grad()`; else None."""
+    return inspect.unwrap(function).__globals__ if isinstance(function, types.FunctionType) else None
 
 
 def refers(cell: types.CellType) -> bool:
