@@ -9,6 +9,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 import threading
 import traceback
 import weakref
@@ -20,18 +21,20 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from minizero.memory import Ledger
 from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
 from minizero.torch_private import storage_id
 from minizero.xray.card import as_on, autocast_for_cuda, card_of, workspace
-from minizero.xray.fake import HALVES, Pretend, build, pretend
+from minizero.xray.fake import ALONE, HALVES, Pretend, build, pretend
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.plan import Plan, use_foreach
 from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, tensors_of
 
+MOST = 8  # processes; each takes half a GB for a large model
 OUTSIDE = (
     "a function outside of the model uses its weights, and a copy is trained: use a method, or let step() close over "
     "the model and the optimizer"
@@ -70,20 +73,42 @@ class Case:
         return found
 
     def run_all(self, plans: Sequence[Plan]) -> None:
-        """Run a step under each plan that has not been run."""
-        missing = [plan for plan in dict.fromkeys(map(self.as_run, plans)) if plan not in self.found]
+        """Run a step under each plan, several at once: a process for each core, which begins as a copy of this one.
+
+        With a PyTorch that is built for CUDA they run here, one by one: once it has gone backwards, a copy cannot.
+        """
+        wanted = dict.fromkeys(self.as_run(plan) for plan in reversed(plans))  # the stacks first, which take longest
+        missing = [plan for plan in wanted if plan not in self.found]
+        cannot_fork = torch.backends.cuda.is_built() or torch.accelerator.is_available()
+        alone = len(missing) < 2 or sys.platform != "linux" or cannot_fork
+        workers = 0 if alone else min(len(missing), os.cpu_count() or 1, MOST)
+        loader: DataLoader = DataLoader(
+            missing,  # type: ignore[arg-type]  # a list is a data set
+            batch_size=None,
+            collate_fn=self.attempt,  # type: ignore[arg-type]  # of one plan, not of a list
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+            prefetch_factor=1 if workers else None,
+            in_order=False,  # whoever is free takes the next
+            generator=torch.Generator(),  # the caller's random numbers stay as they are
+        )
         screen = Console(stderr=True)
-        for plan in track(missing, "steps", console=screen, transient=True) if screen.is_terminal else missing:
-            try:
-                self.found[plan] = self.measure(plan).result()
-            except NotPossible as error:
-                self.found[plan] = str(error)
+        shown = track(loader, "steps", len(missing), console=screen, transient=True) if screen.is_terminal else loader
+        with ALONE, torch.device("cpu"):  # no other thread holds it; a loader draws a number, which "meta" has none of
+            self.found.update(shown)
+
+    def attempt(self, plan: Plan) -> tuple[Plan, Result | str]:
+        """A plan, and the figures of a step under it, or why there are none."""
+        try:
+            return plan, self.measure(plan).result()
+        except NotPossible as error:
+            return plan, str(error)
 
     def as_run(self, plan: Plan) -> Plan:
         """The plan as it is run here: two rows of a table may be one step."""
         return dataclasses.replace(plan, dtype=self.masters(plan) or plan.dtype)
 
-    def measure(self, plan: Plan) -> Measured:
+    def measure(self, plan: Plan, ledger_type: type[Ledger] = Ledger) -> Measured:
         """Run a step under `plan`, without numbers. `NotPossible` if this model cannot follow it."""
         try:
             if self.batch_size % plan.micro_batches:
@@ -110,7 +135,7 @@ class Case:
                     beside.count(ledger, self.outside(mode))
 
                 around = functools.partial(as_on, self.card, self.notes)
-                found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), before, around)
+                found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
                 self.notes |= mode.remarks
                 return found
         except Exception as error:

@@ -168,8 +168,10 @@ class Pretend(Watcher, FakeTensorMode):
         """
         shared: dict[int, Any] = {}
         thread, part = threading.get_ident(), torch.optim.Optimizer.__getstate__
-        copiers = {types.FunctionType: copy_function, weakref.ref: copy_reference}
-        ours = {kind: functools.partial(copier, thread) for kind, copier in copiers.items()}
+        ours = {
+            types.FunctionType: functools.partial(copy_function, thread),
+            weakref.ref: functools.partial(copy_reference, thread),
+        }
         functions = mock.patch.dict(copy._deepcopy_dispatch, ours)  # type: ignore[attr-defined]
         whole = mock.patch.object(
             torch.optim.Optimizer, "__getstate__", lambda o: vars(o) if threading.get_ident() == thread else part(o)

@@ -28,6 +28,7 @@ from minizero.xray.case import Case
 from minizero.xray.fit import CONTEXT, GIB, RESERVED, SMALL, Fit, fit, kept_free, largest, price
 from minizero.xray.holders import rows_at_peak
 from minizero.xray.hugging_face import with_caches
+from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.step import Optimizer
@@ -65,7 +66,7 @@ class Report:
         step = "its own loop" if case.loops else f"batch {case.batch_size}, {optimizer}"
         title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters in {', '.join(sorted(dtypes))}"
         self.title = f"{title}, {step}, {f'as on {case.card}' if case.card else 'as on a CPU'}"
-        measured = case.measure(Plan())
+        measured = case.measure(Plan(), LineLedger)
         self.plain = case.found[case.as_run(Plan())] = measured.result()
         self.peak = self.plain.peak
         self.holders = rows_at_peak(measured.ledger, case.vocabulary())

@@ -23,7 +23,6 @@ from minizero.engines.engine import Engine
 from minizero.memory import Ledger
 from minizero.memory.tape import at_peak
 from minizero.ranks.comm import Comm
-from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 
 Optimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
@@ -56,6 +55,7 @@ def measure(
     plan: Plan,
     optimizer: Optimizer,
     comm: Comm,
+    ledger_type: type[Ledger] = Ledger,
     before: Callable[[Ledger], Any] = lambda ledger: None,
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Measured:
@@ -67,7 +67,7 @@ def measure(
     model = plan.wrap(module.train(), comm)
     states: Any = None if isinstance(inputs, functools.partial) else plan.optimizer(optimizer, model)
     techniques = plan.around_the_steps()
-    with LineLedger(model, states) as ledger, around(), contextlib.ExitStack() as stack:
+    with ledger_type(model, states) as ledger, around(), contextlib.ExitStack() as stack:
         for technique in techniques:
             stack.enter_context(technique)
         run = inputs if states is None else functools.partial(step, model, states, inputs, plan)
