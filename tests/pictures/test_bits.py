@@ -145,12 +145,13 @@ PROBE = """setTimeout(() => {
     return value(root);
   }
   const press = (root, what) => { root.querySelector(what).click(); return value(root); };
-  const found = {half: {}, brain: {}, bits: [], steps: [], said: document.body.innerText};
+  const found = {half: {}, brain: {}, bits: [], steps: []};
   for (const bits of PATTERNS) { found.half[bits] = set(half, bits); found.brain[bits] = set(brain, bits); }
   set(half, 0);
   for (let place = 0; place < 16; place++) found.bits.push(press(half, `[data-place="${place}"]`));
   for (const bits of [26624, 59392, 31743, 31744])
     for (const step of [1, -1]) { set(half, bits); found.steps.push(press(half, `[data-step="${step}"]`)); }
+  found.said = document.body.innerText;
   document.documentElement.dataset.probe = JSON.stringify(found);
 }, 200)"""
 
