@@ -38,12 +38,11 @@ SCALES = [1000.0**n for n in range(-4, 5)] + [1024.0**n for n in (-3, -2, -1, 1,
 
 NO_SOURCE: dict[str, dict[str, str]] = {
     "00_where_memory_goes": {
-        "7.0523": "counted by the first cell, in billions",
+        "7.0523": "counted by hand, in billions",
         "8.02": "drawn in a figure, above a bar",
         "6.6": "drawn in a figure, above a bar",
         "99.5": "drawn in a figure, above a bar",
         "250,000": "given: vocabularies of real models",
-        "128,000": "given: vocabularies of real models",
     },
     "02d_own_loop": {"419": "published, with its source"},
     "04b_masters_sums_bytes": {
@@ -57,7 +56,6 @@ NO_SOURCE: dict[str, dict[str, str]] = {
         "1,280": "published, with its source",
     },
     "07_flash_attention": {
-        "49,152": "worked out by test_traffic.py",
         **dict.fromkeys(["282", "318", "324", "460", "497"], "published, with its source"),
     },
     "07c_flash_kernel": {"49.2": "chosen, so that the line meets a dot"},
@@ -71,7 +69,7 @@ NO_SOURCE: dict[str, dict[str, str]] = {
         "4.1": "drawn in a figure, above a bar",
         "0.75": "one block's parameters",
         "6.4": "31 blocks",
-        "365": "counted by a cell, in millions",
+        "365": "counted by hand, in millions: 364,787,712",
         "8,900": "published, with its source",
         "9,600": "published, with its source",
         "9.7": "the total less 1.6",
@@ -84,7 +82,7 @@ def printed(cells: list[Cell]) -> set[float]:
     """The numbers in the code and in the outputs."""
     texts = []
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
-        texts.append(cell["source"])
+        texts.append(re.sub(r"(?<=\d)_(?=\d)", "", cell["source"]))
         for output in cell["outputs"]:
             shown = {kind: text for kind, text in output.get("data", {}).items() if kind.startswith("text/")}
             texts += [
