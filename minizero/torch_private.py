@@ -294,7 +294,6 @@ IN_PLACE = {
     "_dispatch_has_kernel_for_dispatch_key": "as `consists_of_others`, in `precision`, which does not import minizero",
     "_are_functorch_transforms_active": "as `function_transform_is_active`, in `flash`, which does not import minizero",
     "_functorch": "the module of is_legacy_batchedtensor: autograd batches so, too; since 2.0",
-    "_deepcopy_dispatch": "Python's own: how `copy.deepcopy` copies each type, so that closures are copied, too",
     "_local_scalar_dense": "an operator of PyTorch's own: a tensor's one number is read; since 0.4",
     "_from_config": "of transformers: builds a model in the dtype of its configuration; since 4.0",
     "_subclasses": "the module of fake tensors, which loads slowly, so only who needs it does",

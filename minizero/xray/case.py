@@ -28,7 +28,7 @@ from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
 from minizero.torch_private import storage_id
 from minizero.xray.card import as_on, autocast_for_cuda, card_of, workspace
-from minizero.xray.fake import ALONE, HALVES, Pretend, build, pretend
+from minizero.xray.fake import ALONE, HALVES, Copier, Pretend, build, pretend
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.plan import Plan, use_foreach
@@ -119,15 +119,16 @@ class Case:
             with pretend() as mode, contextlib.ExitStack() as stack:
                 refuse = functools.partial(self.refuse_own, threading.get_ident())
                 stack.callback(register_optimizer_step_pre_hook(refuse).remove)
-                given = self.model, self.make_optimizer, self.inputs if self.loops else None
-                module, optimizer, loop = mode.copy(given, self.masters(plan) is not None)
-                copied = mode.copied
-                inputs = mode.copy(None if self.loops else self.inputs)
+                copier = Copier(mode)
+                module, optimizer, inputs = copier.copy((self.model, self.make_optimizer, self.inputs))
+                for tensor in (*module.parameters(), *module.buffers()) if self.masters(plan) else ():
+                    tensor.data = tensor.data.float() if tensor.dtype in HALVES else tensor.data
                 # A batch's tensors are cloned, but for those inside of objects: they are there all the time.
                 batch = {id(tensor) for tensor in tensors_of(inputs)}
-                beside = Beside(module, [*copied, *(part for part in mode.copied if id(part) not in batch)], self.card)
+                beside = Beside(module, [part for part in copier.made if id(part) not in batch], self.card)
+                del copier  # a step may drop what a model keeps, such as an average in a list
                 if self.loops:
-                    inputs = functools.partial(loop, *[module] * len(inspect.signature(loop).parameters))
+                    inputs = functools.partial(inputs, *[module] * len(inspect.signature(inputs).parameters))
                 if plan.recompute:
                     switch_caches_off(module)
 
@@ -173,7 +174,6 @@ class Beside:
     def __init__(self, module: nn.Module, copied: list[Any], card: str | None) -> None:
         registered = {storage_id(tensor.untyped_storage()) for tensor in (*module.parameters(), *module.buffers())}
         storages = [part.untyped_storage() for part in copied if isinstance(part, Tensor)]
-        # Weak: a step may drop what a model keeps, such as an average in a list.
         self.others = [weakref.ref(storage) for storage in storages if storage_id(storage) not in registered]
         self.optimizers = [part for part in copied if isinstance(part, torch.optim.Optimizer)]
         self.card, self.room = card, [workspace(card)] if card else []

@@ -16,14 +16,13 @@ here (`ALONE`).
 """
 
 import contextlib
-import copy
-import functools
 import gc
 import inspect
+import io
 import logging
+import pickle
 import sys
 import threading
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -87,37 +86,117 @@ def build(make: Callable[[], Any]) -> Any:
             raise error from on_meta
 
 
-class AsFake(TorchFunctionMode):
-    """While it is entered, `copy.deepcopy` makes tensors of `mode`: on the CPU, and sharing what they shared.
+class Copier(pickle.Pickler):
+    """Copies what a step is made of. Tensors are fake ones of `mode` then, on the CPU, and share what they shared.
 
-    masters: what is in 16 bits becomes FP32.
+    What cannot be copied, such as a class, a lock, a generator, is shared.
     """
 
-    def __init__(self, mode: FakeTensorMode, masters: bool = False) -> None:
-        super().__init__()
-        self.mode, self.masters = mode, masters
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode, self.file = mode, io.BytesIO()
         self.storages: dict[int, torch.UntypedStorage] = {}  # by the number of the storage that was copied
+        self.made: list[Any] = []  # what is there before the copy is put together
+        self.get = self.made.__getitem__
+        super().__init__(self.file, 5)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__:  # of a buffer, or any other tensor
-            tensor, memo = args
-            return memo.setdefault(id(tensor), self.fake(tensor))
-        if func is Tensor.clone:  # by which a parameter copies its data
-            return self.fake(args[0])
-        return func(*args, **kwargs or {})
+    def copy(self, value: Any) -> Any:
+        """The copy of `value`, and of all that it refers to."""
+        with torch_private.without_modes():  # a mode would fake by itself
+            self.dump(value)
+            self.file.seek(0)
+            loader = pickle.Unpickler(self.file)
+            loader.persistent_load = lambda _: self.get  # type: ignore[method-assign]
+            return loader.load()
 
     def fake(self, tensor: Tensor) -> FakeTensor:
         """A fake tensor at the same place of a storage of the same size."""
-        old, dtype = tensor.untyped_storage(), tensor.dtype
-        if up := self.masters and dtype in HALVES:
-            dtype = torch.float32
-        new = self.storages.setdefault(
-            torch_private.storage_id(old),
-            torch.empty(old.nbytes() * (2 if up else 1), dtype=torch.uint8, device="meta").untyped_storage(),
-        )
+        old = tensor.untyped_storage()
+        new = torch.empty(old.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+        new = self.storages.setdefault(torch_private.storage_id(old), new)
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        bare = torch.empty(0, dtype=dtype, device="meta").set_(new, *place)
+        bare = torch.empty(0, dtype=tensor.dtype, device="meta").set_(new, *place)
         return FakeTensor(self.mode, bare, torch.device("cpu"))
+
+    def persistent_id(self, part: Any) -> str | None:
+        """A name for what the bytes do not contain."""
+        return "get" if part is self.get else None
+
+    def ready(self, made: Any, state: Any = None, fill: Any = None) -> tuple[Any, ...]:
+        """To pickle: `made` is there, and gets a copy of `state`, by `fill`."""
+        self.made.append(made)
+        return self.get, (len(self.made) - 1,), state, None, None, fill
+
+    def reducer_override(self, part: Any) -> tuple[Any, ...]:
+        """To pickle: by what a part, which is no container, is made again."""
+        if isinstance(part, nn.Parameter):
+            made = type(part)(self.fake(part), part.requires_grad)  # type: ignore[arg-type]
+            return self.ready(made, torch_private.gradient_hooks(part), add_hooks)  # an optimizer may step in backward
+        if isinstance(part, Tensor):
+            return self.ready(self.fake(part))
+        if isinstance(part, torch.optim.Optimizer):  # its own state leaves out some
+            return self.ready(object.__new__(type(part)), vars(part))
+        if isinstance(part, types.FunctionType):
+            return self.function(part)
+        if isinstance(part, types.MethodType):
+            return types.MethodType, (part.__func__, part.__self__)
+        if isinstance(part, weakref.ref) and isinstance(part(), nn.Module | torch.optim.Optimizer):
+            return weakref.ref, (part(),)
+        with contextlib.suppress(Exception):
+            if not isinstance(part, type) and isinstance(found := part.__reduce_ex__(4), tuple):
+                return found
+        return self.ready(part)
+
+    def function(self, function: types.FunctionType) -> tuple[Any, ...]:
+        """A function of the user's, with copies of what it closes over, and of the globals that it trains.
+
+        So a `step` gets the copied model and optimizer. A scheduler wraps its optimizer's step in a function of
+        PyTorch's, which has a weak reference: that is copied, too. Those of other files are not.
+        """
+        code, known, cells = function.__code__, function.__globals__, [*map(content, function.__closure__ or ())]
+        kinds = Tensor | nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
+        names = [n for n in names_in(code) if isinstance(known.get(n), kinds) or inside(known.get(n)) is known]
+        trains = is_users(inspect.unwrap(function).__code__.co_filename)
+        trains = trains or any(isinstance(value, weakref.ref) for held in cells for value in held)
+        if not trains or not (cells or names):
+            return self.ready(function)
+        empty = tuple(types.CellType() for _ in cells)
+        made = types.FunctionType(code, dict(known), function.__name__, function.__defaults__, empty)
+        made.__kwdefaults__ = function.__kwdefaults__
+        vars(made).update(vars(function))
+        return self.ready(made, ({name: known[name] for name in names}, cells), fill)
+
+
+def add_hooks(parameter: nn.Parameter, hooks: tuple[list[Any], list[Any]]) -> None:
+    """A copied parameter gets copies of its hooks."""
+    for add, each in zip((parameter.register_hook, parameter.register_post_accumulate_grad_hook), hooks):
+        for hook in each:
+            add(hook)
+
+
+def fill(function: types.FunctionType, parts: tuple[dict[str, Any], list[list[Any]]]) -> None:
+    """A copied function gets copies of its globals, and of what its cells hold."""
+    function.__globals__.update(parts[0])
+    for cell, held in zip(function.__closure__ or (), parts[1]):
+        for value in held:
+            cell.cell_contents = value
+
+
+def content(cell: types.CellType) -> list[Any]:
+    """What a function's cell holds: one thing, or nothing yet."""
+    with contextlib.suppress(ValueError):
+        return [cell.cell_contents]
+    return []
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The names of globals that a function uses, and the functions inside it."""
+    parts = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return {*code.co_names}.union(*parts)
+
+
+def inside(function: Any) -> Any:
+    """The globals of a function's file, seen through decorators such as `torch.no_grad()`; else None."""
+    return inspect.unwrap(function).__globals__ if isinstance(function, types.FunctionType) else None
 
 
 class Notes(FakeTensorConverter):
@@ -133,7 +212,7 @@ class Notes(FakeTensorConverter):
             self.outside[torch_private.storage_id(t.untyped_storage())] = weakref.ref(t.untyped_storage())
         if t.is_meta:
             with torch_private.without_modes():
-                return AsFake(fake_mode).fake(t)
+                return Copier(fake_mode).fake(t)
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
 
@@ -143,7 +222,6 @@ class Pretend(Watcher, FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = self.notes = Notes()
-        self.copied: list[Any] = []
         self.remarks: set[str] = set()  # sentences for the report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,94 +238,6 @@ class Pretend(Watcher, FakeTensorMode):
                 return number
         with self:
             return own(*args, **kwargs or {})
-
-    def copy(self, value: Any, masters: bool = False) -> Any:
-        """A copy of modules, tensors and functions, real or on meta, as fake ones; `copied` has all of its parts.
-
-        What cannot be copied, such as a lock or a generator that a module keeps, is shared.
-        """
-        shared: dict[int, Any] = {}
-        thread, part = threading.get_ident(), torch.optim.Optimizer.__getstate__
-        ours = {
-            types.FunctionType: functools.partial(copy_function, thread),
-            weakref.ref: functools.partial(copy_reference, thread),
-        }
-        functions = mock.patch.dict(copy._deepcopy_dispatch, ours)  # type: ignore[attr-defined]
-        whole = mock.patch.object(
-            torch.optim.Optimizer, "__getstate__", lambda o: vars(o) if threading.get_ident() == thread else part(o)
-        )
-        while True:
-            try:  # this mode would fake by itself
-                with torch_private.without_modes(), AsFake(self, masters), functions, whole:
-                    result = copy.deepcopy(value, memo := dict(shared))
-                    for old in [kept for kept in memo.get(id(memo), ()) if isinstance(kept, nn.Parameter)]:
-                        copy_hooks(old, memo)
-                self.copied = list(memo.values())
-                return result
-            except Exception as error:
-                frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-                at = [frame for frame in frames if frame.f_code is copy.deepcopy.__code__][-1].f_locals["x"]
-                if isinstance(at, Tensor | nn.Module) or id(at) in shared:
-                    raise
-                shared[id(at)] = at
-
-
-def copy_hooks(old: nn.Parameter, memo: dict[int, Any]) -> None:
-    """A copied parameter gets copies of its hooks: an optimizer may step in backward."""
-    before, after = torch_private.gradient_hooks(old)
-    for hook in before:
-        memo[id(old)].register_hook(copy.deepcopy(hook, memo))
-    for hook in after:
-        memo[id(old)].register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
-
-
-def copy_function(thread: int, function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """A function of the user's, with copies of what it closes over, and of the globals that it trains.
-
-    So a `step` gets the copied model and optimizer. A scheduler wraps its optimizer's step in a function of PyTorch's,
-    which has a weak reference: that is copied, too. Other threads' functions are not, nor those of other files.
-    """
-    cells, known = function.__closure__ or (), function.__globals__
-    kinds = Tensor | nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
-    names = [n for n in names_in(function.__code__) if isinstance(known.get(n), kinds) or inside(known.get(n)) is known]
-    trains = is_users(inspect.unwrap(function).__code__.co_filename) or any(map(refers, cells))
-    if thread != threading.get_ident() or not (cells or names) or not trains:
-        return function
-    scope, empty = dict(known), tuple(types.CellType() for _ in cells)
-    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, empty)
-    made.__kwdefaults__ = function.__kwdefaults__
-    vars(made).update(vars(function))
-    memo[id(function)] = made  # before what it uses: a function may call itself
-    scope.update({name: copy.deepcopy(known[name], memo) for name in names})
-    for old, new in zip(cells, empty):
-        with contextlib.suppress(ValueError):  # a cell may be empty
-            new.cell_contents = copy.deepcopy(old.cell_contents, memo)
-    return made
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals that a function uses, and the functions inside it."""
-    parts = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
-    return {*code.co_names}.union(*parts)
-
-
-def inside(function: Any) -> Any:
-    """The globals of a function's file, seen through decorators such as `torch.no_grad()`; else None."""
-    return inspect.unwrap(function).__globals__ if isinstance(function, types.FunctionType) else None
-
-
-def refers(cell: types.CellType) -> bool:
-    """Is there a weak reference in a function's cell?"""
-    with contextlib.suppress(ValueError):
-        return isinstance(cell.cell_contents, weakref.ref)
-    return False
-
-
-def copy_reference(thread: int, reference: weakref.ref, memo: dict[int, Any]) -> weakref.ref:
-    """A weak reference to a model or an optimizer that is copied refers to the copy."""
-    old = reference()
-    ours = thread == threading.get_ident() and isinstance(old, nn.Module | torch.optim.Optimizer)
-    return weakref.ref(copy.deepcopy(old, memo)) if ours else reference
 
 
 @contextlib.contextmanager

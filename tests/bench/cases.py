@@ -29,7 +29,7 @@ from minizero.recompute import by_function, by_hooks, checkpoint, checkpoint_sel
 from minizero.simulate.machine import STAGES, compare
 from minizero.simulate.published import TORCHTITAN_GIB
 from minizero.xray.case import Case, case_of
-from minizero.xray.fake import pretend
+from minizero.xray.fake import Copier, pretend
 from minizero.xray.hugging_face import batch_for, switch_caches_off
 from minizero.xray.plan import Plan
 from minizero.xray.report import Report
@@ -353,11 +353,11 @@ class Selective(nn.Module):
 def by_mem_tracker(case):
     """The peak that PyTorch's own tracker finds in two steps on the same fake tensors."""
     with pretend() as mode:
-        model, tracker = mode.copy(case.model), MemTracker()
+        (model, inputs), tracker = Copier(mode).copy((case.model, case.inputs)), MemTracker()
         optimizer = torch.optim.AdamW(model.parameters())
         tracker.track_external(model, optimizer)
         with tracker:
             for _ in range(2):
                 tracker.reset_mod_stats()
-                training(model, optimizer, *(tensor.clone() for tensor in mode.copy(case.inputs)))()
+                training(model, optimizer, *(tensor.clone() for tensor in inputs))()
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]

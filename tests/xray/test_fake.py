@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray.case import Case
-from minizero.xray.fake import Pretend, build, pretend
+from minizero.xray.fake import Copier, Pretend, build, pretend
 from minizero.xray.plan import Plan
 from minizero.xray.step import measure
 from tests.support.xray_cases import OWN, WithLoss, adamw, allocated, fake, real
@@ -43,7 +43,7 @@ def test_the_allocator_hands_out_as_many_bytes(function):
 def test_every_moment_of_the_curve_is_real(name):
     module, inputs = OWN[name]()
     with pretend() as mode:
-        without = measure(mode.copy(module), mode.copy(inputs), Plan(), adamw, one_of_many(1))
+        without = measure(*Copier(mode).copy((module, inputs)), Plan(), adamw, one_of_many(1))
     numbers = measure(copy.deepcopy(module), inputs, Plan(), adamw, one_of_many(1))
     assert without.ledger.curve == numbers.ledger.curve
 
@@ -136,7 +136,7 @@ def test_what_shares_memory_shares_it_again_and_nothing_with_the_original():
     model.register_buffer("table", torch.zeros(10))
     model.register_buffer("part", model.table[5:])
     with pretend() as mode:
-        copied = mode.copy(model)
+        copied = Copier(mode).copy(model)
         assert copied[1].weight is copied[0].weight
         storages = [tensor.untyped_storage() for tensor in (copied.table, copied.part, model.table)]
         assert storages[0] is storages[1] and storages[0] is not storages[2]
