@@ -40,10 +40,6 @@ def dense_parts(tensor: Any) -> list[torch.Tensor]:
         return [part for part in parts if isinstance(part, torch.Tensor)]
     if not isinstance(tensor, torch.Tensor):
         return []
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     if tensor.is_sparse:
         return [tensor._indices(), tensor._values()]
     if tensor.layout != torch.strided:

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import re
 import sys
 import threading
 import traceback
@@ -28,7 +27,7 @@ from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
 from minizero.torch_private import storage_id
 from minizero.xray.card import as_on, autocast_for_cuda, card_of, workspace
-from minizero.xray.fake import ALONE, HALVES, Copier, Pretend, build, pretend
+from minizero.xray.fake import ALONE, HALVES, SPARSE, Copier, Pretend, build, pretend
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.plan import Plan, use_foreach
@@ -136,9 +135,7 @@ class Case:
                     beside.count(ledger, self.outside(mode))
 
                 around = functools.partial(as_on, self.card, self.notes)
-                found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
-                self.notes |= mode.remarks
-                return found
+                return measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
         except Exception as error:
             raise NotPossible(reason(error)) from error
 
@@ -221,10 +218,8 @@ KNOWN = {
 def reason(error: BaseException) -> str:
     """An error in words, and the user's line that led to it."""
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    if re.search("cpu(,| and) meta", first):  # the step trains a copy of the model
-        first = "a function that the model keeps, such as a lambda, uses another module's weights: make it a method"
-    if "SparseTensorImpl" in first:
-        first = "it keeps a sparse tensor, of which there is no copy without numbers"
+    if "SparseTensorImpl" in first:  # of which there is no copy without numbers
+        first = SPARSE
     words = KNOWN.get(type(error).__name__, "{first}").format(operator=getattr(error, "func", ""), first=first)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return words + (f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else "")

@@ -43,10 +43,7 @@ from minizero.xray.lines import is_users
 
 aten = torch.ops.aten
 ALONE = threading.RLock()
-SPARSE = (
-    "Sparse tensors: how many numbers they have depends on the batch's own. Those of a gradient are counted before "
-    "rows of one word are summed, and what sums them is not."
-)
+SPARSE = "it has a sparse tensor, and how many numbers those have depends on the batch's own: try sparse=False"
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -222,7 +219,6 @@ class Pretend(Watcher, FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = self.notes = Notes()
-        self.remarks: set[str] = set()  # sentences for the report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = OWN_ANSWERS.get(func)
@@ -230,7 +226,7 @@ class Pretend(Watcher, FakeTensorMode):
             try:
                 result = self.dispatch(func, types, args, kwargs or {})
                 if isinstance(result, Tensor) and result.is_sparse:
-                    self.remarks.add(SPARSE)
+                    raise ValueError(SPARSE)  # a fake one has none, and an optimizer leaves it out
                 return result
             except DataDependentOutputException:
                 if func is not aten._local_scalar_dense.default or (number := one_number(args[0])) is None:

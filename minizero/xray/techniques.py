@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from minizero.xray.case import Case, NotPossible
+from minizero.xray.case import Case
 from minizero.xray.plan import Plan
 from minizero.xray.step import Result
 
@@ -135,10 +135,9 @@ def plans(ranks: int, batch: int, frozen: bool = True) -> Iterator[Plan]:
 def outcome(case: Case, plan: Plan) -> Outcome:
     """Run a plan, beside the plain step."""
     plain = case.run(Plan())
-    try:
-        found = case.run(plan)
-    except NotPossible as error:
-        return Outcome(plan, None, 0.0, f"not possible: {error}")
+    case.run_all([plan])
+    if isinstance(found := case.found[case.as_run(plan)], str):
+        return Outcome(plan, None, 0.0, f"not possible: {found}")
     against = found.peak["total"] / plain.peak["total"]
     return Outcome(plan, found, against, why_higher(plan, found, plain) if against > 1 else "")
 

@@ -25,6 +25,11 @@ class Does(nn.Module):
         return self.does(self, x, *others)
 
 
+class Rows(nn.Embedding):
+    def forward(self, words):
+        return super().forward(words).mean()
+
+
 class TimeFirst(LSTM):
     def __init__(self):
         super().__init__()
@@ -91,7 +96,8 @@ REFUSED = [
     (lbfgs, Plan(), VALUE + HERE),
     (does(lambda self, x: torch.cat([self.body(x), self.head(x)])), Plan(), "must match except in dimension" + HERE),
     (outside, Plan(), "outside of the model uses its weights"),
-    (does(sparse, torch.ones(3, 8).to_sparse()), Plan(), "it keeps a sparse tensor"),
+    (does(sparse, torch.ones(3, 8).to_sparse()), Plan(), "it has a sparse tensor"),
+    (lambda: (Rows(50, 8, sparse=True), WORDS[0]), Plan(), "it has a sparse tensor.*try sparse=False"),
     (in_a_dict, Plan(), "outside of the model uses its weights" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (lambda: nn.Linear(1, 1), Plan(), MAKE),
