@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -35,8 +36,8 @@ from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure,
 
 MOST = 8  # processes; each takes half a GB for a large model
 OUTSIDE = (
-    "a function outside of the model uses its weights, and a copy is trained: use a method, or let step() close over "
-    "the model and the optimizer"
+    "a function outside of the model uses weights, and copies are trained: use a method, or let step() close over the "
+    "model and the optimizer"
 )
 
 
@@ -116,7 +117,7 @@ class Case:
                 raise ValueError("it changes the loop, and make() has returned one: let it return (model, inputs)")
             plan = self.as_run(plan)
             with pretend() as mode, contextlib.ExitStack() as stack:
-                refuse = functools.partial(self.refuse_own, threading.get_ident())
+                refuse = functools.partial(refuse_own, threading.get_ident())
                 stack.callback(register_optimizer_step_pre_hook(refuse).remove)
                 copier = Copier(mode)
                 module, optimizer, inputs = copier.copy((self.model, self.make_optimizer, self.inputs))
@@ -125,6 +126,7 @@ class Case:
                 # A batch's tensors are cloned, but for those inside of objects: they are there all the time.
                 batch = {id(tensor) for tensor in tensors_of(inputs)}
                 beside = Beside(module, [part for part in copier.made if id(part) not in batch], self.card)
+                copied = {*copier.storages}
                 del copier  # a step may drop what a model keeps, such as an average in a list
                 if self.loops:
                     inputs = functools.partial(inputs, *[module] * len(inspect.signature(inputs).parameters))
@@ -132,7 +134,7 @@ class Case:
                     switch_caches_off(module)
 
                 def before(ledger: Ledger) -> None:
-                    beside.count(ledger, self.outside(mode))
+                    beside.count(ledger, self.outside(mode, copied))
 
                 around = functools.partial(as_on, self.card, self.notes)
                 return measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
@@ -144,18 +146,12 @@ class Case:
         halves = [parameter.dtype for parameter in self.model.parameters() if parameter.dtype in HALVES]
         return halves[0] if halves and (plan.stage is not None or plan.dtype is not None) else None
 
-    def outside(self, mode: Pretend) -> list[torch.UntypedStorage]:
+    def outside(self, mode: Pretend, copied: set[int]) -> list[torch.UntypedStorage]:
         """What else takes part in a step, such as a teacher in a global, once a plain step has shown it."""
         self.seen |= mode.notes.outside
-        if self.seen.keys() & {storage_id(parameter.untyped_storage()) for parameter in self.model.parameters()}:
+        if self.seen.keys() & copied:
             raise ValueError(OUTSIDE)
         return [held for seen in self.seen.values() if (held := seen()) is not None]
-
-    def refuse_own(self, thread: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """A hook before every optimizer's step in a thread: `ValueError` for one that nobody copied with the model."""
-        own = thread == threading.get_ident() and {id(parameter) for parameter in self.model.parameters()}
-        if own and any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(OUTSIDE)
 
     def vocabulary(self) -> int:
         """How many words the largest embedding has; 0 if a length or a width is the same number: none can tell then."""
@@ -163,6 +159,13 @@ class Case:
         words = max((table.num_embeddings for table in tables), default=0)
         others = {table.embedding_dim for table in tables} | {n for x in tensors_of(self.inputs) for n in x.shape}
         return 0 if words in others else words
+
+
+def refuse_own(thread: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook before every optimizer's step in a thread: `ValueError` for one that nobody has copied."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if thread == threading.get_ident() and not all(isinstance(parameter, FakeTensor) for parameter in parameters):
+        raise ValueError(OUTSIDE)
 
 
 class Beside:

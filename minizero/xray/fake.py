@@ -144,23 +144,19 @@ class Copier(pickle.Pickler):
         return self.ready(part)
 
     def function(self, function: types.FunctionType) -> tuple[Any, ...]:
-        """A function of the user's, with copies of what it closes over, and of the globals that it trains.
+        """A function of the user's, with copies of what it closes over: so a `step` gets the copied model.
 
-        So a `step` gets the copied model and optimizer. A scheduler wraps its optimizer's step in a function of
-        PyTorch's, which has a weak reference: that is copied, too. Those of other files are not.
+        A scheduler wraps its optimizer's step in a function of PyTorch's, which has a weak reference: that, too.
         """
-        code, known, cells = function.__code__, function.__globals__, [*map(content, function.__closure__ or ())]
-        kinds = Tensor | nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
-        names = [n for n in names_in(code) if isinstance(known.get(n), kinds) or inside(known.get(n)) is known]
-        trains = is_users(inspect.unwrap(function).__code__.co_filename)
-        trains = trains or any(isinstance(value, weakref.ref) for held in cells for value in held)
-        if not trains or not (cells or names):
+        code, cells = function.__code__, [*map(content, function.__closure__ or ())]
+        refers = any(isinstance(value, weakref.ref) for held in cells for value in held)
+        if not cells or not (refers or is_users(inspect.unwrap(function).__code__.co_filename)):
             return self.ready(function)
         empty = tuple(types.CellType() for _ in cells)
-        made = types.FunctionType(code, dict(known), function.__name__, function.__defaults__, empty)
+        made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, empty)
         made.__kwdefaults__ = function.__kwdefaults__
         vars(made).update(vars(function))
-        return self.ready(made, ({name: known[name] for name in names}, cells), fill)
+        return self.ready(made, cells, fill)
 
 
 def add_hooks(parameter: nn.Parameter, hooks: tuple[list[Any], list[Any]]) -> None:
@@ -170,10 +166,9 @@ def add_hooks(parameter: nn.Parameter, hooks: tuple[list[Any], list[Any]]) -> No
             add(hook)
 
 
-def fill(function: types.FunctionType, parts: tuple[dict[str, Any], list[list[Any]]]) -> None:
-    """A copied function gets copies of its globals, and of what its cells hold."""
-    function.__globals__.update(parts[0])
-    for cell, held in zip(function.__closure__ or (), parts[1]):
+def fill(function: types.FunctionType, cells: list[list[Any]]) -> None:
+    """A copied function gets copies of what its cells hold."""
+    for cell, held in zip(function.__closure__ or (), cells):
         for value in held:
             cell.cell_contents = value
 
@@ -183,17 +178,6 @@ def content(cell: types.CellType) -> list[Any]:
     with contextlib.suppress(ValueError):
         return [cell.cell_contents]
     return []
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals that a function uses, and the functions inside it."""
-    parts = [names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
-    return {*code.co_names}.union(*parts)
-
-
-def inside(function: Any) -> Any:
-    """The globals of a function's file, seen through decorators such as `torch.no_grad()`; else None."""
-    return inspect.unwrap(function).__globals__ if isinstance(function, types.FunctionType) else None
 
 
 class Notes(FakeTensorConverter):

@@ -144,36 +144,6 @@ def test_a_loop_of_the_users_holds_what_ours_does_and_its_average():
         theirs.run(Plan(stage=3, ranks=4))
 
 
-STUDENT = nn.Linear(64, 64)
-ADAM = torch.optim.Adam(STUDENT.parameters())
-
-
-AVERAGE = copy.deepcopy(STUDENT)
-
-
-@torch.no_grad()
-def average():
-    for old, new in zip(AVERAGE.parameters(), STUDENT.parameters()):
-        old.lerp_(new, 0.1)
-
-
-def helper(loss):
-    loss.backward()
-    ADAM.step()
-    average()
-
-
-def step_of_globals():
-    helper((lambda: STUDENT(BATCH).mean())())
-
-
-def test_a_loop_may_use_globals_in_functions_of_its_own():
-    weights = 4 * 65 * 64
-    peak = case_of(lambda: (STUDENT, step_of_globals)).run(Plan()).peak
-    assert peak["optimizer"] == 2 * weights + 2 * 4 and peak["buffers"] == weights + BATCH.nbytes
-    assert not ADAM.state and torch.equal(AVERAGE.weight, STUDENT.weight)
-
-
 def in_backward():
     model, x = Net(), BATCH
     optimizers = {parameter: torch.optim.SGD([parameter], momentum=0.9) for parameter in model.parameters()}

@@ -60,6 +60,25 @@ def in_a_dict():
     return model, step
 
 
+STUDENT = nn.Linear(8, 8)
+ADAM = torch.optim.Adam(STUDENT.parameters())
+
+
+def step_of_globals():
+    STUDENT(torch.ones(3, 8)).sum().backward()
+    ADAM.step()
+
+
+def two():
+    model, optimizer = nn.Linear(8, 8), torch.optim.Adam(STUDENT.parameters())
+
+    def step():
+        STUDENT(model(torch.ones(3, 8))).sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
 def does(function, *inputs, words=0):
     return lambda: (Does(function, words), inputs or (torch.ones(3, 8),))
 
@@ -95,10 +114,12 @@ REFUSED = [
     (does(lambda self, x: self.body(x[x.sum(1) > 0]).mean()), Plan(), "a shape depends on a tensor's values" + HERE),
     (lbfgs, Plan(), VALUE + HERE),
     (does(lambda self, x: torch.cat([self.body(x), self.head(x)])), Plan(), "must match except in dimension" + HERE),
-    (outside, Plan(), "outside of the model uses its weights"),
+    (outside, Plan(), "outside of the model uses weights"),
     (does(sparse, torch.ones(3, 8).to_sparse()), Plan(), "it has a sparse tensor"),
     (lambda: (Rows(50, 8, sparse=True), WORDS[0]), Plan(), "it has a sparse tensor.*try sparse=False"),
-    (in_a_dict, Plan(), "outside of the model uses its weights" + HERE),
+    (in_a_dict, Plan(), "outside of the model uses weights" + HERE),
+    (two, Plan(), "outside of the model uses weights"),
+    (lambda: (STUDENT, step_of_globals), Plan(), "let step.. close over the model and the optimizer"),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (lambda: nn.Linear(1, 1), Plan(), MAKE),
     (lambda: (nn.Linear(1, 1),), Plan(), MAKE),
