@@ -68,10 +68,8 @@ def predict_sent(
     `ValueError` for arguments that no engine could have.
     """
     psi, stage, ranks, inside = _checked("predict_sent", n_parameters, stage, world_size, sharding_factor)
-    (n_root,), (bytes_each,) = (
-        _whole("predict_sent", 0, n_root=n_root),
-        _whole("predict_sent", 1, bytes_each=bytes_each),
-    )
+    (n_root,) = _whole("predict_sent", 0, n_root=n_root)
+    (bytes_each,) = _whole("predict_sent", 1, bytes_each=bytes_each)
     if n_root > psi:
         raise ValueError(f"predict_sent: n_root ({n_root}) must be at most n_parameters ({psi})")
     elements = 3 * psi - n_root if stage == 3 and reshard_after_forward else 2 * psi

@@ -15,7 +15,7 @@ from torch import nn
 
 from minizero.memory.hooks import Hooks
 from minizero.memory.recorder import Recorder, current_recorder
-from minizero.memory.tape import Sample, Tape, at_peak, holders, moments, peak, peak_by_phase
+from minizero.memory.tape import CATEGORIES, Sample, Tape, at_peak, holders, moments
 
 
 class Ledger:
@@ -87,12 +87,18 @@ class Ledger:
     @property
     def peak(self) -> dict[str, int]:
         """The most bytes of each category at any moment. `total` is the most of all categories together."""
-        return peak(self.tape, self.start)
+        phases = self.peak_by_phase.values()
+        return {category: max(most[category] for most in phases) for category in (*CATEGORIES, "total")}
 
     @property
     def peak_by_phase(self) -> dict[str, dict[str, int]]:
         """The peak within each phase: "forward", "backward", "optimizer" and "between"."""
-        return peak_by_phase(self.tape, self.start)
+        phases: dict[str, dict[str, int]] = {}
+        for moment in moments(self.tape, self.start):
+            most = phases.setdefault(moment.phase, dict.fromkeys(moment.totals, 0))
+            for category, held in moment.totals.items():
+                most[category] = max(most[category], held)
+        return phases
 
     @property
     def holders(self) -> list[dict[str, Any]]:

@@ -98,22 +98,6 @@ def columns(curve: list[Sample]) -> dict[str, list[Any]]:
     return parts | {key: [getattr(sample, key) for sample in curve] for key in ("phase", "operator", "number")}
 
 
-def peak(tape: Tape, start: int) -> dict[str, int]:
-    """The most bytes of each category at any moment. `total` is the most of all categories together."""
-    phases = peak_by_phase(tape, start).values()
-    return {category: max(most[category] for most in phases) for category in (*CATEGORIES, "total")}
-
-
-def peak_by_phase(tape: Tape, start: int) -> dict[str, dict[str, int]]:
-    """`peak` within each phase, in the order in which the phases first came."""
-    most: dict[str, dict[str, int]] = {}
-    for moment in moments(tape, start):
-        of_phase = most.setdefault(moment.phase, dict.fromkeys(moment.totals, 0))
-        for category, held in moment.totals.items():
-            of_phase[category] = max(of_phase[category], held)
-    return most
-
-
 def at_peak(tape: Tape, start: int) -> Moment:
     """The first moment at which `total` is largest."""
     totals = [moment.totals["total"] for moment in moments(tape, start)]

@@ -89,17 +89,11 @@ CASES = {
     "mse_loss, unreduced": lambda: F.mse_loss(leaf(*X), torch.rand(X), reduction="none"),
     "binary_cross_entropy": lambda: F.binary_cross_entropy(leaf(*X).sigmoid(), torch.rand(X)),
     "kl_div": lambda: F.kl_div(leaf(*X).log_softmax(1), torch.rand(X).softmax(1), reduction="batchmean"),
-    "cross_entropy": lambda: F.cross_entropy(leaf(*X), torch.randint(16, (8,)), label_smoothing=0.1),
     "LSTM": lambda: nn.LSTM(16, 16, 2, batch_first=True)(leaf(4, 9, 16))[0],
     "convolutions": lambda: (nn.Conv1d(4, 8, 3)(leaf(2, 4, 9)), nn.ConvTranspose2d(4, 8, 3)(leaf(2, 4, 9, 9))),
-    "pools": lambda: (F.max_pool2d(leaf(2, 4, 8, 8), 2), F.adaptive_avg_pool2d(leaf(2, 4, 9, 9), 4)),
     "norms": lambda: [f(leaf(2, 4, 8, 8)) for f in (nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(8))],
     "activations": lambda: tuple(f(leaf(4, 8)) for f in (F.gelu, F.silu, F.relu, F.mish, F.softplus, F.glu, F.dropout)),
-    "attention": lambda: F.scaled_dot_product_attention(*(leaf(2, 4, 64, 16) for _ in range(3)), is_causal=True),
     "attention, dropout": lambda: F.scaled_dot_product_attention(*(leaf(2, 4, 64, 16) for _ in "qkv"), dropout_p=0.1),
-    "interpolate": lambda: F.interpolate(leaf(2, 4, 8, 8), scale_factor=2, mode="bilinear"),
-    "einsum": lambda: torch.einsum("bij,bjk->bik", leaf(2, 3, 4), leaf(2, 4, 5)),
-    "indices": lambda: (leaf(5, 4)[torch.tensor([1, 2])], leaf(5, 4).gather(0, torch.zeros(2, 4, dtype=torch.long))),
 }
 
 
