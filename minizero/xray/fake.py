@@ -139,8 +139,10 @@ class Copier(pickle.Pickler):
         if isinstance(part, weakref.ref) and isinstance(part(), nn.Module | torch.optim.Optimizer):
             return weakref.ref, (part(),)
         with contextlib.suppress(Exception):
-            if not isinstance(part, type) and isinstance(found := part.__reduce_ex__(4), tuple):
+            if not isinstance(part, type | torch.Generator) and isinstance(found := part.__reduce_ex__(4), tuple):
                 return found
+        if isinstance(part, nn.Module):  # one with parametrizations refuses to be pickled
+            return self.ready(object.__new__(type(part)), vars(part))
         return self.ready(part)
 
     def function(self, function: types.FunctionType) -> tuple[Any, ...]:

@@ -170,6 +170,7 @@ def test_what_no_module_registers_and_what_is_global_is_counted():
         def __init__(self):
             super().__init__()
             self.table, self.average, self.lock = torch.ones(100), [nn.Linear(10, 10)], threading.Lock()
+            self.draws = torch.Generator()
 
         def forward(self, x):
             return super().forward(x) + TEACHER(x).detach().mean()

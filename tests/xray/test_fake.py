@@ -107,13 +107,14 @@ def test_an_operator_owns_the_bytes_that_its_fake_says(name):
 
 
 def test_what_shares_memory_shares_it_again_and_nothing_with_the_original():
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))])
     model[1].weight = model[0].weight
     model.register_buffer("table", torch.zeros(10))
     model.register_buffer("part", model.table[5:])
     with pretend() as mode:
         copied = Copier(mode).copy(model)
         assert copied[1].weight is copied[0].weight
+        assert copied[2] is not model[2] and len({*copied.parameters()} & {*model.parameters()}) == 0
         storages = [tensor.untyped_storage() for tensor in (copied.table, copied.part, model.table)]
         assert storages[0] is storages[1] and storages[0] is not storages[2]
         assert copied.part.storage_offset() == 5
