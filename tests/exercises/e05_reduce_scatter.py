@@ -42,7 +42,7 @@ AFTER = (
     "The package asks the transport for the number of buffers. Threads take two at most. Processes take more if "
     "chunks are small: they post several receives beforehand and wake up less often. The last sum goes straight into "
     "`out`, so the all-reduce needs no copy after it. Each chunk is summed by one chain of ranks, in one order that "
-    "never changes, so every run gives the same bits. Read next: section 2 of notebooks/01b_collectives_cost.ipynb."
+    "never changes, so every run gives the same bits. Read next: section 3 of notebooks/01b_collectives_cost.ipynb."
 )
 WRONG = [
     wrong("wrong-chunk", ("partial = chunks[(comm.rank - 1) % comm.size]", "partial = chunks[comm.rank]"),

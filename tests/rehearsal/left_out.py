@@ -22,7 +22,7 @@ CELLS = {
         'card.figures("recompute"': "measures the time of deep networks, and of a card",
     },
     "05b_which_inputs": {
-        "fit(sixteen, few, 1)": "measures the memory of deep networks",
+        "fit(chain, few, 1)": "measures the memory of deep networks",
         "budget, amount, _ in found": "judges them",
     },
     "06_gradient_accumulation": {
@@ -39,7 +39,7 @@ CELLS = {
 
 # Of each notebook: what makes a cell long, or needs a cell that is left out, and what stands in for it.
 SHORTER = {
-    "01b_collectives_cost": {"n, other = (4096 if": "n, other = (64 if"},
+    "01b_collectives_cost": {"rows, other = (4096 if": "rows, other = (64 if"},
     "04_mixed_precision": {
         "steps=200": "steps=2",
         "[::199]": "[:2]",
