@@ -60,7 +60,6 @@ NO_SOURCE: dict[str, dict[str, str]] = {
     },
     "07c_flash_kernel": {"49.2": "chosen, so that the line meets a dot"},
     "08_scale": {
-        "384": "published, with its source",
         "1.7": "drawn in a figure, as the height of two bars",
         "16.4": "drawn in a figure, for who searches",
     },

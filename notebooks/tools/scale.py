@@ -62,10 +62,10 @@ def measured_bytes(config, sizes):
 def strategies(one):
     """T5 of three sizes under four strategies: what `draw_strategies` draws, twice, and the published TFLOP/s."""
     cases = {  # model, format, whose efficiency, and where it comes from
-        "T5 611M, FP32": ("t5-611m", "float32", "t5-611m float32", "fitted"),
-        "T5 2.28B, FP32": ("t5-2.28b", "float32", "t5-2.28b float32", "fitted"),
-        "T5 11.3B, FP32": ("t5-11b", "float32", "t5-11b", "assumed"),
-        "T5 11.3B, BF16": ("t5-11b", "bfloat16", "t5-11b", "fitted"),
+        "T5-611M, FP32": ("t5-611m", "float32", "t5-611m float32", "fitted"),
+        "T5-2.28B, FP32": ("t5-2.28b", "float32", "t5-2.28b float32", "fitted"),
+        "T5-11B, FP32": ("t5-11b", "float32", "t5-11b", "assumed"),
+        "T5-11B, BF16": ("t5-11b", "bfloat16", "t5-11b", "fitted"),
     }
     options = dict(zip(STRATEGIES, ({}, {"sharding_factor": 8}, {"sharding_factor": 1}, {"stage": 0})))
     groups, published = {}, {}

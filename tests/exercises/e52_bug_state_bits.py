@@ -54,8 +54,8 @@ AFTER = (
     "The correction that was proposed for torchao is yours: the size of the whole parameter decides. It must also "
     "refuse shards that would cut a block of 256 in two; here the padding sees to that. In the report on bitsandbytes "
     "the updates differed by 0.00006 at most, so no loss shows it. But a checkpoint from 64 cards has states that 8 "
-    "cards do not expect, and a plan of the memory is wrong by a factor of 4. Read next: section 4 of "
-    "notebooks/04b_masters_sums_bytes.ipynb, and minizero/engines/layout.py, which says what a shard is."
+    "cards do not expect, and a plan of the memory is wrong by a factor of 4. Read next: the homework on "
+    "ZeRO of notebooks/04b_masters_sums_bytes.ipynb, and minizero/engines/layout.py, which says what a shard is."
 )
 TAKEAWAY = (
     "A rule about a parameter must ask the whole parameter: what asks the shard gives another answer on another number "
