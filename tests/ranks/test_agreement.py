@@ -1,8 +1,6 @@
 """Processes agree by the tags of their messages: at no cost, and those that disagree are told so."""
 
-import contextlib
 import functools
-import itertools
 import time
 import types
 
@@ -10,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minizero import World
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
 from minizero.ranks.processes.transport import WORDS_BYTES
@@ -25,13 +22,8 @@ def broken(comm, odd):
     all_reduce(torch.ones(4 + odd), comm)
 
 
-def own_comm(comm):
-    """`comm` itself among threads; among processes one of its own, since a mismatch ends a communicator there."""
-    return Comm.from_process_group() if dist.is_initialized() else contextlib.nullcontext(comm)
-
-
 def mismatches(comm):
-    """What every rank is told where the last one does something else."""
+    """What every rank is told where the last one does something else; each ends a communicator of its own."""
     cases = {name: call for name, (call, *_) in DISAGREE.items()} | {
         "told twice": lambda comm, odd: [error_of(lambda: all_reduce(torch.ones(4 + odd), comm)), broken(comm, odd)],
         "in a part": lambda comm, odd: all_reduce(torch.ones(4 + odd), comm.split(0)),
@@ -39,7 +31,7 @@ def mismatches(comm):
     }
     found = {}
     for case, call in cases.items():
-        with own_comm(comm) as own:
+        with Comm.from_process_group() as own:
             barrier(own)
             found[case] = timed(lambda: call(own, own.rank == own.size - 1))  # noqa: B023
     return found
@@ -48,9 +40,8 @@ def mismatches(comm):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_mismatch_is_told_on_every_rank_and_names_both_sides(size, tmp_path):
-    threads, processes = World(size).run(mismatches), run(mismatches, size, tmp_path)
-    for rank, there in itertools.product(range(size), [threads, processes]):
-        for name, (kind, message, _, seconds) in there[rank].items():
+    for rank, found in enumerate(run(mismatches, size, tmp_path)):
+        for name, (kind, message, _, seconds) in found.items():
             assert kind == "CollectiveMismatch", (name, message)
             assert f"rank {rank} called" in message and f"rank {size - 1} called" in message
             assert seconds < SOON, name

@@ -6,18 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minizero import CollectiveMismatch, RankFailed, World
+from minizero import CollectiveMismatch, World
 from minizero.engines.layout import pad
 from minizero.memory import Ledger
 from minizero.ranks.agreement import agreement
-from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter, ring_reduce_scatter
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.processes.transport import ProcessTransport
 from tests.support.failures import DISAGREE
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 OPS = ["sum", "mean", "max", "min"]
-SIZES = range(1, 9)
+SIZES = (1, 2, 3, 5)
 
 
 def make(rank, shape, dtype=torch.float32):
@@ -41,38 +41,23 @@ def run(size, fn, *args):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_dtype(size):
-    def fn(comm, dtype):
+def test_every_dtype_and_every_op(size):
+    def fn(comm, dtype, ops):
         mine = make(comm.rank, (size * 3, 2), dtype)
-        return (
-            all_gather(mine, comm),
-            reduce_scatter(mine, comm),
-            all_reduce(mine, comm),
-            broadcast(mine, comm, root=size - 1),
-        )
+        combined = {op: (reduce_scatter(mine, comm, op), all_reduce(mine, comm, op)) for op in ops}
+        return all_gather(mine, comm), broadcast(mine, comm, root=size - 1), combined
 
     for dtype in FLOATS + INTEGERS:
         tensors = [make(rank, (size * 3, 2), dtype) for rank in range(size)]
-        total = combined(tensors, "sum")
-        for rank, (gathered, chunk, reduced, sent) in enumerate(run(size, fn, dtype)):
-            assert {t.dtype for t in (gathered, chunk, reduced, sent)} == {dtype}
-            assert torch.equal(gathered, torch.cat(tensors))
-            assert torch.equal(chunk, total.chunk(size)[rank])
-            assert torch.equal(reduced, total)
-            assert torch.equal(sent, tensors[-1])
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("op", OPS)
-def test_every_op(op, size):
-    def fn(comm):
-        mine = make(comm.rank, (size * 2, 5), torch.float64) / size
-        return reduce_scatter(mine, comm, op), all_reduce(mine, comm, op)
-
-    expected = combined([make(rank, (size * 2, 5), torch.float64) / size for rank in range(size)], op)
-    for rank, (chunk, reduced) in enumerate(run(size, fn)):
-        torch.testing.assert_close(chunk, expected.chunk(size)[rank], rtol=1e-14, atol=0)
-        torch.testing.assert_close(reduced, expected, rtol=1e-14, atol=0)
+        ops = OPS if dtype.is_floating_point else ["sum", "max", "min"]
+        for rank, (gathered, sent, results) in enumerate(run(size, fn, dtype, ops)):
+            assert gathered.dtype == sent.dtype == dtype
+            assert torch.equal(gathered, torch.cat(tensors)) and torch.equal(sent, tensors[-1])
+            for op, (chunk, reduced) in results.items():
+                expected = combined(tensors, op)
+                rounding = torch.finfo(dtype).eps if op == "mean" else 0.0
+                torch.testing.assert_close(chunk, expected.chunk(size)[rank], rtol=rounding, atol=0)
+                torch.testing.assert_close(reduced, expected, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -97,12 +82,17 @@ def test_booleans_and_complex_numbers():
         assert mean.tolist() == [1 - 2j, -1.5j]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (3, 1, 5), (0,), (4, 0, 2)], ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (3, 1, 5), (0,), (0, 4), (6, 0)], ids=str)
 def test_any_shape(size, shape):
     def fn(comm):
         mine = make(comm.rank, shape)
-        return all_reduce(mine, comm), all_reduce(mine, comm, "mean"), broadcast(mine, comm, root=size // 2)
+        results = all_reduce(mine, comm), all_reduce(mine, comm, "mean"), broadcast(mine, comm, root=size // 2)
+        if mine.numel() == 0:
+            assert all_gather(mine, comm).shape == (shape[0] * size, *shape[1:])
+            assert reduce_scatter(mine, comm).shape == (shape[0] // size, *shape[1:])
+            assert comm.bytes_sent == 0
+        return results
 
     tensors = [make(rank, shape) for rank in range(size)]
     for total, mean, sent in run(size, fn):
@@ -112,21 +102,7 @@ def test_any_shape(size, shape):
         assert torch.equal(sent, tensors[size // 2])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (6, 0)], ids=str)
-def test_nothing_at_all(size, shape):
-    def fn(comm):
-        nothing = torch.empty(shape)
-        gathered, chunk = all_gather(nothing, comm), reduce_scatter(nothing, comm)
-        return gathered.shape, chunk.shape, comm.bytes_sent
-
-    for gathered, chunk, sent in run(size, fn):
-        assert gathered == (shape[0] * size, *shape[1:])
-        assert chunk == (shape[0] // size, *shape[1:])
-        assert sent == 0
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_tensors_need_not_be_contiguous(size):
     def fn(comm):
         whole = make(comm.rank, (5, size * 2, 3))
@@ -147,7 +123,7 @@ def test_tensors_need_not_be_contiguous(size):
         assert torch.equal(flat, torch.cat(parts)[:, 0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_the_input_is_left_alone_and_the_result_is_new(size):
     def fn(comm):
         mine = make(comm.rank, (size * 2,)).requires_grad_()
@@ -179,7 +155,7 @@ def test_the_shard_may_be_a_chunk_of_out():
     assert run(3, fn) == [[0.0] * 3 + [1.0] * 3 + [2.0] * 3] * 3
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("size", [2, 5])
 def test_all_ranks_get_the_same_bits(size):
     """Sums of floats depend on their order; every rank must see the result of one and the same."""
 
@@ -219,7 +195,7 @@ def test_the_order_of_summation():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_bytes_are_the_least_possible(size, dtype):
-    """(N-1)/N of the padded tensor for each half; a broadcast sends N-1 copies in all."""
+    """(N-1)/N of the padded tensor for each half; a broadcast sends N-1 copies in all, and its root log2 N of them."""
     elements = 101
 
     def fn(comm):
@@ -235,7 +211,7 @@ def test_bytes_are_the_least_possible(size, dtype):
         count(lambda: reduce_scatter(padded, comm))
         count(lambda: all_gather(padded.chunk(size)[comm.rank], comm))
         count(lambda: all_reduce(tensor, comm, "max"))
-        count(lambda: broadcast(tensor, comm))
+        count(lambda: broadcast(tensor, comm, root=size - 1))
         count(lambda: barrier(comm))
         return counts
 
@@ -246,28 +222,8 @@ def test_bytes_are_the_least_possible(size, dtype):
         assert counts[4] == (0, 0)
     sent, received = (sum(counts[3][way] for counts in results) for way in (0, 1))
     assert sent == received == (size - 1) * elements * dtype.itemsize
-
-
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_broadcast_is_a_tree(size):
-    """In log2 N steps: no rank sends more than that many copies."""
-
-    def fn(comm):
-        broadcast(torch.ones(10), comm, root=1)
-        return comm.bytes_sent // 40
-
-    copies = run(size, fn)
-    assert max(copies) == copies[1] == math.ceil(math.log2(size))
-
-
-def test_the_ring_leaves_its_chunks_alone():
-    def fn(comm):
-        chunks = list(make(comm.rank, (8,)).chunk(4))
-        before = [chunk.clone() for chunk in chunks]
-        ring_reduce_scatter(chunks, comm)
-        return all(torch.equal(a, b) for a, b in zip(chunks, before))
-
-    assert all(run(4, fn))
+    copies = [counts[3][0] / (elements * dtype.itemsize) for counts in results]
+    assert max(copies) == copies[-1] == math.ceil(math.log2(size))
 
 
 @pytest.mark.parametrize("ahead", [2, 3, 9])
@@ -321,12 +277,10 @@ def test_bad_arguments():
     refused(lambda comm: all_gather(torch.ones(2), comm, out=torch.ones(6).double()), "out must be .*float32")
     refused(lambda comm: all_reduce(torch.ones(6), comm, out=torch.ones(6).double()), "out must be .*float32")
     refused(lambda comm: all_reduce(torch.ones(5), comm, out=torch.ones(5)), "3 ranks do not divide the 5 elements")
-
-
-@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool])
-def test_integers_have_no_mean(dtype):
-    refused(lambda comm: all_reduce(torch.ones(3, dtype=dtype), comm, "mean"), f"the mean of {dtype}")
-    refused(lambda comm: reduce_scatter(torch.ones(3, dtype=dtype), comm, "mean"), f"the mean of {dtype}")
+    for dtype in (*INTEGERS, torch.bool):
+        ones = torch.ones(3, dtype=dtype)
+        refused(lambda comm, ones=ones: all_reduce(ones, comm, "mean"), f"the mean of {dtype}")
+        refused(lambda comm, ones=ones: reduce_scatter(ones, comm, "mean"), f"the mean of {dtype}")
 
 
 @pytest.mark.parametrize("odd_one", [0, 2])
@@ -358,12 +312,6 @@ def test_one_collective_ahead_is_a_mismatch():
             all_reduce(torch.ones(4), comm)
 
     run(3, fn)
-
-
-def test_an_uncaught_mismatch_ends_the_run():
-    with pytest.raises(RankFailed) as caught:
-        run(4, lambda comm: all_reduce(torch.ones(2 + comm.rank // 3), comm))
-    assert isinstance(caught.value.__cause__, CollectiveMismatch)
 
 
 def test_a_mismatch_in_a_part_counts_ranks_as_the_whole_world_does():

@@ -1,5 +1,7 @@
 """One rank of N, alone, holds and sends what that rank of N real ones does; what it cannot know it refuses."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -34,28 +36,31 @@ ENGINES = {
 }
 
 
-def train(comm, engine, options):
+def train(comm, engine, options, watched):
     model = engine(GPT(CONFIG), comm, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(2, 2, 8, dtype=torch.long)
-    with Ledger(model, optimizer) as ledger:
+    with Ledger(model, optimizer) if comm.rank == watched else contextlib.nullcontext() as ledger:
         for _ in range(2):
             model(*tokens).backward()
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
+    if comm.rank != watched:
+        return None
     curve = [sample["total"] for sample in ledger.curve]
     return ledger.peak, comm.bytes_sent, comm.bytes_received, curve if options.get("prefetch", 1) == 0 else []
 
 
 SLOW = [pytest.mark.slow, pytest.mark.accuracy]
-QUICK = ("DDP", "Zero1", "Zero3", "Zero3, in pairs")
+QUICK = ("DDP", "Zero3", "Zero3, in pairs")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in ENGINES])
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 3])
-def test_it_holds_and_sends_what_a_real_rank_does(name, rank):
-    assert train(one_of_many(4, rank), *ENGINES[name]) == World(4, "cpu").run(train, *ENGINES[name])[rank]
+def test_it_holds_and_sends_what_a_real_rank_does(name):
+    for rank in (0, 3) if name == "Zero3" else (3,):
+        given = *ENGINES[name], rank
+        assert train(one_of_many(4, rank), *given) == World(4, "cpu").run(train, *given)[rank]
 
 
 def test_a_collective_leaves_what_should_have_come_from_others_as_it_is():

@@ -91,7 +91,7 @@ def assert_same(a, b, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (2, 4)), 3])
 def test_processes_give_what_threads_give(size, tmp_path):
     threads, processes = World(size).run(everything), run(everything, size, tmp_path)
     for rank, (expected, found) in enumerate(zip(threads, processes)):

@@ -27,7 +27,7 @@ def mixed(comm):
 
 @pytest.mark.parametrize(
     "size, runs, switch",  # how often, and how many seconds a thread runs before another may
-    [(4, 40, 5e-3), *(pytest.param(size, 500, 1e-6, marks=pytest.mark.soak) for size in (2, 3, 4, 7, 16))],
+    [(4, 10, 5e-3), *(pytest.param(size, 500, 1e-6, marks=pytest.mark.soak) for size in (2, 3, 4, 7, 16))],
 )
 def test_the_same_every_time(size, runs, switch):
     before = sys.getswitchinterval()
