@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import DDP, GPT, Zero1, Zero3
+from minizero import DDP, GPT, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
 from tests.support.helpers import SMALL, STAGES, batch, relative_error, run
 from tests.support.small_models import (
+    EDGES,
     LOOPS,
     SHARDED,
     Blocks,
@@ -27,9 +28,14 @@ from tests.support.small_models import (
 # Forwards and backwards.
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+SLOW = [pytest.mark.slow, pytest.mark.accuracy]
+
+
+@pytest.mark.parametrize(
+    "loop", [*LOOPS, *(pytest.param(loop, marks=SLOW) for loop in EDGES)], ids=lambda loop: loop.__name__
+)
 def test_what_a_loop_may_do(loop):
-    check(seeded(Blocks), forward=loop)
+    check(seeded(Blocks), 3, forward=loop)  # the fewest ranks of which a sum has an order, and that need padding
 
 
 @trains(parts=3)
@@ -60,9 +66,6 @@ def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(st
         return True
 
 
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"dtype": torch.bfloat16}, marks=SLOW), pytest.param({"group_by": decay}, marks=SLOW)],
@@ -86,7 +89,7 @@ def test_a_penalty_over_the_parameters_before_or_after_the_forward(options):
             assert relative_error(run(2, trained, Zero3, penalty_first, **more)[0], expected) < 1e-5, more
 
 
-@pytest.mark.parametrize("penalty_first", [False, True])
+@pytest.mark.parametrize("penalty_first", [pytest.param(False, marks=SLOW), True])
 def test_a_penalty_in_each_backward_under_no_sync(penalty_first):
     def accumulated(comm, stage, no_sync):
         model = stage(seeded(Blocks)(), comm)
@@ -105,7 +108,7 @@ def test_a_penalty_in_each_backward_under_no_sync(penalty_first):
         assert relative_error(run(2, accumulated, stage, True)[0], expected) < 1e-5, stage
 
 
-@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("stage", [Zero3, *(pytest.param(stage, marks=SLOW) for stage in (Zero1, Zero2))])
 def test_an_optimizer_in_backward_steps_once_with_the_average_and_frees_it(stage):
     def trained(comm, in_backward):
         model = stage(GPT(SMALL), comm)
@@ -158,7 +161,7 @@ def test_a_forward_after_the_step_uses_the_new_parameters(stage):
         model = stage(seeded(Blocks)(), comm)
         fused = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
         x = vectors(0)
-        for _ in range(3):
+        for _ in range(2):
             loss = model(x).square().mean()
             loss.backward()
             model(x)
@@ -174,7 +177,7 @@ def test_a_forward_after_the_step_uses_the_new_parameters(stage):
     by_hand, fused = run(2, losses, "by hand")[0], run(2, losses, "fused")[0]
     module = seeded(Blocks)()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(2):
         loss = module(vectors(0)).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -234,9 +237,9 @@ def test_every_rank_knows_every_group():
 def test_learning_rate_schedulers():
     def schedule(optimizer):
         """One that is made of others."""
-        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2)
-        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[2])
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[1])
 
     check(seeded(Blocks), schedule=schedule)
     constant = fit_plain(seeded(Blocks))

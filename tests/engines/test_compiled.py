@@ -1,5 +1,6 @@
 """torch.compile before, in and around each stage: the bits without it, or a refusal that says what to do."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -8,6 +9,9 @@ from torch import nn
 
 from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
 from tests.support.helpers import SMALL, batch, run, steps
+
+SOAK = pytest.mark.soak
+TWO = dataclasses.replace(SMALL, layers=2)
 
 
 def compile_blocks(model, backend):
@@ -41,7 +45,7 @@ REFUSED = {"blocks in place": compile_blocks_in_place, "in place": compile_in_pl
 def losses(comm, stage, before=nothing, between=nothing, after=nothing, backend="aot_eager"):
     """before, after: of the module, wrapped and not. between: of its parts, once it is wrapped."""
     torch._dynamo.reset()
-    module = GPT(SMALL)
+    module = GPT(TWO)
     engine = stage(before(module, backend), comm)
     between(module, backend)
     call = after(engine, backend)
@@ -54,8 +58,8 @@ def run_one(*args, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("stage", [DDP, Zero1, Zero2, Zero3])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=SOAK)])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=SOAK) for stage in (DDP, Zero1)), Zero2, Zero3])
 def test_compiled_blocks_and_a_compiled_engine(stage, backend):
     plain = run_one(stage)
     assert run_one(stage, before=compile_blocks, backend=backend) == plain

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import Zero3, recompute
+from minizero import Zero2, Zero3, recompute
 from tests.support.helpers import run
-from tests.support.small_models import SAME_BITS
 
 
 class Block(nn.Module):
@@ -104,6 +103,8 @@ def recomputed(model, x):
     return x
 
 
+OPTIONS = ({}, {"prefetch": 0}, {"offload": True}, {"sharding_factor": 2})
+ENGINES = [(Zero2, {}), *((Zero3, options) for options in OPTIONS)]
 CASES = [(block, use) for block in (Chain, Last, Either) for use in (chain, several, with_others, own_leaf)]
 CASES += [(Chain, recomputed), (Attends, several), (InPlace, two_inputs), (Caches, in_a_list)]
 
@@ -140,7 +141,7 @@ def test_an_input_that_is_a_leaf_has_the_plain_runs_gradient(block, use):
     plain = Model(block, use)
     expected = gradients(plain)
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
-    for stage, options in [*SAME_BITS, (Zero3, {"sharding_factor": 2})]:
+    for stage, options in ENGINES:
         for found, found_norm in run(2, work, stage, options):
             assert all(map(torch.equal, found, expected)), f"{stage.__name__} {options}"
             assert found_norm == pytest.approx(norm, rel=1e-5), "the parameters'"

@@ -15,14 +15,16 @@ ahead = functools.partial(functools.partial, Zero3)  # with these options, as a 
 slow = functools.partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.accuracy])
 
 
-@pytest.mark.parametrize("dtype", [None, slow(torch.bfloat16)])
 @pytest.mark.parametrize(
-    "options", [{}, slow({"reshard_after_forward": False}), slow({"sharding_factor": 2}), slow({"sharding_factor": 1})]
+    "size, options, dtype",
+    [(2, {}, None)]
+    + [slow(2, {"reshard_after_forward": False}, torch.bfloat16), slow(4, {"sharding_factor": 2}, torch.bfloat16)]
+    + [slow(2, {"sharding_factor": 1}, None)],
 )
-def test_neither_prefetch_nor_offload_changes_bits_or_traffic(options, dtype):
-    expected = run(4, train, ahead(prefetch=0, **options), 4, clip=0.5, dtype=dtype)
+def test_neither_prefetch_nor_offload_changes_bits_or_traffic(size, options, dtype):
+    expected = run(size, train, ahead(prefetch=0, **options), 3, clip=0.5, dtype=dtype)
     for prefetch, offload in ((1, False), (9, False), (1, True), (0, True)):
-        found = run(4, train, ahead(prefetch=prefetch, offload=offload, **options), 4, clip=0.5, dtype=dtype)
+        found = run(size, train, ahead(prefetch=prefetch, offload=offload, **options), 3, clip=0.5, dtype=dtype)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine[0] == theirs[0] and mine[2] == theirs[2] and same(mine[1], theirs[1])
 
@@ -97,7 +99,7 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
 
 
 def test_the_peak_is_still_three_units():
-    _, peak, curve = run(4, measure, ahead(prefetch=1))[0]
+    _, _, curve = run(4, measure, ahead(prefetch=1))[0]
     shards = TOTAL  # FP32, a quarter of the parameters
     for sample in curve:
         beyond = sample["parameters"] + sample["gradients"] - shards - 4 * ROOT * 2
@@ -106,7 +108,6 @@ def test_the_peak_is_still_three_units():
         most = max(s["parameters"] for s in curve if s.phase == phase)
         assert most - shards == pytest.approx(4 * (2 * BLOCK + ROOT), rel=1e-3), "this block and the next"
     assert 0 < max(s["communication"] for s in curve) <= 2 * BLOCK + 64, "the lane's buffers are counted too"
-    assert peak["total"] < run(4, measure, ahead(prefetch=4))[0][1]["total"]
 
 
 def test_other_collectives_of_the_user_do_not_meet_the_lanes():
@@ -128,9 +129,7 @@ def test_other_collectives_of_the_user_do_not_meet_the_lanes():
             optimizer.zero_grad()
         return torch.cat([value.view(-1) for value in model.gather_state_dict().values()])
 
-    torch.manual_seed(0)
-    one, two = run(2, work, 0)[0], run(2, work, 2)[0]
-    assert torch.isfinite(one).all() and one.shape == two.shape
+    assert torch.equal(run(2, work, 0)[0], run(2, work, 2)[0])
 
 
 class Branching(nn.Module):
@@ -170,7 +169,7 @@ def test_an_order_that_changes_is_learnt_anew():
 
     expected = run(2, work, 0)
     assert expected[0][0] != expected[0][5]
-    for prefetch in (1, 2, 5):
+    for prefetch in (1, 5):
         assert run(2, work, prefetch) == expected
 
 

@@ -162,7 +162,9 @@ class Frozen(nn.Module):
 FROZEN = sum(p.numel() for p in Frozen().blocks.parameters())
 
 
-@dtypes
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=[pytest.mark.slow, pytest.mark.accuracy])]
+)
 def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype):
     def work(comm, stage, options):
         model = stage(Frozen(), comm, dtype=dtype, **options)

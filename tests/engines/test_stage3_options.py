@@ -8,10 +8,11 @@ from torch import nn
 from minizero import DDP, Zero3, all_reduce, recompute
 from precision.scaling import DynamicLossScaler
 from tests.support.helpers import relative_error, run, same
-from tests.support.small_models import ENGINES, LOOPS, OPTIONS, Blocks, fit, fit_plain, seeded
+from tests.support.small_models import EDGES, ENGINES, LOOPS, OPTIONS, Blocks, fit, fit_plain, seeded
 
 WORLD_SIZE = 4
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+MOST = ("two ahead", "kept until backward", "offload", "groups of 2, offload, kept")
 
 
 def tied_frozen_and_unused(model):
@@ -22,17 +23,20 @@ def tied_frozen_and_unused(model):
 
 
 @pytest.mark.slow
-@options
-@pytest.mark.parametrize("use", LOOPS, ids=lambda use: use.__name__)
-def test_what_a_loop_may_do(options, use):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in MOST else pytest.mark.soak) for name in OPTIONS]
+)
+@pytest.mark.parametrize("use", [*LOOPS, *EDGES], ids=lambda use: use.__name__)
+def test_what_a_loop_may_do(name, use):
+    options, size = OPTIONS[name], 4 if "groups" in name else 2
     make = seeded(lambda: Blocks(tied_frozen_and_unused))
     expected, start = fit_plain(make, forward=use), make().state_dict()
     assert relative_error(expected, start) > 1e-2
-    states = run(WORLD_SIZE, fit, Zero3, make, forward=use, **options)
+    states = run(size, fit, Zero3, make, forward=use, **options)
     for state in states:
         assert relative_error(state, expected) < 1e-5 and same(state, states[0])
     if "sharding_factor" not in options:  # whose sums have another order
-        assert same(states[0], run(WORLD_SIZE, fit, Zero3, make, forward=use, prefetch=0)[0])
+        assert same(states[0], run(size, fit, Zero3, make, forward=use, prefetch=0)[0])
     for name in ("blocks.1.0.weight", "blocks.0.0.weight", "blocks.0.0.bias", "spare.weight", "spare.bias"):
         assert torch.equal(states[0][name], start[name]), f"{name} is frozen or unused"
 
