@@ -69,24 +69,21 @@ def test_functional_transforms_inside_are_refused():
         checkpoint(lambda x: (_ for _ in ()).throw(RuntimeError("of its own")), x)
 
 
-def test_numpys_generator_is_watched_to_the_last_number():
+@pytest.mark.parametrize(
+    ("whose", "draw", "made"),
+    [
+        ("NumPy's", np.random.rand, lambda: np.random.default_rng(0).random()),
+        ("NumPy's", np.random.randn, lambda: np.random.default_rng(0).random()),
+        ("Python's", random.random, lambda: random.Random(0).random()),
+        ("Python's", lambda: random.gauss(0, 1), lambda: random.Random(0).random()),
+        ("Python's", lambda: random.sample(range(9), 2)[0], lambda: random.Random(0).random()),
+    ],
+)
+def test_other_generators_are_watched_to_the_last_number(whose, draw, made):
     """Normal numbers are made in pairs: the second is drawn without a trace in the generator's words."""
     x = vectors().requires_grad_()
-    np.random.seed(0)
-    np.random.randn()
     for _ in range(3):
-        with pytest.raises(RecomputeMismatch, match="NumPy"):
-            checkpoint(lambda x: x * float(np.random.randn()), x)
-    checkpoint(lambda x: x * float(np.random.default_rng(0).random()), x)  # made inside: the same each time
-    checkpoint(draws_from_numpy, x, preserve_rng_state=False)
-
-
-@pytest.mark.parametrize("draw", [random.random, lambda: random.gauss(0, 1), lambda: random.sample(range(9), 2)[0]])
-def test_pythons_generator_is_watched_to_the_last_number(draw):
-    """Here too the second normal number of a pair leaves the words as they are."""
-    x = vectors().requires_grad_()
-    for _ in range(3):
-        with pytest.raises(RecomputeMismatch, match="Python's global generator"):
-            checkpoint(lambda x: x * draw(), x)
-    checkpoint(lambda x: x * random.Random(0).random(), x)
-    checkpoint(lambda x: x * draw(), x, preserve_rng_state=False)
+        with pytest.raises(RecomputeMismatch, match=f"{whose} global generator"):
+            checkpoint(lambda x: x * float(draw()), x)
+    checkpoint(lambda x: x * made(), x)  # made inside: the same each time
+    checkpoint(lambda x: x * float(draw()), x, preserve_rng_state=False)

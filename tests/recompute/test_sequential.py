@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from minizero import Zero2, Zero3
 from minizero.memory import Ledger
 from minizero.recompute import RecomputeMismatch, checkpoint, checkpoint_sequential, is_recomputing, set_enabled
 from minizero.schedules import (
@@ -18,13 +19,11 @@ from minizero.schedules import (
     Step,
     binomial,
     every_k,
-    fit,
-    optimal_schedule,
     recursive_halving,
     sqrt_n,
 )
 from minizero.schedules.measured import measure_chain
-from tests.support.helpers import STAGES, run, steps
+from tests.support.helpers import run, steps
 from tests.support.recompute_ways import equal, everything, no_collector, vectors
 
 SCHEDULES = {
@@ -67,7 +66,7 @@ def by_plain(layers, x, schedule):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("n", [1, 2, 7, 16])
+@pytest.mark.parametrize("n", [1, 2, 7])
 def test_numbers_are_the_plain_runs_and_forwards_the_plans(name, n):
     schedule = SCHEDULES[name](n)
     expected = everything(chain(n), partial(by_plain, schedule=None))
@@ -105,7 +104,7 @@ def live_bytes(layers, sample, way):
     return max(sample["activations"] + sample["temporary"] for sample in ledger.curve)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_live_bytes_are_at_most_the_plans(seed):
     layers, sample = heterogeneous(seed)
     sample.requires_grad_()
@@ -119,19 +118,6 @@ def test_live_bytes_are_at_most_the_plans(seed):
         assert lives[-1] <= schedule.peak + 8, repr(schedule)
     if len(stages) > 2:
         assert min(lives) < live_bytes(layers, sample, partial(by_plain, schedule=None))
-
-
-def test_a_fitted_schedule_keeps_to_its_budget():
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(12)))
-    sample = torch.randn(32, 64, requires_grad=True)
-    plain = live_bytes(layers, sample.detach(), partial(by_plain, schedule=None))
-    held = []
-    for share in (0.8, 0.4):
-        schedule = fit(layers, sample, share * plain)
-        held.append(live_bytes(layers, sample.detach(), partial(checkpoint_sequential, schedule=schedule)))
-        assert held[-1] <= share * plain
-    assert held[1] < held[0] < plain
 
 
 def expected(schedule):
@@ -151,7 +137,7 @@ def expected(schedule):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_each_byte_of_a_uniform_chain(name):
-    for n in (1, 2, 5, 16, 23):
+    for n in (1, 2, 5, 16):
         schedule = SCHEDULES[name](n)
         live = live_bytes([torch.tanh] * n, torch.zeros(1000), partial(checkpoint_sequential, schedule=schedule))
         assert round(live / 4000) == expected(schedule), (n, repr(schedule))
@@ -276,37 +262,27 @@ def test_memory_returns_without_the_garbage_collector(backward):
         assert [reference() for reference in alive] == [None] * 5
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [Zero2, Zero3])
 def test_inside_the_engines(stage):
     class Blocks(nn.Module):
-        def __init__(self):
+        def __init__(self, schedule):
             super().__init__()
             torch.manual_seed(0)
             self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
-            self.schedule = None
+            self.schedule = schedule
 
         def forward(self, x):
             way = checkpoint_sequential if self.schedule else by_plain
             return way(self.blocks, x, self.schedule).square().mean()
 
-    models = {name: Blocks() for name in ("plain", "sqrt_n", "halving", "one slot")}
-    for name, model in models.items():
-        model.schedule = SCHEDULES[name](6) if name in SCHEDULES else None
+    def losses(comm, schedule):
+        model = stage(Blocks(schedule), comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return steps(model, optimizer, range(2), lambda _: [vectors(10)])
 
-    def losses(comm):
-        result = {}
-        for name, model in models.items():
-            model = stage(copies[comm.rank][name], comm)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            result[name] = steps(model, optimizer, range(3), lambda _: [vectors(10)])
-        return result
-
-    import copy
-
-    copies = [copy.deepcopy(models) for _ in range(2)]
-    for result in run(2, losses):
-        assert len(set(result["plain"])) == 3
-        assert all(values == result["plain"] for values in result.values())
+    expected = run(2, losses, None)
+    assert expected[0][0] != expected[0][1]
+    assert all(run(2, losses, SCHEDULES[name](6)) == expected for name in ("sqrt_n", "one slot"))
 
 
 # What cannot be done.
@@ -392,13 +368,3 @@ def test_a_layer_is_run_until_what_it_saves_is_finished_and_left_as_it_was():
     assert equal(*gradients) and layer.training
     with pytest.raises(RuntimeError, match="changed in place after layer 1 saved it"):
         way(lambda x: x.exp().mul_(2), vectors().requires_grad_()).sum().backward()
-
-
-def test_an_optimal_schedule_of_measured_stages_runs():
-    layers, sample = heterogeneous(3)
-    stages = measure_chain(layers, sample.requires_grad_())
-    schedule = optimal_schedule(stages, sqrt_n(len(stages)).on(stages).peak)
-    x, other = (sample.detach().clone().requires_grad_() for _ in range(2))
-    checkpoint_sequential(layers, x, schedule).sum().backward()
-    layers(other).sum().backward()
-    assert torch.equal(x.grad, other.grad)
