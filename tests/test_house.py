@@ -1,6 +1,7 @@
 """Who may import whom: an import goes down a floor or more, or stays in its room. Those inside functions count too."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -20,18 +21,22 @@ FLOORS = [
 ]
 
 
+@functools.cache
+def trees() -> dict[Path, list[ast.AST]]:
+    """Of each file of ours all that it is made of."""
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
+
+
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """For each file, by its dotted name, the files of ours that it imports."""
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-        for p in PACKAGES
-        for path in (ROOT / p).rglob("*.py")
-    }
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in trees()}
     modules = {name.removesuffix(".__init__") for name in files}
     found: dict[str, set[str]] = {}
     for file, path in files.items():
         seen = found[file.removesuffix(".__init__")] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in trees()[path]:
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -87,8 +92,8 @@ OTHERS = {"_replace", "_asdict", "_fields", "_exit", "_inst"}  # of named tuples
 
 def test_every_private_name_of_torch_is_listed_with_its_reason():
     ours, used = set(), set()
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, nodes in trees().items():
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 ours.add(node.name)
             if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -119,8 +124,7 @@ def changes_the_process(node: ast.AST, imported: set[str]) -> bool:
 
 def test_every_change_of_the_whole_process_is_listed_with_its_way_out():
     found = set()
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    for path, nodes in trees().items():
         imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
         if any(changes_the_process(node, imported) for node in nodes):

@@ -1,7 +1,5 @@
 """Bars of parts add up; beside a step stands the bar of its peak, and not of each part's own maximum."""
 
-from itertools import pairwise
-
 import pytest
 from matplotlib import pyplot
 
@@ -79,13 +77,3 @@ def test_beside_a_step_stands_its_peak_and_the_parts_add_up_to_it():
     assert "peak 4.0 MiB" in {text.get_text() for text in other.texts}
     assert len({axes.get_ylim() for axes in (one, other, bars)}) == 1 and one.get_ylim()[1] > 11
     assert one.get_title() == "first" and "not time" in one.get_xlabel() and not other.get_ylabel()
-
-
-def test_no_name_of_a_phase_stands_on_another():
-    step = make_step(*[("forward", 4, 0, 2)] * 12, *[("backward", 4, 1, 6)] * 25, *[("optimizer", 4, 4, 0)] * 27)
-    one, *_ = draw_steps({"training": step, "inference": make_step(("forward", 3, 0, 1), ("forward", 3, 0, 0))})
-    one.figure.canvas.draw()
-    names = [text for text in one.texts if "peak" not in text.get_text()]
-    assert [text.get_text() for text in names] == ["optimizer step", "backward", "forward"]
-    boxes = sorted(tuple(text.get_window_extent().intervalx) for text in names)
-    assert all(left <= right for (_, left), (right, _) in pairwise(boxes))

@@ -168,7 +168,10 @@ def test_losses_name_the_largest_difference():
     assert "difference" not in pictures.draw_losses(make_results(stages=(3,))).get_suptitle()
 
 
-@pytest.mark.parametrize(("stages", "world_size"), [((0, 1, 2, 3), 4), ((3,), 1), ((0, 2), 8)])
+MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in (((0, 1, 2, 3), 4), ((0, 2), 8))]
+
+
+@pytest.mark.parametrize(("stages", "world_size"), [((3,), 1), *MORE])
 def test_every_axis_is_labelled_and_the_legend_hides_nothing(stages, world_size):
     for figure in figures(make_results(stages, world_size)):
         figure.draw_without_rendering()
