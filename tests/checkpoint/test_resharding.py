@@ -12,9 +12,8 @@ from torch import nn
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.checkpoint import CheckpointError, load, save
 from tests.support.checkpoints import error_of, full_states, scrambled, wrap
-from tests.support.helpers import SMALL, plain, relative_error, run, same, steps
+from tests.support.helpers import SLOW, SMALL, plain, relative_error, run, same, steps
 
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]
 CASES = [(DDP, torch.bfloat16), (Zero3, None)]
 MORE = [(DDP, None), (Zero1, None), (Zero2, torch.bfloat16), (Zero3, torch.bfloat16)]
 

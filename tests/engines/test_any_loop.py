@@ -8,7 +8,7 @@ from torch import nn
 
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
-from tests.support.helpers import SMALL, STAGES, batch, relative_error, run
+from tests.support.helpers import SLOW, SMALL, STAGES, batch, relative_error, run
 from tests.support.small_models import (
     EDGES,
     LOOPS,
@@ -26,9 +26,6 @@ from tests.support.small_models import (
 )
 
 # Forwards and backwards.
-
-
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]
 
 
 @pytest.mark.parametrize(

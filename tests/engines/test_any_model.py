@@ -11,10 +11,8 @@ from torch import nn
 
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
-from tests.support.helpers import SMALL, STAGES, batch, run
+from tests.support.helpers import SLOW, SMALL, STAGES, batch, run
 from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors, wrapped
-
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]
 
 
 @pytest.mark.slow
@@ -305,7 +303,9 @@ def test_the_loss_may_use_what_a_unit_made_wherever_it_is_kept():
     check(seeded(lambda: Blocks(keeps)), forward=forward)
 
 
-@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "hook", ["register_full_backward_hook", pytest.param("register_full_backward_pre_hook", marks=SLOW)]
+)
 def test_hooks_on_units_keep_no_unit_gathered(hook):
     def peak(comm, hooked):
         model = Zero3(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), comm)

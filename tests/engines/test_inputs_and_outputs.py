@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from minizero import DDP, Zero3
-from tests.support.helpers import STAGES, run
+from tests.support.helpers import SLOW, STAGES, run
 from tests.support.small_models import Blocks, check, fit, seeded
 
 
@@ -30,7 +30,9 @@ class Structured(Blocks):
         ]
 
 
-@pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass", "closure", "iterator"])
+@pytest.mark.parametrize(
+    "kind", ["dict", "closure", *(pytest.param(kind, marks=SLOW) for kind in ("tuple", "dataclass", "iterator"))]
+)
 def test_structured_inputs_and_outputs(kind):
     def forward(model, x, rank):
         out = model({"a": (x, 1)}, kind=kind)
@@ -125,7 +127,7 @@ class Handed(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["view", "attribute", "list", "buffer", "namespace", "mapping"])
-@pytest.mark.parametrize("prefetch", [0, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.accuracy])])
+@pytest.mark.parametrize("prefetch", [0, pytest.param(3, marks=SLOW)])
 def test_whatever_leaves_a_unit_gathers_it_in_backward(way, prefetch):
     stages = [DDP, functools.partial(Zero3, prefetch=prefetch)]
     expected, found = (run(2, fit, stage, seeded(functools.partial(Handed, way)))[0] for stage in stages)

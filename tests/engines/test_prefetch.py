@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from minizero import GPT, RankFailed, World, Zero3, all_reduce
-from tests.support.helpers import SMALL, batch, run, same, train
+from tests.support.helpers import SLOW, SMALL, batch, run, same, train
 from tests.support.stage_bytes import BLOCK, ROOT, TOTAL, measure
 
 ahead = functools.partial(functools.partial, Zero3)  # with these options, as a stage for `helpers.train`
-slow = functools.partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.accuracy])
+slow = functools.partial(pytest.param, marks=SLOW)
 
 
 @pytest.mark.parametrize(

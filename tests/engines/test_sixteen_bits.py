@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import Zero3, checkpoint
-from tests.support.helpers import STAGES, relative_error, run, same
+from minizero import DDP, Zero2, Zero3, checkpoint
+from tests.support.helpers import SLOW, STAGES, relative_error, run, same
 from tests.support.small_models import SAME_BITS
 
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -162,9 +162,7 @@ class Frozen(nn.Module):
 FROZEN = sum(p.numel() for p in Frozen().blocks.parameters())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=[pytest.mark.slow, pytest.mark.accuracy])]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
 def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype):
     def work(comm, stage, options):
         model = stage(Frozen(), comm, dtype=dtype, **options)
@@ -184,6 +182,6 @@ def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype)
         assert torch.equal(before["blocks.0.weight"], before["blocks.0.weight"].to(dtype).float())
         return sum(storages.values())
 
-    for stage, options in SAME_BITS:
+    for stage, options in ((DDP, {}), (Zero2, {}), (Zero3, {}), (Zero3, {"offload": True})):
         held = run(2, work, stage, options)
         assert held == [2 * FROZEN // (2 if stage is Zero3 else 1)] * 2, stage

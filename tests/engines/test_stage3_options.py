@@ -7,11 +7,10 @@ from torch import nn
 
 from minizero import DDP, Zero3, all_reduce, recompute
 from precision.scaling import DynamicLossScaler
-from tests.support.helpers import relative_error, run, same
+from tests.support.helpers import SLOW, relative_error, run, same
 from tests.support.small_models import EDGES, ENGINES, LOOPS, OPTIONS, Blocks, fit, fit_plain, seeded
 
 WORLD_SIZE = 4
-options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 MOST = ("two ahead", "kept until backward", "offload", "groups of 2, offload, kept")
 
 
@@ -84,9 +83,9 @@ def overflow(comm, stage, at, **options):
     return trace, states
 
 
-@options
-def test_an_overflow_in_one_shard_makes_all_ranks_skip(options):
-    at = 40  # of 64 numbers
+@pytest.mark.parametrize("name", [name if name in MOST else pytest.param(name, marks=SLOW) for name in OPTIONS])
+def test_an_overflow_in_one_shard_makes_all_ranks_skip(name):
+    options, at = OPTIONS[name], 40  # of 64 numbers
     ranks = run(WORLD_SIZE, overflow, Zero3, at, **options)
     inside = options.get("sharding_factor", WORLD_SIZE)
     for rank, (trace, states) in enumerate(ranks):

@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from minizero import DDP, GPT, Zero3
-from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, same, train
+from tests.support.helpers import SLOW, SMALL, STAGES, batch, plain, relative_error, run, same, train
 from tests.support.small_models import SAME_BITS, Blocks, fit, seeded, vectors, wrapped
-
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]
 
 
 @pytest.mark.parametrize("world_size, steps", [(2, 6), pytest.param(4, 20, marks=SLOW)])
@@ -52,18 +50,17 @@ def test_clipping_takes_the_norm_over_all_ranks_and_counts_every_number_once(wor
     assert untouched == pytest.approx((one, most, two, two), rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [3])
-def test_traffic_is_counted_and_least(stage, world_size):
-    sizes = GPT(SMALL)
+@pytest.mark.parametrize("stage, dtype", [*zip(STAGES, (None, torch.bfloat16) * 2)])
+def test_traffic_is_counted_and_least(stage, dtype):
+    sizes, world_size = GPT(SMALL), 3
     total = sum(p.numel() for p in sizes.parameters())
     root = total - sum(p.numel() for p in sizes.blocks.parameters())
     elements = 3 * total - root if stage is Zero3 else 2 * total
-    for dtype, bytes_each in ((None, 4), (torch.bfloat16, 2)):
-        sent = run(world_size, train, stage, 2, dtype=dtype)[0][2]
-        exact = elements * bytes_each * (world_size - 1) / world_size
-        padding = 3 * 4 * bytes_each * world_size  # three collectives of four units
-        assert exact <= sent <= exact + padding
+    bytes_each = 4 if dtype is None else 2
+    sent = run(world_size, train, stage, 2, dtype=dtype)[0][2]
+    exact = elements * bytes_each * (world_size - 1) / world_size
+    padding = 3 * 4 * bytes_each * world_size  # three collectives of four units
+    assert exact <= sent <= exact + padding
 
 
 def test_no_sync_adds_up_and_sends_nothing():

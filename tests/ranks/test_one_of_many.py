@@ -21,6 +21,7 @@ from minizero import (
 )
 from minizero.memory import Ledger
 from minizero.ranks.one_of_many import one_of_many
+from tests.support.helpers import SLOW
 
 CONFIG = GPTConfig(vocabulary=32, sequence_length=8, width=16, layers=3, heads=2)
 ENGINES = {
@@ -52,7 +53,6 @@ def train(comm, engine, options, watched):
     return ledger.peak, comm.bytes_sent, comm.bytes_received, curve if options.get("prefetch", 1) == 0 else []
 
 
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]
 QUICK = ("DDP", "Zero3", "Zero3, in pairs")
 
 

@@ -189,8 +189,8 @@ def test_a_second_backward_starts_again():
         return [*last, *some, x.grad, *(p.grad for p in layers.parameters())]
 
     expected = gradients(lambda m, x: m(x))
-    for make in SCHEDULES.values():
-        assert equal(gradients(partial(checkpoint_sequential, schedule=make(7))), expected)
+    for name in ("every_2", "halving", "one slot"):
+        assert equal(gradients(partial(checkpoint_sequential, schedule=SCHEDULES[name](7))), expected)
 
 
 @pytest.mark.parametrize("place", [1, 2, 5])

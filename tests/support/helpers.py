@@ -1,11 +1,13 @@
 """What several tests need: small models, batches and a training loop."""
 
+import pytest
 import torch
 from torch import nn
 
 from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
 
 STAGES = (DDP, Zero1, Zero2, Zero3)
+SLOW = [pytest.mark.slow, pytest.mark.accuracy]  # of one row of a test
 SMALL = GPTConfig(vocabulary=64, sequence_length=16, width=32, layers=3, heads=2)
 
 

@@ -210,6 +210,7 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "latin.txt"]
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_fit_or_is_not_there_is_one_line(tmp_path, capsys):
     assert command.main([*TINY, *CPU, "--stage", "2", "--save", str(tmp_path / "state")]) == 0
     for argv, words in (
