@@ -82,7 +82,7 @@ def draw_foundry(one):
     look["legend"] = {"loc": "lower left", "fontsize": FONT - 1}
     label_axes(left, "GPUs (H100)", "speed of a GPU / that on 128 GPUs", log="x", at=gpus, **look)
     line, flat = ruler_errors(one)
-    kinds = {"model": (one.errors(fitted=False), PREDICTED["color"], "o"), "ruler": (line, "black", "x")}
+    kinds = {"simulator": (one.errors(fitted=False), PREDICTED["color"], "o"), "ruler": (line, "black", "x")}
     kinds["no change since 256"] = (flat, "#8A8A8A", "s")
     for kind, (errors, color, marker) in kinds.items():
         mean = np.abs(errors).mean()
