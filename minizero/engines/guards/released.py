@@ -45,7 +45,7 @@ class Released(nn.Parameter):
         name, unit, stage = next(p for p in tree_leaves((args, kwargs)) if isinstance(p, cls)).wrapped_in
         if stage == "Zero3":
             when = "outside the forward of its unit"
-            way = "call the unit, make a module around it the unit (units=), or set reshard_after_forward=False"
+            way = "call the unit, choose as unit a module that contains it (units=), or set reshard_after_forward=False"
         else:
             when, way = "from optimizer.step() to the next forward of the whole model", "run that forward first"
         raise RuntimeError(
