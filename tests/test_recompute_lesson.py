@@ -29,7 +29,7 @@ def test_the_greatest_depth_is_the_last_that_fits(monkeypatch):
         return ledger.peak["total"]
 
     monkeypatch.setattr(card, "CUDA", False)  # the ledger counts, also beside a GPU
-    x, limit = torch.randn(256, 16), 2**21
+    x, limit = torch.randn(128, 16), 2**20
     plain, recompute = lesson.greatest_depths(limit, make, x).values()
     assert recompute > 2 * plain > 0
     assert peak(plain, plain) <= limit < peak(plain + 1, plain + 1)  # one region: nothing runs again

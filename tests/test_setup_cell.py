@@ -132,6 +132,7 @@ def test_elsewhere_without_an_address_it_says_so_in_one_line(tmp_path):
     assert not (tmp_path / "ran").exists(), "pip has nothing to install from"
 
 
+@pytest.mark.slow
 def test_elsewhere_without_a_network_it_shows_what_pip_says(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     done = opened(tmp_path / "elsewhere", *OTHERS, repository=NOWHERE)

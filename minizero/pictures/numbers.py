@@ -10,16 +10,14 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from minizero.pictures.bits import NORMAL, SUBNORMAL, power
-from minizero.pictures.style import COLORS, FONT, MIB, draw_lines, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, MIB, draw_bars, draw_lines, label_axes, new_axes
 
 
 def draw_bytes(held: Mapping[str, int]) -> Axes:
     """A bar of MiB for each name: bytes of parameters."""
     axes = new_axes(12, 0.8 * len(held) + 1.2)
-    axes.barh(list(held), [count / MIB for count in held.values()], 0.6, color=COLORS["parameters"])
-    for row, count in enumerate(held.values()):
-        axes.text(count / MIB + 0.6, row, f"{count / MIB:.0f} MiB", va="center", fontsize=FONT)
-    axes.invert_yaxis()
+    sizes = {name: count / MIB for name, count in held.items()}
+    draw_bars(axes, sizes, [f"{size:.0f} MiB" for size in sizes.values()], color=COLORS["parameters"])
     label_axes(axes, "MiB", "")
     axes.margins(x=0.12)
     return axes
@@ -30,10 +28,8 @@ def draw_number_line(rows: Mapping[str, tuple[Sequence[float], Sequence[float], 
 
     The ground changes its shade at each power of two. Subnormal numbers are shorter, thicker and coloured.
     """
-    from matplotlib import pyplot
-
-    _, panels = pyplot.subplots(len(rows), 1, figsize=(15, 2.1 * len(rows)), squeeze=False, layout="constrained")
-    for axes, (title, (normal, subnormal, end)) in zip(panels[:, 0], rows.items()):
+    panels = new_axes(15, 2.1 * len(rows), len(rows), 1)
+    for axes, (title, (normal, subnormal, end)) in zip(panels, rows.items()):
         for exponent in range(round(math.log2(min(normal))), math.ceil(math.log2(end))):
             shade = "#E4E4E4" if exponent % 2 else "#F3F3F3"
             axes.axvspan(2.0**exponent, min(2.0 ** (exponent + 1), end), color=shade, linewidth=0)
@@ -43,8 +39,8 @@ def draw_number_line(rows: Mapping[str, tuple[Sequence[float], Sequence[float], 
         label_axes(axes, "", "", xlim=(-end / 100, end), ylim=(-0.5, 0.5))
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-    panels[-1, 0].set_xlabel("value", fontsize=FONT)
-    return list(panels[:, 0])
+    panels[-1].set_xlabel("value", fontsize=FONT)
+    return list(panels)
 
 
 def draw_spacing(numbers: Sequence[float], mark: float, turn: float) -> Axes:
@@ -80,9 +76,7 @@ def draw_rounding(
 
     names: what stands at the y axis, by number of the format.
     """
-    from matplotlib import pyplot
-
-    _, panels = pyplot.subplots(1, len(rounded), figsize=(15, 4.6), sharey=True, layout="constrained")
+    panels = new_axes(15, 4.6, 1, len(rounded), sharey=True)
     for axes, (name, values) in zip(panels, rounded.items()):
         outside = [at not in ties[name] for at in x]
         steps = np.where(outside, values, np.nan)

@@ -56,14 +56,11 @@ def draw_steps(steps: Mapping[str, Sequence[Any]]) -> list[Axes]:
 
     steps: the samples of a `Ledger`, as `plot_curve` takes them. A dotted line leads from a peak to its bar.
     """
-    from matplotlib import pyplot  # it may open windows, so it is imported only when somebody asks for a figure
-
     widths = [5.0] * len(steps) + [1.1 * len(steps)]
-    look: Look = {"figsize": (16, 6), "layout": "constrained", "gridspec_kw": {"width_ratios": widths}}
-    figure, panels = pyplot.subplots(1, len(widths), sharey=True, **look)
+    panels = new_axes(16, 6, 1, len(widths), sharey=True, width_ratios=widths)
     peaks = {name: max(samples, key=lambda sample: sample["total"]) for name, samples in steps.items()}
     draw_parts(peaks, panels[-1])
-    figure.draw_without_rendering()  # lays the panels out: a name of a phase is placed by the room that it has
+    panels[0].figure.draw_without_rendering()  # lays them out: a name of a phase is placed by its room
     for axes, (name, samples) in zip(panels, steps.items()):
         plot_curve(samples, axes)
         if (legend := axes.get_legend()) is not None:

@@ -36,16 +36,19 @@ FONT = 16  # points
 MIB = 2**20  # bytes
 
 
-def new_axes(width: float, height: float) -> Axes:
-    """Axes on a figure of their own, of such a size in inches. A notebook shows the figure."""
+def new_axes(width: float, height: float, *shape: int, **options: Any) -> Any:
+    """Axes on a figure of their own, of such a size in inches. A notebook shows the figure.
+
+    shape: rows and columns; then a list of all panels.
+    """
     from matplotlib import pyplot  # it may open windows, so it is imported only when somebody asks for a figure
 
-    return pyplot.figure(figsize=(width, height), layout="constrained").add_subplot()
+    return sheet(width, height, *shape, make=pyplot.figure, **options)
 
 
-def sheet(width: float, height: float, *shape: int, **options: Any) -> Any:
-    """Axes on a figure that nobody shows unless it is returned. shape: rows and columns; then a list of all panels."""
-    panels = Figure(figsize=(width, height), layout="constrained").subplots(*shape, squeeze=False, **options)
+def sheet(width: float, height: float, *shape: int, make: Any = Figure, **options: Any) -> Any:
+    """The same on a figure that nobody shows unless it is returned."""
+    panels = make(figsize=(width, height), layout="constrained").subplots(*shape, squeeze=False, **options)
     return panels.ravel() if shape else panels[0, 0]
 
 
@@ -94,6 +97,13 @@ def draw_lines(
     """A line for each name, in units of `unit`, each with its look."""
     for (name, values), look in zip(curves.items(), looks):
         axes.plot(x, [value / unit for value in values], **{"label": name, "linewidth": 3, "markersize": 10, **look})
+
+
+def draw_bars(axes: Axes, lengths: Mapping[str, float], words: Iterable[str], **look: Any) -> None:
+    """A bar to the right for each name, the first on top, with its words at its end."""
+    bars = axes.barh(list(lengths), list(lengths.values()), **{"height": 0.6, **look})
+    axes.bar_label(bars, list(words), padding=6, fontsize=FONT + 1)
+    axes.invert_yaxis()
 
 
 def note(

@@ -14,7 +14,7 @@ from minizero.engines.timeline import Timeline
 from minizero.memory import Ledger
 from minizero.models.text import TEXT, read_text
 from minizero.pictures import MIB, draw_steps
-from minizero.pictures.style import COLORS, FONT, box, keys, label_axes, note, sheet
+from minizero.pictures.style import COLORS, FONT, box, draw_bars, keys, label_axes, note, sheet
 from notebooks.tools.zero import Block, slow_link
 
 LENGTH = 32  # tokens of a sequence
@@ -285,13 +285,11 @@ def draw_hills(steps):
 def draw_race(best):
     """Sequences in a second, by way. best: seconds of a step, as `race` returns them."""
     axes = sheet(14, 5.4)
-    ways = list(best)[::-1]
-    sequences = [256 if way == "2 × 128" else 128 for way in ways]
-    rates = [count / best[way] for count, way in zip(sequences, ways)]
-    bars = axes.barh(ways, rates, 0.7, color=[PARTS[2] if way.startswith("2") else GREY for way in ways])
-    words = [f"{1e3 * best[way]:.0f} ms for {count}" for count, way in zip(sequences, ways)]
-    axes.bar_label(bars, words, padding=6, fontsize=FONT + 1)
-    label_axes(axes, "sequences in a second of the processor", "", FONT + 1, xlim=(0, 1.25 * max(rates)))
+    sequences = {way: 256 if way == "2 × 128" else 128 for way in best}
+    rates = {way: count / best[way] for way, count in sequences.items()}
+    words = [f"{1e3 * best[way]:.0f} ms for {count}" for way, count in sequences.items()]
+    draw_bars(axes, rates, words, height=0.7, color=[PARTS[2] if way.startswith("2") else GREY for way in best])
+    label_axes(axes, "sequences in a second of the processor", "", FONT + 1, xlim=(0, 1.25 * max(rates.values())))
     keys(axes.figure, {"one process": GREY, "two processes": PARTS[2]}, loc="outside upper right", ncols=2)
     return axes.figure
 

@@ -1,10 +1,8 @@
 """What notebook 04b draws and prints of a card, from the figures of the part "train"."""
 
-import matplotlib.pyplot as plt
-
 from minizero.pictures import FONT
 from minizero.pictures.mixed import GREY, PINK
-from minizero.pictures.style import label_axes
+from minizero.pictures.style import draw_bars, label_axes, new_axes
 from notebooks.tools.card import GIB
 from notebooks.tools.card_steps import COLUMNS, DTYPES, ROWS
 
@@ -12,17 +10,15 @@ from notebooks.tools.card_steps import COLUMNS, DTYPES, ROWS
 def draw_steps(run):
     """A step's time and the bytes that it takes, in each format that was measured."""
     steps = {name: run.figures["step"][name] for name in DTYPES if name in run.figures["step"]}
-    figure, both = plt.subplots(1, 2, figsize=(16, 1 + 0.9 * len(steps)), layout="constrained", sharey=True)
+    panels = new_axes(16, 1 + 0.9 * len(steps), 1, 2)
     parts = {"seconds": (1e3, 1, "a training step (ms)"), "bytes": (1 / GIB, 2, "peak beside the states (GiB)")}
-    for axes, (key, (scale, digits, label)) in zip(both, parts.items()):
-        for row, (name, found) in enumerate(steps.items()):
-            amount = scale * found[key]
-            axes.barh(row, amount, color=GREY if DTYPES[name] is None else PINK)
-            axes.text(amount, row, f" {amount:.{digits}f}", va="center", fontsize=FONT + 2)
-        axes.set_yticks(range(len(steps)), steps)
+    colors = [GREY if DTYPES[name] is None else PINK for name in steps]
+    for axes, (key, (scale, digits, label)) in zip(panels, parts.items()):
+        amounts = {name: scale * found[key] for name, found in steps.items()}
+        draw_bars(axes, amounts, [f"{amount:.{digits}f}" for amount in amounts.values()], color=colors)
         label_axes(axes, label, "", xlim=(0, 1.18 * axes.dataLim.x1))
-    both[0].invert_yaxis()
-    figure.suptitle(run.card, fontsize=FONT + 2)
+    panels[1].set_yticks([])
+    panels[0].figure.suptitle(run.card, fontsize=FONT + 2)
 
 
 def tell_rates(run):

@@ -5,7 +5,6 @@ import functools
 from collections import Counter
 from unittest import mock
 
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.patches import Circle
 from torch import nn
@@ -213,16 +212,10 @@ def at_most(limit):
 # Drawing.
 
 
-def panels(count, height=5.6, width=16):
-    """A figure with so many axes beside each other."""
-    figure, axes = plt.subplots(1, count, figsize=(width, height), layout="constrained", squeeze=False)
-    return axes[0]
-
-
 def draw_nodes(rows):
     """A row for each name: (worst moment, layers that ran). Grey circles and yellow squares are in memory."""
-    figure, column = plt.subplots(len(rows), 1, figsize=(14, 2.3 * len(rows)), layout="constrained", squeeze=False)
-    for axes, (name, ((layer, nodes, gradients), ran)) in zip(column[:, 0], rows.items()):
+    panels = new_axes(14, 2.3 * len(rows), len(rows), 1)
+    for axes, (name, ((layer, nodes, gradients), ran)) in zip(panels, rows.items()):
         for node in range(1, 7):
             color = COLORS["activations"] if node in nodes else "white"
             axes.add_patch(Circle((node, 1), 0.3, facecolor=color, edgecolor="black", linewidth=2))
@@ -238,7 +231,7 @@ def draw_nodes(rows):
         axes.text(6.7, 1, "layers run:\n" + " | ".join(sweeps), va="center", fontsize=FONT + 1)
         axes.set(xlim=(0.6, 10.6), ylim=(-0.05, 1.4), aspect="equal")
         axes.axis("off")
-    return column[:, 0]
+    return panels
 
 
 def draw_root(depths, plain, regions):
@@ -258,7 +251,7 @@ def draw_root(depths, plain, regions):
 
 def draw_depths(layers, rows, clock):
     """Memory and time of a step against the depth. rows: of `depth.against_depth`, for "plain" and "regions"."""
-    memory, time = panels(2)
+    memory, time = new_axes(16, 5.6, 1, 2)
     names = {"plain": "keep everything", "regions": "regions of √n blocks"}
     words = "peak beside the parameters (MiB)", clock
     for axes, key, unit, label in zip((memory, time), ("bytes", "seconds"), (MIB, 1e-3), words):
@@ -286,9 +279,10 @@ def draw_region_sizes(held, counted, marks):
 
 def draw_schedules(schedules):
     """Two by two, each with its name, what it keeps and what it costs."""
-    figure, grid = plt.subplots(2, 2, figsize=(16, 9.5), layout="constrained")
+    panels = new_axes(16, 9.5, 2, 2)
+    figure = panels[0].figure
     figure.get_layout_engine().set(hspace=0.08)
-    for axes, (name, schedule) in zip(grid.flat, schedules.items()):
+    for axes, (name, schedule) in zip(panels, schedules.items()):
         schedule.plot(axes).set_ylabel("layer, from 0")
         ran = len(schedule.stages) + schedule.advances
         axes.set_title(f"{name}\n{schedule.slots} inputs kept, {ran} forwards", fontsize=FONT + 2, pad=8)
@@ -296,7 +290,7 @@ def draw_schedules(schedules):
         entries = legend.legend_handles, [text.get_text() for text in legend.texts]
         legend.remove()
     figure.legend(*entries, loc="outside lower center", ncols=3, fontsize=FONT + 1, frameon=False)
-    return grid
+    return panels
 
 
 def draw_schedule(schedule, ticks):
@@ -315,7 +309,7 @@ def draw_budgets(families, shown, points):
 
     shown: the sizes of regions that get their number. points: other schedules by name, (peak, forwards) by panel.
     """
-    for number, (axes, (title, (regions, one_tape))) in enumerate(zip(panels(2, 6.2), families.items())):
+    for number, (axes, (title, (regions, one_tape))) in enumerate(zip(new_axes(16, 6.2, 1, 2), families.items())):
         axes.plot(*zip(*one_tape), label="one tape at a time: the best", **{**ONE_TAPE, "marker": "none"})
         least, ran = one_tape[0]  # above the axis
         at = next(peak for peak, its in one_tape if its < 330)

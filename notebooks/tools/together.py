@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from minizero import GPT
 from minizero.memory import Ledger
-from minizero.pictures import FONT, draw_parts
-from minizero.pictures.style import label_axes, new_axes, note
+from minizero.pictures import draw_parts
+from minizero.pictures.style import draw_bars, label_axes, new_axes, note
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray import Plan
 from minizero.xray.case import Case
@@ -130,13 +130,11 @@ def most_layers(fits, guess):
 def draw_largest(found):
     """A bar for each name: how many billion parameters fit. found: parameters and layers by name."""
     axes = new_axes(14, 5)
-    sizes = [parameters / 1e9 for parameters, _ in found.values()]
-    axes.barh(list(found), sizes, color="#0072B2", height=0.6)
-    for place, (size, (_, layers)) in enumerate(zip(sizes, found.values())):
-        note(axes, f"{size:.1f} billion, {layers} layers", (size, place), (8, 0), va="center", fontsize=FONT + 1)
-    axes.invert_yaxis()
+    sizes = {name: parameters / 1e9 for name, (parameters, _) in found.items()}
+    ends = [f"{size:.1f} billion, {layers} layers" for size, (_, layers) in zip(sizes.values(), found.values())]
+    draw_bars(axes, sizes, ends, color="#0072B2")
     words = "parameters of the largest model that fits, in billions (X-ray)"
-    label_axes(axes, words, "", xlim=(0, 1.35 * max(sizes)))
+    label_axes(axes, words, "", xlim=(0, 1.35 * max(sizes.values())))
 
 
 @contextlib.contextmanager

@@ -50,9 +50,9 @@ EDGE = dict(n_q=60, n_k=27, head_dim=8, block_q=16, block_k=16, batch=1, heads=1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [*range(10), *(pytest.param(n, marks=pytest.mark.soak) for n in range(10, 20))])
+@pytest.mark.parametrize("number", [*range(6), *(pytest.param(n, marks=pytest.mark.soak) for n in range(6, 20))])
 def test_the_kernels_move_exactly_what_the_model_says(number):
-    dtype, case = drawn(number, 150, [16, 32, 64, 128], [torch.float16, torch.float32])
+    dtype, case = drawn(number, 100, [16, 32, 64, 128], [torch.float16, torch.float32])
     if number == 0:
         dtype, case = torch.float32, EDGE | {"window": (5, None)}
     if number == 1:  # with one key in all, the kernel of dK and dV leaves V alone
@@ -71,21 +71,21 @@ def test_the_kernels_move_exactly_what_the_model_says(number):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_on_a_page_moves_what_the_model_says_but_no_logsumexp(causal):
-    q, k, v = tensors(*[(2, 3, 150, 16)] * 3, dtype=torch.float16)
+    q, k, v = tensors(*[(2, 1, 130, 16)] * 3, dtype=torch.float16)
     with counted() as (loads, stores):
         kernel_on_a_page.attention(q, k, v, causal=causal)
-    shape = dict(block_q=64, block_k=64, batch=2, heads=3, causal=causal)
-    assert sum(loads) == hbm_bytes(150, 16, algorithm="kernels", **shape).loads
+    shape = dict(block_q=64, block_k=64, batch=2, heads=1, causal=causal)
+    assert sum(loads) == hbm_bytes(130, 16, algorithm="kernels", **shape).loads
     assert sum(stores) == q.nbytes, "the result, once, and no scores"
 
 
 @pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])
-@pytest.mark.parametrize("window", [None, (40, 13), (70, None)])
+@pytest.mark.parametrize("window", [None, (40, 13), (30, None)])
 def test_only_blocks_that_need_it_are_masked(causal, window):
     """Blocks of 16: those whose pairs are all visible go without a mask, in all three kernels."""
-    n_q, n_k, block = 90, 110, 16
+    n_q, n_k, block = 58, 70, 16
     q, k = tensors((1, 1, n_q, 16), (1, 1, n_k, 16))
     options = options_of(q, k, k, causal=causal, window=window)
 

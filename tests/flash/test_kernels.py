@@ -42,8 +42,8 @@ def check_case(case, *blocks):
 
 @pytest.mark.slow
 @pytest.mark.accuracy
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(cases(lengths=(1, 2, 15, 16, 17, 64, 97, 130)), shapes)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(cases(lengths=(1, 2, 15, 17, 40, 70)), shapes)
 def test_as_accurate_as_plain_attention(case, blocks):
     check_case(case, *blocks)
 
@@ -56,7 +56,7 @@ def test_as_accurate_as_plain_attention_for_long(case, blocks):
     check_case(case, *blocks)
 
 
-@pytest.mark.parametrize("n_k", [2, 128])
+@pytest.mark.parametrize("n_k", [2, pytest.param(128, marks=pytest.mark.slow)])
 def test_large_scores_of_a_single_row(n_k):
     """A weight is as far off as its score, and backward sums that once more, in an order of its own."""
     options = (("causal", False), ("scale", 0.3))
@@ -79,11 +79,13 @@ def test_a_long_head_dim_is_summed_in_parts():
 
 @pytest.mark.slow
 @pytest.mark.accuracy
-@pytest.mark.parametrize("d", [8, 40, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("d", "dtype"),
+    [(8, torch.float32), (40, torch.float16), (40, torch.bfloat16), (40, torch.float32), (256, torch.float32)],
+)
 def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(d, dtype):
     """Its weight is 1 whatever the score: dS is 0, not a rounding that large keys would make large."""
-    q, k, v, dout = tensors(*[(1, 2, 70, d)] * 4, dtype=dtype)
+    q, k, v, dout = tensors(*[(1, 1, 70, d)] * 4, dtype=dtype)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     dq, dk, _ = torch.autograd.grad(attention(q, k, v, window=(0, 0)), (q, k, v), dout)
     assert not dq.any() and not dk.any()
@@ -107,11 +109,11 @@ def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(d, dtype):
 )
 def test_every_row_that_sees_one_key(n_q, n_k, keywords, backend):
     """Wherever it lies: what arrives at its out changes neither dQ nor dK, what arrives at its lse does."""
-    q, k, v = (x.requires_grad_() for x in tensors((1, 2, n_q, 40), (1, 1, n_k, 40), (1, 1, n_k, 40)))
+    q, k, v = (x.requires_grad_() for x in tensors((1, 1, n_q, 40), (1, 1, n_k, 40), (1, 1, n_k, 40)))
     band = {name: keywords[name] for name in ("causal", "window") if name in keywords}
     weights = attention_reference(torch.zeros_like(q), k, torch.eye(n_k, 40, device=DEVICE)[None, None], **band)
     lonely = (weights == 1).any(-1)
-    dout, dlse = (x * lonely[..., None] for x in tensors((1, 2, n_q, 40), (1, 2, n_q, 1), seed=2))
+    dout, dlse = (x * lonely[..., None] for x in tensors((1, 1, n_q, 40), (1, 1, n_q, 1), seed=2))
     with blocks_of(16, 16):
         out, lse = flash_attention(q, k, v, **keywords, return_lse=True, backend=backend)
         *both, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse[..., 0]), retain_graph=True)
@@ -193,7 +195,6 @@ def test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others(which, bad)
 @pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
-@pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize(
     ("n_q", "n_k", "keywords"),
     [
@@ -206,11 +207,11 @@ def test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others(which, bad)
         ((3, 20, 15), (20, 3, 0), dict(causal="bottom-right")),
     ],
 )
-def test_what_comes_in_for_rows_that_see_nothing_has_no_effect(n_q, n_k, keywords, bad, backend):
+def test_what_comes_in_for_rows_that_see_nothing_has_no_effect(n_q, n_k, keywords, backend):
     """As it does from a loss that has no derivative there, and leaves these rows out with `where`."""
     packed = isinstance(n_q, tuple)
     rows, keys = (sum(n_q), sum(n_k)) if packed else (n_q, n_k)
-    q, k, v, dout = tensors((1, 2, rows, 16), (1, 1, keys, 16), (1, 1, keys, 16), (1, 2, rows, 16))
+    q, k, v, dout = tensors((1, 1, rows, 16), (1, 1, keys, 16), (1, 1, keys, 16), (1, 1, rows, 16))
     call = functools.partial(flash_attention, backend=backend)
     if packed:
         q, k, v, dout = (x[0].transpose(0, 1) for x in (q, k, v, dout))
@@ -225,11 +226,12 @@ def test_what_comes_in_for_rows_that_see_nothing_has_no_effect(n_q, n_k, keyword
             torch.autograd.grad(
                 (out, lse), (q, k, v), (dout.masked_fill(where, x), (lse * 0 + 1).masked_fill(nothing, x)), True
             )
-            for x in (0, bad)
+            for x in (0, NAN, INF)
         ]
     assert nothing.any()
-    assert all(torch.isfinite(one).all() and torch.equal(one, other) for one, other in zip(*found))
-    assert not found[1][0].masked_select(where).any()
+    for plain, *bad in zip(*found):
+        assert torch.isfinite(plain).all() and all(torch.equal(plain, other) for other in bad)
+    assert not any(dq.masked_select(where).any() for dq, *_ in found)
 
 
 @pytest.mark.parametrize("n", [1, 63])
@@ -273,7 +275,7 @@ def test_a_window_may_lie_bottom_right_whatever_causal_is(causal, window, backen
     """Padded, fewer and more rows than keys, and both in one packed batch."""
     keywords = dict(causal=causal, window=window, window_diagonal="bottom-right", return_lse=True)
     starts = [torch.tensor([0, *n], device=DEVICE).cumsum(0).int() for n in ((20, 37), (37, 20))]
-    q, k, v = (x.requires_grad_() for x in tensors((57, 2, 16), (57, 1, 16), (57, 1, 16)))
+    q, k, v = (x.requires_grad_() for x in tensors(*[(57, 1, 16)] * 3))
     with blocks_of(16, 32):
         packed = flash_attention_varlen(q, k, v, *starts, backend=backend, **keywords)
         grads = torch.autograd.grad(packed, (q, k, v), [torch.ones_like(x) for x in packed])
@@ -305,15 +307,14 @@ def guarded(shape, dtype, value=None):
 
 @pytest.mark.slow
 @pytest.mark.accuracy
-@pytest.mark.parametrize("head_dim", [16, 24])
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
-def test_bands_of_nan_around_every_buffer_stay_outside(head_dim, causal):
+def test_bands_of_nan_around_every_buffer_stay_outside(causal):
     """What is read beyond a tensor turns the answer into NaN, what is written there turns NaN into a number."""
-    shapes = dict(q=(2, 2, 37, head_dim), k=(2, 1, 23, head_dim), v=(2, 1, 23, head_dim), do=(2, 2, 37, head_dim))
+    shapes = dict(q=(1, 2, 37, 24), k=(1, 1, 23, 24), v=(1, 1, 23, 24), do=(1, 2, 37, 24))
     values = dict(zip(shapes, tensors(*shapes.values())))
     options = options_of(values["q"], values["k"], values["v"], causal=causal, dropout_p=0.2, dropout_seed=3)
     expected = kernels.forward(values["q"], values["k"], values["v"], options)
-    dlse = tensors((2, 2, 37))[0]
+    dlse = tensors((1, 2, 37))[0]
     arguments = values["do"], dlse, values["q"], values["k"], values["v"], *expected
     expected += kernels.backward(*arguments, options)
 

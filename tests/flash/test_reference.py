@@ -60,11 +60,6 @@ def test_rows_that_see_nothing_have_no_gradient():
     assert (gradients[0][:, :, :3] == 0).all() and (gradients[0][:, :, 3:] != 0).all()
 
 
-def test_a_scale_of_one_over_the_root_of_the_head_dim():
-    q, k, v = tensors()
-    assert torch.equal(attention_reference(q, k, v), attention_reference(q, k, v, scale=1 / math.sqrt(8)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_lse_of_16_bits_has_32(dtype):
     q, k, v = (x.to(dtype) for x in tensors())

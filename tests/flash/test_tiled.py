@@ -26,7 +26,7 @@ def packed(*args, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.accuracy
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(cases())
 def test_as_accurate_as_plain_attention(case):
     check_accuracy(case, attention_tiled, packed)
@@ -82,8 +82,8 @@ def test_large_scores_of_few_rows_have_no_more_error_than_dot_products_have(seed
     ],
 )
 def test_gradients_by_differences(keywords, monkeypatch):
-    monkeypatch.setattr(flash.tiles, "BLOCK", 16)  # several blocks of rows and of keys
-    q, k, v = (x.requires_grad_() for x in tensors((1, 2, 18, 2), (1, 1, 33, 2), (1, 1, 33, 2), dtype=torch.float64))
+    monkeypatch.setattr(flash.tiles, "BLOCK", 8)  # several blocks of rows and of keys
+    q, k, v = (x.requires_grad_() for x in tensors((1, 2, 9, 2), (1, 1, 17, 2), (1, 1, 17, 2), dtype=torch.float64))
 
     def function(q, k, v):
         out, lse = attention_tiled(q, k, v, return_lse=True, **keywords)
@@ -149,8 +149,8 @@ def peak(attention, n):
 
 @pytest.mark.slow
 def test_the_peak_grows_along_a_line():
-    """Forward and backward, from 1k to 8k. What a line leaves unexplained is less than a tile."""
-    lengths = torch.tensor([1024, 2048, 4096, 8192], dtype=torch.float64)
+    """Forward and backward, from 1k to 4k. What a line leaves unexplained is less than a tile."""
+    lengths = torch.tensor([1024, 2048, 4096], dtype=torch.float64)
     peaks = torch.tensor([peak(attention_tiled, int(n)) for n in lengths], dtype=torch.float64)
     slope = (peaks[-1] - peaks[0]) / (lengths[-1] - lengths[0])
     assert 16 * 4 * 4 <= slope <= 16 * 4 * 8, f"{slope} bytes per row: out, dq, dk, dv and little else"

@@ -11,10 +11,10 @@ from flash.traffic import GPUS, Traffic, count, sram_here, sram_needed, theorem_
 from tests.support.flash_cases import drawn
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(16))
 def test_the_tiles_move_exactly_what_the_model_says(number):
     dtypes = [torch.float16, torch.float32, torch.float64]
-    dtype, case = drawn(number, 300, [16, 32, 50, 64, 300], dtypes, heads=(1, 2, 5), batches=(1, 2, 3))
+    dtype, case = drawn(number, 150, [16, 32, 50, 64, 300], dtypes, heads=(1, 2, 5))
     rows = (case["batch"], case["heads"], case["n_q"], case["head_dim"])
     keys = (case["batch"], case["kv_heads"], case["n_k"], case["head_dim"])
     q, dout, out = (torch.ones(rows, dtype=dtype) for _ in range(3))

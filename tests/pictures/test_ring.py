@@ -21,7 +21,7 @@ for step in range(6):
     STATES.append(after)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def panels():
     draw_ring(STATES, SENT)
     yield pyplot.gcf().axes

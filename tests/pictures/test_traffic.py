@@ -4,7 +4,6 @@ import pytest
 from matplotlib import pyplot
 
 from minizero.pictures import draw_bound, draw_busiest, draw_message_times, draw_predicted_times
-from minizero.pictures.traffic import size_in_words
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +51,3 @@ def test_predictions_in_seconds_with_marked_sizes():
     assert axes.lines[1].get_xdata()[0] == 1e9 and "one" in [text.get_text() for text in axes.texts]
     assert "predicted" in axes.get_ylabel()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0.001", "0.01", "0.1", "1"]
-
-
-def test_sizes_in_words():
-    assert [size_in_words(n) for n in (1, 1024, 1536, 2**22, 2**30)] == [
-        "1 bytes",
-        "1 KiB",
-        "1.5 KiB",
-        "4 MiB",
-        "1 GiB",
-    ]

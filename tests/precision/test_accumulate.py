@@ -51,7 +51,7 @@ def add_bits(method, bits, fmt):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("accumulator", ACCUMULATORS.values(), ids=ACCUMULATORS)
 def test_every_addition_is_the_simulated_one(method, accumulator):
-    for n in (1, 2, 7, 40):
+    for n in (1, 2, 7, 20):
         x = numbers(n, seed=n, scale=2.0 ** (n % 5))
         x = x if accumulator == FP16 else accumulator.quantize(x.astype(np.float32)).astype(np.float16)
         bits = [int(b) for b in accumulator.encode(x)]
@@ -61,14 +61,14 @@ def test_every_addition_is_the_simulated_one(method, accumulator):
 
 @pytest.mark.parametrize("accumulator", ACCUMULATORS.values(), ids=ACCUMULATORS)
 def test_every_product_is_the_simulated_one(accumulator):
-    a, b = (accumulator.quantize(numbers(64, seed=i).astype(np.float32)).astype(np.float16) for i in (1, 2))
+    a, b = (accumulator.quantize(numbers(24, seed=i).astype(np.float32)).astype(np.float16) for i in (1, 2))
     products = arithmetic.multiply(accumulator.encode(a), accumulator.encode(b), accumulator)
     expected = rounded(add_bits("sequential", [int(p) for p in products], accumulator), accumulator)
     assert dot(a, b, accumulator) == expected
 
 
 def test_every_step_of_a_softmax_is_the_simulated_one():
-    x = numbers(40, seed=10, scale=3.0)
+    x = numbers(20, seed=10, scale=3.0)
     bits = FP16.encode(x)
     difference = arithmetic.subtract(bits, FP16.encode(x.max()))
     powers = FP16.encode(np.exp(FP16.decode(difference).astype(np.float64)))
@@ -77,8 +77,8 @@ def test_every_step_of_a_softmax_is_the_simulated_one():
 
 
 def test_every_step_of_a_statistic_is_the_simulated_one():
-    x = numbers(77, 100, seed=11)
-    bits, count = FP16.encode(x), FP16.encode(np.float16(77))
+    x = numbers(21, 10, seed=11)
+    bits, count = FP16.encode(x), FP16.encode(np.float16(21))
     mean = arithmetic.divide(add_bits("sequential", list(bits), FP16), count)
     deviation = arithmetic.subtract(bits, mean)
     squares = arithmetic.multiply(deviation, deviation)
@@ -158,16 +158,16 @@ def test_an_emulation_around_it_changes_nothing():
 
 
 def test_softmax_and_matmul_are_the_known_functions():
-    x, y = (torch.from_numpy(numbers(*shape, seed=7)) for shape in ((2, 5, 30), (30, 4)))
+    x, y = (torch.from_numpy(numbers(*shape, seed=7)) for shape in ((2, 3, 30), (30, 2)))
     expected = torch.softmax(x.double(), 1)
     torch.testing.assert_close(softmax(x, dim=1).double(), expected, rtol=1.01 * U, atol=FP16.smallest_subnormal)
     product = matmul(x, y)
-    assert product.dtype == torch.float16 and product.shape == (2, 5, 4)
+    assert product.dtype == torch.float16 and product.shape == (2, 3, 2)
     torch.testing.assert_close(product.double(), x.double() @ y.double(), rtol=1.01 * U, atol=1e-5)
     for accumulator in (FP32, FP16, FP8_E5M2):
         product = matmul(x, y, accumulator)
-        for i in range(5):
-            for j in range(4):
+        for i in range(3):
+            for j in range(2):
                 assert product[1, i, j] == dot(x[1, i], y[:, j], accumulator)
 
 

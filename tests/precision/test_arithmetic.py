@@ -38,7 +38,7 @@ SIXTEEN_BITS = {
 
 
 # These show each kind of special number there is; the others are combinations.
-QUICK = ("E4M3", "E5M2", "numbers only", "without subnormals", "no mantissa", "three bits", "BF16", "E9M6")
+QUICK = ("E4M3", "numbers only", "no mantissa", "three bits", "BF16 flushing")
 
 
 def kinds(formats):
@@ -84,7 +84,7 @@ def every_pair(fmt):
 @pytest.mark.parametrize("operation", OPERANDS)
 def test_fp16_is_softfloats(operation, rounding):
     pytest.importorskip("softfloatpy")
-    operands = draw(operation, FP16, 5000, seed=1)
+    operands = draw(operation, FP16, 2000, seed=1)
     assert_same(apply(operation, FP16, rounding, *operands), softfloat(operation, rounding, *operands), FP16, operands)
 
 
@@ -93,7 +93,7 @@ def test_fp16_on_boundaries(operation):
     if operation == "sqrt":
         operands = [np.arange(2**16, dtype=np.uint16)]  # all there are
     else:
-        operands = draw(operation, FP16, 60_000)
+        operands = draw(operation, FP16, 20_000)
     for rounding in ROUNDINGS:
         assert_as_float64(operation, FP16, rounding, *operands)
 
@@ -109,12 +109,11 @@ def test_fp16_on_all_pairs_of_boundaries(operation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["add", "subtract"])
-def test_fp16_sums_at_every_midpoint(operation):
+def test_fp16_sums_at_every_midpoint():
     """Each number, each midpoint to its neighbour, and both neighbours of each, as an exact sum."""
     operands = half_way(FP16)
     for rounding in ROUNDINGS:
-        assert_as_float64(operation, FP16, rounding, *operands)
+        assert_as_float64("add", FP16, rounding, *operands)
 
 
 @pytest.mark.slow
@@ -150,7 +149,7 @@ def test_every_pair_of_eight_bits(name):
         for operation in ("add", "subtract", "multiply", "divide"):
             assert_as_float64(operation, fmt, rounding, *every_pair(fmt))
         assert_as_float64("sqrt", fmt, rounding, np.arange(2**fmt.width, dtype=np.uint8))
-        assert_as_float64("fma", fmt, rounding, *draw("fma", fmt, 20_000))
+        assert_as_float64("fma", fmt, rounding, *draw("fma", fmt, 10_000))
 
 
 @pytest.mark.parametrize("name", kinds(SIXTEEN_BITS))

@@ -61,7 +61,7 @@ def assert_same(x, fmt, rounding, **options):
 @pytest.mark.parametrize("rounding", DETERMINISTIC)
 def test_fp8_at_every_boundary(rounding, dtype):
     for fmt in (FP8_E4M3, FP8_E5M2):
-        x = np.concatenate([ORACLES[fmt].boundaries(dtype), patterns(500, dtype)])
+        x = np.concatenate([ORACLES[fmt].boundaries(dtype), patterns(200, dtype)])
         assert_same(x, fmt, rounding)
         assert_same(x, fmt, rounding, flush_to_zero=True)
 
@@ -78,7 +78,7 @@ def test_16_bits_at_every_boundary(rounding, fmt, dtype):
     for name, ours, theirs in zip(("bits", *FLAGS), (bits, flags.inexact, flags.underflow, flags.overflow), expected):
         wrong = np.flatnonzero(ours != theirs)
         assert not len(wrong), f"{name} of {x[wrong[0]]!r}: {ours[wrong[0]]}, not {theirs[wrong[0]]}"
-    assert_same(x[np.random.default_rng(0).permutation(len(x))[:30_000]], fmt, rounding)
+    assert_same(x[np.random.default_rng(0).permutation(len(x))[:10_000]], fmt, rounding)
     assert np.array_equal(fmt.encode(x, rounding), bits)
 
 
@@ -86,7 +86,7 @@ def test_16_bits_at_every_boundary(rounding, fmt, dtype):
 @pytest.mark.parametrize("rounding", DETERMINISTIC)
 def test_wide_formats_and_random_patterns(rounding, dtype):
     for fmt in (FP16, BF16, TF32, FP32, FloatFormat(5, 10, bias=127)):
-        assert_same(patterns(800, dtype), fmt, rounding)
+        assert_same(patterns(300, dtype), fmt, rounding)
         near_one = np.nextafter(1 + np.arange(200) * dtype(2.0**-11), dtype(2))
         assert_same(near_one.astype(dtype) * dtype(2.0**-126), fmt, rounding)
 
@@ -94,7 +94,7 @@ def test_wide_formats_and_random_patterns(rounding, dtype):
 def test_formats_of_all_kinds():
     """Random widths, biases and options: more range than float32, no bit of mantissa, one of exponent."""
     generator, kinds = random.Random(0), set()
-    while len(kinds) < 25:
+    while len(kinds) < 12:
         exponent_bits = generator.randint(1, 11)
         options = {name: generator.random() < 0.6 for name in ("infinities", "nans", "subnormals", "saturate")}
         bias = generator.choice([None, None, generator.randint(-5, 140)])
@@ -236,7 +236,7 @@ def test_stochastic_without_a_seed_follows_torch():
 
 
 def test_shapes_and_kinds():
-    x = np.random.default_rng(0).standard_normal((6, 50, 70))
+    x = np.random.default_rng(0).standard_normal((3, 10, 14))
     for array in (
         x,
         x.astype(np.float32),
@@ -443,9 +443,9 @@ def test_without_infinity_and_nan_the_largest_stands_for_both():
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
 def test_memory_beyond_input_and_output(kind):
-    """At most 64 MiB, and no more for more numbers: flags and stochastic rounding, from float64, take most."""
+    """At most 16 MiB, and no more for more numbers: flags and stochastic rounding, from float64, take most."""
     peaks = []
-    for size in (2**21, 2**22):
+    for size in (2**19, 2**20):
         x = kind(np.random.default_rng(0).standard_normal((size // 8, 8)))
         for call, output in (
             (lambda x=x: FP16.encode(x, "stochastic", seed=0, return_flags=True), 7 * size),
@@ -456,8 +456,8 @@ def test_memory_beyond_input_and_output(kind):
             call()
             peaks.append(tracemalloc.get_traced_memory()[1] - (output if kind is np.asarray else 0))
             tracemalloc.stop()
-    assert 0 < max(peaks) < 64 * 2**20
-    assert all(large < small + 2**20 for small, large in zip(peaks[:3], peaks[3:]))
+    assert 0 < max(peaks) < 16 * 2**20
+    assert all(large < small + 2**18 for small, large in zip(peaks[:3], peaks[3:]))
 
 
 @pytest.mark.slow
