@@ -17,7 +17,7 @@ FOLDER = ROOT / ".venv-oldest"
 PYTHON = FOLDER / ("Scripts" if os.name == "nt" else "bin") / "python"
 CHECKS = [
     ["pytest", "-q", "-n", "2"],
-    ["tests.oldest", "00_where_memory_goes", "09_all_together"],
+    ["pytest", "-q", "-m", "lessons", "tests/test_notebooks.py", "-k", "00_where or 09_all"],
 ]
 if sys.platform == "linux":  # Triton is not elsewhere
     CHECKS.append(["flash.compile", "--gpus", "sm_80", "sm_90", "--head-dims", "64", "128"])
@@ -32,23 +32,7 @@ def lowest() -> list[str]:
     return [each.replace(">=", "==") for each in wanted if not each.startswith("minizero")]
 
 
-def run_notebooks(names: list[str]) -> None:
-    """With the versions of whoever calls this.
-
-    The client blocks. One that does not was, on a busy machine, never woken for a reply that had come.
-    """
-    from jupyter_client import KernelManager
-
-    from notebooks.tools import run as tool
-
-    for name in names:
-        tool.execute(tool.FOLDER / f"{name}.ipynb", kernel_manager_class=KernelManager)
-
-
 def main() -> int:
-    if sys.argv[1:]:
-        run_notebooks(sys.argv[1:])
-        return 0
     if not PYTHON.exists():
         venv.create(FOLDER, with_pip=True)
     install = [PYTHON, "-m", "pip", "install", "-q", "--disable-pip-version-check"]

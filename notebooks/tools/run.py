@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import nbformat
+import zmq
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from PIL import Image
 
@@ -21,11 +23,26 @@ FOLDER = Path(__file__).parents[1]
 PATIENCE = 1800  # for a cell: what takes longer hangs
 
 
-def execute(path, **options):
-    """The notebook, executed in its own folder; an error in a cell is raised with its traceback. options: nbclient."""
+class Manager(AsyncKernelManager):
+    """Starts a kernel, and wakes its client: on a busy machine a reply could lie in a socket, and nobody was told."""
+
+    def client(self, **options):
+        self.listener = super().client(**options)
+        return self.listener
+
+    async def is_alive(self):
+        """nbclient asks once a second while a cell runs. To read a socket's events wakes whoever waits for them."""
+        if self.listener.channels_running:
+            for channel in (self.listener.shell_channel, self.listener.iopub_channel):
+                channel.socket.get(zmq.EVENTS)
+        return await super().is_alive()
+
+
+def execute(path):
+    """The notebook, executed in its own folder; an error in a cell is raised with its traceback."""
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, timeout=PATIENCE, resources=resources, **options).execute()
+    NotebookClient(notebook, timeout=PATIENCE, resources=resources, kernel_manager_class=Manager).execute()
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
