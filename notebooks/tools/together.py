@@ -18,7 +18,7 @@ from minizero.pictures.style import draw_bars, label_axes, new_axes, note
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray import Plan
 from minizero.xray.case import Case
-from minizero.xray.fake import pretend
+from minizero.xray.fake import Copier, pretend
 from minizero.xray.step import measure
 from notebooks.tools.zero import table
 
@@ -57,9 +57,10 @@ def watch(case, wrap, train):
 
     wrap(model, comm) returns an engine, train(engine, batch, optimizer) runs a step.
     """
-    with pretend() as fake:
+    with pretend() as mode:
         comm = one_of_many(4)
-        engine, batch = wrap(fake.copy(case.model), comm), fake.copy(case.inputs)
+        model, batch = Copier(mode).copy((case.model, case.inputs))
+        engine = wrap(model, comm)
         optimizer = torch.optim.AdamW(engine.parameters())
         train(engine, [tensor.clone() for tensor in batch], optimizer)  # makes states; learns what to gather ahead
         sent = comm.bytes_sent
