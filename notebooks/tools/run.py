@@ -38,11 +38,14 @@ class Manager(AsyncKernelManager):
         return await super().is_alive()
 
 
-def execute(path):
-    """The notebook, executed in its own folder; an error in a cell is raised with its traceback."""
+def execute(path, **options):
+    """The notebook, executed in its own folder; an error in a cell is raised with its traceback.
+
+    `options` go to nbclient: `allow_errors=True` runs what stands after such a cell, too.
+    """
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, timeout=PATIENCE, resources=resources, kernel_manager_class=Manager).execute()
+    NotebookClient(notebook, timeout=PATIENCE, resources=resources, kernel_manager_class=Manager, **options).execute()
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
