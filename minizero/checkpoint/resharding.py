@@ -41,7 +41,7 @@ def pieces(unit: Unit, low: int = 0, high: int | None = None) -> Iterator[tuple[
     Each piece: the parameter's name, the piece's first element in the parameter, the shard, and the slice of the shard.
     """
     high = unit.layout.numel if high is None else high  # the padding belongs to no parameter
-    start = 0 if unit.whole else unit.comm.rank * unit.master.numel()
+    start = 0 if unit.unsharded else unit.comm.rank * unit.master.numel()
     for shard in unit.shards:
         end = start + shard.numel()
         # Look only at the parameters from where the shard begins to where it ends: DDP may have thousands of both.
@@ -55,7 +55,7 @@ def pieces(unit: Unit, low: int = 0, high: int | None = None) -> Iterator[tuple[
 
 def parts_to_write(model: Wrapped) -> list[tuple[int, int]]:
     """The elements of each unit that this rank writes: ranks that hold the same chunk divide it. Collective."""
-    mine = torch.tensor([[0 if unit.whole else unit.comm.rank for unit in model.units]], device=model.comm.device)
+    mine = torch.tensor([[0 if unit.unsharded else unit.comm.rank for unit in model.units]], device=model.comm.device)
     everyone = all_gather(mine, model.comm, label="checkpoint").t().tolist()  # [unit][rank]: a chunk
     parts = []
     for unit, chunks in zip(model.units, everyone):

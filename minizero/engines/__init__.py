@@ -22,7 +22,7 @@ what an engine needs, too:
     units.py        which parameters form a unit
     wrapped.py      what a training loop calls: parameters, clipping, full state
     timeline.py     records what each rank does when
-    guards/         what is refused, against what, and why
+    guards/         what is refused, against what, and why: skip it at first
 """
 
 from minizero.engines.ddp import DDP

@@ -2,7 +2,7 @@
 
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
     backward    gather 1   bring, bring, …   reduce 1   release 1   …   reduce root   finish   release all
-    step        `mark_as_old` (guards/optimizers.py): old until before_forward: replicas of stages 1, 2, of 0 in 16 bits
+    step        `mark_as_old` (guards/optimizers.py): replicas of stages 1, 2, of 0 in 16 bits: old until before_forward
 
 The root unit holds what lies outside every block, such as the embeddings. Its frozen parameters are a unit, too. Hooks
 of PyTorch call the methods of this file. Forward: the model begins (`before_forward`, and `gather` of the root); a
@@ -10,11 +10,11 @@ unit's module begins (`gather`), and ends (`forward_is_over`).
 
 Backward: a *use* of a unit is one forward of its module and its backward (uses.py). The gradient of its output opens it
 (`gather`). That of its input closes it (`release`, if no other use is open). In between autograd writes the .grad of
-each parameter, and a hook takes it (`bring`). A unit is complete when all its parameters have a gradient. Complete
+each parameter, and a hook takes it (`arrived`). A unit is complete when all its parameters have a gradient. Complete
 units are reduced in the order of `in_order`, so that all ranks have one order. Those that never get complete are
-reduced at the end; unused parameters count as zero. A unit is reduced before it is released: its input gets the last
-gradient (zero3_by_hooks.py does not wait for that one). The end of backward releases the rest: the root, and units
-whose input needs no gradient. If the output needs no gradient, the end of the forward releases all.
+reduced at the end; unused parameters count as zero. A unit is released later than in zero3_by_hooks.py: when its input
+has its gradient, and not when its last parameter has. The end of backward releases the rest: the root, and units whose
+input needs no gradient. If there can be no backward, the end of the forward releases all.
 
 The path of one gradient, in seven steps:
 
@@ -22,12 +22,15 @@ The path of one gradient, in seven steps:
                     Backward.bring      the unit waits for one parameter less
     gradient.py     LocalGradient.put   copied to its place in the unit's flat buffer
     engine.py       Backward.reduce_next    the unit waits for none: LocalGradient.take
-    zero3.py        Zero3.reduce, average   between them lane.reduce: now (lane.py), or beside computation (prefetch.py)
+    zero1.py, zero2.py  reduce          the collective, and set_gradient, at once
+    zero3.py        Zero3.reduce, average   between them lane.reduce: at once (lane.py), or, by default, in a thread of
+                                        its own beside the computation (prefetch.py)
     collectives.py  reduce_scatter      over comm.py: each rank has its chunk of the average
     unit.py         Unit.set_gradient   the shards' .grad, and their hooks (with prefetch later, in Ahead.finish)
 
-That of one gather: `begin_forward` (the root), `before` or `open_use` here, Zero3.gather, lane.gather, make_room and
-fill, point_parameters_at. With prefetch, make_room and fill begin a unit earlier (Ahead.start_following).
+That of one gather: `begin_forward` or `Backward.begin` (the root), `use_begins` or `open_use` here, Zero3.gather,
+lane.gather, make_room and fill, point_parameters_at. With prefetch, make_room and fill begin a unit earlier
+(Ahead.start_following).
 """
 
 import abc
@@ -52,13 +55,12 @@ from minizero.engines.guards.modules import (
 from minizero.engines.guards.no_sync import check_untouched
 from minizero.engines.guards.norms import let_norms_compute_in_fp32, name_buffers
 from minizero.engines.guards.optimizers import mark
-from minizero.engines.guards.released import Released
 from minizero.engines.guards.wrapped import Ours
 from minizero.engines.lane import Now
 from minizero.engines.layout import GroupBy
 from minizero.engines.unit import Unit
 from minizero.engines.units import make_units, start_buffers
-from minizero.engines.uses import Use, converted, tensors_in, without_leaves
+from minizero.engines.uses import Use, converted, leaves_as_views, tensors_in
 from minizero.engines.wrapped import Wrapped
 from minizero.ranks.comm import Comm
 
@@ -105,8 +107,10 @@ class Engine(Wrapped, abc.ABC):
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # in backward
-        self.lane = Now(self)  # says when stage 3 gathers and reduces (lane.py)
-        self.complete, names = names_and_parameters(module), self.names_in(self.own_state()[0])
+        self.began = -1  # autograd's number of the operation that the last forward began with
+        self.lane = Now(self)  # says when stage 3 gathers and reduces (lane.py); by default Zero3 takes another
+        self.as_wrapped = names_and_parameters(module)
+        names = self.names_in(self.own_state()[0])
         start_buffers(module, comm)
         self.units = make_units(module, comm, self.inside or comm, dtype or torch.float32, units, group_by)
         self.roots = [unit for unit in self.units if unit.module is None]  # gathered until backward ends
@@ -117,7 +121,7 @@ class Engine(Wrapped, abc.ABC):
             unit.layout.names = [names[id(parameter)][0] for parameter in unit.parameters]  # those that it is saved by
             full = unit.flatten()
             self.keep(unit, full if unit.trains else full.to(unit.dtype))
-            unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: `keep` has emptied it
+            unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: it has no memory
             mark(unit, self)
             self.watch_uses(unit)
         self.watch_passes()
@@ -173,7 +177,7 @@ class Engine(Wrapped, abc.ABC):
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is self.module:  # and no copy of it, which has its hooks, too
                 self.begin_forward()
-                return without_leaves(args, kwargs)
+                return leaves_as_views(args, kwargs)
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
             if module is self.module:
@@ -184,22 +188,22 @@ class Engine(Wrapped, abc.ABC):
         for unit in self.in_order:
             for number, parameter in enumerate(unit.parameters):
                 aside: list[torch.Tensor | None] = []  # filled by DDP in FP32 alone: see `put_aside`
-                if unit.original:  # autograd would add to the .grad of before
+                if unit.original:  # DDP in FP32: autograd would add to the .grad of before
                     unit.nodes.append(put_aside(parameter, aside))
                 parameter.register_post_accumulate_grad_hook(arrival(self, unit, number, aside))
 
     @torch_private.never_compiled  # there is nothing to compute
     def begin_forward(self) -> None:
         """Clear up what an exception left behind, and gather what the whole forward needs."""
-        check_complete(self.name, self.module, self.complete, self.units)
+        check_complete(self.name, self.module, self.as_wrapped, self.units)
         if self.frees_replicas:
             check_compiled(self.name, self.module, self.units)
-        if torch_private.current_backward() == -1:  # no recompute: no backward runs
+        if torch_private.current_backward() == -1:  # no backward runs here, so this is no recompute inside one
             if self.backward is not None:  # the last backward raised
                 self.backward = None
                 self.release_all()
-                for unit in self.in_order:
-                    unit.gradient = None  # unless it was reduced, .grad is that of before; what no_sync added is gone
+                for unit in self.in_order:  # .grad stays as it was, but for units that were reduced already
+                    unit.gradient = None  # what this backward had brought, and the sum of no_sync
             self.running.clear()  # what is left there ended by an exception
         self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.lane.begin_forward()
@@ -210,7 +214,7 @@ class Engine(Wrapped, abc.ABC):
     def refresh(self) -> None:
         """Bring replicas up to date, and make parameters views of them again: a step empties them (`mark_as_old`)."""
         kept = [] if self.frees_replicas else self.units
-        old = [unit for unit in kept if unit.replica_is_stale() or isinstance(unit.parameters[0], Released)]
+        old = [unit for unit in kept if unit.replica_is_stale() or unit.is_empty]
         self.before_forward()
         for unit in old:
             unit.point_parameters_at(unit.replica)
@@ -218,7 +222,7 @@ class Engine(Wrapped, abc.ABC):
     def end_forward(self, output: Any) -> None:
         """Keep what forward wrote to parameters, and let the gradient of a tensor in `output` begin the backward."""
         for unit in self.units:
-            if not isinstance(unit.parameters[0], Released):
+            if not unit.is_empty:
                 self.keep_writes(unit)
         grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         versions = {unit: unit.version for unit in self.roots}  # `open_use` checks those of the other units
@@ -229,7 +233,7 @@ class Engine(Wrapped, abc.ABC):
         for tensor in grown:
             self.passes.add("forward")
             tensor.register_hook(begin)
-        if not grown and self.began == torch_private.next_operation():  # there can be no backward
+        if not grown and self.began == torch_private.next_operation():  # no operation made a graph: no backward
             self.release_all()
 
     def release_all(self) -> None:
@@ -243,21 +247,21 @@ class Engine(Wrapped, abc.ABC):
     def watch_uses(self, unit: Unit) -> None:
         """Register the hooks of the unit's uses: on its module, and on parts of that which hold its parameters."""
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def use_begins(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is not unit.module:  # a copy
                 return None
             self.gather(unit)
-            changed, version = without_leaves(args, kwargs), unit.version  # of the master behind the replica
+            changed, version = leaves_as_views(args, kwargs), unit.version  # of the master behind the replica
             use = Use(changed or (args, kwargs), lambda: self.open_use(unit, version), lambda: self.close_use(unit))
             self.running.append((unit, use))
             return changed
 
         def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
-            for running, use in self.running:  # wherever the part's output is kept, its gradient opens the use
+            for running, use in self.running:  # the output may leave the unit by an attribute
                 if running is unit:
                     use.opens_with(output)
 
-        def after(module: nn.Module, _: Any, output: Any) -> None:
+        def use_ends(module: nn.Module, _: Any, output: Any) -> None:
             if module is not unit.module:
                 return
             while (ended := self.running.pop())[0] is not unit:  # what lies above it ended by an exception
@@ -267,8 +271,8 @@ class Engine(Wrapped, abc.ABC):
             ended[1].watch(output, unit.module if self.frees_replicas else None)
 
         if unit.module is not None:
-            unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(Ours(after))
+            unit.module.register_forward_pre_hook(use_begins, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(Ours(use_ends))
             its = {id(parameter) for parameter in unit.parameters}
             for part in unit.module.modules() if self.frees_replicas else ():
                 if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
@@ -331,11 +335,12 @@ def arrival(engine: Engine, unit: Unit, number: int, aside: list[torch.Tensor | 
         engine, unit = weak_engine(), weak_unit()
         if engine is None or unit is None:
             return
-        gradient, parameter.grad = parameter.grad, aside.pop() if aside else None
+        gradient = parameter.grad
+        parameter.grad = aside.pop() if aside else None  # what `put_aside` kept
         backward = engine.running_backward()
         backward.bring(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
-        backward.reduce_complete()
+        backward.reduce_those_complete()
 
     arrived.ours = True  # type: ignore[attr-defined]
     return arrived
@@ -379,7 +384,7 @@ class Backward:
             unit.gradient.put(number, gradient, unit.dtype if self.engine.sync else torch.float32)
             self.engine.lane.after_put(unit, self.owed[unit])
 
-    def reduce_complete(self) -> None:
+    def reduce_those_complete(self) -> None:
         """Reduce the units that owe nothing more, as far as the order allows."""
         while self.engine.sync and self.left and not self.owed[self.left[0]]:
             self.reduce_next()

@@ -84,7 +84,7 @@ class Ahead(Now):
         self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
-        self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # as the last forward, and backward, used them
+        self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # this pass so far; the other kind's last one
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
         self.following: list[Unit] = []  # what comes next, until its gather has begun

@@ -1,6 +1,6 @@
 """A unit: parameters that are gathered, reduced and freed together.
 
-    replica   what the module computes with (`full` in zero3_by_hooks.py): its parameters are views of it, of one dtype
+    replica   what the module computes with: its parameters are views of it, of one dtype
     master    what the optimizer steps (`shard` there): FP32, this rank's chunk, or all of it (DDP)
     shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
     gradient  this rank's, while backward brings it: a `LocalGradient` (gradient.py)
@@ -29,7 +29,7 @@ class Unit:
 
     module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
-    over: all, unless a sharding factor makes groups. reduce_comm: the same. Prefetch gives each of its threads one.
+    over: all, unless a sharding factor makes groups. reduce_comm: as comm, but prefetch gives each of its threads one.
     """
 
     replica: torch.Tensor
@@ -64,14 +64,19 @@ class Unit:
         return self.layout.size
 
     @property
-    def whole(self) -> bool:
-        """Does this rank's optimizer hold all of the unit (DDP, or one rank)? It says nothing of what is gathered."""
+    def unsharded(self) -> bool:
+        """Does this rank's optimizer hold all of the unit (DDP, or one rank)?"""
         return self.master.numel() == self.size
 
     @property
     def original(self) -> bool:
         """Are the shards the module's own parameters (DDP in FP32)? Then autograd and the optimizer share a .grad."""
         return self.shards is self.parameters
+
+    @property
+    def is_empty(self) -> bool:
+        """Are the module's parameters empty, since the unit is away, or its replica is old?"""
+        return isinstance(self.parameters[0], Released)
 
     def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Rank 0's values (by default the parameters') in one flat FP32 buffer on this rank's device."""
@@ -101,7 +106,7 @@ class Unit:
     def cut_shards(self) -> None:
         """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`."""
         tag(self.master, "parameters" if self.dtype == self.master.dtype else "optimizer")
-        start = 0 if self.whole else self.comm.rank * self.master.numel()
+        start = 0 if self.unsharded else self.comm.rank * self.master.numel()
         self.shards, self.groups = cut(self.layout, self.group_of, self.master, start, self.trains)
 
     def shard_names(self) -> list[str]:
@@ -127,10 +132,10 @@ class Unit:
     # The gradient.
 
     def begin_gradient(self) -> None:
-        """A backward begins. What the shards' .grad holds, and what becomes of `gradient`:
+        """A backward begins. What the shards' .grad holds, and what becomes of `gradient` (gradient.py, second row):
 
         None, after zero_grad()         a new one; a sum that no_sync left is dropped
-        an average of another backward  a new one; `set_gradient` adds it to the average
+        an average of another backward  a new one; `set_gradient` adds the two
         a view of what no_sync left     that sum goes on
         """
         if self.gradient is not None and self.gradient.shown:
@@ -139,7 +144,7 @@ class Unit:
             else:  # if this backward raises, the next forward drops the sum (engine.py)
                 self.gradient.go_on()
         if self.gradient is None:
-            self.gradient = LocalGradient(self.layout, self.shards, None if self.whole else self.chunk)
+            self.gradient = LocalGradient(self.layout, self.shards, None if self.unsharded else self.chunk)
 
     def own_gradient_comes(self) -> None:
         """The loss uses a shard itself, in a penalty over parameters(), so autograd will add to its .grad.

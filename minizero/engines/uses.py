@@ -78,7 +78,7 @@ class Use:
             self.closes()
 
 
-def without_leaves(args: Any, kwargs: Any) -> Any:
+def leaves_as_views(args: Any, kwargs: Any) -> Any:
     """The arguments of a forward, with a view for each leaf among them that requires a gradient; or None.
 
     Autograd completes leaves before all else: when a leaf has its gradient, the unit's weights may still have none.

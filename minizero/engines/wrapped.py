@@ -90,7 +90,7 @@ class Wrapped(Refuses):
             check_averaged(type(self).__name__, shard)
         norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
         norms = norms.to(self.comm.device)  # under offload they are not there
-        if not self.in_order[0].whole:
+        if not self.in_order[0].unsharded:
             norms = all_gather(norms.t().contiguous(), self.units[0].comm, label="clip_grad_norm_").t().contiguous()
         norm = torch.linalg.vector_norm(norms, norm_type)  # unit by unit, rank by rank: one order in every stage
         if error_if_nonfinite and not norm.isfinite():
@@ -114,7 +114,7 @@ class Wrapped(Refuses):
                 state[name] = broadcast(value.to(self.comm.device), self.comm, label=name)
         for unit in self.units:
             mine = unit.master.to(self.comm.device)
-            whole = mine if unit.whole else all_gather(mine, unit.comm, label=unit.name)
+            whole = mine if unit.unsharded else all_gather(mine, unit.comm, label=unit.name)
             for parameter, view in zip(unit.parameters, unit.layout.views(whole), strict=True):
                 state |= {n: view.to(torch.float32, copy=True) for n in names[id(parameter)] if n in state}
         return state
@@ -148,7 +148,7 @@ class Wrapped(Refuses):
             buffer.copy_(broadcast(state[name].to(buffer), self.comm, label=name))
         for unit in self.units:
             full = unit.flatten([state[names_of[id(parameter)][0]] for parameter in unit.parameters])
-            unit.master.copy_(full if unit.whole else unit.chunk(full))
+            unit.master.copy_(full if unit.unsharded else unit.chunk(full))
             if not unit.original:
                 unit.point_parameters_at(None)  # old until the next forward
         self.load_others({name: state[name] for name in others})

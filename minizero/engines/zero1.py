@@ -32,7 +32,7 @@ class Zero1(Engine):
         for unit in self.units:
             if unit.replica_is_stale():
                 mine = unit.chunk(unit.replica)
-                mine.copy_(unit.master)  # rounded to the computing dtype
+                mine.copy_(unit.master)  # in 16 bits rounded; in FP32 they are one memory
                 all_gather(mine, self.comm, out=unit.replica, label=unit.name)
                 unit.replica_is_fresh_now()
 

@@ -4,7 +4,7 @@
     sent per step           2Ψ (N-1)/N elements: reduce-scatter of gradients, all-gather of parameters
 
 The difference from stage 1 is what is not kept: a unit's full gradient is dropped as soon as it is
-reduced, while backward goes on to the unit before it; what is kept and gathered is as in zero1.py.
+reduced, before backward goes on to the unit before it; what is kept and gathered is as in zero1.py.
 Rajbhandari et al., 2019, "ZeRO", section 5.2 (P_os+g).
 """
 
@@ -30,7 +30,7 @@ class Zero2(Engine):
         for unit in self.units:
             if unit.replica_is_stale():
                 mine = unit.chunk(unit.replica)
-                mine.copy_(unit.master)  # rounded to the computing dtype
+                mine.copy_(unit.master)  # in 16 bits rounded; in FP32 they are one memory
                 all_gather(mine, self.comm, out=unit.replica, label=unit.name)
                 unit.replica_is_fresh_now()
 

@@ -80,8 +80,8 @@ class Zero3(Engine):
 
     def release(self, unit: Unit) -> None:
         self.lane.wait_for(unit)  # a gather ahead writes to the memory that is given back here
-        # The storage is emptied, and not thrown away: autograd holds views of it, which `fill` fills again. It
-        # notices no write then: a parameter set by `.data =` counts its own writes, unlike `nn.Parameter(view)`.
+        # The storage is emptied, and not thrown away: autograd saved views of it, and `fill` writes there again. That
+        # is no error for autograd: parameters set by `.data =` do not share the storage's count of writes.
         unit.replica.untyped_storage().resize_(0)
         unit.point_parameters_at(None)
 
@@ -102,7 +102,7 @@ class Zero3(Engine):
     def average(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
         """The collective: this rank's chunk of the mean gradient."""
         if self.across is None:
-            shard = reduce_scatter(gradient, unit.reduce_comm, "mean", label=unit.name)
+            mine = reduce_scatter(gradient, unit.reduce_comm, "mean", label=unit.name)
         else:
-            shard = average_in_two_steps(gradient, unit.reduce_comm, self.across, unit.name)
-        return to_host(shard) if self.offload else shard
+            mine = average_in_two_steps(gradient, unit.reduce_comm, self.across, unit.name)
+        return to_host(mine) if self.offload else mine

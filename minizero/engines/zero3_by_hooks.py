@@ -32,26 +32,26 @@ from minizero.ranks.comm import Comm
 
 
 class Unit:
-    """Parameters that come and go together. They are views of `full`, which has memory only while they are used."""
+    """Parameters that come and go together. They are views of `replica`, which has memory only while they are used."""
 
     def __init__(self, name: str, parameters: list[nn.Parameter], comm: Comm) -> None:
         self.name, self.parameters, self.comm = name, parameters, comm
-        self.full = pad(parameters_to_vector(parameters).detach(), comm.size)
-        self.shard = nn.Parameter(self.full.chunk(comm.size)[comm.rank].clone())  # what the optimizer updates
-        vector_to_parameters(self.full, parameters)
+        self.replica = pad(parameters_to_vector(parameters).detach(), comm.size)
+        self.shard = nn.Parameter(self.replica.chunk(comm.size)[comm.rank].clone())  # what the optimizer updates
+        vector_to_parameters(self.replica, parameters)
         self.release()
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Every rank's shard into every rank's `full`, unless it is whole already."""
-        memory = self.full.untyped_storage()
+        """Every rank's shard into every rank's `replica`, unless it is whole already."""
+        memory = self.replica.untyped_storage()
         if not memory.nbytes():
-            memory.resize_(self.full.nbytes)
-            all_gather(self.shard, self.comm, out=self.full, label=self.name)
+            memory.resize_(self.replica.nbytes)
+            all_gather(self.shard, self.comm, out=self.replica, label=self.name)
 
     def release(self) -> None:
-        """Free the memory. `full` stays, and so do autograd's views of it: the next `gather` fills them all again."""
-        self.full.untyped_storage().resize_(0)
+        """Free the memory. `replica` stays, and so do autograd's views of it: the next `gather` fills them again."""
+        self.replica.untyped_storage().resize_(0)
 
     def reduce(self) -> None:
         """The shard gets its part of the mean gradient. The full gradient goes."""
@@ -66,7 +66,7 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     """Put the hooks on the unit's module and parameters. stays: the unit is whole from its forward to its backward."""
     came: list[nn.Parameter] = []  # whose gradient this backward has brought
 
-    # 1. The module begins. If the unit is whole now, the optimizer may have stepped since.
+    # 1. The module begins. If the unit is whole (the root after a forward alone), the optimizer may have stepped since.
     def forward_begins(*_: Any) -> None:
         if came:
             raise RuntimeError(f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3")

@@ -53,7 +53,7 @@ def ring_reduce_scatter(
     for step in range(comm.size - 1):
         incoming = buffers[step % len(buffers)]
         comm.send_recv(partial, right, incoming, left)
-        mine = chunks[(comm.rank - 2 - step) % comm.size]
+        mine = chunks[(comm.rank - 2 - step) % comm.size]  # of the chunk that comes in at this step
         last = step == comm.size - 2
         partial = combine(incoming, mine, out=out if last and out is not None else incoming)
     return partial

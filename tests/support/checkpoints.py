@@ -21,7 +21,7 @@ def full_states(model, optimizer):
     """Everything there is, in full: parameters, buffers, and the optimizer's states by the parameters' names."""
     found = model.gather_state_dict()
     for unit in model.units:
-        start, kinds = 0 if unit.whole else unit.comm.rank * unit.master.numel(), {}
+        start, kinds = 0 if unit.unsharded else unit.comm.rank * unit.master.numel(), {}
         for shard in unit.shards:
             state = optimizer.state.get(shard, {}) if start < unit.layout.numel else {}  # beyond it is padding
             for kind, value in state.items():
@@ -34,7 +34,7 @@ def full_states(model, optimizer):
             if value == "long":
                 states = [optimizer.state.get(shard, {}).get(kind, torch.zeros_like(shard)) for shard in unit.shards]
                 mine = torch.cat([state.reshape(-1) for state in states])
-                whole = mine if unit.whole else all_gather(mine, unit.comm)
+                whole = mine if unit.unsharded else all_gather(mine, unit.comm)
                 found |= {f"{name}/{kind}": v.clone() for name, v in zip(unit.layout.names, unit.layout.views(whole))}
             else:
                 found |= {f"{name}/{kind}": torch.tensor(value, dtype=torch.float64) for name in unit.layout.names}

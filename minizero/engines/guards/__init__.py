@@ -7,6 +7,6 @@
     wrapped.py      what a module can do and an engine cannot
     norms.py        batch norms in 16 bits
 
-A reader of the mechanism can leave them out, but for `mark_as_old` and `own_gradient_comes` (optimizers.py), and
-norms.py, which lets batch norms compute in FP32. A check only raises.
+A reader of the mechanism can leave them out, but for `mark_as_old` and `own_gradient_comes` (optimizers.py), the class
+`Released`, and norms.py, which lets batch norms compute in FP32.
 """

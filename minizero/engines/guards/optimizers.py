@@ -1,7 +1,7 @@
 """Against optimizers that step the wrong tensors, or need whole ones; and hooks that see a part.
 
 Two functions are called around every optimizer step in this process: one checks, one marks replicas as old.
-DeepSpeed#7807: an optimizer of matrices fed with shards.
+DeepSpeed#7807: an optimizer of matrices, of whose gradient a rank has averaged its own part only.
 """
 
 import weakref
@@ -104,7 +104,7 @@ SHARDS_OF = "shards_of"  # a key of an optimizer's groups: it goes where the sta
 
 def check_states(optimizer: Optimizer, stage: str, unit: Unit) -> None:
     """`RuntimeError` if the optimizer's states were loaded from another rank's shards."""
-    mine = "all ranks" if unit.whole else f"rank {unit.comm.rank} of {unit.comm.size}"
+    mine = "all ranks" if unit.unsharded else f"rank {unit.comm.rank} of {unit.comm.size}"
     for group in () if unit.original else optimizer.param_groups:
         if (other := group.setdefault(SHARDS_OF, mine)) != mine:
             raise RuntimeError(
