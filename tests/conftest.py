@@ -72,6 +72,14 @@ def one_thread():
     torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # `tests.portable` tries two
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A worker that has done its tests takes some of the other's. In chunks, one was idle for the last minute."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 COURSE = ("test_exercise", "test_autograder", "test_gradebook", "test_questions")
 APART = {"gpu", "pretend", "lessons", "real", "exhaustive", "soak"}
 

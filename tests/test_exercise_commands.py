@@ -75,6 +75,7 @@ def test_pytest_checks_a_file_of_the_workbook(workbook):
         assert Workbook().has_passed(PAD) == (status == 0)
 
 
+@pytest.mark.slow
 def test_only_the_last_check_counts_and_one_alone_is_followed_by_what_the_package_does(workbook, monkeypatch, capsys):
     for status in ("passed", "failed", "passed", "impossible", "todo", "passed"):
         before = Workbook().has_passed(RING)
@@ -152,6 +153,7 @@ def test_an_answer_may_take_a_few_times_what_the_reference_takes_there_and_then(
         assert judge.examine(exercise, path, "7", judge.Judge()).name == said
 
 
+@pytest.mark.slow
 def test_without_triton_its_exercises_block_nothing(tmp_path, monkeypatch, workbook):
     found = importlib.util.find_spec
     monkeypatch.setattr(

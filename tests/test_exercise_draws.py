@@ -652,6 +652,7 @@ def test_an_answer_that_is_wrong_now_and_then_fails(exercise, answer, write, see
     assert "Traceback" not in outcome.words and "tensor(" not in outcome.words, outcome
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_cases_again(write):
     lesson, path = find("decode").load(), write(find("decode"), WRONG["decode"][0])
     assert judge.drawn(lesson, "7") == judge.drawn(lesson, "7") != judge.drawn(lesson, "8")
@@ -659,6 +660,7 @@ def test_a_seed_gives_the_same_cases_again(write):
     assert outcome.status == "failed" and "SEED=7" in outcome.words and "-0.0" in outcome.words, outcome
 
 
+@pytest.mark.slow
 def test_what_an_answer_did_comes_as_data(write):
     """Of any dtype, shape and layout. What is no data is no verdict, but an end of its own."""
     numbers = torch.arange(12.0).view(3, 4).T

@@ -581,6 +581,7 @@ def test_a_stub_keeps_signature_decorators_and_docstring(exercise):
     assert "# 1. " in stubs.stub(exercise) and max(map(len, stubs.stub(exercise).splitlines())) <= 120
 
 
+@pytest.mark.slow
 def test_a_workbook_is_written_once_and_then_the_student_s(workbook):
     assert len(list(workbook.folder.glob("[0-9]*.py"))) == len(COURSE)
     workbook.path(RING).write_text("mine")
@@ -739,6 +740,7 @@ def test_a_wait_ends_where_python_cannot_be_interrupted(tmp_path):
     assert outcome.name == "endless" and "line 2: time.sleep(100)" in outcome.words, outcome
 
 
+@pytest.mark.slow
 def test_the_package_is_itself_again_afterwards(tmp_path):
     from minizero.ranks import collectives
 

@@ -19,6 +19,7 @@ def test_the_greatest_that_fits(most):
     assert len(asked) < 16 and max(asked) <= max(1, 2 * most)
 
 
+@pytest.mark.slow
 def test_the_greatest_depth_is_the_last_that_fits(monkeypatch):
     def make(n):  # each layer saves 16 times its input
         return [nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16)) for _ in range(n)]

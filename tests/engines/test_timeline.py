@@ -159,6 +159,7 @@ def test_the_grid_is_drawn(capsys):
     assert cell.plain == "██ ▄▄ ·· "
 
 
+@pytest.mark.slow
 def test_the_grid_goes_on_by_hand(capsys, monkeypatch):
     """Each Enter is one event of rank 0; the first picture is whole; where nobody types it goes on by itself."""
     seen = []

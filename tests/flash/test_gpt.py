@@ -36,6 +36,7 @@ def test_every_attention_gives_the_same_loss_and_gradients(attention, sequence, 
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["flash", "tiled"])
 def test_activations_grow_with_the_sequence_not_with_its_square(attention):
     def peak(attention, n):

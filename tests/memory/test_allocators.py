@@ -77,6 +77,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_ledgers_peak_is_the_profilers(case):
     model, optimizer, step = CASES[case]()

@@ -51,6 +51,7 @@ def test_difference_and_noise():
     assert report.saved(one) == 0.5
 
 
+@pytest.mark.slow
 def test_the_language_model_is_asked_about_text_that_it_has_not_seen(monkeypatch):
     parts = []
 

@@ -80,7 +80,8 @@ def peak(model, loss):
 OPERATORS = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")]
 
 
-@pytest.mark.parametrize("network", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["mlp", "gpt"])
 def test_the_peak_is_at_most_pytorchs(network, monkeypatch):
     def measure(way):
         return peak(*(mlp(way) if network == "mlp" else gpt(way, monkeypatch)))

@@ -92,6 +92,7 @@ def test_one_more_forward_is_all_that_regions_cost():
     assert in_regions([Stage(1, 2, boundary=1, tape=0)] * 64, 8).time == 192 + 56 and sqrt_n(64).time == 192 + 112
 
 
+@pytest.mark.slow
 def test_the_plan_holds_for_real_layers():
     """What a plan says, from sizes measured layer by layer, is what the run takes at most."""
     for layers, x in ((resnet_layers(3), IMAGES), (equal_layers(20, 8), torch.ones(4, 8))):
@@ -134,6 +135,7 @@ def test_regions_are_groups():
     assert len(group([Stage(1, 2, 1, 0)] * 7, 3)) == 3
 
 
+@pytest.mark.slow
 def test_best_region_is_the_least_of_all_sizes():
     """Against the plan: uniform chains of n stages, tape w, every size of region."""
     for n, w in ((64, 0), (64, 3), (100, 20), (1000, 20), (24, 22)):

@@ -79,12 +79,13 @@ def compare_with_brute_force(seed, n):
         assert schedule.time == brute_force(stages, budget), f"budget {budget} of {stages}"
 
 
-@pytest.mark.parametrize("n", [*range(1, 7), pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [*range(1, 6), *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 7))])
 def test_dynamic_programme_is_brute_force(n):
     for seed in range(12):
         compare_with_brute_force(100 * n + seed, n)
 
 
+@pytest.mark.slow
 def test_sizes_are_rounded_up_never_down():
     """Sizes of no common unit, more of them than the exact table takes: at every budget the peak stays below."""
     rng = random.Random(5)

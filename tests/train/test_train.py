@@ -40,6 +40,8 @@ def default_shapes(tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.slow
+@pytest.mark.accuracy
 def test_all_stages_have_the_same_losses(four_stages):
     losses = [one["losses"] for one in four_stages["runs"]]
     assert [one["name"] for one in four_stages["runs"]] == ["DDP", "Zero1", "Zero2", "Zero3"]
