@@ -2,7 +2,7 @@
 
     forward     before_forward   gather root   gather 0   forward_is_over 0   gather 1   forward_is_over 1   …
     backward    gather 1   bring, bring, …   reduce 1   release 1   …   reduce root   finish   release all
-    step        `mark_as_old` (guards/optimizers.py): replicas of stages 1, 2, of 0 in 16 bits: old until before_forward
+    step        `mark_as_old` (guards/optimizers.py): replicas of Zero1, Zero2, 16-bit DDP: old until before_forward
 
 The root unit holds what lies outside every block, such as the embeddings. Its frozen parameters are a unit, too. Hooks
 of PyTorch call the methods of this file. Forward: the model begins (`before_forward`, and `gather` of the root); a
@@ -13,8 +13,9 @@ Backward: a *use* of a unit is one forward of its module and its backward (uses.
 each parameter, and a hook takes it (`arrived`). A unit is complete when all its parameters have a gradient. Complete
 units are reduced in the order of `in_order`, so that all ranks have one order. Those that never get complete are
 reduced at the end; unused parameters count as zero. A unit is released later than in zero3_by_hooks.py: when its input
-has its gradient, and not when its last parameter has. The end of backward releases the rest: the root, and units whose
-input needs no gradient. If there can be no backward, the end of the forward releases all.
+has its gradient, and not when its last parameter has, since `w.detach()` needs w and brings none. The end of backward
+releases the rest: the root, and units whose input needs no gradient. If there can be no backward, the end of the
+forward releases all.
 
 The path of one gradient, in seven steps:
 
@@ -69,7 +70,7 @@ class Engine(Wrapped, abc.ABC):
     """A module whose parameters live in the flat buffers of units. Base of DDP, Zero1, Zero2, Zero3.
 
     module: FP32 parameters, all on one device. dtype: float16 or bfloat16 computes on 16-bit copies and keeps FP32
-    masters. Frozen parameters have no masters: they are kept in 16 bits, and saved as FP32. Norms with running
+    masters. Those of frozen parameters are kept in 16 bits, and saved as FP32. Norms with running
     statistics compute in FP32. Buffers keep their dtype. units: modules, by default the repeated blocks. group_by: a
     function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
     parameters of one group only.
@@ -225,7 +226,7 @@ class Engine(Wrapped, abc.ABC):
             if not unit.is_empty:
                 self.keep_writes(unit)
         grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        versions = {unit: unit.version for unit in self.roots}  # `open_use` checks those of the other units
+        versions = {unit: unit.version for unit in self.roots}  # of masters; `open_use` checks other units'
 
         def begin(_: torch.Tensor) -> None:
             self.running_backward(versions)

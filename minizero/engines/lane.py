@@ -40,4 +40,4 @@ class Now:
         unit.set_gradient(self.engine.average(unit, gradient))
 
     def finish(self) -> None:
-        """All that is under way has ended when this returns."""
+        """The reduction that is under way, if any, has ended when this returns."""

@@ -84,7 +84,7 @@ class Ahead(Now):
         self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
-        self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # this pass so far; the other kind's last one
+        self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # by is_backward: so far, or the last one
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
         self.following: list[Unit] = []  # what comes next, until its gather has begun
@@ -97,7 +97,7 @@ class Ahead(Now):
     # What the engine calls.
 
     def begin_forward(self) -> None:
-        if self.reducing is not None and not self.engine.in_backward:  # left by a backward that raised
+        if self.reducing is not None and not self.engine.in_backward:  # a backward raised
             (_, wait), self.reducing = self.reducing, None
             wait()
         self.begin_pass(is_backward=False)

@@ -1,7 +1,7 @@
 """A unit: parameters that are gathered, reduced and freed together.
 
     replica   what the module computes with: its parameters are views of it, of one dtype
-    master    what the optimizer steps (`shard` there): FP32, this rank's chunk, or all of it (DDP)
+    master    what the optimizer steps (zero3_by_hooks.py: `shard`): FP32, this rank's chunk, or all of it (DDP)
     shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
     gradient  this rank's, while backward brings it: a `LocalGradient` (gradient.py)
 
@@ -132,13 +132,13 @@ class Unit:
     # The gradient.
 
     def begin_gradient(self) -> None:
-        """A backward begins. What the shards' .grad holds, and what becomes of `gradient` (gradient.py, second row):
+        """A backward begins. What the shards' .grad holds, and what becomes of `gradient` (`show`, `go_on`):
 
         None, after zero_grad()         a new one; a sum that no_sync left is dropped
         an average of another backward  a new one; `set_gradient` adds the two
         a view of what no_sync left     that sum goes on
         """
-        if self.gradient is not None and self.gradient.shown:
+        if self.gradient is not None and self.gradient.shown:  # by no_sync
             if all(shard.grad is None for shard in self.shards):
                 self.gradient = None
             else:  # if this backward raises, the next forward drops the sum (engine.py)

@@ -10,6 +10,7 @@ backward. The training loop is PyTorch's, with any optimizer over the shards. Lo
 `Zero3(prefetch=0)`. This page does not serve the following; the file named beside each does:
 
     parameters that get no gradient, on all ranks or on some    engine.py
+    a use that gives none, such as `w.detach()`                 uses.py
     units that return anything but one tensor                   uses.py
     frozen parameters, and those that two units share           units.py
     gradients that add up before they are sent                  gradient.py
