@@ -59,10 +59,7 @@ NO_SOURCE: dict[str, dict[str, str]] = {
         **dict.fromkeys(["282", "318", "324", "460", "497"], "published, with its source"),
     },
     "07c_flash_kernel": {"49.2": "chosen, so that the line meets a dot"},
-    "08_scale": {
-        "1.7": "drawn in a figure, as the height of two bars",
-        "16.4": "drawn in a figure, for who searches",
-    },
+    "08_scale": {"16.4": "drawn in a figure, for who searches"},
     "08b_what_a_fit_says": dict.fromkeys(["5.9", "4.2", "5.5"], "asserted by a cell, in other units"),
     "09_all_together": {
         "4.1": "drawn in a figure, above a bar",
@@ -72,7 +69,6 @@ NO_SOURCE: dict[str, dict[str, str]] = {
         "8,900": "published, with its source",
         "9,600": "published, with its source",
         "9.7": "the total less 1.6",
-        "18.9": "found by who searches",
     },
 }
 
