@@ -1,26 +1,26 @@
 """DDP and stage 3 beside PyTorch's own, in two processes of torchrun: the same losses, and the bytes of each.
 
 The ledger is open before the model is built, so it counts what a constructor keeps: PyTorch's DDP allocates its buckets
-there. `measure()` starts the processes; this file is their program, too.
+there.
 """
 
-import json
-import os
-import subprocess
-import sys
+import torch
 
-PROCESSES = 2
+from minizero import DDP, GPT, GPTConfig, Zero3
+from minizero.memory import Ledger
+from minizero.ranks.collectives import all_reduce
+from minizero.ranks.launch import torchrun
 
 
 def measure():
     """By name: `loss` of the last step; bytes `after the step`, `after zero_grad` and at the `peak`, on rank 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{PROCESSES}"]
-    places = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # where this process finds the packages
-    finished = subprocess.run(
-        [*command, __file__], capture_output=True, text=True, timeout=300, check=False, env=os.environ | places
-    )
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(next(line for line in finished.stdout.splitlines() if line.startswith("{")))
+    return torchrun(train_all, 2)[0]
+
+
+def train_all(comm):
+    """The program of each process."""
+    torch.set_num_threads(1)
+    return {name: train(comm, build) for name, build in kinds(comm, GPTConfig(width=128, layers=4)).items()}
 
 
 def kinds(comm, config):
@@ -28,8 +28,6 @@ def kinds(comm, config):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-
-    from minizero import DDP, GPT, Zero3
 
     mesh = init_device_mesh(comm.device.type, (comm.size,))
 
@@ -55,11 +53,6 @@ def kinds(comm, config):
 
 def train(comm, build, vocabulary=256, steps=3):
     """What `measure` says of one model."""
-    import torch
-
-    from minizero.memory import Ledger
-    from minizero.ranks.collectives import all_reduce
-
     found = {}
     with Ledger() as ledger:
         model = build()
@@ -78,21 +71,3 @@ def train(comm, build, vocabulary=256, steps=3):
             found["after zero_grad"] = ledger.current["total"]
         found["peak"] = ledger.peak["total"]
     return found
-
-
-def main():
-    """The program of each process."""
-    import torch
-
-    from minizero import Comm, GPTConfig
-
-    torch.set_num_threads(1)
-    with Comm.from_process_group() as comm:
-        config = GPTConfig(width=128, layers=4)
-        found = {name: train(comm, build) for name, build in kinds(comm, config).items()}
-        if comm.rank == 0:
-            print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
