@@ -93,11 +93,11 @@ def seconds(function, repetitions):
     return start.elapsed_time(end) / 1000 / repetitions
 
 
-def repetitions_for(function, wanted=0.03):
-    """How many calls take about `wanted` seconds. The first call, which may compile, does not count."""
+def repetitions_for(function):
+    """How many calls take about 30 ms. The first call, which may compile, does not count."""
     function()
     synchronize()
-    return max(3, min(100, math.ceil(wanted / max(1e-5, seconds(function, 2))))) if CUDA else 1
+    return max(3, min(100, math.ceil(0.03 / max(1e-5, seconds(function, 2))))) if CUDA else 1
 
 
 def attempt(name, function):

@@ -9,6 +9,7 @@ that backward, half of it under a causal mask. Each figure is the best of severa
 """
 
 import math
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -60,16 +61,6 @@ def make_attention(name, n, causal):
     return pinned
 
 
-def forward_of(attention, tensors):
-    """The forward pass alone, as a function without arguments."""
-
-    def forward():
-        with torch.no_grad():
-            attention(*tensors[:3])
-
-    return forward
-
-
 def backward_of(attention, tensors):
     """The backward pass as a function without arguments, and the bytes that one forward and backward takes."""
     *inputs, dout = tensors
@@ -99,7 +90,7 @@ def measure(n, head_dim, causal, dtype, names, rounds, tokens=TOKENS, width=WIDT
     attentions = {name: attempt(name, lambda name=name: make_attention(name, n, causal)) for name in names}
     attentions = {name: attention for name, attention in attentions.items() if attention}
     # Forward first: what backward needs, of MATH all scores, is not there yet.
-    forward = {name: forward_of(attention, tensors) for name, attention in attentions.items()}
+    forward = {name: torch.no_grad()(partial(attention, *tensors[:3])) for name, attention in attentions.items()}
     for name, time in best_times(forward, rounds).items():
         result[name]["forward"] = work / time
     backward = {}

@@ -8,7 +8,6 @@ limited     a step that a limit on the card's memory forbids, and the one that X
 import contextlib
 import dataclasses
 import gc
-import time
 from unittest import mock
 
 import torch
@@ -19,6 +18,7 @@ from minizero.memory import CATEGORIES, Ledger
 from minizero.pictures import COLORS, MIB
 from minizero.pictures.style import label_axes, new_axes
 from minizero.ranks.collectives import barrier
+from minizero.ranks.timing import best_seconds
 from minizero.torch_private import allocator_history
 from minizero.xray import Plan
 from notebooks.tools.card import CUDA, DEVICE, GIB, figures, recorded, synchronize
@@ -33,28 +33,31 @@ def initial_values_by_the_device():
     return mock.patch.object(nn.init, "normal_", lambda parameter, std=1.0, **_: parameter.data.normal_(std=std))
 
 
-def steps(comm, config, stage, options):
-    """One rank's bytes in the third of its steps, watched, and the seconds of the best of two that nobody watches."""
+def training(comm, config, stage, batch_size, scaler=None, **options):
+    """An engine, its optimizer, and a step of theirs as a function without arguments."""
     with torch.device(comm.device):
         module = GPT(config)
     model = stage(module, comm, **options)
-    del module
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(config.vocabulary, (1, config.sequence_length + 1), device=comm.device)
+    tokens = torch.randint(config.vocabulary, (batch_size, config.sequence_length + 1), device=comm.device)
 
     def step():
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad()
 
-    seconds = []
-    for _ in range(2):
-        barrier(comm)
-        start = time.perf_counter()
-        step()
-        synchronize()
-        barrier(comm)
-        seconds.append(time.perf_counter() - start)
+    return model, optimizer, step
+
+
+def steps(comm, config, stage, options):
+    """One rank's bytes in the last of its steps, watched, and the seconds of the best of two that nobody watches."""
+    model, optimizer, step = training(comm, config, stage, 1, **options)
+    seconds = best_seconds(step, comm, rounds=2)
     if CUDA and comm.rank == 0:
         torch.cuda.reset_peak_memory_stats()
     barrier(comm)
@@ -62,7 +65,7 @@ def steps(comm, config, stage, options):
         step()
     synchronize()
     barrier(comm)
-    return {"peak": ledger.peak, "seconds": min(seconds), "curve": columns(ledger.curve)}
+    return {"peak": ledger.peak, "seconds": seconds, "curve": columns(ledger.curve)}
 
 
 def columns(curve):

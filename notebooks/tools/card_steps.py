@@ -1,13 +1,13 @@
 """A training step on a GPU in 32 and 16 bits, and operators whose arithmetic is in 32 or 16 bits."""
 
 import contextlib
-import time
 
 import torch
 
-from minizero import GPT, GPTConfig, World, Zero3
-from notebooks.tools.card import CUDA, DEVICE, best_times, copy_bandwidth, matmul_rate, most_bytes, synchronize
-from notebooks.tools.card_memory import initial_values_by_the_device
+from minizero import GPTConfig, World, Zero3
+from minizero.ranks.timing import best_seconds
+from notebooks.tools.card import CUDA, DEVICE, best_times, copy_bandwidth, matmul_rate, most_bytes
+from notebooks.tools.card_memory import initial_values_by_the_device, training
 from precision import DynamicLossScaler
 
 DTYPES = {"FP32": None, "TF32": None, "FP16": torch.float16, "BF16": torch.bfloat16}
@@ -38,34 +38,12 @@ def matmul_rates(size, rounds):
 
 def step_of(comm, config, batch_size, rounds, **options):
     """Seconds of a training step on one rank, the best of some, and the most bytes that it takes on the device."""
-    with torch.device(comm.device):
-        module = GPT(config)
-    model = Zero3(module, comm, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     # FP16's gradients would vanish, and its infinities stay, without one.
     scaler = DynamicLossScaler() if options.get("dtype") is torch.float16 else None
-    tokens = torch.randint(256, (batch_size, config.sequence_length + 1), device=comm.device)
-
-    def step():
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
-
+    *_, step = training(comm, config, Zero3, batch_size, scaler, **options)
     step()  # the optimizer's states are made, kernels are compiled
     _, taken = most_bytes(step)
-    best = float("inf")
-    for _ in range(rounds):
-        synchronize()
-        start = time.perf_counter()
-        step()
-        synchronize()
-        best = min(best, time.perf_counter() - start)
-    return {"seconds": best, "bytes": taken}
+    return {"seconds": best_seconds(step, comm, rounds), "bytes": taken}
 
 
 def steps(config, batch_size, rounds, options):
