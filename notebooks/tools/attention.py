@@ -4,11 +4,9 @@ import importlib.util
 import inspect
 import json
 import linecache
-import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -20,22 +18,10 @@ from flash.gpus import GPUS, PROCESSORS
 from flash.options import Options
 from flash.traffic import hbm_bytes
 from minizero.memory import Ledger
+from minizero.schedules.depth import seconds
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NO_OPTIONS = Options(None, None, None, 1.0, None, None, False, False, 0.0)
-
-
-def best(calls, turns=5):
-    """Seconds of each call, by its name: the best of several turns. In a turn each of them is called once."""
-    seconds = dict.fromkeys(calls, math.inf)
-    for _ in range(turns):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
 
 
 def peak(function, *inputs):
@@ -55,20 +41,14 @@ def limits():
         return lambda: [operator(x, other, out=out) for _ in range(times)]
 
     cached, long, square = torch.ones(2**16), torch.ones(2**25), torch.ones(512, 512)
-    seconds = best(
-        {
-            "call": repeat(1000, torch.add, torch.ones(1), 1),
-            "cache": repeat(200, torch.add, cached, 1),
-            "memory": repeat(1, torch.add, long, 1),
-            "product": repeat(1, torch.mm, square, square),
-        },
-        turns=40,  # short ones, of which some meet a free core
-    )
+    calls = {"call": repeat(1000, torch.add, torch.ones(1), 1), "cache": repeat(200, torch.add, cached, 1)}
+    calls |= {"memory": repeat(1, torch.add, long, 1), "product": repeat(1, torch.mm, square, square)}
+    best = seconds(calls, repeats=40)
     return {
-        "call": seconds["call"] / 1000,
-        "cache": 200 * 2 * cached.nbytes / seconds["cache"],
-        "memory": 2 * long.nbytes / seconds["memory"],
-        "product": 2 * 512**3 / seconds["product"],
+        "call": best["call"] / 1000,
+        "cache": 200 * 2 * cached.nbytes / best["cache"],
+        "memory": 2 * long.nbytes / best["memory"],
+        "product": 2 * 512**3 / best["product"],
     }
 
 
