@@ -12,7 +12,7 @@ from minizero import DDP, GPT, GPTConfig, World, all_gather, all_reduce, barrier
 from minizero.accumulate import accumulate
 from minizero.engines.timeline import Timeline
 from minizero.memory import Ledger
-from minizero.models.text import TEXT, read_text
+from minizero.models.text import TEXT, read_text, windows
 from minizero.pictures import MIB, draw_steps
 from minizero.pictures.style import COLORS, FONT, box, draw_bars, keys, label_axes, note, sheet
 from notebooks.tools.zero import Block, slow_link
@@ -30,9 +30,8 @@ def sample(count, seed, test=False):
     """x and y, (count, LENGTH), from random places of the text; y is one byte ahead."""
     text = read_text(TEXT, LENGTH)
     text = text[-len(text) // TEST :] if test else text[: -len(text) // TEST]
-    starts = torch.randint(len(text) - LENGTH, (count, 1), generator=torch.Generator().manual_seed(seed))
-    rows = text[starts + torch.arange(LENGTH + 1)].long()
-    return rows[:, :-1], rows[:, 1:]
+    starts = torch.randint(len(text) - LENGTH, (count,), generator=torch.Generator().manual_seed(seed))
+    return windows(text, starts.tolist(), LENGTH)
 
 
 def cut(x, y, pieces):

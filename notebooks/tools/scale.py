@@ -1,20 +1,20 @@
 """What notebooks 08 and 08b compute, measure and print beside their pictures; and the sliders."""
 
 import dataclasses
+import itertools
 
 import matplotlib.pyplot as plt
-import torch
 from IPython.display import display
 from rich.console import Console
 
-from minizero import DDP, GPT, World, Zero1, Zero2, Zero3
-from minizero.memory import Ledger, predict
+from minizero import DDP, World, Zero1, Zero2, Zero3
+from minizero.memory import predict
 from minizero.simulate import CLUSTERS, MODELS, Plan, model, report, simulate
 from minizero.simulate.fits import fit, run
 from minizero.simulate.published import PUBLICATIONS, RATIO, ZERO_TABLE_1
 from minizero.simulate.remedies import remedies
 from notebooks.tools.scale_pictures import STRATEGIES
-from notebooks.tools.zero import STATES, table
+from notebooks.tools.zero import one_step, table
 
 GIB = 2**30
 WORKSPACES = 7.6 / 6.2  # largest model computed, and largest that ran: Rajbhandari et al., 2019, table 2
@@ -34,29 +34,14 @@ def table_1():
     return table(["GPUs", "7.5B, stages 1 / 2 / 3", "128B", "1T"], rows), within
 
 
-def bytes_of_a_step(comm, stage, config):
-    """Bytes that an engine holds after a step, and sends in it."""
-    wrapped = stage(GPT(config), comm, **({"prefetch": 0} if stage is Zero3 else {}))
-    optimizer = torch.optim.AdamW(wrapped.parameters())
-    x = torch.zeros(1, config.sequence_length, dtype=torch.long)
-    for _ in range(2):
-        before = comm.bytes_sent
-        wrapped(x, x).backward()
-        optimizer.step()
-        sent = comm.bytes_sent - before
-    with Ledger(wrapped, optimizer) as ledger:
-        held = ledger.current
-    return sum(held[name] for name in STATES), sent
-
-
 def measured_bytes(config, sizes):
-    """{(engine, ranks): (bytes held, bytes sent)}, of our own engines, run."""
-    stages = (DDP, Zero1, Zero2, Zero3)
-    return {
-        (number, ranks): World(ranks).run(bytes_of_a_step, stage, config)[0]
-        for ranks in sizes
-        for number, stage in enumerate(stages)
-    }
+    """{(stage, ranks): (bytes held after a step, bytes sent in it)}, of our own engines, run."""
+    found = {}
+    for ranks, (number, stage) in itertools.product(sizes, enumerate((DDP, Zero1, Zero2, Zero3))):
+        options = {"prefetch": 0} if stage is Zero3 else {}
+        step = World(ranks).run(one_step, stage, config, (1, config.sequence_length), **options)[0]
+        found[number, ranks] = step["states"], step["sent"]
+    return found
 
 
 def strategies(one):
@@ -128,11 +113,11 @@ def all_predicted():
 # The sliders.
 
 
-def calculate(name, cluster, gpus, stage, factor, batch, recompute, flash=True):
+def calculate(name, cluster, gpus, stage, factor, batch, recompute):
     """Draws the memory of a plan beside DDP's, and prints its speed. What cannot be is said in words."""
     try:
         factor = factor if stage == 3 and factor else None
-        plan = Plan(gpus, stage, batch, sharding_factor=factor, recompute=recompute, flash=flash)
+        plan = Plan(gpus, stage, batch, sharding_factor=factor, recompute=recompute, flash=True)
         ddp = dataclasses.replace(plan, stage=0, sharding_factor=None)
         steps = [simulate(model(name), CLUSTERS[cluster], one) for one in (plan, ddp)]
     except ValueError as error:

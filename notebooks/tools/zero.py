@@ -17,7 +17,6 @@ from minizero.memory.tape import columns
 from minizero.models.text import TEXT, read_text, windows
 from minizero.ranks.threads import ThreadTransport
 
-MIB = 2**20
 STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -201,19 +200,19 @@ class Block(nn.Module):
 BLOCK_BYTES = 3 * 256 * 256 * 4
 
 
-def pretend(compute=0.04, gather=0.02, blocks=4, **options):
-    """Train blocks under stage 3 on two ranks of a machine of pauses; returns what rank 0 saw.
+def pretend(**options):
+    """Train four blocks under stage 3 on two ranks of a machine of pauses; returns what rank 0 saw.
 
-    compute: seconds of a block's forward. gather: seconds that a rank's link is busy with a block's all-gather, and
-    with its reduce-scatter. Of the faster of two steps: `events` (`Timeline`), `seconds`, bytes `sent`. Of another: the
-    most bytes of `parameters` at one moment. `losses` of all steps.
+    A block's forward takes 40 ms. Its all-gather keeps a rank's link busy for 20 ms, and so does its reduce-scatter.
+    Of the faster of two steps: `events` (`Timeline`), `seconds`, bytes `sent`. Of another: the most bytes of
+    `parameters` at one moment. `losses` of all steps.
     """
-    with slow_link(BLOCK_BYTES / 2 / gather):  # of two ranks each sends half
-        return World(2).run(_pretend, compute, blocks, options)[0]
+    with slow_link(BLOCK_BYTES / 2 / 0.02):  # of two ranks each sends half
+        return World(2).run(_pretend, options)[0]
 
 
-def _pretend(comm, compute, blocks, options):
-    model = nn.Sequential(*[Block(compute) for _ in range(blocks)])
+def _pretend(comm, options):
+    model = nn.Sequential(*[Block(0.04) for _ in range(4)])
     engine = Zero3(model, comm, units=list(model), **options)
     optimizer = torch.optim.SGD(engine.parameters(), lr=1e-3)
     losses = []
