@@ -88,11 +88,9 @@ def batch_size(options: argparse.Namespace) -> int:
         return int(options.batch_size)
     parts = options.gpus * options.micro_batches
     if options.global_batch_size % parts:
-        few = options.global_batch_size < parts
         raise ValueError(
-            f"--global-batch-size {options.global_batch_size:,} "
-            + ("is less than" if few else "is not a multiple of")
-            + f" the {parts:,} micro-batches of {options.gpus:,} GPUs: use a multiple of {parts:,}"
+            f"--global-batch-size {options.global_batch_size:,} is not a multiple of the {parts:,} micro-batches of "
+            f"{options.gpus:,} GPUs: use a multiple of {parts:,}"
         )
     return int(options.global_batch_size // parts)
 

@@ -76,8 +76,7 @@ class Cluster:
         if members % per_host or max(stride, self.gpus_per_host) % min(stride, self.gpus_per_host):
             raise ValueError(
                 f"{members:,} ranks{f', {stride:,} apart,' if stride > 1 else ''} do not lie evenly on hosts of "
-                f"{self.gpus_per_host}: "
-                f"use multiples of {self.gpus_per_host}, or divisors"
+                f"{self.gpus_per_host}: use multiples of {self.gpus_per_host}, or divisors"
             )
         return members // per_host
 

@@ -15,20 +15,18 @@ import numpy as np
 from minizero.simulate.clusters import Cluster
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.published import PUBLICATIONS, RATIO, TOKENS, Publication, Row
-from minizero.simulate.shapes import Model, model
+from minizero.simulate.shapes import model
 from minizero.simulate.step import Prediction, simulate
 
 START = {"efficiency": 0.45, "interference": 0.3, "jitter": 0.003, "network": 0.3}
 
 
-def least_squares(
-    residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float] | np.ndarray, rounds: int = 40
-) -> np.ndarray:
+def least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float] | np.ndarray) -> np.ndarray:
     """The x near `start` for which the sum of squared residuals is least. Derivatives are differences."""
     x = np.array(start, dtype=float)
     damping = 1e-3  # small: Gauss and Newton's step; large: a short step straight down
     r = residuals(x)
-    for _ in range(rounds):
+    for _ in range(40):
         shifts = 1e-4 * np.eye(len(x))
         jacobian = np.stack([(residuals(x + shift) - r) / 1e-4 for shift in shifts], axis=1)
         normal, slope = jacobian.T @ jacobian, jacobian.T @ r
@@ -74,10 +72,7 @@ class Fit:
         return run(self.publication.cluster, name, plan, self.efficiencies[key], self.shared)
 
 
-@functools.cache
-def shape(name: str) -> Model:
-    """A known model by its name. It is built once: a fit simulates it hundreds of times."""
-    return model(name)
+shape = functools.cache(model)  # a known model is built once: a fit simulates it hundreds of times
 
 
 def kind(publication: Publication, row: Row) -> str:
@@ -127,9 +122,3 @@ def fit_to(publication: Publication, carried: Mapping[str, float]) -> Fit:
     efficiencies, shared = constants(least_squares(residuals, np.log(start)))
     values = [value(publication, row, efficiencies[kind(publication, row)], shared) for row in publication.rows]
     return Fit(publication, efficiencies, shared, tuple(values))
-
-
-def two_points(x: Sequence[float], y: Sequence[float], at: float) -> float:
-    """What a ruler on the published plot predicts: the line through two points over log x, at another x."""
-    slope = (y[1] - y[0]) / (np.log(x[1]) - np.log(x[0]))
-    return float(y[1] + slope * (np.log(at) - np.log(x[1])))

@@ -12,13 +12,13 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
 
 from minizero.engines import STAGES, Zero3
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from minizero.ranks.comm import Comm
+from minizero.ranks.timing import fit
 from minizero.ranks.world import World
 from minizero.simulate.clusters import GPU, Cluster, Link
 from minizero.simulate.plan import Constants, Plan
@@ -28,7 +28,6 @@ from minizero.simulate.step import ADAM_BYTES, simulate
 CONFIG, BATCH = GPTConfig(), 4
 SIZES = (2**12, 2**21, 2**23)  # bytes: the smallest shows α, the others β
 CORES = os.cpu_count() or 1
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,30 +59,28 @@ class Machine:
         return simulate(self.model, self.cluster, plan, Constants(self.rate)).seconds
 
 
-def timed(comm: Comm, clock: str, call: Callable[[], object]) -> float:
-    """Seconds of a call. clock: "wall" for the slowest rank's time, "cpu" for the time that all ranks together use of
-    the cores. Other work on the machine cannot lengthen the latter.
-    """
+def timed(comm: Comm, call: Callable[[], object]) -> float:
+    """Seconds of a call: what all ranks together use of the cores, which other work on the machine cannot lengthen."""
     barrier(comm)
-    start = CLOCKS[clock]()
+    start = time.process_time()
     call()
-    seconds = all_reduce(torch.tensor(CLOCKS[clock]() - start, dtype=torch.float64), comm, "max").item()
-    return seconds / min(comm.size, CORES) if clock == "cpu" else seconds
+    seconds = all_reduce(torch.tensor(time.process_time() - start, dtype=torch.float64), comm, "max").item()
+    return seconds / min(comm.size, CORES)
 
 
-def measure_rings(comm: Comm, clock: str) -> dict[int, float]:
+def measure_rings(comm: Comm) -> dict[int, float]:
     """Seconds of an all-gather and a reduce-scatter, their mean, for each of SIZES: the best of 8."""
     best = dict.fromkeys(SIZES, float("inf"))
     for size in [*SIZES] * 8:
         full = torch.zeros(size // 4)
         shard = full.chunk(comm.size)[comm.rank]
-        both = timed(comm, clock, lambda: all_gather(shard, comm, out=full))  # noqa: B023
-        both += timed(comm, clock, lambda: reduce_scatter(full, comm))  # noqa: B023
+        both = timed(comm, lambda: all_gather(shard, comm, out=full))  # noqa: B023
+        both += timed(comm, lambda: reduce_scatter(full, comm))  # noqa: B023
         best[size] = min(best[size], both / 2)
     return best
 
 
-def measure_steps(comm: Comm, clock: str) -> dict[int, list[float]]:
+def measure_steps(comm: Comm) -> dict[int, list[float]]:
     """Seconds of a whole step, and of Adam's part of it, by stage of ZeRO: the best of 3."""
     models = [*(stage(GPT(CONFIG), comm) for stage in STAGES[:3]), Zero3(GPT(CONFIG), comm, prefetch=0)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
@@ -91,8 +88,8 @@ def measure_steps(comm: Comm, clock: str) -> dict[int, list[float]]:
     best = {stage: [float("inf")] * 2 for stage in range(4)}
     for _ in range(3):
         for stage, (model, optimizer) in enumerate(zip(models, optimizers)):
-            whole = timed(comm, clock, lambda: (model(x, x).backward(), optimizer.step()))  # noqa: B023
-            found = (whole, timed(comm, clock, optimizer.step))
+            whole = timed(comm, lambda: (model(x, x).backward(), optimizer.step()))  # noqa: B023
+            found = (whole, timed(comm, optimizer.step))
             optimizer.zero_grad()
             best[stage] = [min(pair) for pair in zip(best[stage], found)]
     return best
@@ -100,11 +97,9 @@ def measure_steps(comm: Comm, clock: str) -> dict[int, list[float]]:
 
 def calibrate(rings: dict[int, float], steps: dict[int, list[float]]) -> Machine:
     """This machine, from the rings and the steps at 2 ranks."""
-    halves = np.array(list(rings)) / 2  # (N - 1)/N of the bytes
-    seconds = np.array(list(rings.values()))
-    slope, alpha = np.polyfit(halves, seconds, 1, w=1 / seconds)  # relative errors: else the shortest would not count
+    alpha, beta = fit({size // 2: seconds for size, seconds in rings.items()})  # (N - 1)/N of the bytes
     model = gpt(CONFIG.layers, CONFIG.width, CONFIG.heads, CONFIG.sequence_length, CONFIG.vocabulary)
-    link = Link(float(alpha), float(1 / slope), "measured at 2 ranks")
+    link = Link(alpha, beta, "measured at 2 ranks")
     gpu = GPU("this CPU", {"float32": 1.0}, float("inf"), ADAM_BYTES * model.parameters / steps[0][1], link.source)
     cluster = Cluster(gpu, 2**20, link, link, link, float("inf"), 1.0, base_latency=0.0, cores=CORES)
     # What the steps take beyond an infinitely fast computation is computing.
@@ -113,7 +108,7 @@ def calibrate(rings: dict[int, float], steps: dict[int, list[float]]) -> Machine
     return Machine(model, cluster, len(steps) * BATCH * model.flops() / computing)
 
 
-def compare(sizes: Iterable[int] = (4, 8), rounds: int = 2, clock: str = "wall") -> tuple[list[StepTime], Machine]:
+def compare(sizes: Iterable[int] = (4, 8), rounds: int = 2) -> tuple[list[StepTime], Machine]:
     """Measures steps at 2 ranks and at each of `sizes`, and simulates them. Each rank is one thread.
 
     The sizes take turns, so that what disturbs one disturbs all.
@@ -124,10 +119,10 @@ def compare(sizes: Iterable[int] = (4, 8), rounds: int = 2, clock: str = "wall")
         rings = dict.fromkeys(SIZES, float("inf"))
         steps: dict[int, dict[int, list[float]]] = {size: {} for size in (2, *sizes)}
         for _ in range(rounds):
-            found = World(2, "cpu").run(measure_rings, clock)[0]
+            found = World(2, "cpu").run(measure_rings)[0]
             rings = {size: min(rings[size], found[size]) for size in SIZES}
             for size, best in steps.items():
-                for stage, pair in World(size, "cpu").run(measure_steps, clock)[0].items():
+                for stage, pair in World(size, "cpu").run(measure_steps)[0].items():
                     best[stage] = [min(both) for both in zip(best.get(stage, pair), pair)]
     finally:
         torch.set_num_threads(threads)

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from minizero.pictures.style import COLORS, FONT, OTHER, PREDICTED
-from minizero.pictures.timeline import Event, plot_timeline
+from minizero.pictures.timeline import plot_timeline
 from minizero.simulate.clusters import GIB
-from minizero.simulate.fits import Fit, fit, two_points
+from minizero.simulate.fits import Fit, fit
 from minizero.simulate.published import PUBLICATIONS, RATIO
 from minizero.simulate.remedies import Changes
 from minizero.simulate.search import describe
@@ -108,8 +108,11 @@ def print_published(console: Console) -> None:
             table.add_row(row.model, what, published, *cells, f"{value / row.value - 1:+.1%}")
         console.print(table)
         console.print(_constants(one), highlight=False)
-        for line in filter(None, (one.publication.note, _ruler(one))):
-            console.print(line, highlight=False)
+        console.print(one.publication.note, highlight=False)
+        if name == "llm-foundry":
+            line, flat = np.abs(ruler_errors(one)).mean(axis=1)
+            others = f"a line through 128 and 256: {line:.1%}; of no change since 256: {flat:.1%}"
+            console.print(f"Mean error at 512 GPUs of {others}.", highlight=False)
 
 
 def _number(value: float, unit: str) -> str:
@@ -129,14 +132,6 @@ def _constants(one: Fit) -> str:
     )
 
 
-def _ruler(one: Fit) -> str:
-    """How far two simpler predictions at the largest size would be off."""
-    if one.publication.name != "llm-foundry":
-        return ""
-    line, flat = np.abs(ruler_errors(one)).mean(axis=1)
-    return f"Mean error at 512 GPUs of a line through 128 and 256: {line:.1%}; of no change since 256: {flat:.1%}."
-
-
 def ruler_errors(one: Fit) -> tuple[list[float], list[float]]:
     """The errors at the third of three published points: of a line over log GPUs through the first two, and of the
     second point itself.
@@ -144,8 +139,9 @@ def ruler_errors(one: Fit) -> tuple[list[float], list[float]]:
     line, flat = [], []
     rows = one.publication.rows
     for first, second, third in zip(rows[::3], rows[1::3], rows[2::3]):
-        gpus, values = (first.plan.ranks, second.plan.ranks), (first.value, second.value)
-        line.append(two_points(gpus, values, third.plan.ranks) / third.value - 1)
+        x = np.log([row.plan.ranks for row in (first, second, third)])
+        slope = (second.value - first.value) / (x[1] - x[0])
+        line.append((second.value + slope * (x[2] - x[1])) / third.value - 1)
         flat.append(second.value / third.value - 1)
     return line, flat
 
@@ -174,23 +170,21 @@ def draw_memory(steps: Sequence[Prediction], axes: Axes, labels: Sequence[str] |
     return axes
 
 
-def draw_step(step: Prediction, units: int = 8) -> Figure:
+def draw_step(step: Prediction) -> Figure:
     """Draws memory above, and the streams below: the whole step of a small model, else its middle.
 
-    The middle is where the last `units` units run forward and then backward.
+    The middle is where the last eight units run forward and then backward.
     """
     figure = Figure(figsize=(16, 7), layout="constrained")
     above, below = figure.subplots(2, height_ratios=(1, 3))
     draw_memory([step], above)
     ends = [end for lane, name, _, end in step.spans if lane == "compute"]
-    turn, shown = len(step.model.units), "milliseconds, predicted"
-    if turn > units:
-        first, last = ends[turn - units - 1], ends[turn + units]
-        whole = [span for span in step.spans if span[2] < last and span[3] > first]
+    turn, events, shown = len(step.model.units), step.events(), "milliseconds, predicted"
+    if turn > 8:
+        first, last = ends[turn - 9], ends[turn + 8]
+        events = [event for event in events if event.start < last and event.end > first]
         shown += f"; the end of forward and the start of backward, of {step.seconds:.3g} s in all"
-    else:
-        whole = list(step.spans)
-    plot_timeline([Event(0, lane, name, start, end) for lane, name, start, end in whole if end > start], below)
+    plot_timeline(events, below)
     below.set_xlabel(shown, fontsize=FONT)
     name = f"{step.model.name} on {step.plan.ranks:,} x {step.cluster.gpu.name}"
     figure.suptitle(f"{name}: {step.seconds:.3g} s, {step.tflops:,.0f} TFLOP/s per GPU, predicted", fontsize=FONT + 2)

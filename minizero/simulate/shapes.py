@@ -160,17 +160,16 @@ def t5(
     head_width: int,
     hidden: int,
     sequence: int = 512,
-    vocabulary: int = 32128,
     *,
     name: str = "T5",
 ) -> Model:
     """An encoder of `layers` layers on `sequence` tokens, and a decoder of as many layers on `sequence` more."""
-    _positive(layers=layers, width=width, heads=heads, sequence=sequence, vocabulary=vocabulary)
+    _positive(layers=layers, width=width, heads=heads, sequence=sequence)
     shape = (width, heads, heads * head_width, hidden, sequence)
     encoder, decoder = layer("encoder", *shape), layer("decoder", *shape, cross=sequence)
     units = [dataclasses.replace(encoder, name=f"encoder {i}") for i in range(layers)]
     units += [dataclasses.replace(decoder, name=f"decoder {i}") for i in range(layers)]
-    return Model(name, head(width, vocabulary, sequence, 0, True), tuple(units), sequence)
+    return Model(name, head(width, 32128, sequence, 0, True), tuple(units), sequence)
 
 
 def _positive(**counts: int) -> None:

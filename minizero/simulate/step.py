@@ -73,9 +73,9 @@ class Prediction:
         flops = self.plan.batch_size * self.plan.micro_batches * self.model.flops(self.plan.recompute)
         return flops / self.seconds / 1e12
 
-    def events(self, rank: int = 0) -> list[Event]:
+    def events(self) -> list[Event]:
         """The spans as `minizero.pictures.timeline` draws them, and measured steps too."""
-        return [Event(rank, *span) for span in self.spans if span[3] > span[2]]
+        return [Event(0, *span) for span in self.spans if span[3] > span[2]]
 
 
 def simulate(model: Model, cluster: Cluster, plan: Plan, constants: Constants | None = None) -> Prediction:

@@ -17,14 +17,6 @@ SMALL = gpt(4, 1024, 16, 512)
 A100 = CLUSTERS["a100-80"]
 
 
-def words_of(console):
-    return " ".join(console.file.getvalue().split())
-
-
-def console():
-    return Console(file=io.StringIO(), width=100)
-
-
 # Search.
 
 
@@ -58,11 +50,6 @@ def test_search_leaves_alone_what_it_is_told():
 def test_factors_lie_evenly_on_hosts():
     assert factors(A100, 24) == [1, 2, 4, 8, 24]
     assert len(factors(A100, 100_000)) > 10
-
-
-def test_search_says_how_much_is_missing():
-    with pytest.raises(ValueError, match="no plan fits: the least that megatron-1t takes on 8 GPUs is"):
-        search(model("megatron-1t"), A100, 8, 1)
 
 
 def test_plans_in_words():
@@ -103,9 +90,9 @@ def test_the_command_says_what_to_try(capsys):
 
 @pytest.mark.slow
 def test_the_published_table_keeps_fitted_and_predicted_apart():
-    out = console()
+    out = Console(file=io.StringIO(), width=100)
     report.print_published(out)
-    words = words_of(out)
+    words = " ".join(out.file.getvalue().split())
     for heading in ("published", "fitted", "predicted", "error"):
         assert words.count(f" {heading} ") >= 4
     lines = out.file.getvalue().splitlines()
@@ -158,8 +145,7 @@ def test_global_batch_and_shape(capsys):
         (["--sharding-factor", "3"], "sharding_factor 3 does not divide 512 GPUs: try 1, 2, 4"),
         (["--layers", "2", "--width", "100", "--heads", "3"], "width (100) must be divisible by heads (3)"),
         (["--layers", "2"], "give all three"),
-        (["--global-batch-size", "8"], "is less than the 512 micro-batches of 512 GPUs: use a multiple of 512"),
-        (["--global-batch-size", "513"], "is not a multiple of"),
+        (["--global-batch-size", "513"], "is not a multiple of the 512 micro-batches of 512 GPUs: use a multiple of"),
         (["--model", "gtp-175b"], "model 'gtp-175b' is unknown: did you mean gpt-175b"),
         (["--cluster", "a100"], "did you mean a100-40 or a100-80"),
         (["--cluster", "abacus!"], "cluster 'abacus!' is unknown"),
@@ -169,7 +155,7 @@ def test_global_batch_and_shape(capsys):
         (["--efficiency", "1.5"], "must be a number from 0 to 1"),
         (["--jitter", "nan"], "must be a number from 0 to 1"),
         (["--speed"], "--speed"),
-        (["--model", "megatron-1t", "--gpus", "8", "--search"], "no plan fits"),
+        (["--model", "megatron-1t", "--gpus", "8", "--search"], "no plan fits: the least that megatron-1t takes on 8"),
         (["--output", "/dev/null/x"], "--output: cannot write"),
     ],
 )

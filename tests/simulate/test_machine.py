@@ -8,7 +8,7 @@ from minizero.simulate.machine import SIZES, calibrate, compare
 @pytest.mark.soak  # it measures for minutes
 @pytest.mark.timeout(1800)
 def test_steps_at_4_and_8_ranks_are_predicted_within_30_percent():
-    rows, machine = compare((4, 8), clock="cpu")  # other tests run beside this one
+    rows, machine = compare((4, 8))
     link = machine.cluster.inside
     assert link.latency > 0 and link.bandwidth > 1e8 and machine.rate > 1e9
     predicted = [row for row in rows if row.ranks > 2]
@@ -26,7 +26,5 @@ def test_calibration_finds_the_machine_that_made_the_numbers():
     known = type(first)(first.model, first.cluster, rate)
     steps = {stage: [known.step_seconds(2, stage), adam[stage][1]] for stage in range(4)}
     found = calibrate(rings, steps)
-    assert found.cluster.inside.latency == pytest.approx(alpha) and found.cluster.inside.bandwidth == pytest.approx(
-        beta
-    )
-    assert found.rate == pytest.approx(rate)
+    link = found.cluster.inside
+    assert (link.latency, link.bandwidth, found.rate) == pytest.approx((alpha, beta, rate))

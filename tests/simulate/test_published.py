@@ -8,7 +8,6 @@ import pytest
 from minizero.simulate import Plan, fits
 from minizero.simulate.fits import fit, least_squares
 from minizero.simulate.published import PUBLICATIONS
-from minizero.simulate.report import ruler_errors
 
 
 def test_least_squares_finds_known_constants():
@@ -39,13 +38,6 @@ def test_what_was_not_fitted_is_predicted_with_constants_that_make_sense(name):
 def test_a_model_of_no_row_has_no_efficiency():
     with pytest.raises(ValueError, match="has no efficiency for gpt2-xl"):
         fit("PyTorch FSDP").run("gpt2-xl", Plan(8))
-
-
-def test_llm_foundry_at_512_gpus_is_predicted_better_than_by_a_line():
-    one = fit("llm-foundry")
-    assert all(row.fitted == (row.plan.ranks < 512) for row in one.publication.rows)
-    line, flat = (np.abs(of).mean() for of in ruler_errors(one))
-    assert np.abs(one.errors(fitted=False)).mean() < line < flat and flat == pytest.approx(0.0361, abs=1e-3)
 
 
 def test_a_fit_looks_at_nothing_that_it_predicts(monkeypatch):

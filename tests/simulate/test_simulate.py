@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minizero import GPT, GPTConfig, Zero3
-from minizero.memory import Ledger, predict, predict_activations
-from minizero.simulate import CLUSTERS, MODELS, Constants, Plan, gpt, model, simulate, t5
+from minizero.memory import predict_activations
+from minizero.simulate import CLUSTERS, MODELS, Plan, gpt, model, simulate, t5
 from minizero.simulate.peak import states
-from minizero.simulate.published import ZERO_TABLE_1
+from notebooks.tools.zero import one_step
 from tests.support.helpers import STAGES, run
 
 CONFIG = GPTConfig(vocabulary=64, sequence_length=32, width=96, layers=3, heads=2)
@@ -22,18 +22,6 @@ SMALL = gpt(6, 1024, 16, 512)
 # Exact: published tables, formulas, counted bytes.
 
 
-def test_all_54_cells_of_the_zero_papers_table_1():
-    cells = 0
-    for gpus, row in ZERO_TABLE_1.items():
-        for parameters, printed in row.items():
-            for stage, text in enumerate(printed, 1):
-                computed = predict(int(float(parameters)), gpus, stage, convention="paper")["total"] / 1e9
-                last_digit = 10.0 ** -len(text.partition(".")[2])
-                assert abs(computed - float(text)) <= last_digit, (gpus, parameters, stage, computed)
-                cells += 1
-    assert cells == 54
-
-
 @pytest.mark.parametrize(("world", "group"), [(16, 8), (512, 8), (64, 8)])
 def test_hybrid_traffic_between_hosts_is_the_papers_formula(world, group):
     """2 M (W - G) / (G W), with M the bytes of the gradients; Zhao et al., 2023, section 3.2.2, corrected."""
@@ -42,21 +30,6 @@ def test_hybrid_traffic_between_hosts_is_the_papers_formula(world, group):
     assert step.sent_between == pytest.approx(2 * gathered * (world - group) / (group * world), rel=1e-4)
     full = simulate(SMALL, A100, Plan(world))
     assert step.sent_between < full.sent_between == pytest.approx(full.sent / 8)  # a ring leaves a host at one of 8
-
-
-def measure(comm, stage, dtype, options):
-    """Of the second step: bytes sent, bytes held after it, and the peak."""
-    wrapped = stage(GPT(CONFIG), comm, dtype=dtype, **options)
-    optimizer = torch.optim.AdamW(wrapped.parameters())
-    x = torch.zeros(2, CONFIG.sequence_length, dtype=torch.long)
-    for _ in range(2):
-        before = comm.bytes_sent
-        with Ledger(wrapped, optimizer) as ledger:
-            wrapped(x, x).backward()
-            optimizer.step()
-            held = ledger.current
-            optimizer.zero_grad()
-    return comm.bytes_sent - before, held, ledger.peak
 
 
 SLOW = [(size, stage, torch.bfloat16, {}) for size in (2, 8) for stage in range(4)]
@@ -70,18 +43,16 @@ SLOW += [(4, 3, None, {"reshard_after_forward": False})]
 )
 def test_bytes_held_and_sent_are_the_engines(world_size, stage, dtype, options):
     options = ({"prefetch": 0} if STAGES[stage] is Zero3 else {}) | options
-    sent, held, peak = run(world_size, measure, STAGES[stage], dtype, options)[0]
+    shape = (2, CONFIG.sequence_length)
+    found = run(world_size, one_step, STAGES[stage], CONFIG, shape, steps=2, dtype=dtype, **options)[0]
     of_plan = {"prefetch": 0, "overlap": False} | options
     plan = Plan(world_size, stage=stage, batch_size=2, dtype="bfloat16" if dtype else "float32", **of_plan)
     step = simulate(SAME, dataclasses.replace(A100, gpus_per_host=world_size), plan)
-    assert sent == step.sent, "bytes sent are the counted ones, to the byte"
+    assert found["sent"] == step.sent, "bytes sent are the counted ones, to the byte"
     for category, expected in states(SAME, plan).items():
-        if category == "total":
-            counted = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
-            assert counted == pytest.approx(expected, rel=0.01)
-        else:
-            assert held[category] == pytest.approx(expected, rel=0.01, abs=64), category
-    assert 0.8 < peak["total"] / step.memory["total"] < 1.1  # the peak is an estimate
+        held = found["states"] if category == "total" else found["held"][category]
+        assert held == pytest.approx(expected, rel=0.01, abs=64), category
+    assert 0.8 < found["peak"]["total"] / step.memory["total"] < 1.1  # the peak is an estimate
 
 
 # Shapes.
@@ -149,15 +120,10 @@ def test_each_half_of_t5_sees_its_own_tokens():
     [
         (lambda: Plan(0), "ranks must be a whole number of at least 1"),
         (lambda: Plan(8, stage=4), "stage must be one of 0, 1, 2, 3"),
-        (lambda: Plan(8, sharding_factor=3), "does not divide 8 GPUs: try 1, 2, 4"),
         (lambda: Plan(8, stage=2, offload=True), "need stage 3"),
         (lambda: Plan(8, recompute="some"), "recompute must be one of none, selective, full"),
-        (lambda: gpt(2, 100, 3), r"width \(100\) must be divisible by heads \(3\)"),
         (lambda: gpt(0, 64, 2), "layers must be a whole number"),
-        (lambda: model("gpt-157b"), "did you mean gpt-175b"),
-        (lambda: simulate(SMALL, A100, Plan(12)), "do not lie evenly on hosts of 8"),
         (lambda: simulate(SMALL, CLUSTERS["v100"], Plan(8)), "V100 does not compute in bfloat16"),
-        (lambda: Constants(efficiency=0), "efficiency must be above 0"),
         (lambda: Plan(8, micro_batches=10**9), "micro_batches must be at most 1,000"),
         (lambda: gpt(10**9, 64, 2), "layers must be at most 10,000"),
     ],
