@@ -129,35 +129,26 @@ def softmax(x: Any, dim: int = -1, accumulator: FloatFormat = FP32) -> Any:
 
 
 @exactly
-def layer_norm_statistics(x: Any, accumulator: FloatFormat = FP32) -> tuple[Any, Any]:
-    """Mean and variance over the last dimension: (…, n) to (…) twice: float32 with values of `accumulator`."""
-    return _statistics(_terms("layer_norm_statistics", x, -1), accumulator, x)
-
-
-@exactly
 def batch_norm_statistics(x: Any, accumulator: FloatFormat = FP32) -> tuple[Any, Any]:
     """Mean and variance of each channel: (N, C, …) to (C,) twice: float32 with values of `accumulator`.
+
+        mean = Σ x / n        variance = Σ (x - mean)² / n        over the n values of a channel; NaN if n is 0
 
     With FP16 accumulators the mean of 4096 ones is 1/2, because their sum stops at 2048.
     """
     values = _values("batch_norm_statistics", x)
     if values.dim() < 2:
         raise ValueError(f"batch_norm_statistics: x must be (N, C, …), not {tuple(values.shape)}")
-    return _statistics(values.movedim(1, -1).flatten(0, -2), accumulator, x)
-
-
-# What they share.
-
-
-def _statistics(values: Tensor, accumulator: FloatFormat, x: Any) -> tuple[Any, Any]:
-    """mean = Σ x / n, variance = Σ (x - mean)² / n, of values (n, …). Both are NaN if n is 0."""
-    round_ = rounding_to(accumulator)
+    values, round_ = values.movedim(1, -1).flatten(0, -2), rounding_to(accumulator)
     zero, count = values.new_zeros(values.shape[1:]), round_(values.new_tensor(float(len(values))))
     mean = round_(sequential(values, zero, round_) / count)
     deviation = round_(values - mean)
     variance = round_(sequential(round_(deviation * deviation), zero, round_) / count)
     mean, variance = mean.float(), variance.float()
     return (mean, variance) if isinstance(x, Tensor) else (mean.numpy(), variance.numpy())
+
+
+# What they share.
 
 
 def rounding_to(accumulator: FloatFormat, terms: FloatFormat = FP16) -> Round:

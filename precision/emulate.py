@@ -73,7 +73,10 @@ class _Kept(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """A tensor that autograd keeps in the format's bits, and how to see it in them."""
+    """A tensor that autograd keeps in the format's bits, and how to see it in them.
+
+    The bits are float16 or bfloat16 if the format is one of these, else integers.
+    """
 
     bits: torch.Tensor
     dtype: torch.dtype
@@ -150,10 +153,6 @@ class _Emulation(TorchDispatchMode):
             return False
         return tensor.untyped_storage() in self.wide
 
-    def mark_wide(self, tensor: torch.Tensor) -> None:
-        """From now on its values are FP32's."""
-        self.wide.add(tensor.untyped_storage())
-
     def convert(self, tensor: torch.Tensor, wide: bool) -> torch.Tensor:
         """A copy of `tensor`: marked as wide if `wide`, else rounded."""
         with exact():
@@ -167,7 +166,8 @@ class _Emulation(TorchDispatchMode):
         """What to keep of `tensor`: the format's bits. Parameters live on anyhow, and are kept as they are."""
         base = tensor if tensor._base is None else tensor._base
         parameter = base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter))
-        packs = self.fmt.width <= 16 and tensor.dtype != _DTYPES.get(self.fmt) and _tensors(tensor)
+        dtype = _DTYPES.get(self.fmt)
+        packs = self.fmt.width <= 16 and tensor.dtype != dtype and _tensors(tensor)
         if parameter or self.is_wide(tensor) or not packs:
             return _Kept(tensor.detach(), tensor._version)
         with exact():
@@ -181,7 +181,7 @@ class _Emulation(TorchDispatchMode):
             key = tensor._version, part.size(), part.stride(), part.storage_offset()
             bits = known.get(key)
             if bits is None:
-                known[key] = bits = _store(self.fmt, part)
+                known[key] = bits = self.fmt.encode(part) if dtype is None else _round(self.fmt, part).to(dtype)
             return _Packed(bits, tensor.dtype, view)
 
     def unpack(self, kept: _Kept | _Packed) -> torch.Tensor:
@@ -214,12 +214,6 @@ def _round(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
         # PyTorch's own conversion gives the numbers of `quantize` (a test compares them) in a tenth of the time.
         return tensor.to(dtype).float()
     return fmt.quantize(tensor)
-
-
-def _store(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of `tensor`, rounded: as float16 or bfloat16 if the format is one of these, else as integers."""
-    dtype = _DTYPES.get(fmt)
-    return fmt.encode(tensor) if dtype is None else _round(fmt, tensor).to(dtype)
 
 
 # Batch norm itself updates these. They are FP32 in mixed precision, too.

@@ -51,7 +51,7 @@ class Islands(TorchFunctionMode):
         if self.begins_wide(name, args, kwargs):
             with exact():
                 result = func(*args, **kwargs)
-            self.emulation.mark_wide(result)
+            self.emulation.wide.add(result.untyped_storage())
             return result
         if name == "rms_norm":
             return self.rms_norm(func, args, kwargs)
@@ -98,12 +98,7 @@ class Islands(TorchFunctionMode):
     def promoted(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments; if wide and narrow ones meet, all converted to one width, as PyTorch would promote them."""
         found: list[torch.Tensor] = []
-
-        def collect(x: torch.Tensor) -> torch.Tensor:
-            found.append(x)
-            return x
-
-        _each((args, kwargs), collect)
+        _each((args, kwargs), found.append)
         wide = [x for x in found if self.emulation.is_wide(x)]
         in_place = (
             (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs

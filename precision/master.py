@@ -19,12 +19,6 @@ import torch
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
-@torch.no_grad()
-def master_to_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Back: fill `weight` with the numbers of its dtype that are nearest to the master's. Shapes must agree."""
-    weight.copy_(master)
-
-
 class MasterWeights(torch.optim.Optimizer):
     """An optimizer over FP32 masters of `parameters`; after each step the parameters are the masters, rounded.
 
@@ -139,10 +133,11 @@ class MasterWeights(torch.optim.Optimizer):
         self.taken = None
         self._round_back()
 
+    @torch.no_grad()
     def _round_back(self) -> None:
         """The parameters become the masters, rounded."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master_to_weight(master, parameter)
+            parameter.copy_(master)  # which rounds to the nearest
         self.rounded = [master._version for master in self.masters]
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:

@@ -20,8 +20,8 @@ from precision.accumulate import Round, outer_products, rounding_to, sequential
 from precision.formats import FloatFormat
 
 
-def add_up(round_: Round, terms: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """The sum over `dims`, by default all."""
+def add_up(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """aten.sum, over all dimensions or over some; `run` sees to the dtype."""
     if terms.dim() == 0:
         return round_(terms)
     dims = sorted(dim % terms.dim() for dim in dims) if dims else list(range(terms.dim()))
@@ -39,11 +39,6 @@ def product_with_vector(round_: Round, a: Tensor, b: Tensor) -> Tensor:
 def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta · c + alpha · a @ b; c broadcasts."""
     return beta * c + alpha * outer_products(round_, a, b) if beta else alpha * outer_products(round_, a, b)
-
-
-def sum_up(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """aten.sum, over all dimensions and over some."""
-    return add_up(round_, terms, dims, keepdim)
 
 
 def mean(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
@@ -114,8 +109,8 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     _aten.dot.default: product_with_vector,
     _aten.addmm.default: matmul_and_add,
     _aten.baddbmm.default: matmul_and_add,
-    _aten.sum.default: sum_up,
-    _aten.sum.dim_IntList: sum_up,
+    _aten.sum.default: add_up,
+    _aten.sum.dim_IntList: add_up,
     _aten.mean.default: mean,
     _aten.mean.dim: mean,
     _aten.convolution.default: convolution,

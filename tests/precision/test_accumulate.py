@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from precision import accumulate, arithmetic
-from precision.accumulate import batch_norm_statistics, dot, layer_norm_statistics, matmul, softmax
+from precision.accumulate import batch_norm_statistics, dot, matmul, softmax
 from precision.emulate import emulate
 from precision.formats import BF16, FP8_E5M2, FP16, FP32, FloatFormat
 
@@ -83,9 +83,9 @@ def test_every_step_of_a_statistic_is_the_simulated_one():
     deviation = arithmetic.subtract(bits, mean)
     squares = arithmetic.multiply(deviation, deviation)
     variance = arithmetic.divide(add_bits("sequential", list(squares), FP16), count)
-    np.testing.assert_array_equal(layer_norm_statistics(x.T, FP16), FP16.decode(np.stack([mean, variance])))
+    np.testing.assert_array_equal(batch_norm_statistics(x, FP16), FP16.decode(np.stack([mean, variance])))
     # A count that FP16 has not becomes one that it has; the sum stops at 2048.
-    assert layer_norm_statistics(np.ones(2101), FP16)[0] == FP16.quantize(np.float64(2048 / 2100))
+    assert batch_norm_statistics(np.ones((2101, 1)), FP16)[0] == FP16.quantize(np.float64(2048 / 2100))
 
 
 def test_terms_may_have_more_bits_than_the_accumulator():
@@ -104,9 +104,6 @@ def test_torchs_rounding_is_the_formats(accumulator):
     for result in (a + b, a - b, a * b, a / b):
         assert torch.equal(round_(result), accumulator.quantize(result))
     assert accumulate.rounding_to(E6M9) == E6M9.quantize
-    # Just above half-way from 1 to the next number; in float32 it would be half-way. Numbers of FP32 make such sums.
-    just_above = torch.tensor(1 + 2.0**-11 + 2.0**-30, dtype=torch.float64)
-    assert accumulate.rounding_to(FP16, terms=FP32)(just_above) == 1 + FP16.epsilon
 
 
 def test_fp32_is_float32_one_after_the_other():
@@ -116,11 +113,6 @@ def test_fp32_is_float32_one_after_the_other():
     products = x.astype(np.float32) * y.astype(np.float32)
     assert (products == x.astype(np.float64) * y.astype(np.float64)).all()  # 11 bits by 11 make 22
     assert dot(x, y) == np.float16(np.add.accumulate(products)[-1])
-
-
-def test_fp16_is_numpys_float16():
-    x = numbers(5000, seed=5)
-    assert accumulate.sum(x, accumulator=FP16) == np.add.accumulate(x)[-1]
 
 
 # What is lost.
@@ -151,7 +143,7 @@ def test_an_emulation_around_it_changes_nothing():
     with emulate(FP16):  # which would stop at 2048
         assert accumulate.sum(ones) == dot(ones, ones) == matmul(ones, ones.T) == 2100
         assert softmax(ones).tolist()[0] == [FP16.quantize(np.float64(1 / 2100))] * 2100
-        assert layer_norm_statistics(ones) == batch_norm_statistics(ones.T) == (1, 0)
+        assert batch_norm_statistics(ones.T) == (1, 0)
 
 
 # The values, in FP32, against PyTorch's.
@@ -177,11 +169,7 @@ def test_statistics_are_the_known_ones():
     assert mean.dtype == torch.float32 and mean.shape == (3,)
     torch.testing.assert_close(mean, x.float().mean((0, 2, 3)))
     torch.testing.assert_close(variance, x.float().var((0, 2, 3), unbiased=False))
-    mean, variance = layer_norm_statistics(x)
-    assert variance.shape == (6, 3, 5)
-    torch.testing.assert_close(mean, x.float().mean(-1))
-    torch.testing.assert_close(variance, x.float().var(-1, unbiased=False))
-    mean, variance = layer_norm_statistics(x.numpy(), FP16)
+    mean, variance = batch_norm_statistics(x.numpy(), FP16)
     assert isinstance(mean, np.ndarray) and mean.dtype == np.float32 and (FP16.quantize(variance) == variance).all()
 
 
@@ -230,7 +218,6 @@ def test_overflow():
         (lambda: accumulate.sum(np.ones(3), dim=1), ValueError, r"no dimension 1 in shape \(3,\)"),
         (lambda: accumulate.sum(np.float16(1)), ValueError, "no dimension -1"),
         (lambda: accumulate.sum(np.ones(3, int)), TypeError, "sum: .*int64"),
-        (lambda: accumulate.sum(torch.ones(3, dtype=torch.complex64)), TypeError, "complex64"),
         (lambda: accumulate.sum(np.ones(3), accumulator=torch.float16), TypeError, "FloatFormat.*torch.float16"),
         (lambda: dot(np.ones(3), np.ones(4)), ValueError, r"\(3,\) and \(4,\)"),
         (lambda: dot(np.ones(3), np.float16(1)), ValueError, r"\(\)"),

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from precision import arithmetic
 from precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat
-from tests.support.arithmetic_cases import OPERANDS, apply, assert_same, half_way
+from tests.support.arithmetic_cases import OPERANDS, apply, assert_same
 from tests.support.oracles import FLAGS, ROUNDINGS, boundaries, by_float64, softfloat
 
 EIGHT_BITS = {
@@ -94,35 +94,6 @@ def test_fp16_on_boundaries(operation):
         operands = [np.arange(2**16, dtype=np.uint16)]  # all there are
     else:
         operands = draw(operation, FP16, 20_000)
-    for rounding in ROUNDINGS:
-        assert_as_float64(operation, FP16, rounding, *operands)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", [name for name, count in OPERANDS.items() if count == 2])
-def test_fp16_on_all_pairs_of_boundaries(operation):
-    special = boundaries(FP16).astype(np.uint16)
-    operands = [x.ravel() for x in np.meshgrid(special, special, indexing="ij")]
-    assert operands[0].size > 500_000
-    for rounding in ROUNDINGS:
-        assert_as_float64(operation, FP16, rounding, *operands)
-
-
-@pytest.mark.slow
-def test_fp16_sums_at_every_midpoint():
-    """Each number, each midpoint to its neighbour, and both neighbours of each, as an exact sum."""
-    operands = half_way(FP16)
-    for rounding in ROUNDINGS:
-        assert_as_float64("add", FP16, rounding, *operands)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", ["multiply", "divide"])
-def test_fp16_products_and_quotients_of_all_significands(operation):
-    """2^20 pairs of significands: with the exponents, which only add up, that is every normal result there is."""
-    mantissas = np.arange(2**10, dtype=np.uint16)
-    a, b = (x.ravel() for x in np.meshgrid(mantissas, mantissas, indexing="ij"))
-    operands = [a | 0x3C00, b | 0xBC00]
     for rounding in ROUNDINGS:
         assert_as_float64(operation, FP16, rounding, *operands)
 
@@ -216,16 +187,6 @@ def test_special_cases_of_ieee_754(operation, operands, expected, raised):
     assert {name for name in FLAGS if flags[name]} == set(raised.split())
 
 
-def test_division_by_zero_without_infinity():
-    one = int(FP8_E4M3.encode(1.0))
-    bits, flags = arithmetic.divide(one, 0, FP8_E4M3, return_flags=True)
-    assert bits == FP8_E4M3.nan_bits and flags.divide_by_zero and not flags.overflow and not flags.invalid
-    clamping = EIGHT_BITS["E4M3 saturating"]
-    assert arithmetic.divide(one, 0x80, clamping) == 0x80 | clamping.max_bits
-    assert FP8_E4M3.decode(arithmetic.add(0x7E, 0x7E, clamping)) == 448.0
-    assert np.isnan(FP8_E4M3.decode(arithmetic.add(0x7E, 0x7E, FP8_E4M3)))
-
-
 # Whole numbers only.
 
 
@@ -294,19 +255,9 @@ def test_operands_are_left_alone_and_large_ones_are_whole():
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: arithmetic.add(1.0, 2), TypeError, "operand 1 is float64"),
         (lambda: arithmetic.add(2, np.float16([1])), TypeError, "operand 2 is float16.*encode"),
-        (lambda: arithmetic.add(torch.ones(1), 2), TypeError, "float32"),
-        (lambda: arithmetic.sqrt(torch.ones(1, dtype=torch.complex64)), TypeError, "complex64"),
-        (lambda: arithmetic.sqrt(True), TypeError, "bool"),
-        (lambda: arithmetic.sqrt(torch.tensor([True])), TypeError, "bool"),
-        (lambda: arithmetic.sqrt("0x3c00"), TypeError, "integers"),
-        (lambda: arithmetic.add(0x10000, 0), ValueError, "65536: .* 16 bits"),
-        (lambda: arithmetic.add(2**70, 0), ValueError, "16 bits"),
         (lambda: arithmetic.add(0, -1), ValueError, "operand 2 holds -1"),
         (lambda: arithmetic.sqrt(torch.tensor([256]), FP8_E5M2), ValueError, "256: .* 8 bits"),
-        (lambda: arithmetic.sqrt(np.array([16], np.uint8), FloatFormat(1, 1, infinities=False)), ValueError, "3 bits"),
-        (lambda: arithmetic.compare(np.int16([-1]), 0), ValueError, "unsigned"),
         (lambda: arithmetic.add(0, 0, FP32), ValueError, "32 bits.*at most 16"),
         (lambda: arithmetic.compare(0, 0, TF32), ValueError, "19 bits"),
         (lambda: arithmetic.add(0, 0, "FP16"), TypeError, "FloatFormat"),

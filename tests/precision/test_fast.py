@@ -140,40 +140,32 @@ def test_where_the_short_way_ends():
 # The same as PyTorch.
 
 
-@pytest.mark.parametrize(
-    ("fmt", "dtype"), [(FP16, torch.float16), (BF16, torch.bfloat16), (FP8_E5M2, torch.float8_e5m2), (FP8_E4M3, None)]
+TORCHS = pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [(FP16, torch.float16), (BF16, torch.bfloat16), (FP8_E5M2, torch.float8_e5m2), (FP8_E4M3, torch.float8_e4m3fn)],
 )
-def test_float32_as_torch_and_ml_dtypes(fmt, dtype):
+
+
+@TORCHS
+def test_float32_as_torch(fmt, dtype):
     x = np.concatenate([patterns(200_000, np.float32), np.random.default_rng(1).standard_normal(200_000, np.float32)])
-    if dtype is None:  # torch 2.13 saturates E4M3
-        with np.errstate(invalid="ignore"):
-            theirs = x.astype(pytest.importorskip("ml_dtypes").float8_e4m3fn).view(np.uint8)
-    else:
-        theirs = torch.from_numpy(x).to(dtype).view(torch.uint16 if fmt.width == 16 else torch.uint8).numpy()
-    ours = fmt.encode(x)
-    compared = slice(None) if fmt in (FP16, FP8_E4M3) else ~np.isnan(x)  # torch keeps the payload of FP16's NaNs only
-    assert np.array_equal(ours[compared], theirs[compared])
-    assert np.isnan(fmt.decode(ours[np.isnan(x)])).all()
+    theirs = torch.from_numpy(x).to(dtype).view(torch.uint16 if fmt.width == 16 else torch.uint8).numpy()
+    ours, nan = fmt.encode(x), np.isnan(x)
+    number = np.abs(x) < 464 if fmt == FP8_E4M3 else ~nan  # beyond: torch 2.13 saturates E4M3
+    assert np.array_equal(ours[number], theirs[number]) and np.isnan(fmt.decode(ours[nan])).all()
+    assert fmt != FP16 or np.array_equal(ours, theirs)  # torch keeps the payload of FP16's NaNs only
 
 
-def test_decode_every_code_as_torch():
+@TORCHS
+def test_decode_every_code_as_torch(fmt, dtype):
     """Bits of float32, those of NaNs as well where torch keeps them."""
-    for fmt, dtype in ((FP16, torch.float16), (BF16, torch.bfloat16)):
-        codes = np.arange(2**16, dtype=np.uint16)
-        theirs = torch.from_numpy(codes.view(np.int16)).view(dtype).float().numpy()
-        ours = fmt.decode(codes)
-        number = ~np.isnan(theirs)
-        assert np.array_equal(ours[number].view(np.uint32), theirs[number].view(np.uint32))
-        quiet = theirs.view(np.uint32)[~number] | 0x00400000
-        assert np.array_equal(ours.view(np.uint32)[~number], quiet)
-        assert np.array_equal(fmt.encode(ours)[number], codes[number])
-    for fmt, dtype in ((FP8_E4M3, torch.float8_e4m3fn), (FP8_E5M2, torch.float8_e5m2)):
-        codes = torch.arange(256, dtype=torch.uint8)
-        theirs = codes.view(dtype).float()
-        ours = fmt.decode(codes)
-        number = ~theirs.isnan()
-        assert torch.equal(ours.view(torch.int32)[number], theirs.view(torch.int32)[number])
-        assert torch.equal(ours.isnan(), ~number) and torch.equal(ours.signbit(), theirs.signbit())
+    codes = torch.arange(2**fmt.width).to(torch.uint16 if fmt.width == 16 else torch.uint8)
+    theirs, ours = codes.view(dtype).float(), fmt.decode(codes)
+    number, bits, expected = ~theirs.isnan(), ours.view(torch.int32), theirs.view(torch.int32)
+    assert torch.equal(bits[number], expected[number])
+    assert torch.equal(ours.isnan(), ~number) and torch.equal(ours.signbit(), theirs.signbit())
+    assert fmt.width == 8 or torch.equal(bits[~number], expected[~number] | 0x00400000)
+    assert torch.equal(fmt.encode(ours).int()[number], codes.int()[number])
 
 
 def test_decode_of_wide_formats():
@@ -181,18 +173,6 @@ def test_decode_of_wide_formats():
     assert np.array_equal(FP32.decode(words).view(np.uint32), words | np.where(np.isnan(words.view("f4")), 0x400000, 0))
     every = np.arange(2**19)
     assert np.array_equal(TF32.decode(every)[:: 2**8], [decode_one(code, TF32) for code in range(0, 2**19, 2**8)], True)
-
-
-def test_ml_dtypes_rounds_twice_too():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    for fmt, dtype in (
-        (BF16, ml_dtypes.bfloat16),
-        (FP8_E4M3, ml_dtypes.float8_e4m3fn),
-        (FP8_E5M2, ml_dtypes.float8_e5m2),
-    ):
-        x = np.array([1 + fmt.epsilon / 2 + 2.0**-40])
-        assert x.astype(dtype).astype(np.float64) == 1.0, "no longer: say so in the notebook"
-        assert fmt.quantize(x) == 1 + fmt.epsilon
 
 
 # Stochastic rounding.
@@ -237,22 +217,12 @@ def test_stochastic_without_a_seed_follows_torch():
 
 def test_shapes_and_kinds():
     x = np.random.default_rng(0).standard_normal((3, 10, 14))
-    for array in (
-        x,
-        x.astype(np.float32),
-        x[:, ::2, ::-1],
-        x.T,
-        x[0, 0, 0],
-        x[:0],
-        x[:, :0],
-        x.astype(">f4"),
-        np.asfortranarray(x),
-    ):
+    for array in (x, x.astype(np.float32), x[:, ::2], x.T, x[0, 0, 0], x[:0], x[:, :0]):
         expected = np.array([encode_one(float(v), FP16)[0] for v in np.ravel(array)]).reshape(np.shape(array))
         bits = FP16.encode(array)
         assert bits.dtype == np.uint16 and bits.shape == np.shape(array) and np.array_equal(bits, expected)
         assert np.array_equal(FP16.decode(bits), FP16.quantize(array))
-        if np.ndim(array) and array.dtype.isnative and all(stride >= 0 for stride in array.strides):
+        if np.ndim(array):
             tensor = torch.from_numpy(array)
             assert FP16.encode(tensor).dtype == torch.uint16 and FP16.encode(tensor).shape == tensor.shape
             assert np.array_equal(FP16.encode(tensor).numpy(), expected)
@@ -325,7 +295,7 @@ CALLS = {
     "sum": accumulate.sum,
     "softmax": accumulate.softmax,
     "matmul": lambda x: accumulate.matmul(x, x),
-    "layer_norm_statistics": accumulate.layer_norm_statistics,
+    "batch_norm_statistics": accumulate.batch_norm_statistics,
 }
 MASKED = np.ma.masked_array([[1.0, 2.0]] * 2, mask=[[1, 0]] * 2)
 
@@ -393,42 +363,27 @@ def test_patterns_without_values_have_no_value_to_check():
             (lambda bits=bits: FP16.decode(bits), TypeError, "decode: bits is (float|bool).*which are integers")
             for bits in (0.5, np.float16([1]), torch.ones(2), True)
         ],
-        *[
-            (
-                lambda fmt=fmt, bits=bits: fmt.decode(bits),
-                ValueError,
-                f"holds {int(bits)}: patterns of {fmt.width} bits",
-            )
-            for fmt, bits in (
-                *((FP16, bits) for bits in (65536, -1, 2**70, np.uint64(2**64 - 1))),
-                (FP32, np.int64(2**32)),
-                (FP8_E4M3, 256),
-                (FloatFormat(2, 3), np.uint8(64)),
-                (TF32, 2**19),
-            )
-        ],
         (lambda: FP16.decode(torch.tensor([1, -2], dtype=torch.int16)), ValueError, "holds -2: patterns.*unsigned"),
         (lambda: FP16.decode([7, 65536, 65535]), ValueError, "holds 65536: "),
         *[
             (lambda function=function, x=x: function(x), TypeError, "float32 or float64.* cast integers")
             for function in (FP16.encode, FP16.quantize)
-            for x in (
-                3,
-                [1, 2],
-                np.arange(3),
-                torch.arange(3),
-                True,
-                1j,
-                torch.ones(1).cfloat(),
-                "0.1",
-                np.longdouble(1),
-            )
+            for x in (3, [1, 2], torch.arange(3), True, 1j, torch.ones(1).cfloat(), "0.1", np.longdouble(1))
         ],
     ],
 )
 def test_what_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+TOO_LARGE = [(FP16, 65536), (FP16, -1), (FP16, 2**70), (FP16, np.uint64(2**64 - 1)), (FP32, np.int64(2**32))]
+
+
+@pytest.mark.parametrize(("fmt", "bits"), [*TOO_LARGE, (FloatFormat(2, 3), np.uint8(64)), (TF32, 2**19)])
+def test_patterns_of_too_many_bits(fmt, bits):
+    with pytest.raises(ValueError, match=f"holds {int(bits)}: patterns of {fmt.width} bits"):
+        fmt.decode(bits)
 
 
 FINITE = FloatFormat(2, 1, infinities=False, nans=False)

@@ -54,17 +54,13 @@ def test_grad_scaler_works_on_it_once_gradients_are_copied():
     weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.01)
     scaler = torch.amp.GradScaler(device="cpu", init_scale=128.0)
     start = [master.clone() for master in weights.masters]
-    scaler.scale(backward_loss(model)).backward()
+    x, y = batch(0)
+    scaler.scale((model(x).float() - y).square().mean()).backward()
     gradients = [parameter.grad.float() / 128 for parameter in model.parameters()]
     weights.copy_gradients()
     scaler.step(weights)
     for old, gradient, master in zip(start, gradients, weights.masters):
         assert torch.equal(master, old.add(gradient, alpha=-0.01))
-
-
-def backward_loss(model):
-    x, y = batch(0)
-    return (model(x).float() - y).square().mean()
 
 
 def test_gradients_that_change_after_they_were_copied():

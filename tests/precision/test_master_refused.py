@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from precision.master import MasterWeights, master_to_weight
+from precision.master import MasterWeights
 from tests.support.half_network import backward, network
 
 
@@ -89,7 +89,7 @@ def test_weights_written_to_both_and_weights_that_came_back_are_no_error():
     weights = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.5)
     with torch.no_grad():
         for parameter, master in zip(model.parameters(), weights.masters):
-            master_to_weight(master.fill_(5), parameter)
+            parameter.copy_(master.fill_(5))
     kept = copy.deepcopy(model.state_dict())
     model.load_state_dict(network().state_dict())  # for an evaluation, say
     model.load_state_dict(kept)
