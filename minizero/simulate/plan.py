@@ -28,9 +28,7 @@ class Plan:
     overlap: bool = True  # False: one stream does everything, as on a CPU
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "batch_size", "micro_batches"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {getattr(self, name)!r}")
+        check_counts(ranks=self.ranks, batch_size=self.batch_size, micro_batches=self.micro_batches)
         if self.micro_batches > 1000:
             raise ValueError(f"micro_batches must be at most 1,000, not {self.micro_batches:,}: each is gone through")
         if self.prefetch < 0:
@@ -69,6 +67,13 @@ class Constants:
     def __post_init__(self) -> None:
         if self.efficiency <= 0 or self.interference < 0 or self.jitter < 0:
             raise ValueError(f"efficiency must be above 0, interference and jitter at least 0, not {self}")
+
+
+def check_counts(**counts: int) -> None:
+    """Raises `ValueError` for what is no whole number of at least 1."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
 
 
 def divisors(n: int) -> list[int]:

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from minizero.simulate.clusters import choose
+from minizero.simulate.plan import check_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ def gpt(
     tied: bool = True,
 ) -> Model:
     """A decoder. Raises `ValueError` for a shape that cannot be."""
-    _positive(layers=layers, width=width, heads=heads, sequence=sequence, vocabulary=vocabulary)
+    check_counts(layers=layers, width=width, heads=heads, sequence=sequence, vocabulary=vocabulary)
     if layers > 10_000:
         raise ValueError(f"layers must be at most 10,000, not {layers:,}: each is gone through")
     if width % heads:
@@ -164,18 +165,12 @@ def t5(
     name: str = "T5",
 ) -> Model:
     """An encoder of `layers` layers on `sequence` tokens, and a decoder of as many layers on `sequence` more."""
-    _positive(layers=layers, width=width, heads=heads, sequence=sequence)
+    check_counts(layers=layers, width=width, heads=heads, sequence=sequence)
     shape = (width, heads, heads * head_width, hidden, sequence)
     encoder, decoder = layer("encoder", *shape), layer("decoder", *shape, cross=sequence)
     units = [dataclasses.replace(encoder, name=f"encoder {i}") for i in range(layers)]
     units += [dataclasses.replace(decoder, name=f"decoder {i}") for i in range(layers)]
     return Model(name, head(width, 32128, sequence, 0, True), tuple(units), sequence)
-
-
-def _positive(**counts: int) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
 
 
 # Each is a function of the sequence's length. MPT: mosaicml/llm-foundry, scripts/train/yamls/pretrain; Megatron:

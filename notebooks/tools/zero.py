@@ -5,6 +5,7 @@ import difflib
 import inspect
 import threading
 import time
+from unittest import mock
 
 import torch
 from IPython.display import Markdown
@@ -103,11 +104,8 @@ def each_message(call):
             with links.setdefault(self.world_rank, threading.Lock()):
                 call(self.world_rank, self.ranks[dst], outgoing.nbytes)
 
-    ThreadTransport.transfer = transfer
-    try:
+    with mock.patch.object(ThreadTransport, "transfer", transfer):
         yield
-    finally:
-        ThreadTransport.transfer = real
 
 
 def slow_link(bytes_per_second):

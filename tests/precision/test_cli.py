@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from precision.__main__ import Evaluation, main, to_odd
+from precision.__main__ import Evaluation, as_powers, main, neighbour, to_odd
 from precision.formats import FP16, FP32
 from precision.one_number import ROUNDINGS, decode_one, encode_one
 
@@ -150,8 +150,6 @@ def test_colours(capsys, monkeypatch):
 
 def test_neighbours_and_values_of_every_fp16_number():
     """`as_powers` says the same as `decode_one`, and what is written is read back."""
-    from precision.__main__ import as_powers, neighbour
-
     for bits in range(0, 0x7C00, 7):
         for pattern in (bits, bits | 0x8000):
             value = decode_one(pattern, FP16)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minizero.pictures.timeline import LANES
 from minizero.simulate import CLUSTERS, Constants, Link, Plan, gpt, model, simulate
 from minizero.simulate.peak import peak_memory
 
@@ -124,8 +125,6 @@ def test_offload_moves_the_states_to_the_host_and_takes_longer():
 
 
 def test_events_are_those_of_the_measured_timeline():
-    from minizero.pictures.timeline import LANES
-
     step = simulate(SMALL, A100, Plan(16, sharding_factor=8))
     events = step.events()
     assert {event.lane for event in events} == {"compute", "all-gather", "reduce-scatter", "all-reduce", "optimizer"}
