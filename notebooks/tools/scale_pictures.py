@@ -183,21 +183,3 @@ def draw_megatron(one, kink):
     ends = {"xlim": (-400, 12_500), "ylim": (0, 190), "legend": "upper left"}
     label_axes(axes, "tokens on each GPU", SPEED, at=[0, 2048, 4096, 8192], **ends)
     return axes.figure
-
-
-def draw_networks(speeds, lines, ours):
-    """TFLOP/s over the speed of the network. lines: three, by label. ours: the speeds of the real ones, by name."""
-    axes = sheet(13, 5.2)
-    looks = (("#D55E00", "o", 9, (14, -20), "left"), ("#0072B2", "s", 7, (-14, 8), "right"))  # color, marker, label
-    looks += (("#009E73", "^", 6, (14, -18), "left"),)
-    for (label, line), (color, marker, at, shift, side) in zip(lines.items(), looks):
-        look = PREDICTED | {"color": color}
-        axes.plot([speed / 1e9 for speed in speeds], line, **look, marker=marker, markersize=9)
-        place = speeds[at] / 1e9, line[at]
-        note(axes, label.replace(": ", "\n"), place, shift, side, va="center", color=color)
-    for name, speed in ours.items():
-        axes.axvline(speed / 1e9, color="black", linewidth=1.5)
-        axes.text(speed / 1e9 * 0.96, 8, name, ha="right", fontsize=FONT + 2, fontweight="bold")
-    look = {"ylim": (0, None), "title": "7B on 64 A100, one sequence on each, predicted"}
-    label_axes(axes, "between hosts (GB/s per GPU)", SPEED, log="x", at=[0.3, 1, 3, 10, 30], **look)
-    return axes.figure
