@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from minizero.memory.recorder import Recorder
 
@@ -24,8 +25,8 @@ class Hooks:
         self.position = recorder.position
         self.optimizer = optimizer
         self.handles: list[Any] = []
-        self.owner: dict[int, str] = {}  # by a parameter's id: the name of its module
-        self.places: dict[str, Any] = {}  # by a parameter's name: its module, its name there, device and dtype
+        self.owner = WeakTensorKeyDictionary()  # by parameter: the name of its module
+        self.modules: dict[str, nn.Module] = {}  # by name
         if model is not None:
             self._watch_model(model)
         if optimizer is not None:
@@ -39,24 +40,20 @@ class Hooks:
             handle.remove()
         self.handles.clear()
 
-    def check_places(self) -> None:
-        """`RuntimeError` if a parameter is on another device, or of another dtype, than when the ledger opened."""
-        for name, (module, key, device, dtype) in self.places.items():
-            now = module._parameters.get(key)  # a parameter may have been replaced, or be gone
-            if now is not None and (now.device, now.dtype) != (device, dtype):
-                raise RuntimeError(
-                    f"Ledger: {name} went from {dtype} on {device} to {now.dtype} on {now.device} while it was "
-                    "watched: move or cast the model first, then open the ledger"
-                )
+    def look_again(self) -> None:
+        """Find what the modules hold now: a model that was moved or cast has other storages."""
+        for path, module in self.modules.items():
+            self._watch_own(path, module)
 
     def _watch_model(self, model: nn.Module) -> None:
         # An engine's only child is the module that it wraps, under the name "module".
         children = dict(model.named_children())
         inner = children["module"] if list(children) == ["module"] else model
-        enter, leave = self.position.enter_module, self.position.leave_module
+        enter, leave = self.position.running.append, self.position.leave_module
 
         for path, module in inner.named_modules():
             path = path or type(inner).__name__
+            self.modules[path] = module
             self._watch_own(path, module)
             if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
                 # They get their shapes in the module's first forward.
@@ -79,26 +76,26 @@ class Hooks:
         self.handles.append(model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True))
 
     def _watch_own(self, path: str, module: nn.Module, *_: Any) -> None:
-        for key, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is not None and not is_lazy(parameter):
-                self.places.setdefault(f"{path}.{key}", (module, key, parameter.device, parameter.dtype))
                 self._watch_parameter(parameter, path)
         for buffer in module._buffers.values():
             if buffer is not None and not is_lazy(buffer):
                 self.recorder.claim(buffer, "buffers", path)
 
     def _watch_parameter(self, parameter: torch.Tensor, path: str) -> None:
-        if id(parameter) in self.owner:  # a tied parameter belongs to the first module that has it
-            return
-        self.owner[id(parameter)] = path
+        known = parameter in self.owner
+        path = self.owner.setdefault(parameter, path)  # a tied parameter belongs to the first module that has it
         self.recorder.claim(parameter, "parameters", path)
+        if known:
+            return
         self._claim_gradient(parameter)  # the one from before
         if parameter.requires_grad and parameter.is_leaf:
             self.handles.append(parameter.register_post_accumulate_grad_hook(self._claim_gradient))
 
     def _claim_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # an engine's own hook may have taken it away
-            self.recorder.claim(parameter.grad, "gradients", self.owner[id(parameter)])
+            self.recorder.claim(parameter.grad, "gradients", self.owner[parameter])
 
     _claim_gradient.ours = True  # type: ignore[attr-defined]  # an engine may ask: it only looks
 
@@ -109,10 +106,10 @@ class Hooks:
             for value in state.values():
                 for tensor in value if isinstance(value, list | tuple) else [value]:  # L-BFGS has lists
                     category = "host" if at_host else "optimizer"
-                    self.recorder.claim(tensor, category, self.owner.get(id(parameter), ""))
+                    self.recorder.claim(tensor, category, self.owner.get(parameter, ""))
 
     def _before_forward(self) -> None:
-        self.check_places()
+        self.look_again()
         self.position.enter_forward()
 
     def _after_step(self) -> None:

@@ -32,8 +32,8 @@ class Ledger:
     Not counted is what is no tensor: scratch inside operators, and the workspaces that libraries keep. On a GPU cuBLAS
     takes one in each thread that multiplies, at its first product: 32 MiB on Hopper.
 
-    `RuntimeError` if another ledger watches this thread, if this ledger was open before, or if the model moves to
-    another device or dtype. `TypeError` if `model` is no module, or `optimizer` no optimizer.
+    `RuntimeError` if another ledger watches this thread, or if this one was open before. `TypeError` if `model` is no
+    module, or `optimizer` no optimizer.
     """
 
     recorder_type = Recorder  # xray/lines.py has one that notes more
@@ -63,19 +63,17 @@ class Ledger:
     def __exit__(self, kind: Any, *exception: Any) -> None:
         recorder, hooks = self.recorder, self.hooks
         assert recorder is not None and hooks is not None
+        if kind is None:  # otherwise the block's own exception is the one to see
+            hooks.look_again()
         recorder.__exit__(kind, *exception)
         hooks.remove()
         self.tape = recorder.close()
         self.recorder = self.hooks = None
-        if kind is None:  # otherwise the block's own exception is the one to see
-            hooks.check_places()
 
     def reset(self) -> None:
         """Forget the curve and the peaks so far. What is alive stays counted."""
         if self.recorder is not None:
             self.recorder.forget()
-        else:
-            del self.tape[1:]  # after the block nothing is followed any more
         self.start = len(self.tape)
 
     @property

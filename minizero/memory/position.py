@@ -32,12 +32,8 @@ class Position:
             self.in_backward = False
             self.enter_phase("forward")
 
-    def enter_module(self, name: str) -> None:
-        """A module's forward begins, perhaps inside another module's."""
-        self.running.append(name)
-
     def leave_module(self, name: str) -> None:
-        """A module's forward has ended, or has failed, perhaps before `enter_module` was called."""
+        """A module's forward has ended, or has failed, perhaps before its name was added."""
         if self.running[-1] == name:
             self.running.pop()
 
