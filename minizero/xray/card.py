@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from flash.gpus import GPUS, Gpu
 from minizero import torch_private
 from minizero.memory.operators import Watcher
+from minizero.memory.recorder import current_recorder
 from minizero.torch_private import AFTER_AUTOCAST, ATTENTION
 from minizero.xray.fake import HALVES
 
@@ -50,10 +51,10 @@ def card_of(name: str) -> str:
     return found[-1]
 
 
-def workspace(card: str) -> torch.UntypedStorage:
+def workspace(card: str) -> Tensor:
     """What cuBLAS keeps for the threads of forward and of backward, and cuBLASLt."""
     size = 2 * (32 * MIB if GPUS[card].capability == (9, 0) else 8 * MIB + 128 * 1024) + MIB
-    return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+    return torch.empty(size, dtype=torch.uint8)
 
 
 # Attention.
@@ -231,11 +232,10 @@ SCRATCH: dict[str, Callable[..., int]] = {
     "aten.sum.dim_IntList": of_sum,
     "aten._softmax_backward_data.default": lambda card, grad, *_: grad.nbytes,  # grad * output
     "aten._safe_softmax.default": lambda card, x, *_: x.numel(),  # which scores are -inf: a byte each
-    "aten._scaled_dot_product_efficient_attention_backward.default": of_attention,
-    "aten._scaled_dot_product_flash_attention_backward.default": of_attention,
-    "aten._scaled_dot_product_cudnn_attention_backward.default": of_attention,
     "aten.embedding_dense_backward.default": of_embedding,
 }
+for kind in ("efficient", "flash", "cudnn"):
+    SCRATCH[f"aten._scaled_dot_product_{kind}_attention_backward.default"] = of_attention
 
 
 class Scratch(Watcher):
@@ -262,7 +262,9 @@ def as_on(card: str | None, notes: set[str]) -> Iterator[None]:
             lend(name, in_thread(getattr(aten, name).default, kernel), "AutogradCPU")
         for operator, on_a_card, on_a_cpu in list(rules()):
             lend(operator, with_rules(operator, on_a_card, on_a_cpu), "AutocastCPU", with_keyset=True)
-        here.card, here.notes = card, notes
+        here.card, here.notes, room = card, notes, workspace(card)
+        if (recorder := current_recorder()) is not None:
+            recorder.claim(room, "buffers", "cuBLAS's workspace")
         try:
             with autocast_for_cuda(), Scratch():
                 yield

@@ -26,19 +26,14 @@ from torch.utils.data import DataLoader
 from minizero.memory import Ledger
 from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
-from minizero.torch_private import storage_id
-from minizero.xray.card import as_on, autocast_for_cuda, card_of, workspace
-from minizero.xray.fake import ALONE, HALVES, SPARSE, Copier, Pretend, build, pretend
+from minizero.xray.card import as_on, autocast_for_cuda, card_of
+from minizero.xray.fake import ALONE, HALVES, OUTSIDE, SPARSE, Copier, build, pretend
 from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.plan import Plan, use_foreach
 from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, tensors_of
 
 MOST = 8  # processes; each takes half a GB for a large model
-OUTSIDE = (
-    "a function outside of the model uses weights, and copies are trained: use a method, or let step() close over the "
-    "model and the optimizer"
-)
 
 
 class NotPossible(ValueError):
@@ -62,7 +57,6 @@ class Case:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
         self.found: dict[Plan, Result | str] = {}  # the figures, or why there are none
-        self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # tensors from outside, once a step has shown them
         self.notes: set[str] = set()  # what is worth a sentence in the report
 
     def run(self, plan: Plan) -> Result:
@@ -125,17 +119,16 @@ class Case:
                     tensor.data = tensor.data.float() if tensor.dtype in HALVES else tensor.data
                 # A batch's tensors are cloned, but for those inside of objects: they are there all the time.
                 batch = {id(tensor) for tensor in tensors_of(inputs)}
-                beside = Beside(module, [part for part in copier.made if id(part) not in batch], self.card)
-                copied = {*copier.storages}
-                del copier  # a step may drop what a model keeps, such as an average in a list
+                tensors = (part for part in copier.made if isinstance(part, Tensor) and id(part) not in batch)
+                others = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+                optimizers = [part for part in copier.made if isinstance(part, torch.optim.Optimizer)]
+                mode.from_outside.copied = frozenset(copier.storages)
+                del copier, tensors  # a step may drop what a model keeps, such as an average in a list
                 if self.loops:
                     inputs = functools.partial(inputs, *[module] * len(inspect.signature(inputs).parameters))
                 if plan.recompute:
                     switch_caches_off(module)
-
-                def before(ledger: Ledger) -> None:
-                    beside.count(ledger, self.outside(mode, copied))
-
+                before = functools.partial(count, others, optimizers, self.card)
                 around = functools.partial(as_on, self.card, self.notes)
                 return measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
         except Exception as error:
@@ -145,13 +138,6 @@ class Case:
         """If an engine is to train a model in 16 bits, it gets FP32, and computes in this dtype."""
         halves = [parameter.dtype for parameter in self.model.parameters() if parameter.dtype in HALVES]
         return halves[0] if halves and (plan.stage is not None or plan.dtype is not None) else None
-
-    def outside(self, mode: Pretend, copied: set[int]) -> list[torch.UntypedStorage]:
-        """What else takes part in a step, such as a teacher in a global, once a plain step has shown it."""
-        self.seen |= mode.notes.outside
-        if self.seen.keys() & copied:
-            raise ValueError(OUTSIDE)
-        return [held for seen in self.seen.values() if (held := seen()) is not None]
 
     def vocabulary(self) -> int:
         """How many words the largest embedding has; 0 if a length or a width is the same number: none can tell then."""
@@ -168,31 +154,17 @@ def refuse_own(thread: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         raise ValueError(OUTSIDE)
 
 
-class Beside:
-    """What is there beside a module and its optimizer: in what was copied with it, and on the card."""
-
-    def __init__(self, module: nn.Module, copied: list[Any], card: str | None) -> None:
-        registered = {storage_id(tensor.untyped_storage()) for tensor in (*module.parameters(), *module.buffers())}
-        storages = [part.untyped_storage() for part in copied if isinstance(part, Tensor)]
-        self.others = [weakref.ref(storage) for storage in storages if storage_id(storage) not in registered]
-        self.optimizers = [part for part in copied if isinstance(part, torch.optim.Optimizer)]
-        self.card, self.room = card, [workspace(card)] if card else []
-
-    def count(self, ledger: Ledger, outside: list[torch.UntypedStorage]) -> None:
-        """Let the ledger count it, and the optimizers step as on the card."""
-        assert ledger.recorder is not None and ledger.hooks is not None
-        others = [alive for other in self.others if (alive := other()) is not None]
-        for name, held in {"not registered": others, "from outside": outside, "cuBLAS's workspace": self.room}.items():
-            for storage in held:
-                record = ledger.recorder.follow(storage)
-                if record.category is None:
-                    record.category, record.module = "buffers", name
-        found, self.optimizers = self.optimizers, []
-        for optimizer in found if ledger.optimizer is None else [ledger.optimizer]:
-            if optimizer is not ledger.optimizer:  # a loop's
-                Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
-            if self.card:
-                use_foreach(optimizer)
+def count(others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], card: str | None, ledger: Ledger) -> None:
+    """Let the ledger count what was copied with a module and its optimizer, and optimizers step as on the card."""
+    assert ledger.recorder is not None and ledger.hooks is not None
+    for record in [ledger.recorder.follow(alive) for other in others if (alive := other()) is not None]:
+        if record.category is None:
+            record.category, record.module = "buffers", "not registered"
+    for optimizer in optimizers if ledger.optimizer is None else [ledger.optimizer]:
+        if optimizer is not ledger.optimizer:  # a loop's
+            Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
+        if card:
+            use_foreach(optimizer)
 
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, card: str | None = None) -> Case:

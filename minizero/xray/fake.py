@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from minizero import torch_private
 from minizero.memory.operators import Watcher
@@ -43,6 +43,10 @@ from minizero.xray.lines import is_users
 
 aten = torch.ops.aten
 ALONE = threading.RLock()
+OUTSIDE = (
+    "a function outside of the model uses weights, and copies are trained: use a method, or let step() close over the "
+    "model and the optimizer"
+)
 SPARSE = "it has a sparse tensor, and how many numbers those have depends on the batch's own: try sparse=False"
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -182,17 +186,18 @@ def content(cell: types.CellType) -> list[Any]:
     return []
 
 
-class Notes(FakeTensorConverter):
-    """Notes which tensors from outside take part in the step: a teacher in a global, say. Those on "meta" may, too."""
+class FromOutside(FakeTensorConverter):
+    """Tensors from outside may take part in the step, also those on "meta": a teacher in a global, say. They count."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+    copied: frozenset[int] = frozenset()  # the storages of which there are copies: to be used in their place
 
     def from_real_tensor(self, fake_mode: FakeTensorMode, t: Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
-        """The fake tensor in the place of `t`."""
+        """The fake tensor in the place of `t`. `ValueError` if `t` has a copy."""
         if not kwargs.get("make_constant"):
-            self.outside[torch_private.storage_id(t.untyped_storage())] = weakref.ref(t.untyped_storage())
+            if torch_private.storage_id(t.untyped_storage()) in self.copied:
+                raise ValueError(OUTSIDE)
+            if (recorder := current_recorder()) is not None:
+                recorder.claim(t, "buffers", "from outside")
         if t.is_meta:
             with torch_private.without_modes():
                 return Copier(fake_mode).fake(t)
@@ -204,7 +209,7 @@ class Pretend(Watcher, FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.fake_tensor_converter = self.notes = Notes()
+        self.fake_tensor_converter = self.from_outside = FromOutside()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = OWN_ANSWERS.get(func)
@@ -253,39 +258,26 @@ def grouped_products(a: Tensor, b: Tensor, offsets: Any = None, bias: Any = None
     return a.new_empty(*rows, b.shape[-1])
 
 
-def reduced_in_place(option: int) -> Callable[..., Tensor]:
-    """A loss that is summed inside the memory of its unreduced values: one number is returned, and that memory stays.
-
-    option: which of the options after the two tensors says how to reduce; 0 means not at all.
-    """
-
-    def loss(x: Tensor, y: Tensor, *options: Any) -> Tensor:
-        values = x.sub(y)
-        return values if options[option : option + 1] == (0,) else values.as_strided((), ())
-
-    return loss
+def reduced_in_place(x: Tensor, y: Tensor, *options: Any) -> Tensor:
+    """A loss that is summed in the memory of its unreduced values: it returns one number, and that memory stays."""
+    values = x.sub(y)
+    reduction = next((option for option in options if type(option) is int), 1)  # by default the mean
+    return values.as_strided((), ()) if reduction else values
 
 
-def by_trial(operator: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Runs the operator once on zeros, to learn what its results are: no kernel says how large a reserve is."""
+def recurrent_layer(x: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    """Runs the layer once on zeros, to learn what its results are: no kernel says how large a reserve is."""
 
-    def shapes(args: Any, half: torch.dtype | None = None) -> list[tuple[torch.Size, torch.dtype]]:
-        """Of the results; with `half` those of FP32, called half."""
-        zeros = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=torch.float32 if half else t.dtype), args)
-        return [(x.shape, half if half and x.is_floating_point() else x.dtype) for x in operator(*zeros)]
+    def results(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        zeros = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=dtype), (x, *options))
+        return aten.mkldnn_rnn_layer(*zeros)
 
-    def run(*args: Any) -> tuple[Tensor, ...]:
-        half = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and t.dtype in HALVES), None)
-        with torch_private.without_modes():
-            try:
-                found = shapes(args)
-            except RuntimeError:  # this processor has no kernel for 16 bits
-                if half is None:
-                    raise
-                found = shapes(args, half)
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in found)
-
-    return run
+    with torch_private.without_modes():
+        try:
+            found = results(x.dtype)
+        except RuntimeError:  # this processor has no kernel for 16 bits
+            found = results(torch.float32)
+    return tuple(torch.empty(t.shape, dtype=x.dtype if t.is_floating_point() else t.dtype) for t in found)
 
 
 def one_number(tensor: Tensor) -> float | None:
@@ -300,10 +292,10 @@ OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
     # An engine makes a parameter that is away a `Released`, of which the fake mode does not know the device.
     torch.ops.prim.device.default: lambda tensor: torch.device("cpu"),
     aten._grouped_mm.default: grouped_products,
-    aten.mse_loss.default: reduced_in_place(0),
-    aten.smooth_l1_loss.default: reduced_in_place(0),
-    aten.soft_margin_loss.default: reduced_in_place(0),
-    aten.binary_cross_entropy.default: reduced_in_place(1),
+    aten.mse_loss.default: reduced_in_place,
+    aten.smooth_l1_loss.default: reduced_in_place,
+    aten.soft_margin_loss.default: reduced_in_place,
+    aten.binary_cross_entropy.default: reduced_in_place,
     aten.unsafe_split.Tensor: torch.split,  # it returns views, which its schema does not say
-    aten.mkldnn_rnn_layer.default: by_trial(aten.mkldnn_rnn_layer.default),
+    aten.mkldnn_rnn_layer.default: recurrent_layer,
 }

@@ -8,7 +8,6 @@ they ask whether tensors are fake, and build a mask that a real step does not ha
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from torch import nn
 
 def with_caches(module: nn.Module) -> list[Any]:
     """The configurations inside of which the cache is on."""
-    configs = {id(c): c for part in module.modules() if (c := vars(part).get("config")) is not None}.values()
+    configs = (vars(part).get("config") for part in module.modules())
     return [config for config in configs if getattr(config, "use_cache", False)]
 
 
@@ -29,14 +28,11 @@ def switch_caches_off(module: nn.Module) -> None:
         config.use_cache = False
 
 
-@contextlib.contextmanager
-def masks_as_for_real() -> Iterator[None]:
+def masks_as_for_real() -> contextlib.AbstractContextManager:
     """Answer "no" for a batch of packed sequences: the library looks at real tensors, and assumes it of fake."""
     if (masks := sys.modules.get("transformers.masking_utils")) is None:
-        yield
-    else:
-        with mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None):
-            yield
+        return contextlib.nullcontext()
+    return mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 def from_config(file: Path, batch: int, length: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -61,7 +61,7 @@ def measure(
 ) -> Measured:
     """Train `module`, which is changed, under `plan` as one rank of `comm`.
 
-    inputs: this rank's batch, or a step of a loop, a `partial`. before: is called before each of two steps.
+    inputs: this rank's batch, or a step of a loop, a `partial`. before: is called before two steps.
     around: what else holds while the steps run.
     """
     model = plan.wrap(module.train(), comm)
@@ -75,7 +75,6 @@ def measure(
         run()
         for technique in techniques:
             technique.check()
-        before(ledger)
         ledger.reset()
         sent = comm.bytes_sent
         run()
