@@ -1,4 +1,10 @@
-"""python -m minizero.xray: who holds the peak of a training step, and what would help."""
+"""Where a training step's memory goes, for any model, and what would help.
+
+A file of yours, FILE.py, has a function make() that returns (model, inputs): model(*inputs), or model(**inputs) if they
+are a dict, must give the loss, or an object with .loss. The batch is one rank's. Or make() returns (model, inputs,
+optimizer), or (model, step), where step() is a step of your own loop. What is made for "cuda" is on the card. FILE.py
+is imported, so what trains in it must stand under: if __name__ == "__main__":
+"""
 
 import argparse
 import re
@@ -20,16 +26,10 @@ from minizero.xray.case import NotPossible, case_of, reason
 from minizero.xray.hugging_face import from_config
 from minizero.xray.report import Report, size
 
-ABOUT = """Where a training step's memory goes, for any model. A file of yours, FILE.py, has a function make() that
-returns (model, inputs): model(*inputs), or model(**inputs) if they are a dict, must give the loss, or an object with
-.loss. The batch is one rank's. Or make() returns (model, inputs, optimizer), or (model, step), where step() is a step
-of your own loop. What is made for "cuda" is on the card. FILE.py is imported, so what trains in it must stand under:
-if __name__ == "__main__":"""
-
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options. `ValueError` if one is unknown or cannot be read."""
-    parser = Parser(prog="python -m minizero.xray", description=ABOUT)
+    parser = Parser(prog="python -m minizero.xray", description=__doc__)
     add = parser.add_argument
     add("make", nargs="?", metavar="FILE.py:make", help="a model of your own, see above; without: the demo's GPT")
     add("--hf", type=Path, metavar="CONFIG.json", help="a model of transformers, by its configuration; no download")

@@ -10,7 +10,6 @@ what is left beside the context, and an allocator reserves more than it is asked
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import torch
 
@@ -64,32 +63,30 @@ class Fit:
     result: Result
     spare: float
     tried: int
-    tied: tuple[Plan, ...] = ()
+    tied: tuple[Plan, ...]
 
 
 def fit(case: Case, budget: float, ranks: int) -> Fit:
     """Try stacks from the cheapest on, without the techniques that this model cannot follow."""
     usable = budget - kept_free(budget)
-    alone: list[dict[str, Any]] = [{name: True} for name in ("recompute", "flash", "chunked_loss")]
-    refused = [name for given in alone if outcome(case, Plan(**given)).result is None for name in given]
+    alone = {"recompute": Plan(recompute=True), "flash": Plan(flash=True), "chunked_loss": Plan(chunked_loss=True)}
+    refused = [name for name, plan in alone.items() if outcome(case, plan).result is None]
     order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, name) for name in refused)]
-    best, tried = None, 0
+    tried: list[Fit] = []
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
     for number, plan in enumerate(order, 1):
         kind = plan.stage, plan.dtype, plan.offload
         if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
-        tried += 1
-        spare = usable - result.peak["total"]
-        if spare >= 0:
-            return Fit(plan, result, spare, tried, tuple(p for p in order[number:] if price(p) == price(plan)))
-        if best is None or spare > best.spare:
-            best = Fit(plan, result, spare, tried)
+        tied = tuple(other for other in order[number:] if price(other) == price(plan))
+        tried.append(Fit(plan, result, usable - result.peak["total"], len(tried) + 1, tied))
+        if tried[-1].spare >= 0:
+            return tried[-1]
         if result.parts["optimizer"] + (result.parts["parameters"] if plan.stage != 3 else 0) > usable:
             too_large.add(kind)
-    if best is None:
+    if not tried:
         raise NotPossible(f"no stack of techniques can be run on {ranks} ranks: the table says why for each technique")
-    return dataclasses.replace(best, tried=tried)
+    return dataclasses.replace(max(tried, key=lambda each: each.spare), tried=len(tried), tied=())
 
 
 def largest(case: Case, budget: float, plan: Plan) -> int:

@@ -32,7 +32,7 @@ from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.step import Optimizer
-from minizero.xray.techniques import Outcome, costs_of, name_of, outcome, plans, saves
+from minizero.xray.techniques import Outcome, costs_of, name_of, outcome, plans
 
 SAMPLES = 2000  # of the curve
 SHOWN = 12  # rows of the table of holders; JSON has all
@@ -119,15 +119,17 @@ class Report:
         figures = (Column(heading, **NUMBERS) for heading in ("peak", "against\nplain", "extra\nforwards", "sent"))
         table = Table("technique", *figures, Column("what it costs", overflow="fold"), **LOOK)
         table.add_row("none", size(self.peak["total"]), "1.00", "0", "-", "")
-        for plan, found, against, remark in filter(saves, self.outcomes):
+        below = []
+        for plan, found, against, remark in self.outcomes:
             if found is None:
                 table.add_row(name_of(plan), "-", "-", "-", "-", remark, style="dim")
-                continue
-            row = size(found.peak["total"]), f"{against:.2f}", f"{plan.recompute:d}", size(found.sent), costs_of(plan)
-            table.add_row(name_of(plan), *row)
+            elif against < 0.995:
+                row = size(found.peak["total"]), f"{against:.2f}", f"{plan.recompute:d}", size(found.sent)
+                table.add_row(name_of(plan), *row, costs_of(plan))
+            else:
+                below.append(f"Saves nothing here: {name_of(plan)}{f' ({remark})' if remark else ''}\n")
         write(table)
-        for plan, _, _, remark in (row for row in self.outcomes if not saves(row)):
-            write(f"Saves nothing here: {name_of(plan)}{f' ({remark})' if remark else ''}")
+        write("".join(below), end="")
         if self.case.loops:
             write("make() has returned a loop: rows that change a loop, such as ZeRO's, need (model, inputs).")
         elif self.case.masters(Plan(stage=3)):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from minizero.xray.case import Case
+from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
 from minizero.xray.step import Result
 
@@ -74,8 +74,8 @@ WHY_HIGHER = {
 
 def fields_of(plan: Plan) -> list[str]:
     """The fields that this plan sets, but for the number of ranks."""
-    fields = {field.name: field.default for field in dataclasses.fields(plan) if field.name != "ranks"}
-    return [name for name, default in fields.items() if getattr(plan, name) != default]
+    plain = vars(Plan(ranks=plan.ranks))
+    return [name for name, value in vars(plan).items() if value != plain[name]]
 
 
 def rows_of(plan: Plan) -> dict[str, Technique]:
@@ -135,16 +135,12 @@ def plans(ranks: int, batch: int, frozen: bool = True) -> Iterator[Plan]:
 def outcome(case: Case, plan: Plan) -> Outcome:
     """Run a plan, beside the plain step."""
     plain = case.run(Plan())
-    case.run_all([plan])
-    if isinstance(found := case.found[case.as_run(plan)], str):
-        return Outcome(plan, None, 0.0, f"not possible: {found}")
+    try:
+        found = case.run(plan)
+    except NotPossible as error:
+        return Outcome(plan, None, 0.0, f"not possible: {error}")
     against = found.peak["total"] / plain.peak["total"]
     return Outcome(plan, found, against, why_higher(plan, found, plain) if against > 1 else "")
-
-
-def saves(row: Outcome) -> bool:
-    """Is a row worth to be offered? One that cannot be run is, with its reason."""
-    return row.result is None or row.against < 0.995
 
 
 def why_higher(plan: Plan, found: Result, plain: Result) -> str:
