@@ -98,15 +98,17 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
     assert len(missing) == 2 and all(0 < share <= 1 / 3 for share in missing)
 
 
-def test_the_peak_is_still_three_units():
-    _, _, curve = run(4, measure, ahead(prefetch=1))[0]
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_peak_is_three_units_and_prefetch_adds_none(prefetch):
+    _, _, curve = run(4, measure, ahead(prefetch=prefetch))[0]
     shards = TOTAL  # FP32, a quarter of the parameters
     for sample in curve:
         beyond = sample["parameters"] + sample["gradients"] - shards - 4 * ROOT * 2
         assert beyond <= 3 * 4 * BLOCK + shards
     for phase in ("forward", "backward"):
         most = max(s["parameters"] for s in curve if s.phase == phase)
-        assert most - shards == pytest.approx(4 * (2 * BLOCK + ROOT), rel=1e-3), "this block and the next"
+        units = (1 + prefetch) * BLOCK + ROOT
+        assert most - shards == pytest.approx(4 * units, rel=1e-3), "this block and the next"
     assert 0 < max(s["communication"] for s in curve) <= 2 * BLOCK + 64, "the lane's buffers are counted too"
 
 

@@ -1,9 +1,10 @@
 """The ledger beside the allocators: PyTorch's, as its profiler sees it, the operating system's, a GPU's."""
 
+import functools
 import json
+import platform
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -12,21 +13,19 @@ from torch.nn import functional as F
 
 from minizero import GPT, GPTConfig
 from minizero.memory import Ledger
-from tests.bench.allocators import Profiled, compare, cuda_peak, process_peak, profile_step
-from tests.bench.allocators import read_profile as read
+from tests.bench.allocators import Profiled, compare, cuda_peak, profile_step, read_profile
 from tests.support.profiled import profiled
 
 CONFIG = GPTConfig(sequence_length=64, width=128, layers=3, heads=2)
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def train_gpt(autocast=False, device="cpu", **options):
-    model = GPT(CONFIG).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
-    x, y = torch.randint(256, (2, 8, 64), generator=torch.Generator().manual_seed(0)).to(device)
+def train(model, inputs, loss_of, make=SGD, autocast=False):
+    optimizer = make(model.parameters())
 
     def step():
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-            loss = model(x, y)
+        with torch.autocast(inputs[0].device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = loss_of(model(*inputs))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -34,22 +33,17 @@ def train_gpt(autocast=False, device="cpu", **options):
     return model, optimizer, step
 
 
-def train(model, x, loss_of):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step():
-        loss_of(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
+def train_gpt(autocast=False, device="cpu", **options):
+    inputs = torch.randint(256, (2, 8, 64), generator=torch.Generator().manual_seed(0)).to(device).unbind()
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-3, **options)
+    return train(GPT(CONFIG).to(device), inputs, lambda loss: loss, adamw, autocast)
 
 
 def train_cnn():
     layers = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3)]
     model = nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
     y = torch.arange(16) % 10
-    return train(model, torch.ones(16, 1, 28, 28), lambda out: F.cross_entropy(out, y))
+    return train(model, [torch.ones(16, 1, 28, 28)], lambda out: F.cross_entropy(out, y))
 
 
 def oracle(step):
@@ -102,8 +96,9 @@ def test_under_bf16_autocast_the_gap_is_at_most_5_percent_and_operators_are_name
     assert profiled.scratch and all(name.startswith("aten.") for name in profiled.scratch)
 
 
-def test_what_an_lstm_takes_inside_one_operator_is_reported_by_name():
-    model, optimizer, step = train(nn.LSTM(32, 64, 2), torch.ones(20, 8, 32), lambda out: out[0].sum())
+def test_what_an_lstm_takes_inside_one_operator_is_reported_by_name(monkeypatch):
+    monkeypatch.setattr("tests.bench.allocators.RESET", "/nowhere/clear_refs")
+    model, optimizer, step = train(nn.LSTM(32, 64, 2), [torch.ones(20, 8, 32)], lambda out: out[0].sum())
     step()
     expected, seen, profiled = oracle(step), by_ledger(model, optimizer, step), profile_step(step)
     assert profiled.peak == expected
@@ -112,6 +107,7 @@ def test_what_an_lstm_takes_inside_one_operator_is_reported_by_name():
     assert expected - seen == profiled.scratch[profiled.operator] > 0.05 * expected
     found = compare(watched(model, optimizer, step), step, torch.device("cpu"))
     assert (found["ledger"], found["profiler"], found["operator"]) == (seen, expected, profiled.operator)
+    assert found["process"] is None  # where nothing tells it
 
 
 def test_scratch_is_what_one_call_took_and_gave_back():
@@ -125,46 +121,20 @@ def test_scratch_is_what_one_call_took_and_gave_back():
         ("end of measured step", 0),
         ("later", 5000),
     ]  # fmt: skip
-    found = read([(time, name, change) for time, (name, change) in enumerate(happened)])
+    found = read_profile([(time, name, change) for time, (name, change) in enumerate(happened)])
     assert found == Profiled(peak=160, visible=70, operator="a", scratch={"a": 90})
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps a reserve")
 def test_resident_memory_rises_by_what_the_ledger_counts():
     """In a process of its own, whose C library gives memory back at once."""
-    program = """
-        import json, sys
-        sys.path[:0] = ["tests", "."]
-        from tests.bench.allocators import process_peak, return_memory_at_once
-        told = return_memory_at_once()
-        import torch
-        from minizero import GPT, GPTConfig
-        from minizero.memory import Ledger
-        torch.set_num_threads(1)
-        model = GPT(GPTConfig())
-        optimizer = torch.optim.AdamW(model.parameters())
-        x, y = torch.zeros(2, 8, 64, dtype=torch.long)
-        def step():
-            model(x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        step()
-        peaks = [process_peak(step) for _ in range(3)]
-        with Ledger(model, optimizer) as ledger:
-            step()
-        print(json.dumps([told, peaks, ledger.peak["total"] - ledger.curve[0]["total"]]))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
-    told, peaks, seen = json.loads(done.stdout)
-    if not told or None in peaks:
-        pytest.skip("another C library, or no right to reset the peak")
-    assert sorted(peaks)[1] == pytest.approx(seen, rel=0.03)
-
-
-def test_where_nothing_tells_the_process_peak_is_none(monkeypatch):
-    monkeypatch.setattr("tests.bench.allocators.RESET", "/nowhere/clear_refs")
-    assert process_peak(lambda: None) is None
+    program = "import json; from tests.bench.allocators import the_demo; print(json.dumps(the_demo()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    if found["process"] is None:
+        pytest.skip("no right to reset the peak")
+    assert found["process"] == pytest.approx(found["ledger"], rel=0.03)
 
 
 @pytest.mark.gpu
