@@ -11,7 +11,6 @@ gradient while the iterator computes the next one: `del name` ends that.
 """
 
 import math
-import weakref
 from random import Random
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
+from tests.exercises.kit import AtMost, ranks, wrong
 from tests.exercises.tasks import zero2
 
 PLAN = [
@@ -54,7 +53,7 @@ ADD = "shards[name] = shards[name].add_(mine) if name in shards else mine"
 FREE, FREE_FULL = "        del gradient\n", "    del full  # before the next one is computed\n"
 WRONG = [
     wrong("keeps-the-last", (FREE, ""), (FREE_FULL, "\n")),
-    wrong("keeps-the-padded", (FREE_FULL, "\n")),
+    wrong("keeps-the-padded", (FREE_FULL, "\n"), says="keeps-the-last"),
     wrong("keeps-all", (FREE, FREE + '        backward.__dict__.setdefault("all", []).append(full)\n'),
           says="does-not-free"),
     wrong("all-at-once", ("in arrivals:", "in list(arrivals):"), says="does-not-free"),
@@ -82,146 +81,36 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check() -> None:
-    ranks(4, values_on_a_rank)
-    for rank, found in enumerate(ranks(4, memory)):
-        for unit, alive, held in reversed(found):
-            if alive > 1 or held > 1000 * unit + 9000:
-                fail(
-                    "does-not-free",
-                    f"When {unit} units of {size(4000)} each had come, rank {rank} still held {size(held)}: of each "
-                    f"unit only 1/N, {size(1000)}, may be left. A view of a full gradient keeps all of it.",
-                )
-            if alive or held > 1000 * unit + 3000:
-                fail(
-                    "keeps-the-last" if alive else "keeps-the-padded",
-                    f"While the next gradient was computed, the {'' if alive else 'padded copy of the '}full gradient "
-                    f"of the unit before, {size(4000)}, was still alive: a name refers to it until it gets its next "
-                    "value. `del` it.",
-                )
-    ranks(4, tiny)
-    small = ranks(2, of_ones)
-    if small[0] == 0.5:
-        fail("divides-by-four", "On 2 ranks the gradient is half of the mean: divide by comm.size, not by 4.")
-    sent = max(ranks(4, in_bf16))
-    if sent > 2 * 1000 * 3 // 4:
-        fail(
-            "sends-fp32",
-            f"For a BF16 gradient of 1,000 elements a rank sent {sent:,} bytes, where {2 * 1000 * 3 // 4:,} are "
-            "enough: reduce it as it comes, and make FP32 of what is left.",
-        )
-
-
-def values_on_a_rank(comm) -> None:
-    """Two micro-batches of two units, of which 4 divides one only."""
-    sizes = {"blocks.1": 1000, "blocks.0": 30}
-    local = {name: torch.stack([gradients(n, rank) for rank in range(4)]) for name, n in sizes.items()}
-    shards: dict[str, torch.Tensor] = {}
-    before = comm.bytes_sent
-    zero2.backward(iter([(name, local[name][comm.rank, 0].clone()) for name in sizes]), shards, comm)
-    sent, first = comm.bytes_sent - before, {name: shard.clone() for name, shard in shards.items()}
-    zero2.backward(iter([(name, local[name][comm.rank, 1].clone()) for name in sizes]), shards, comm)
-    if sent == 0:
-        fail(
-            "no-communication",
-            "Each rank kept its own gradient of its chunk, not the average: nothing was sent. Reduce over the ranks.",
-        )
-    enough = 4 * (1000 + 32) * 3 // 4
-    if sent > enough:
-        fail(
-            "reduces-everything",
-            f"For gradients of {size(4 * 1030)} a rank sent {size(sent)} in a backward, where {size(enough)} are "
-            "enough: it needs its own chunk of the average only, and sends each gradient once.",
-        )
-    for name, n in sizes.items():
-        if name not in shards:
-            fail("forgets-a-unit", f"{name} came, and shards has {', '.join(shards) or 'nothing'}.")
-        rows = torch.nn.functional.pad(local[name], (0, -n % 4)).chunk(4, -1)[comm.rank]  # by rank and micro-batch
-        mean, got = rows.mean(0), shards[name]
-        if got.numel() == n // 4 < mean.shape[1]:
-            fail("cuts-off", f"Of {n} elements on 4 ranks the shards have {n // 4} each, and some are lost: pad.")
-        mistakes = {
-            "forgot-divide": (mean[0] * 4, "The gradient is the sum over the 4 ranks: take the mean."),
-            "divides-twice": (mean[0] / 4, "The gradient is 4 times too small: the mean was divided by 4 again."),
-            "takes-the-largest": (rows[:, 0].amax(0), "Each gradient is the largest of the ranks', not the mean."),
-        }
-        recognise(first[name], mean[0], mistakes, f"Rank {comm.rank}'s shard of {name}")
-        mistakes = {
-            "forgets-the-micro-batch-before": (
-                mean[1],
-                "After the second micro-batch only its own gradient is there: add it to what the first one left.",
-            ),
-            "loses-a-micro-batch": (
-                mean[0],
-                "After the second micro-batch only the first one's gradient is there: add the new one to it.",
-            ),
-        }
-        recognise(got, mean.sum(0), mistakes, f"Rank {comm.rank}'s shard of {name} after two micro-batches")
-
-
-def gradients(n: int, rank: int) -> torch.Tensor:
-    """Those of a unit on a rank, in two micro-batches: multiples of 4, so that the mean is exact."""
-    return torch.stack([rank_kit.whole(n + 10 * rank + m, (n,), torch.float32, times=4) for m in range(2)])
-
-
-def memory(comm) -> list[tuple[int, int, int]]:
-    """At each moment when the next gradient is computed: units so far, full gradients that live, bytes held."""
-    found: list[tuple[int, int, int]] = []
-    with Ledger() as ledger:
-
-        def arrivals(n):
-            given: list[weakref.ref] = []
-            for unit in range(6):
-                if unit:
-                    found.append((unit, sum(each() is not None for each in given), ledger.current["total"]))
-                gradient = torch.ones(n)
-                given.append(weakref.ref(gradient))
-                yield f"blocks.{unit}", gradient
-                del gradient
-
-        for n in (1000, 998):  # of the second, 4 divides a padded copy only
-            shards: dict[str, torch.Tensor] = {}
-            zero2.backward(arrivals(n), shards, comm)
-            del shards
-    return found
-
-
-def of_ones(comm) -> float:
-    shards: dict[str, torch.Tensor] = {}
-    zero2.backward(iter([("root", torch.ones(8))]), shards, comm)
-    return shards["root"][0].item()
-
-
-def in_bf16(comm) -> int:
-    before = comm.bytes_sent
-    shards: dict[str, torch.Tensor] = {}
-    for value in (256.0, 1.0):  # in BF16 their sum is 256
-        zero2.backward(iter([("root", torch.full((1000,), value, dtype=torch.bfloat16))]), shards, comm)
-        if shards["root"].dtype != torch.float32:
-            fail("keeps-16-bits", f"A shard is {shards['root'].dtype}: the optimizer wants FP32, and so does a sum.")
-    if shards["root"][0] == 256:
-        fail(
-            "adds-in-16-bits",
-            "A micro-batch brought 256, the next one 1, and the shard is 256: in BF16 the sum is rounded back. "
-            "Turn each average into FP32 before you add it.",
-        )
-    return (comm.bytes_sent - before) // 2
-
-
-def tiny(comm) -> None:
-    """The smallest number of FP16 on every rank: their sum is exact, and a quarter of one is 0."""
-    shards: dict[str, torch.Tensor] = {}
-    zero2.backward(iter([("root", torch.full((8,), 2.0**-24, dtype=torch.float16))]), shards, comm)
-    if not shards["root"].all():
-        fail(
-            "divides-first",
-            "All ranks have the gradient 2^-24, the smallest number of FP16, and the average is 0: it was divided "
-            "before it was added up. Add first.",
-        )
+SAYS = {
+    "keeps-the-last": "While the next gradient was computed, the full one of the unit before, or its padded copy, was "
+    "still alive: a name refers to it until it gets its next value. `del` both.",
+    "does-not-free": "Of each unit that has come only 1/N may be left. A list, or a view of a full gradient, keeps all "
+    "of it.",
+    "forgot-divide": "The gradient is the sum over the ranks: take the mean.",
+    "divides-twice": "The gradient is N times too small: the mean was divided by N again.",
+    "divides-by-four": "Divide by comm.size, not by 4.",
+    "takes-the-largest": "Each gradient is the largest of the ranks', not the mean.",
+    "no-communication": "Each rank kept its own gradient of its chunk, not the average: nothing was sent. Reduce over "
+    "the ranks.",
+    "reduces-everything": "A rank needs its own chunk of the average only, and sends each gradient once.",
+    "forgets-the-micro-batch-before": "After the second micro-batch only its own gradient is there: add it to what the "
+    "first one left.",
+    "loses-a-micro-batch": "After the second micro-batch only the first one's gradient is there: add the new one to "
+    "it.",
+    "divides-first": "In 16 bits a small gradient on all ranks became 0, since it was divided before it was added up. "
+    "Add first.",
+    "sends-fp32": "A 16-bit gradient was sent as FP32: reduce it as it comes, and make FP32 of what is left.",
+    "adds-in-16-bits": "In BF16 256 + 1 is rounded back to 256: turn each average into FP32 before you add it.",
+    "keeps-16-bits": "The optimizer wants FP32, and so does a sum.",
+    "cuts-off": "Of what N does not divide, some elements are lost: pad.",
+}
 
 
 class Case(NamedTuple):
-    """absent: in which of several micro-batches the last unit does not come. halves: every second rank shares."""
+    """absent: in which of several micro-batches the last unit does not come. halves: every second rank shares.
+
+    values: of each micro-batch, what all numbers are.
+    """
 
     ranks: int
     dtype: torch.dtype
@@ -230,12 +119,16 @@ class Case(NamedTuple):
     halves: bool
     elements: list[int]
     seed: int
+    values: tuple[float, ...] = ()
 
 
 def draw(random: Random) -> list[Case]:
     dtypes, ways = [torch.float32, torch.float16, torch.bfloat16], [(n,) for n in rank_kit.SIZES] * 2
     rows = deal(random, ways, dtypes, [1, 2, 3], [None, 0, 1, 2], [False, False, True])
-    return [
+    plain = Case(4, torch.float32, 2, None, False, [998, *[1000] * 8], 1)  # 4 divides padded copies of the first only
+    tiny = plain._replace(dtype=torch.float16, micro_batches=1, elements=[8], values=(2.0**-24,))  # a quarter is 0
+    large = plain._replace(dtype=torch.bfloat16, elements=[1000], values=(256.0, 1.0))  # their sum in BF16 is 256
+    return [plain, tiny, large] + [
         Case(n, dtype, micro, absent, halves, [random.randint(1, 40) for _ in range(random.randint(2, 5))], seed)
         for n, dtype, micro, absent, halves, seed in rows
     ]
@@ -255,8 +148,9 @@ def result(case: Case) -> dict[str, Any]:
                     for i, n in enumerate(case.elements[:-1] if absent else case.elements):
                         held.append(AtMost(ledger.current["total"], 2.5))
                         seed, special = case.seed + 100 * m + 10 * i + comm.rank, (math.inf, -math.inf, math.nan)
-                        if i == comm.rank:  # of one unit, this rank's gradient is all zeros
-                            yield f"unit {i}", torch.zeros(n, dtype=case.dtype)
+                        if case.values or i == comm.rank:  # of one unit, this rank's gradient is all zeros
+                            value = case.values[m] if case.values else 0.0
+                            yield f"unit {i}", torch.full((n,), value, dtype=case.dtype)
                             continue
                         yield f"unit {i}", rank_kit.whole(seed, (n,), case.dtype, times=comm.size, special=special)
 

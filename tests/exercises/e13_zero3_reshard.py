@@ -22,8 +22,7 @@ import torch
 from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
-from tests.exercises.e12_zero3_unshard import train_as_one
-from tests.exercises.kit import AtMost, fail, ranks, recognise, size, wrong
+from tests.exercises.kit import AtMost, fail, ranks, wrong
 from tests.exercises.tasks import zero3
 
 PLAN = [
@@ -64,7 +63,7 @@ MORE = "    if unit.uses:\n        return\n"
 FREE = f"    {EMPTY}\n    {POINT}\n"
 WRONG = [
     wrong("frees-nothing", (EMPTY, "pass")),
-    wrong("zeros", (EMPTY, "unit.replica.zero_()")),
+    wrong("zeros", (EMPTY, "unit.replica.zero_()"), says="frees-nothing"),
     wrong("another-buffer", (EMPTY, "unit.replica = unit.replica.new_empty(0)")),
     wrong("half-of-it", ("resize_(0)", "resize_(unit.replica.nbytes // 2)")),
     wrong("frees-the-shard", (EMPTY, EMPTY + "\n    unit.shard.untyped_storage().resize_(0)")),
@@ -93,168 +92,41 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check() -> None:
-    ranks(4, memory)
-    ranks(4, gradients)
-    ranks(4, in_bf16)
-    train_as_one()
-
-
-def fresh(comm, elements: int, dtype: torch.dtype = torch.float32) -> zero3.Unit:
-    return zero3.Unit([torch.zeros(elements // 4, 4)], comm, dtype)
-
-
-def memory(comm) -> None:
-    """One use, from forward to backward."""
-    unit = fresh(comm, 12_000)
-    for moment in ("forward", "backward"):
-        zero3.unshard(unit)
-        unit.replica.fill_(1)
-        buffer, storage, view = unit.replica, unit.replica.untyped_storage(), unit.replica[:10]  # as autograd has one
-        still_full: list[bool] = []
-        comm.observers[:] = [lambda *_, storage=storage, full=still_full: full.append(storage.nbytes() > 0)]
-        zero3.reshard(unit, None if moment == "forward" else torch.ones(12_000))
-        comm.observers.clear()
-        held = storage.nbytes()
-        if unit.replica is not buffer:
-            fail(
-                "another-buffer",
-                f"unit.replica is a new tensor, and the old one's {size(held)} live on in the views that autograd has "
-                "saved: empty the storage that is there.",
-            )
-        if not unit.shard.untyped_storage().nbytes():
-            fail("frees-the-shard", "This rank's own chunk, unit.shard, was emptied too: nobody has it any more.")
-        if held == 48_000 and not view.any():
-            fail("zeros", f"The replica is full of zeros now, and still has its {size(held)}: give the memory back.")
-        if held == 48_000 and moment == "forward":
-            fail(
-                "frees-nothing",
-                f"After the unit's forward a rank still holds all {size(held)} of its replica: empty the storage. "
-                "Autograd's views keep it alive.",
-            )
-        if held == 48_000:
-            fail(
-                "stays-after-backward",
-                f"After the unit's backward a rank still holds all {size(held)} of its replica: it must go after "
-                "every use.",
-            )
-        if held:
-            fail("half-of-it", f"{size(held)} of the replica are still there: give all of it back, 0 bytes.")
-        if any(p.numel() for p in unit.parameters):
-            fail(
-                "parameters-dangle",
-                "The parameters still point into memory that is gone: make them empty, so that using one is an error.",
-            )
-        if any(still_full):
-            fail(
-                "reduces-first",
-                f"While the gradient was sent, the replica's {size(48_000)} were still there: nothing needs them "
-                "any more. First give memory back, then do what takes some.",
-            )
-
-
-def gradients(comm) -> None:
-    """Two uses in a micro-batch, and two micro-batches."""
-    unit, n = fresh(comm, 12_000), 12_000
-    local = torch.stack([torch.stack([rank_kit.whole(9 * r + i, (n,), torch.float32, times=4) for i in range(4)])
-                         for r in range(4)]).view(4, 2, 2, n)  # fmt: skip
-    mean = local.chunk(4, -1)[comm.rank].mean(0)  # (micro-batches, uses, n / 4)
-    for m in range(2):
-        unit.uses = 1
-        zero3.unshard(unit)
-        gathered = comm.bytes_sent
-        zero3.reshard(unit, local[comm.rank, m, 0].clone())
-        if unit.replica.untyped_storage().nbytes():
-            fail(
-                "stays-between-uses",
-                "One of two uses went backward, and the replica stays for the other one. Units in between compute "
-                "meanwhile: it must go, and is unsharded again.",
-            )
-        early = comm.bytes_sent - gathered
-        zero3.unshard(unit)
-        gathered, unit.uses = comm.bytes_sent, 0
-        with Ledger() as ledger:
-            zero3.reshard(unit, local[comm.rank, m, 1].clone())
-        if ledger.peak["total"] > 4 * n * 1.75:
-            fail(
-                "a-third-gradient",
-                f"Two full gradients of {size(4 * n)} were added up into a third one: add in place to the one that "
-                "waits.",
-            )
-        if early and comm.bytes_sent == gathered:
-            fail(
-                "sends-too-early",
-                f"A unit that is used twice sent {size(early)} after the first use in backward, and nothing after the "
-                "second. unit.uses does not count the use that is over: the gradient is complete if it is 0.",
-            )
-        if early:
-            fail(
-                "sends-each-use",
-                f"A unit that is used twice sent {size(early)} after the first use in backward, and as much "
-                "after the second. Add up on this rank what belongs together, and send it once.",
-            )
-        if unit.gradient is not None:
-            fail(
-                "keeps-the-gradient",
-                f"The unit's backward is over, and unit.gradient still holds all {size(4 * n)} of its gradient, where "
-                f"the chunk has {size(n)}; the next micro-batch would add to it.",
-            )
-        if unit.average is None:
-            fail("no-average", "Both uses went backward, and unit.average is None: the optimizer finds no gradient.")
-        if comm.bytes_sent == gathered:
-            fail(
-                "no-communication",
-                "unit.average is this rank's own gradient: nothing was sent. Reduce over the ranks.",
-            )
-        if unit.average.untyped_storage().nbytes() > 2 * n:
-            fail(
-                "a-view-of-all",
-                f"unit.average is a view: it keeps all {size(4 * n)} of the gradient alive, where the chunk has "
-                f"{size(n)}.",
-            )
-        mistakes = {"forgot-divide": (4 * mean[0].sum(0), "unit.average is the sum over the 4 ranks: take the mean.")}
-        one_use = "The unit was used twice, and the gradient of one use is missing: it is the sum of both."
-        if m == 0:
-            for use in range(2):
-                recognise_not(unit.average, mean[0, use], "loses-a-use", one_use)
-            recognise(unit.average, mean[0].sum(0), mistakes, f"Rank {comm.rank}'s average")
-    recognise_not(
-        unit.average,
-        mean[1].sum(0),
-        "loses-a-micro-batch",
-        "After the second micro-batch only its own gradient is there: add it to what the first one left.",
-    )
-    recognise(unit.average, mean.sum((0, 1)), {}, f"Rank {comm.rank}'s average of two micro-batches")
-
-
-def recognise_not(got: Any, mistake: torch.Tensor, name: str, words: str) -> None:
-    if isinstance(got, torch.Tensor) and got.shape == mistake.shape and torch.equal(got, mistake):
-        fail(name, words)
-
-
-def in_bf16(comm) -> None:
-    unit = fresh(comm, 1000, torch.bfloat16)
-    for value in (256.0, 1.0):  # in BF16 their sum is 256
-        zero3.unshard(unit)
-        before = comm.bytes_sent
-        zero3.reshard(unit, torch.full((1000,), value, dtype=torch.bfloat16))
-        sent = comm.bytes_sent - before
-    if sent > 2 * 1000 * 3 // 4:
-        fail(
-            "sends-fp32",
-            f"For a BF16 gradient of 1,000 elements a rank sent {sent:,} bytes, where {2 * 1000 * 3 // 4:,} are "
-            "enough: reduce it as it comes, and make FP32 of what is left.",
-        )
-    if unit.average is not None and (unit.average.dtype != torch.float32 or unit.average[0] == 256):
-        fail(
-            "adds-in-16-bits",
-            "A micro-batch brought 256, the next one 1, and unit.average is 256 or not FP32: turn each mean into FP32 "
-            "before you add it.",
-        )
+SAYS = {
+    "frees-nothing": "After a use a rank still holds its whole replica: empty the storage. Autograd's views keep it "
+    "alive, and zeros take as much room.",
+    "another-buffer": "unit.replica is a new tensor, and the old one lives on in the views that autograd has saved: "
+    "empty the storage that is there.",
+    "half-of-it": "A part of the replica is still there: give all of it back, 0 bytes.",
+    "parameters-dangle": "The parameters still point into memory that is gone: make them empty, so that using one "
+    "is an error.",
+    "stays-after-backward": "After the unit's backward its whole replica is still there: it must go after every use.",
+    "stays-between-uses": "One of two uses went backward, and the replica stays for the other one. Units in between "
+    "compute meanwhile: it must go, and is unsharded again.",
+    "reduces-first": "While the gradient was sent, the replica was still there: nothing needs it any more. First give "
+    "memory back, then do what takes some.",
+    "loses-a-use": "The unit was used twice, and the gradient of one use is missing: it is the sum of both.",
+    "sends-each-use": "A unit that is used twice sent as much after each use in backward. Add up on this rank what "
+    "belongs together, and send it once.",
+    "sends-too-early": "unit.uses does not count the use that is over: the gradient is complete if it is 0.",
+    "keeps-the-gradient": "The unit's backward is over, and unit.gradient still holds all of its gradient; the next "
+    "micro-batch would add to it.",
+    "a-third-gradient": "Two full gradients were added up into a third one: add in place to the one that waits.",
+    "a-view-of-all": "unit.average is a view: it keeps all of the gradient alive.",
+    "loses-a-micro-batch": "After the second micro-batch only its own gradient is there: add it to what the first one "
+    "left.",
+    "forgot-divide": "unit.average is the sum over the ranks: take the mean.",
+    "no-communication": "unit.average is this rank's own gradient: nothing was sent. Reduce over the ranks.",
+    "sends-fp32": "A 16-bit gradient was sent as FP32: reduce it as it comes, and make FP32 of what is left.",
+    "adds-in-16-bits": "In BF16 256 + 1 is rounded back to 256: turn each mean into FP32 before you add it.",
+}
 
 
 class Case(NamedTuple):
-    """uses: of the unit, in each micro-batch. halves: every second rank shares the unit."""
+    """uses: of the unit, in each micro-batch. halves: every second rank shares the unit.
+
+    values: of each micro-batch, what all numbers of its gradients are.
+    """
 
     ranks: int
     dtype: torch.dtype
@@ -262,12 +134,15 @@ class Case(NamedTuple):
     uses: tuple[int, ...]
     halves: bool
     seed: int
+    values: tuple[float, ...] = ()
 
 
 def draw(random: Random) -> list[Case]:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     uses, ways = [(1, 3), (2, 1), (3, 2)], [(n,) for n in rank_kit.SIZES] * 2
-    return [Case(*row) for row in deal(random, ways, dtypes, [1, 3, 8], uses, [False, False, True])]
+    plain = Case(4, torch.float32, 300, (2, 3), False, 1)
+    large = Case(4, torch.bfloat16, 250, (1, 1), False, 1, (256.0, 1.0))  # their sum in BF16 is 256
+    return [plain, large] + [Case(*row) for row in deal(random, ways, dtypes, [1, 3, 8], uses, [False, False, True])]
 
 
 def result(case: Case) -> dict[str, Any]:
@@ -281,12 +156,22 @@ def result(case: Case) -> dict[str, Any]:
 
         def use(name: str, gradient: list[torch.Tensor | None]) -> None:
             zero3.unshard(unit)
-            before = comm.bytes_sent
+            before, replica, storage, then = comm.bytes_sent, unit.replica, unit.replica.untyped_storage(), list[int]()
+            old = [x.data_ptr() for x in (unit.gradient, *gradient) if x is not None]
+            comm.observers[:] = [lambda *_: then.append(storage.nbytes())]
             zero3.reshard(unit, gradient.pop())
+            comm.observers.clear()
+            if not unit.shard.untyped_storage().nbytes():
+                fail("frees-the-shard", "This rank's own chunk, unit.shard, was emptied too: nobody has it any more.")
             found[name] = {
                 "bytes sent": comm.bytes_sent - before,
-                "bytes of the replica": unit.replica.untyped_storage().nbytes(),
+                "bytes of the replica": storage.nbytes(),
+                "bytes of the replica while something is sent": max(then, default=0),
+                "the replica is the same tensor": unit.replica is replica,
                 "bytes of gradients": AtMost(ledger.current["total"]),
+                "a sum waits in a third tensor": len(old) == 2
+                and unit.gradient is not None
+                and unit.gradient.data_ptr() not in old,
                 "lengths of the parameters": [p.numel() for p in unit.parameters],
                 "the shard is as before": torch.equal(unit.shard, torch.ones(case.elements_each)),
                 "unit.uses": unit.uses,
@@ -300,6 +185,8 @@ def result(case: Case) -> dict[str, Any]:
                     seed = case.seed + 100 * m + 10 * unit.uses + comm.rank
                     gradient = rank_kit.whole(seed, (n,), case.dtype, times=comm.size, special=special)
                     gradient[case.seed % n] = rank_kit.smallest(case.dtype)
+                    if case.values:
+                        gradient.fill_(case.values[m])
                     use(f"micro-batch {m}, use {unit.uses + 1}, backward", [gradient])
                 found[f"micro-batch {m}, average"] = unit.average if unit.average is None else unit.average.clone()
         return found
