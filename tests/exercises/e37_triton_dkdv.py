@@ -8,7 +8,6 @@ What is (rows, keys) in the formulas is (keys, rows) here, transposed:
     dp = v doᵀ   ds = p (dp - delta)        dk += ds q, and in the end times scale
 """
 
-from random import Random
 from typing import Any
 
 from tests.exercises import triton_kit
@@ -99,14 +98,9 @@ def check() -> None:
     compiles("dkdv")
 
 
-def draw(random: Random) -> list[triton_kit.Case]:
-    return triton_kit.draw(random)
+draw, tolerance = triton_kit.draw, triton_kit.tolerance
 
 
 def result(case: triton_kit.Case) -> dict[str, Any]:
     """What the kernel stores, and what it loads: nothing from beside the tensors, and no block twice."""
     return triton_kit.run_backward(case, "dkdv")
-
-
-def tolerance(case: triton_kit.Case) -> float:
-    return triton_kit.tolerance(case)

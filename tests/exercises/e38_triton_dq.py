@@ -4,7 +4,6 @@ S is computed once more, and so needs no memory and no atomic additions.
     s = q kᵀ    p = exp(scale s - lse)    dp = do vᵀ    ds = p (dp - delta)    dq += ds k,  in the end · scale
 """
 
-from random import Random
 from typing import Any
 
 from tests.exercises import triton_kit
@@ -74,14 +73,9 @@ def check() -> None:
     compiles("dq")
 
 
-def draw(random: Random) -> list[triton_kit.Case]:
-    return triton_kit.draw(random)
+draw, tolerance = triton_kit.draw, triton_kit.tolerance
 
 
 def result(case: triton_kit.Case) -> dict[str, Any]:
     """What the kernel stores, and what it loads: nothing from beside the tensors, and no block twice."""
     return triton_kit.run_backward(case, "dq")
-
-
-def tolerance(case: triton_kit.Case) -> float:
-    return triton_kit.tolerance(case)
