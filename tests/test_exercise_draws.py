@@ -242,6 +242,8 @@ WRONG = {
                                            "FP32)")),
         wrong("no broadcasting", ("(x.dim() and y.dim() and", "(x.shape == y.shape and")),
         wrong("the order of the terms", ("sequential(products,", "sequential(products.flip(0),")),
+        wrong("operands need no gradient any more",
+              ("    x, y =", "    if isinstance(a, torch.Tensor):\n        a.requires_grad_(False)\n    x, y =")),
         wrong("one with many",
               ("x.shape[-1] == y.shape[-1])", "x.shape[-1] in (1, y.shape[-1]))")),
     ],
@@ -327,6 +329,8 @@ WRONG = {
         wrong("a master of 16 bits", ("unit.chunk(full).clone()", "unit.chunk(unit.replica).clone()")),
         wrong("full is kept",
               ("    unit.cut_shards()", "    unit.cut_shards()\n    unit.full = full")),
+        wrong("what is frozen wants gradients",
+              ("    unit.cut_shards()", "    unit.cut_shards()\n    [p.requires_grad_() for p in unit.parameters]")),
         wrong("everyone's chunk",
               ("else unit.chunk(full).clone()", "else full.chunk(unit.everyone.size)[unit.everyone.rank].clone()")),
     ],
@@ -667,14 +671,15 @@ def test_what_an_answer_did_comes_as_data(write):
     values = [numbers.to(dtype) for dtype in (*rank_kit.DTYPES, torch.bool, torch.complex64)] + [
         numbers[:0],
         torch.ones(1, 2)[:, :1],
+        torch.ones((), requires_grad=True),
         numbers[1, 1:2],
     ]
-    values += [NAN, -0.0, 2**70, True, None, "x", {"a": [1, (2.5, -INF)]}, kit.AtMost(3, 1.5), torch.ones(())]
+    values += [NAN, -0.0, 2**70, True, None, "x", {"a": [1, (2.5, -INF)]}, kit.AtMost(3, 1.5)]
     for value in values:
         assert not compare(judge.unpack(json.loads(json.dumps(judge.pack(value)))), value), value
-    for seen in ({}, {"said": None, "cases": [{"tensor": ["os.system", [1], ""]}]}, {"said": None, "cases": [[{}]]},
-                 {"said": {"status": "passed", "name": "passed", "words": ""}, "cases": []},
-                 {"said": None, "cases": []}, {"said": None, "cases": 7}):  # fmt: skip
+    for seen in ({}, {"said": None, "cases": [{"tensor": ["os.system", [1], "", False]}]},
+                 {"said": None, "cases": [[{}]]}, {"said": None, "cases": []}, {"said": None, "cases": 7},
+                 {"said": {"status": "passed", "name": "passed", "words": ""}, "cases": []}):  # fmt: skip
         assert judge.Judge().verdict(find("pad"), write(find("pad")), "7", seen).status == "failed", seen
 
 
@@ -687,6 +692,7 @@ def test_what_differs_is_said():
         (tensor([-0.0]), tensor([0.0])),
         (tensor([1]), tensor([1.0])),
         (tensor([1.0]), tensor([[1.0]])),
+        (tensor([1.0]), tensor([1.0], requires_grad=True)),
         (1.0, tensor(1.0)),
         (-0.0, 0.0),
         (True, 1),

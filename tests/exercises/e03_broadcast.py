@@ -116,7 +116,6 @@ def result(case: Case) -> Any:
         return {
             "the result": got,
             "contiguous": got.is_contiguous(),
-            "the result requires a gradient": got.requires_grad,
             "the input afterwards": mine,
             "the memory in which the input lies": rank_kit.memory(mine),
             "another memory than the input's": got.data_ptr() != mine.data_ptr() or not mine.numel(),

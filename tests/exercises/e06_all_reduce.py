@@ -170,7 +170,6 @@ def result(case: Case) -> Any:
             "hops in a row": watch.hops,
             "receivers": sorted(watch.receivers),
             "the result": got,
-            "the result requires a gradient": getattr(got, "requires_grad", False),
             "`out`": out,
             "the memory in which the input lies": rank_kit.memory(mine),
             "the result lies in the input's memory": lies_in(got, mine),

@@ -234,13 +234,11 @@ def result(case: Case) -> dict[str, Any]:
         buffers.append(flat)
         found |= {
             f"the buffer for {ranks} ranks": flat.clone(),
-            f"the buffer for {ranks} ranks requires a gradient": flat.requires_grad,
             f"bytes in the memory of the buffer for {ranks} ranks": flat.untyped_storage().nbytes(),
             f"bytes that flatten took for {ranks} ranks": AtMost(ledger.peak["total"], 3.5, 0.02),
             f"bytes that flatten left for {ranks} ranks": AtMost(ledger.current["total"], 1),
             f"parameters outside of the buffer for {ranks} ranks": sum(elsewhere),
-            f"for {ranks} ranks the parameters": [p.detach().clone() for p in distinct],
-            f"for {ranks} ranks they require a gradient": [p.requires_grad for p in distinct],
+            f"for {ranks} ranks the parameters": [p.clone() for p in distinct],
             f"for {ranks} ranks they have their gradients": [p.grad is g for p, g in zip(distinct, gradients)],
             f"for {ranks} ranks they are contiguous": [p.is_contiguous() for p in distinct],
         }

@@ -176,7 +176,7 @@ def result(case: Case) -> dict[str, Any]:
         del full
         return {
             "the replica": unit.replica,
-            "the parameters": [p.detach() for p in unit.parameters],
+            "the parameters": unit.parameters,
             "the parameters are views of the replica": all(
                 p.untyped_storage().data_ptr() == replica for p in unit.parameters
             ),
@@ -185,8 +185,7 @@ def result(case: Case) -> dict[str, Any]:
             "the master lies in the replica": master == replica,
             "the full buffer is kept": kept() is not None and not same,
             "bytes that the master keeps alive": AtMost(unit.master.untyped_storage().nbytes()),
-            "the optimizer's parameters": [shard.detach() for shard in unit.shards],
-            "the optimizer's parameters require gradients": [shard.requires_grad for shard in unit.shards],
+            "the optimizer's parameters": unit.shards,
             "the optimizer's parameters lie in the master": all(
                 shard.numel() == 0 or shard.untyped_storage().data_ptr() == master for shard in unit.shards
             ),

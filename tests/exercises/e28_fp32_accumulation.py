@@ -116,6 +116,5 @@ def result(case: Case) -> Any:
     return {
         "the kind": type(got).__name__,
         "the value": got if isinstance(got, str) else torch.as_tensor(got),
-        "the value requires a gradient": getattr(got, "requires_grad", False),
         "the operands afterwards": [torch.as_tensor(x) for x in given],
     }

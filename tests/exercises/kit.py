@@ -136,6 +136,8 @@ def _compare_tensors(got: Any, want: torch.Tensor, tolerance: float, what: str) 
         return f"{what} is {_brief(got)}, expected a tensor"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{what} has shape {tuple(got.shape)} of {got.dtype}, expected {tuple(want.shape)} of {want.dtype}"
+    needs = f"{what} requires {'a' if got.requires_grad else 'no'} gradient, expected the other"
+    needs = needs if got.requires_grad != want.requires_grad else ""
     got, want = got.detach(), want.detach()
     finer = want.dtype == torch.float64 and int((want.float() != want).sum())
     if tolerance and finer > 8 and got.equal(got.float().double()):
@@ -149,7 +151,7 @@ def _compare_tensors(got: Any, want: torch.Tensor, tolerance: float, what: str) 
         bound = tolerance * (finite.amax().item() if finite.numel() else 0.0)
         right |= (got.double() - want.double()).abs() <= bound
     if right.all():
-        return ""
+        return needs
     place = int((~right).reshape(-1).byte().argmax())
     one, other = _brief(got.reshape(-1)[place].item()), _brief(want.reshape(-1)[place].item())
     words = f"{int((~right).sum())} of {want.numel()} values are wrong, the first at place {place}"
@@ -241,11 +243,10 @@ def observed(
     outputs = [x for x in tree_leaves(got) if isinstance(x, torch.Tensor)]
     inputs, sums = [x for x in tensors if x.requires_grad], [x.sum() for x in outputs if x.requires_grad]
     seen = {
-        "the result": tree_map_only(torch.Tensor, lambda x: x.detach().clone(), got),
+        "the result": tree_map_only(torch.Tensor, torch.clone, got),
         "what was given, afterwards": tensors,
         "writes into what was given": [x._version for x in tensors],
         "memory of the result that an earlier one has, too": len(_storages(got) & _storages(first) - _storages(given)),
-        "the result requires a gradient": [x.requires_grad for x in outputs],
         "the gradients that arrive": torch.autograd.grad(sums, inputs, allow_unused=True) if inputs and sums else None,
         "random numbers were drawn": not torch.equal(state, torch.get_rng_state()),
         "bytes at the peak": AtMost(ledger.peak["total"] + slack, most, 0.02),

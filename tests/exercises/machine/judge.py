@@ -53,7 +53,8 @@ def pack(value: Any) -> Any:
         return {type(value).__name__: list(value) if isinstance(value, Raised) else [float(value), *value.bounds]}
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
         data = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1)).view(torch.uint8)
-        return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data.numpy().tobytes()).decode()]}
+        text = base64.b64encode(data.numpy().tobytes()).decode()
+        return {"tensor": [str(value.dtype), list(value.shape), text, value.requires_grad]}
     value = value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(value, dict):
         return {"dict": [[str(key), pack(each)] for key, each in value.items()]}
@@ -74,12 +75,12 @@ def unpack(value: Any) -> Any:
     if kind == "dict":
         return {str(key): unpack(each) for key, each in inside}
     if kind == "tensor":
-        dtype, shape, text = inside
+        dtype, shape, text, requires_grad = inside
         data, numel = bytearray(base64.b64decode(text)), math.prod(shape)
         if len(data) != numel * DTYPES[dtype].itemsize:
             raise ValueError("a tensor of another size")
         flat = torch.frombuffer(data, dtype=DTYPES[dtype]) if data else torch.empty(0, dtype=DTYPES[dtype])
-        return flat.view(shape)
+        return flat.view(shape).requires_grad_(requires_grad)
     if kind == "AtMost":
         return AtMost(*map(float, inside))
     return Raised(*(str(word)[:4000] for word in inside)) if kind == "Raised" else Other(inside)
