@@ -607,6 +607,8 @@ WRONG = {
                                            "decay - update")),
     ],
     "bug_zero2": [
+        wrong("a seed on rank 1", ("    losses = []\n", "    losses = []\n    if comm.rank == 1:\n"
+                                   "        torch.manual_seed(0)\n")),
         wrong("four ranks", ('comm, "mean")', 'comm, "sum") / 4')),
         wrong("FP32 on the way", ("reduce_scatter(full, comm", "reduce_scatter(full.float(), comm"),
               ('"mean")\n', '"mean").to(full.dtype)\n')),

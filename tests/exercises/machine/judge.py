@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from tests.exercises import kit
 from tests.exercises.course import Exercise
 from tests.exercises.draws import shown
-from tests.exercises.kit import LENT, AtMost, Diagnosis, Wrong, compare, fail, modes
+from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare, fail
 from tests.exercises.machine import runner
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.machine.runner import Outcome
@@ -88,10 +89,10 @@ def unpack(value: Any) -> Any:
 
 def outcome_of(lesson: Any, case: Any, words: Callable[[BaseException], str] = str) -> Any:
     """What the function that stands in the package does in this case, packed. words: what is said of an exception."""
-    before = modes()
+    before = kit.modes()
     try:
-        seen = pack(lesson.result(case))
-        if changed := [what for what, state in modes().items() if state != before[what]]:
+        seen = _seen(lesson, case)
+        if changed := [what for what, state in kit.modes().items() if state != before[what]]:
             torch.set_grad_enabled(before["torch's grad mode"])
             torch.set_default_dtype(before["torch's default dtype"])
             fail("leaves-a-mode", f"After the call {changed[0]} is another one than before.")
@@ -99,7 +100,13 @@ def outcome_of(lesson: Any, case: Any, words: Callable[[BaseException], str] = s
     except Exception as error:
         return pack(raised(error, words))
     finally:
-        LENT.clear()
+        kit.LENT.clear()
+
+
+def _seen(lesson: Any, case: Any) -> Any:
+    """The result, and the states of the global random numbers, which an answer neither draws nor seeds."""
+    kit.seed_all()
+    return pack({"": lesson.result(case), **kit.random_states(), **kit.STATES})
 
 
 def raised(error: BaseException, words: Callable[[BaseException], str]) -> Raised:
@@ -133,7 +140,7 @@ class Judge:
         if exercise.id not in self.known or self.known[exercise.id].seed != seed:
             computed, clock = time.process_time(), time.monotonic()
             cases = drawn(lesson, seed)
-            wanted = [pack(lesson.result(case)) for case in cases]
+            wanted = [_seen(lesson, case) for case in cases]
             computed, clock = time.process_time() - computed, time.monotonic() - clock
             may = max(runner.SECONDS, runner.SLOWER * computed), runner.SLOWER * clock
             self.known[exercise.id] = Known(seed, cases, wanted, {}, may)

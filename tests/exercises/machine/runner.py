@@ -112,7 +112,7 @@ def observe(exercise: Exercise, path: Path, seed: str, seconds: float = SECONDS)
 
 def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
     """Load the answer, run the lesson's own check, if it has one, and then the cases."""
-    from tests.exercises.kit import Diagnosis, random_states
+    from tests.exercises.kit import Diagnosis
     from tests.exercises.machine.judge import drawn, outcome_of
     from tests.exercises.patch import function_of, hollow, patched
 
@@ -125,7 +125,6 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
     gc.unfreeze()  # so that all functions are seen that are there already
     lesson, known = exercise.load(), {id(each): each for each in gc.get_objects() if type(each) is FunctionType}
     code, left = function_of(exercise).__code__, 0
-    states = random_states()[:2]
     with patched(exercise, borrowed):
         module = load(path)
     function = getattr(module, exercise.function)
@@ -146,8 +145,6 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
             if other.co_filename == code.co_filename or other.co_filename[-3:] != ".py":
                 seen.clear()
                 borrowed()
-    if random_states()[:2] != states:
-        raise Diagnosis("global-state", "The global random state of Python or NumPy is another one afterwards.")
 
 
 def _left_by(outcome: Callable[[Any], Any], cases: list[Any]) -> int:
