@@ -245,9 +245,7 @@ def result(case: Case) -> Any:
             rank.append([rows(max(n, rank is windows[0]), random.randint(1, 3), generator) for n in counts])
     options = dict(lr=0.1, momentum=case.momentum)
     given, meters = metered(case.ranks, train, model, windows, options, case.gradient_before)
-    others = sum(not torch.equal(parameters, given[0][1]) for _, parameters in given)
-    each = by_rank([{"losses": losses, "parameters": parameters} for losses, parameters in given])
-    return {"ranks that end with other bits than rank 0": others, **each, **meters}
+    return by_rank([{"losses": torch.tensor(losses), "parameters": each} for losses, each in given]) | meters
 
 
 def rows(targets: int, count: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:

@@ -223,10 +223,13 @@ def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     model = Model(case.width, case.dtype, generator)
     batches = data(4, 12, case.dtype, generator)
-    runs, meters = metered(case.ranks, train, model, batches, case.max_norm, 0.02)
-    others = sum(norms != runs[0][0] or not torch.equal(parameters, runs[0][1]) for norms, parameters, *_ in runs)
-    each = by_rank([{"norms": n, "parameters": p, "parameters with a full gradient": kept} for n, p, _, kept in runs])
-    return {"ranks that end with other bits than rank 0": others, **each, **meters}
+
+    def on_rank(comm: Any) -> dict[str, Any]:
+        norms, parameters, _, kept = train(comm, model, batches, case.max_norm, 0.02)
+        return {"norms": norms, "parameters": parameters, "parameters with a full gradient": kept}
+
+    runs, meters = metered(case.ranks, on_rank)
+    return by_rank(runs) | meters
 
 
 def tolerance(case: Case) -> float:

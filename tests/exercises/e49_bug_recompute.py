@@ -307,7 +307,6 @@ def result(case: Case) -> Any:
     model.stem.requires_grad_(not case.frozen)
     batches = data(4, 12, case.seed)
     (run,), meters = metered(1, lambda _: Run(bug_recompute.train_recomputed, model, batches, case.seed))
-    del meters["PyTorch's own random numbers were drawn"]  # by the dropout
     order = [[block + 1 for block, _ in step] for step in run.again]
     return {"losses": run.losses, "parameters": run.parameters, "blocks that ran again": order, **meters}
 
