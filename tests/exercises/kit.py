@@ -300,18 +300,7 @@ def recognise(
     for name, (value, words) in mistakes.items():
         if same(got, torch.as_tensor(value, dtype=want.dtype), tolerance):
             fail(name, words)
-    if not isinstance(got, torch.Tensor):
-        fail("not-a-tensor", f"{otherwise}: expected a tensor, got {type(got).__name__}. Is there a return?")
-    if got.shape != want.shape:
-        fail("shape", f"{otherwise}: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}.")
-    right = (got.detach() == want) | (got.detach().isnan() & want.isnan())
-    different = (got.detach() - want).abs().nan_to_num(nan=torch.inf).masked_fill(right, 0).reshape(-1)
-    place = int(different.argmax())
-    fail(
-        "values",
-        f"{otherwise}: {int((different > 0).sum())} of {want.numel()} values are wrong, the worst at place "
-        f"{place}: {got.reshape(-1)[place].item():.6g}, expected {want.reshape(-1)[place].item():.6g}.",
-    )
+    fail("values", f"{compare(got, want, tolerance, otherwise)}.")
 
 
 def guard_unfold(function: Callable[..., Any]) -> None:
