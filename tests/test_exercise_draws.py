@@ -199,6 +199,8 @@ WRONG = {
         wrong("places up to 31 in 64 bits", ("torch.iinfo(significand.dtype).bits - 1", "31")),
         wrong("the sticky bit of the first alone", ("kept | ((kept << places) != significand)",
               "kept | ((kept << places) != significand).reshape(-1).any()")),
+        wrong("16 bits become 32", ("    kept = significand >> places\n", "    if significand.dtype == torch.int16:\n"
+              "        significand = significand.int()\n    kept = significand >> places\n")),
         wrong("places changed in place",
               ("places.clamp(", "places.clamp_(")),
         wrong("significand changed in place",
@@ -273,6 +275,8 @@ WRONG = {
         wrong("each block twice", ("total = rescale * total", "total = 0 * (s - larger).exp().sum().item() + "
                                    "rescale * total")),
         wrong("FP32", ("p = (s - larger).exp()", "p = (s - larger).float().exp().to(s.dtype)")),
+        wrong("FP16 is BF16", ("    maximum, total", "    if scores.dtype == torch.float16:\n        scores = "
+                               "scores.bfloat16().half()\n    maximum, total")),
         wrong("lazy maximum",
               ("larger = max(maximum, s.max().item())",
                "larger = max(maximum, s.max().item())\n        larger = maximum if larger < maximum + "
@@ -440,6 +444,8 @@ WRONG = {
               ("loss.backward()\n            window_loss += loss.detach()",
                "window_loss = window_loss + loss\n        window_loss.backward()\n        window_loss = window_loss"
                ".detach()")),
+        wrong("FP32 averages of FP64", ('all_reduce(parameter.grad, comm, "sum")',
+                                        'all_reduce(parameter.grad.float(), comm).to(parameter.dtype)')),
         wrong("right on two ranks only", ('all_reduce(parameter.grad, comm, "sum")',
                                           'all_reduce(parameter.grad, comm, "mean") * 2')),
         wrong("as many micro-batches on each rank", ("/ targets", "/ targets * (1 if len(window) > 1 else 0.5)")),
@@ -480,6 +486,8 @@ WRONG = {
               ("% window == 0:\n",
                "% window == 0:\n            total.backward()\n            total = total.detach()\n"),
               ("total.zero_()", "total = torch.zeros(())")),
+        wrong("FP16 averages", ('all_reduce(parameter.grad, comm, "mean")',
+                                'all_reduce(parameter.grad.half(), comm, "mean").to(parameter.dtype)')),
         wrong("a window of 1 sends nothing", ("for parameter in model.parameters()", "for parameter in "
               "[] if window == 1 else model.parameters()")),
         wrong("the loss of all windows so far", ("            total.zero_()\n", "")),

@@ -88,8 +88,8 @@ def draw(random: Random) -> list[Case]:
     whole = [Case(8, 0, 1, (6,), torch.float32, False, "contiguous", "nothing", 1)]
     whole += [whole[0]._replace(ranks=12, root=5)]
     whole += [Case(3, 1, 1, (4, 3, 2), torch.float32, False, layout, what, seed) for layout, what in sets]
-    grad, columns = [False, True], (rank_kit.LAYOUTS, differ_in)
-    return whole + [Case(*row) for row in deal(random, ways, [1, 1, 2], shapes, rank_kit.DTYPES, grad, *columns)]
+    columns = [*rank_kit.DTYPES, torch.int8, torch.bool], [False, True], rank_kit.LAYOUTS, differ_in
+    return whole + [Case(*row) for row in deal(random, ways, [1, 1, 2], shapes, *columns)]
 
 
 def result(case: Case) -> Any:

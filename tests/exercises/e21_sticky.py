@@ -64,7 +64,7 @@ class Case(NamedTuple):
 def draw(random: Random) -> list[Case]:
     """places: a whole number, or in words for a tensor of them, from -70 to 100."""
     ways: list[Any] = [(dtype, n) for dtype in (torch.int32, torch.int64) for n in range(32)]
-    ways += itertools.product((torch.int32, torch.int64), ["each its own"] * 8)
+    ways += itertools.product((torch.int8, torch.int16, torch.int32, torch.int64), ["each its own"] * 8)
     ways += [(torch.int64, "each its own, in 32 bits")] * 8
     return [Case(torch.int32, 3, (4,), 1)] + [
         Case(*row) for row in deal(random, ways, [(40,), (6, 7), (2, 3, 4), (0,), ()])

@@ -127,7 +127,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     ways = itertools.product((1, 2, 7, 16, 40), (1, 3, 16, 64))
-    dtypes, middles = [torch.float64, torch.float32, torch.bfloat16], [0.0, 0.0, -3e4, 3e4, -1e30]
+    dtypes, middles = [torch.float64, torch.float32, torch.bfloat16, torch.float16], [0.0, 0.0, -3e4, 3e4, -1e30]
     orders = ["rising", "falling", "as they come", "some hidden"]
     rows = deal(random, [*ways] * 3, dtypes, [0.03, 1.0, 10.0, 300.0], middles, orders, [1, 3, 8], [False, True])
     plain = [Case(6, 2, dtypes[0], 1.0, 0.0, order, 3, False, 1) for order in ("as they come", "rising", "falling")]
@@ -140,7 +140,8 @@ def result(case: Case) -> dict[str, Any]:
     A hidden score is -∞, as behind a causal mask. The first is never hidden.
     """
     generator = torch.Generator().manual_seed(case.seed)
-    scores = torch.randn(case.keys, generator=generator, dtype=torch.float64) * case.spread + case.middle
+    scores = torch.randn(case.keys, generator=generator, dtype=torch.float64) * case.spread
+    scores += max(case.middle, torch.finfo(case.dtype).min / 2)
     if case.order == "some hidden":
         scores[1:][torch.rand(case.keys - 1, generator=generator) < 0.5] = -math.inf
     elif case.order != "as they come":
@@ -173,4 +174,4 @@ def result(case: Case) -> dict[str, Any]:
 
 
 def tolerance(case: Case) -> float:
-    return {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}[case.dtype]
+    return {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}[case.dtype]

@@ -28,7 +28,7 @@ from torch.nn.utils import parameters_to_vector
 
 from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, lent, ranks, recognise, wrong
+from tests.exercises.kit import Tolerance, fail, lent, ranks, recognise, wrong
 from tests.exercises.rank_kit import by_rank, metered
 from tests.exercises.tasks import bug_held_back
 
@@ -111,14 +111,15 @@ class One(nn.Module):
 class Model(nn.Module):
     """Two layers."""
 
-    def __init__(self, width: int, generator: torch.Generator) -> None:
+    def __init__(self, width: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(3, width), nn.Linear(width, 1)
+        self.first, self.second = nn.Linear(3, width, dtype=dtype), nn.Linear(width, 1, dtype=dtype)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, y = x.to(self.first.weight.dtype), y.to(self.first.weight.dtype)
         return F.mse_loss(self.second(self.first(x).tanh()), y)
 
 
@@ -256,23 +257,25 @@ class Case(NamedTuple):
     rest: int
     optimizer: str
     gradient_before: bool
+    dtype: torch.dtype
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
     """rest: micro-batches that fill no window, if the window has more than so many."""
     ways = [*itertools.product((1, 2, 3), (1, 2, 5)), (6, 2), (2, 40)]
-    return [Case(*row) for row in deal(random, ways, [0, 1], ["SGD", "Adam"], [False, True])]
+    columns = [0, 1], ["SGD", "Adam"], [False, True], [torch.float32, torch.float64]
+    return [Case(*row) for row in deal(random, ways, *columns)]
 
 
 def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
-    model = Model(4, generator)
+    model = Model(4, generator, case.dtype)
     given = data(case.ranks, 3 * case.window + case.rest * (case.window > 1), 3, generator)
     options = getattr(torch.optim, case.optimizer), dict(lr=0.05), case.gradient_before
     runs, meters = metered(case.ranks, lambda comm: train(comm, model, given, case.window, *options)[:2])
     return by_rank([{"losses": torch.tensor(losses), "parameters": each} for losses, each in runs]) | meters
 
 
-def tolerance(case: Case) -> float:
-    return 1e-3
+def tolerance(case: Case) -> Tolerance:
+    return {torch.float64: 1e-7, torch.float32: 1e-3}
