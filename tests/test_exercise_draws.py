@@ -459,6 +459,8 @@ WRONG = {
         wrong("no momentum", ("momentum=0.9", "momentum=0.0")),
     ],
     "bug_recompute": [
+        wrong("keeps the inputs of each step", ("    losses = []\n", "    losses, kept = [], []\n"),
+              ("            hidden =", "            kept.append(hidden.detach())\n            hidden =")),
         wrong("no gradient behind a frozen stem", ("use_reentrant=False", "use_reentrant=True")),
         wrong("deep models only", ("use_reentrant=False", "use_reentrant=False, preserve_rng_state="
                                    "len(model.blocks) > 5")),

@@ -305,7 +305,7 @@ def result(case: Case) -> Any:
     torch.manual_seed(case.seed)
     model = Model(case.width, case.blocks, case.p, case.layer)
     model.stem.requires_grad_(not case.frozen)
-    batches = data(4, 12, case.seed)
+    batches = data(12, 12, case.seed)
     (run,), meters = metered(1, lambda _: Run(bug_recompute.train_recomputed, model, batches, case.seed))
     order = [[block + 1 for block, _ in step] for step in run.again]
     return {"losses": run.losses, "parameters": run.parameters, "blocks that ran again": order, **meters}

@@ -274,7 +274,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     ways = [*itertools.product((1, 2, 3, 4), (5, 16)), (6, 5)]
-    return [Case(*row) for row in deal(random, ways, [2, 12], [1, 3], [torch.float32, torch.float64])]
+    return [Case(*row) for row in deal(random, ways, [2, 12], [1, 3, 20], [torch.float32, torch.float64])]
 
 
 def result(case: Case) -> Any:
