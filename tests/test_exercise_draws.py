@@ -235,6 +235,8 @@ WRONG = {
               "found if self.combine is None or found else self.combine(found)")),
         wrong("unscaled before the error",
               ("    if hasattr(optimizer", "    progress.stage = \"unscaled\"\n    if hasattr(optimizer")),
+        wrong("copies of all gradients",
+              ("    inverse =", "    copies = [gradient.clone() for gradient in gradients]\n    inverse =")),
         wrong("FP16 of the first only",
               ("for gradient in gradients):\n        raise", "for gradient in gradients[:1]):\n        raise")),
     ],
@@ -511,6 +513,8 @@ WRONG = {
               "                    master.grad = torch.zeros_like(master)")),
         wrong("the learning rate of the first group", ("_check_learning_rates(self.param_groups)",
                                                        "_check_learning_rates(self.param_groups[:1])")),
+        wrong("holds all new weights", ("    self._round_back()", "    new = [master.half() for master in self.masters]"
+                                        "\n    self._round_back()")),
         wrong("checks too late", ("    self._check_parameters()\n", ""),
               ("    self.taken = None\n", "    self._check_parameters()\n    self.taken = None\n")),
         wrong("returns what a closure gives only", ("    return result", "    return result if closure else None")),

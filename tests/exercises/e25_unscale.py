@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minizero.memory import Ledger
 from precision.master import MasterWeights
 from precision.scaling import StaticLossScaler
 from tests.exercises.draws import deal
-from tests.exercises.kit import value_or_error, wrong
+from tests.exercises.kit import AtMost, value_or_error, wrong
 
 PLAN = [
     "Has something been scaled? Was unscale_ called already, or step? `RuntimeError` for both.",
@@ -119,17 +120,20 @@ def draw(random: Random) -> list[Case]:
 
 
 def result(case: Case) -> dict[str, Any]:
-    """Three gradients, of which one may be sparse, one may be None, and one may be spoilt; then another optimizer's."""
+    """Three gradients, of which one may be sparse, one may be None, and one may be spoilt; then another optimizer's.
+
+    A right answer may hold something of the size of one gradient, such as a mask, beside what the package holds.
+    """
     random, calls = Random(case.seed), []
     dtypes = (
         [torch.float16] * 3 if case.masters else random.choices((torch.float32, torch.bfloat16, torch.float64), k=3)
     )
     if case.half is not None:
         dtypes[case.half] = torch.float16
-    weights = [torch.nn.Parameter(torch.ones(4, 2, dtype=dtype)) for dtype in dtypes]
+    weights = [torch.nn.Parameter(torch.ones(40, 2, dtype=dtype)) for dtype in dtypes]
     spoilt, missing = random.randrange(3), random.randrange(6)
     for number, weight in enumerate(weights):
-        gradient = torch.tensor([random.randint(-9, 9) for _ in range(8)]).view(4, 2).to(weight.dtype)
+        gradient = torch.tensor([random.randint(-9, 9) for _ in range(80)]).view(40, 2).to(weight.dtype)
         if number == spoilt:
             if isinstance(case.spoilt_by, str):  # the largest: their sum would be infinite
                 gradient.fill_(torch.finfo(weight.dtype).max)
@@ -137,7 +141,7 @@ def result(case: Case) -> dict[str, Any]:
                 gradient[random.randrange(1, 3), 0] = case.spoilt_by
         if case.sparse and number == 1 and not case.masters:
             places = torch.tensor([[1, random.randint(1, 2)]])  # one may come twice: these numbers are added up
-            gradient = torch.sparse_coo_tensor(places, gradient[1:3], (4, 2), check_invariants=False)
+            gradient = torch.sparse_coo_tensor(places, gradient[1:3], (40, 2), check_invariants=False)
         weight.grad = None if number == missing or case.no_gradients else gradient
     groups = [{"params": weights[start :: case.groups]} for start in range(case.groups)]
     optimizer: Any = (
@@ -151,7 +155,8 @@ def result(case: Case) -> dict[str, Any]:
     scaler = StaticLossScaler(case.scale, None if case.other_rank == "none" else combine)
     scaler.scale(torch.ones(()))
     before = [None if p.grad is None else p.grad.data_ptr() if not p.grad.is_sparse else 0 for p in weights]
-    error, again = value_or_error(scaler.unscale_, optimizer), "no error"
+    with Ledger() as ledger:
+        error, again = value_or_error(scaler.unscale_, optimizer), "no error"
     try:
         scaler.unscale_(optimizer)
     except (RuntimeError, ValueError) as refused:
@@ -164,6 +169,7 @@ def result(case: Case) -> dict[str, Any]:
     others = torch.optim.SGD([other], lr=1.0)
     scaler.unscale_(others)
     return {
+        "bytes at the peak": AtMost(ledger.peak["total"] + max(w.nbytes for w in weights), 1.3),
         "another optimizer's gradient": other.grad,
         "another optimizer's finding": float(scaler._progress[others].found),  # type: ignore[arg-type]
         "an error": error,

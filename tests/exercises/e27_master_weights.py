@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minizero.memory import Ledger
 from precision.master import MasterWeights
 from precision.scaling import DynamicLossScaler
 from tests.exercises.draws import deal
-from tests.exercises.kit import wrong
+from tests.exercises.kit import AtMost, wrong
 
 PLAN = [
     "Check learning rates and parameters.",
@@ -113,10 +114,13 @@ def draw(random: Random) -> list[Case]:
 
 
 def result(case: Case) -> dict[str, Any]:
-    """Six steps of three parameters. All bits of parameters and masters after each, and what else it leaves."""
+    """Six steps of three parameters. All bits of parameters and masters after each, and what else it leaves.
+
+    A right answer may hold one parameter's new numbers, before it writes them.
+    """
     random = Random(case.seed)
     generator = torch.Generator().manual_seed(case.seed)
-    shapes = [(3,), (2, 2), ()] if case.optimizer != "LBFGS" else [(3,)]  # it takes one group, all with gradients
+    shapes = [(60,), (8, 8), ()] if case.optimizer != "LBFGS" else [(60,)]  # it takes one group, all with gradients
     weights = [
         torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
         for shape, dtype in zip(shapes, case.dtypes)
@@ -141,15 +145,17 @@ def result(case: Case) -> dict[str, Any]:
                 torch.nn.utils.clip_grad_norm_(masters.masters, 0.5)
             if number == 6:
                 _spoil(case.spoilt, weights, masters)
-            if case.how == "scaler":
-                returned = scaler.step(masters)
-                scaler.update()
-            else:
-                returned = masters.step(closure) if "closure" in case.how else masters.step()
+            with Ledger() as ledger:
+                if case.how == "scaler":
+                    returned = scaler.step(masters)
+                    scaler.update()
+                else:
+                    returned = masters.step(closure) if "closure" in case.how else masters.step()
         except (RuntimeError, ValueError) as error:
             returned = type(error).__name__
         seen[f"step {number}"] = {
             "what it returns": returned,
+            "bytes at the peak": AtMost(ledger.peak["total"] + max(w.nbytes for w in weights), 1.1),
             "the parameters": [weight.detach().clone() for weight in weights],
             "the masters": [master.clone() for master in masters.masters],
             "the gradients": [weight.grad for weight in weights],
