@@ -717,6 +717,15 @@ def test_a_copy_of_the_package_s_text_is_seen(tmp_path, host):
     assert host.check(exercise, path).name == "borrowed"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not find("triton_dq").is_possible(), reason="Triton is not there")
+def test_a_module_that_no_lesson_imports_is_not_taken_for_a_copy(tmp_path, host):
+    exercise = find("triton_dq")
+    path = tmp_path / exercise.file
+    path.write_text(stubs.answer(exercise))
+    assert host.check(exercise, path).status == "passed"
+
+
 def test_a_rank_that_computes_on_is_no_deadlock():
     late = iter([True, False])  # the first time the machine is busy
 

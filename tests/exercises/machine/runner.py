@@ -123,8 +123,8 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
         fail("borrowed", "The file calls the package's own function, or a copy: that is what you are to write.")
 
     gc.unfreeze()  # so that all functions are seen that are there already
-    lesson, known = exercise.load(), {id(each): each for each in gc.get_objects() if type(each) is FunctionType}
-    code, left = function_of(exercise).__code__, 0
+    lesson, code, left = exercise.load(), function_of(exercise).__code__, 0  # loads the package's module, too
+    known = {id(each): each for each in gc.get_objects() if type(each) is FunctionType}
     with patched(exercise, borrowed):
         module = load(path)
     function = getattr(module, exercise.function)
