@@ -192,6 +192,7 @@ def test_frozen_matrices_in_four_bits():
     )
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not():
     case, budget = Case(Net(), BATCH), 100 * 2**20
     most = largest(case, budget, Plan())

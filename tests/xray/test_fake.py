@@ -65,6 +65,7 @@ def test_every_moment_of_the_curve_is_real(name):
     assert without.ledger.curve == numbers.ledger.curve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [F.gelu, F.silu, F.mish, F.glu])
 def test_the_allocator_hands_out_as_many_bytes(function):
     make = functools.partial(calls, lambda: function(leaf(512, 64)) * function(leaf(512, 64)))

@@ -63,6 +63,7 @@ def test_the_tables_fit_100_columns_and_have_all_names():
     assert {word for row in report.outcomes for word in name_of(row.plan).split()} <= {*text.split()}
 
 
+@pytest.mark.slow
 def test_the_files_say_the_same_and_need_no_network(report, tmp_path):
     assert report.outcomes and report.fit(20 * MIB)
     names = {path.name: path for path in report.save(tmp_path / "new")}
@@ -128,6 +129,7 @@ class WholeBatchOnly(nn.Linear):
         return super().forward(x).square().mean()
 
 
+@pytest.mark.slow
 def test_a_stack_that_a_model_refuses_is_left_out_and_others_are_tried():
     found = fit(Case(WholeBatchOnly(8, 8), torch.ones(4, 8)), 400, 1)
     assert found.plan.micro_batches == 1 and found.spare < 0
@@ -164,6 +166,7 @@ def test_the_lines_can_be_run(lines, stage, tmp_path):
     assert spawn(write_and_run, 1, tmp_path, lines, plan) == [0]
 
 
+@pytest.mark.slow
 def test_the_command_shows_our_gpt(capfd):
     assert main(["--length", "16", "--no-table"]) == 0
     out, error = capfd.readouterr()

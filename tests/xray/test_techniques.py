@@ -21,9 +21,8 @@ ROWS = {name_of(plan): plan for plan in plans(4, 4)}
 
 def rows():
     """Each row of a GPT; of other models in a long run."""
-    longer = "4 micro-batches", "SGD with momentum", "DDP on 4 ranks", "ZeRO-2 on 4 ranks"
     for name in ROWS:
-        slow = name in longer or name.startswith("ZeRO-3 on 4 ranks, ")
+        slow = name not in ("recompute of each block", "offload", "frozen matrices in 4 bits", "ZeRO-3 on 4 ranks")
         yield pytest.param(name, "GPT", marks=[pytest.mark.slow, pytest.mark.accuracy] * slow)
     others = product(ROWS, ["LSTM", "UNet", "resnet"])
     yield from (pytest.param(*row, marks=[pytest.mark.slow, pytest.mark.soak]) for row in others)
@@ -81,6 +80,7 @@ def test_a_technique_that_holds_more_says_so_and_why():
         assert (row.against > 1) is bool(words) is bool(row.remark) and words in row.remark
 
 
+@pytest.mark.slow
 def test_what_is_whole_until_backward_is_gathered_once():
     case = Case(*OWN["GPT"]())
     again, once = (case.run(Plan(stage=3, ranks=4, reshard_after_forward=released)) for released in (True, False))
