@@ -122,6 +122,7 @@ def test_a_function_is_found_once_and_only_in_the_files_that_the_course_names(ex
     assert isinstance(holder, type) == exercise.is_method()
 
 
+@pytest.mark.slow
 def test_a_function_that_is_missing_or_there_twice_is_an_error():
     at_home = RING._replace(place="tests.exercises", target="Exercise.load")
     assert definition(at_home).full_name == "tests.exercises.course.Exercise.load"
@@ -726,6 +727,7 @@ def test_a_module_that_no_lesson_imports_is_not_taken_for_a_copy(tmp_path, host)
     assert host.check(exercise, path).status == "passed"
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_on_is_no_deadlock():
     late = iter([True, False])  # the first time the machine is busy
 

@@ -194,6 +194,7 @@ def test_masters_cost_and_activations_save():
 # The claims.
 
 
+@pytest.mark.slow
 def test_histograms_of_a_run():
     found = experiments.gradient_histograms("alexnet", steps=2)
     n = sum(p.numel() for p in NETWORKS["alexnet"]().parameters())

@@ -10,6 +10,7 @@ from precision.emulate import emulate
 from precision.formats import BF16, FP16, FP32, TF32
 
 
+@pytest.mark.slow
 def test_a_long_fp16_sum_stops_at_2048():
     ones, columns = torch.ones(2100), torch.ones(2100, 3)
     with emulate(FP16):

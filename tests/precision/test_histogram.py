@@ -254,6 +254,7 @@ def test_it_draws_on_given_axes_in_a_given_colour():
             Histogram({0: 1}).plot(scale=scale)
 
 
+@pytest.mark.slow
 def test_every_mark_and_word_is_inside_of_the_figure():
     for histogram in (Histogram({0: 1}), Histogram({-149: 1, 127: 10**6}, 3, 4), Histogram({}, zeros=5)):
         axes = histogram.plot(scale=2.0**24)

@@ -247,6 +247,7 @@ def test_a_copy_goes_on_alone(kind):
     assert not torch.equal(start[0], weights.masters[0])
 
 
+@pytest.mark.slow
 def test_nothing_outlives_it():
     weight = nn.Parameter(torch.ones(2).half())
     weights = MasterWeights([weight], torch.optim.SGD, lr=0.1)

@@ -70,6 +70,7 @@ def test_the_others_stop_at_their_next_communication():
     assert sorted(stopped) == [(1, 0, True), (2, 0, True)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_ever_is_stopped():
     def fn(comm):
         if comm.rank == 0:
@@ -174,6 +175,7 @@ def test_a_rank_that_waits_too_long_says_for_whom_and_in_what():
     assert "rank 2 was computing" in str(failed)
 
 
+@pytest.mark.slow
 def test_sends_that_wait_for_each_other_time_out():
     def fn(comm):
         comm.send(torch.ones(1), (comm.rank + 1) % comm.size)
@@ -232,6 +234,7 @@ def test_an_error_that_cannot_print_itself_is_reported_too():
     assert failed.rank == 0 and isinstance(failed.__cause__, Broken)
 
 
+@pytest.mark.slow
 def test_messages_count_ranks_as_the_whole_world_does():
     def fn(comm):
         part = comm.split(comm.rank % 2)  # ranks 1 and 3 are 0 and 1 there

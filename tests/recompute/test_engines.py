@@ -32,6 +32,7 @@ def test_every_stage_has_the_same_losses_and_traffic_with_less_activations(stage
         assert 0 < results[way][2] < most * activations
 
 
+@pytest.mark.slow
 def test_a_function_of_several_units_and_verify_under_stage_3():
     class Blocks(nn.Module):
         def __init__(self, way):

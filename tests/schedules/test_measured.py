@@ -78,6 +78,7 @@ def test_what_needs_no_gradient_has_no_tape():
     assert tapes == [0, 2 * 4 * 8 * 4]  # what is between the two, and its gradient
 
 
+@pytest.mark.slow
 def test_fit_names_the_least_budget_and_then_meets_it():
     layers, sample = [mlp(32) for _ in range(20)], torch.ones(64, 32)
     with pytest.raises(ValueError, match="least feasible") as error:

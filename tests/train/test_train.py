@@ -114,6 +114,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, four_stages, c
     assert faster[0] == pytest.approx(expected[0], rel=1e-5) and faster[1] != pytest.approx(expected[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_results_name_no_place(four_stages):
     words = json.dumps(four_stages)
     for secret in (str(Path.home()), os.getcwd(), os.uname().nodename if hasattr(os, "uname") else "?"):

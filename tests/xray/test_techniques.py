@@ -22,7 +22,7 @@ ROWS = {name_of(plan): plan for plan in plans(4, 4)}
 def rows():
     """Each row of a GPT; of other models in a long run."""
     for name in ROWS:
-        slow = name not in ("recompute of each block", "offload", "frozen matrices in 4 bits", "ZeRO-3 on 4 ranks")
+        slow = name not in ("recompute of each block", "frozen matrices in 4 bits", "ZeRO-3 on 4 ranks")
         yield pytest.param(name, "GPT", marks=[pytest.mark.slow, pytest.mark.accuracy] * slow)
     others = product(ROWS, ["LSTM", "UNet", "resnet"])
     yield from (pytest.param(*row, marks=[pytest.mark.slow, pytest.mark.soak]) for row in others)
