@@ -20,7 +20,14 @@ from tests.support.helpers import STAGES, run
 from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize(
     "world_size", [2, pytest.param(4, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.slow)]
 )

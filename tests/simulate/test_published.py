@@ -25,6 +25,7 @@ LARGEST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLICATIONS)
 def test_what_was_not_fitted_is_predicted_with_constants_that_make_sense(name):
     one = fit(name)

@@ -50,13 +50,12 @@ CASES = {
     "activations": lambda: tuple(f(leaf(4, 8)) for f in (F.gelu, F.silu, F.relu, F.mish, F.softplus, F.glu, F.dropout)),
     "attention, dropout": lambda: F.scaled_dot_product_attention(*(leaf(2, 4, 64, 16) for _ in "qkv"), dropout_p=0.1),
 }
-IN_MAKE_TEST = ("GPT", "LSTM", "UNet", "resnet")
+IN_MAKE_TEST = ("LSTM", "UNet", "resnet")
 MAKES = OWN | {name: functools.partial(calls, function) for name, function in CASES.items()}
+OTHERS = {name: pytest.mark.slow if name in IN_MAKE_TEST else pytest.mark.real for name in OWN if name != "GPT"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.real] * (name not in (*IN_MAKE_TEST, *CASES))) for name in MAKES]
-)
+@pytest.mark.parametrize("name", ["GPT", *CASES, *(pytest.param(name, marks=mark) for name, mark in OTHERS.items())])
 def test_every_moment_of_the_curve_is_real(name):
     """New releases of PyTorch are watched by this, too."""
     module, inputs = MAKES[name]()
