@@ -43,6 +43,7 @@ AFTER = (
     "LOG2_E: the difference of two large numbers, each rounded after a product, would be off. Read next: `sees_one` "
     "in flash/masks.py."
 )
+NOT_VISIBLE = "A row counts that should not: one after the last, or with causal=True one before the key. p is 0 there."
 STORE = "store_block(DV, dv_strides, keys, n_k, dv, HEAD_DIM, BLOCK_D)"
 NO_MASK = """columns = tl.arange(0, BLOCK_D)[None, :]
     tl.store(DV + keys[:, None] * dv_strides[2] + columns * dv_strides[3], dv.to(DV.dtype.element_ty))"""
@@ -68,7 +69,9 @@ def check() -> None:
     p, dp, ds, _ = formulas(q, k, v, dout)
     two, *_ = formulas(q, k, v, dout, base=2.0)
     last = p.mT[..., 32:] @ dout[:, :, 32:]
+    again = 8 * p[:, :, -1:].mT @ dout[:, :, -1:]  # 40 rows in blocks of 16
     mistakes = {
+        "forgets-the-mask": ((p.mT @ dout + again).sum(1, keepdim=True), NOT_VISIBLE),
         "wrong-base": (
             (two.mT @ dout).sum(1, keepdim=True),
             "The weights are those of 2^x: exp(x) is exp2(x · LOG2_E).",
@@ -91,9 +94,7 @@ def check() -> None:
     expect(dk, want_k, mistakes, "dK")
     (_, dk, dv), (_, want_k, want_v), _ = backward(True)
     if (dv - want_v).abs().max() > 1e-3 or (dk - want_k).abs().max() > 1e-3:
-        fail(
-            "forgets-the-mask", "With causal=True rows that lie before a key count for it: p is 0 where not visible(…)."
-        )
+        fail("forgets-the-mask", NOT_VISIBLE)
     with_options((2, 3))
     compiles("dkdv")
 
