@@ -117,10 +117,10 @@ def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]], a
 def draw_step(sizes: Mapping[str, tuple[int, int]], axes: Axes | None = None) -> Axes:
     """Draws one step of one layer: what is kept in how many bits, and what comes out of what.
 
-    sizes: (bits, bytes) of "input", "weight", "output", "gradient", "gradient of the output", "FP32 gradient", "master"
-    and "moments".
+    sizes: (bits, bytes) of "input", "weight" and "output", "gradient of the input" and "of the output", "gradient" (the
+    weight's), "FP32 gradient", "master" and "moments".
     """
-    axes = axes or new_axes(15, 8)
+    axes = axes or new_axes(15, 9.5)
     for name, (left, bottom, words) in _BOXES.items():
         bits, size = sizes.get(name, (32, 4))
         color = _KINDS.get(name, COLORS["temporary"])
@@ -132,21 +132,22 @@ def draw_step(sizes: Mapping[str, tuple[int, int]], axes: Axes | None = None) ->
         arrow = FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=22, linewidth=2.2, color="black")
         axes.add_patch(arrow)
         axes.text(x, y, words, ha=side, va="center", fontsize=FONT - 2)
-    axes.set(xlim=(-0.1, 14.2), ylim=(0, 6.5))
+    axes.set(xlim=(-0.1, 14.2), ylim=(0, 8.4))
     axes.axis("off")
     return axes
 
 
 # Left, bottom and words of each box, 2.3 wide and 1.1 high; then from where to where an arrow goes, and its words.
 _BOXES: dict[str, tuple[float, float, str]] = {
-    "input": (0, 5, "activation in"),
-    "weight": (3.9, 5, "weight"),
-    "output": (7.8, 5, "activation out"),
-    "loss": (11.7, 5, "loss"),
-    "gradient": (3.9, 2.6, "gradient × s"),
-    "gradient of the output": (7.8, 2.6, "its gradient × s"),
-    "scaled loss": (11.7, 2.6, "s × loss"),
-    "FP32 gradient": (7.8, 0.2, "gradient"),
+    "input": (0, 7.1, "activation in"),
+    "weight": (3.9, 7.1, "weight"),
+    "output": (7.8, 7.1, "activation out"),
+    "loss": (11.7, 7.1, "loss"),
+    "gradient of the input": (3.9, 4.8, "gradient in × s"),
+    "gradient of the output": (7.8, 4.8, "gradient out × s"),
+    "scaled loss": (11.7, 4.8, "s × loss"),
+    "gradient": (7.8, 2.5, "weight's gradient × s"),
+    "FP32 gradient": (7.8, 0.2, "weight's gradient"),
     "moments": (3.9, 0.2, "Adam's moments"),
     "master": (0, 0.2, "master weight"),
 }
@@ -158,14 +159,15 @@ _KINDS = {
     "moments": COLORS["optimizer"],
 }
 _ARROWS: list[tuple[tuple[float, float], tuple[float, float], str, tuple[float, float], str]] = [
-    ((2.3, 5.55), (3.9, 5.55), "×", (3.1, 5.85), "center"),
-    ((6.2, 5.55), (7.8, 5.55), "=", (7.0, 5.85), "center"),
-    ((10.1, 5.55), (11.7, 5.55), "mean", (10.9, 5.85), "center"),
-    ((12.85, 5), (12.85, 3.7), " 1 scale", (12.9, 4.35), "left"),
-    ((11.7, 3.15), (10.1, 3.15), "backward", (10.9, 3.45), "center"),
-    ((7.8, 3.15), (6.2, 3.15), "backward", (7.0, 3.45), "center"),
-    ((6.0, 2.6), (8.0, 1.3), "2 copy to FP32, 3 divide by s", (7.4, 1.95), "left"),
+    ((2.3, 7.65), (3.9, 7.65), "×", (3.1, 7.95), "center"),
+    ((6.2, 7.65), (7.8, 7.65), "=", (7.0, 7.95), "center"),
+    ((10.1, 7.65), (11.7, 7.65), "mean", (10.9, 7.95), "center"),
+    ((12.85, 7.1), (12.85, 5.9), "1 scale", (13, 6.5), "left"),
+    ((11.7, 5.35), (10.1, 5.35), "backward", (10.9, 5.65), "center"),
+    ((7.8, 5.35), (6.2, 5.35), "× weight", (7.0, 5.65), "center"),
+    ((8.95, 4.8), (8.95, 3.6), "× activation in", (9.1, 4.2), "left"),
+    ((8.95, 2.5), (8.95, 1.3), "2 copy to FP32, 3 divide by s", (9.1, 1.9), "left"),
     ((7.8, 0.75), (6.2, 0.75), "4 Adam", (7.0, 1.05), "center"),
     ((3.9, 0.75), (2.3, 0.75), "4 step", (3.1, 1.05), "center"),
-    ((1.15, 1.3), (3.9, 5.1), "5 round ", (2.2, 3.3), "right"),
+    ((1.15, 1.3), (3.9, 7.1), "5 round", (2.1, 4.1), "right"),
 ]

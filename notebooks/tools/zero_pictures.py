@@ -72,26 +72,24 @@ def in_order(events):
 
 
 def draw_travel(found):
-    """Who sends what, and when: a row for each stage, a box for each collective, as long as its bytes.
+    """The flow of one step, from left to right: a row for each stage, a coloured box for each collective.
 
-    found: by the stage's name, what `zero.traveled` returns. A box of length 1 sends the model once.
+    found: by the stage's name, what `zero.traveled` returns. A box of length 1 sends the model once. What a rank
+    computes is white: parameters travel before it, gradients after it.
     """
-    axes = sheet(16, 1.6 + 1.15 * len(found))
-    starts = {"forward": 0.0, "backward": 1.35, "step": 3.7}
-    words = {"forward": "forward", "backward": "backward", "step": "optimizer's step"}
+    axes = sheet(16, 1.2 + 1.15 * len(found))
+    phases = {"forward": (0, 1.05), "backward": (2.05, 3.1), "optimizer's\nstep": (6.15, 6.15)}
     for row, sent in enumerate(found.values()):
-        for phase, start in starts.items():
-            for what, how, length in _boxes(sent, phase):
+        for phase, (start, computes) in phases.items():
+            box(axes, computes, row + 0.12, 0.7, 0.76, "white", phase, linewidth=1, linestyle="dashed")
+            place = {"parameters": start, "gradients": computes + 0.75}
+            for what, how, length in _boxes(sent, phase.split()[-1]):
                 look = {"linewidth": 2, "ink": "white" if what == "parameters" else "black"}
-                box(axes, start, row + 0.12, length, 0.76, COLORS[what], f"{how}\n{what}", **look)
-                start += length
-        axes.text(4.95, row + 0.5, f"{sum(sent.values()):.2f} ×", ha="center", va="center", fontsize=FONT + 2)
-    for start in list(starts.values())[1:]:
-        axes.axvline(start - 0.17, color="black", linewidth=1.5, linestyle="dotted")
-    for phase, start in starts.items():
-        axes.text(start, -0.15, words[phase], fontsize=FONT + 1, fontweight="bold", va="bottom")
-    axes.text(4.95, -0.15, "sent in all", fontsize=FONT + 1, fontweight="bold", ha="center", va="bottom")
-    axes.set(xlim=(-0.05, 5.25), ylim=(len(found), -0.5), xticks=[])
+                box(axes, place[what], row + 0.12, length, 0.76, COLORS[what], f"{how}\n{what}", **look)
+                place[what] += length
+        axes.text(7.3, row + 0.5, f"{sum(sent.values()):.2f} ×", ha="center", va="center", fontsize=FONT + 2)
+    axes.text(7.3, -0.1, "sent in all", fontsize=FONT + 1, fontweight="bold", ha="center", va="bottom")
+    axes.set(xlim=(-0.05, 7.75), ylim=(len(found), -0.4), xticks=[])
     axes.set_yticks([row + 0.5 for row in range(len(found))], list(found), fontsize=FONT + 1, fontweight="bold")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
