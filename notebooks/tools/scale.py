@@ -5,19 +5,16 @@ import itertools
 
 import matplotlib.pyplot as plt
 from IPython.display import display
-from rich.console import Console
 
 from minizero import DDP, World, Zero1, Zero2, Zero3
 from minizero.memory import predict
 from minizero.simulate import CLUSTERS, MODELS, Plan, model, report, simulate
 from minizero.simulate.fits import fit, run
 from minizero.simulate.published import PUBLICATIONS, RATIO, ZERO_TABLE_1
-from minizero.simulate.remedies import remedies
 from notebooks.tools.scale_pictures import STRATEGIES
 from notebooks.tools.zero import one_step, table
 
 GIB = 2**30
-WORKSPACES = 7.6 / 6.2  # largest model computed, and largest that ran: Rajbhandari et al., 2019, table 2
 
 
 def table_1():
@@ -80,17 +77,6 @@ def communication_seconds(step):
     return sum(
         end - start for lane, _, start, end in step.spans if lane in ("all-gather", "reduce-scatter", "all-reduce")
     )
-
-
-def show_remedies(step):
-    """Prints what makes the step fit, as the command does, and what of it is close; returns it."""
-    found = remedies(step)
-    report.print_remedies(found, Console(width=100, force_jupyter=False, color_system=None))
-    most = step.cluster.gpu.memory / WORKSPACES  # what is left for it beside them
-    for changes, one in found:
-        if one.memory["total"] > most:
-            print(f"{report.as_options(changes)} is close: more than {most / GIB:.0f} GiB, so workspaces may not fit.")
-    return found
 
 
 def all_predicted():
