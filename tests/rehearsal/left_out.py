@@ -29,7 +29,6 @@ CELLS = {
         "class One(nn.Module)": "trains on the CPU only, for long",
         "tools.with_pytorch, 2": "PyTorch's own engines need processes",
     },
-    "08_scale": {"machine.compare(": "measures the seconds of ranks on the CPU"},
     "09_all_together": {
         "def largest(": "measures deep networks, without numbers",
         "free = {": "measures deep networks, without numbers",
