@@ -60,7 +60,7 @@ NO_SOURCE: dict[str, dict[str, str]] = {
     },
     "07c_flash_kernel": {"49.2": "chosen, so that the line meets a dot"},
     "08_scale": {"16.4": "drawn in a figure, for who searches"},
-    "08b_what_a_fit_says": dict.fromkeys(["5.9", "4.2", "5.5"], "asserted by a cell, in other units"),
+    "08b_what_a_fit_says": dict.fromkeys(["5.9", "5.5"], "asserted by a cell, in other units"),
     "09_all_together": {
         "4.1": "drawn in a figure, above a bar",
         "0.75": "one block's parameters",
