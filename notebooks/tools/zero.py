@@ -114,23 +114,23 @@ def slow_link(bytes_per_second):
 
 
 def sent_between(machine, size, fn, *args, **options):
-    """Bytes that all ranks together send from one machine to another in one step of `fn`, such as `one_step`.
+    """What rank 0 returns of two steps of `fn`, such as `one_step`, and what they send between machines in a step.
 
-    machine: how many ranks stand in one. size: ranks in all. A run of two steps less a run of one.
+    machine: how many ranks stand in one. size: ranks in all. The bytes are those of all ranks: a run of two steps less
+    a run of one.
     """
-    crossed = []
+    crossed, total = [], []
 
     def count(rank, other, sent):
         if rank // machine != other // machine:
             crossed.append(sent)
 
-    total = {}
     for steps in (1, 2):
         crossed.clear()
         with each_message(count):
-            World(size).run(fn, *args, steps=steps, ledger=False, **options)
-        total[steps] = sum(crossed)
-    return total[2] - total[1]
+            found = World(size).run(fn, *args, steps=steps, ledger=steps == 2, **options)[0]
+        total.append(sum(crossed))
+    return found, total[1] - total[0]
 
 
 def places(kept, rank):

@@ -51,11 +51,10 @@ SHORTER = {
     "05_recompute": {"(16, 64, 144, 256, 576, 1024)": "(16, 64)"},
     "06_gradient_accumulation": {
         "(size, device=device)": "(size, sequences=128, device=device)",
-        "tools.train(128, rate": "tools.train(128, sequences=128, rate",
         "torchrun(tools.race, 2)": "World(2).run(tools.race, 1)",
     },
     "07_flash_attention": {"repeats=5 * 2048 // n": "repeats=1", "repeats=10": "repeats=1"},
-    "07b_flash_backward": {"repeats=4": "repeats=1", "repeats=3 * 2048 // n": "repeats=1", "range(60)": "range(1)"},
+    "07b_flash_backward": {"repeats=3)": "repeats=1)", "repeats=3 * 2048 // n": "repeats=1", "range(60)": "range(1)"},
 }
 
 # Of tests/gpu: what is not run, and the tests whose assertions on values may fail, since only a card has those.
