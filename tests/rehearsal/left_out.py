@@ -14,6 +14,7 @@ CELLS = {
         "experiments.train_batch_norm": "trains on the CPU only",
         "experiments.train_softmax": "trains on the CPU only",
         'card.figures("train"': "measures the time of a card",
+        "tell_rates(run)": "tells them",
     },
     "05_recompute": {
         "sizes, make = (3, 21": "measures the time of deep networks",
@@ -27,6 +28,7 @@ CELLS = {
     },
     "06_gradient_accumulation": {
         "class One(nn.Module)": "trains on the CPU only, for long",
+        "at_60 = {": "judges a training that is shortened",
         "tools.with_pytorch, 2": "PyTorch's own engines need processes",
     },
     "09_all_together": {
