@@ -194,14 +194,14 @@ def with_pytorch(comm):
     return found
 
 
-def train(batch_size, sequences=128 * 60, device="cpu"):
+def train(batch_size, sequences=128 * 40, device="cpu"):
     """The model, and points (steps so far, loss on unseen text), of a run over so many sequences."""
     torch.manual_seed(0)
     model, unseen = GPT(SMALL).to(device), [part.to(device) for part in sample(256, 0, test=True)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     points, steps = [], sequences // batch_size
     for step in range(steps + 1):
-        if step in (0, 10, 20, 40, 60, 120, 240, 480, 960):
+        if step in (0, 10, 20, 40, 80, 160, 320, 640):
             with torch.no_grad():
                 points.append((step, model(*unseen).item()))
         if step < steps:

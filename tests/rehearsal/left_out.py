@@ -28,7 +28,7 @@ CELLS = {
     },
     "06_gradient_accumulation": {
         "class One(nn.Module)": "trains on the CPU only, for long",
-        "at_60 = {": "judges a training that is shortened",
+        "at_40 = {": "judges a training that is shortened",
         "tools.with_pytorch, 2": "PyTorch's own engines need processes",
     },
     "09_all_together": {
@@ -56,7 +56,7 @@ SHORTER = {
         "torchrun(tools.race, 2)": "World(2).run(tools.race, 1)",
     },
     "07_flash_attention": {"repeats=5 * 2048 // n": "repeats=1", "repeats=10": "repeats=1"},
-    "07b_flash_backward": {"repeats=3)": "repeats=1)", "repeats=3 * 2048 // n": "repeats=1", "range(60)": "range(1)"},
+    "07b_flash_backward": {"repeats=2)": "repeats=1)", "repeats=3 * 2048 // n": "repeats=1", "range(60)": "range(1)"},
 }
 
 # Of tests/gpu: what is not run, and the tests whose assertions on values may fail, since only a card has those.
