@@ -14,8 +14,6 @@ from minizero.simulate.published import PUBLICATIONS, RATIO, ZERO_TABLE_1
 from notebooks.tools.scale_pictures import STRATEGIES
 from notebooks.tools.zero import one_step, table
 
-GIB = 2**30
-
 
 def table_1():
     """Table 1 of the ZeRO paper, computed; and how many of its cells are within the last digit that is printed."""
