@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minizero.engines.engine import Engine
+from minizero.engines.any_model.engine import AnyModel
 from minizero.memory import tag
 from minizero.ranks.collectives import all_gather, all_reduce
 
@@ -64,7 +64,7 @@ def accumulate(
         )
     window = list(micro_batches)
     counts = [_checked_count(micro_batch, count) for micro_batch in window]
-    if isinstance(model, Engine):
+    if isinstance(model, AnyModel):
         return _accumulate_on_ranks(model, window, counts, no_sync)
     if not isinstance(model, nn.Module) or not [*model.parameters()]:
         raise TypeError(
@@ -85,7 +85,7 @@ def accumulate(
     return loss
 
 
-def _accumulate_on_ranks(model: Engine, window: list[MicroBatch], counts: list[float], no_sync: bool) -> torch.Tensor:
+def _accumulate_on_ranks(model: AnyModel, window: list[MicroBatch], counts: list[float], no_sync: bool) -> torch.Tensor:
     comm = model.comm
     mine = torch.tensor([[len(window), sum(counts)]], dtype=torch.float64, device=comm.device)
     everyone = all_gather(mine, comm, label="accumulate").tolist()
@@ -137,7 +137,7 @@ def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch
         # direction. So the weight multiplies each gradient where it arrives.
         inputs = micro_batch.values() if isinstance(micro_batch, Mapping) else micro_batch
         with contextlib.ExitStack() as hooks:
-            for end in (*(model.module if isinstance(model, Engine) else model).parameters(), *inputs):
+            for end in (*(model.module if isinstance(model, AnyModel) else model).parameters(), *inputs):
                 if isinstance(end, torch.Tensor) and end.requires_grad:
                     hooks.enter_context(end.register_hook(lambda gradient: gradient * weight))
             loss.backward()

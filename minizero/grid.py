@@ -22,11 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from minizero.cli import Parser, positive, run_command
-from minizero.engines import STAGES
-from minizero.engines.engine import Engine
+from minizero.engines import STAGES, Zero3
+from minizero.engines.any_model.engine import AnyModel
+from minizero.engines.any_model.unit import Unit
 from minizero.engines.timeline import around_each_call
-from minizero.engines.unit import Unit
-from minizero.engines.zero3 import Zero3
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.pictures.shards import STATES
 from minizero.pictures.style import COLORS
@@ -37,7 +36,7 @@ LEVELS = "·▁▂▃▄▅▆▇█"
 Holding = dict[str, dict[str, float]]  # by unit, then by state: a share, from 0 (none of it) to 1 (all of it)
 
 
-def holding(model: Engine, optimizer: torch.optim.Optimizer) -> Holding:
+def holding(model: AnyModel, optimizer: torch.optim.Optimizer) -> Holding:
     """What share of each unit this rank holds: bytes of its tensors / bytes of the whole, in FP32 with Adam."""
     return {unit.name: dict(zip(STATES, held(unit, optimizer))) for unit in model.units}
 

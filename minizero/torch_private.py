@@ -305,8 +305,8 @@ IN_PLACE = {
 
 
 WHOLE_PROCESS = {
-    "minizero/engines/guards/optimizers.py": "Two hooks around each step of every optimizer. They begin with `import "
-    "minizero`, and leave an optimizer without shards alone. Without them: import `flash` and `precision` only.",
+    "minizero/engines/any_model/guards/optimizers.py": "Two hooks around each step of every optimizer. They begin with "
+    "`import minizero`, and leave an optimizer without shards alone. Without them: import only `flash`, `precision`.",
     "minizero/memory/recorder.py": "Seven functions that make or resize a storage without an operator, such as "
     "`UntypedStorage.resize_`, are wrapped. It begins with the first `Ledger` and does not end; between ledgers "
     "they only look for one. Without it: open no `Ledger`.",

@@ -765,6 +765,6 @@ def test_the_package_is_itself_again_afterwards(tmp_path):
         assert collectives.ring_reduce_scatter is not before
     assert collectives.ring_reduce_scatter is before
     with broken("forgot-divide") as functions:
-        assert {"minizero.engines.ddp.DDP.reduce", "minizero.engines.zero2.Zero2.reduce"} <= set(functions)
+        assert {"minizero.engines.ddp.CoreDDP.reduce", "minizero.engines.zero2.CoreZero2.reduce"} <= set(functions)
     with pytest.raises(ValueError, match="did you mean forgot-divide"), broken("forgot-divid"):
         pass

@@ -24,9 +24,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from minizero.engines.guards.optimizers import SHARDS_OF
-from minizero.engines.unit import Unit
-from minizero.engines.wrapped import Wrapped
+from minizero.engines.any_model.guards.optimizers import SHARDS_OF
+from minizero.engines.any_model.unit import Unit
+from minizero.engines.any_model.wrapped import Wrapped
 from minizero.ranks.collectives import all_gather, all_reduce
 
 # Stored parts of a flat tensor: the first element, one past the last, and an object that reads slices of the part.

@@ -35,7 +35,7 @@ from minizero.checkpoint.resharding import (
     parts_to_write,
     tensors_to_write,
 )
-from minizero.engines.wrapped import Wrapped
+from minizero.engines.any_model.wrapped import Wrapped
 from minizero.ranks.agreement import exchange
 from minizero.ranks.comm import Comm
 

@@ -19,15 +19,15 @@ from unittest import mock
 
 import torch
 
-from minizero.engines.engine import Engine
-from minizero.engines.unit import Unit
+from minizero.engines.any_model.engine import AnyModel
+from minizero.engines.any_model.unit import Unit
 from minizero.pictures.timeline import LANES, Event
 
-METHODS = ("before_forward", "gather", "forward_is_over", "release", "reduce")  # of a stage
+METHODS = ("before_forward", "gather", "forward_is_over", "release", "reduce", "finish")  # of a stage
 
 
 @contextlib.contextmanager
-def around_each_call(model: Engine, before: Callable[[], Any], after: Callable[..., Any]) -> Iterator[None]:
+def around_each_call(model: AnyModel, before: Callable[[], Any], after: Callable[..., Any]) -> Iterator[None]:
     """While the block runs, `before()` and `after(method, unit)` run around each call of what a stage does."""
 
     def wrapped(name: str, method: Callable[..., None]) -> Callable[..., None]:
@@ -41,8 +41,8 @@ def around_each_call(model: Engine, before: Callable[[], Any], after: Callable[.
         return call
 
     with contextlib.ExitStack() as block:
-        for owner, name in [*((model, name) for name in METHODS), (model.lane, "finish")]:
-            block.enter_context(mock.patch.object(owner, name, wrapped(name, getattr(owner, name))))
+        for name in METHODS:
+            block.enter_context(mock.patch.object(model, name, wrapped(name, getattr(model, name))))
         yield
 
 
@@ -53,7 +53,7 @@ class Timeline:
     computes later than the host asks it to.
     """
 
-    def __init__(self, model: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, model: AnyModel, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
         self.rank = model.comm.ranks[model.comm.rank]  # in the whole world
         self.events: list[Event] = []

@@ -12,13 +12,12 @@ Rajbhandari et al., 2019, "ZeRO", section 5.1 (P_os).
 
 import torch
 
-from minizero.engines.engine import Engine
-from minizero.engines.unit import Unit
+from minizero.engines.core import Engine, Unit
 from minizero.ranks.collectives import all_gather, reduce_scatter
 
 
-class Zero1(Engine):
-    """Sharded optimizer states. Arguments, and the training loop: see `Engine`."""
+class CoreZero1(Engine):
+    """Sharded optimizer states; the public `Zero1` adds what core.py does not serve."""
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)

@@ -10,13 +10,12 @@ Rajbhandari et al., 2019, "ZeRO", section 5.2 (P_os+g).
 
 import torch
 
-from minizero.engines.engine import Engine
-from minizero.engines.unit import Unit
+from minizero.engines.core import Engine, Unit
 from minizero.ranks.collectives import all_gather, reduce_scatter
 
 
-class Zero2(Engine):
-    """Sharded optimizer states and gradients. Arguments, and the training loop: see `Engine`."""
+class CoreZero2(Engine):
+    """Sharded optimizer states and gradients; the public `Zero2` adds what core.py does not serve."""
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)

@@ -7,11 +7,12 @@
 
 A unit is a block of the model. What lies outside the blocks is one more, the root: it stays whole from forward to
 backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards and bytes sent are those of
-`Zero3(prefetch=0)`. This page does not serve the following; the file named beside each does:
+`Zero3(prefetch=0)`. Read `core.py` next. It has the same moments for all four stages, all ranks reduce in one order,
+units may return tuples, and a unit stays until its input has its gradient, since `w.detach()` needs w and brings none.
+What this page and core.py do not serve stands in the folder `any_model`:
 
-    parameters that get no gradient, on all ranks or on some    engine.py
-    a use that gives none, such as `w.detach()`                 uses.py
-    units that return anything but one tensor                   uses.py
+    parameters that get no gradient, on all ranks or on some    engine.py, gradient.py
+    units that return anything but tensors                      uses.py
     frozen parameters, and those that two units share           units.py
     gradients that add up before they are sent                  gradient.py
     16 bits, with FP32 shards                                   unit.py

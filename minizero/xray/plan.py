@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from minizero.engines import STAGES
-from minizero.engines.engine import Engine
-from minizero.engines.units import repeated_blocks
+from minizero.engines.any_model.engine import AnyModel
+from minizero.engines.any_model.units import repeated_blocks
 from minizero.ranks.comm import Comm
 from minizero.recompute import Checkpointed
 from minizero.xray.head import LossInChunks
@@ -69,7 +69,7 @@ class Plan:
             return EightBit(model.parameters())
         if not isinstance(given, torch.optim.Optimizer):
             return given(model.parameters())
-        if isinstance(model, Engine):  # whose parameters are others
+        if isinstance(model, AnyModel):  # whose parameters are others
             known = inspect.signature(type(given)).parameters
             return type(given)(model.parameters(), **{k: v for k, v in given.defaults.items() if k in known})
         return given

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from minizero.engines import STAGES
-from minizero.engines.units import repeated_blocks
+from minizero.engines.any_model.units import repeated_blocks
 from minizero.xray.plan import Plan
 from minizero.xray.techniques import fields_of
 

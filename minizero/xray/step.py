@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from minizero.engines.engine import Engine
+from minizero.engines.any_model.engine import AnyModel
 from minizero.memory import Ledger
 from minizero.memory.tape import at_peak
 from minizero.ranks.comm import Comm
@@ -91,7 +91,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: 
                 part.register_forward_pre_hook(check)
     for number in range(plan.micro_batches):
         last = number == plan.micro_batches - 1
-        with model.no_sync() if isinstance(model, Engine) and not last else contextlib.nullcontext():
+        with model.no_sync() if isinstance(model, AnyModel) and not last else contextlib.nullcontext():
             loss = loss_of(model, cut(batch, plan.micro_batches, number))
             (loss if plan.micro_batches == 1 else loss / plan.micro_batches).backward()
     optimizer.step()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minizero import DDP, Zero1, Zero2, Zero3
-from minizero.engines.uses import Use
+from minizero.engines.any_model.uses import Use
 from minizero.recompute import checkpoint
 from tests.support.helpers import run
 from tests.support.small_models import SAME_BITS

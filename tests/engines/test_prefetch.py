@@ -32,7 +32,7 @@ def test_neither_prefetch_nor_offload_changes_bits_or_traffic(size, options, dty
 def gathers(comm, prefetch, steps=3):
     """What the last step gathered, in order, how many of them overlapped computation, and the most under way."""
     model = Zero3(GPT(SMALL), comm, prefetch=prefetch)
-    lane = model.lane
+    lane = model.ahead
     fill, start, gather = model.fill, lane.start, lane.gather
     log, early, most = [], set(), 0
 
@@ -74,11 +74,11 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
 
     def work(comm):
         model = Zero3(GPT(SMALL), comm)
-        start, before_put, missing = model.lane.start, model.lane.before_put, []
+        start, before_put, missing = model.ahead.start, model.ahead.before_put, []
 
         def begins(unit):
             before_put(unit)
-            assert unit.gradient.full is not None or model.lane.reducing is None
+            assert unit.gradient.full is not None or model.ahead.reducing is None
 
         def watched(unit):
             begun = [u for u in model.units if u.module and u.gradient is not None and u.gradient.full is not None]
@@ -87,7 +87,7 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
                 missing.append(sum(begun[0].parameters[number].numel() for number in owed) / begun[0].size)
             start(unit)
 
-        model.lane.start, model.lane.before_put = watched, begins
+        model.ahead.start, model.ahead.before_put = watched, begins
         for _ in range(2):
             missing.clear()
             model(*batch(comm.rank, size=2)).backward()
@@ -209,7 +209,7 @@ def test_memory_is_not_taken_from_a_gather_that_is_under_way():
             log.append(unit.name)
 
         def watched(unit):
-            under_way = unit in model.lane.gathering
+            under_way = unit in model.ahead.gathering
             release(unit)
             assert not under_way or unit.name in log
 

@@ -200,6 +200,6 @@ def test_no_sync_shows_zero_for_what_was_not_used(stage, monkeypatch):
     def poisoned(*size, **options):
         return torch.full(size[0] if isinstance(size[0], tuple) else size, float("nan"), **options)
 
-    monkeypatch.setattr("minizero.engines.gradient.torch.empty", poisoned)
+    monkeypatch.setattr("minizero.engines.any_model.gradient.torch.empty", poisoned)
     for gradients in run(2, shown):
         assert all(g.isfinite().all() for g in gradients)

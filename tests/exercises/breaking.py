@@ -14,8 +14,8 @@ from tests.exercises.patch import patched
 from tests.exercises.stubs import mistaken
 
 # Mistakes in the engines' own methods, which are shorter than what the exercises on them ask for.
-ZERO2 = Exercise(0, "zero2", "", "minizero.engines", "Zero2.reduce", 0)
-ZERO3 = Exercise(0, "zero3", "", "minizero.engines", "Zero3.release", 0)
+ZERO2 = Exercise(0, "zero2", "", "minizero.engines", "CoreZero2.reduce", 0)
+ZERO3 = Exercise(0, "zero3", "", "minizero.engines", "CoreZero3.release", 0)
 MEAN = 'unit.set_gradient(reduce_scatter(gradient, self.comm, "mean", label=unit.name))'
 VIEW = """mine = unit.chunk(gradient)
     reduce_scatter(gradient, self.comm, "mean", out=mine, label=unit.name)

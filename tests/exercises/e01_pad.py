@@ -31,7 +31,7 @@ AFTER = (
     "is missing, it returns the tensor itself, so a tensor that fits costs no copy. `new_zeros` takes dtype and "
     "device from the tensor, so nobody has to name them. The engines need no `pad` for their parameters: they know "
     "the padded size before, and make the buffer of that size at once. Read next: `flatten` in "
-    "minizero/engines/unit.py."
+    "minizero/engines/core.py."
 )
 WRONG = [
     wrong("pads-a-whole-multiple", ("-tensor.shape[0] % multiple", "multiple - tensor.shape[0] % multiple")),

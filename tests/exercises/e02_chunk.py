@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from minizero.engines import unit
+from minizero.engines import core
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
 from tests.exercises.kit import ranks, wrong
@@ -91,11 +91,11 @@ def result(case: Case) -> dict[str, Any]:
         elements = (factor * case.elements_each,)
         flat, other = (rank_kit.whole(case.seed + i, elements, case.dtype, case.layout) for i in (0, 1))
         inside = comm.split(comm.rank // factor if case.neighbours else comm.rank % (comm.size // factor))
-        ours = cast(unit.Unit, Unit(inside, comm))
+        ours = cast(core.Unit, Unit(inside, comm))
         before = dict(vars(ours))
-        unit.Unit.chunk(ours, other)
+        core.Unit.chunk(ours, other)
         version = flat._version
-        mine = unit.Unit.chunk(ours, flat)
+        mine = core.Unit.chunk(ours, flat)
         mine += 100
         return {
             "the chunk after += 100": mine.clone(),

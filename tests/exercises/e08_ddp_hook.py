@@ -8,16 +8,18 @@ and travel together. But they must not wait too long: while backward computes on
 
     self.comm                       the ranks
     self.in_order                   the units, in the order in which `reduce` is called in each backward
+    self.backward.buckets           a dict for what waits: each backward begins with an empty one
     unit.dtype, unit.size           of its gradient: the dtype, and how many elements
     gradient                        flat and local, and yours: it may be overwritten
     all_reduce(tensor, self.comm, op)   a new tensor; with out=tensor it is written over
     unit.set_gradient(g, full=g)    makes g what the optimizer sees: once for each unit, during this backward
 
-What waits must outlive the call: `self` may get an attribute of yours. `tag` tells the ledger what a tensor is; you may
-leave it out.
+What waits must outlive the call, and not the backward. `self` may get attributes of yours. `tag` tells the ledger what
+a tensor is; you may leave it out.
 """
 
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -39,12 +41,12 @@ PLAN = [
     "A backward may break off: the next one begins with nothing from it.",
 ]
 HINTS = [
-    "Ask three questions at each call: is this unit the first of a backward? Is its bucket full with it? Is it the "
-    "last? In one case something is thrown away, in two cases something is sent. Two cases can be one unit's.",
+    "Ask two questions at each call: is this unit's bucket full with it? Is it the last of the backward? In both cases "
+    "something is sent. Both can be true of one unit.",
     "A bucket is a list of (unit, gradient). A dict from dtype to such a list has all of them. Sent means: taken out, "
     "put end to end, averaged, cut at the units' sizes, given to the units.",
     "torch.cat makes one tensor of a bucket, .nbytes says how full it is, .split([…]) cuts the average again. "
-    "`unit is self.in_order[0]` is the first call of a backward; at self.in_order[-1] send every bucket.",
+    "`unit is self.in_order[-1]` is the last call of a backward: send every bucket.",
 ]
 AFTER = (
     "Your bucket may lie in another order than the package's. DDP.reduce in minizero/engines/ddp.py views a "
@@ -58,8 +60,7 @@ KEEP = "bucket.append((unit, gradient))"
 FULL = "if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:"
 CALL = "all_reduce(rows, self.comm, out=rows, label=unit.name)"
 DIVIDE = "torch.div(columns, self.comm.size, out=view)"
-BEGIN = "if unit is self.in_order[0]:"
-EACH = "for dtype in list(self.buckets) if unit is self.in_order[-1] else [unit.dtype]:"
+EACH = "for dtype in list(self.backward.buckets) if unit is self.in_order[-1] else [unit.dtype]:"
 WRONG = [
     wrong("message-for-each", (FULL, "if False:")),
     wrong("leaves-late", (FULL, "if unit is not self.in_order[-1]:")),
@@ -74,11 +75,12 @@ WRONG = [
     wrong("full-ones-only", (FULL, FULL.replace(" and unit is not self.in_order[-1]", "")), says="forgets-the-last"),
     wrong("one-dtype-at-the-end", (EACH, "for dtype in [unit.dtype]:"), says="another-dtype-waits"),
     wrong("full-or-last", (EACH, "full = sum(g.nbytes for _, g in bucket) >= BUCKET_BYTES\n    "
-          "for dtype in [unit.dtype] if full else list(self.buckets):")),
-    wrong("mixes-dtypes", ("self.buckets.setdefault(unit.dtype, [])", "self.buckets.setdefault(torch.float32, [])"),
-          (EACH, "for dtype in list(self.buckets):")),
-    wrong("keeps-what-broke-off", (BEGIN, 'if not hasattr(self, "buckets"):')),
-    wrong("sends-again", ("self.buckets.pop(dtype)", "self.buckets[dtype]")),
+          "for dtype in [unit.dtype] if full else list(self.backward.buckets):")),
+    wrong("mixes-dtypes", ("buckets.setdefault(unit.dtype, [])", "buckets.setdefault(torch.float32, [])"),
+          (EACH, "for dtype in list(self.backward.buckets):")),
+    wrong("keeps-what-broke-off", ("bucket = self.backward.buckets", 'self.backward.buckets = '
+          'self.__dict__.setdefault("kept", {})\n    bucket = self.backward.buckets')),
+    wrong("sends-again", ("buckets.pop(dtype)", "buckets[dtype]")),
     wrong("forgot-divide", (DIVIDE, "view.copy_(columns)")),
     wrong("divides-twice", (DIVIDE, "torch.div(columns, self.comm.size**2, out=view)")),
     wrong("divides-by-four", (DIVIDE, "torch.div(columns, 4, out=view)")),
@@ -161,6 +163,10 @@ class Engine:
     def __init__(self, comm, units):
         self.comm, self.in_order = comm, units
         self.units = units[::-1]
+        self.begin_backward()
+
+    def begin_backward(self):
+        self.backward = SimpleNamespace(buckets={})
 
 
 class Case(NamedTuple):
@@ -198,6 +204,7 @@ def result(case: Case) -> dict[str, Any]:
         engine, other = (cast(Any, Engine(comm, each)) for each in (units, two))
         for unit in units[: case.came]:
             DDP.reduce(engine, cast(Any, unit), torch.ones(unit.size, dtype=unit.dtype))
+        engine.begin_backward()
         for unit in units:
             unit.averages.clear()
             unit.gradient = unit.full = torch.empty(0)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minizero import GPT, Zero1
-from minizero.engines.unit import Unit
+from minizero.engines.any_model.unit import Unit
 from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal

@@ -35,7 +35,7 @@ AFTER = (
     "The package gathers before a forward, and not after the step, so it needs no hook on the optimizer. It looks at "
     "PyTorch's count of in-place writes, `_version`, so a second forward without a step sends nothing. In FP32 the "
     "master lies in the replica's memory. It has a count of its own, so a gather into the replica is no write to it. "
-    "Read next: `replica_is_stale` in minizero/engines/unit.py."
+    "Read next: `replica_is_stale` in minizero/engines/core.py."
 )
 GATHER = "all_gather(mine, self.comm, out=unit.replica, label=unit.name)"
 WRONG = [

@@ -42,11 +42,11 @@ HINTS = [
 AFTER = (
     "Zero2.reduce in minizero/engines/zero2.py has one line of this, since the rest happens elsewhere. The padding is "
     "made only once, because a unit's gradient is collected in a padded buffer from the beginning "
-    "(minizero/engines/gradient.py), and `take` hands over the last reference to it. A rank that did not use a unit "
-    "brings a gradient of zeros there. In your loop it would bring none, and the other ranks would wait for ever. "
-    "With many micro-batches your answer sends each of them; `no_sync` sends once, and pays with a full gradient "
-    '(minizero/engines/gradient.py). Read next: "When does ZeRO-2 pay?" in notebooks/02c_zero_choices.ipynb, and '
-    'Rajbhandari et al., 2019, "ZeRO", section 5.2.'
+    "(minizero/engines/any_model/gradient.py), and `take` hands over the last reference to it. A rank that did not use "
+    "a unit brings a gradient of zeros there. In your loop it would bring none, and the other ranks would wait for "
+    "ever. With many micro-batches your answer sends each of them; `no_sync` sends once, and pays with a full gradient "
+    '(minizero/engines/any_model/gradient.py). Read next: "When does ZeRO-2 pay?" in notebooks/02c_zero_choices.ipynb, '
+    'and Rajbhandari et al., 2019, "ZeRO", section 5.2.'
 )
 CALL = 'reduce_scatter(full, comm, "mean", label=name)'
 ADD = "shards[name] = shards[name].add_(mine) if name in shards else mine"

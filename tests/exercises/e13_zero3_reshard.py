@@ -47,10 +47,10 @@ AFTER = (
     "In the package these are two functions: `release` and `reduce` in minizero/engines/zero3.py, and other files "
     "say when they are called. Its order is the other one: autograd brings a unit's last gradient before the unit's"
     " input has its own, so `reduce` comes before `release`, and both are in memory for a moment. Ahead "
-    "(minizero/engines/prefetch.py) gives the gradient to another thread and lets backward go on. Nothing counts "
-    "uses beforehand there: autograd adds the gradients of all uses by itself and calls a hook when a parameter's "
-    'sum is complete (minizero/engines/engine.py). Read next: minizero/engines/uses.py, and "Who holds what, inside'
-    ' a step of stage 3" in notebooks/02b_zero_engines.ipynb.'
+    "(minizero/engines/any_model/prefetch.py) gives the gradient to another thread and lets backward go on. Nothing "
+    "counts uses beforehand there: autograd adds the gradients of all uses by itself and calls a hook when the "
+    "sum of a parameter is complete (minizero/engines/core.py). Read next: minizero/engines/any_model/uses.py, and "
+    '"Who holds what, inside a step of stage 3" in notebooks/02b_zero_engines.ipynb.'
 )
 EMPTY = "unit.replica.untyped_storage().resize_(0)"
 POINT = "unit.point_parameters_at(None)"

@@ -54,7 +54,7 @@ AFTER = (
     "next one is on its way, so the parameters of a second block are there at the peak. PyTorch's DDP can make its "
     "gradients views of its buckets (gradient_as_bucket_view=True), which saves a copy. The largest unit and the "
     "root decide the peak, and not the average unit. What is missing here are the activations, which notebook 00 "
-    "adds, and what an allocator keeps and cannot use. Read next: minizero/engines/engine.py, where these moments "
+    "adds, and what an allocator keeps and cannot use. Read next: minizero/engines/core.py, where these moments "
     "are."
 )
 WRONG = [

@@ -49,8 +49,8 @@ AFTER = (
     "one rank's shards. In FSDP2 a parameter is a DTensor, which knows over which ranks it is split, so the plain "
     "function adds the squares up by itself. It does not know of pipeline stages, and that was torchtitan's bug. "
     "Under Adam the bug is hard to see: Adam divides a gradient by its usual size, so a factor that a rank always "
-    "has cancels out. Read next: `clip_grad_norm_` in minizero/engines/wrapped.py, which adds in one order, so that"
-    " all stages agree bit for bit."
+    "has cancels out. Read next: `clip_grad_norm_` in minizero/engines/any_model/wrapped.py, which adds in one order, "
+    "so that all stages agree bit for bit."
 )
 TAKEAWAY = (
     "A norm over shards is the root of the sum of all squares: a rank that clips by its own norm turns the gradient."

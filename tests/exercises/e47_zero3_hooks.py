@@ -56,7 +56,7 @@ AFTER = (
     "`shard` in minizero/engines/zero3_by_hooks.py calls your function for each block and for the root. That is all "
     "of stage 3. The engine has the same four moments. Most of its files are there for what yours does not serve, and "
     "the table at the top of the page names them. PyTorch's first FSDP releases and reduces a unit at your moment: its "
-    "flat parameter has one gradient, which is complete then. Read next: minizero/engines/engine.py, and Zhao et al., "
+    "flat parameter has one gradient, which is complete then. Read next: minizero/engines/core.py, and Zhao et al., "
     '2023, "PyTorch FSDP", section 4.3.'
 )
 GATHER = "        unit.release()\n        unit.gather()\n"

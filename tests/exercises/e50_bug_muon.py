@@ -56,7 +56,7 @@ AFTER = (
     "matrix then went to all ranks that own a part of it, and a test compared the update with that of the whole "
     "gradient. Another way is to cut the buffer between matrices only, so that each has one owner. This package "
     "refuses: its stages take optimizers that look at one number at a time, and turn torch.optim.Muon away by name. "
-    "Read next: `check_elementwise` in minizero/engines/guards/optimizers.py."
+    "Read next: `check_elementwise` in minizero/engines/any_model/guards/optimizers.py."
 )
 TAKEAWAY = (
     "A shard serves an optimizer that looks at one number at a time: what needs the whole matrix goes wrong on exactly "

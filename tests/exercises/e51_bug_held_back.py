@@ -50,8 +50,9 @@ AFTER = (
     "FunASR entered no_sync for all micro-batches but the first of a window, and stepped after the last. The "
     "correction is a + 1 in one condition; with a window of 1 both are the same. DDP never compares the replicas, and "
     "each rank's own loss falls, so nothing is to be seen but the drift. On shards even that is missing: each chunk "
-    "comes from one rank, so the ranks would agree, and be wrong. Read next: minizero/engines/guards/no_sync.py, which "
-    "raises an error if an optimizer steps while gradients are held back."
+    "comes from one rank, so the ranks would agree, and be wrong. Read next: "
+    "minizero/engines/any_model/guards/no_sync.py, which raises an error if an optimizer steps while gradients "
+    "are held back."
 )
 TAKEAWAY = (
     "Held-back gradients are sent with the last micro-batch of a window: sent with the first, each rank steps with its "

@@ -5,7 +5,7 @@ import functools
 import pytest
 from torch import nn
 
-from minizero.engines.units import repeated_blocks
+from minizero.engines.any_model.units import repeated_blocks
 from minizero.recompute import Checkpointed, checkpoint
 from tests.real.real_models import MODELS, STEPS
 from tests.real.real_training import by_engine, nothing, same_bits

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from minizero import GPT, GPTConfig, RankFailed
-from minizero.engines.units import repeated_blocks
+from minizero.engines.any_model.units import repeated_blocks
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.head import LossInChunks
 from minizero.xray.plan import Plan, use_foreach

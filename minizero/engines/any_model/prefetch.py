@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from minizero.engines.lane import Now
-from minizero.engines.unit import Unit
+from minizero.engines.any_model.unit import Unit
 from minizero.memory.recorder import current_recorder, watched_by
 from minizero.ranks.comm import Comm
 
@@ -72,15 +71,15 @@ class Beside:
         return wait
 
 
-class Ahead(Now):
+class Ahead:
     """Stage 3 gathers and reduces while it computes. At most `depth` gathers are under way.
 
     Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn[False] is [0], expected
     [0, 1, 2], and following [1] until `start_following`.
     """
 
-    def __init__(self, engine: Any, depth: int) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, comm: Comm, inside: Comm, depth: int) -> None:
+        self.engine = engine
         self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
@@ -88,11 +87,9 @@ class Ahead(Now):
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = False  # this pass
         self.following: list[Unit] = []  # what comes next, until its gather has begun
-        self.gathers, self.reductions = Beside(engine.comm), Beside(engine.comm)
-        gather_comm = engine.units[0].comm.split(lambda rank: 0)  # all of them once more
-        reduce_comm = gather_comm.split(lambda rank: 0)
-        for unit in engine.units:
-            unit.comm, unit.reduce_comm = gather_comm, reduce_comm  # the same ranks; each thread has its own
+        self.gathers, self.reductions = Beside(comm), Beside(comm)
+        self.gather_comm = inside.split(lambda rank: 0)  # all of them once more: each thread has its own
+        self.reduce_comm = inside.split(lambda rank: 0)
 
     # What the engine calls.
 
@@ -103,7 +100,7 @@ class Ahead(Now):
         self.begin_pass(is_backward=False)
 
     def gather(self, unit: Unit) -> None:
-        """Wait for its gather. In forward those of the units after it begin here, in backward in `after_put`."""
+        """Its gather ends. In forward those of the units after it begin here, in backward in `after_put`."""
         self.start(unit)
         self.wait_for(unit)
         self.following = self.what_follows(unit)

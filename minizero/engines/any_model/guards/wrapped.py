@@ -1,14 +1,13 @@
 """Against what a module can do and an engine cannot: moves, casts, copies, state dicts of a part."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import nn
 
-from minizero.engines.unit import Unit
-from minizero.ranks.comm import Comm
+from minizero.engines import core
+from minizero.engines.any_model.unit import Unit
 
 
 def refusing(words: str) -> Any:
@@ -30,12 +29,10 @@ class Ours(functools.partial):
         raise RuntimeError("what an engine has wrapped cannot be pickled, nor its optimizer: save gather_state_dict()")
 
 
-class Refuses(nn.Module):
+class Refuses(core.Engine):
     """Methods of `nn.Module` that would be silently wrong for an engine."""
 
-    module: nn.Module
-    comm: Comm
-    units: list[Unit]
+    units: Sequence[Unit]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda` and `half` call. If device and dtype are those already, nothing happens."""

@@ -1,12 +1,11 @@
-"""A unit: parameters that are gathered, reduced and freed together.
+"""A unit of any model: what it has beside that of core.py.
 
-    replica   what the module computes with: its parameters are views of it, of one dtype
-    master    what the optimizer steps (zero3_by_hooks.py: `shard`): FP32, this rank's chunk, or all of it (DDP)
-    shards    the optimizer's parameters: views of `master`: one, or with `group_by` cut where the group changes
-    gradient  this rank's, while backward brings it: a `LocalGradient` (gradient.py)
+    replica   may be in 16 bits: then `master` is FP32, memory of its own, and rounded when the replica is filled
+    shards    one, or with `group_by` several; in FP32 DDP the module's own parameters
+    gradient  this rank's, while backward brings it, and longer under no_sync: a `LocalGradient` (gradient.py)
+    released  parameters that are away, or old, are empty, and a use of them is an error
 
-In FP32 stages 0 to 2 need no copy: the master is the replica, or a view of it. The master of a frozen unit has the
-computing dtype.
+The master of a frozen unit has the computing dtype.
 """
 
 from collections.abc import Sequence
@@ -16,24 +15,21 @@ import torch
 from torch import nn
 
 from minizero import torch_private
-from minizero.engines.gradient import LocalGradient, pieces
-from minizero.engines.guards.released import Released
-from minizero.engines.layout import GroupBy, Layout, cut, pad
+from minizero.engines import core
+from minizero.engines.any_model.gradient import LocalGradient, pieces
+from minizero.engines.any_model.guards.released import Released
+from minizero.engines.layout import GroupBy, cut, pad
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 
 
-class Unit:
+class Unit(core.Unit):
     """parameters: by name, all trained or all frozen.
 
-    module: whose forward uses the unit; None for a root unit: parameters outside every block, such as embeddings.
     everyone: all ranks, as the engine's `comm`; their number divides `size`. comm: the ranks that the unit is sharded
-    over: all, unless a sharding factor makes groups. reduce_comm: as comm, but prefetch gives each of its threads one.
+    over: all, unless a sharding factor makes groups.
     """
-
-    replica: torch.Tensor
-    master: torch.Tensor
 
     def __init__(
         self,
@@ -45,23 +41,17 @@ class Unit:
         dtype: torch.dtype,
         group_by: GroupBy | None,
     ) -> None:
-        self.name, self.module, self.dtype = name, module, dtype
-        self.everyone, self.comm, self.reduce_comm = everyone, comm, comm
-        self.layout = Layout(list(parameters), [p.shape for p in parameters.values()], everyone.size)
-        self.parameters = list(parameters.values())
+        super().__init__(name, module, parameters, everyone)
+        self.everyone, self.comm, self.dtype = everyone, comm, dtype
         self.kinds = [type(parameter) for parameter in self.parameters]
         self.trains = self.parameters[0].requires_grad
         self.group_of = [group_by(n, p) if group_by else None for n, p in parameters.items()]  # of each parameter
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        self.nodes: list[Any] = []  # only if `original` (below): autograd's nodes, held so that hooks stay (engine.py)
-        self.version = -1  # of `master` when the replica was last made from it
-
-    @property
-    def size(self) -> int:
-        """Elements of a flat buffer."""
-        return self.layout.size
+        # Only if `original` (below): a parameter's .grad of before, by number; autograd's nodes, so that hooks stay.
+        self.aside: dict[int, torch.Tensor | None] = {}
+        self.nodes: list[Any] = []
 
     @property
     def unsharded(self) -> bool:
@@ -85,23 +75,23 @@ class Unit:
             view.copy_(value.detach())
         # The ranks compare labels: two with different parameters of the same total size raise, and mix nothing.
         full = broadcast(full, self.everyone, label=f"{self.name} of {self.layout}")
+        full = full if self.trains else full.to(self.dtype)
         tag(full, "parameters")
         return full
 
-    def chunk(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's chunk of a flat buffer, as a view."""
-        return flat.chunk(self.comm.size)[self.comm.rank]
-
-    def point_parameters_at(self, flat: torch.Tensor | None) -> None:
-        """Make the module's parameters views of `flat`; with None, empty."""
-        empty = torch.empty(0, 0, dtype=self.dtype, device=self.comm.device)
-        views = [empty] * len(self.parameters) if flat is None else self.layout.views(flat)
-        for parameter, view, kind in zip(self.parameters, views, self.kinds, strict=True):
+    def point_parameters_at(self, flat: torch.Tensor) -> None:
+        for parameter, kind in zip(self.parameters, self.kinds, strict=True):
             parameter.__class__ = kind
-            parameter.data = view
-            parameter.writes = parameter._version  # type: ignore[attr-defined]  # until now: `check_writes` finds later ones
-            if flat is None:
-                parameter.__class__ = Released
+        super().point_parameters_at(flat)
+        for parameter in self.parameters:
+            parameter.writes = parameter._version  # type: ignore[attr-defined]  # `check_writes` finds later ones
+
+    def empty_parameters(self) -> None:
+        """The unit is away, or its replica is old: nobody may read the module's parameters."""
+        for parameter, kind in zip(self.parameters, self.kinds, strict=True):
+            parameter.__class__ = kind  # so that .data can be set
+            parameter.data = torch.empty(0, 0, dtype=self.dtype, device=self.comm.device)
+            parameter.__class__ = Released
 
     def cut_shards(self) -> None:
         """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`."""
@@ -114,20 +104,6 @@ class Unit:
         if self.original:
             return self.layout.names
         return [self.name if group is None else f"{self.name}.{group}" for group in self.groups]
-
-    def replica_is_stale(self) -> bool:
-        """Must the replica be made from `master` (again)? `master` was written since, or the replica's memory is gone.
-
-        `_version` is PyTorch's count of in-place writes. `nn.Parameter(view)` shares the count of `view`, so
-        optimizer.step() on a shard raises it. Yes means an all-gather, so all ranks must say the same: each has a shard
-        of every group, if need be an empty one (`cut`), and a step on that is a write, too. (A write between a
-        forward and its backward is refused.)
-        """
-        return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
-
-    def replica_is_fresh_now(self) -> None:
-        """Remember what `master` the replica was made from."""
-        self.version = self.master._version
 
     # The gradient.
 

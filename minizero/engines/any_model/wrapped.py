@@ -4,22 +4,23 @@ Nothing here is special to a stage: it works on the units' masters and shards, w
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from minizero.engines.guards.no_sync import check_averaged
-from minizero.engines.guards.wrapped import Ours, Refuses
-from minizero.engines.unit import Unit
+from minizero.engines.any_model.guards.no_sync import check_averaged
+from minizero.engines.any_model.guards.wrapped import Ours, Refuses
+from minizero.engines.any_model.unit import Unit
 from minizero.ranks.collectives import all_gather, broadcast
 
 
 class Wrapped(Refuses):
     """The contract of DDP, Zero1, Zero2 and Zero3."""
 
-    in_order: list[Unit]  # those that train, in the order in which they are reduced
+    roots: Sequence[Unit]
+    in_order: Sequence[Unit]  # those that train
     sync: bool  # False under no_sync
     loads_others = False  # does the module load what is neither a parameter nor a buffer?
 
@@ -150,7 +151,7 @@ class Wrapped(Refuses):
             full = unit.flatten([state[names_of[id(parameter)][0]] for parameter in unit.parameters])
             unit.master.copy_(full if unit.unsharded else unit.chunk(full))
             if not unit.original:
-                unit.point_parameters_at(None)  # old until the next forward
+                unit.empty_parameters()  # old until the next forward
         self.load_others({name: state[name] for name in others})
 
     def load_others(self, others: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ FunASR#3472: an optimizer steps before the last backward.
 
 import torch
 
-from minizero.engines.unit import Unit
+from minizero.engines.any_model.unit import Unit
 
 
 def check_averaged(stage: str, shard: torch.Tensor) -> None:

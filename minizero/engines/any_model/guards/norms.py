@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minizero import torch_private
-from minizero.engines.uses import converted
+from minizero.engines.any_model.uses import converted
 
 
 def keeps_statistics(module: nn.Module) -> bool:

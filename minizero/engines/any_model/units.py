@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from minizero import torch_private
-from minizero.engines.guards.norms import keeps_statistics
+from minizero.engines.any_model.guards.norms import keeps_statistics
+from minizero.engines.any_model.unit import Unit
 from minizero.engines.layout import GroupBy
-from minizero.engines.unit import Unit
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 

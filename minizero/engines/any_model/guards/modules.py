@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from minizero import torch_private
-from minizero.engines.guards.optimizers import check_hooks, check_place
-from minizero.engines.unit import Unit
+from minizero.engines.any_model.guards.optimizers import check_hooks, check_place
+from minizero.engines.any_model.unit import Unit
 
 
 def check_module(stage: str, module: nn.Module, rank: int, dtype: torch.dtype | None) -> None:

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from minizero import torch_private
-from minizero.engines.guards.no_sync import check_averaged, check_untouched
-from minizero.engines.guards.wrapped import Ours
-from minizero.engines.unit import Unit
+from minizero.engines.any_model.guards.no_sync import check_averaged, check_untouched
+from minizero.engines.any_model.guards.wrapped import Ours
+from minizero.engines.any_model.unit import Unit
 
 
 def mark(unit: Unit, engine: Any) -> None:
@@ -96,7 +96,7 @@ def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for shard, unit, _ in shards_of(optimizer):
         if not unit.original:
             torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
-            unit.point_parameters_at(None)
+            unit.empty_parameters()
 
 
 SHARDS_OF = "shards_of"  # a key of an optimizer's groups: it goes where the states go

@@ -1,0 +1,314 @@
+"""*When*, for any model and any loop: each moment of core.py, and what is added to it.
+
+    begin_forward    clears up what an exception left; several roots (frozen parameters, norms in FP32)
+    begin_use        inputs of any kind (uses.py); a unit called inside itself; copies of a module
+    end_use          `forward_is_over`: keeps what forward wrote to parameters; stage 3 releases
+    end_forward      the gradient of an output begins backward, too: perhaps no parameter gets one on this rank
+    open_use         refuses parameters that were written to since forward
+    begin_backward   under no_sync the sum goes on, or begins (gradient.py)
+    arrived          `bring`: refuses what cannot be right; DDP's .grad of before is kept
+    reduce_complete  nothing under no_sync
+    end_backward     what got no gradient counts as zero, and is reduced
+
+Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
+until before_forward.
+
+A gradient goes its way as in core.py. Its buffer is a `LocalGradient` (gradient.py), since it may outlive a backward.
+`Zero3.reduce` may run beside the computation (prefetch.py). `Unit.set_gradient` (unit.py) also calls the shards' hooks.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from minizero import torch_private
+from minizero.engines import core
+from minizero.engines.any_model.gradient import Backward
+from minizero.engines.any_model.guards.modules import (
+    check_compiled,
+    check_complete,
+    check_gradient,
+    check_module,
+    check_unchanged,
+    check_writes,
+    names_and_parameters,
+)
+from minizero.engines.any_model.guards.no_sync import check_untouched
+from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, name_buffers
+from minizero.engines.any_model.guards.optimizers import mark
+from minizero.engines.any_model.guards.wrapped import Ours
+from minizero.engines.any_model.unit import Unit
+from minizero.engines.any_model.units import make_units, start_buffers
+from minizero.engines.any_model.uses import Use, converted, leaves_as_views, tensors_in
+from minizero.engines.any_model.wrapped import Wrapped
+from minizero.engines.layout import GroupBy
+from minizero.ranks.comm import Comm
+
+
+class AnyModel(Wrapped):
+    """A module whose parameters live in the flat buffers of units. Base of DDP, Zero1, Zero2, Zero3.
+
+    module: FP32 parameters, all on one device. dtype: float16 or bfloat16 computes on 16-bit copies and keeps FP32
+    masters. Those of frozen parameters are kept in 16 bits, and saved as FP32. Norms with running
+    statistics compute in FP32. Buffers keep their dtype. units: modules, by default the repeated blocks. group_by: a
+    function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
+    parameters of one group only.
+
+    Complete the module before you wrap it: initialise, add, replace and freeze parameters first. A gradient set to None
+    on a parameter of the module freezes nothing; the shards' gradients count.
+
+    forward moves the tensors among its arguments (also in tuples, lists and dicts) to `comm.device`, as `fully_shard`
+    does. With a 16-bit `dtype` it casts those of floating point. Other objects, and outputs, stay as they are. A list
+    or dict is copied only if a tensor in it changes: else the caller finds there what the module writes into it.
+
+    The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
+    Hooks on the shards (`register_hook`, `register_post_accumulate_grad_hook`) are called with the average.
+    """
+
+    inside: Comm | None = None  # the ranks that a unit is sharded over; None stands for all of `comm`
+    frees_replicas = False  # does a unit's replica come and go?
+    reshard_after_forward = False  # is it away between the unit's forward and its backward?
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Comm,
+        *,
+        dtype: torch.dtype | None = None,
+        units: Sequence[nn.Module] | None = None,
+        group_by: GroupBy | None = None,
+    ) -> None:
+        self.name = type(self).__name__
+        check_module(self.name, module, comm.rank, dtype)
+        self.dtype, self.group_by = dtype, group_by
+        self.sync = True  # False under no_sync
+        self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
+        self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
+        self.open_uses: Counter[Unit] = Counter()  # that autograd is inside of, in a backward or a torch.autograd.grad
+        self.began = -1  # autograd's number of the operation that the last forward began with
+        super().__init__(module, comm, units)
+        self.in_order = [unit for unit in reversed(self.units) if unit.trains]
+        let_norms_compute_in_fp32(module, dtype)
+        self.watch_state_dicts()
+
+    def make_units(self, blocks: Sequence[nn.Module] | None) -> Sequence[Unit]:
+        self.as_wrapped = names_and_parameters(self.module)
+        names = self.names_in(self.own_state()[0])
+        start_buffers(self.module, self.comm)
+        dtype = self.dtype or torch.float32
+        units = make_units(self.module, self.comm, self.inside or self.comm, dtype, blocks, self.group_by)
+        if self.frees_replicas:
+            check_compiled(self.name, self.module, units)
+        for unit in units:
+            unit.layout.names = [names[id(parameter)][0] for parameter in unit.parameters]  # those that it is saved by
+        return units
+
+    # What a stage does, beside its part in core.py.
+
+    def keep_writes(self, unit: Unit) -> None:
+        """Keep what forward wrote to the parameters: stage 3 copies it, other stages have it in the master already."""
+        check_writes(self.name, unit)
+
+    def forward_is_over(self, unit: Unit) -> None:
+        """The unit's forward is over: stage 3 frees its parameters."""
+
+    def finish(self) -> None:
+        """Backward is over: what runs beside the computation, if anything, ends."""
+
+    # Forward.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = converted((args, kwargs), self._cast)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException as error:
+            self.release_all()
+            name_buffers(self.name, self.module, self.dtype, error)
+            raise
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
+
+    def watch_model(self) -> None:
+        def begins(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is self.module:  # and no copy of it, which has its hooks, too
+                self.begin_forward()
+                return leaves_as_views(args, kwargs)
+
+        def ends(module: nn.Module, _: Any, output: Any) -> None:
+            if module is self.module:
+                self.end_forward(output)
+
+        self.module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+        self.module.register_forward_hook(Ours(ends))
+
+    @torch_private.never_compiled  # there is nothing to compute
+    def begin_forward(self) -> None:
+        check_complete(self.name, self.module, self.as_wrapped, self.units)
+        if self.frees_replicas:
+            check_compiled(self.name, self.module, self.units)
+        if torch_private.current_backward() == -1:  # no backward runs here, so this is no recompute inside one
+            if self.backward is not None:  # the last backward raised
+                self.backward = None
+                self.release_all()
+                for unit in self.in_order:  # .grad stays as it was, but for units that were reduced already
+                    unit.gradient = None  # what this backward had brought, and the sum of no_sync
+            self.running.clear()  # what is left there ended by an exception
+        self.began = torch_private.next_operation()  # of this forward, if it makes a graph
+        self.refresh()
+        for unit in self.roots:
+            self.gather(unit)
+
+    def refresh(self) -> None:
+        """Bring replicas up to date, and make parameters views of them again: a step empties them (`mark_as_old`)."""
+        kept = [] if self.frees_replicas else self.units
+        old = [unit for unit in kept if unit.replica_is_stale() or unit.is_empty]
+        self.before_forward()
+        for unit in old:
+            unit.point_parameters_at(unit.replica)
+
+    def end_forward(self, output: Any) -> None:
+        for unit in self.units:
+            if not unit.is_empty:
+                self.keep_writes(unit)
+        grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        versions = {unit: unit.version for unit in self.roots}  # of masters; `open_use` checks other units'
+
+        def begins(_: torch.Tensor) -> None:
+            if self.backward is None:
+                for unit, version in versions.items():
+                    check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
+                self.begin_backward()
+
+        for tensor in grown:
+            self.passes.add("forward")
+            tensor.register_hook(begins)
+        if not grown and self.began == torch_private.next_operation():  # no operation made a graph: no backward
+            self.release_all()
+
+    def release_all(self) -> None:
+        self.open_uses.clear()
+        super().release_all()
+
+    # A use of one unit.
+
+    def watch_unit(self, unit: Unit) -> None:
+        """Hooks on the unit's module, on parts of that which hold its parameters, and on these."""
+        mark(unit, self)
+
+        def begin_use(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is not unit.module:  # a copy
+                return None
+            self.gather(unit)
+            changed, version = leaves_as_views(args, kwargs), unit.version  # of the master behind the replica
+            use = Use(changed or (args, kwargs), lambda: self.open_use(unit, version), lambda: self.close_use(unit))
+            self.running.append((unit, use))
+            return changed
+
+        def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
+            for running, use in self.running:  # the output may leave the unit by an attribute
+                if running is unit:
+                    use.opens_with(output)
+
+        def end_use(module: nn.Module, _: Any, output: Any) -> None:
+            if module is not unit.module:
+                return
+            while (ended := self.running.pop())[0] is not unit:  # what lies above it ended by an exception
+                pass
+            if all(running is not unit for running, _ in self.running):  # else it was called inside itself
+                self.forward_is_over(unit)
+            ended[1].watch(output, unit.module if self.frees_replicas else None)
+
+        if unit.module is not None:
+            unit.module.register_forward_pre_hook(begin_use, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(Ours(end_use))
+            its = {id(parameter) for parameter in unit.parameters}
+            for part in unit.module.modules() if self.frees_replicas else ():
+                if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
+                    part.register_forward_hook(Ours(part_is_over))
+        for number, parameter in enumerate(unit.parameters if unit.trains else ()):
+            if unit.original:
+                unit.nodes.append(put_aside(unit, number))
+            arrived = core.arrival(self, unit, number)
+            arrived.ours = True  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(arrived)
+
+    def open_use(self, unit: Unit, version: int) -> None:
+        check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
+        self.open_uses[unit] += 1
+        self.gather(unit)
+
+    def close_use(self, unit: Unit) -> None:
+        self.open_uses[unit] -= 1
+        if not self.open_uses[unit]:  # no other use of the same unit is open
+            self.release(unit)
+
+    # Backward. A `torch.autograd.grad` inside the model opens uses, but begins none: nothing is reduced then.
+
+    @property
+    def in_backward(self) -> bool:
+        """Is a backward running? Also True from a backward that raised until the next forward notices."""
+        return self.backward is not None
+
+    def begin_backward(self) -> None:
+        self.backward = Backward(self.in_order, sends=self.sync)
+        self.passes.add("backward")
+        for unit in self.in_order:
+            check_untouched(unit)
+            unit.begin_gradient()
+        for unit in self.roots:  # an earlier backward of the same forward may have released them
+            self.gather(unit)
+        torch_private.call_at_end_of_backward(self.end_backward)
+
+    def arrived(self, unit: Unit, number: int) -> None:
+        parameter = unit.parameters[number]
+        gradient, parameter.grad = parameter.grad, unit.aside.pop(number, None)
+        if self.backward is None:
+            self.begin_backward()
+        self.bring(unit, number, gradient)
+        del gradient  # copied; its memory must be free before the ring needs some
+        self.reduce_complete()
+
+    def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
+        """The gradient of the unit's parameter `number` goes to its place."""
+        # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
+        away = self.reshard_after_forward and unit.module is not None and not self.open_uses[unit]
+        again = self.backward.sends and unit not in self.backward.left
+        check_gradient(self.name, unit, gradient, again=again, gathered=not away)
+        self.backward.owed[unit].discard(number)
+        if gradient is not None:  # a custom Function may give None, which is zero
+            self.backward.put(unit, number, gradient)
+
+    def reduce_complete(self) -> None:
+        if self.backward.sends:
+            super().reduce_complete()
+
+    def end_backward(self) -> None:
+        while self.backward.sends and self.backward.left:  # what was not used has a gradient of zero
+            self.reduce(*self.backward.take())
+        self.finish()
+        self.release_all()
+        for unit in self.in_order:
+            unit.show_gradient()  # what no_sync holds
+        self.backward = None
+
+
+def put_aside(unit: Unit, number: int) -> Any:
+    """DDP in FP32: autograd would add to the parameter's .grad of before: keep that in `unit.aside` meanwhile.
+
+    Returns autograd's node that writes .grad. Somebody must hold the node: autograd itself would make a new one.
+    """
+    node = torch.autograd.graph.get_gradient_edge(unit.parameters[number]).node
+    weak = weakref.ref(unit)  # as in `core.arrival`
+
+    def writes(_: Any) -> None:
+        if (unit := weak()) is not None:
+            parameter = unit.parameters[number]
+            unit.aside[number], parameter.grad = parameter.grad, None
+
+    node.register_prehook(writes)
+    return node

@@ -1,0 +1,192 @@
+"""The public stages. *What* is that of ddp.py, zero1.py, zero2.py, zero3.py; *when* is that of engine.py here.
+
+The order in which a call goes, for Zero1 (Python looks a name up from left to right):
+
+    Zero1          CoreZero1          AnyModel           core.Engine
+    (stages.py)    (zero1.py)         (engine.py)        (core.py)
+    -              keep, reduce       -                  -               what
+    -              before_forward     -                  -               what
+    -              -                  begin_forward …    begin_forward …   when; `super()` there is core.py's
+
+The three columns on the left never define the same name, so nothing is hidden: what a stage does is in its own file,
+and what is added to it for any model is in its class below.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from minizero import torch_private
+from minizero.engines.any_model.engine import AnyModel
+from minizero.engines.any_model.hybrid import average_in_two_steps, inside_and_across
+from minizero.engines.any_model.offload import to_host
+from minizero.engines.any_model.prefetch import Ahead, check_prefetch
+from minizero.engines.any_model.unit import Unit
+from minizero.engines.ddp import CoreDDP
+from minizero.engines.zero1 import CoreZero1
+from minizero.engines.zero2 import CoreZero2
+from minizero.engines.zero3 import CoreZero3
+from minizero.ranks.collectives import reduce_scatter
+from minizero.ranks.comm import Comm
+
+
+class DDP(CoreDDP, AnyModel):
+    """Replicated data parallelism. Arguments, and the training loop: see `AnyModel`.
+
+    In FP32 the optimizer's parameters are the module's own, so a hook of `register_hook` sees this rank's gradient, as
+    under PyTorch's DDP.
+    """
+
+    def keep(self, unit: Unit, full: torch.Tensor) -> None:
+        super().keep(unit, full)
+        if unit.replica is full:
+            unit.shards, unit.groups = unit.parameters, unit.group_of
+
+    def before_forward(self) -> None:
+        for unit in self.units:
+            if unit.replica_is_stale():
+                unit.replica.copy_(unit.master)  # rounded to the computing dtype
+                unit.replica_is_fresh_now()
+
+    # Each rank holds everything, so these work as in PyTorch's DDP, also on `module` and its parts; each rank calls
+    # them by itself. In 16 bits the FP32 masters are saved and loaded: the next forward copies them to the replica.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.state_dict(self, *args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.load_state_dict(self, *args, **kwargs)
+
+    def masters_of(self, part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """In 16 bits: the name of each parameter that the part itself holds, and its place in the masters."""
+        masters = {
+            id(parameter): master
+            for unit in self.units
+            if unit.dtype != torch.float32
+            for parameter, master in zip(unit.parameters, unit.layout.views(unit.master), strict=True)
+        }
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in masters:
+                yield name, masters[id(parameter)]
+
+    def part_saves(self) -> None:
+        self.refresh()  # after a step in 16 bits the parameters are empty
+
+    def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name, master in self.masters_of(part):
+            if not isinstance(state.get(prefix + name), nn.Parameter):  # who asks for the parameter itself gets it
+                state[prefix + name] = master.detach().float()
+
+    @torch.no_grad()
+    def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:
+        if about.get("assign_to_params_buffers"):
+            raise ValueError("DDP: assign=True would replace the parameters that the engine watches: leave it out")
+        self.refresh()
+        for name, master in self.masters_of(part):
+            new = state.get(prefix + name)
+            if new is not None and new.shape == master.shape:  # else PyTorch says so
+                master.copy_(new)
+
+
+class Zero1(CoreZero1, AnyModel):
+    """Sharded optimizer states. Arguments, and the training loop: see `AnyModel`."""
+
+
+class Zero2(CoreZero2, AnyModel):
+    """Sharded optimizer states and gradients. Arguments, and the training loop: see `AnyModel`."""
+
+
+class Zero3(CoreZero3, AnyModel):
+    """Sharded optimizer states, gradients and parameters. More arguments, and the training loop: see `AnyModel`.
+
+    sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py). prefetch: how many units other
+    threads gather ahead (when: prefetch.py); 0 does one thing at a time. offload: keep shards, gradients and optimizer
+    states in the CPU's memory (offload.py). reshard_after_forward: False keeps what forward gathered until backward; a
+    third less is sent, for 4Ψ bytes more at the peak (2Ψ in 16 bits). To compile, `torch.compile` each block before
+    wrapping.
+    """
+
+    frees_replicas = True
+    forward = torch_private.not_compiled(AnyModel.forward)  # torch.compile would trace memory that comes and goes
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Comm,
+        *,
+        sharding_factor: int | None = None,
+        prefetch: int = 1,
+        offload: bool = False,
+        reshard_after_forward: bool = True,
+        **options: Any,
+    ) -> None:
+        check_prefetch(prefetch)
+        self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: same chunk, other groups, or None
+        self.offload, self.reshard_after_forward = offload, reshard_after_forward
+        self.ahead: Ahead | None = Ahead(self, comm, self.inside, prefetch) if prefetch else None
+        if self.ahead:
+            self.inside = self.ahead.gather_comm
+        super().__init__(module, comm, **options)
+
+    def keep(self, unit: Unit, full: torch.Tensor) -> None:
+        super().keep(unit, full)
+        if self.offload:
+            unit.master = to_host(unit.master, unit.master.dtype)
+            unit.cut_shards()
+
+    def gather(self, unit: Unit) -> None:
+        if self.ahead:
+            self.ahead.gather(unit)
+        super().gather(unit)  # if nobody gathered it ahead
+        unit.point_parameters_at(unit.replica)
+
+    def release(self, unit: Unit) -> None:
+        if self.ahead:
+            self.ahead.wait_for(unit)  # a gather ahead writes to the memory that is given back here
+        super().release(unit)
+        unit.empty_parameters()
+
+    def keep_writes(self, unit: Unit) -> None:
+        super().keep_writes(unit)
+        if unit.dtype == unit.master.dtype:  # `.data` is not counted: a counted write makes replicas stale
+            unit.master.data.copy_(unit.chunk(unit.replica))
+
+    def forward_is_over(self, unit: Unit) -> None:
+        self.keep_writes(unit)
+        if self.reshard_after_forward or not torch.is_grad_enabled():
+            self.release(unit)
+
+    def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
+        if self.ahead:
+            self.ahead.reduce(unit, gradient)
+        else:
+            unit.set_gradient(self.average(unit, gradient))
+
+    def average(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
+        """The collective: this rank's chunk of the mean gradient."""
+        inside = self.ahead.reduce_comm if self.ahead else unit.comm
+        if self.across is None:
+            mine = reduce_scatter(gradient, inside, "mean", label=unit.name)
+        else:
+            mine = average_in_two_steps(gradient, inside, self.across, unit.name)
+        return to_host(mine) if self.offload else mine
+
+    # Where a pass is, told to prefetch.py.
+
+    def refresh(self) -> None:
+        if self.ahead:
+            self.ahead.begin_forward()
+        super().refresh()
+
+    def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
+        if self.ahead and gradient is not None:
+            self.ahead.before_put(unit)
+        super().bring(unit, number, gradient)
+        if self.ahead and gradient is not None:
+            self.ahead.after_put(unit, self.backward.owed[unit])
+
+    def finish(self) -> None:
+        if self.ahead:
+            self.ahead.finish()

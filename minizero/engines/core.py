@@ -1,0 +1,326 @@
+"""The core: *when* the things of a training step happen. *What* happens then is a stage's own file.
+
+       moment           it comes                                        what the stage does then
+    1  begin_forward    the model is called                             before_forward; gather the root
+    2  begin_use        a unit's module is called                       gather
+    3  end_use          that module returns                             release
+    4  end_forward      the model returns                               without a graph: release all
+    5  open_use         backward has the gradient of a unit's output    gather
+    6  arrived          autograd has written a parameter's .grad        reduce, if its unit has all of them
+    7  close_use        backward has the gradient of a unit's input     release
+    8  end_backward     backward is over                                release all
+
+A unit is a block of the model. What lies outside the blocks is one more unit, the root: it stays whole from forward to
+backward. A *use* of a unit is one forward of its module, and the backward of that. All ranks reduce their units in one
+order, last block first, so that their collectives meet.
+
+The path of one gradient. Autograd writes a parameter's .grad, and calls `arrived`. `Backward.put` copies it to its
+place in the unit's flat buffer, and .grad is None again. If no parameter of the unit is owed a gradient any more, the
+stage's `reduce` gets the buffer: 4n bytes for n parameters. In zero2.py a reduce-scatter sends (N-1)/N of them to other
+ranks, and leaves 4n/N: this rank's part of the average. `Unit.set_gradient` adds it to the .grad of the unit's shard,
+which the optimizer steps. Then the buffer is freed.
+
+The core trains models in FP32, in which each parameter gets a gradient in each backward, and each unit returns a tensor
+or a tuple of tensors. It does one thing at a time. It refuses the rest by name. `any_model/` lifts these limits under
+the same names of moments: its DDP, Zero1, Zero2 and Zero3 are those of `from minizero import …`.
+Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
+"""
+
+import abc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minizero import torch_private
+from minizero.engines.layout import Layout
+from minizero.memory import tag
+from minizero.ranks.collectives import broadcast
+from minizero.ranks.comm import Comm
+
+ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `from minizero import ...`"
+
+
+class Unit:
+    """Parameters that are gathered, reduced and freed together.
+
+                    replica: the parameters are views of it    master: the optimizer steps it
+        DDP         (size,)                                    the replica itself
+        Zero1, 2    (size,)                                    this rank's chunk: a view of the replica
+        Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
+
+    module: whose forward uses the unit; None for the root. shards: the optimizer's parameters, views of `master`.
+    """
+
+    dtype = torch.float32  # of the replica
+    replica: Tensor
+    master: Tensor
+    shards: list[nn.Parameter]
+
+    def __init__(self, name: str, module: nn.Module | None, parameters: dict[str, nn.Parameter], comm: Comm) -> None:
+        self.name, self.module, self.comm = name, module, comm
+        self.parameters = list(parameters.values())
+        self.layout = Layout(list(parameters), [p.shape for p in self.parameters], comm.size)
+        self.version = -1  # of `master` when the replica was last made from it
+
+    @property
+    def size(self) -> int:
+        """Elements of a flat buffer."""
+        return self.layout.size
+
+    def flatten(self) -> Tensor:
+        """Rank 0's parameters, end to end, with padding: (size,)."""
+        full = torch.zeros(self.size, device=self.comm.device)
+        for view, parameter in zip(self.layout.views(full), self.parameters, strict=True):
+            view.copy_(parameter.detach())
+        # The ranks compare labels: two with different parameters of the same total size raise, and mix nothing.
+        full = broadcast(full, self.comm, label=f"{self.name} of {self.layout}")
+        tag(full, "parameters")
+        return full
+
+    def chunk(self, flat: Tensor) -> Tensor:
+        """This rank's chunk of a flat buffer, as a view."""
+        return flat.chunk(self.comm.size)[self.comm.rank]
+
+    def point_parameters_at(self, flat: Tensor) -> None:
+        """Make the module's parameters views of `flat`."""
+        for parameter, view in zip(self.parameters, self.layout.views(flat), strict=True):
+            parameter.data = view
+
+    def cut_shards(self) -> None:
+        """Make the optimizer's parameter from `master`."""
+        tag(self.master, "parameters")
+        self.shards = [nn.Parameter(self.master)]
+
+    def replica_is_stale(self) -> bool:
+        """Must the replica be made from `master` (again)? `master` was written since, or the replica's memory is gone.
+
+        `_version` is PyTorch's count of in-place writes. `nn.Parameter(view)` shares the count of `view`, so
+        optimizer.step() on a shard raises it.
+        """
+        return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
+
+    def replica_is_fresh_now(self) -> None:
+        """Remember what `master` the replica was made from."""
+        self.version = self.master._version
+
+    def set_gradient(self, average: Tensor, full: Tensor | None = None) -> None:
+        """Add the average to the shard's .grad. full: what a stage keeps beside it, as long as .grad lives."""
+        tag(average, "gradients")
+        (shard,) = self.shards
+        shard.grad = average.view_as(shard) if shard.grad is None else average.add_(shard.grad)
+        shard.grad.full = full  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class Use:
+    """One forward of a unit's module, and the backward of that."""
+
+    unit: Unit
+
+
+class Backward:
+    """What counts only while a backward runs.
+
+    left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters whose gradient has not
+    come. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of.
+    buckets: gradients of DDP that wait for others, by dtype.
+    """
+
+    def __init__(self, in_order: Sequence[Unit]) -> None:
+        self.left = list(in_order)
+        self.owed = {unit: set(range(len(unit.parameters))) for unit in in_order}
+        self.gradients: dict[Unit, Tensor] = {}
+        self.uses: list[Use] = []
+        self.buckets: dict[torch.dtype, list[tuple[Unit, Tensor]]] = {}
+
+    def put(self, unit: Unit, number: int, gradient: Tensor) -> None:
+        """Copy the gradient of parameter `number` to its place."""
+        if unit not in self.gradients:
+            self.gradients[unit] = torch.zeros(unit.size, device=gradient.device)
+            tag(self.gradients[unit], "gradients")
+        unit.layout.views(self.gradients[unit])[number].copy_(gradient)
+        self.owed[unit].discard(number)
+
+    def take(self) -> tuple[Unit, Tensor]:
+        """The next unit in order, and its buffer: only the caller holds that from now on."""
+        unit = self.left.pop(0)
+        return unit, self.gradients.pop(unit)
+
+
+class Engine(nn.Module, abc.ABC):
+    """A module whose parameters live in the flat buffers of units. Base of CoreDDP, CoreZero1, CoreZero2, CoreZero3.
+
+    blocks: the modules that become units, by default the children of each ModuleList. parameters(): the shards.
+    """
+
+    def __init__(self, module: nn.Module, comm: Comm, blocks: Sequence[nn.Module] | None = None) -> None:
+        super().__init__()
+        self.module, self.comm = module, comm
+        self.backward: Any = None  # the `Backward` that is running
+        self.units = self.make_units(blocks)
+        self.roots: Sequence[Unit] = [
+            unit for unit in self.units if unit.module is None
+        ]  # gathered until backward is over
+        self.in_order: Sequence[Unit] = self.units[::-1]  # reduced last block first, root last
+        for unit in self.units:
+            self.keep(unit, unit.flatten())
+            unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: it has no memory
+            self.watch_unit(unit)
+        self.watch_model()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer steps."""
+        return ((unit.name, shard) for unit in self.units for shard in unit.shards)
+
+    def make_units(self, blocks: Sequence[nn.Module] | None) -> Sequence[Unit]:
+        """The root first. `ValueError` that names what the core does not serve."""
+        lists = [part for part in self.module.modules() if isinstance(part, nn.ModuleList)]
+        chosen = [block for part in lists for block in part] if blocks is None else list(blocks)
+        paths = {path: part for path, part in self.module.named_modules() if part in chosen}
+        contents = {path: dict(part.named_parameters(path)) for path, part in paths.items()}
+        inside = [id(parameter) for its in contents.values() for parameter in its.values()]
+        contents[""] = {name: p for name, p in self.module.named_parameters() if id(p) not in inside}
+        for name, p in self.module.named_parameters():
+            if not p.requires_grad or p.dtype != torch.float32 or inside.count(id(p)) > 1:
+                raise ValueError(f"{name} is frozen, not FP32, or in two blocks: {ELSE}")
+        for name, _ in self.module.named_buffers():
+            raise ValueError(f"the buffer {name} may differ between ranks: {ELSE}")
+        return [
+            Unit(path or "root", paths.get(path), contents[path], self.comm) for path in ["", *paths] if contents[path]
+        ]
+
+    # What a stage does.
+
+    @abc.abstractmethod
+    def keep(self, unit: Unit, full: Tensor) -> None:
+        """Set the unit's `replica` and `master`, and cut its shards. full: rank 0's values, (size,)."""
+
+    @abc.abstractmethod
+    def reduce(self, unit: Unit, gradient: Tensor) -> None:
+        """The unit's gradient is complete here, (size,): average it over the ranks, and give the shards their part."""
+
+    def before_forward(self) -> None:  # noqa: B027
+        """A forward of the whole model begins: bring replicas up to date that are kept between steps."""
+
+    def gather(self, unit: Unit) -> None:  # noqa: B027
+        """The unit is about to be used, in forward or in backward: make its parameters whole."""
+
+    def release(self, unit: Unit) -> None:  # noqa: B027
+        """The unit is not used for now: free the memory of its parameters."""
+
+    # When it does so: forward.
+
+    def watch_model(self) -> None:
+        self.module.register_forward_pre_hook(lambda *_: self.begin_forward(), prepend=True)
+        self.module.register_forward_hook(lambda _, __, output: self.end_forward(output))
+
+    def watch_unit(self, unit: Unit) -> None:
+        begun: list[Use] = []  # in forward
+
+        def begins(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            begun.append(self.begin_use(unit, (*args, *kwargs.values())))
+
+        if unit.module is not None:
+            unit.module.register_forward_pre_hook(begins, with_kwargs=True)
+            unit.module.register_forward_hook(lambda _, __, output: self.end_use(begun.pop(), output))
+        for number, parameter in enumerate(unit.parameters):
+            parameter.register_post_accumulate_grad_hook(arrival(self, unit, number))
+
+    def begin_forward(self) -> None:
+        if self.backward is not None:  # the last backward raised
+            self.backward = None
+            self.release_all()
+        self.before_forward()
+        for unit in self.roots:
+            self.gather(unit)
+
+    def begin_use(self, unit: Unit, inputs: tuple) -> Use:
+        self.gather(unit)
+        use = Use(unit)
+        for tensor in made(inputs):
+            tensor.register_hook(lambda _: self.close_use(use))
+        return use
+
+    def end_use(self, use: Use, output: Any) -> None:
+        if not all(isinstance(part, Tensor) for part in (output if isinstance(output, tuple) else (output,))):
+            raise TypeError(f"{use.unit.name} returned neither a tensor nor a tuple of tensors: {ELSE}")
+        self.release(use.unit)
+        for tensor in made(output):
+            # A prehook comes after the hooks of the tensor itself: the unit behind is released, then this one gathered.
+            tensor.grad_fn.register_prehook(lambda _: self.open_use(use))  # type: ignore[union-attr]
+
+    def end_forward(self, output: Any) -> None:
+        if not list(made(output)):  # no backward can come
+            self.release_all()
+
+    # When it does so: backward.
+
+    def begin_backward(self) -> None:
+        """Called by the first moment of a backward, whichever that is."""
+        self.backward = Backward(self.in_order)
+        torch_private.call_at_end_of_backward(self.end_backward)  # only autograd knows when it is over
+
+    def open_use(self, use: Use) -> None:
+        if self.backward is None:
+            self.begin_backward()
+        if use not in self.backward.uses:  # else another output of it came before
+            self.backward.uses.append(use)
+            self.gather(use.unit)
+
+    def arrived(self, unit: Unit, number: int) -> None:
+        """Autograd has written the .grad of the unit's parameter `number`."""
+        if self.backward is None:
+            self.begin_backward()
+        gradient, unit.parameters[number].grad = unit.parameters[number].grad, None
+        if gradient is not None:  # a custom Function may give none
+            self.backward.put(unit, number, gradient)
+        del gradient  # copied; its memory must be free before the ring needs some
+        self.reduce_complete()
+
+    def reduce_complete(self) -> None:
+        """Reduce the units that owe nothing more, as far as the order allows."""
+        while self.backward.left and not self.backward.owed[self.backward.left[0]]:
+            self.reduce(*self.backward.take())
+
+    def close_use(self, use: Use) -> None:
+        if self.backward is not None and use in self.backward.uses:  # else another input of it came before
+            self.backward.uses.remove(use)
+            if use.unit not in [other.unit for other in self.backward.uses]:
+                self.release(use.unit)
+
+    def end_backward(self) -> None:
+        owed = [unit.layout.names[number] for unit in self.backward.left for number in self.backward.owed[unit]]
+        self.backward = None
+        self.release_all()
+        if owed:
+            raise RuntimeError(f"no gradient came of {', '.join(owed)}: {ELSE}")
+
+    def release_all(self) -> None:
+        for unit in self.units:
+            self.release(unit)
+
+
+def arrival(engine: Engine, unit: Unit, number: int) -> Callable[[Tensor], None]:
+    """`engine.arrived` as a parameter's hook. Autograd hides it from the garbage collector: it must hold weakly."""
+    weak = weakref.ref(engine), weakref.ref(unit)
+
+    def arrived(_: Tensor) -> None:
+        engine, unit = weak[0](), weak[1]()
+        if engine is not None and unit is not None:
+            engine.arrived(unit, number)
+
+    return arrived
+
+
+def made(value: Any) -> Iterator[Tensor]:
+    """Of a tensor or a tuple: those that an operation made, and that require a gradient."""
+    for tensor in value if isinstance(value, tuple) else (value,):
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            yield tensor

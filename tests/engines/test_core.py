@@ -1,0 +1,136 @@
+"""The core trains as the public engines do, bit for bit and byte for byte; what it does not serve, it refuses."""
+
+import copy
+
+import pytest
+import torch
+
+from minizero import DDP, Zero1, Zero2, Zero3
+from minizero.engines.ddp import CoreDDP
+from minizero.engines.zero1 import CoreZero1
+from minizero.engines.zero2 import CoreZero2
+from minizero.engines.zero3 import CoreZero3
+from minizero.memory import Ledger
+from minizero.ranks.errors import RankFailed
+from tests.engines.test_zero3_by_hooks import MODELS
+from tests.support.helpers import run
+
+CORES = {CoreDDP: DDP, CoreZero1: Zero1, CoreZero2: Zero2, CoreZero3: Zero3}
+STEPS = 3
+ORDERS = {"gpt": [()], "odd": [((0, 1, 2, 3),), ((3, 0, 1, 2, 3),)]}  # a block used twice; two backwards in a step
+
+
+def train(comm, stage, name, **options):
+    """Losses, masters, bytes sent, the peaks until the optimizer steps, what stays whole, and the peaks."""
+    module, data = copy.deepcopy(MODELS[name][0]), MODELS[name][1]
+    model = stage(module, comm, **options)
+    optimizer, losses, sent, peaks, until_step = torch.optim.AdamW(model.parameters(), lr=1e-2), [], [], [], []
+    for step in range(STEPS):
+        before, counters = comm.bytes_sent, sum(state["step"].nbytes for state in optimizer.state.values())
+        with Ledger(model, optimizer) as ledger:
+            for order in ORDERS[name]:
+                loss = model(*(part.chunk(comm.size)[comm.rank] for part in data(step)), *order)
+                loss.backward()
+                losses.append(loss.item())
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        sent.append(comm.bytes_sent - before)
+        peaks.append(ledger.peak["total"] - counters)  # one for each shard: DDP's public shards are many
+        until_step.append(max(s["total"] - s["optimizer"] for s in ledger.curve if s.phase != "optimizer"))
+    with torch.no_grad():  # nothing stays whole
+        losses.append(model(*(part.chunk(comm.size)[comm.rank] for part in data(9)), *ORDERS[name][0]).item())
+    whole = sum(unit.replica.untyped_storage().nbytes() for unit in model.units)
+    return losses, [unit.master.detach().clone() for unit in model.units], sent, until_step, whole, peaks
+
+
+@pytest.mark.parametrize("core", CORES, ids=lambda core: core.__name__)
+@pytest.mark.parametrize(("name", "size"), [("gpt", 2), ("odd", 3), ("odd", 1)])
+def test_it_trains_as_the_public_engine(core, name, size):
+    public = CORES[core]
+
+    def theirs(module, comm):
+        return public(module, comm, units=list(module.blocks), **({"prefetch": 0} if public is Zero3 else {}))
+
+    for mine, its in zip(run(size, train, core, name), run(size, train, theirs, name), strict=True):
+        assert mine[0] == its[0] and len(set(mine[0])) == len(mine[0]), "losses"
+        assert all(torch.equal(a, b) for a, b in zip(mine[1], its[1], strict=True)), "parameters"
+        assert mine[2] == its[2], "bytes sent"
+        assert mine[3] == its[3], "peaks of forward and backward"
+        if name == "gpt" or core is not CoreDDP:  # its optimizer steps the padding as well
+            assert mine[5] == its[5], "peaks"
+        assert mine[4] == its[4] and (core is not CoreZero3 or not mine[4]), "whole after a forward alone"
+
+
+def frozen(odd, _):
+    odd.first.weight.requires_grad_(False)
+
+
+def shared(odd, _):
+    odd.blocks[0][3].bias = odd.blocks[3][1].bias
+
+
+def half(odd, _):
+    odd.half()
+
+
+def with_a_buffer(odd, _):
+    odd.register_buffer("mean", torch.zeros(3))
+
+
+def a_dict(odd, _):
+    odd.blocks[1].forward = lambda x: {"x": x}
+
+
+def a_part_only(odd, comm):
+    if comm.rank == 1:
+        odd.blocks[0].forward = lambda x: odd.blocks[0][0](x)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (frozen, r"first\.weight is frozen, not FP32, or in two blocks: the core does not serve this"),
+        (shared, r"blocks\.0\.3\.bias is frozen, not FP32, or in two blocks"),
+        (half, r"first\.weight is frozen, not FP32"),
+        (with_a_buffer, "the buffer mean may differ between ranks"),
+        (a_dict, r"blocks\.1 returned neither a tensor nor a tuple of tensors: .* take DDP, Zero1, Zero2 or Zero3"),
+        (
+            a_part_only,
+            r"no gradient came of blocks\.0\.1\.weight, blocks\.0\.1\.bias, .*: the core does not serve this",
+        ),
+    ],
+)
+def test_what_it_does_not_serve_is_refused_by_name(change, words):
+    def once(comm):
+        odd, data = copy.deepcopy(MODELS["odd"][0]), MODELS["odd"][1]
+        change(odd, comm)
+        CoreZero3(odd, comm)(*data(0)).backward()
+
+    with pytest.raises(RankFailed, match=words):
+        run(2, once)
+
+
+def test_a_backward_that_raised_leaves_nothing():
+    """The bucket of DDP, what is owed, and what was gathered are the next backward's own."""
+
+    def once(comm, core):
+        model = core(copy.deepcopy(MODELS["odd"][0]), comm)
+        data = MODELS["odd"][1]
+        loss = model(*data(0))
+        handle = model.module.blocks[0][0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        model.zero_grad()
+        model(*data(1)).backward()
+        return [shard.grad for shard in model.parameters()]
+
+    def plain(comm, core):
+        model = core(copy.deepcopy(MODELS["odd"][0]), comm)
+        model(*MODELS["odd"][1](1)).backward()
+        return [shard.grad for shard in model.parameters()]
+
+    for core in CORES:
+        for mine, its in zip(run(2, once, core), run(2, plain, core), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
