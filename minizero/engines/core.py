@@ -26,10 +26,8 @@ the same names of moments: its DDP, Zero1, Zero2 and Zero3 are those of `from mi
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
-import abc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,12 +62,8 @@ class Unit:
         self.name, self.module, self.comm = name, module, comm
         self.parameters = list(parameters.values())
         self.layout = Layout(list(parameters), [p.shape for p in self.parameters], comm.size)
+        self.size = self.layout.size  # elements of a flat buffer
         self.version = -1  # of `master` when the replica was last made from it
-
-    @property
-    def size(self) -> int:
-        """Elements of a flat buffer."""
-        return self.layout.size
 
     def flatten(self) -> Tensor:
         """Rank 0's parameters, end to end, with padding: (size,)."""
@@ -98,8 +92,7 @@ class Unit:
     def replica_is_stale(self) -> bool:
         """Must the replica be made from `master` (again)? `master` was written since, or the replica's memory is gone.
 
-        `_version` is PyTorch's count of in-place writes. `nn.Parameter(view)` shares the count of `view`, so
-        optimizer.step() on a shard raises it.
+        `_version` is PyTorch's count of in-place writes. A shard shares it, so optimizer.step() raises it.
         """
         return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
 
@@ -115,26 +108,19 @@ class Unit:
         shard.grad.full = full  # type: ignore[attr-defined]
 
 
-@dataclass(eq=False)
-class Use:
-    """One forward of a unit's module, and the backward of that."""
-
-    unit: Unit
-
-
 class Backward:
     """What counts only while a backward runs.
 
     left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters whose gradient has not
-    come. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of.
-    buckets: gradients of DDP that wait for others, by dtype.
+    come. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of, with
+    their units. buckets: gradients of DDP that wait for others, by dtype.
     """
 
     def __init__(self, in_order: Sequence[Unit]) -> None:
         self.left = list(in_order)
         self.owed = {unit: set(range(len(unit.parameters))) for unit in in_order}
         self.gradients: dict[Unit, Tensor] = {}
-        self.uses: list[Use] = []
+        self.uses: dict[object, Unit] = {}
         self.buckets: dict[torch.dtype, list[tuple[Unit, Tensor]]] = {}
 
     def put(self, unit: Unit, number: int, gradient: Tensor) -> None:
@@ -151,13 +137,13 @@ class Backward:
         return unit, self.gradients.pop(unit)
 
 
-class Engine(nn.Module, abc.ABC):
+class Engine(nn.Module):
     """A module whose parameters live in the flat buffers of units. Base of CoreDDP, CoreZero1, CoreZero2, CoreZero3.
 
-    blocks: the modules that become units, by default the children of each ModuleList. parameters(): the shards.
+    blocks: modules of it, in forward's order, each to be a unit. parameters(): the shards.
     """
 
-    def __init__(self, module: nn.Module, comm: Comm, blocks: Sequence[nn.Module] | None = None) -> None:
+    def __init__(self, module: nn.Module, comm: Comm, blocks: Iterable[nn.Module] | None) -> None:
         super().__init__()
         self.module, self.comm = module, comm
         self.backward: Any = None  # the `Backward` that is running
@@ -179,40 +165,34 @@ class Engine(nn.Module, abc.ABC):
         """What the optimizer steps."""
         return ((unit.name, shard) for unit in self.units for shard in unit.shards)
 
-    def make_units(self, blocks: Sequence[nn.Module] | None) -> Sequence[Unit]:
-        """The root first. `ValueError` that names what the core does not serve."""
-        lists = [part for part in self.module.modules() if isinstance(part, nn.ModuleList)]
-        chosen = [block for part in lists for block in part] if blocks is None else list(blocks)
-        paths = {path: part for path, part in self.module.named_modules() if part in chosen}
-        contents = {path: dict(part.named_parameters(path)) for path, part in paths.items()}
-        inside = [id(parameter) for its in contents.values() for parameter in its.values()]
-        contents[""] = {name: p for name, p in self.module.named_parameters() if id(p) not in inside}
+    def make_units(self, blocks: Iterable[nn.Module] | None) -> Sequence[Unit]:
+        """The root first, then the blocks. `ValueError` that names what the core does not serve."""
+        names = {part: name for name, part in self.module.named_modules()}
+        units = [(names[block], block, dict(block.named_parameters(names[block]))) for block in blocks or ()]
+        inside = [id(parameter) for *_, its in units for parameter in its.values()]
+        root = {name: p for name, p in self.module.named_parameters() if id(p) not in inside}
         for name, p in self.module.named_parameters():
             if not p.requires_grad or p.dtype != torch.float32 or inside.count(id(p)) > 1:
                 raise ValueError(f"{name} is frozen, not FP32, or in two blocks: {ELSE}")
         for name, _ in self.module.named_buffers():
             raise ValueError(f"the buffer {name} may differ between ranks: {ELSE}")
-        return [
-            Unit(path or "root", paths.get(path), contents[path], self.comm) for path in ["", *paths] if contents[path]
-        ]
+        return [Unit(name, block, its, self.comm) for name, block, its in (("root", None, root), *units) if its]
 
     # What a stage does.
 
-    @abc.abstractmethod
     def keep(self, unit: Unit, full: Tensor) -> None:
         """Set the unit's `replica` and `master`, and cut its shards. full: rank 0's values, (size,)."""
 
-    @abc.abstractmethod
     def reduce(self, unit: Unit, gradient: Tensor) -> None:
         """The unit's gradient is complete here, (size,): average it over the ranks, and give the shards their part."""
 
-    def before_forward(self) -> None:  # noqa: B027
+    def before_forward(self) -> None:
         """A forward of the whole model begins: bring replicas up to date that are kept between steps."""
 
-    def gather(self, unit: Unit) -> None:  # noqa: B027
+    def gather(self, unit: Unit) -> None:
         """The unit is about to be used, in forward or in backward: make its parameters whole."""
 
-    def release(self, unit: Unit) -> None:  # noqa: B027
+    def release(self, unit: Unit) -> None:
         """The unit is not used for now: free the memory of its parameters."""
 
     # When it does so: forward.
@@ -222,16 +202,18 @@ class Engine(nn.Module, abc.ABC):
         self.module.register_forward_hook(lambda _, __, output: self.end_forward(output))
 
     def watch_unit(self, unit: Unit) -> None:
-        begun: list[Use] = []  # in forward
+        begun: list[object] = []  # uses whose forward runs
 
         def begins(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             begun.append(self.begin_use(unit, (*args, *kwargs.values())))
 
         if unit.module is not None:
             unit.module.register_forward_pre_hook(begins, with_kwargs=True)
-            unit.module.register_forward_hook(lambda _, __, output: self.end_use(begun.pop(), output))
+            unit.module.register_forward_hook(lambda _, __, output: self.end_use(unit, begun.pop(), output))
+        # Autograd hides these hooks from the garbage collector: they must not keep the engine and the unit alive.
+        arrived, weak_unit = weakref.WeakMethod(self.arrived), weakref.ref(unit)
         for number, parameter in enumerate(unit.parameters):
-            parameter.register_post_accumulate_grad_hook(arrival(self, unit, number))
+            parameter.register_post_accumulate_grad_hook(lambda _, n=number: arrived()(weak_unit(), n))  # type: ignore
 
     def begin_forward(self) -> None:
         if self.backward is not None:  # the last backward raised
@@ -241,20 +223,20 @@ class Engine(nn.Module, abc.ABC):
         for unit in self.roots:
             self.gather(unit)
 
-    def begin_use(self, unit: Unit, inputs: tuple) -> Use:
+    def begin_use(self, unit: Unit, inputs: tuple) -> object:
         self.gather(unit)
-        use = Use(unit)
+        use = object()
         for tensor in made(inputs):
-            tensor.register_hook(lambda _: self.close_use(use))
+            tensor.register_hook(lambda _: self.close_use(unit, use))
         return use
 
-    def end_use(self, use: Use, output: Any) -> None:
+    def end_use(self, unit: Unit, use: object, output: Any) -> None:
         if not all(isinstance(part, Tensor) for part in (output if isinstance(output, tuple) else (output,))):
-            raise TypeError(f"{use.unit.name} returned neither a tensor nor a tuple of tensors: {ELSE}")
-        self.release(use.unit)
+            raise TypeError(f"{unit.name} returned neither a tensor nor a tuple of tensors: {ELSE}")
+        self.release(unit)
         for tensor in made(output):
             # A prehook comes after the hooks of the tensor itself: the unit behind is released, then this one gathered.
-            tensor.grad_fn.register_prehook(lambda _: self.open_use(use))  # type: ignore[union-attr]
+            tensor.grad_fn.register_prehook(lambda _: self.open_use(unit, use))  # type: ignore[union-attr]
 
     def end_forward(self, output: Any) -> None:
         if not list(made(output)):  # no backward can come
@@ -263,16 +245,15 @@ class Engine(nn.Module, abc.ABC):
     # When it does so: backward.
 
     def begin_backward(self) -> None:
-        """Called by the first moment of a backward, whichever that is."""
+        """Called by `open_use` or `arrived`, whichever comes first."""
         self.backward = Backward(self.in_order)
         torch_private.call_at_end_of_backward(self.end_backward)  # only autograd knows when it is over
 
-    def open_use(self, use: Use) -> None:
+    def open_use(self, unit: Unit, use: object) -> None:
         if self.backward is None:
             self.begin_backward()
-        if use not in self.backward.uses:  # else another output of it came before
-            self.backward.uses.append(use)
-            self.gather(use.unit)
+        self.backward.uses[use] = unit  # several outputs of one use open it once
+        self.gather(unit)
 
     def arrived(self, unit: Unit, number: int) -> None:
         """Autograd has written the .grad of the unit's parameter `number`."""
@@ -289,11 +270,10 @@ class Engine(nn.Module, abc.ABC):
         while self.backward.left and not self.backward.owed[self.backward.left[0]]:
             self.reduce(*self.backward.take())
 
-    def close_use(self, use: Use) -> None:
-        if self.backward is not None and use in self.backward.uses:  # else another input of it came before
-            self.backward.uses.remove(use)
-            if use.unit not in [other.unit for other in self.backward.uses]:
-                self.release(use.unit)
+    def close_use(self, unit: Unit, use: object) -> None:
+        # If another input of it closed it before, there is nothing to do.
+        if self.backward is not None and self.backward.uses.pop(use, None) and unit not in self.backward.uses.values():
+            self.release(unit)
 
     def end_backward(self) -> None:
         owed = [unit.layout.names[number] for unit in self.backward.left for number in self.backward.owed[unit]]
@@ -305,18 +285,6 @@ class Engine(nn.Module, abc.ABC):
     def release_all(self) -> None:
         for unit in self.units:
             self.release(unit)
-
-
-def arrival(engine: Engine, unit: Unit, number: int) -> Callable[[Tensor], None]:
-    """`engine.arrived` as a parameter's hook. Autograd hides it from the garbage collector: it must hold weakly."""
-    weak = weakref.ref(engine), weakref.ref(unit)
-
-    def arrived(_: Tensor) -> None:
-        engine, unit = weak[0](), weak[1]()
-        if engine is not None and unit is not None:
-            engine.arrived(unit, number)
-
-    return arrived
 
 
 def made(value: Any) -> Iterator[Tensor]:

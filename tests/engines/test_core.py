@@ -20,10 +20,10 @@ STEPS = 3
 ORDERS = {"gpt": [()], "odd": [((0, 1, 2, 3),), ((3, 0, 1, 2, 3),)]}  # a block used twice; two backwards in a step
 
 
-def train(comm, stage, name, **options):
+def train(comm, stage, name):
     """Losses, masters, bytes sent, the peaks until the optimizer steps, what stays whole, and the peaks."""
     module, data = copy.deepcopy(MODELS[name][0]), MODELS[name][1]
-    model = stage(module, comm, **options)
+    model = stage(module, comm, module.blocks)
     optimizer, losses, sent, peaks, until_step = torch.optim.AdamW(model.parameters(), lr=1e-2), [], [], [], []
     for step in range(STEPS):
         before, counters = comm.bytes_sent, sum(state["step"].nbytes for state in optimizer.state.values())
@@ -49,8 +49,8 @@ def train(comm, stage, name, **options):
 def test_it_trains_as_the_public_engine(core, name, size):
     public = CORES[core]
 
-    def theirs(module, comm):
-        return public(module, comm, units=list(module.blocks), **({"prefetch": 0} if public is Zero3 else {}))
+    def theirs(module, comm, blocks):
+        return public(module, comm, units=list(blocks), **({"prefetch": 0} if public is Zero3 else {}))
 
     for mine, its in zip(run(size, train, core, name), run(size, train, theirs, name), strict=True):
         assert mine[0] == its[0] and len(set(mine[0])) == len(mine[0]), "losses"
@@ -105,7 +105,7 @@ def test_what_it_does_not_serve_is_refused_by_name(change, words):
     def once(comm):
         odd, data = copy.deepcopy(MODELS["odd"][0]), MODELS["odd"][1]
         change(odd, comm)
-        CoreZero3(odd, comm)(*data(0)).backward()
+        CoreZero3(odd, comm, odd.blocks)(*data(0)).backward()
 
     with pytest.raises(RankFailed, match=words):
         run(2, once)
@@ -115,7 +115,7 @@ def test_a_backward_that_raised_leaves_nothing():
     """The bucket of DDP, what is owed, and what was gathered are the next backward's own."""
 
     def once(comm, core):
-        model = core(copy.deepcopy(MODELS["odd"][0]), comm)
+        model = core(module := copy.deepcopy(MODELS["odd"][0]), comm, module.blocks)
         data = MODELS["odd"][1]
         loss = model(*data(0))
         handle = model.module.blocks[0][0].weight.register_hook(lambda _: 1 / 0)
@@ -127,7 +127,7 @@ def test_a_backward_that_raised_leaves_nothing():
         return [shard.grad for shard in model.parameters()]
 
     def plain(comm, core):
-        model = core(copy.deepcopy(MODELS["odd"][0]), comm)
+        model = core(module := copy.deepcopy(MODELS["odd"][0]), comm, module.blocks)
         model(*MODELS["odd"][1](1)).backward()
         return [shard.grad for shard in model.parameters()]
 

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from minizero import torch_private
-from minizero.engines import core
 from minizero.engines.any_model.gradient import Backward
 from minizero.engines.any_model.guards.modules import (
     check_compiled,
@@ -233,9 +232,7 @@ class AnyModel(Wrapped):
         for number, parameter in enumerate(unit.parameters if unit.trains else ()):
             if unit.original:
                 unit.nodes.append(put_aside(unit, number))
-            arrived = core.arrival(self, unit, number)
-            arrived.ours = True  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(arrived)
+            parameter.register_post_accumulate_grad_hook(arrival(self, unit, number))
 
     def open_use(self, unit: Unit, version: int) -> None:
         check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
@@ -297,13 +294,26 @@ class AnyModel(Wrapped):
         self.backward = None
 
 
+def arrival(engine: AnyModel, unit: Unit, number: int) -> Any:
+    """`engine.arrived` as a parameter's hook. If the engine is gone, it does nothing."""
+    weak = weakref.ref(engine), weakref.ref(unit)  # autograd hides the hook from the garbage collector
+
+    def arrived(_: torch.Tensor) -> None:
+        engine, unit = weak[0](), weak[1]()
+        if engine is not None and unit is not None:
+            engine.arrived(unit, number)
+
+    arrived.ours = True  # type: ignore[attr-defined]
+    return arrived
+
+
 def put_aside(unit: Unit, number: int) -> Any:
     """DDP in FP32: autograd would add to the parameter's .grad of before: keep that in `unit.aside` meanwhile.
 
     Returns autograd's node that writes .grad. Somebody must hold the node: autograd itself would make a new one.
     """
     node = torch.autograd.graph.get_gradient_edge(unit.parameters[number]).node
-    weak = weakref.ref(unit)  # as in `core.arrival`
+    weak = weakref.ref(unit)  # as in `arrival`
 
     def writes(_: Any) -> None:
         if (unit := weak()) is not None:
