@@ -112,15 +112,15 @@ class Backward:
     """What counts only while a backward runs.
 
     left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters whose gradient has not
-    come. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of, with
-    their units. buckets: gradients of DDP that wait for others, by dtype.
+    come. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of.
+    buckets: gradients of DDP that wait for others, by dtype.
     """
 
     def __init__(self, in_order: Sequence[Unit]) -> None:
         self.left = list(in_order)
         self.owed = {unit: set(range(len(unit.parameters))) for unit in in_order}
         self.gradients: dict[Unit, Tensor] = {}
-        self.uses: dict[object, Unit] = {}
+        self.uses: set[object] = set()
         self.buckets: dict[torch.dtype, list[tuple[Unit, Tensor]]] = {}
 
     def put(self, unit: Unit, number: int, gradient: Tensor) -> None:
@@ -252,7 +252,7 @@ class Engine(nn.Module):
     def open_use(self, unit: Unit, use: object) -> None:
         if self.backward is None:
             self.begin_backward()
-        self.backward.uses[use] = unit  # several outputs of one use open it once
+        self.backward.uses.add(use)  # several outputs of one use open it once
         self.gather(unit)
 
     def arrived(self, unit: Unit, number: int) -> None:
@@ -271,8 +271,8 @@ class Engine(nn.Module):
             self.reduce(*self.backward.take())
 
     def close_use(self, unit: Unit, use: object) -> None:
-        # If another input of it closed it before, there is nothing to do.
-        if self.backward is not None and self.backward.uses.pop(use, None) and unit not in self.backward.uses.values():
+        if self.backward is not None and use in self.backward.uses:  # the first of several inputs closes it
+            self.backward.uses.remove(use)
             self.release(unit)
 
     def end_backward(self) -> None:

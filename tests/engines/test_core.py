@@ -37,7 +37,9 @@ def train(comm, stage, name):
             optimizer.zero_grad()
         sent.append(comm.bytes_sent - before)
         peaks.append(ledger.peak["total"] - counters)  # one for each shard: DDP's public shards are many
-        until_step.append(max(s["total"] - s["optimizer"] for s in ledger.curve if s.phase != "optimizer"))
+        curve = [s for s in ledger.curve if s.phase != "optimizer"]
+        until_step.append(max(s["total"] - s["optimizer"] for s in curve))
+        until_step.append(max(s["gradients"] for s in curve))
     with torch.no_grad():  # nothing stays whole
         losses.append(model(*(part.chunk(comm.size)[comm.rank] for part in data(9)), *ORDERS[name][0]).item())
     whole = sum(unit.replica.untyped_storage().nbytes() for unit in model.units)
@@ -134,3 +136,15 @@ def test_a_backward_that_raised_leaves_nothing():
     for core in CORES:
         for mine, its in zip(run(2, once, core), run(2, plain, core), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def test_a_bucket_of_one_unit_is_not_copied(monkeypatch):
+    def gradients(comm):
+        model = CoreDDP(module := copy.deepcopy(MODELS["gpt"][0]), comm, module.blocks)
+        with Ledger(model) as ledger:
+            model(*MODELS["gpt"][1](0)).backward()
+        return ledger.peak["gradients"] / sum(shard.nbytes for shard in model.parameters())
+
+    all_in_one = run(2, gradients)
+    monkeypatch.setattr("minizero.engines.ddp.BUCKET_BYTES", 1)
+    assert max(run(2, gradients)) < 1.2 and min(all_in_one) > 1.9
