@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from minizero import DDP, Zero1, Zero2, Zero3
 from minizero.engines.ddp import CoreDDP
@@ -12,12 +13,46 @@ from minizero.engines.zero2 import CoreZero2
 from minizero.engines.zero3 import CoreZero3
 from minizero.memory import Ledger
 from minizero.ranks.errors import RankFailed
-from tests.engines.test_zero3_by_hooks import MODELS
+from tests.engines import test_zero3_by_hooks
+from tests.engines.test_zero3_by_hooks import odd_batch
 from tests.support.helpers import run
 
 CORES = {CoreDDP: DDP, CoreZero1: Zero1, CoreZero2: Zero2, CoreZero3: Zero3}
+
+
+class Pair(nn.Module):
+    """Two inputs and two outputs, of which one is made early."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.late = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x, *, y):
+        early = torch.tanh(self.early(x + y))
+        return self.late(early), early
+
+
+class Pairs(nn.Module):
+    """Backward meets an input of a block's second use in the middle of its first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(5, 7), nn.ModuleList([Pair()])
+
+    def forward(self, x, target):
+        x = self.first(x)
+        late, early = self.blocks[0](x, y=x)
+        late, early = self.blocks[0](late, y=early)
+        return (late + early - target).square().mean()
+
+
+MODELS = test_zero3_by_hooks.MODELS | {"pairs": (Pairs(), odd_batch)}
 STEPS = 3
-ORDERS = {"gpt": [()], "odd": [((0, 1, 2, 3),), ((3, 0, 1, 2, 3),)]}  # a block used twice; two backwards in a step
+ORDERS = {
+    "gpt": [()],
+    "pairs": [()],
+    "odd": [((0, 1, 2, 3),), ((3, 0, 1, 2, 3),)],
+}  # a block used twice; two backwards in a step
 
 
 def train(comm, stage, name):
@@ -47,7 +82,7 @@ def train(comm, stage, name):
 
 
 @pytest.mark.parametrize("core", CORES, ids=lambda core: core.__name__)
-@pytest.mark.parametrize(("name", "size"), [("gpt", 2), ("odd", 3), ("odd", 1)])
+@pytest.mark.parametrize(("name", "size"), [("gpt", 2), ("odd", 3), ("odd", 1), ("pairs", 2)])
 def test_it_trains_as_the_public_engine(core, name, size):
     public = CORES[core]
 
@@ -59,7 +94,7 @@ def test_it_trains_as_the_public_engine(core, name, size):
         assert all(torch.equal(a, b) for a, b in zip(mine[1], its[1], strict=True)), "parameters"
         assert mine[2] == its[2], "bytes sent"
         assert mine[3] == its[3], "peaks of forward and backward"
-        if name == "gpt" or core is not CoreDDP:  # its optimizer steps the padding as well
+        if name == "gpt" or core is not CoreDDP:  # its optimizer steps one tensor a unit, and padding
             assert mine[5] == its[5], "peaks"
         assert mine[4] == its[4] and (core is not CoreZero3 or not mine[4]), "whole after a forward alone"
 
