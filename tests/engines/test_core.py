@@ -41,8 +41,8 @@ class Pairs(nn.Module):
 
     def forward(self, x, target):
         x = self.first(x)
-        late, early = self.blocks[0](x, y=x)
-        late, early = self.blocks[0](late, y=early)
+        late, early = self.blocks[0](x=x, y=x)
+        late, early = self.blocks[0](x=late, y=early)
         return (late + early - target).square().mean()
 
 
