@@ -1,15 +1,13 @@
 """The public stages. *What* is that of ddp.py, zero1.py, zero2.py, zero3.py; *when* is that of engine.py here.
 
-The order in which a call goes, for Zero1 (Python looks a name up from left to right):
+Python looks a method up from left to right, and `super()` goes on to the right:
 
-    Zero1          CoreZero1          AnyModel           core.Engine
-    (stages.py)    (zero1.py)         (engine.py)        (core.py)
-    -              keep, reduce       -                  -               what
-    -              before_forward     -                  -               what
-    -              -                  begin_forward …    begin_forward …   when; `super()` there is core.py's
+    Zero3 (here)           CoreZero3 (zero3.py)        AnyModel (engine.py)      core.Engine (core.py)
+    gather, release, …     gather, release, …          -                         (empty)                  what
+    -                      -                           begin_forward, …          begin_forward, …         when
 
-The three columns on the left never define the same name, so nothing is hidden: what a stage does is in its own file,
-and what is added to it for any model is in its class below.
+A stage's own file and engine.py never define the same name, so neither hides the other. What is here adds to a stage's
+own method, and calls it.
 """
 
 from collections.abc import Iterator
