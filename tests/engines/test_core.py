@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from minizero import DDP, Zero1, Zero2, Zero3
+from minizero.engines.any_model.engine import AnyModel
 from minizero.engines.ddp import CoreDDP
 from minizero.engines.zero1 import CoreZero1
 from minizero.engines.zero2 import CoreZero2
@@ -183,3 +184,9 @@ def test_a_bucket_of_one_unit_is_not_copied(monkeypatch):
     all_in_one = run(2, gradients)
     monkeypatch.setattr("minizero.engines.ddp.BUCKET_BYTES", 1)
     assert max(run(2, gradients)) < 1.2 and min(all_in_one) > 1.9
+
+
+def test_what_and_when_hide_nothing_of_each_other():
+    """any_model/stages.py: a stage's own file and engine.py never define the same name."""
+    for core in CORES:
+        assert vars(core).keys() & vars(AnyModel).keys() == {"__module__", "__doc__"}
