@@ -5,7 +5,8 @@ import functools
 import re
 from pathlib import Path
 
-from minizero.torch_private import IN_PLACE, WHOLE_PROCESS
+from minizero import torch_private
+from minizero.torch_private import IN_PLACE, REASONS, WHOLE_PROCESS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("minizero", "flash", "precision")
@@ -107,6 +108,12 @@ def test_every_private_name_of_torch_is_listed_with_its_reason():
                 )
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
     assert private - OTHERS - (ours - IN_PLACE.keys()) == IN_PLACE.keys()
+
+
+def test_each_name_in_torch_private_has_a_reason_a_version_and_a_way_out():
+    others = {"contextlib", "Callable", "Iterator", "Any", "torch", "nn", "IN_PLACE", "REASONS", "WHOLE_PROCESS"}
+    assert {name for name in vars(torch_private) if not name.startswith("_")} - others == REASONS.keys()
+    assert all(re.fullmatch(r".+; (since|at least) \d\.\d+; .+", reason) for reason in REASONS.values())
 
 
 def changes_the_process(node: ast.AST, imported: set[str]) -> bool:
