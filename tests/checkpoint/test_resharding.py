@@ -46,7 +46,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_a_journey_through_stages_world_sizes_and_factors(tmp_path):
     """A step in each place: what is loaded is bit for bit what was saved, and the losses are one process's."""

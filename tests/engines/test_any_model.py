@@ -15,7 +15,6 @@ from tests.support.helpers import SLOW, SMALL, STAGES, batch, run
 from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors, wrapped
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_odd_shapes_and_more_ranks_than_some_parameters():
     for world_size in (3, 6):

@@ -35,7 +35,6 @@ def test_the_training_is_the_same(world_size, factor, clip):
         assert same(state, results[0][1]) and relative_error(state, expected) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_a_factor_of_all_ranks_is_stage_3_to_the_bit():
     expected = run(2, train, Zero3, 3)[0]

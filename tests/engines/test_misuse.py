@@ -389,7 +389,6 @@ OPTIMIZERS = [
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_every_optimizer_of_torch_gives_ddps_bits_or_is_refused(kind):

@@ -82,7 +82,6 @@ def by_hand(dtype, freeze):
     return (model(images(0, slice(4)).to(dtype)).float() - 1).square().mean().item()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @dtypes
 @pytest.mark.parametrize("freeze", [False, True])

@@ -50,7 +50,6 @@ class Recomputed(Blocks):
         return self.out(x)
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_recompute_inside_units():
     def without(model, x, rank):

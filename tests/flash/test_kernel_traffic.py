@@ -79,7 +79,6 @@ def test_the_kernel_on_a_page_moves_what_the_model_says_but_no_logsumexp(causal)
     assert sum(stores) == q.nbytes, "the result, once, and no scores"
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])
 @pytest.mark.parametrize("window", [None, (40, 13), (30, None)])

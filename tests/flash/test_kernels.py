@@ -40,7 +40,6 @@ def check_case(case, *blocks):
         check_accuracy(case, attention, attention_varlen, DEVICE, terms)
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(cases(lengths=(1, 2, 15, 17, 40, 70)), shapes)
@@ -77,7 +76,6 @@ def test_a_long_head_dim_is_summed_in_parts():
     assert ((lse - exact).abs() <= gamma(32 + 8) * exact).all()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize(
     ("d", "dtype"),
@@ -93,7 +91,6 @@ def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(d, dtype):
     assert not dq[:, :, 0].any() and dq[:, :, 1:].any()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 @pytest.mark.parametrize(
@@ -192,7 +189,6 @@ def test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others(which, bad)
         assert torch.isnan(out[0, 0, rows]).all() and torch.isnan(lse[0, 0, rows]).all()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 @pytest.mark.parametrize(
@@ -266,7 +262,6 @@ def test_scores_of_minus_infinity_are_no_scores(way, hidden, keywords):
     assert not dq[:, :, :hidden].any() and not dk.any() and not dv.any()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])
@@ -305,7 +300,6 @@ def guarded(shape, dtype, value=None):
     return inside, torch.cat([memory[:256], memory[256 + elements :]]), memory
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
 def test_bands_of_nan_around_every_buffer_stay_outside(causal):

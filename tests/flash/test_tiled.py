@@ -24,7 +24,6 @@ def packed(*args, **kwargs):
 # Accuracy.
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(cases())

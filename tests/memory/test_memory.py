@@ -106,7 +106,6 @@ def test_frozen_units_count_as_what_they_hold(stage, options, dtype):
     assert {"0", "1", "2", "3"} <= modules.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_memory_returns_without_the_garbage_collector():
     def leftover(comm, stage):

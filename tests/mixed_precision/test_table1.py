@@ -67,7 +67,6 @@ def test_the_language_model_is_asked_about_text_that_it_has_not_seen(monkeypatch
     assert 7 < bits < 8.5, "after one step it knows next to nothing of a byte's 8 bits"
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_a_run_is_in_one_precision_from_training_to_test(monkeypatch):
     """And the learning rate warms up and falls."""

@@ -239,7 +239,6 @@ def test_shapes_and_kinds():
     assert flags.overflow.shape == (0, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_pieces_do_not_show(monkeypatch):
     x = np.random.default_rng(0).standard_normal((7, 11, 13)).astype(np.float32)
@@ -415,7 +414,6 @@ def test_memory_beyond_input_and_output(kind):
     assert all(large < small + 2**18 for small, large in zip(peaks[:3], peaks[3:]))
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_no_compiler_is_loaded_before_one_is_used():
     """It would bring Triton, which chooses its interpreter when it is first imported: `flash` must come before."""

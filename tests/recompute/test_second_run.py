@@ -97,7 +97,6 @@ def test_a_second_run_leaves_modules_as_the_first_left_them(name, way):
     assert equal(gradients(WAYS[way]), gradients(plain))
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("compiled", ["the model", "the block", "the step"])
 def test_with_torch_compile(compiled):

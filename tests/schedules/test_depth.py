@@ -51,7 +51,6 @@ def test_gradients_are_the_plain_runs():
         nn.Sequential(*layers).zero_grad()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("depths", [(16, 64, 144), pytest.param((16, 64, 256, 1024), marks=pytest.mark.soak)])
 def test_memory_grows_with_n_and_with_its_root(depths):

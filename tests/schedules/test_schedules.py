@@ -25,7 +25,6 @@ from tests.support.interpreter import UNIFORM, check, closed_form
 # Uniform chains.
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_binomial_and_dynamic_programme_are_the_closed_form():
     for n in range(1, 65):
@@ -58,7 +57,6 @@ def test_64_stages():
     }
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @given(st.integers(1, 200), st.integers(1, 200))
 @settings(max_examples=100, deadline=None)

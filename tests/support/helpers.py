@@ -7,7 +7,7 @@ from torch import nn
 from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
 
 STAGES = (DDP, Zero1, Zero2, Zero3)
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]  # of one row of a test
+SLOW = pytest.mark.accuracy  # of one row of a test
 SMALL = GPTConfig(vocabulary=64, sequence_length=16, width=32, layers=3, heads=2)
 
 
