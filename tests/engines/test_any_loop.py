@@ -28,9 +28,7 @@ from tests.support.small_models import (
 # Forwards and backwards.
 
 
-@pytest.mark.parametrize(
-    "loop", [*LOOPS, *(pytest.param(loop, marks=SLOW) for loop in EDGES)], ids=lambda loop: loop.__name__
-)
+@pytest.mark.parametrize("loop", [*LOOPS, *(pytest.param(loop, marks=SLOW) for loop in EDGES)])
 def test_what_a_loop_may_do(loop):
     check(seeded(Blocks), 3, forward=loop)  # the fewest ranks of which a sum has an order, and that need padding
 
@@ -202,9 +200,8 @@ def test_group_by_never_mixes_values_in_a_shard(stage):
     def grouped(comm):
         model = stage(make(), comm, group_by=decay)
         groups = model.parameter_groups()
-        optimizer = torch.optim.SGD(
-            [{"params": groups["matrices"], "weight_decay": 0.5}, {"params": groups.get("vectors", [])}], lr=0.1
-        )
+        decayed = {"params": groups["matrices"], "weight_decay": 0.5}
+        optimizer = torch.optim.SGD([decayed, {"params": groups.get("vectors", [])}], lr=0.1)
         count = {group: sum(p.numel() for p in shards) for group, shards in groups.items()}
         assert sum(count.values()) == sum(p.numel() for p in model.parameters())
         model(vectors(0).chunk(comm.size)[comm.rank]).square().mean().backward()

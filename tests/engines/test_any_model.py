@@ -226,10 +226,8 @@ class Writes(nn.Sequential):
 
 def writing():
     module = Blocks()
-    module.blocks, module.out = (
-        nn.ModuleList(Writes(*b) for b in module.blocks),
-        Writes(module.out, nn.Tanh(), nn.Linear(1, 1)),
-    )
+    module.blocks = nn.ModuleList(Writes(*block) for block in module.blocks)
+    module.out = Writes(module.out, nn.Tanh(), nn.Linear(1, 1))
     return module
 
 

@@ -25,9 +25,8 @@ class Structured(Blocks):
         out = super().forward(x["a"][0])
         loss = out.square().mean()
         unseen = {"closure": (torch.arange(2), lambda: loss), "iterator": iter([loss])}
-        return {"dict": {"loss": loss, "n": 3}, "tuple": (None, [loss]), "dataclass": Output(loss, "hi"), **unseen}[
-            kind
-        ]
+        seen = {"dict": {"loss": loss, "n": 3}, "tuple": (None, [loss]), "dataclass": Output(loss, "hi")}
+        return (seen | unseen)[kind]
 
 
 @pytest.mark.parametrize(
@@ -37,9 +36,8 @@ def test_structured_inputs_and_outputs(kind):
     def forward(model, x, rank):
         out = model({"a": (x, 1)}, kind=kind)
         unseen = {"closure": lambda: out[1](), "iterator": lambda: next(out)}
-        return {"dict": lambda: out["loss"], "tuple": lambda: out[1][0], "dataclass": lambda: out.loss, **unseen}[
-            kind
-        ]()
+        seen = {"dict": lambda: out["loss"], "tuple": lambda: out[1][0], "dataclass": lambda: out.loss}
+        return (seen | unseen)[kind]()
 
     check(seeded(Structured), forward=forward, stages=(DDP, Zero3))
 

@@ -383,9 +383,8 @@ def test_an_optimizer_built_before_wrapping_is_told_at_its_first_step(stage):
             run(2, early)
 
 
-OPTIMIZERS = [
-    kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and kind is not torch.optim.Optimizer
-]
+CLASSES = filter(inspect.isclass, vars(torch.optim).values())
+OPTIMIZERS = [kind for kind in CLASSES if kind is not torch.optim.Optimizer]
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 
 

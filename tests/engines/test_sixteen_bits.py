@@ -34,9 +34,8 @@ class ResNet(nn.Module):
     def __init__(self, freeze=False):
         super().__init__()
         # Without a bias: the norm takes it away, so its gradient is the rounding of a 0.
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False), nn.ReLU(inplace=True)
-        )
+        convolution, norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False)
+        self.stem = nn.Sequential(convolution, norm, nn.ReLU(inplace=True))
         self.layers = nn.Sequential(*(Bottleneck() for _ in range(3)))
         self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
         generator = torch.Generator().manual_seed(0)

@@ -264,9 +264,7 @@ def refused(fn, match, size=3):
 
 
 def test_bad_arguments():
-    refused(
-        lambda comm: all_reduce(torch.ones(3), comm, "median"), "unknown op 'median': use one of sum, mean, max, min"
-    )
+    refused(lambda comm: all_reduce(torch.ones(3), comm, "or"), "unknown op 'or': use one of sum, mean, max, min")
     refused(lambda comm: reduce_scatter(torch.ones(3), comm, "avg"), "unknown op 'avg'")
     refused(lambda comm: broadcast(torch.ones(3), comm, root=3), "root 3 does not exist: ranks are 0 to 2")
     refused(lambda comm: broadcast(torch.ones(3), comm, root=-1), "root -1 does not exist")

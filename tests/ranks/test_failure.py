@@ -160,9 +160,8 @@ def test_a_rank_that_waits_too_long_says_for_whom_and_in_what():
 
     failed = failure_of(World(3, timeout=0.3), fn)
     assert isinstance(failed.__cause__, CommTimeout)
-    assert re.fullmatch(
-        r"rank [01] waited 0.3 s in all_gather #1: agreement with rank ([01], )?2", str(failed.__cause__)
-    )
+    words = r"rank [01] waited 0.3 s in all_gather #1: agreement with rank ([01], )?2"
+    assert re.fullmatch(words, str(failed.__cause__))
     assert failed.rank in (0, 1)
     assert "all_gather(torch.ones(2), comm)" in str(failed)
     assert "rank 2 was computing" in str(failed)
@@ -345,9 +344,8 @@ def fn(comm):
 
 World(3).run(fn)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes)
     try:
         assert process.stdout.readline() == "running\n"
         time.sleep(0.2)

@@ -105,9 +105,8 @@ def fits_not(comm):
     comm.timeout = 1.0
     outgoing = torch.zeros(2 if comm.rank == 0 else 4)
     incoming = torch.ones(4, dtype=torch.float32 if comm.rank == 1 else torch.int32)
-    error = error_of(
-        lambda: comm.recv(incoming, comm.rank - 1) if comm.rank % 2 else comm.send(outgoing, comm.rank + 1)
-    )
+    odd = comm.rank % 2
+    error = error_of(lambda: comm.recv(incoming, comm.rank - 1) if odd else comm.send(outgoing, comm.rank + 1))
     return error, incoming.tolist()
 
 
@@ -240,9 +239,7 @@ def connects(rank, size, folder):
 @pytest.mark.slow
 def test_nobody_begins_or_leaves_before_all_are_connected(tmp_path):
     assert spawn(connects, 3, tmp_path) == [0, 0, 0]
-    (_, first), (_, second), (connected, last) = [
-        pickle.loads((tmp_path / f"{r}.pickle").read_bytes()) for r in range(3)
-    ]
+    (_, first), (_, second), (connected, last) = (pickle.loads((tmp_path / f"{r}.pickle").read_bytes()) for r in "012")
     assert 0 < connected < min(first, second, last)
 
 
