@@ -20,10 +20,8 @@ def numbers(dtype=torch.float64, tokens=TOKENS, ignored=(1, 4, 12), scale=1.0):
     """hidden, weight, bias, targets; `ignored` tokens have none."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, WIDTH), (WORDS, WIDTH), (WORDS,))
-    tensors = [
-        torch.randn(shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype).requires_grad_()
-        for shape in shapes
-    ]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors = [numbers.mul(scale).to(dtype).requires_grad_() for numbers in drawn]
     targets = torch.randint(WORDS, (tokens,), generator=generator)
     targets[list(ignored)] = -100
     return *tensors, targets
@@ -178,9 +176,8 @@ def test_under_autocast_it_is_what_a_linear_layer_and_cross_entropy_are():
     assert difference(found, expected) < 5e-3
     in_fp32 = both(tensors, targets, at_once)
     assert difference(found, in_fp32) > 1e-4  # the products were made in bfloat16
-    in_bf16 = both(
-        [t.detach().bfloat16().requires_grad_() for t in tensors], targets, cross_entropy_in_chunks, chunk=32
-    )
+    halves = [t.detach().bfloat16().requires_grad_() for t in tensors]
+    in_bf16 = both(halves, targets, cross_entropy_in_chunks, chunk=32)
     assert torch.equal(found[0], in_bf16[0])
     assert all(torch.equal(gradient.bfloat16(), other) for gradient, other in zip(found[1], in_bf16[1]))
 

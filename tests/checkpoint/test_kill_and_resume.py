@@ -68,9 +68,8 @@ class Attempt:
 
     def __init__(self, folder, number, stage):
         self.journals = [folder / f"journal-{number}-{rank}" for rank in range(WORLD_SIZE)]
-        self.processes = [
-            context().Process(target=rank_main, args=(rank, folder, number, stage)) for rank in range(WORLD_SIZE)
-        ]
+        ranks = [(rank, folder, number, stage) for rank in range(WORLD_SIZE)]
+        self.processes = [context().Process(target=rank_main, args=args) for args in ranks]
         for process in self.processes:
             process.start()
 

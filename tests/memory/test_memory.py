@@ -19,18 +19,12 @@ from tests.support.by_module import by_module
 from tests.support.helpers import STAGES, run
 from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
+HALF = [pytest.param(torch.float16, marks=SLOW), pytest.param(torch.bfloat16, marks=SOAK)]
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        pytest.param(torch.float16, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, marks=pytest.mark.soak),
-    ],
-)
-@pytest.mark.parametrize(
-    "world_size", [2, pytest.param(4, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.slow)]
-)
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SOAK), pytest.param(8, marks=SLOW)])
 def test_persistent_bytes_are_the_formulas(world_size, dtype):
     for number, stage in enumerate(STAGES):
         expected = predict(TOTAL, world_size, number, dtype=dtype)

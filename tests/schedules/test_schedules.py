@@ -8,18 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from minizero.schedules import (
-    Schedule,
-    Stage,
-    Step,
-    binomial,
-    every_k,
-    fit,
-    group,
-    optimal_schedule,
-    recursive_halving,
-    sqrt_n,
-)
+from minizero.schedules import Schedule, Stage, Step, fit, group
+from minizero.schedules.rules import binomial, every_k, optimal_schedule, recursive_halving, sqrt_n
 from tests.support.interpreter import UNIFORM, check, closed_form
 
 # Uniform chains.
