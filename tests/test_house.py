@@ -64,11 +64,8 @@ def circles() -> set[frozenset[str]]:
     while True:  # what it needs, and what those need, until nothing is added
         further = {file: targets.union(*(needed[target] for target in targets)) for file, targets in needed.items()}
         if further == needed:
-            return {
-                frozenset(t for t in targets if file in needed[t])
-                for file, targets in needed.items()
-                if file in targets
-            }
+            circle = {file: targets for file, targets in needed.items() if file in targets}
+            return {frozenset(t for t in targets if file in needed[t]) for file, targets in circle.items()}
         needed = further
 
 
@@ -101,11 +98,8 @@ def test_every_private_name_of_torch_is_listed_with_its_reason():
                 ours.add(getattr(node, "attr", "") or getattr(node, "id", ""))
             if path.stem != "torch_private":
                 used |= {node.attr} if isinstance(node, ast.Attribute) else set()
-                used |= (
-                    {*node.module.split("."), *(a.name for a in node.names)}
-                    if isinstance(node, ast.ImportFrom)
-                    else set()
-                )
+                if isinstance(node, ast.ImportFrom):
+                    used |= {*node.module.split("."), *(alias.name for alias in node.names)}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
     assert private - OTHERS - (ours - IN_PLACE.keys()) == IN_PLACE.keys()
 

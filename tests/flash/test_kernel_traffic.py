@@ -95,11 +95,9 @@ def test_only_blocks_that_need_it_are_masked(causal, window):
     for rows in blocks(n_q):
         for keys in blocks(n_k):
             seen = all_visible(options, rows, keys, n_q, n_k)
-            span, span_back = keys_of_rows(options, rows, n_q, n_k), rows_of_keys(options, keys, n_q, n_k)
+            span, back = keys_of_rows(options, rows, n_q, n_k), rows_of_keys(options, keys, n_q, n_k)
             need_rows += keys.start < span.stop and keys.stop > span.start and not (seen and len(keys) == block)
-            need_keys += (
-                rows.start < span_back.stop and rows.stop > span_back.start and not (seen and len(rows) == block)
-            )
+            need_keys += rows.start < back.stop and rows.stop > back.start and not (seen and len(rows) == block)
     calls = []
     visible = kernels.visible
     with blocks_of(block, block), mock.patch.object(kernels, "visible", lambda *a: calls.append(1) or visible(*a)):
