@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from minizero import GPT, cross_entropy_in_chunks
 from minizero.memory import Ledger
 from minizero.recompute import checkpoint
-from tests.support.helpers import SLOW, SMALL, STAGES, plain, relative_error, run, train
+from tests.support.helpers import SMALL, STAGES, plain, relative_error, run, slow, train
 from tests.support.recompute_ways import no_collector
 
 TOKENS, WIDTH, WORDS = 13, 8, 37
@@ -277,7 +277,7 @@ class ChunkedGPT(GPT):
         return cross_entropy_in_chunks(hidden, self.read.weight, y, chunk=self.chunk)
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=SLOW)])
+@pytest.mark.parametrize("dtype", [None, *slow(torch.bfloat16)])
 def test_every_stage_trains_it_with_the_same_bits(dtype):
     """They are the plain model's, too. The weight is tied to the embedding, and belongs to the root unit, which stage 3
     gathers and frees.

@@ -7,7 +7,7 @@ import torch
 
 from minizero import GPT, GPTConfig, Zero1, Zero3
 from minizero.memory import Ledger, predict, predict_sent
-from tests.support.helpers import SLOW, SMALL, batch, plain, relative_error, run, same, train
+from tests.support.helpers import SMALL, batch, plain, relative_error, run, same, slow, train
 
 WIDE = GPTConfig(vocabulary=64, sequence_length=16, width=96, layers=4, heads=2)
 TOTAL = sum(p.numel() for p in GPT(WIDE).parameters())
@@ -20,10 +20,10 @@ def factored(factor, **options):
     return lambda module, comm, **more: Zero3(module, comm, sharding_factor=factor, **options, **more)
 
 
-CASES = ((4, 1, None), (4, 2, 0.5), (6, 2, None), (6, 3, None))
+MORE = slow((4, 1, None), (4, 2, 0.5), (6, 2, None), (6, 3, None))
 
 
-@pytest.mark.parametrize("size, factor, clip", [(4, 2, None), *(pytest.param(*case, marks=SLOW) for case in CASES)])
+@pytest.mark.parametrize("size, factor, clip", [(4, 2, None), *MORE])
 def test_the_training_is_the_same(size, factor, clip):
     """Without clipping, which would hide a gradient that is too large."""
     results = run(size, train, factored(factor), 4, eps=1e-4, clip=clip)
@@ -74,9 +74,7 @@ def measure(comm, stage, steps=2):
     return held, ledger.peak_by_phase["forward"]["parameters"], sent
 
 
-@pytest.mark.parametrize(
-    "world_size, factor", [(4, 2), *(pytest.param(*case, marks=SLOW) for case in ((4, 1), (4, 4), (8, 4)))]
-)
+@pytest.mark.parametrize("world_size, factor", [(4, 2), *slow((4, 1), (4, 4), (8, 4))])
 def test_bytes_and_traffic_are_the_formulas(world_size, factor):
     held, _, (sent, across) = run(world_size, measure, factored(factor))[3]
     for category, expected in predict(TOTAL, world_size, 3, sharding_factor=factor).items():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from minizero import DDP, Zero3
-from tests.support.helpers import SLOW, STAGES, run
+from tests.support.helpers import STAGES, run, slow
 from tests.support.small_models import Blocks, check, fit, seeded
 
 
@@ -29,9 +29,7 @@ class Structured(Blocks):
         return (seen | unseen)[kind]
 
 
-@pytest.mark.parametrize(
-    "kind", ["dict", "closure", *(pytest.param(kind, marks=SLOW) for kind in ("tuple", "dataclass", "iterator"))]
-)
+@pytest.mark.parametrize("kind", ["dict", "closure", *slow("tuple", "dataclass", "iterator")])
 def test_structured_inputs_and_outputs(kind):
     def forward(model, x, rank):
         out = model({"a": (x, 1)}, kind=kind)
@@ -125,7 +123,7 @@ class Handed(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["view", "attribute", "list", "buffer", "namespace", "mapping"])
-@pytest.mark.parametrize("prefetch", [0, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("prefetch", [0, *slow(3)])
 def test_whatever_leaves_a_unit_gathers_it_in_backward(way, prefetch):
     stages = [DDP, functools.partial(Zero3, prefetch=prefetch)]
     expected, found = (run(2, fit, stage, seeded(functools.partial(Handed, way)))[0] for stage in stages)

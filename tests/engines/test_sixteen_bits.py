@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from minizero import DDP, Zero2, Zero3, checkpoint
-from tests.support.helpers import SLOW, STAGES, relative_error, run, same
+from tests.support.helpers import STAGES, relative_error, run, same, slow
 from tests.support.small_models import SAME_BITS
 
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -160,7 +160,7 @@ class Frozen(nn.Module):
 FROZEN = sum(p.numel() for p in Frozen().blocks.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)])
 def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype):
     def work(comm, stage, options):
         model = stage(Frozen(), comm, dtype=dtype, **options)

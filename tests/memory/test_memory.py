@@ -16,15 +16,12 @@ from minizero.memory import CATEGORIES, Ledger, predict, predict_activations, pr
 from minizero.memory.tape import holders, moments
 from minizero.models.gpt import Attention, Block
 from tests.support.by_module import by_module
-from tests.support.helpers import STAGES, run
+from tests.support.helpers import STAGES, run, slow, soak
 from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
-SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
-HALF = [pytest.param(torch.float16, marks=SLOW), pytest.param(torch.bfloat16, marks=SOAK)]
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SOAK), pytest.param(8, marks=SLOW)])
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float16, mark=pytest.mark.slow), *soak(torch.bfloat16)])
+@pytest.mark.parametrize("world_size", [2, *soak(4), *slow(8, mark=pytest.mark.slow)])
 def test_persistent_bytes_are_the_formulas(world_size, dtype):
     for number, stage in enumerate(STAGES):
         expected = predict(TOTAL, world_size, number, dtype=dtype)

@@ -17,6 +17,7 @@ from minizero import CommTimeout, RankFailed, World
 from minizero.ranks.collectives import all_gather, all_reduce, barrier
 from minizero.ranks.threads import Run
 from tests.support.failures import SOON, compute, failure_of, until
+from tests.support.helpers import soak
 
 ROOT = Path(__file__).parents[2]
 
@@ -317,18 +318,8 @@ world.World(2).run(fn)
     assert (done.returncode, done.stdout) == (1, "[]\n"), done.stderr
 
 
-SOAK = pytest.mark.soak
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "busy",
-    [
-        "barrier(comm)",
-        pytest.param("time.sleep(600)", marks=SOAK),
-        pytest.param("while True: torch.ones(300, 300) @ x", marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize("busy", ["barrier(comm)", *soak("time.sleep(600)", "while True: torch.ones(300, 300) @ x")])
 def test_ctrl_c_ends_promptly(busy):
     program = f"""
 import time, torch
