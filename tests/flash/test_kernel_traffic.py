@@ -38,10 +38,8 @@ def counted():
         stores.append(int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8)
         return store(self, pointers, value, mask, *rest)
 
-    with (
-        mock.patch.object(InterpreterBuilder, "create_masked_load", counting_load),
-        mock.patch.object(InterpreterBuilder, "create_masked_store", counting_store),
-    ):
+    counting = {"create_masked_load": counting_load, "create_masked_store": counting_store}
+    with mock.patch.multiple(InterpreterBuilder, **counting):
         yield loads, stores
 
 

@@ -15,6 +15,7 @@ from flash import attention_reference, flash_attention, flash_attention_varlen
 from flash.options import dropout_keep
 from flash.reference import attention_reference_varlen
 from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, gamma, options_of
+from tests.support.helpers import slow, soak
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 import triton  # noqa: E402
@@ -119,9 +120,7 @@ def test_every_row_that_sees_one_key(n_q, n_k, keywords, backend):
     assert all(torch.equal(one, other) for one, other in zip(both, alone))
 
 
-@pytest.mark.parametrize(
-    "n", [1, 97, pytest.param(300, marks=pytest.mark.slow), pytest.param(1025, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("n", [1, 97, *slow(300, mark=pytest.mark.slow), *soak(1025)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_any_length_and_dtype(n, dtype):
     options = (("causal", dtype != torch.float16), ("scale", None))
@@ -218,12 +217,8 @@ def test_what_comes_in_for_rows_that_see_nothing_has_no_effect(n_q, n_k, keyword
         out, lse = call(q, k, v, return_lse=True, **keywords)
         nothing = lse == -INF
         where = nothing.mT[..., None] if packed else nothing[..., None]
-        found = [
-            torch.autograd.grad(
-                (out, lse), (q, k, v), (dout.masked_fill(where, x), (lse * 0 + 1).masked_fill(nothing, x)), True
-            )
-            for x in (0, NAN, INF)
-        ]
+        given = [(dout.masked_fill(where, x), (lse * 0 + 1).masked_fill(nothing, x)) for x in (0, NAN, INF)]
+        found = [torch.autograd.grad((out, lse), (q, k, v), both, True) for both in given]
     assert nothing.any()
     for plain, *bad in zip(*found):
         assert torch.isfinite(plain).all() and all(torch.equal(plain, other) for other in bad)

@@ -99,10 +99,5 @@ def test_a_frame_shows_what_travels_beside_what_is_held():
 
 
 def test_the_steps_have_names():
-    assert [title_of(step, 7) for step in (0, 1, 3, 4, 6)] == [
-        "before",
-        "reduce-scatter 1 of 3",
-        "reduce-scatter 3 of 3",
-        "all-gather 1 of 3",
-        "all-gather 3 of 3",
-    ]
+    halves = [f"{half} {number} of 3" for half in ("reduce-scatter", "all-gather") for number in (1, 3)]
+    assert [title_of(step, 7) for step in (0, 1, 3, 4, 6)] == ["before", *halves]
