@@ -13,7 +13,7 @@ The GPU has an instruction for 2^x, none for e^x: exp(x) is exp2(x log2 e). Back
 then: the difference of two large numbers in base 2, each rounded on its own, would be off.
 Dao, 2023, "FlashAttention-2"; Tillet, Kung & Cox, 2019, "Triton".
 
-To be read first: `flash.kernel_on_a_page`, the forward pass without options. What options add: `flash.masks`.
+To be read first: `flash.kernel_on_a_page`, the forward pass without options. What they call: `flash.device_functions`.
 """
 
 import math
@@ -23,8 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flash.launch import Launch, prepare
-from flash.masks import (
+from flash.device_functions import (
     INTERPRETED,
     LOG2_E,
     band,
@@ -43,6 +42,7 @@ from flash.masks import (
     store_numbers,
     visible,
 )
+from flash.launch import Launch, prepare
 from flash.options import Options
 
 __all__ = ["INTERPRETED", "backward", "forward"]
@@ -85,10 +85,10 @@ def forward_kernel(
     # Over the blocks of keys that these rows see.
     low, high = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
     bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, low, high, BLOCK_K)
-    FIRST: tl.constexpr = 0 if left is not None else 1
+    FIRST_PART: tl.constexpr = 0 if left is not None else 1  # of three, as `spans` cuts them
     block = tl.arange(0, BLOCK_K)
-    K, V = move(K, k_strides, bounds[FIRST]), move(V, v_strides, bounds[FIRST])
-    for part in tl.static_range(FIRST, 3):  # blocks to mask, whole blocks, blocks to mask
+    K, V = move(K, k_strides, bounds[FIRST_PART]), move(V, v_strides, bounds[FIRST_PART])
+    for part in tl.static_range(FIRST_PART, 3):  # part 1 needs no mask, 0 and 2 do
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
             keys = start_k + block
             k = load_block(K, k_strides, block, n_k - start_k, part != 1, HEAD_DIM, BLOCK_D)
@@ -167,7 +167,7 @@ def dkdv_kernel(
     # Over the blocks of rows that see these keys: seen from a key, the band lies the other way round.
     low, high = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
     bounds = spans(start, tl.minimum(start + BLOCK_K, n_k) - 1, n_q, -high, -low, BLOCK_Q)
-    FIRST: tl.constexpr = 0 if right is not None or CAUSAL_TOP_LEFT else 1
+    FIRST_PART: tl.constexpr = 0 if right is not None or CAUSAL_TOP_LEFT else 1
     block = tl.arange(0, BLOCK_Q)
     for member in range(GROUP):  # the query heads that share these keys
         head = kv_head * GROUP + member
@@ -176,9 +176,9 @@ def dkdv_kernel(
         LSE = head_of(lse_ptr, lse_strides, batch, head, cu_seqlens_q)
         DELTA = head_of(delta_ptr, delta_strides, batch, head, cu_seqlens_q)
         state = start_hash(seed, batch, head)
-        Q, DO = move(Q, q_strides, bounds[FIRST]), move(DO, do_strides, bounds[FIRST])
-        LSE, DELTA = move(LSE, lse_strides, bounds[FIRST]), move(DELTA, delta_strides, bounds[FIRST])
-        for part in tl.static_range(FIRST, 3):
+        Q, DO = move(Q, q_strides, bounds[FIRST_PART]), move(DO, do_strides, bounds[FIRST_PART])
+        LSE, DELTA = move(LSE, lse_strides, bounds[FIRST_PART]), move(DELTA, delta_strides, bounds[FIRST_PART])
+        for part in tl.static_range(FIRST_PART, 3):  # part 1 needs no mask, 0 and 2 do
             for start_q in range(bounds[part], bounds[part + 1], BLOCK_Q):
                 rows = start_q + block
                 # Beyond the end stands the last row once more, with a P of 0 (`visible`).
@@ -238,10 +238,10 @@ def dq_kernel(
     # Over the blocks of keys that these rows see.
     low, high = band(n_q, n_k, left, right, BOTTOM_RIGHT, CAUSAL_TOP_LEFT)
     bounds = spans(start, tl.minimum(start + BLOCK_Q, n_q) - 1, n_k, low, high, BLOCK_K)
-    FIRST: tl.constexpr = 0 if left is not None else 1
+    FIRST_PART: tl.constexpr = 0 if left is not None else 1
     block = tl.arange(0, BLOCK_K)
-    K, V = move(K, k_strides, bounds[FIRST]), move(V, v_strides, bounds[FIRST])
-    for part in tl.static_range(FIRST, 3):
+    K, V = move(K, k_strides, bounds[FIRST_PART]), move(V, v_strides, bounds[FIRST_PART])
+    for part in tl.static_range(FIRST_PART, 3):  # part 1 needs no mask, 0 and 2 do
         for start_k in range(bounds[part], bounds[part + 1], BLOCK_K):
             keys = start_k + block
             k = load_block(K, k_strides, block, n_k - start_k, part != 1, HEAD_DIM, BLOCK_D)

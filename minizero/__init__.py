@@ -33,22 +33,6 @@ from minizero.ranks.comm import Comm
 from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.ranks.world import World
 
-__all__ = [
-    "DDP",
-    "GPT",
-    "CollectiveMismatch",
-    "Comm",
-    "CommTimeout",
-    "GPTConfig",
-    "RankFailed",
-    "World",
-    "Zero1",
-    "Zero2",
-    "Zero3",
-    "all_gather",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "cross_entropy_in_chunks",
-    "reduce_scatter",
-]
+__all__ = ["DDP", "Zero1", "Zero2", "Zero3", "GPT", "GPTConfig", "cross_entropy_in_chunks"]
+__all__ += ["World", "Comm", "RankFailed", "CollectiveMismatch", "CommTimeout"]
+__all__ += ["all_gather", "all_reduce", "barrier", "broadcast", "reduce_scatter"]

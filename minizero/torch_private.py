@@ -1,10 +1,10 @@
-"""Every private name of PyTorch that we use, in one place: why, since when, what public call would replace it.
+"""Every private name of PyTorch that we use, in one place. `REASONS` says why, since when, and what would replace it.
 
 A private name may change with any release. "Since 2.1" means that the packages of PyTorch have it from 2.1 on, and
-that 2.0 does not. "At least since 1.12" means that nobody has looked into an older package. minizero needs 2.11 or
-newer, so it has all of them. A CI job tries the newest PyTorch, so that a change is seen here first. A test
-holds that no other file has a private name, but for those in `IN_PLACE`. What we change for the whole process, in
-PyTorch, Triton or Python, stands in `WHOLE_PROCESS`, and a test holds that it is complete.
+that 2.0 does not. "At least 1.12" means that nobody has looked into an older package. minizero needs 2.11 or
+newer, so it has all of them. A CI job tries the newest PyTorch, so that a change is seen here first. A test holds that
+`REASONS` is complete, and that no other file has a private name, but for those in `IN_PLACE`. What we change for the
+whole process, in PyTorch, Triton or Python, stands in `WHOLE_PROCESS`, and a test holds that it is complete.
 """
 
 import contextlib
@@ -17,123 +17,70 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # Autograd.
 
-
-def current_backward() -> int:
-    """The number of the backward that runs in this thread, -1 if none does.
-
-    Why: a backward that raised tells nobody; the next forward sees that none runs any more.
-    Since 2.0. In its place: a public way to ask whether backward runs.
-    """
-    return torch._C._current_graph_task_id()
-
-
-def call_at_end_of_backward(call: Callable[[], None]) -> None:
-    """Let autograd call `call` when the backward that runs now is over. To be called from a hook.
-
-    Why: only autograd knows that no further gradient will come. DDP and FSDP of PyTorch use it.
-    At least since 1.12. In its place: a public hook at the end of backward.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def next_operation() -> int:
-    """The number that autograd will give to the next operation of this thread.
-
-    Why: an operation with a number from here on belongs to the unit whose forward begins now.
-    Since 2.1. In its place: a public `grad_fn.sequence_number`.
-    """
-    return torch._C._autograd._get_sequence_nr()
+current_backward = torch._C._current_graph_task_id  # the number of the backward in this thread, -1 if none runs
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # was it called with retain_graph=True?
+# Autograd calls the function that it is given when the backward that runs now is over. To be called from a hook.
+call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+next_operation = torch._C._autograd._get_sequence_nr  # the number that this thread's next operation will get
 
 
 def operation_of(tensor: torch.Tensor) -> int:
-    """The number of the operation that made the tensor; -1 for a leaf.
-
-    Why, since when, and in its place: as `next_operation`.
-    """
+    """The number of the operation that made the tensor; -1 for a leaf."""
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
 
 
 def operation_going_backwards() -> int:
-    """The number of the operation whose backward runs now; -1 if none does.
-
-    Why: what is born in backward is told by the line that it has in forward.
-    Since 2.1. In its place: a public question for the node that runs, and its number.
-    """
+    """The number of the operation whose backward runs now; -1 if none does."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else node._sequence_nr()
 
 
-def keeps_graph() -> bool:
-    """Was the backward that is running called with retain_graph=True?
-
-    Why: if so another backward may ask for the same results again.
-    Since 2.5. In its place: a public property of the backward.
-    """
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def gradient_hooks(leaf: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """The user's hooks of `register_hook`, and of `register_post_accumulate_grad_hook`. Ours are marked `ours`.
-
-    Why: a shard's gradient comes from a collective, so autograd does not call them.
-    Since 2.1. In its place: a public call of them.
-    """
+    """The user's hooks of `register_hook`, and of `register_post_accumulate_grad_hook`. Ours are marked `ours`."""
     with torch._C.DisableTorchFunctionSubclass():  # an empty parameter (`Released`) answers each question in Python
-        before, after = leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    of_before, of_after = (
-        [hook for hook in (hooks or {}).values() if not hasattr(hook, "ours")] for hooks in (before, after)
-    )
-    return of_before, of_after
+        both = leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    before, after = ([hook for hook in (hooks or {}).values() if not hasattr(hook, "ours")] for hooks in both)
+    return before, after
 
 
 def hooks_of_saved_tensors() -> Any:
-    """The pair of functions that `saved_tensors_hooks` has set around us, None if there is none.
-
-    Why: a checkpoint gives its inputs to the checkpoint around it, as autograd would.
-    Since 2.8. In its place: a public getter.
-    """
+    """The pair of functions that `saved_tensors_hooks` has set around us, None if there is none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def counting_no_version() -> Any:
-    """A context in which `detach` gives a tensor that shares the version counter of the first.
-
-    Why: a result that is kept must notice later writes through its other names.
-    Since 2.2. In its place: an option of `detach`.
-    """
+    """A context in which `detach` gives a tensor that shares the version counter of the first."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 # Modes and operators.
 
-
-def function_transform_is_active() -> bool:
-    """Are we inside torch.func's grad, vmap or another of its transforms?
-
-    Why: they cannot go through a second run of a function.
-    Since 1.13. In its place: a public question of torch.func.
-    """
-    return torch._C._are_functorch_transforms_active()
+function_transform_is_active = torch._C._are_functorch_transforms_active  # are we in torch.func's grad, vmap …?
+without_modes = _disable_current_modes  # a context in which no TorchDispatchMode is active
+AFTER_AUTOCAST = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)  # the kernels after autocast's
+ATTENTION = {  # PyTorch's ways to compute attention on a GPU
+    "math": torch.ops.aten._scaled_dot_product_attention_math,
+    "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention,
+    "flash": torch.ops.aten._scaled_dot_product_flash_attention,
+    "efficient": torch.ops.aten._scaled_dot_product_efficient_attention,
+}
 
 
 def consists_of_others(operator: Any) -> bool:
-    """Does the operator only call other operators, on the CPU too? (SiLU's backward does where it has no kernel.)
-
-    Why: what it returns is born in those.
-    Since 2.1. In its place: a public tag of such operators.
-    """
+    """Does the operator only call other operators, on the CPU too? (SiLU's backward does where it has no kernel.)"""
     keys, has = torch._C.DispatchKey, operator.has_kernel_for_dispatch_key
     return has(keys.CompositeImplicitAutograd) and not has(keys.CPU)
 
 
-def operators_that_draw(kind: str) -> list[Any]:
-    """The operators of PyTorch whose kernel for "CPU" or "CUDA" may draw random numbers.
+def registered(key: str) -> set[str]:
+    """The names of the operators that have a kernel for a dispatch key, such as "AutocastCUDA"."""
+    return set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
 
-    Why: ranks that are threads draw from states of their own.
-    Since 2.0. In its place: a public list of an operator's kernels.
-    """
+
+def operators_that_draw(kind: str) -> list[Any]:
+    """The operators of PyTorch whose kernel for "CPU" or "CUDA" may draw random numbers."""
     found = []
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key(kind):
+    for name in registered(kind):
         library, name = name.split("::")
         packet, _, overload = name.partition(".")
         if library == "aten":
@@ -144,21 +91,9 @@ def operators_that_draw(kind: str) -> list[Any]:
     return found
 
 
-without_modes = _disable_current_modes
-"""A context in which no TorchDispatchMode is active.
-
-Why: modes watch a function's own operators, and the copy of a generator's state is none of them.
-Since 2.0. In its place: a public context of the same name.
-"""
-
-
 @contextlib.contextmanager
 def lent_kernels() -> Iterator[Callable[..., None]]:
-    """Gives a function that registers a kernel of Python for one of PyTorch's operators; all end with the block.
-
-    Why: an attention, or a cast of autocast, that C++ calls is seen by no mode in Python.
-    Since 2.1. In its place: a public end of a `torch.library.Library`.
-    """
+    """Gives a function that registers a kernel of Python for one of PyTorch's operators; all end with the block."""
     library = torch.library.Library("aten", "IMPL")
     try:
         yield library.impl
@@ -166,45 +101,12 @@ def lent_kernels() -> Iterator[Callable[..., None]]:
         library._destroy()
 
 
-def registered(key: str) -> set[str]:
-    """The names of the operators that have a kernel for a dispatch key, such as "AutocastCUDA".
-
-    Why: the operators for which autocast casts are listed nowhere else.
-    Since 1.11. In its place: a public list of them.
-    """
-    return set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
-
-
-AFTER_AUTOCAST = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
-"""The kernels that come after autocast's.
-
-Why: where autocast leaves an operator alone, what comes next is called.
-Since 1.12. In its place: a public way to call the next kernel.
-"""
-
-ATTENTION = {
-    "math": torch.ops.aten._scaled_dot_product_attention_math,
-    "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention,
-    "flash": torch.ops.aten._scaled_dot_product_flash_attention,
-    "efficient": torch.ops.aten._scaled_dot_product_efficient_attention,
-}
-"""PyTorch's ways to compute attention on a GPU.
-
-Why: PyTorch's attention chooses one of them by the device, and a fake tensor has the CPU's.
-Since 2.5. In its place: an option of it, which names a device.
-"""
-
-
-# A GPU's allocator.
+# A GPU's allocator, storages and modules.
 
 
 @contextlib.contextmanager
 def allocator_history() -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """While it is entered: a function that returns what the current GPU's allocator has done, event by event.
-
-    Why: `memory_allocated` says what is held between operators, and not what one takes inside itself.
-    Since 2.1. In its place: a public recorder of allocations.
-    """
+    """While it is entered: a function that returns what the current GPU's allocator has done, event by event."""
     torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
     try:
         yield lambda: torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
@@ -212,60 +114,32 @@ def allocator_history() -> Iterator[Callable[[], list[dict[str, Any]]]]:
         torch.cuda.memory._record_memory_history(None)
 
 
-# Storages and modules.
-
-
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number for the memory of tensors, the same for all its views, also while that memory is empty.
-
-    Why: `data_ptr()` is 0 for each empty storage.
-    At least since 1.12. In its place: `UntypedStorage.__hash__` by identity.
-    """
+    """A number for the memory of tensors, the same for all its views, also while that memory is empty."""
     return storage._cdata
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins: its memory's number, and the elements before it there.
-
-    Why, since when, and in its place: as `storage_id`. A fake tensor has no `data_ptr()` at all.
-    """
+    """Where a tensor begins: its memory's number, and the elements before it there."""
     return storage_id(tensor.untyped_storage()), int(tensor.storage_offset())
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Did `module.compile()` compile the module, with its hooks?
+BatchNorm = nn.modules.batchnorm._NormBase  # the class of all norms with running statistics
+not_compiled: Callable[..., Any] = torch._disable_dynamo  # decorator: `torch.compile` leaves the function as it is
 
-    Why: what is compiled must not hold units that come and go.
-    Since 2.1, as `module.compile()`. In its place: a public property.
-    """
+
+def is_compiled(module: nn.Module) -> bool:
+    """Did `module.compile()` compile the module, with its hooks?"""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_compiled_inside(module: nn.Module) -> bool:
-    """Is it what `torch.compile(module)` returned, around the plain module and inside its hooks?
-
-    Why: as `is_compiled`.
-    Since 2.0, as `torch.compile`. In its place: a public property.
-    """
+    """Is it what `torch.compile(module)` returned, around the plain module and inside its hooks?"""
     return hasattr(module, "_orig_mod")
 
 
-def not_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, which `torch.compile` leaves as it is.
-
-    Why: the public `torch.compiler.disable` loads the compiler when it decorates, which takes seconds.
-    Since 2.1. In its place: that one, if it waited with the loading.
-    """
-    return torch._disable_dynamo(call)
-
-
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks the function: `torch.compile` leaves it as it is, with all that it calls.
-
-    Why: `not_compiled` loads the compiler at the first call, and takes a microsecond, where autograd calls once for
-    each tensor that it saves.
-    Since 2.7. In its place: as `not_compiled`.
-    """
+    """Marks the function: `torch.compile` leaves it as it is, with all that it calls."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where what calls it is compiled
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -273,12 +147,34 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-BatchNorm = nn.modules.batchnorm._NormBase
-"""The class of all norms with running statistics.
-
-Why: they have no public base.
-At least since 1.12. In its place: a public base.
-"""
+REASONS = {
+    "current_backward": "a backward that raised tells nobody; since 2.0; a question whether backward runs",
+    "keeps_graph": "if so, another backward may ask for the same results again; since 2.5; a property of the backward",
+    "call_at_end_of_backward": "only autograd knows that no gradient will come; at least 1.12; a hook at its end",
+    "next_operation": "operations from here on belong to the unit that begins now; since 2.1; as `operation_of`",
+    "operation_of": "it tells in whose forward a tensor was made; since 2.1; `grad_fn.sequence_number`",
+    "operation_going_backwards": "what is born in backward has its line in forward; since 2.1; the node that runs",
+    "gradient_hooks": "a shard's gradient is a collective's, so autograd calls no hook; since 2.1; a call of them",
+    "hooks_of_saved_tensors": "a checkpoint gives its inputs to the one around it; since 2.8; a public getter",
+    "counting_no_version": "what is kept must notice writes by its other names; since 2.2; an option of `detach`",
+    "function_transform_is_active": "they cannot go through a second run; since 1.13; a question of torch.func",
+    "without_modes": "a copy of a generator's state is no operator of the user's; since 2.0; a context of that name",
+    "AFTER_AUTOCAST": "if autocast leaves an operator alone, these come next; since 1.12; a call of the next kernel",
+    "ATTENTION": "PyTorch chooses one by the device, and a fake tensor has the CPU's; since 2.5; an option for it",
+    "consists_of_others": "what such an operator returns is born in the others; since 2.1; a tag of such operators",
+    "registered": "what autocast casts is listed nowhere else; since 1.11; a list of an operator's kernels",
+    "operators_that_draw": "ranks that are threads draw from states of their own; since 2.0; as `registered`",
+    "lent_kernels": "no mode in Python sees an operator that C++ calls; since 2.1; an end of `torch.library.Library`",
+    "allocator_history": "`memory_allocated` does not say what an operator takes inside itself; since 2.1; a recorder",
+    "storage_id": "`data_ptr()` is 0 for each empty storage; at least 1.12; `UntypedStorage.__hash__` by identity",
+    "place": "as `storage_id`, and a fake tensor has no `data_ptr()` at all; at least 1.12; as `storage_id`",
+    "BatchNorm": "these norms have no public base; at least 1.12; a public base",
+    "not_compiled": "`torch.compiler.disable` loads the compiler at once, for seconds; since 2.1; that, if it waited",
+    "is_compiled": "what is compiled must not hold units that come and go; since 2.1; a property",
+    "is_compiled_inside": "as `is_compiled`; since 2.0; a property",
+    "never_compiled": "`not_compiled` takes 1 µs for each tensor that autograd saves; since 2.7; as `not_compiled`",
+}
+"""Of each name above: why we need it; since which PyTorch; what we would take instead, if it were public."""
 
 
 IN_PLACE = {

@@ -38,26 +38,6 @@ from precision.histogram import Histogram, exponent_histogram
 from precision.master import MasterWeights
 from precision.scaling import DynamicLossScaler, StaticLossScaler
 
-__all__ = [
-    "BF16",
-    "FP16",
-    "FP32",
-    "FP8_E4M3",
-    "FP8_E5M2",
-    "TF32",
-    "DynamicLossScaler",
-    "Flags",
-    "FloatFormat",
-    "Histogram",
-    "MasterWeights",
-    "StaticLossScaler",
-    "accumulate",
-    "add",
-    "compare",
-    "divide",
-    "exponent_histogram",
-    "fma",
-    "multiply",
-    "sqrt",
-    "subtract",
-]
+__all__ = ["FloatFormat", "FP16", "BF16", "TF32", "FP32", "FP8_E4M3", "FP8_E5M2", "Flags"]
+__all__ += ["add", "subtract", "multiply", "divide", "fma", "sqrt", "compare", "accumulate"]
+__all__ += ["StaticLossScaler", "DynamicLossScaler", "MasterWeights", "Histogram", "exponent_histogram"]

@@ -88,6 +88,7 @@ def pytest_collection_modifyitems(items):
     """The longest tests begin first: at the end one worker would wait for them.
 
     What computes with a library, whose sums have another order on another processor, is for `tests.portable`.
+    That which is slow and in `make portable` all the same has the mark `accuracy` alone: it is marked `slow` here.
     What has a target of its own is `apart`; of the course, what is quick is in `make test`, too.
     """
     items.sort(key=lambda item: item.path.name not in ("test_notebooks.py", "test_rehearsal.py", "test_publish.py"))
@@ -96,6 +97,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("numbers")
         if item.path.name.startswith(COURSE):
             item.add_marker("course")
+        if item.get_closest_marker("accuracy"):
+            item.add_marker("slow")
         marks = {mark.name for mark in item.iter_markers()}
         if marks & APART or {"course", "slow"} <= marks:
             item.add_marker("apart")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from minizero import DDP, GPT, GPTConfig, RankFailed, Zero3
 from minizero.accumulate import accumulate
 from minizero.memory import Ledger, predict_sent
-from tests.support.helpers import SLOW, SMALL, STAGES, batch, relative_error, run
+from tests.support.helpers import SMALL, STAGES, batch, relative_error, run, slow
 
 IGNORED = -100
 
@@ -199,7 +199,7 @@ def test_a_stand_in_without_a_finite_loss_is_refused():
 # On ranks.
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=SLOW)])
+@pytest.mark.parametrize("dtype", [None, *slow(torch.bfloat16)])
 def test_every_stage_gets_the_full_batchs_gradient(dtype):
     windows = [ragged(seed=4), ragged(((1, 2), (5, 16), (2, 3), (1, 16)), seed=5)]
     loss, expected = whole([pair for window in windows for pair in window])

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from minizero import GPT, cross_entropy_in_chunks
 from minizero.memory import Ledger
 from minizero.recompute import checkpoint
-from tests.support.helpers import SLOW, SMALL, STAGES, plain, relative_error, run, train
+from tests.support.helpers import SMALL, STAGES, plain, relative_error, run, slow, train
 from tests.support.recompute_ways import no_collector
 
 TOKENS, WIDTH, WORDS = 13, 8, 37
@@ -20,10 +20,8 @@ def numbers(dtype=torch.float64, tokens=TOKENS, ignored=(1, 4, 12), scale=1.0):
     """hidden, weight, bias, targets; `ignored` tokens have none."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, WIDTH), (WORDS, WIDTH), (WORDS,))
-    tensors = [
-        torch.randn(shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype).requires_grad_()
-        for shape in shapes
-    ]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors = [numbers.mul(scale).to(dtype).requires_grad_() for numbers in drawn]
     targets = torch.randint(WORDS, (tokens,), generator=generator)
     targets[list(ignored)] = -100
     return *tensors, targets
@@ -178,9 +176,8 @@ def test_under_autocast_it_is_what_a_linear_layer_and_cross_entropy_are():
     assert difference(found, expected) < 5e-3
     in_fp32 = both(tensors, targets, at_once)
     assert difference(found, in_fp32) > 1e-4  # the products were made in bfloat16
-    in_bf16 = both(
-        [t.detach().bfloat16().requires_grad_() for t in tensors], targets, cross_entropy_in_chunks, chunk=32
-    )
+    halves = [t.detach().bfloat16().requires_grad_() for t in tensors]
+    in_bf16 = both(halves, targets, cross_entropy_in_chunks, chunk=32)
     assert torch.equal(found[0], in_bf16[0])
     assert all(torch.equal(gradient.bfloat16(), other) for gradient, other in zip(found[1], in_bf16[1]))
 
@@ -280,7 +277,7 @@ class ChunkedGPT(GPT):
         return cross_entropy_in_chunks(hidden, self.read.weight, y, chunk=self.chunk)
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=SLOW)])
+@pytest.mark.parametrize("dtype", [None, *slow(torch.bfloat16)])
 def test_every_stage_trains_it_with_the_same_bits(dtype):
     """They are the plain model's, too. The weight is tied to the embedding, and belongs to the root unit, which stage 3
     gathers and frees.

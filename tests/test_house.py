@@ -5,7 +5,8 @@ import functools
 import re
 from pathlib import Path
 
-from minizero.torch_private import IN_PLACE, WHOLE_PROCESS
+from minizero import torch_private
+from minizero.torch_private import IN_PLACE, REASONS, WHOLE_PROCESS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("minizero", "flash", "precision")
@@ -63,11 +64,8 @@ def circles() -> set[frozenset[str]]:
     while True:  # what it needs, and what those need, until nothing is added
         further = {file: targets.union(*(needed[target] for target in targets)) for file, targets in needed.items()}
         if further == needed:
-            return {
-                frozenset(t for t in targets if file in needed[t])
-                for file, targets in needed.items()
-                if file in targets
-            }
+            circle = {file: targets for file, targets in needed.items() if file in targets}
+            return {frozenset(t for t in targets if file in needed[t]) for file, targets in circle.items()}
         needed = further
 
 
@@ -100,13 +98,16 @@ def test_every_private_name_of_torch_is_listed_with_its_reason():
                 ours.add(getattr(node, "attr", "") or getattr(node, "id", ""))
             if path.stem != "torch_private":
                 used |= {node.attr} if isinstance(node, ast.Attribute) else set()
-                used |= (
-                    {*node.module.split("."), *(a.name for a in node.names)}
-                    if isinstance(node, ast.ImportFrom)
-                    else set()
-                )
+                if isinstance(node, ast.ImportFrom):
+                    used |= {*node.module.split("."), *(alias.name for alias in node.names)}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
     assert private - OTHERS - (ours - IN_PLACE.keys()) == IN_PLACE.keys()
+
+
+def test_each_name_in_torch_private_has_a_reason_a_version_and_a_way_out():
+    others = {"contextlib", "Callable", "Iterator", "Any", "torch", "nn", "IN_PLACE", "REASONS", "WHOLE_PROCESS"}
+    assert {name for name in vars(torch_private) if not name.startswith("_")} - others == REASONS.keys()
+    assert all(re.fullmatch(r".+; (since|at least) \d\.\d+; .+", reason) for reason in REASONS.values())
 
 
 def changes_the_process(node: ast.AST, imported: set[str]) -> bool:

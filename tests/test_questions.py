@@ -49,7 +49,6 @@ def test_each_exercise_of_the_core_has_three_questions(exercise, tmp_path, monke
         assert any(set(re.findall(NUMBER, answer)) - shown for _, answer in sheet.questions), "all can be read off"
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_when_rank_0_stops_the_others_come_as_far_as_the_ring_lets_them(tmp_path):
     """Who is d steps from rank 0, on the nearer side, ends d - 1 calls more than rank 0, and at most all of them."""

@@ -36,7 +36,7 @@ from minizero.checkpoint.resharding import (
     tensors_to_write,
 )
 from minizero.engines.any_model.wrapped import Wrapped
-from minizero.ranks.agreement import exchange
+from minizero.ranks.agreement import words_of_all
 from minizero.ranks.comm import Comm
 
 # What a rank may say instead of a result.
@@ -170,7 +170,7 @@ def together(comm: Comm, what: str, do: Callable[[], str], file: Path | None = N
     except Exception as caught:
         where = f": {file}" if file and not isinstance(caught, ValueError) else ""
         error, said = caught, f"{FAILED}{str(caught) or type(caught).__name__}{where}"
-    everyone = exchange(comm, f"checkpoint {what}", said)
+    everyone = words_of_all(comm, f"checkpoint {what}", said)
     for rank, words in enumerate(everyone):
         if words.startswith(FAILED):
             raise CheckpointError(f"checkpoint {what}: rank {comm.ranks[rank]} {words}") from error

@@ -218,13 +218,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--short", action="store_true", help=f"only {', '.join(SHORT.networks)}, one seed, few steps")
     add("--seeds", type=positive, metavar="N", help=f"for each network (default: {Runs().seeds}; --short: 1)")
-    add(
-        "--processes",
-        type=positive,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="at a time (default: one a core)",
-    )
+    add("--processes", type=positive, default=os.cpu_count() or 1, metavar="N", help="at a time (default: one a core)")
     add("--output", type=Path, metavar="FOLDER", help="where table1.json and table1.png go (default: nowhere)")
     return parser.parse_args(argv)
 

@@ -43,7 +43,7 @@ def agreement(comm: Talks, operation: str, tensor: torch.Tensor | None = None, *
             observe(operation, str(details.get("label", "")), began)
 
 
-def exchange(comm: Talks, operation: str, words: str) -> list[str]:
+def words_of_all(comm: Talks, operation: str, words: str) -> list[str]:
     """Every rank's words, in rank order. A collective of the name `operation`."""
     with agreement(comm, operation):
         comm.transport.settle()  # first they agree: otherwise another collective's words could come

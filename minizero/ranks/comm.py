@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from minizero.ranks.agreement import Observer, agreement, exchange
+from minizero.ranks.agreement import Observer, agreement, words_of_all
 from minizero.ranks.processes.torchrun import process_transport
 from minizero.ranks.transport import Transport
 
@@ -82,7 +82,7 @@ class Comm(contextlib.AbstractContextManager):
             with agreement(self, "split", colors=",".join(colors)):
                 pass
         else:
-            colors = exchange(self, "split", f"{color}")  # what each rank says, in the order of the ranks
+            colors = words_of_all(self, "split", f"{color}")
         mine = [rank for rank, other in enumerate(colors) if other == colors[self.rank]]
         # `sequence` counts the collectives: no two splits have one name.
         name = f"{self.transport.sequence}:{colors[self.rank]}"

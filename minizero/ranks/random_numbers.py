@@ -28,30 +28,30 @@ from minizero import torch_private
 
 States = dict[Any, torch.Tensor]  # by generator
 
-ALONE = threading.RLock()
+LOCK = threading.RLock()  # who holds it has the default generators
 THIS_THREAD = threading.local()  # .states: of the rank that this thread is; None while its generators have them
 WRAPPED = torch.library.Library("aten", "IMPL")
 
 if hasattr(os, "register_at_fork"):  # a process that forks off here must not wait for a thread that it does not have
-    os.register_at_fork(before=ALONE.acquire, after_in_parent=ALONE.release, after_in_child=ALONE.release)
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 @contextlib.contextmanager
 def as_this_rank() -> Iterator[None]:
     """Inside, the default generators have the states of the rank that this thread is, if it is one."""
-    with ALONE:
+    with LOCK:
         states = getattr(THIS_THREAD, "states", None)
         if states is None:
             yield
             return
-        before, THIS_THREAD.states = exchange(states), None
+        before, THIS_THREAD.states = swap_states(states), None
         try:
             yield
         finally:
-            THIS_THREAD.states = exchange(before)
+            THIS_THREAD.states = swap_states(before)
 
 
-def exchange(states: States) -> States:
+def swap_states(states: States) -> States:
     """Set the generators to these states. Returns those that they had."""
     before = {generator: generator.get_state() for generator in states}
     for generator, state in states.items():

@@ -17,7 +17,7 @@ import torch
 
 from minizero.ranks.comm import Comm
 from minizero.ranks.errors import RankFailed
-from minizero.ranks.random_numbers import THIS_THREAD, as_this_rank, exchange, states_for
+from minizero.ranks.random_numbers import THIS_THREAD, as_this_rank, states_for, swap_states
 from minizero.ranks.threads import Run, ThreadTransport
 
 GRACE_SECONDS = 1.0  # that the other ranks have to stop after a failure
@@ -105,7 +105,7 @@ class World:
             rank, cause, report = run.failure
             raise RankFailed(rank, report) from cause
         with as_this_rank():
-            exchange(states[0])
+            swap_states(states[0])
         return results
 
     def _device_of(self, rank: int) -> torch.device:

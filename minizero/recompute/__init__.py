@@ -17,15 +17,5 @@ from minizero.recompute.selective import keep_matmuls
 from minizero.recompute.sequential import checkpoint_sequential
 from minizero.recompute.two_ways import by_function, by_hooks
 
-__all__ = [
-    "Checkpointed",
-    "RecomputeMismatch",
-    "by_function",
-    "by_hooks",
-    "checkpoint",
-    "checkpoint_selective",
-    "checkpoint_sequential",
-    "is_recomputing",
-    "keep_matmuls",
-    "set_enabled",
-]
+__all__ = ["Checkpointed", "RecomputeMismatch", "by_function", "by_hooks", "checkpoint", "checkpoint_selective"]
+__all__ += ["checkpoint_sequential", "is_recomputing", "keep_matmuls", "set_enabled"]

@@ -10,15 +10,5 @@ depth.py      how much deeper a network can be in the same memory
 from minizero.schedules.chain import Schedule, Stage, Step, group
 from minizero.schedules.rules import binomial, every_k, fit, optimal_schedule, recursive_halving, sqrt_n
 
-__all__ = [
-    "Schedule",
-    "Stage",
-    "Step",
-    "binomial",
-    "every_k",
-    "fit",
-    "group",
-    "optimal_schedule",
-    "recursive_halving",
-    "sqrt_n",
-]
+__all__ = ["Schedule", "Stage", "Step", "group"]
+__all__ += ["binomial", "every_k", "fit", "optimal_schedule", "recursive_halving", "sqrt_n"]

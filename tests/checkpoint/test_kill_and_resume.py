@@ -68,9 +68,8 @@ class Attempt:
 
     def __init__(self, folder, number, stage):
         self.journals = [folder / f"journal-{number}-{rank}" for rank in range(WORLD_SIZE)]
-        self.processes = [
-            context().Process(target=rank_main, args=(rank, folder, number, stage)) for rank in range(WORLD_SIZE)
-        ]
+        ranks = [(rank, folder, number, stage) for rank in range(WORLD_SIZE)]
+        self.processes = [context().Process(target=rank_main, args=args) for args in ranks]
         for process in self.processes:
             process.start()
 
@@ -184,13 +183,8 @@ def test_torchrun_restarts_a_job_and_it_resumes(tmp_path):
     expected = uninterrupted(STAGES[3], tmp_path / "uninterrupted")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(
-        [*command, "--max-restarts", "1", "--monitor-interval", "0.1", __file__, tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", __file__, str(tmp_path)]
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert job.returncode == 0, job.stderr
     assert (tmp_path / "journal-1-0").read_text().startswith("resumed 6\n")
     for (losses, state), (all_losses, all_state) in zip(results(tmp_path), expected):

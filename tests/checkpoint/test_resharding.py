@@ -12,13 +12,13 @@ from torch import nn
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.checkpoint import CheckpointError, load, save
 from tests.support.checkpoints import error_of, full_states, scrambled, wrap
-from tests.support.helpers import SLOW, SMALL, plain, relative_error, run, same, steps
+from tests.support.helpers import SMALL, plain, relative_error, run, same, slow, steps
 
 CASES = [(DDP, torch.bfloat16), (Zero3, None)]
-MORE = [(DDP, None), (Zero1, None), (Zero2, torch.bfloat16), (Zero3, torch.bfloat16)]
+CASES += slow((DDP, None), (Zero1, None), (Zero2, torch.bfloat16), (Zero3, torch.bfloat16))
 
 
-@pytest.mark.parametrize("stage, dtype", [*CASES, *(pytest.param(*case, marks=SLOW) for case in MORE)])
+@pytest.mark.parametrize("stage, dtype", CASES)
 def test_training_goes_on_bit_for_bit(stage, dtype, tmp_path):
     def job(comm):
         model, optimizer = wrap(comm, stage, dtype=dtype)
@@ -35,18 +35,10 @@ def test_training_goes_on_bit_for_bit(stage, dtype, tmp_path):
         assert len(states) > 3 * len(GPT(SMALL).state_dict())
 
 
-PLACES = [
-    (Zero3, 4, None),
-    (Zero1, 3, None),
-    (Zero3, 4, 2),
-    (DDP, 2, None),
-    (Zero3, 2, 1),
-    (Zero2, 1, None),
-    (Zero3, 3, None),
-]
+PLACES = [(Zero3, 4, None), (Zero1, 3, None), (Zero3, 4, 2), (DDP, 2, None)]
+PLACES += [(Zero3, 2, 1), (Zero2, 1, None), (Zero3, 3, None)]
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_a_journey_through_stages_world_sizes_and_factors(tmp_path):
     """A step in each place: what is loaded is bit for bit what was saved, and the losses are one process's."""
@@ -125,7 +117,7 @@ def odd_batch(step):
     [
         (torch.optim.Adam, {"amsgrad": True, "fused": True}),
         (OnlyThis, {}),
-        *(pytest.param(kind, {}, marks=SLOW) for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.ASGD)),
+        *slow((torch.optim.SGD, {}), (torch.optim.Adagrad, {}), (torch.optim.ASGD, {})),
     ],
 )
 def test_odd_models_and_any_elementwise_optimizer(optimizer, options, tmp_path):
@@ -162,9 +154,8 @@ def test_units_groups_and_dtype_may_change(tmp_path):
     def saves(comm):
         model = Zero2(GPT(SMALL), comm, units=[], group_by=by_size)
         groups = model.parameter_groups()
-        optimizer = torch.optim.AdamW(
-            [{"params": groups[True], "weight_decay": 0.5}, {"params": groups[False], "weight_decay": 0.0}], lr=1e-3
-        )
+        parts = [{"params": groups[large], "weight_decay": 0.5 * large} for large in (True, False)]
+        optimizer = torch.optim.AdamW(parts, lr=1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         steps(model, optimizer, range(2))
         scheduler.step()
@@ -219,9 +210,7 @@ def test_before_the_first_step_there_are_no_states(tmp_path):
         assert fresh == again
 
 
-@pytest.mark.parametrize(
-    "stage, world_size, factor", [(Zero1, 3, None), (Zero3, 4, 2), pytest.param(DDP, 4, None, marks=SLOW)]
-)
+@pytest.mark.parametrize("stage, world_size, factor", [(Zero1, 3, None), (Zero3, 4, 2), *slow((DDP, 4, None))])
 def test_every_element_is_written_once_and_read_only_where_it_is_held(stage, world_size, factor, tmp_path, monkeypatch):
     def job(comm):
         model, optimizer = wrap(comm, stage, factor=factor)

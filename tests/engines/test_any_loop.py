@@ -8,7 +8,7 @@ from torch import nn
 
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
-from tests.support.helpers import SLOW, SMALL, STAGES, batch, relative_error, run
+from tests.support.helpers import SMALL, STAGES, batch, relative_error, run, slow
 from tests.support.small_models import (
     EDGES,
     LOOPS,
@@ -28,9 +28,7 @@ from tests.support.small_models import (
 # Forwards and backwards.
 
 
-@pytest.mark.parametrize(
-    "loop", [*LOOPS, *(pytest.param(loop, marks=SLOW) for loop in EDGES)], ids=lambda loop: loop.__name__
-)
+@pytest.mark.parametrize("loop", [*LOOPS, *slow(*EDGES)])
 def test_what_a_loop_may_do(loop):
     check(seeded(Blocks), 3, forward=loop)  # the fewest ranks of which a sum has an order, and that need padding
 
@@ -63,11 +61,7 @@ def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(st
         return True
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"dtype": torch.bfloat16}, marks=SLOW), pytest.param({"group_by": decay}, marks=SLOW)],
-    ids=lambda options: "-".join(options),
-)
+@pytest.mark.parametrize("options", [{}, *slow({"dtype": torch.bfloat16}, {"group_by": decay})], ids="-".join)
 def test_a_penalty_over_the_parameters_before_or_after_the_forward(options):
     def loss(model, x, penalty_first):
         terms = [lambda: model(x).square().mean(), lambda: 0.05 * sum(p.square().sum() for p in model.parameters())]
@@ -86,7 +80,7 @@ def test_a_penalty_over_the_parameters_before_or_after_the_forward(options):
             assert relative_error(run(2, trained, Zero3, penalty_first, **more)[0], expected) < 1e-5, more
 
 
-@pytest.mark.parametrize("penalty_first", [pytest.param(False, marks=SLOW), True])
+@pytest.mark.parametrize("penalty_first", [*slow(False), True])
 def test_a_penalty_in_each_backward_under_no_sync(penalty_first):
     def accumulated(comm, stage, no_sync):
         model = stage(seeded(Blocks)(), comm)
@@ -105,7 +99,7 @@ def test_a_penalty_in_each_backward_under_no_sync(penalty_first):
         assert relative_error(run(2, accumulated, stage, True)[0], expected) < 1e-5, stage
 
 
-@pytest.mark.parametrize("stage", [Zero3, *(pytest.param(stage, marks=SLOW) for stage in (Zero1, Zero2))])
+@pytest.mark.parametrize("stage", [Zero3, *slow(Zero1, Zero2)])
 def test_an_optimizer_in_backward_steps_once_with_the_average_and_frees_it(stage):
     def trained(comm, in_backward):
         model = stage(GPT(SMALL), comm)
@@ -202,9 +196,8 @@ def test_group_by_never_mixes_values_in_a_shard(stage):
     def grouped(comm):
         model = stage(make(), comm, group_by=decay)
         groups = model.parameter_groups()
-        optimizer = torch.optim.SGD(
-            [{"params": groups["matrices"], "weight_decay": 0.5}, {"params": groups.get("vectors", [])}], lr=0.1
-        )
+        decayed = {"params": groups["matrices"], "weight_decay": 0.5}
+        optimizer = torch.optim.SGD([decayed, {"params": groups.get("vectors", [])}], lr=0.1)
         count = {group: sum(p.numel() for p in shards) for group, shards in groups.items()}
         assert sum(count.values()) == sum(p.numel() for p in model.parameters())
         model(vectors(0).chunk(comm.size)[comm.rank]).square().mean().backward()

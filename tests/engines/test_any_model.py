@@ -11,11 +11,10 @@ from torch import nn
 
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
-from tests.support.helpers import SLOW, SMALL, STAGES, batch, run
+from tests.support.helpers import SMALL, STAGES, batch, run, slow
 from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors, wrapped
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_odd_shapes_and_more_ranks_than_some_parameters():
     for world_size in (3, 6):
@@ -198,7 +197,7 @@ def test_buffers_that_share_memory_go_on_sharing_it():
     check(seeded(Shared))
 
 
-@pytest.mark.parametrize("computes_first", [pytest.param(False, marks=SLOW), True])
+@pytest.mark.parametrize("computes_first", [*slow(False), True])
 def test_a_unit_that_calls_itself(computes_first):
     class Node(nn.Sequential):
         def forward(self, x, depth=2):
@@ -227,10 +226,8 @@ class Writes(nn.Sequential):
 
 def writing():
     module = Blocks()
-    module.blocks, module.out = (
-        nn.ModuleList(Writes(*b) for b in module.blocks),
-        Writes(module.out, nn.Tanh(), nn.Linear(1, 1)),
-    )
+    module.blocks = nn.ModuleList(Writes(*block) for block in module.blocks)
+    module.out = Writes(module.out, nn.Tanh(), nn.Linear(1, 1))
     return module
 
 
@@ -303,9 +300,7 @@ def test_the_loss_may_use_what_a_unit_made_wherever_it_is_kept():
     check(seeded(lambda: Blocks(keeps)), forward=forward)
 
 
-@pytest.mark.parametrize(
-    "hook", ["register_full_backward_hook", pytest.param("register_full_backward_pre_hook", marks=SLOW)]
-)
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", *slow("register_full_backward_pre_hook")])
 def test_hooks_on_units_keep_no_unit_gathered(hook):
     def peak(comm, hooked):
         model = Zero3(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), comm)

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 from minizero import Zero3, barrier
 from minizero.engines.timeline import Timeline
+from tests.support.failures import until
 from tests.support.helpers import STAGES, run
 
 
@@ -54,10 +54,7 @@ def test_an_engine_that_nobody_holds_goes_with_its_memory_and_its_threads(stage)
     run(2, work, gone)
     gc.collect()
     assert len(gone) == 4 and all(reference() is None for reference in gone)
-    patience = time.monotonic() + 60
-    while left := set(threading.enumerate()) - before:
-        assert time.monotonic() < patience, left
-        time.sleep(0.01)
+    assert until(lambda: set(threading.enumerate()) <= before), threading.enumerate()
 
 
 def after_a_break(comm, prefetch):

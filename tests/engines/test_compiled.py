@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3
-from tests.support.helpers import SMALL, batch, run, steps
+from tests.support.helpers import SMALL, batch, run, soak, steps
 
-SOAK = pytest.mark.soak
 TWO = dataclasses.replace(SMALL, layers=2)
 
 
@@ -58,8 +57,8 @@ def run_one(*args, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=SOAK)])
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=SOAK) for stage in (DDP, Zero1)), Zero2, Zero3])
+@pytest.mark.parametrize("backend", ["aot_eager", *soak("eager")])
+@pytest.mark.parametrize("stage", [*soak(DDP, Zero1), Zero2, Zero3])
 def test_compiled_blocks_and_a_compiled_engine(stage, backend):
     plain = run_one(stage)
     assert run_one(stage, before=compile_blocks, backend=backend) == plain

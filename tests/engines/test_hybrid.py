@@ -7,7 +7,7 @@ import torch
 
 from minizero import GPT, GPTConfig, Zero1, Zero3
 from minizero.memory import Ledger, predict, predict_sent
-from tests.support.helpers import SLOW, SMALL, batch, plain, relative_error, run, same, train
+from tests.support.helpers import SMALL, batch, plain, relative_error, run, same, slow, train
 
 WIDE = GPTConfig(vocabulary=64, sequence_length=16, width=96, layers=4, heads=2)
 TOTAL = sum(p.numel() for p in GPT(WIDE).parameters())
@@ -20,22 +20,19 @@ def factored(factor, **options):
     return lambda module, comm, **more: Zero3(module, comm, sharding_factor=factor, **options, **more)
 
 
-CASES = ((4, 1, None), (4, 2, 0.5), (6, 2, None), (6, 3, None))
+MORE = slow((4, 1, None), (4, 2, 0.5), (6, 2, None), (6, 3, None))
 
 
-@pytest.mark.parametrize(
-    "world_size, factor, clip", [(4, 2, None), *(pytest.param(*case, marks=SLOW) for case in CASES)]
-)
-def test_the_training_is_the_same(world_size, factor, clip):
+@pytest.mark.parametrize("size, factor, clip", [(4, 2, None), *MORE])
+def test_the_training_is_the_same(size, factor, clip):
     """Without clipping, which would hide a gradient that is too large."""
-    results = run(world_size, train, factored(factor), 4, eps=1e-4, clip=clip)
+    results = run(size, train, factored(factor), 4, eps=1e-4, clip=clip)
     losses, expected = plain(4, eps=1e-4, clip=clip)
     assert torch.tensor([r[0] for r in results]).mean(0).tolist() == pytest.approx(losses, rel=1e-5)
     for _, state, _ in results:
         assert same(state, results[0][1]) and relative_error(state, expected) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_a_factor_of_all_ranks_is_stage_3_to_the_bit():
     expected = run(2, train, Zero3, 3)[0]
@@ -77,9 +74,7 @@ def measure(comm, stage, steps=2):
     return held, ledger.peak_by_phase["forward"]["parameters"], sent
 
 
-@pytest.mark.parametrize(
-    "world_size, factor", [(4, 2), *(pytest.param(*case, marks=SLOW) for case in ((4, 1), (4, 4), (8, 4)))]
-)
+@pytest.mark.parametrize("world_size, factor", [(4, 2), *slow((4, 1), (4, 4), (8, 4))])
 def test_bytes_and_traffic_are_the_formulas(world_size, factor):
     held, _, (sent, across) = run(world_size, measure, factored(factor))[3]
     for category, expected in predict(TOTAL, world_size, 3, sharding_factor=factor).items():
@@ -91,15 +86,10 @@ def test_bytes_and_traffic_are_the_formulas(world_size, factor):
 
 
 def test_without_resharding_parameters_are_gathered_once_and_kept_until_backward():
-    (held, peak, (sent, _)), (held3, peak3, (sent3, _)) = (
-        run(2, measure, stage)[0]
-        for stage in (factored(None, reshard_after_forward=False, prefetch=0), factored(None, prefetch=0))
-    )
-    assert (
-        sent
-        == predict_sent(TOTAL, 2, 3, n_root=ROOT, reshard_after_forward=False)
-        == pytest.approx(sent3 * 2 / 3, rel=0.03)
-    )
+    kept, one = factored(None, reshard_after_forward=False, prefetch=0), factored(None, prefetch=0)
+    (held, peak, (sent, _)), (held3, peak3, (sent3, _)) = (run(2, measure, stage)[0] for stage in (kept, one))
+    assert sent == predict_sent(TOTAL, 2, 3, n_root=ROOT, reshard_after_forward=False)
+    assert sent == pytest.approx(sent3 * 2 / 3, rel=0.03)
     assert held == held3
     assert peak - peak3 == pytest.approx(4 * 3 * BLOCK, rel=0.01)  # all four blocks at once, not one
 

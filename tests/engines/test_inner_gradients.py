@@ -76,7 +76,6 @@ def test_one_rank_may_do_it_alone(stage):
     assert all(norm > 0 for norm in run(2, work))
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_a_second_forward_that_is_stopped_leaves_no_use_behind():
     """Recompute ends a block's second forward by an exception, as soon as it has what it needs."""

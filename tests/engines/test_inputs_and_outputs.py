@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from minizero import DDP, Zero3
-from tests.support.helpers import SLOW, STAGES, run
+from tests.support.helpers import STAGES, run, slow
 from tests.support.small_models import Blocks, check, fit, seeded
 
 
@@ -25,21 +25,17 @@ class Structured(Blocks):
         out = super().forward(x["a"][0])
         loss = out.square().mean()
         unseen = {"closure": (torch.arange(2), lambda: loss), "iterator": iter([loss])}
-        return {"dict": {"loss": loss, "n": 3}, "tuple": (None, [loss]), "dataclass": Output(loss, "hi"), **unseen}[
-            kind
-        ]
+        seen = {"dict": {"loss": loss, "n": 3}, "tuple": (None, [loss]), "dataclass": Output(loss, "hi")}
+        return (seen | unseen)[kind]
 
 
-@pytest.mark.parametrize(
-    "kind", ["dict", "closure", *(pytest.param(kind, marks=SLOW) for kind in ("tuple", "dataclass", "iterator"))]
-)
+@pytest.mark.parametrize("kind", ["dict", "closure", *slow("tuple", "dataclass", "iterator")])
 def test_structured_inputs_and_outputs(kind):
     def forward(model, x, rank):
         out = model({"a": (x, 1)}, kind=kind)
         unseen = {"closure": lambda: out[1](), "iterator": lambda: next(out)}
-        return {"dict": lambda: out["loss"], "tuple": lambda: out[1][0], "dataclass": lambda: out.loss, **unseen}[
-            kind
-        ]()
+        seen = {"dict": lambda: out["loss"], "tuple": lambda: out[1][0], "dataclass": lambda: out.loss}
+        return (seen | unseen)[kind]()
 
     check(seeded(Structured), forward=forward, stages=(DDP, Zero3))
 
@@ -127,7 +123,7 @@ class Handed(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["view", "attribute", "list", "buffer", "namespace", "mapping"])
-@pytest.mark.parametrize("prefetch", [0, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("prefetch", [0, *slow(3)])
 def test_whatever_leaves_a_unit_gathers_it_in_backward(way, prefetch):
     stages = [DDP, functools.partial(Zero3, prefetch=prefetch)]
     expected, found = (run(2, fit, stage, seeded(functools.partial(Handed, way)))[0] for stage in stages)

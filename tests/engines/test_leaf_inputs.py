@@ -130,7 +130,6 @@ def gradients(model):
     return [x.grad, *torch.autograd.grad(model(x).square().mean(), x)]
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("block, use", CASES, ids=lambda part: part.__name__)
 def test_an_input_that_is_a_leaf_has_the_plain_runs_gradient(block, use):

@@ -383,13 +383,11 @@ def test_an_optimizer_built_before_wrapping_is_told_at_its_first_step(stage):
             run(2, early)
 
 
-OPTIMIZERS = [
-    kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and kind is not torch.optim.Optimizer
-]
+CLASSES = filter(inspect.isclass, vars(torch.optim).values())
+OPTIMIZERS = [kind for kind in CLASSES if kind is not torch.optim.Optimizer]
 WHOLE = {"LBFGS", "Adafactor", "Muon"}
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_every_optimizer_of_torch_gives_ddps_bits_or_is_refused(kind):

@@ -8,7 +8,7 @@ import torch
 from minizero import GPT, Zero3
 from minizero.accumulate import accumulate
 from minizero.memory import Ledger, predict
-from tests.support.helpers import SLOW, SMALL, batch, run
+from tests.support.helpers import SMALL, batch, run, slow, soak
 
 DEEP = dataclasses.replace(SMALL, layers=6)  # one unit is little of it
 TOTAL = sum(p.numel() for p in GPT(DEEP).parameters())
@@ -29,7 +29,7 @@ def step(comm, dtype=None, micro_batches=1, no_sync=True, **options):
     return held, ledger.peak, gradient
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=SLOW)])
+@pytest.mark.parametrize("dtype", [None, *slow(torch.bfloat16)])
 def test_states_are_on_the_host_and_no_total_contains_them(dtype):
     held, peak, _ = run(2, step, dtype, offload=True)[0]
     states = predict(TOTAL, 2, 3, dtype=dtype or torch.float32)["total"]
@@ -43,12 +43,7 @@ def test_states_are_on_the_host_and_no_total_contains_them(dtype):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"sharding_factor": 2}, marks=pytest.mark.soak),
-        {"offload": True},
-        {"offload": True, "sharding_factor": 2},
-    ],
+    "options", [*soak({"sharding_factor": 2}), {"offload": True}, {"offload": True, "sharding_factor": 2}]
 )
 @pytest.mark.slow
 def test_accumulation_either_way(options):

@@ -8,18 +8,17 @@ import torch
 from torch import nn
 
 from minizero import GPT, RankFailed, World, Zero3, all_reduce
-from tests.support.helpers import SLOW, SMALL, batch, run, same, train
+from tests.support.helpers import SMALL, batch, run, same, slow, train
 from tests.support.stage_bytes import BLOCK, ROOT, TOTAL, measure
 
 ahead = functools.partial(functools.partial, Zero3)  # with these options, as a stage for `helpers.train`
-slow = functools.partial(pytest.param, marks=SLOW)
 
 
 @pytest.mark.parametrize(
     "size, options, dtype",
     [(2, {}, None)]
-    + [slow(2, {"reshard_after_forward": False}, torch.bfloat16), slow(4, {"sharding_factor": 2}, torch.bfloat16)]
-    + [slow(2, {"sharding_factor": 1}, None)],
+    + slow((2, {"reshard_after_forward": False}, torch.bfloat16), (4, {"sharding_factor": 2}, torch.bfloat16))
+    + slow((2, {"sharding_factor": 1}, None)),
 )
 def test_neither_prefetch_nor_offload_changes_bits_or_traffic(size, options, dtype):
     expected = run(size, train, ahead(prefetch=0, **options), 3, clip=0.5, dtype=dtype)
@@ -246,9 +245,8 @@ def test_a_rank_that_fails_ends_the_others_and_the_lanes(where):
         for step in range(3):
             x = torch.ones(2, 8)
             for index, layer in enumerate(model.module):
-                layer.register_forward_hook(
-                    lambda _, __, out, i=index, s=step: Fails.apply(out, comm.rank) if i == s == 2 else out
-                )
+                fails = index == step == 2
+                layer.register_forward_hook(lambda _, __, out, f=fails: Fails.apply(out, comm.rank) if f else out)
             model(x).sum().backward()
             model.zero_grad()
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from minizero import DDP, Zero2, Zero3, checkpoint
-from tests.support.helpers import SLOW, STAGES, relative_error, run, same
+from tests.support.helpers import STAGES, relative_error, run, same, slow
 from tests.support.small_models import SAME_BITS
 
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -34,9 +34,8 @@ class ResNet(nn.Module):
     def __init__(self, freeze=False):
         super().__init__()
         # Without a bias: the norm takes it away, so its gradient is the rounding of a 0.
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False), nn.ReLU(inplace=True)
-        )
+        convolution, norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False)
+        self.stem = nn.Sequential(convolution, norm, nn.ReLU(inplace=True))
         self.layers = nn.Sequential(*(Bottleneck() for _ in range(3)))
         self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
         generator = torch.Generator().manual_seed(0)
@@ -82,7 +81,6 @@ def by_hand(dtype, freeze):
     return (model(images(0, slice(4)).to(dtype)).float() - 1).square().mean().item()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @dtypes
 @pytest.mark.parametrize("freeze", [False, True])
@@ -162,7 +160,7 @@ class Frozen(nn.Module):
 FROZEN = sum(p.numel() for p in Frozen().blocks.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)])
 def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype):
     def work(comm, stage, options):
         model = stage(Frozen(), comm, dtype=dtype, **options)

@@ -22,9 +22,7 @@ def tied_frozen_and_unused(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in MOST else pytest.mark.soak) for name in OPTIONS]
-)
+@pytest.mark.parametrize("name", [n if n in MOST else pytest.param(n, marks=pytest.mark.soak) for n in OPTIONS])
 @pytest.mark.parametrize("use", [*LOOPS, *EDGES], ids=lambda use: use.__name__)
 def test_what_a_loop_may_do(name, use):
     options, size = OPTIONS[name], 4 if "groups" in name else 2
@@ -50,7 +48,6 @@ class Recomputed(Blocks):
         return self.out(x)
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_recompute_inside_units():
     def without(model, x, rank):

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from minizero import DDP, GPT, Zero3
-from tests.support.helpers import SLOW, SMALL, STAGES, batch, plain, relative_error, run, same, train
+from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, same, slow, train
 from tests.support.small_models import SAME_BITS, Blocks, fit, seeded, vectors, wrapped
 
 
-@pytest.mark.parametrize("world_size, steps", [(2, 6), pytest.param(4, 20, marks=SLOW)])
+@pytest.mark.parametrize("world_size, steps", [(2, 6), *slow((4, 20))])
 def test_they_are_bit_identical_and_agree_with_one_process(world_size, steps):
     results = {stage: run(world_size, train, stage, steps, eps=1e-4) for stage in STAGES}
     losses, state, _ = results[DDP][0]
@@ -24,7 +24,7 @@ def test_they_are_bit_identical_and_agree_with_one_process(world_size, steps):
     assert relative_error(state, GPT(SMALL).state_dict()) > 1e-2  # something was trained
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(7, marks=SLOW)])  # neither divides the units
+@pytest.mark.parametrize("world_size", [3, *slow(7)])  # neither divides the units
 def test_clipping_takes_the_norm_over_all_ranks_and_counts_every_number_once(world_size):
     """Each norm in turn, and each makes the gradients a third of what they were."""
 

@@ -91,7 +91,6 @@ WRITERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @engines
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)

@@ -151,14 +151,11 @@ def test_ddps_state_dict_is_pytorchs(dtype):
 
         model.module.out.load_state_dict({"weight": torch.ones(1, 7), "bias": torch.ones(1)})
         assert model.gather_state_dict()["out.weight"].sum() == 7
-        missing, unexpected = model.module.load_state_dict(
-            {"out.bias": torch.zeros(1), "x": torch.zeros(1)}, strict=False
-        )
+        given = {"out.bias": torch.zeros(1), "x": torch.zeros(1)}
+        missing, unexpected = model.module.load_state_dict(given, strict=False)
         assert "out.weight" in missing and unexpected == ["x"] and model.gather_state_dict()["out.bias"] == 0
-        for wrong, message in (
-            ({}, "Missing key"),
-            (target | {"out.bias": torch.zeros(2)}, "size mismatch for out.bias"),
-        ):
+        larger = target | {"out.bias": torch.zeros(2)}
+        for wrong, message in (({}, "Missing key"), (larger, "size mismatch for out.bias")):
             with pytest.raises(RuntimeError, match=message):
                 model.module.load_state_dict(wrong)
         for module, prefix in ((model, "module."), (model.module, "")):

@@ -42,15 +42,11 @@ def test_every_collective_and_every_computation_is_there_once(prefetch):
         assert names["reduce-scatter"] == [*reversed(BLOCKS), "root"]
         assert names["optimizer"] == ["optimizer step"]
         computed = list(dict.fromkeys(names["compute"]))
-        assert [n for n in computed if "blocks" in n] == [
-            *(f"forward {name}" for name in BLOCKS),
-            *(f"backward {name}" for name in reversed(BLOCKS)),
-        ]
+        both = [f"forward {name}" for name in BLOCKS] + [f"backward {name}" for name in reversed(BLOCKS)]
+        assert [name for name in computed if "blocks" in name] == both
         assert {event.rank for event in events} == {rank} and all(event.start <= event.end for event in events)
         compute = sorted((e.start, e.end) for e in events if e.lane in ("compute", "optimizer"))
-        assert all(one[1] <= other[0] for one, other in zip(compute, compute[1:])), (
-            "a rank computes one thing at a time"
-        )
+        assert all(one[1] <= other[0] for one, other in zip(compute, compute[1:])), "one thing at a time"
 
 
 def overlap(events):

@@ -11,16 +11,7 @@ from minizero.engines.zero3_by_hooks import shard
 from minizero.memory import Ledger
 from minizero.ranks.errors import CollectiveMismatch, RankFailed
 from tests.support.helpers import SMALL, batch, run
-from tests.support.small_models import (
-    Blocks,
-    evaluation_between,
-    one_by_one,
-    one_graph_twice,
-    seeded,
-    several_forwards,
-    twice,
-    vectors,
-)
+from tests.support.small_models import PLAIN_LOOPS, Blocks, seeded, vectors
 
 STEPS = 2
 
@@ -31,9 +22,8 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7)), nn.Linear(7, 7, bias=False)]
-        )
+        first = nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7))
+        self.blocks = nn.ModuleList([first, nn.Linear(7, 7, bias=False)])
         self.blocks += [nn.Tanh(), nn.Sequential(nn.Linear(7, 29), nn.Linear(29, 7))]
 
     def forward(self, x, y, order=(0, 1, 2, 3)):
@@ -122,9 +112,7 @@ def forget_a_loss(model, x, rank):
     return 0 * model(x).detach().requires_grad_().sum()
 
 
-@pytest.mark.parametrize(
-    "loop", [twice, several_forwards, one_by_one, one_graph_twice, evaluation_between, forget_a_loss]
-)
+@pytest.mark.parametrize("loop", [*PLAIN_LOOPS, forget_a_loss])
 def test_other_loops_are_the_engines_too(loop):
     def shards_after(comm, way):
         model, shards = way(seeded(Blocks)(), comm)

@@ -4,7 +4,7 @@ operation by operation.
 
     s = q kᵀ      m' = max(m, rowmax s)      p = exp(scale (s - m'))      l = … + rowsum p      o = … + p v
 
-A GPU has an instruction for 2^x, none for e^x: exp(x) = exp2(x · LOG2_E). The helpers (flash/masks.py): place
+A GPU has an instruction for 2^x, none for e^x: exp(x) = exp2(x · LOG2_E). In flash/device_functions.py place
 says which rows, head and batch this program has; head_of gives a pointer, and move moves it on by so many rows;
 load_block and store_block move (rows, BLOCK_D); visible is the mask. spans gives four bounds a ≤ b ≤ c ≤ d: blocks
 of keys in a … b and c … d need a mask, those in b … c none.

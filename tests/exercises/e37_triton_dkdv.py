@@ -41,7 +41,7 @@ AFTER = (
     "stores once. So it needs no atomic additions, and the gradients are the same bits in every run. S is made as "
     "(keys, rows), so the products with dO and Q take P and dS as they are. It subtracts lse before it multiplies by "
     "LOG2_E: the difference of two large numbers, each rounded after a product, would be off. Read next: `sees_one` "
-    "in flash/masks.py."
+    "in flash/device_functions.py."
 )
 NOT_VISIBLE = "A row counts that should not: one after the last, or with causal=True one before the key. p is 0 there."
 STORE = "store_block(DV, dv_strides, keys, n_k, dv, HEAD_DIM, BLOCK_D)"

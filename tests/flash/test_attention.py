@@ -46,9 +46,8 @@ def test_under_torch_compile():
     """In one graph, at other lengths and seeds too, with the eager call's numbers."""
 
     def loss(q, k, v, seed):
-        out, lse = flash_attention(
-            q, k, v, causal="bottom-right", window=(9, None), dropout_p=0.3, dropout_seed=seed, return_lse=True
-        )
+        options = {"causal": "bottom-right", "window": (9, None), "dropout_p": 0.3, "dropout_seed": seed}
+        out, lse = flash_attention(q, k, v, **options, return_lse=True)
         return out.square().sum() + lse.logsumexp(-1).sum()
 
     def packed_loss(q, k, v, starts):
@@ -210,9 +209,8 @@ def test_seeds_are_drawn_from_all_of_63_bits():
 @pytest.mark.parametrize("attention", [attention_reference, attention_tiled, flash_attention])
 def test_empty_batches_heads_and_sequences(attention, shape):
     batch, heads, kv_heads, n_q, n_k = shape
-    q, k, v = (
-        torch.randn(batch, h, n, 8).requires_grad_() for h, n in ((heads, n_q), (kv_heads, n_k), (kv_heads, n_k))
-    )
+    shapes = (heads, n_q), (kv_heads, n_k), (kv_heads, n_k)
+    q, k, v = (torch.randn(batch, *shape, 8).requires_grad_() for shape in shapes)
     out, lse = attention(q, k, v, causal=True, return_lse=True)
     assert out.shape == q.shape and lse.shape == q.shape[:3] and (out == 0).all() and (lse == -INF).all()
     gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))

@@ -5,6 +5,7 @@ import torch
 
 from flash import attention_reference
 from minizero.memory import Ledger
+from tests.support.helpers import slow
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from flash.kernel_on_a_page import attention  # noqa: E402
@@ -15,12 +16,7 @@ from tests.support.kernel_cases import DEVICE, tensors  # noqa: E402
 BOUND = {torch.float16: 2**-10, torch.float32: 2**-19}
 
 
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]
-
-
-@pytest.mark.parametrize(
-    ("n", "head_dim"), [(1, 16), *(pytest.param(n, d, marks=SLOW) for n, d in ((65, 16), (17, 64), (64, 64), (65, 64)))]
-)
+@pytest.mark.parametrize(("n", "head_dim"), [(1, 16), *slow((65, 16), (17, 64), (64, 64), (65, 64))])
 @pytest.mark.parametrize("dtype", BOUND)
 def test_it_is_attention(dtype, n, head_dim):
     q, k, v = (x.transpose(1, 2) for x in tensors(*[(2, n, 2, head_dim)] * 3, dtype=dtype))

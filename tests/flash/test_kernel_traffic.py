@@ -38,10 +38,8 @@ def counted():
         stores.append(int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8)
         return store(self, pointers, value, mask, *rest)
 
-    with (
-        mock.patch.object(InterpreterBuilder, "create_masked_load", counting_load),
-        mock.patch.object(InterpreterBuilder, "create_masked_store", counting_store),
-    ):
+    counting = {"create_masked_load": counting_load, "create_masked_store": counting_store}
+    with mock.patch.multiple(InterpreterBuilder, **counting):
         yield loads, stores
 
 
@@ -79,7 +77,6 @@ def test_the_kernel_on_a_page_moves_what_the_model_says_but_no_logsumexp(causal)
     assert sum(stores) == q.nbytes, "the result, once, and no scores"
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])
 @pytest.mark.parametrize("window", [None, (40, 13), (30, None)])
@@ -96,11 +93,9 @@ def test_only_blocks_that_need_it_are_masked(causal, window):
     for rows in blocks(n_q):
         for keys in blocks(n_k):
             seen = all_visible(options, rows, keys, n_q, n_k)
-            span, span_back = keys_of_rows(options, rows, n_q, n_k), rows_of_keys(options, keys, n_q, n_k)
+            span, back = keys_of_rows(options, rows, n_q, n_k), rows_of_keys(options, keys, n_q, n_k)
             need_rows += keys.start < span.stop and keys.stop > span.start and not (seen and len(keys) == block)
-            need_keys += (
-                rows.start < span_back.stop and rows.stop > span_back.start and not (seen and len(rows) == block)
-            )
+            need_keys += rows.start < back.stop and rows.stop > back.start and not (seen and len(rows) == block)
     calls = []
     visible = kernels.visible
     with blocks_of(block, block), mock.patch.object(kernels, "visible", lambda *a: calls.append(1) or visible(*a)):

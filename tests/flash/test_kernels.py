@@ -15,6 +15,7 @@ from flash import attention_reference, flash_attention, flash_attention_varlen
 from flash.options import dropout_keep
 from flash.reference import attention_reference_varlen
 from tests.support.flash_cases import LENGTHS, Case, cases, check_accuracy, gamma, options_of
+from tests.support.helpers import slow, soak
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 import triton  # noqa: E402
@@ -40,7 +41,6 @@ def check_case(case, *blocks):
         check_accuracy(case, attention, attention_varlen, DEVICE, terms)
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(cases(lengths=(1, 2, 15, 17, 40, 70)), shapes)
@@ -77,7 +77,6 @@ def test_a_long_head_dim_is_summed_in_parts():
     assert ((lse - exact).abs() <= gamma(32 + 8) * exact).all()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize(
     ("d", "dtype"),
@@ -93,7 +92,6 @@ def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(d, dtype):
     assert not dq[:, :, 0].any() and dq[:, :, 1:].any()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 @pytest.mark.parametrize(
@@ -122,9 +120,7 @@ def test_every_row_that_sees_one_key(n_q, n_k, keywords, backend):
     assert all(torch.equal(one, other) for one, other in zip(both, alone))
 
 
-@pytest.mark.parametrize(
-    "n", [1, 97, pytest.param(300, marks=pytest.mark.slow), pytest.param(1025, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("n", [1, 97, *slow(300, mark=pytest.mark.slow), *soak(1025)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_any_length_and_dtype(n, dtype):
     options = (("causal", dtype != torch.float16), ("scale", None))
@@ -192,7 +188,6 @@ def test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others(which, bad)
         assert torch.isnan(out[0, 0, rows]).all() and torch.isnan(lse[0, 0, rows]).all()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 @pytest.mark.parametrize(
@@ -222,12 +217,8 @@ def test_what_comes_in_for_rows_that_see_nothing_has_no_effect(n_q, n_k, keyword
         out, lse = call(q, k, v, return_lse=True, **keywords)
         nothing = lse == -INF
         where = nothing.mT[..., None] if packed else nothing[..., None]
-        found = [
-            torch.autograd.grad(
-                (out, lse), (q, k, v), (dout.masked_fill(where, x), (lse * 0 + 1).masked_fill(nothing, x)), True
-            )
-            for x in (0, NAN, INF)
-        ]
+        given = [(dout.masked_fill(where, x), (lse * 0 + 1).masked_fill(nothing, x)) for x in (0, NAN, INF)]
+        found = [torch.autograd.grad((out, lse), (q, k, v), both, True) for both in given]
     assert nothing.any()
     for plain, *bad in zip(*found):
         assert torch.isfinite(plain).all() and all(torch.equal(plain, other) for other in bad)
@@ -266,7 +257,6 @@ def test_scores_of_minus_infinity_are_no_scores(way, hidden, keywords):
     assert not dq[:, :, :hidden].any() and not dk.any() and not dv.any()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 @pytest.mark.parametrize("causal", [False, True, "bottom-right"])
@@ -305,7 +295,6 @@ def guarded(shape, dtype, value=None):
     return inside, torch.cat([memory[:256], memory[256 + elements :]]), memory
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
 def test_bands_of_nan_around_every_buffer_stay_outside(causal):

@@ -16,9 +16,8 @@ def test_merge_joins_two_sets_of_keys(cut):
     q, k, v, dout = tensors((2, 4, 6, 8), (2, 2, 10, 8), (2, 2, 10, 8), (2, 4, 6, 8), dtype=torch.float64)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     whole = flash_attention(q, k, v, return_lse=True)
-    parts = [
-        flash_attention(q, k[:, :, side], v[:, :, side], return_lse=True) for side in (slice(cut), slice(cut, None))
-    ]
+    sides = slice(cut), slice(cut, None)
+    parts = [flash_attention(q, k[:, :, side], v[:, :, side], return_lse=True) for side in sides]
     joined = merge(*parts[0], *parts[1])
     dlse = torch.ones_like(whole[1])
     for one, other in zip(joined, whole):
@@ -38,9 +37,8 @@ def test_merge_of_rows_that_see_nothing_in_one_part_or_in_both():
     out, lse = merge(*first, *second)
     expected = attention_reference(q, k, v, causal=True, return_lse=True)
     torch.testing.assert_close(out, expected[0]), torch.testing.assert_close(lse, expected[1])
-    gradients = (
-        torch.autograd.grad(x[0].sum() + x[1].sum(), (q, k, v), retain_graph=True) for x in ((out, lse), expected)
-    )
+    sums = (x[0].sum() + x[1].sum() for x in ((out, lse), expected))
+    gradients = (torch.autograd.grad(total, (q, k, v), retain_graph=True) for total in sums)
     for one, other in zip(*gradients):
         torch.testing.assert_close(one, other)
     out, lse = merge(*nothing, *nothing)

@@ -84,7 +84,6 @@ def test_the_ledgers_peak_is_the_profilers(case):
     assert profiled.visible <= profiled.peak
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_under_bf16_autocast_the_gap_is_at_most_5_percent_and_operators_are_named():
     model, optimizer, step = train_gpt(autocast=True)

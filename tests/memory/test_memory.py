@@ -16,21 +16,12 @@ from minizero.memory import CATEGORIES, Ledger, predict, predict_activations, pr
 from minizero.memory.tape import holders, moments
 from minizero.models.gpt import Attention, Block
 from tests.support.by_module import by_module
-from tests.support.helpers import STAGES, run
+from tests.support.helpers import STAGES, run, slow, soak
 from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        pytest.param(torch.float16, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, marks=pytest.mark.soak),
-    ],
-)
-@pytest.mark.parametrize(
-    "world_size", [2, pytest.param(4, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float16, mark=pytest.mark.slow), *soak(torch.bfloat16)])
+@pytest.mark.parametrize("world_size", [2, *soak(4), *slow(8, mark=pytest.mark.slow)])
 def test_persistent_bytes_are_the_formulas(world_size, dtype):
     for number, stage in enumerate(STAGES):
         expected = predict(TOTAL, world_size, number, dtype=dtype)
@@ -106,7 +97,6 @@ def test_frozen_units_count_as_what_they_hold(stage, options, dtype):
     assert {"0", "1", "2", "3"} <= modules.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_memory_returns_without_the_garbage_collector():
     def leftover(comm, stage):

@@ -45,9 +45,8 @@ def test_the_file_is_the_one_described():
     assert re.findall(r"`([0-9a-f]{64})`", readme) == [hashlib.sha256(images.FILE.read_bytes()).hexdigest()]
     assert "MIT" in readme and "Zalando" in readme and "dataset-fashion-mnist" in readme
     with np.load(images.FILE) as file:
-        assert {name: array.dtype for name, array in file.items()} == dict.fromkeys(
-            ("train_images", "train_labels", "test_images", "test_labels"), np.dtype("uint8")
-        )
+        assert {*file} == {"train_images", "train_labels", "test_images", "test_labels"}
+        assert {array.dtype for array in file.values()} == {np.dtype("uint8")}
 
 
 def test_batches_take_every_image_once_an_epoch():

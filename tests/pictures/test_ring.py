@@ -66,10 +66,8 @@ def test_thick_frames_are_around_complete_sums_only(panels):
 
 
 def test_an_arrow_for_each_message_and_one_that_closes_the_ring(panels):
-    arrows = [
-        sum(isinstance(text.arrow_patch, FancyArrowPatch) for text in ax.texts if hasattr(text, "arrow_patch"))
-        for ax in panels[:7]
-    ]
+    patches = [[getattr(text, "arrow_patch", None) for text in ax.texts] for ax in panels[:7]]
+    arrows = [sum(isinstance(patch, FancyArrowPatch) for patch in its) for its in patches]
     assert arrows == [1] + [5] * 6
     assert not panels[7].axison  # the key
 
@@ -88,16 +86,11 @@ def test_the_player_has_three_frames_for_each_step_and_fetches_nothing():
 
 def test_a_frame_shows_what_travels_beside_what_is_held():
     ax = pyplot.figure().add_subplot()
-    for number, words in (
-        (0, "what each rank brings"),
-        (1, "they leave"),
-        (2, "they arrive"),
-        (3, "added"),
-        (18, "kept"),
-    ):
+    words = {0: "what each rank brings", 1: "they leave", 2: "they arrive", 3: "added", 18: "kept"}
+    for number, said in words.items():
         ax.clear()
         draw_frame(ax, STATES, SENT, number, 66)
-        assert ax.texts and any(words in text.get_text() for text in ax.texts)
+        assert ax.texts and any(said in text.get_text() for text in ax.texts)
         assert min(text.get_fontsize() for text in ax.texts if text.get_family() == ["monospace"]) >= 24
         assert len(list(digits(ax))) == 64 + (16 if number in (1, 2) else 0)
         for digit, (x, y) in digits(ax):
@@ -106,10 +99,5 @@ def test_a_frame_shows_what_travels_beside_what_is_held():
 
 
 def test_the_steps_have_names():
-    assert [title_of(step, 7) for step in (0, 1, 3, 4, 6)] == [
-        "before",
-        "reduce-scatter 1 of 3",
-        "reduce-scatter 3 of 3",
-        "all-gather 1 of 3",
-        "all-gather 3 of 3",
-    ]
+    halves = [f"{half} {number} of 3" for half in ("reduce-scatter", "all-gather") for number in (1, 3)]
+    assert [title_of(step, 7) for step in (0, 1, 3, 4, 6)] == ["before", *halves]

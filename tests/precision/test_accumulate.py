@@ -135,7 +135,6 @@ def test_errors_stay_within_the_bounds():
             assert error(x, method=method).max() <= U * 1.001  # the last rounding, to FP16, is all that is seen
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_an_emulation_around_it_changes_nothing():
     """`emulate` rounds what a model computes, not what this module computes a rounding with."""

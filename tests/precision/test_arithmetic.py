@@ -61,15 +61,12 @@ def draw(operation, fmt, count, seed=0):
     generator = np.random.default_rng(seed)
     dtype = np.uint8 if fmt.width <= 8 else np.uint16
     special = boundaries(fmt)
-    mixed = (
-        np.where(
-            generator.random(count) < 0.5,
-            generator.integers(2**fmt.width, size=count),
-            generator.choice(special, count),
-        )
-        for _ in range(OPERANDS[operation])
-    )
-    return [x.astype(dtype) for x in mixed]
+
+    def mixed():
+        is_any = generator.random(count) < 0.5
+        return np.where(is_any, generator.integers(2**fmt.width, size=count), generator.choice(special, count))
+
+    return [mixed().astype(dtype) for _ in range(OPERANDS[operation])]
 
 
 def every_pair(fmt):

@@ -61,9 +61,8 @@ def structured(operands):
     mantissas = np.arange(2**10)
     third = [x.ravel() for x in np.meshgrid(mantissas, mantissas, indexing="ij")]
     for i in range(2):  # any sign; exponents at most 15 apart, so that sums overlap and quotients are normal
-        third[i] = (
-            third[i] | generator.integers(8, 24, third[i].size) << 10 | generator.integers(2, size=third[i].size) << 15
-        )
+        exponent, sign = generator.integers(8, 24, third[i].size), generator.integers(2, size=third[i].size)
+        third[i] = third[i] | exponent << 10 | sign << 15
     a, b = (np.concatenate(parts).astype(np.uint16) for parts in zip(first, second, third))
     if operands == 2:
         return a, b
@@ -89,10 +88,8 @@ def test_over_ten_million_operands(operation, rounding):
     anything = [generator.integers(2**16, size=2**23).astype(np.uint16) for _ in range(count)]
     operands = [np.concatenate(parts) for parts in zip(structured(count), anything)]
     assert operands[0].size > 10_000_000
-    run = softfloat_loop() or softfloat_calls
-    assert_same(
-        apply(operation, FP16, rounding, *operands), softfloat(operation, rounding, *operands, run=run), FP16, operands
-    )
+    theirs = softfloat(operation, rounding, *operands, run=softfloat_loop() or softfloat_calls)
+    assert_same(apply(operation, FP16, rounding, *operands), theirs, FP16, operands)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

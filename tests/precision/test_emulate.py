@@ -13,9 +13,7 @@ from precision.formats import BF16, FP8_E4M3, FP16, FP32, TF32
 from tests.support.emulated import FORMATS_OF_16_BITS, Watch, everything, kept_bytes, on_grid
 
 
-@pytest.mark.parametrize(
-    "fmt", [*FORMATS_OF_16_BITS, TF32, FP32], ids=lambda fmt: f"{fmt.exponent_bits}-{fmt.mantissa_bits}"
-)
+@pytest.mark.parametrize("fmt", [*FORMATS_OF_16_BITS, TF32, FP32], ids=lambda f: f"{f.exponent_bits}-{f.mantissa_bits}")
 def test_every_operator_gives_values_of_the_format_forward_and_backward(fmt):
     model, inputs, labels = everything()
     with emulate(fmt), Watch(fmt) as watch:
@@ -97,9 +95,8 @@ def test_what_rounds_quickly_gives_the_numbers_of_quantize():
         with emulate(fmt):
             rounded = x.clone()
         assert len(x) > 3 * 2**16
-        assert rounded[-1].isnan() and torch.equal(
-            rounded[:-1].view(torch.int32), fmt.quantize(x)[:-1].view(torch.int32)
-        )
+        ours, expected = (numbers[:-1].view(torch.int32) for numbers in (rounded, fmt.quantize(x)))
+        assert rounded[-1].isnan() and torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("fmt, number", [(FP32, 0.1), (FP16, 1 + 2**-11 + 2**-40)])  # by float32: a tie, to 1

@@ -100,9 +100,5 @@ def test_each_thread_has_its_own():
         thread.start()
     for thread in threads:
         thread.join()
-    one = torch.tensor(1 / 3).item()
-    assert results == {
-        FP16: (0.333251953125, 2 * 0.333251953125),
-        FP8_E4M3: (0.34375, 2 * 0.34375),
-        None: (one, 2 * one),
-    }
+    one_third = {FP16: 0.333251953125, FP8_E4M3: 0.34375, None: torch.tensor(1 / 3).item()}
+    assert results == {fmt: (number, 2 * number) for fmt, number in one_third.items()}

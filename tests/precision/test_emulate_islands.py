@@ -108,12 +108,8 @@ def test_integers_converted_to_float_are_wide():
     frequencies, positions, mask = torch.tensor([1.0, 0.3]), torch.tensor([[2049], [3001]]), torch.tensor([True, False])
 
     def angles(frequencies):
-        return [
-            positions.float() * frequencies.float(),
-            positions.float() @ frequencies[None, :].float(),
-            torch.arange(3000, 3003, dtype=torch.float32),
-            positions.half().float(),
-        ]
+        products = positions.float() * frequencies.float(), positions.float() @ frequencies[None, :].float()
+        return [*products, torch.arange(3000, 3003, dtype=torch.float32), positions.half().float()]
 
     with emulate(FP16):
         found, narrow = angles(frequencies), mask.to(frequencies.dtype) * frequencies

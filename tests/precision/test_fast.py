@@ -108,10 +108,8 @@ def test_formats_of_all_kinds():
         one = np.array([decode_one(int(code), fmt) for code in codes]).astype(decoded.dtype)
         assert np.array_equal(decoded.view(f"u{decoded.itemsize}"), one.view(f"u{one.itemsize}")), fmt
         numbers = decoded[np.isfinite(decoded)].astype(np.float64)
-        x = np.concatenate(
-            [numbers, numbers * (1 + fmt.epsilon / 2), np.nextafter(numbers, np.inf), patterns(20, np.float64)]
-        )
-        x = np.concatenate([x, [fmt.max * 1.5, -fmt.max * 3, np.inf, -np.inf, 0.0, -0.0]])
+        x = np.concatenate([numbers, numbers * (1 + fmt.epsilon / 2), np.nextafter(numbers, np.inf)])
+        x = np.concatenate([x, patterns(20, np.float64), [fmt.max * 1.5, -fmt.max * 3, np.inf, -np.inf, 0.0, -0.0]])
         if not fmt.nans:
             x = x[~np.isnan(x)]
         for rounding in DETERMINISTIC:
@@ -239,7 +237,6 @@ def test_shapes_and_kinds():
     assert flags.overflow.shape == (0, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_pieces_do_not_show(monkeypatch):
     x = np.random.default_rng(0).standard_normal((7, 11, 13)).astype(np.float32)
@@ -261,9 +258,8 @@ def test_quantize_keeps_the_dtype():
         assert FP8_E4M3.quantize(x).tolist() == [0.1015625, 288.0, 0.0] if dtype != torch.float16 else True
     assert FP16.quantize(np.float64([0.1])).dtype == np.float64
     assert FP16.quantize(np.float16([0.1])).dtype == np.float16
-    assert torch.equal(
-        BF16.encode(torch.tensor([1.5], dtype=torch.bfloat16)).view(torch.bfloat16), torch.tensor([1.5]).bfloat16()
-    )
+    x = torch.tensor([1.5], dtype=torch.bfloat16)
+    assert torch.equal(BF16.encode(x).view(torch.bfloat16), x)
 
 
 def test_no_warnings_and_no_other_arithmetic():
@@ -329,21 +325,14 @@ def test_arrays_that_lie_in_memory_in_other_ways(name, tmp_path):
     shifted[:], file[:] = plain, plain
     frozen = plain.copy()
     frozen.flags.writeable = False
-    for x in (
-        plain.astype(plain.dtype.newbyteorder()),
-        plain[::-1, ::-1],
-        shifted,
-        file,
-        frozen,
-        plain[:1].repeat(3, 0),
-    ):
+    swapped = plain.astype(plain.dtype.newbyteorder())
+    for x in (swapped, plain[::-1, ::-1], shifted, file, frozen, plain[:1].repeat(3, 0)):
         expected, got = (np.asarray(CALLS[name](given)) for given in (np.array(x, plain.dtype, order="C"), x))
         np.testing.assert_array_equal(got, expected)
         assert got.shape == expected.shape
     for size in (">f2", ">f8") if not whole else (">i4", ">u8"):
-        np.testing.assert_array_equal(
-            CALLS[name](plain.astype(size)), CALLS[name](plain.astype(size.replace(">", "=")))
-        )
+        big, own = plain.astype(size), plain.astype(size.replace(">", "="))
+        np.testing.assert_array_equal(CALLS[name](big), CALLS[name](own))
 
 
 def test_patterns_without_values_have_no_value_to_check():
@@ -415,7 +404,6 @@ def test_memory_beyond_input_and_output(kind):
     assert all(large < small + 2**18 for small, large in zip(peaks[:3], peaks[3:]))
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_no_compiler_is_loaded_before_one_is_used():
     """It would bring Triton, which chooses its interpreter when it is first imported: `flash` must come before."""

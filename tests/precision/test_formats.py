@@ -13,13 +13,8 @@ from precision.one_number import ROUNDINGS, decode_one, encode_one
 from tests.support.table_oracle import ORACLES
 
 DETERMINISTIC = ROUNDINGS[:5]
-TORCH_TYPES = {
-    FP16: torch.float16,
-    BF16: torch.bfloat16,
-    FP32: torch.float32,
-    FP8_E4M3: torch.float8_e4m3fn,
-    FP8_E5M2: torch.float8_e5m2,
-}
+TORCH_TYPES = {FP16: torch.float16, BF16: torch.bfloat16, FP32: torch.float32}
+TORCH_TYPES |= {FP8_E4M3: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}
 
 
 def nan64(payload, sign=0):

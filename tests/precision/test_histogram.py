@@ -45,12 +45,10 @@ def test_every_16_bit_number(dtype):
         assert histogram.nonfinite == 2048
 
 
-@pytest.mark.parametrize(
-    "dtype, integers, lowest", [(torch.float32, torch.int32, -149), (torch.float64, torch.int64, -1074)]
-)
-def test_wide_numbers_at_the_edges_of_every_exponent(dtype, integers, lowest):
+@pytest.mark.parametrize("bits, lowest, highest", [(32, -149, 127), (64, -1074, 1023)])
+def test_wide_numbers_at_the_edges_of_every_exponent(bits, lowest, highest):
     """Each power of two, its two neighbours, and random bits, subnormals among them."""
-    highest = 127 if dtype == torch.float32 else 1023
+    dtype, integers = getattr(torch, f"float{bits}"), getattr(torch, f"int{bits}")
     powers = torch.tensor([math.ldexp(1.0, e) for e in range(lowest, highest + 1)], dtype=torch.float64).to(dtype)
     bits = powers.view(integers)
     generator = torch.Generator().manual_seed(0)

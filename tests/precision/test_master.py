@@ -41,10 +41,8 @@ def by_hand(name, model, steps, **options):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_around_any_optimizer(name, dtype):
-    model, other = (
-        nn.Sequential(*(nn.Linear(n, m, bias=name != "Muon") for n, m in [(6, 8), (8, 1)])).to(dtype) for _ in "ab"
-    )
-    other.load_state_dict(model.state_dict())
+    model = nn.Sequential(*(nn.Linear(n, m, bias=name != "Muon") for n, m in [(6, 8), (8, 1)])).to(dtype)
+    other = copy.deepcopy(model)
     start = [parameter.detach().clone() for parameter in model.parameters()]
     weights = MasterWeights(model.parameters(), getattr(torch.optim, name), **OPTIMIZERS[name])
     for step in range(5):

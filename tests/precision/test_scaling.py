@@ -31,10 +31,8 @@ class Side:
     def __init__(self, scaler, dtype):
         self.scaler = scaler
         self.weights = [[nn.Parameter(torch.tensor([1.0, -2.5, 3e-3], dtype=dtype)) for _ in range(2)] for _ in "ab"]
-        self.optimizers = [
-            torch.optim.SGD(self.weights[0], lr=0.1, momentum=0.9),
-            torch.optim.Adam(self.weights[1], lr=0.1),
-        ]
+        sgd = torch.optim.SGD(self.weights[0], lr=0.1, momentum=0.9)
+        self.optimizers = [sgd, torch.optim.Adam(self.weights[1], lr=0.1)]
 
     def do(self, call, which, values):
         result = None

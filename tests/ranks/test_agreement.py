@@ -14,6 +14,7 @@ from minizero.ranks.processes.transport import WORDS_BYTES
 from minizero.ranks.processes.watch import Watch
 from minizero.ranks.transport import Collective
 from tests.support.failures import DISAGREE, SOON, error_of, timed, wait_for
+from tests.support.helpers import soak
 from tests.support.processes import run
 
 
@@ -38,7 +39,7 @@ def mismatches(comm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("size", [*soak(2), 3])
 def test_a_mismatch_is_told_on_every_rank_and_names_both_sides(size, tmp_path):
     for rank, found in enumerate(run(mismatches, size, tmp_path)):
         for name, (kind, message, _, seconds) in found.items():

@@ -28,9 +28,8 @@ def counted(monkeypatch):
     @contextlib.contextmanager
     def recorded(comm, operation, tensor=None, **details):
         if comm.size > 1:  # alone, a rank agrees with itself
-            logs[comm.ranks[comm.rank]].append(
-                (comm, operation, details.get("label", ""), 0 if tensor is None else tensor.nbytes)
-            )
+            nbytes = 0 if tensor is None else tensor.nbytes
+            logs[comm.ranks[comm.rank]].append((comm, operation, details.get("label", ""), nbytes))
         with agreement(comm, operation, tensor, **details):
             yield
 
@@ -68,11 +67,8 @@ def counted(monkeypatch):
 def bytes_of(comm, operation, label, nbytes):
     """What a rank sends: the shard to each other rank, or the whole without its own chunk, or that and the chunks."""
     n = comm.size
-    return {
-        "all_gather": nbytes * (n - 1),
-        "reduce_scatter": nbytes * (n - 1) // n,
-        "all_reduce": 2 * nbytes * (n - 1) // n,
-    }[operation]
+    chunks = nbytes * (n - 1) // n
+    return {"all_gather": nbytes * (n - 1), "reduce_scatter": chunks, "all_reduce": 2 * chunks}[operation]
 
 
 def labels(calls, phase, operation):

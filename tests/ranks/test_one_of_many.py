@@ -5,21 +5,9 @@ import contextlib
 import pytest
 import torch
 
-from minizero import (
-    DDP,
-    GPT,
-    GPTConfig,
-    World,
-    Zero1,
-    Zero2,
-    Zero3,
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
-    reduce_scatter,
-)
+from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
+from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.one_of_many import one_of_many
 from tests.support.helpers import SLOW
 
@@ -69,9 +57,8 @@ def test_a_collective_leaves_what_should_have_come_from_others_as_it_is():
     barrier(comm)
     assert (all_gather(x, comm).shape, all_reduce(x, comm).shape, broadcast(x, comm).shape) == ((32,), (8,), (8,))
     assert all_gather(x, comm)[16:24].equal(x)
-    assert (
-        comm.bytes_sent == 2 * 3 * 32 + 2 * 3 * 2 * 4
-    )  # two gathers, one all-reduce; a leaf of the tree sends nothing
+    # Two gathers, one all-reduce; a leaf of the tree sends nothing.
+    assert comm.bytes_sent == 2 * 3 * 32 + 2 * 3 * 2 * 4
 
 
 def test_a_rule_tells_the_colors_of_absent_ranks_and_a_color_does_not():

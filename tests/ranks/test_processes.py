@@ -19,6 +19,7 @@ from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcas
 from minizero.ranks.comm import Comm
 from minizero.ranks.processes import torchrun
 from tests.support.failures import SOON, error_of, timed, wait_for
+from tests.support.helpers import soak
 from tests.support.processes import run, spawn
 
 
@@ -91,7 +92,7 @@ def assert_same(a, b, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (2, 4)), 3])
+@pytest.mark.parametrize("size", [*soak(2, 4), 3])
 def test_processes_give_what_threads_give(size, tmp_path):
     threads, processes = World(size).run(everything), run(everything, size, tmp_path)
     for rank, (expected, found) in enumerate(zip(threads, processes)):
@@ -105,9 +106,8 @@ def fits_not(comm):
     comm.timeout = 1.0
     outgoing = torch.zeros(2 if comm.rank == 0 else 4)
     incoming = torch.ones(4, dtype=torch.float32 if comm.rank == 1 else torch.int32)
-    error = error_of(
-        lambda: comm.recv(incoming, comm.rank - 1) if comm.rank % 2 else comm.send(outgoing, comm.rank + 1)
-    )
+    odd = comm.rank % 2
+    error = error_of(lambda: comm.recv(incoming, comm.rank - 1) if odd else comm.send(outgoing, comm.rank + 1))
     return error, incoming.tolist()
 
 
@@ -171,9 +171,7 @@ def dies(rank, size, folder, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [pytest.param("killed", marks=pytest.mark.soak), "raises", "killed as it waits for another"]
-)
+@pytest.mark.parametrize("how", [*soak("killed"), "raises", "killed as it waits for another"])
 def test_the_others_name_a_rank_that_died(how, tmp_path):
     codes = spawn(dies, 4, tmp_path, how)
     assert codes == [0, 0, 1, 0]
@@ -240,9 +238,7 @@ def connects(rank, size, folder):
 @pytest.mark.slow
 def test_nobody_begins_or_leaves_before_all_are_connected(tmp_path):
     assert spawn(connects, 3, tmp_path) == [0, 0, 0]
-    (_, first), (_, second), (connected, last) = [
-        pickle.loads((tmp_path / f"{r}.pickle").read_bytes()) for r in range(3)
-    ]
+    (_, first), (_, second), (connected, last) = (pickle.loads((tmp_path / f"{r}.pickle").read_bytes()) for r in "012")
     assert 0 < connected < min(first, second, last)
 
 

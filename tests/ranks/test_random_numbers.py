@@ -48,9 +48,8 @@ def drawn(seed, way, others=lambda: None):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_draws_as_if_it_were_alone(way):
-    assert World(3).run(lambda comm: drawn(comm.rank, way, lambda: barrier(comm))) == [
-        drawn(rank, way) for rank in range(3)
-    ]
+    found = World(3).run(lambda comm: drawn(comm.rank, way, lambda: barrier(comm)))
+    assert found == [drawn(rank, way) for rank in range(3)]
 
 
 def test_ranks_begin_with_the_callers_numbers_who_goes_on_with_rank_0s():
@@ -62,9 +61,8 @@ def test_ranks_begin_with_the_callers_numbers_who_goes_on_with_rank_0s():
     expected = torch.rand(7).tolist()
     torch.manual_seed(5)
     assert World(3).run(fn) == [expected[:1], expected[:2], expected[:3]]
-    assert World(2).run(lambda comm: World(2).run(fn)[1] + fn(comm)) == [
-        expected[1:3] + expected[2 : 3 + rank] for rank in (0, 1)
-    ]
+    inner = World(2).run(lambda comm: World(2).run(fn)[1] + fn(comm))
+    assert inner == [expected[1:3] + expected[2 : 3 + rank] for rank in (0, 1)]
     with pytest.raises(RankFailed):
         World(2).run(lambda comm: fn(comm) + [1 / 0])
     assert torch.rand(4).tolist() == expected[3:]

@@ -26,7 +26,6 @@ def first_is_slow(comm):
     return best_seconds(lambda: time.sleep(next(calls)), comm, rounds=3)
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 def test_the_best_round_counts():
     assert World(2).run(first_is_slow)[0] < 1.0

@@ -11,7 +11,7 @@ import torch
 
 from minizero import RankFailed, World
 from minizero.ranks.collectives import all_reduce, barrier
-from tests.support.failures import failure_of
+from tests.support.failures import failure_of, until
 
 
 def test_results_come_in_rank_order():
@@ -56,7 +56,7 @@ class Later:
     ],
 )
 def test_what_would_never_run_is_refused(fn, kind):
-    failed, _ = failure_of(World(2), fn)
+    failed = failure_of(World(2), fn)
     assert isinstance(failed.__cause__, TypeError)
     assert f"the function returned a {kind}, which nobody runs" in str(failed.__cause__)
     del failed
@@ -124,7 +124,7 @@ def test_a_failure_in_a_nested_world_is_the_outer_ranks_failure():
             World(2).run(inner)
         barrier(comm)
 
-    failed, _ = failure_of(World(2), outer)
+    failed = failure_of(World(2), outer)
     assert failed.rank == 1
     assert isinstance(failed.__cause__, RankFailed)
     assert isinstance(failed.__cause__.__cause__, KeyError)
@@ -145,9 +145,6 @@ def test_runs_leave_nothing_behind():
         run = World(4).run(once)[0]
         assert run.meetings == {}, "a meeting is forgotten once all have read"
     del run
-    patience = time.monotonic() + 60
-    while threading.active_count() > threads:
-        assert time.monotonic() < patience, threading.enumerate()
-        time.sleep(0.01)
+    assert until(lambda: threading.active_count() <= threads), threading.enumerate()
     gc.collect()
     assert not any(run() for run in runs)

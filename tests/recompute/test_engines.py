@@ -9,7 +9,7 @@ from torch import nn
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
 from minizero.recompute import checkpoint
-from tests.support.helpers import SLOW, SMALL, run, steps
+from tests.support.helpers import SMALL, run, slow, steps
 from tests.support.recompute_ways import nested, plain, selective, vectors, verified
 
 
@@ -22,8 +22,8 @@ def train(comm, stage, recompute, dtype):
     return losses, comm.bytes_sent, ledger.peak["activations"]
 
 
-@pytest.mark.parametrize("stage", [Zero3, *(pytest.param(stage, marks=SLOW) for stage in (DDP, Zero1, Zero2))])
-@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=SLOW)])
+@pytest.mark.parametrize("stage", [Zero3, *slow(DDP, Zero1, Zero2)])
+@pytest.mark.parametrize("dtype", [None, *slow(torch.bfloat16)])
 def test_every_stage_has_the_same_losses_and_traffic_with_less_activations(stage, dtype):
     results = {way: run(2, train, stage, way, dtype)[0] for way in ("none", "full", "selective")}
     losses, sent, activations = results["none"]

@@ -50,10 +50,8 @@ def numbers(x):
         x = F.dropout(x, p).sin() + torch.native_dropout(x, p, True)[0] + torch.rand(8) + torch.randn_like(x)
     x = x + torch.rand(8, generator=None) + torch.rand_like(x, generator=None) + torch.randint(9, (8,), generator=None)
     x = x + F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0] + torch.randint(1, 9, (8,))
-    return (
-        x[torch.randperm(5, generator=None)].exp() * torch.normal(0.0, 1.0, (8,))
-        + x[torch.multinomial(torch.ones(5), 5)].exp()
-    )
+    y = x[torch.randperm(5, generator=None)].exp() * torch.normal(0.0, 1.0, (8,))
+    return y + x[torch.multinomial(torch.ones(5), 5)].exp()
 
 
 @pytest.mark.parametrize("inside", [plain, checkpoint])

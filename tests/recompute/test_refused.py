@@ -45,9 +45,8 @@ def test_functional_transforms_are_refused():
         with pytest.raises(NotImplementedError, match=r"torch.func's transforms .* call the function without"):
             transform(lambda x: checkpoint(torch.sin, x).sum())(torch.ones(3, requires_grad=True))
     with set_enabled(False):
-        assert torch.equal(
-            torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.ones(3)), torch.ones(3).cos()
-        )
+        gradient = torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.ones(3))
+        assert torch.equal(gradient, torch.ones(3).cos())
     x = torch.ones(3, requires_grad=True)  # a backward in a batch is none of them
     (rows,) = torch.autograd.grad(nested(torch.sin, x), x, torch.eye(3), is_grads_batched=True)
     assert torch.equal(rows, torch.diag(torch.ones(3).cos()))

@@ -5,15 +5,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minizero.recompute import (
-    Checkpointed,
-    by_function,
-    by_hooks,
-    checkpoint,
-    checkpoint_sequential,
-    is_recomputing,
-    set_enabled,
-)
+from minizero.recompute import Checkpointed, by_function, by_hooks, checkpoint, checkpoint_sequential
+from minizero.recompute.full import set_enabled
+from minizero.recompute.replay import is_recomputing
 from minizero.schedules import every_k
 from tests.support.recompute_ways import WAYS, Counted, Operators, equal, nested, plain, selective, vectors, verified
 
@@ -97,7 +91,6 @@ def test_a_second_run_leaves_modules_as_the_first_left_them(name, way):
     assert equal(gradients(WAYS[way]), gradients(plain))
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("compiled", ["the model", "the block", "the step"])
 def test_with_torch_compile(compiled):

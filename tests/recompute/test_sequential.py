@@ -13,15 +13,7 @@ from torch.nn import functional as F
 from minizero import Zero2, Zero3
 from minizero.memory import Ledger
 from minizero.recompute import RecomputeMismatch, checkpoint, checkpoint_sequential, is_recomputing, set_enabled
-from minizero.schedules import (
-    Schedule,
-    Stage,
-    Step,
-    binomial,
-    every_k,
-    recursive_halving,
-    sqrt_n,
-)
+from minizero.schedules import Schedule, Stage, Step, binomial, every_k, recursive_halving, sqrt_n
 from minizero.schedules.measured import measure_chain
 from tests.support.helpers import run, steps
 from tests.support.recompute_ways import equal, everything, no_collector, vectors
@@ -342,10 +334,8 @@ def test_a_layer_that_calls_backward_inside_itself(place, name):
         with pytest.raises(NotImplementedError, match="a layer calls backward .* inside itself.*call checkpoint on"):
             checkpoint_sequential(layers, x, SCHEDULES[name](3))
     else:
-        gradients = [
-            torch.autograd.grad(way(layers, x, SCHEDULES[name](3)).sum(), x)
-            for way in (by_plain, checkpoint_sequential)
-        ]
+        outputs = (way(layers, x, SCHEDULES[name](3)) for way in (by_plain, checkpoint_sequential))
+        gradients = [torch.autograd.grad(out.sum(), x) for out in outputs]
         assert equal(*gradients)
 
 

@@ -23,6 +23,7 @@ from minizero.schedules.depth import (
     step_in_regions,
 )
 from minizero.schedules.measured import measure_chain
+from tests.support.helpers import slow
 
 PICTURES = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(4, 1, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -51,7 +52,6 @@ def test_gradients_are_the_plain_runs():
         nn.Sequential(*layers).zero_grad()
 
 
-@pytest.mark.slow
 @pytest.mark.accuracy
 @pytest.mark.parametrize("depths", [(16, 64, 144), pytest.param((16, 64, 256, 1024), marks=pytest.mark.soak)])
 def test_memory_grows_with_n_and_with_its_root(depths):
@@ -106,11 +106,8 @@ def test_the_plan_holds_for_real_layers():
             assert held <= schedule.on(stages).peak + 8
 
 
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]
-
-
 # With dropout; with batch norm; with a large tape.
-@pytest.mark.parametrize("name", ["alexnet", *(pytest.param(name, marks=SLOW) for name in ("resnet", "gpt"))])
+@pytest.mark.parametrize("name", ["alexnet", *slow("resnet", "gpt")])
 def test_fit_holds_its_budget(name):
     torch.manual_seed(0)
     layers, x = (small_gpt(4)[1:-1], torch.randn(128, 32)) if name == "gpt" else (list(NETWORKS[name]()), PICTURES)

@@ -121,9 +121,8 @@ def test_optimal_is_no_slower_than_any_schedule_of_its_size(unit):
 @pytest.mark.slow
 def test_the_programme_is_fast_enough():
     rng = random.Random(7)
-    measured = [
-        Stage(rng.random(), rng.random(), rng.randint(10**5, 10**7), rng.randint(10**5, 10**8)) for _ in "a" * 100
-    ]
+    draw = rng.random, rng.random, lambda: rng.randint(10**5, 10**7), lambda: rng.randint(10**5, 10**8)
+    measured = [Stage(*(number() for number in draw)) for _ in range(100)]
     start = time.process_time()
     assert optimal_schedule([UNIFORM] * 1000, 14).advances == closed_form(1000, 10)
     middle = time.process_time()

@@ -13,11 +13,12 @@ SOON = 30
 
 
 def failure_of(world, fn, *args):
-    """How `world.run(fn)` fails, and after how many seconds."""
+    """How `world.run(fn)` fails, which is soon."""
     start = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         world.run(fn, *args)
-    return caught.value, time.monotonic() - start
+    assert (seconds := time.monotonic() - start) < SOON, f"only after {seconds:.1f} s"
+    return caught.value
 
 
 def compute():
@@ -42,9 +43,15 @@ def timed(fn):
 
 def wait_for(*paths):
     """Until these files are there."""
+    until(lambda: all(path.exists() for path in paths))
+
+
+def until(done):
+    """Wait for `done()`, not for ever: did it come?"""
     patience = time.monotonic() + 2 * SOON
-    while time.monotonic() < patience and not all(path.exists() for path in paths):
+    while not (came := done()) and time.monotonic() < patience:
         time.sleep(0.01)
+    return came
 
 
 HALF, SINGLE = torch.float16, torch.float32

@@ -1,5 +1,7 @@
 """What several tests need: small models, batches and a training loop."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,16 @@ from torch import nn
 from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
 
 STAGES = (DDP, Zero1, Zero2, Zero3)
-SLOW = [pytest.mark.slow, pytest.mark.accuracy]  # of one row of a test
+SLOW = pytest.mark.accuracy  # of one row of a test
 SMALL = GPTConfig(vocabulary=64, sequence_length=16, width=32, layers=3, heads=2)
+
+
+def slow(*rows, mark=SLOW):
+    """Rows of a test's table, marked."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=mark) for row in rows]
+
+
+soak = functools.partial(slow, mark=pytest.mark.soak)
 
 
 def batch(step, size=12, config=SMALL):

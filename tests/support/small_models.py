@@ -32,16 +32,7 @@ def fit(comm, stage, make, steps=2, forward=None, dtype=None, schedule=lambda op
     In the second step an engine knows the order of its units, and its replicas are old.
     """
     model = stage(make(), comm, dtype=dtype, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
-    scheduler = schedule(optimizer)
-    for step in range(steps):
-        x = vectors(step).chunk(comm.size)[comm.rank]
-        loss = forward(model, x, comm.rank) if forward else model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
+    descend(model, steps, forward, schedule, lambda x: {comm.rank: x.chunk(comm.size)[comm.rank]})
     return model.gather_state_dict()
 
 
@@ -52,19 +43,24 @@ def vectors(step):
 def fit_plain(make, steps=2, forward=None, parts=1, schedule=lambda optimizer: None):
     """The same on one process; with `parts`, the mean over that many ranks' losses."""
     module = make()
-    optimizer = torch.optim.AdamW(
-        [p for p in module.parameters() if p.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0.0
-    )
+    descend(module, steps, forward, schedule, lambda x: dict(enumerate(x.chunk(parts))))
+    return module.state_dict()
+
+
+def descend(model, steps, forward, schedule, parts_of):
+    """parts_of: of a batch, the parts that are computed here, by rank."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4, weight_decay=0.0)
     scheduler = schedule(optimizer)
     for step in range(steps):
-        for rank, x in enumerate(vectors(step).chunk(parts)):
-            loss = forward(module, x, rank) if forward else module(x).square().mean()
-            (loss / parts).backward()
+        parts = parts_of(vectors(step))
+        for rank, x in parts.items():
+            loss = forward(model, x, rank) if forward else model(x).square().mean()
+            (loss / len(parts)).backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad()
-    return module.state_dict()
 
 
 def check(make, world_size=None, forward=None, parts=1, stages=STAGES, **options):
@@ -232,3 +228,4 @@ def raises_in_forward(model, x, rank):
 
 LOOPS = (twice, several_forwards, one_by_one, held_back, broken_off_and_dropped, raises_in_forward)
 EDGES = (one_graph_twice, adapters_off, evaluation_between, broken_off)
+PLAIN_LOOPS = (twice, several_forwards, one_by_one, one_graph_twice, evaluation_between)  # of forwards and backwards

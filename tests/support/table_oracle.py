@@ -68,9 +68,5 @@ class TableOracle:
         return code | negative.astype(np.int64) << (self.width - 1), inexact, underflow, overflow
 
 
-ORACLES = {
-    FP16: TableOracle(5, 10),
-    BF16: TableOracle(8, 7),
-    FP8_E5M2: TableOracle(5, 2),
-    FP8_E4M3: TableOracle(4, 3, infinities=False),
-}
+ORACLES = {FP16: TableOracle(5, 10), BF16: TableOracle(8, 7), FP8_E5M2: TableOracle(5, 2)}
+ORACLES |= {FP8_E4M3: TableOracle(4, 3, infinities=False)}
