@@ -42,7 +42,8 @@ def emulate(fmt: FloatFormat = FP16, accumulator: FloatFormat = FP32) -> Iterato
 
     fmt: FP16, BF16, FP8_E4M3 or any other FloatFormat. Of nested blocks the innermost alone counts.
     accumulator: what the partial sums of sums, means, matrix products and 2-d convolutions are rounded to, one
-    addition after the other: slow, for small tensors (see `partial_sums`). With FP32 PyTorch's own kernels add.
+    addition after the other: slow, for small tensors. With FP32 PyTorch's own kernels add. `partial_sums` says which
+    operators still add in FP32 (softmax, norms, losses), and which are refused: `NotImplementedError`.
     Call `backward` inside the block. Integers, views, and the running statistics of a batch norm are left alone.
     So is what a model itself computes in FP32, such as the square in Llama's norm (`precision.islands`). PyTorch's own
     kernels compute tensors that have 16 bits already. Backward keeps parameters as they are, without a copy.
