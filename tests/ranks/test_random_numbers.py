@@ -75,8 +75,11 @@ SHARED = {
     "numpy.random.seed": (lambda comm: np.random.seed(comm.rank), "numpy.random"),
     "both": (lambda comm: random.random() + np.random.randn(), "Python's random and numpy.random"),
     "random in a thread": (in_a_thread(random.random), "Python's random"),
-    "torch.rand in a thread": (in_a_thread(lambda: torch.rand(3)), "torch's generator in a thread"),
-    "dropout in a thread": (in_a_thread(lambda: F.dropout(torch.ones(9))), "torch's generator in a thread"),
+    "torch.rand in a thread": (in_a_thread(lambda: torch.rand(3)), "torch's generator in a thread of their own"),
+    "dropout in a thread": (
+        in_a_thread(lambda: F.dropout(torch.ones(9))),
+        "torch's generator in a thread of their own",
+    ),
 }
 
 
@@ -91,7 +94,7 @@ OWN = {
     "torch": lambda comm: (torch.manual_seed(comm.rank), torch.rand(3), nn.Linear(2, 2)),
     "of its own": lambda comm: (random.Random(1).random(), np.random.default_rng(1).random()),
     "in a thread, of its own": in_a_thread(lambda: torch.rand(3, generator=torch.Generator())),
-    "set back": lambda comm: barrier(comm) if comm.rank else random.setstate(random.getstate()),
+    "set back": lambda comm: random.setstate(random.getstate()),
     "a World in a rank": lambda comm: World(2).run(lambda comm: torch.rand(3)),
 }
 
