@@ -57,6 +57,7 @@ def accumulate(
     `ValueError` if some rank has no micro-batch, if no rank has a target, if `count` does not return a number of at
     least 0, or if a dict has Hugging Face's `num_items_in_batch`, with which the loss is no mean.
     `TypeError` if the model has no parameters, or if the window holds something else than micro-batches.
+    `RuntimeError` if the loss has no gradient.
     """
     if not hasattr(micro_batches, "__iter__") and not hasattr(micro_batches, "__getitem__"):
         raise TypeError(
@@ -125,6 +126,11 @@ def _backward(model: nn.Module, micro_batch: MicroBatch, weight: float) -> torch
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"accumulate: {call} must be one number, the mean loss, not {what}")
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "accumulate: the loss has no gradient, as under no_grad or inference_mode, or if all weights are frozen: "
+            "call accumulate to train; a loss alone is what the model returns"
+        )
     if not weight and not loss.isfinite():
         raise ValueError(
             f"accumulate: the loss is {loss.item()} for what stands in for a micro-batch without targets, and 0 times "

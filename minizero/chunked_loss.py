@@ -9,8 +9,9 @@ But the loss is a sum over tokens, and what one token adds to it follows from it
     ∂L/∂h = W.T ∂L/∂z        ∂L/∂W = Σ ∂L/∂z h.T        ∂L/∂b = Σ ∂L/∂z        Σ over tokens
 
 Forward makes these gradients at once, while a chunk's logits are there. The next chunk's take their place. Backward
-multiplies the gradients by the gradient of the loss, one number. The price: from forward to backward the gradients of h
-and W are held, (tokens + vocabulary) · width numbers. The logits are more if both are at least twice the width.
+multiplies the gradients by the gradient of the loss, one number, in place. The price: from forward to backward the
+gradients of h and W are held, (tokens + vocabulary) · width numbers. The logits are more if both are at least twice the
+width.
 
 Hsu et al., 2024, "Liger Kernel" (fused linear cross-entropy). Wijmans et al., 2024, "Cut Your Losses in
 Large-Vocabulary Language Models", never writes even a chunk's logits to memory: its softmax runs online, as flash's.
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from minizero import torch_private
 from minizero.memory import tag
 
 
@@ -61,13 +63,15 @@ def loss_and_gradients(
         by_z = z.mul_(counts / total).scatter_add_(1, y, -counts.to(wide))  # ∂L/∂z, or 0 without a target
         if by_bias is not None:
             by_bias += by_z.sum(0)
-        by_z = by_z.to(narrow)
+        z = by_z = by_z.to(narrow)
         if by_hidden is not None:
             by_hidden[rows] = by_z @ weight
         if by_weight is not None and narrow == wide:
             by_weight.addmm_(by_z.T, h)  # the product is added where it is made, and is no matrix of its own
-        elif by_weight is not None:
-            by_weight += by_z.T @ h
+        elif by_weight is not None:  # a product in 16 bits is: of so many words that it is no larger than the logits
+            words = max(1, chunk * len(weight) // max(1, weight.shape[1]))
+            for sums, columns in zip(by_weight.split(words), by_z.split(words, dim=1)):
+                sums += columns.T @ h
     return loss, [by_hidden, by_weight, by_bias]
 
 
@@ -90,9 +94,10 @@ class LossInChunks(torch.autograd.Function):
                 "cross_entropy_in_chunks: its gradients have no graph, so there is no second derivative: leave "
                 "create_graph=True away, or use F.cross_entropy"
             )
-        # by_loss has the loss scale, and the mean's 1/n. With a dimension it makes the product FP32. Autograd rounds
-        # that once, to the dtype of what it is the gradient of.
-        gradients = (None if made is None else made * by_loss[None] for made in ctx.saved_tensors)
+        # by_loss has the loss scale, and the mean's 1/n. With a dimension it makes the product FP32, which is rounded
+        # once. A backward after this one, if there may be one, needs what is here.
+        multiply = torch.mul if torch_private.keeps_graph() else torch.Tensor.mul_
+        gradients = (None if made is None else multiply(made, by_loss[None]) for made in ctx.saved_tensors)
         return None, *gradients, None, None, None
 
 
@@ -114,22 +119,42 @@ def cross_entropy_in_chunks(
     reduction: "mean" over the targets, or "sum". Without any target both are 0, and so are the gradients, as in
     `accumulate`; PyTorch's mean is NaN.
 
-    `ValueError` for wrong shapes, a chunk below 1, or another reduction; `TypeError` if targets are not int64.
-    `RuntimeError` for a second derivative and, by PyTorch, for a target that is no word and for two dtypes.
+    From forward to backward (tokens · s + vocabulary · 4) · width bytes are held, s of them for a number of `hidden`.
+    Backward multiplies in place; in 16 bits the weight's gradient is then rounded, 2 bytes a number beside the 4. After
+    retain_graph=True it makes copies.
+
+    `ValueError` for wrong shapes, no words, a chunk below 1, or another reduction; `TypeError` if targets are not
+    int64, ignore_index is no whole number, or the others are no floating-point tensors.
+    `RuntimeError` for a second derivative, in a transform of torch.func and, by PyTorch, for a target that is no word
+    and for two dtypes.
     """
+    numbers = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    for tensor in (*numbers, targets):
+        if not isinstance(tensor, torch.Tensor) or (tensor is not targets and not tensor.is_floating_point()):
+            what = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"cross_entropy_in_chunks: expected floating-point tensors, and targets, not {what}")
+    if torch_private.function_transform_is_active():
+        raise RuntimeError(
+            "cross_entropy_in_chunks: torch.func's transforms (grad, vmap) cannot enter it: use backward, or "
+            "F.cross_entropy"
+        )
     fit = weight.dim() == 2 and weight.shape[1:] == hidden.shape[-1:] and targets.shape == hidden.shape[:-1]
     if not fit or (bias is not None and bias.shape != weight.shape[:1]):
-        shapes = [str(tuple(tensor.shape)) for tensor in (hidden, weight, targets, bias) if tensor is not None]
+        shapes = [str(tuple(tensor.shape)) for tensor in (*numbers[:2], targets, *numbers[2:])]
         raise ValueError(
             "cross_entropy_in_chunks: hidden must be (…, width), weight (vocabulary, width), targets (…), and bias, if "
             f"any, (vocabulary,), not {', '.join(shapes)}"
         )
     if targets.dtype != torch.int64:
         raise TypeError(f"cross_entropy_in_chunks: targets must be int64, as F.cross_entropy's, not {targets.dtype}")
+    if type(ignore_index) is not int:
+        raise TypeError(f"cross_entropy_in_chunks: ignore_index must be a whole number, not {ignore_index!r}")
+    if not weight.shape[0]:
+        raise ValueError("cross_entropy_in_chunks: weight has no row: a vocabulary has at least one word")
     if type(chunk) is not int or chunk < 1:
         raise ValueError(f"cross_entropy_in_chunks: chunk must be a number of tokens, at least 1, not {chunk!r}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'cross_entropy_in_chunks: reduction must be "mean" or "sum", not {reduction!r}')
-    flat = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1)
+    flat = hidden.reshape(targets.numel(), hidden.shape[-1]), weight, bias, targets.reshape(-1)
     loss = LossInChunks.apply(torch.is_grad_enabled(), *flat, chunk, ignore_index)
     return loss if reduction == "sum" else loss / (targets != ignore_index).sum().clamp(min=1)

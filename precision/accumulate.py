@@ -18,6 +18,7 @@ Here each operation is computed in float64 and then rounded to the accumulator's
 with the bits that `arithmetic` gives for formats of 16 bits, and float32 for FP32.
 """
 
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -76,8 +77,8 @@ METHODS: dict[str, Method] = {"sequential": sequential, "pairwise": pairwise, "k
 
 
 @exactly
-def sum(x: Any, dim: int = -1, accumulator: FloatFormat = FP32, method: str = "sequential") -> Any:
-    """The sum over dimension `dim`; partial results are rounded to `accumulator`, the sum to FP16.
+def sum(x: Any, dim: int | tuple[int, ...] = -1, accumulator: FloatFormat = FP32, method: str = "sequential") -> Any:
+    """The sum over dimension `dim`, or a tuple of them; partial results are rounded to `accumulator`, the sum to FP16.
 
     method: "sequential", "pairwise" or "kahan", which gives NaN, not infinity, where a partial sum overflows.
     """
@@ -91,7 +92,7 @@ def sum(x: Any, dim: int = -1, accumulator: FloatFormat = FP32, method: str = "s
 def dot(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
     """a · b over the last dimension: (…, n) and (…, n) to (…), as an element of `matmul` is computed."""
     x, y = _values("dot", a), _values("dot", b)
-    if not (x.dim() and y.dim() and x.shape[-1] == y.shape[-1]):
+    if not (x.dim() and y.dim() and x.shape[-1] == y.shape[-1] and _fit(x.shape[:-1], y.shape[:-1])):
         raise ValueError(f"dot: {tuple(x.shape)} and {tuple(y.shape)} are not (…, n) and (…, n)")
     round_ = rounding_to(accumulator)
     products = round_(x * y).movedim(-1, 0)
@@ -105,7 +106,7 @@ def matmul(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
     In FP32 the product of two FP16 numbers is exact: 11 bits by 11 make 22.
     """
     x, y = _values("matmul", a), _values("matmul", b)
-    if min(x.dim(), y.dim()) < 2 or x.shape[-1] != y.shape[-2]:
+    if min(x.dim(), y.dim()) < 2 or x.shape[-1] != y.shape[-2] or not _fit(x.shape[:-2], y.shape[:-2]):
         raise ValueError(f"matmul: {tuple(x.shape)} and {tuple(y.shape)} are not (…, m, k) and (…, k, n)")
     return _as_fp16(outer_products(rounding_to(accumulator), x, y), a)
 
@@ -170,12 +171,22 @@ def _values(name: str, x: Any) -> Tensor:
     return torch.as_tensor(FP16.quantize(as_numbers(name, x))).to(torch.float64).reshape(np.shape(x))
 
 
-def _terms(name: str, x: Any, dim: int) -> Tensor:
-    """x as a float64 tensor of FP16 values, with dimension `dim` moved to the front."""
+def _fit(a: torch.Size, b: torch.Size) -> bool:
+    """Whether leading dimensions are equal, or broadcast."""
+    return all(m == n or 1 in (m, n) for m, n in zip(reversed(a), reversed(b)))
+
+
+def _terms(name: str, x: Any, dim: Any) -> Tensor:
+    """x as a float64 tensor of FP16 values, with dimension `dim`, or the dimensions of a tuple as one, at the front."""
     values = _values(name, x)
-    if not -values.dim() <= dim < values.dim():
+    dims = dim if isinstance(dim, tuple) and name == "sum" else (dim,)
+    if not all(isinstance(each, numbers.Integral) for each in dims):
+        raise TypeError(f"{name}: dim must be a whole number{' or a tuple of them' * (name == 'sum')}, not {dim!r}")
+    if not all(-values.dim() <= each < values.dim() for each in dims):
         raise ValueError(f"{name}: there is no dimension {dim} in shape {tuple(values.shape)}")
-    return values.movedim(dim, 0)
+    if len({each % values.dim() for each in dims}) < len(dims) or not dims:
+        raise ValueError(f"{name}: dim must name different dimensions, not {dim}")
+    return values.movedim(dims, tuple(range(len(dims)))).flatten(0, len(dims) - 1)
 
 
 def _as_fp16(result: Tensor, x: Any) -> Any:

@@ -29,7 +29,7 @@ from precision.arrays import (
     view,
 )
 from precision.exact import exactly
-from precision.fast import FLOAT32, FLOAT64, Options, decode_integers, encode_integers, is_within_float32
+from precision.fast import FLOAT32, FLOAT64, Options, decode_integers, encode_integers, is_within_float32, widened
 from precision.layout import BitLayout
 from precision.one_number import ROUNDINGS
 
@@ -77,9 +77,10 @@ def encode(x: Any, fmt: BitLayout, rounding: str, *, return_flags: bool, seed: i
 def decode(bits: Any, fmt: BitLayout) -> Any:
     """The numbers that bits stand for: see `FloatFormat.decode`."""
     patterns = as_patterns("decode: bits", bits, fmt.width)
-    numbers = empty_like(patterns, "float32" if is_within_float32(fmt) else "float64")
+    carrier = FLOAT32 if is_within_float32(fmt) else FLOAT64
+    numbers = empty_like(patterns, carrier.floating)
     for _, index in pieces(patterns):
-        put(numbers, index, decode_integers(local(patterns[index]), fmt))
+        put(numbers, index, decode_integers(local(patterns[index]), fmt, carrier))
     return in_shape_of(bits, numbers)
 
 
@@ -89,18 +90,21 @@ def quantize(x: Any, fmt: BitLayout, rounding: str, *, seed: int | None, flush_t
     options = _options("quantize", rounding, seed, flush_to_zero)
     numbers = as_numbers("quantize", x)
     result = empty_like(numbers, dtype_of(numbers))
+    carrier = FLOAT64 if dtype_of(numbers) == "float64" else FLOAT32
     for start, index in pieces(numbers):
         code, _ = encode_integers(_integers(numbers[index], fmt), start, fmt, options)
-        put(result, index, decode_integers(code, fmt))
+        put(result, index, decode_integers(code, fmt, carrier))
     return in_shape_of(x, result)
 
 
 def _integers(x: Array, fmt: BitLayout) -> Array:
     """The bits of float32 or float64 numbers as int32 or int64."""
+    is_float64 = dtype_of(x) == "float64"
+    x = cast(x, "float64" if is_float64 else "float32")
     # A format of more range than float32 has normal numbers where float32 has subnormals or none.
-    wide = dtype_of(x) == "float64" or fmt.min_exponent < -126 or fmt.max_exponent > 127
-    carrier = FLOAT64 if wide else FLOAT32
-    return local(view(cast(x, carrier.floating), carrier.integer))
+    if not is_float64 and (fmt.min_exponent < -126 or fmt.max_exponent > 127):
+        x = widened(x)
+    return local(view(x, f"int{8 * x.itemsize}"))
 
 
 def _goes_in_pairs(numbers: Array, bits: Array, options: Options) -> bool:

@@ -42,7 +42,8 @@ def emulate(fmt: FloatFormat = FP16, accumulator: FloatFormat = FP32) -> Iterato
 
     fmt: FP16, BF16, FP8_E4M3 or any other FloatFormat. Of nested blocks the innermost alone counts.
     accumulator: what the partial sums of sums, means, matrix products and 2-d convolutions are rounded to, one
-    addition after the other: slow, for small tensors (see `partial_sums`). With FP32 PyTorch's own kernels add.
+    addition after the other: slow, for small tensors. With FP32 PyTorch's own kernels add. `partial_sums` says which
+    operators still add in FP32 (softmax, norms, losses), and which are refused: `NotImplementedError`.
     Call `backward` inside the block. Integers, views, and the running statistics of a batch norm are left alone.
     So is what a model itself computes in FP32, such as the square in Llama's norm (`precision.islands`). PyTorch's own
     kernels compute tensors that have 16 bits already. Backward keeps parameters as they are, without a copy.
@@ -114,6 +115,9 @@ class _Emulation(TorchDispatchMode):
             kwargs = {name: value if name in untouched else self.read(value) for name, value in kwargs.items()}
             odd = _odd_ones(list(given.values()))
             wide = any(map(self.is_wide, _tensors(list(given.values())) + odd))
+            if func._schema.name.removeprefix("aten::").removesuffix("_") in _ROUND_NUMBERS and not wide:
+                reals = any(tensor.dtype != torch.float64 for tensor in _tensors(args))
+                args = [self.number(value) if reals else value for value in args]
             if wide or self.accumulator == FP32:
                 result = func(*args, **kwargs)
             else:
@@ -140,6 +144,10 @@ class _Emulation(TorchDispatchMode):
         if not _tensors(value) or value.untyped_storage() in self.born or self.is_wide(value):
             return value
         return _round(self.fmt, value)
+
+    def number(self, value: Any) -> Any:
+        """A Python number as the operators in `_ROUND_NUMBERS` read it: rounded."""
+        return float(self.fmt.quantize(float(value))) if type(value) in (int, float) else value
 
     # Islands.
 
@@ -218,6 +226,11 @@ def _round(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
 
 # Batch norm itself updates these. They are FP32 in mixed precision, too.
 _STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+# PyTorch's 16-bit kernels round a Python number before these: 0.1 is 0.099976 in FP16, and x % 0.1 another number. To
+# a product or quotient it goes in FP32; what is filled or clamped with it is rounded afterwards, which is the same.
+_ROUND_NUMBERS = {"remainder", "fmod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "hardshrink"}
 
 
 @functools.cache

@@ -49,6 +49,7 @@ class Carrier(NamedTuple):
 
 
 FLOAT32, FLOAT64 = Carrier(32, 23, 127), Carrier(64, 52, 1023)
+FP32 = BitLayout(8, 23)  # float32 as a format, for conversions between the two
 
 
 class Options(NamedTuple):
@@ -256,11 +257,12 @@ def _outward(negative: Array, rounding: str) -> Array:
 # Decoding.
 
 
-def decode_integers(bits: Array, fmt: BitLayout) -> Array:
-    """The numbers that bits (of any integer type) stand for: float32 if that holds them all, else float64."""
+def decode_integers(bits: Array, fmt: BitLayout, carrier: Carrier) -> Array:
+    """The numbers that bits (of any integer type) stand for, as the carrier's: those that it has not are rounded."""
     # A subnormal number is computed below. It must be normal in the carrier, unless it has the same bits there.
-    fits = fmt.bias == FLOAT32.bias or fmt.min_exponent - fmt.mantissa_bits >= -126
-    carrier = FLOAT32 if fits and is_within_float32(fmt) else FLOAT64
+    lowest = fmt.min_exponent - fmt.mantissa_bits
+    if carrier == FLOAT32 and not (is_within_float32(fmt) and (fmt.bias == carrier.bias or lowest >= -126)):
+        return narrowed(decode_integers(bits, fmt, FLOAT64))
     bits = cast(bits, carrier.integer)
     code = bits & (2 ** (fmt.width - 1) - 1)
     mantissa = (code & (2**fmt.mantissa_bits - 1)) << (carrier.mantissa_bits - fmt.mantissa_bits)
@@ -274,6 +276,8 @@ def decode_integers(bits: Array, fmt: BitLayout) -> Array:
     elif carrier.bias != fmt.bias:  # the carrier has a leading 1 there: 0.mantissa = 1.mantissa - 1, exactly
         with_one = view(mantissa + _carried(2**fmt.mantissa_bits, fmt, carrier), carrier.floating)
         result = where(is_low, view(with_one - fmt.smallest_normal, carrier.integer), result)
+        if lowest < -1022:  # some are subnormal in float64, too: so many times its smallest one, 2^-1074
+            result = where(code < 2 ** (-1022 - lowest), code << (lowest + 1074), result)
     # Above the largest number.
     if fmt.infinities or fmt.nans:
         quiet_nan = carrier.infinity | carrier.one // 2 | mantissa
@@ -283,6 +287,20 @@ def decode_integers(bits: Array, fmt: BitLayout) -> Array:
     # The sign.
     result |= ((bits >> (fmt.width - 1)) & 1) << (carrier.width - 1)
     return view(result, carrier.floating)
+
+
+# float32 and float64. The processor's own casts take subnormal numbers for 0 if some library has set it to.
+
+
+def widened(x: Array) -> Array:
+    """float32 as float64: a decoding."""
+    return decode_integers(view(x, FLOAT32.integer), FP32, FLOAT64)
+
+
+def narrowed(x: Array) -> Array:
+    """float64 rounded to float32: an encoding."""
+    code, _ = encode_integers(view(x, FLOAT64.integer), 0, FP32, Options("nearest-even", 0, False))
+    return view(cast(code, FLOAT32.integer), FLOAT32.floating)
 
 
 def is_within_float32(fmt: BitLayout) -> bool:

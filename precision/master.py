@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from precision.scaling import as_float
+
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
@@ -62,6 +64,8 @@ class MasterWeights(torch.optim.Optimizer):
         for dtype in {parameter.dtype for parameter in together}:
             if dtype not in BITS:
                 raise ValueError(f"MasterWeights: parameters must be float16, bfloat16 or float32, not {dtype}")
+        if any(map(_overlaps, together)):
+            raise ValueError("MasterWeights: a parameter's elements share memory (expand?): give its contiguous()")
         if len({id(parameter) for parameter in together}) < len(together):
             raise ValueError("MasterWeights: a parameter is given twice, and would have two masters")
         group["params"] = [parameter.detach().float() for parameter in group["params"]]
@@ -153,9 +157,7 @@ class MasterWeights(torch.optim.Optimizer):
         for i, (parameter, master, version) in enumerate(zip(self.parameters, self.masters, self.rounded, strict=True)):
             if master._version != version:
                 continue  # somebody wrote to the master: this step rounds it back
-            integers = BITS.get(parameter.dtype, parameter.dtype)
-            rounded = master.to(parameter.dtype).view(integers)
-            if parameter.device != master.device or not torch.equal(parameter.view(integers), rounded):
+            if parameter.device != master.device or not _same(parameter, master.to(parameter.dtype)):
                 raise RuntimeError(
                     f"MasterWeights: parameter {i} was written to, or moved, and is not masters[{i}], rounded: the "
                     "step would undo that. Load or move weights before MasterWeights is made; or write to the master, "
@@ -174,7 +176,26 @@ class MasterWeights(torch.optim.Optimizer):
                 )
 
 
+def _same(parameter: torch.Tensor, rounded: torch.Tensor) -> bool:
+    """Bit for bit, so that -0 is not 0. Any NaN is NaN: rounding keeps no payload."""
+    integers = BITS.get(parameter.dtype, parameter.dtype)
+    bits, wanted = parameter.view(integers), rounded.view(integers)
+    if bits.shape != wanted.shape or torch.equal(bits, wanted):
+        return bits.shape == wanted.shape
+    return bool(((bits == wanted) | (parameter.isnan() & rounded.isnan())).all())
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory: whether a stride is no longer than what the shorter ones reach (0: expanded)."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += max(size - 1, 0) * stride
+    return False
+
+
 def _check_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
     for group in groups:
-        if not math.isfinite(group.get("lr", 0.0)):
+        if not math.isfinite(as_float(group.get("lr", 0.0))):
             raise ValueError(f"MasterWeights: the learning rate must be finite, not {group['lr']!r}")

@@ -2,13 +2,17 @@
 
     total = 0;  for each term:  total = round(total + round(product))        round: to the accumulator's format
 
-They stand in for PyTorch's own: products of matrices and vectors (mm, mv, dot, addmm, bmm, baddbmm), 2-d
-convolutions, sums and means, forward and backward. All others, such as softmax or batch norm, add in FP32 as before.
+They stand in for PyTorch's own: products of matrices and vectors (mm, mv, dot, addmm, bmm, baddbmm and relatives), 2-d
+convolutions, sums, means, and what adds terms to places (scatter_add, an embedding's gradient), forward and backward.
+Other sums, means and products are refused. What autocast computes in FP32 (softmax, norms, losses) adds in FP32 as
+before; so do variances, interpolations, and the backward of a maximum pool.
 Terms are added in the order of their index, in a convolution channel by channel; hardware has other orders, with
 other errors. Here a convolution is a matrix product: its windows are laid out as columns (Chellapilla et al.,
 2006).
 """
 
+import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +43,32 @@ def product_with_vector(round_: Round, a: Tensor, b: Tensor) -> Tensor:
 def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta · c + alpha · a @ b; c broadcasts."""
     return beta * c + alpha * outer_products(round_, a, b) if beta else alpha * outer_products(round_, a, b)
+
+
+def sum_of_products(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """aten.addbmm: beta · c + alpha · Σ a[i] @ b[i], which is one product of wide by tall."""
+    return matmul_and_add(round_, c, a.transpose(0, 1).flatten(1), b.flatten(0, 1), beta=beta, alpha=alpha)
+
+
+def product_with_vector_and_add(
+    round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """aten.addmv: beta · c + alpha · a @ b."""
+    return matmul_and_add(round_, c[..., None], a, b[:, None], beta=beta, alpha=alpha)[:, 0]
+
+
+def add_up_numbers(round_: Round, terms: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+    """aten.nansum: NaNs count for nothing."""
+    return add_up(round_, terms.where(~terms.isnan(), 0), *rest, **keywords)
+
+
+def running_sum(round_: Round, terms: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+    """aten.cumsum: every total on the way."""
+    if not terms.numel() or not terms.dim():
+        return round_(terms)
+    zero = torch.zeros_like(terms.select(dim, 0))
+    _, *totals = itertools.accumulate(terms.unbind(dim), lambda total, term: round_(total + term), initial=zero)
+    return torch.stack(totals, dim)
 
 
 def mean(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
@@ -101,34 +131,116 @@ def _geometry(x: Tensor, weight: Tensor, shape: Sequence[Any]) -> dict[str, Any]
     return {"kernel_size": weight.shape[2:], "dilation": dilation, "padding": padding, "stride": stride}
 
 
-_aten = torch.ops.aten
-_OPERATORS: dict[Any, Callable[..., Any]] = {
-    _aten.mm.default: outer_products,
-    _aten.bmm.default: outer_products,
-    _aten.mv.default: product_with_vector,
-    _aten.dot.default: product_with_vector,
-    _aten.addmm.default: matmul_and_add,
-    _aten.baddbmm.default: matmul_and_add,
-    _aten.sum.default: add_up,
-    _aten.sum.dim_IntList: add_up,
-    _aten.mean.default: mean,
-    _aten.mean.dim: mean,
-    _aten.convolution.default: convolution,
-    _aten.convolution_backward.default: convolution_backward,
+# Terms that are added to places, of which several may be one: an index into x as if it were flat.
+
+
+def add_at(round_: Round, x: Tensor, places: Tensor, terms: Tensor) -> Tensor:
+    """x with each of the terms added at its place, in their order."""
+    places, order = places.flatten().sort(stable=True)
+    terms, total = terms.flatten()[order], x.flatten().clone()
+    turn = torch.arange(len(places), device=x.device) - torch.searchsorted(places, places)
+    for i in range(int(turn.max()) + 1 if len(turn) else 0):  # all places have their i-th term at once
+        place, term = places[turn == i], terms[turn == i]
+        total[place] = round_(total[place] + term)
+    return total.view(x.shape)
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device).view(x.shape)
+
+
+def scatter_add(round_: Round, x: Tensor, dim: int, index: Tensor, terms: Tensor) -> Tensor:
+    """Also what backward of gather is made of."""
+    return add_at(round_, x, _places(x).gather(dim, index), terms[tuple(map(slice, index.shape))])
+
+
+def index_add(round_: Round, x: Tensor, dim: int, index: Tensor, terms: Tensor, *, alpha: float = 1) -> Tensor:
+    """Also what backward of index_select is made of."""
+    return add_at(round_, x, _places(x).index_select(dim, index), alpha * terms)
+
+
+def index_put(round_: Round, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any) -> Tensor:
+    """x[indices] += values, which backward of x[indices] is made of; without `accumulate` nothing is added."""
+    if not accumulate:
+        return NotImplemented
+    places = _places(x)[tuple(slice(None) if index is None else index for index in indices)]
+    return add_at(round_, x, places, values.expand(places.shape))
+
+
+def put(round_: Round, x: Tensor, index: Tensor, values: Tensor, accumulate: bool = False) -> Tensor:
+    """index_put, of x as if it were flat."""
+    return add_at(round_, x, index, values) if accumulate else NotImplemented
+
+
+def gradient_of_embedding(
+    round_: Round, gradient: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
+) -> Tensor:
+    """aten.embedding_dense_backward: each token's gradient is added to its word's row."""
+    width, indices = gradient.shape[-1], indices.flatten()
+    counts = indices.bincount(minlength=rows)[indices, None] if by_frequency else 1
+    terms = (gradient.reshape(-1, width) / counts) * (indices != padding)[:, None]
+    return index_add(round_, gradient.new_zeros(rows, width), 0, indices, terms)
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "mm": outer_products,
+    "bmm": outer_products,
+    "mv": product_with_vector,
+    "dot": product_with_vector,
+    "vdot": product_with_vector,
+    "addmm": matmul_and_add,
+    "baddbmm": matmul_and_add,
+    "addbmm": sum_of_products,
+    "addmv": product_with_vector_and_add,
+    "sum": add_up,
+    "nansum": add_up_numbers,
+    "cumsum": running_sum,
+    "trace": lambda round_, x: add_up(round_, x.diagonal()),
+    "mean": mean,
+    "convolution": convolution,
+    "convolution_backward": convolution_backward,
+    "scatter_add": scatter_add,
+    "index_add": index_add,
+    "index_put": index_put,
+    "put": put,
+    "embedding_dense_backward": gradient_of_embedding,
 }
+# They add up, too, or multiply matrices, inside of one kernel; the second ones only by a reduction of these names.
+_REFUSED = re.compile(
+    "avg_pool|embedding_bag|segment_reduce|^_trilinear|col2im|unfold_backward|bincount|scaled_dot_product|_attention_"
+    "|multi_head_attention|encoder_layer|rnn|addmm_activation"
+)
+_REDUCTIONS = {"scatter", "scatter_reduce", "index_reduce"}, {"add", "sum", "mean"}
 
 
 def run(fmt: FloatFormat, accumulator: FloatFormat, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """func(*args, **kwargs) on values of `fmt`. The operators above round their partial sums to `accumulator`."""
-    if func not in _OPERATORS or not args[0].is_floating_point():
+    """func(*args, **kwargs) on values of `fmt`. The operators above round their partial sums to `accumulator`.
+
+    `NotImplementedError` from others that add up or multiply matrices.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    operator = name.removesuffix("_")
+    dtypes = [kwargs["dtype"]] if kwargs.get("dtype") else [x.dtype for x in args if isinstance(x, Tensor)]
+    dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
+    reductions = {each for each in (*args, *kwargs.values()) if isinstance(each, str)}
+    if dtypes and (_REFUSED.search(operator) or (operator in _REDUCTIONS[0] and reductions & _REDUCTIONS[1])):
+        raise NotImplementedError(
+            f"emulate: {func} would add in FP32, not in the accumulator: write it with sums, means and products of "
+            "matrices, or leave the accumulator at FP32"
+        )
+    if not dtypes or operator not in _OPERATORS:
         return func(*args, **kwargs)
-    dtype = kwargs.get("dtype") or args[0].dtype
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) else value
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     # In FP64 one operation on two numbers of few bits comes out as if it were rounded once (see `accumulate`). So does
     # a sum of two FP32 numbers, unless one is below 2^-52 of the other, and the other half-way between two numbers.
     wide = (cast(value, torch.float64) for value in args)
-    result = _OPERATORS[func](rounding_to(accumulator, terms=fmt), *wide, **kwargs)
-    return tuple(cast(value, dtype) for value in result) if isinstance(result, tuple) else cast(result, dtype)
+    options = {option: value for option, value in kwargs.items() if option != "out"}
+    result = _OPERATORS[operator](rounding_to(accumulator, terms=fmt), *wide, **options)
+    if result is NotImplemented:
+        return func(*args, **kwargs)
+    if operator != name or "out" in kwargs:
+        return (kwargs["out"] if operator == name else args[0]).resize_(result.shape).copy_(result)
+    return tuple(cast(value, dtypes[0]) for value in result) if isinstance(result, tuple) else cast(result, dtypes[0])

@@ -15,7 +15,7 @@ one has bounds.
 import ctypes
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,21 @@ class LossScaler:
         self._progress: dict[Any, Progress] = {}  # by optimizer
 
     def scale(self, outputs: Any) -> Any:
-        """`outputs` times the scale: a tensor, or a list, tuple or other iterable of them, nested or not."""
+        """`outputs` times the scale: a tensor, or a list, (named) tuple, dict or other iterable of them, nested or not.
+
+        Of a dict the values are scaled, and a plain dict is returned.
+        """
         if isinstance(outputs, torch.Tensor):
             self._has_scaled = True
             # An FP32 tensor, since FP16 times a Python number would stay FP16, where 65536 is inf.
             return outputs * torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
-        if not isinstance(outputs, Iterable):
+        if not isinstance(outputs, Iterable) or isinstance(outputs, str | bytes):
             raise ValueError(f"scale: outputs must be a tensor or an iterable of tensors, not {outputs!r}")
+        if isinstance(outputs, Mapping):
+            return {name: self.scale(output) for name, output in outputs.items()}
         scaled = map(self.scale, outputs)
+        if hasattr(outputs, "_make"):  # a namedtuple, which takes its values one by one
+            return outputs._make(scaled)
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled  # type: ignore[call-arg]
 
     @torch.no_grad()
@@ -165,7 +172,7 @@ class DynamicLossScaler(LossScaler):
     def _set(
         self, scale: float, growth: float, backoff: float, interval: int, low: float, high: float, tracker: int
     ) -> None:
-        if not 1 < growth < math.inf:
+        if not 1 < as_float(growth) < math.inf:
             raise AssertionError(f"growth_factor must be above 1 and finite, not {growth!r}")
         if not 0 < backoff < 1:
             raise AssertionError(f"backoff_factor must be between 0 and 1, not {backoff!r}")
@@ -219,10 +226,18 @@ def _float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
+def as_float(value: float) -> float:
+    """The number as a float; a whole number beyond float64, such as 10**400, is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def _positive(name: str, value: float) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not 0 < _float32(float(value)) < math.inf:
+    if not 0 < _float32(as_float(value)) < math.inf:
         raise ValueError(f"{name} must be a positive, finite FP32 number, not {value!r}")
     return _float32(float(value))
 

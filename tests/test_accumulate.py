@@ -422,6 +422,17 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("wrap", [lambda model, comm: model, *STAGES])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_loss_without_a_gradient_is_refused(wrap, context):
+    def validate(comm):
+        model = wrap(OwnMean(), comm)
+        with context(), pytest.raises(RuntimeError, match="accumulate: the loss has no gradient, as under no_grad"):
+            accumulate(model, PAIRS)
+
+    run(2, validate)
+
+
 @pytest.mark.parametrize("model, window, options, error, words", REFUSED)
 def test_what_is_refused(model, window, options, error, words):
     with pytest.raises(error, match=words):

@@ -11,17 +11,21 @@ All else runs at the same time, as before. (If one rank computed at a time, the 
 ranks wait for each other; but then a step of the demo takes up to 1.6 times as long on two cores.)
 
 Meant are torch's generators of the CPU and of the rank's GPU. The methods of `torch.default_generator` itself, NumPy's
-generator and Python's still belong to the process.
+generator and Python's still belong to the process, and a thread that a rank starts is no rank: `shared_states` shows
+what was drawn there.
 """
 
 import contextlib
 import functools
 import os
+import pickle
+import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from minizero import torch_private
@@ -70,6 +74,17 @@ def states_for(device: torch.device) -> States:
         generators.append(stand_in.generator)
     with as_this_rank():
         return {generator: generator.get_state() for generator in generators}
+
+
+def shared_states() -> dict[str, bytes]:
+    """The states of the generators that no rank has for itself: Python's, NumPy's, and torch's outside of ranks."""
+    with ALONE:
+        states = {
+            "Python's random": random.getstate(),
+            "numpy.random": np.random.get_state(legacy=False),
+            "torch's generator in a thread of their own": torch.default_generator.get_state().numpy(),
+        }
+    return {name: pickle.dumps(state) for name, state in states.items()}
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import threading
 import time
+import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from minizero.ranks.comm import Comm
 from minizero.ranks.errors import RankFailed
-from minizero.ranks.random_numbers import THIS_THREAD, as_this_rank, states_for, swap_states
+from minizero.ranks.random_numbers import THIS_THREAD, as_this_rank, shared_states, states_for, swap_states
 from minizero.ranks.threads import Run, ThreadTransport
 
 GRACE_SECONDS = 1.0  # that the other ranks have to stop after a failure
@@ -30,7 +31,9 @@ class World:
     device: "auto" puts rank r on cuda:(r mod device_count) if there is CUDA, else on the CPU; "cuda"
     spreads the ranks, too; any other torch device holds all ranks. timeout: seconds that a rank waits
     for another. The ranks share `torch.get_num_threads()`. Each draws torch's random numbers for itself: those that the
-    caller would draw next, until it calls `torch.manual_seed`. The caller then goes on with those of rank 0.
+    caller would draw next, until it calls `torch.manual_seed`. The caller then goes on with those of rank 0. Python's
+    `random` and NumPy's belong to all ranks, and torch's to all threads that ranks start: `run` warns if one was used.
+    Contexts such as `torch.no_grad` or autocast belong to a thread, too: enter them in the function.
     """
 
     def __init__(self, size: int, device: str | torch.device = "auto", timeout: float = 60.0) -> None:
@@ -56,6 +59,7 @@ class World:
         run = Run(self.size)
         results: list[Any] = [None] * self.size
         states = [states_for(self._device_of(rank)) for rank in range(self.size)]
+        shared = shared_states()
 
         def rank_main(comm: Comm) -> None:
             try:
@@ -104,6 +108,14 @@ class World:
         if run.failure is not None:
             rank, cause, report = run.failure
             raise RankFailed(rank, report) from cause
+        used = [name for name, state in shared_states().items() if state != shared[name]]
+        if used and self.size > 1:
+            warnings.warn(
+                f"World.run: the ranks used {' and '.join(used)}, which threads share. So a rank's numbers depend on "
+                "the others, and are not those that a process of its own draws: give each rank a generator of its own, "
+                "random.Random(seed), numpy.random.default_rng(seed) or torch.Generator(), or start it with torchrun",
+                stacklevel=2,
+            )
         with as_this_rank():
             swap_states(states[0])
         return results

@@ -19,6 +19,7 @@ from minizero.memory.estimate import check_memory, estimate
 from minizero.models.gpt import ATTENTIONS, RECOMPUTE, GPTConfig
 from minizero.models.text import TEXT, read_text
 from minizero.ranks.comm import Comm
+from minizero.ranks.processes.torchrun import is_a_rank
 from minizero.ranks.world import World
 from minizero.train import report
 from minizero.train.loop import Job, train
@@ -36,7 +37,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     count = {"type": cli.positive, "metavar": "N"}
     stages = [*map(str, range(len(STAGES))), "all"]
     add("--stage", choices=stages, default="all", help="0 is DDP (default: all, one by one)")
-    add("--world-size", **count, help="ranks (default: 4; under torchrun, its own)")
+    add("--world-size", **count, help="ranks (default: 4; under torchrun or another launcher, its own)")
     add("--steps", **count, default=40, help="of training, in this run (default: %(default)s)")
     add("--batch-size", **count, default=2, help="sequences per rank (default: %(default)s)")
     add("--sequence-length", **count, default=shapes.sequence_length, help="bytes in a sequence (default: %(default)s)")
@@ -59,7 +60,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=cli.seed, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="any UTF-8 file (default: the text that ships)")
     add("--output", type=Path, metavar="FOLDER", help="where PNG and JSON files go (default: nowhere)")
-    add("--save", type=Path, metavar="FOLDER", help="where the last step's state goes: of one --stage, not of all")
+    add("--save", type=Path, metavar="FOLDER", help="where the state goes: of one --stage, not of all")
+    add("--save-every", **count, default=10, help="steps; a run that is killed leaves the last state (default: 10)")
     add(
         "--resume",
         type=Path,
@@ -75,13 +77,14 @@ def run(options: argparse.Namespace, console: Console) -> None:
     shapes = (256, options.sequence_length, options.width, options.layers, options.heads)
     config = GPTConfig(*shapes, options.seed, options.attention, options.recompute)
     dtype = cli.DTYPES[options.dtype]
-    job = Job(config, options.steps, options.batch_size, options.learning_rate, dtype, options.save, options.resume)
+    folders = options.save, options.resume, options.save_every
+    job = Job(config, options.steps, options.batch_size, options.learning_rate, dtype, *folders)
     stages = range(4) if options.stage == "all" else [int(options.stage)]
-    processes = "TORCHELASTIC_RUN_ID" in os.environ
+    processes = is_a_rank()
     world_size = int(os.environ["WORLD_SIZE"]) if processes else options.world_size or 4
-    on_this_machine = int(os.environ["LOCAL_WORLD_SIZE"]) if processes else world_size
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if processes else world_size
     if processes and options.world_size not in (None, world_size):
-        raise ValueError(f"--world-size {options.world_size}: torchrun started {world_size} ranks: leave it out")
+        raise ValueError(f"--world-size {options.world_size}: the launcher started {world_size} ranks: leave it out")
     if options.save is not None and len(stages) > 1:
         raise ValueError(f"--save {options.save}: it holds the state of one stage: say which, for example --stage 3")
     cli.check_shapes(config)
@@ -134,8 +137,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def own_rank() -> int:
-    """Which process of torchrun this is; 0 also where there is none."""
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    """Which process of a launcher this is; 0 also where there is none."""
+    return int(os.environ["RANK"]) if is_a_rank() else 0
 
 
 def main(argv: list[str] | None = None) -> int:

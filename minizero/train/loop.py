@@ -23,7 +23,10 @@ from minizero.train.measured import Measured
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One training run; `batch_size` sequences per rank. save, resume: folders of a checkpoint."""
+    """One training run; `batch_size` sequences per rank.
+
+    save, resume: folders of a checkpoint. save_every: steps after which it is written anew; at the end it is, too.
+    """
 
     config: GPTConfig
     steps: int
@@ -32,6 +35,7 @@ class Job:
     dtype: torch.dtype
     save: Path | None = None
     resume: Path | None = None
+    save_every: int = 10
 
 
 def batches(text: torch.Tensor, job: Job, rank: int, world_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -67,8 +71,8 @@ def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[.
         if comm.rank == 0:
             tokens = comm.size * job.batch_size * job.config.sequence_length
             show(step + 1, losses[-1], tokens / measured.seconds, measured.peak["total"])
-    if job.save is not None:
-        checkpoint.save(job.save, model, optimizer, last)
+        if job.save is not None and ((step + 1) % job.save_every == 0 or step + 1 == job.steps):
+            checkpoint.save(job.save, model, optimizer, first + step + 1)
     total, root = job.config.count_parameters()
     sent = predict_sent(total, comm.size, stage, n_root=root, bytes_each=job.dtype.itemsize)
     return {

@@ -118,6 +118,8 @@ BAD = [
     ((Q, Q, Q), dict(dropout_p=0.5, dropout_seed=1.5), ValueError, "dropout_seed is 1.5; expected a whole number"),
     ((Q, Q, Q), dict(dropout_p=0.5, dropout_seed=2**63), ValueError, "dropout_seed is 9223372036854775808; expected"),
     ((Q, Q, Q), dict(scale=math.inf), ValueError, "scale is inf; expected a finite number, or None"),
+    ((Q, Q, Q), dict(scale=-(10**400)), ValueError, "scale is -1000"),
+    ((Q, Q, Q), dict(dropout_p=10**400), ValueError, "dropout_p is 1000"),
     ((Q, Q, Q), dict(scale="1"), ValueError, "scale is '1'; expected a finite number"),
 ]
 

@@ -56,6 +56,34 @@ def test_as_pytorchs_own_16_bit_kernels(fmt, dtype):
     assert torch.equal(emulated.grad, own.grad.float())
 
 
+NUMBERS = {
+    "%": lambda x: x % 0.1,
+    "%, reversed": lambda x: torch.remainder(1.7, x),
+    "%, in place": lambda x: x.clone().remainder_(0.3),
+    "fmod": lambda x: torch.fmod(x, 0.3),
+    "fmod, by what is 0": lambda x: torch.fmod(x, 1e-9),
+    "compared with what it was filled with": lambda x: torch.full_like(x, 0.1) == 0.1,
+    "compared with what it was clamped to": lambda x: x.clamp(max=0.3) >= 0.3,
+    "above": lambda x: x > x[0].item() * 1.0001,
+    "a large whole number": lambda x: x * 0 + 4096 == 4097,
+    "threshold": lambda x: F.hardshrink(x, 0.3),
+    "times": lambda x: x * 0.1,
+    "over": lambda x: x / 0.3,
+    "clamp": lambda x: x.clamp(-0.1, 0.3),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 1e-3),
+}
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [(FP16, torch.float16), (BF16, torch.bfloat16)])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_python_numbers_as_pytorchs_own_16_bit_kernels_read_them(name, fmt, dtype):
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide = x.float()
+    with emulate(fmt):
+        emulated = NUMBERS[name](wide)
+    torch.testing.assert_close(emulated.float(), NUMBERS[name](x).float(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_network_as_in_pytorchs_float16():
     """Bit for bit, of whole numbers: every sum is exact in any order, also where a kernel adds some of it in FP16.
 

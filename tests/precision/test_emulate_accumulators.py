@@ -78,11 +78,96 @@ def test_a_convolution_sums_channels_in_order():
         (lambda: F.conv2d(torch.ones(1, 2, 5, 5), torch.ones(2, 1, 3, 3), groups=2), "one group.*accumulator at FP32"),
         (lambda: F.conv1d(torch.ones(1, 2, 5), torch.ones(1, 2, 3)), "2-d"),
         (lambda: F.conv_transpose2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 2)), "not transposed"),
+        *[
+            (call, "would add in FP32, not in the accumulator: write")
+            for call in (
+                lambda: F.avg_pool1d(ROWS, 3),
+                lambda: F.adaptive_avg_pool3d(torch.ones(1, 1, 4, 4, 4), 2),
+                lambda: F.embedding_bag(AT[None], torch.ones(4, 3), mode="mean"),
+                lambda: F.bilinear(ROWS, ROWS, torch.ones(1, 6, 6)),
+                lambda: F.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3),
+                lambda: F.fold(torch.ones(1, 4, 9), (4, 4), 2),
+                lambda: nn.LSTM(6, 2)(ROWS),
+                lambda: torch.segment_reduce(ROWS[0], "sum", lengths=torch.tensor([6])),
+                lambda: torch.zeros(3).scatter_reduce_(0, AT, ROWS[0], "mean"),
+                lambda: torch.zeros(3).scatter_(0, AT, ROWS[0], reduce="add"),
+                lambda: torch.bincount(AT, ROWS[0]),
+            )
+        ],
     ],
 )
-def test_convolutions_that_are_not_simulated_say_so(call, words):
+def test_what_is_not_simulated_says_so(call, words):
     with emulate(FP16, accumulator=FP16), pytest.raises(NotImplementedError, match=words):
         call()
+
+
+# Their relatives. Of whole numbers as small as these all sums are exact, so they are PyTorch's.
+
+AT, ROWS = torch.tensor([0, 2, 2, 1, 2, 0]), torch.arange(-3.0, 3).repeat(2, 1)
+RELATIVES = {
+    "addmv": lambda x: torch.addmv(x[:, 0], x, x[0], beta=2, alpha=3),
+    "addmv_": lambda x: x[:, 0].clone().addmv_(x, x[0]),
+    "vdot": lambda x: torch.vdot(x[0], x[1]),
+    "vecdot": lambda x: torch.linalg.vecdot(x, x),
+    "addbmm": lambda x: torch.addbmm(torch.ones(2, 2), x.view(2, 2, 3), x.view(2, 3, 2), beta=0.5, alpha=2),
+    "addmm_": lambda x: torch.ones(2, 2).addmm_(x, x.t(), beta=3),
+    "mm, out": lambda x: torch.mm(x, x.t(), out=torch.empty(2, 2)),
+    "sum, out": lambda x: torch.sum(x, 1, out=torch.empty(0)),
+    "nansum": lambda x: torch.nansum(x.where(x != 2, torch.nan), 1, keepdim=True),
+    "cumsum": lambda x: x.cumsum(1),
+    "cumsum_": lambda x: x.clone().cumsum_(0),
+    "trace": lambda x: (x.t() @ x).trace(),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "gather": lambda x: x.gather(1, AT.expand(2, 6)),
+    "index_select": lambda x: x.index_select(1, AT),
+    "indexing": lambda x: x[:, AT],
+    "a mask": lambda x: x[x > 0],
+    "embedding": lambda x: F.embedding(AT, x.t(), padding_idx=1),
+    "by frequency": lambda x: F.embedding(AT, x.t(), scale_grad_by_freq=True) * 6,
+    "scatter_add": lambda x: torch.ones(2, 3).scatter_add(1, AT.expand(2, 6), x),
+    "scatter_add of some": lambda x: torch.ones(2, 3).scatter_add(1, AT[None, 1:], x.detach()),
+    "index_add_": lambda x: torch.ones(2, 3).index_add_(1, AT, x, alpha=2),
+    "index_put_": lambda x: torch.ones(3, 2).index_put_((AT, torch.zeros_like(AT)), x[0], accumulate=True),
+    "one number put": lambda x: torch.ones(3).index_put((AT,), x[0, 0], accumulate=True),
+    "put_": lambda x: torch.ones(3).put_(AT, x[0], accumulate=True),
+    "assigned": lambda x: torch.ones(6).index_put((AT[:2],), x[0, :2]),
+    "no place": lambda x: torch.ones(3).index_add(0, AT[:0], x[0, :0]),
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_relatives_of_sums_and_products_give_pytorchs_numbers_and_gradients(name):
+    results = []
+    for accumulator in (FP32, FP16):
+        x = ROWS.clone().requires_grad_("out" not in name)
+        with emulate(FP16, accumulator):
+            y = RELATIVES[name](x)
+            if y.requires_grad:
+                (y * torch.arange(1.0, y.numel() + 1).view(y.shape)).sum().backward()
+        results.append((y.detach(), x.grad))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+LONG = {  # 3,000 ones
+    "addmv_": lambda ones: torch.zeros(1).addmv_(ones[None], ones),
+    "addbmm": lambda ones: torch.addbmm(torch.zeros(1, 1), ones.view(2, 1, 1500), ones.view(2, 1500, 1)),
+    "mm, out": lambda ones: torch.mm(ones[None], ones[:, None], out=torch.empty(1, 1)),
+    "mean, out": lambda ones: torch.mean(ones, 0, out=torch.empty(())) * 3000,
+    "a sum of bool": lambda ones: torch.sum(ones.bool(), dtype=torch.float32),
+    "nansum": lambda ones: ones.nansum(),
+    "cumsum": lambda ones: ones.cumsum(0)[-1],
+    "trace": lambda ones: ones.expand(3000, 3000).trace(),
+    "scatter_add": lambda ones: torch.zeros(1).scatter_add(0, torch.zeros(3000, dtype=torch.long), ones),
+    "index_put": lambda ones: torch.zeros(2).index_put((ones.long(),), ones, accumulate=True)[1],
+    "embedding": lambda ones: torch.autograd.grad(F.embedding(ones.long(), NARROW).sum(), NARROW)[0][1],
+}
+NARROW = torch.ones(2, 1, requires_grad=True)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_relatives_of_sums_and_products_stop_at_2048(name):
+    with emulate(FP16, accumulator=FP16):
+        assert LONG[name](torch.ones(3000)).item() == pytest.approx(2048, rel=2**-11)
 
 
 # Of any format, shape and dtype.

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -136,6 +137,11 @@ def test_scaled_outputs_have_grad_scalers_dtype(dtype, shape):
     assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
 def test_scale_takes_iterables():
     scaler = StaticLossScaler(4.0)
     ones = torch.ones(2)
@@ -143,7 +149,10 @@ def test_scale_takes_iterables():
     assert isinstance(result, list) and isinstance(result[1], tuple) and isinstance(result[1][1], list)
     assert result[0].tolist() == [4, 4] and result[1][1][0].tolist() == [8, 8]
     assert [t.tolist() for t in scaler.scale(t for t in [ones])] == [[4, 4]]
-    for wrong in (3.0, None, [ones, 3.0]):
+    named = scaler.scale({"loss": ones, "parts": (Pair(ones, ones * 2), torch.return_types.max([ones, ones]))})
+    assert named["loss"].tolist() == [4, 4] and named["parts"][0].second.tolist() == [8, 8]
+    assert isinstance(named["parts"][0], Pair) and named["parts"][1].indices.tolist() == [4, 4]
+    for wrong in (3.0, None, [ones, 3.0], "loss", {"loss": ones, "name": "x"}, [b"x"]):
         with pytest.raises(ValueError, match="tensor"):
             scaler.scale(wrong)
 
@@ -319,12 +328,14 @@ def test_arguments_and_result_of_step_are_passed_on():
         ({"init_scale": 1e-60}, "FP32"),
         ({"init_scale": 0.5}, r"from min_scale \(1\) to max_scale .* not 0.5"),
         ({"init_scale": 2.0**30}, "max_scale"),
+        ({"init_scale": 10**400}, "scale must be a positive"),
         ({"min_scale": -1.0}, "min_scale must be a positive"),
         ({"max_scale": math.inf}, "max_scale must be a positive"),
         ({"min_scale": 2.0**20, "max_scale": 2.0**10}, "min_scale"),
         ({"growth_interval": 0}, "growth_interval"),
         ({"growth_interval": 1.5}, "growth_interval"),
         ({"growth_factor": 1.0}, "growth_factor"),
+        ({"growth_factor": 10**400}, "growth_factor"),
         ({"backoff_factor": 1.0}, "backoff_factor"),
     ],
 )

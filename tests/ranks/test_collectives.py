@@ -16,6 +16,7 @@ from tests.support.failures import DISAGREE
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+WRAPPING = [torch.bool, torch.uint8, torch.int8, torch.int16]  # a sum of these is int64
 OPS = ["sum", "mean", "max", "min"]
 SIZES = (1, 2, 3, 5)
 
@@ -30,7 +31,7 @@ def combined(tensors, op):
     """What all ranks should get, in the plainest way."""
     stack = torch.stack([tensor.double() for tensor in tensors])
     result = {"sum": stack.sum, "mean": stack.mean, "max": stack.amax, "min": stack.amin}[op](0)
-    return result.to(tensors[0].dtype)
+    return result.long() if op == "sum" and tensors[0].dtype in WRAPPING else result.to(tensors[0].dtype)
 
 
 def run(size, fn, *args):
@@ -68,6 +69,56 @@ def test_nan_is_not_lost(op):
     for result in run(3, fn):
         assert math.isnan(result[0])
         assert result[1] == {"max": 2, "min": 0}[op]
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [*zip(WRAPPING, (1, 255, 127, 2**15 - 1)), (torch.int32, 2**29)])
+def test_a_sum_of_small_integers_does_not_wrap(dtype, largest):
+    def fn(comm):
+        most = torch.full((4, 2), largest).to(dtype)
+        return all_reduce(most, comm), reduce_scatter(most, comm), all_reduce(most, comm, "max")
+
+    for total, chunk, most in run(2, fn):
+        assert total.unique().tolist() == chunk.unique().tolist() == [2 * largest] and chunk.shape == (2, 2)
+        assert most.dtype == dtype and most.unique().tolist() == [largest]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_in_16_bits_that_fits_is_finite_and_small_numbers_stay(dtype, size):
+    """Both ways to it give the same bits, whole chunks or not."""
+    limits = torch.finfo(dtype)
+    largest, smallest = limits.max / size**0.5 * (1 - limits.eps * 8), limits.smallest_normal * 2 * size
+    values = torch.tensor([largest, -largest, smallest, 2.0**-24, 3 * 2.0**-20, 1.0, 0.3], dtype=torch.float64).to(
+        dtype
+    )
+
+    def fn(comm):
+        mine = torch.cat([values, values / 64 * (comm.rank + 1)])
+        every = all_reduce(mine, comm, "mean")
+        rows = pad(mine, comm.size)
+        inside = rows.clone()
+        chunk = reduce_scatter(rows, comm, "mean")
+        same = reduce_scatter(inside, comm, "mean", out=inside.chunk(comm.size)[comm.rank])
+        assert torch.equal(rows[: len(mine)], mine) and torch.equal(chunk, same)
+        assert torch.equal(chunk, pad(every, comm.size).chunk(comm.size)[comm.rank])
+        return every, combined([values / 64 * (rank + 1) for rank in range(size)], "mean")
+
+    for every, varied in run(size, fn):
+        lost = 2 * size**0.5 * limits.smallest_normal * limits.eps  # two of √N of the smallest numbers
+        expected = torch.cat([values, varied]).double()
+        torch.testing.assert_close(every.double(), expected, rtol=limits.eps * size, atol=lost)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32])
+def test_dtypes_that_pytorch_cannot_add_are_refused_by_name(dtype):
+    def fn(comm):
+        x = torch.ones(4).to(dtype)
+        for op in ("sum", "max"):
+            with pytest.raises(ValueError, match=f"all_reduce: PyTorch has no {op} of {dtype}: convert it"):
+                all_reduce(x, comm, op)
+        return all_gather(x, comm).float().sum(), broadcast(x, comm).float().sum()
+
+    assert run(2, fn) == [(8, 4)] * 2
 
 
 def test_booleans_and_complex_numbers():
@@ -204,7 +255,7 @@ def test_bytes_are_the_least_possible(size, dtype):
 
         tensor = make(comm.rank, (elements,), dtype)
         padded = pad(tensor, size)
-        count(lambda: reduce_scatter(padded, comm))
+        count(lambda: reduce_scatter(padded, comm, "mean" if dtype.is_floating_point else "min"))
         count(lambda: all_gather(padded.chunk(size)[comm.rank], comm))
         count(lambda: all_reduce(tensor, comm, "max"))
         count(lambda: broadcast(tensor, comm, root=size - 1))

@@ -8,6 +8,9 @@ import pickle
 import socket
 import threading
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,6 +313,44 @@ def test_each_group_has_its_own_part_of_the_store(monkeypatch):
     torchrun._meet.cache_clear()
     stores[0].set("address", "of before")
     assert not stores[1].check(["address"])
+
+
+CARDS = {  # what each rank sees, its LOCAL_RANK (None: not set), and which card it takes; none: the CPU
+    "torchrun": (["ab", "ab"], [0, 1], [0, 1]),
+    "Slurm, one card a task": (["a", "b"], [0, 1], [0, 0]),
+    "two hosts": (["ab", "ab", "cd", "cd"], [0, 1, 0, 1], [0, 1, 0, 1]),
+    "two hosts, no LOCAL_RANK": (["ab", "ab", "cd", "cd"], [None] * 4, [0, 1, 0, 1]),
+    "more cards than ranks": (["abcd", "abcd"], [0, 1], [0, 1]),
+    "two of four each": (["ab", "cd"], [0, 1], [0, 1]),
+    "one card for two": (["a", "a"], [0, 1], "2 ranks see 1 GPUs"),
+    "two cards for three": (["ab", "ab", "ab"], [0, 1, 2], "3 ranks see 2 GPUs"),
+    "a rank without": (["a", ""], [0, 0], "2 ranks see 1 GPUs"),
+    "no card": (["", ""], [0, 1], None),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_each_rank_takes_a_card_of_its_own_or_all_say_that_they_take_the_cpu(name, monkeypatch):
+    seen, local, expected = CARDS[name]
+    store, here, taken = dist.HashStore(), threading.local(), {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen[here.rank]))
+    properties = lambda index: SimpleNamespace(uuid=seen[here.rank][index])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: taken.__setitem__(here.rank, index))
+
+    def choose(rank):
+        here.rank = rank
+        return torchrun._a_card_for_each(store, rank, len(seen), rank if local[rank] is None else local[rank])
+
+    with warnings.catch_warnings(record=True) as said, ThreadPoolExecutor(len(seen)) as threads:
+        warnings.simplefilter("always")
+        on_cards = list(threads.map(choose, range(len(seen))))
+    if isinstance(expected, list):
+        assert on_cards == [True] * len(seen) and [taken[rank] for rank in range(len(seen))] == expected
+    else:
+        assert on_cards == [False] * len(seen) and not taken
+    words = [str(each.message) for each in said]
+    assert len(words) == isinstance(expected, str) and all(expected in each and "on the CPU" in each for each in words)
 
 
 def test_outside_torchrun(monkeypatch):

@@ -1,5 +1,10 @@
 """A rank that is a thread draws what a process of its own would draw, whatever the other ranks draw meanwhile."""
 
+import random
+import threading
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,6 +55,55 @@ def drawn(seed, way, others=lambda: None):
 def test_each_rank_draws_as_if_it_were_alone(way):
     found = World(3).run(lambda comm: drawn(comm.rank, way, lambda: barrier(comm)))
     assert found == [drawn(rank, way) for rank in range(3)]
+
+
+def in_a_thread(draw):
+    def way(comm):
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+
+    return way
+
+
+SHARED = {
+    "random.random": (lambda comm: random.random(), "Python's random"),
+    "random.seed": (lambda comm: random.seed(comm.rank), "Python's random"),
+    "shuffle": (lambda comm: comm.rank or random.shuffle([1, 2, 3]), "Python's random"),
+    "numpy.random.rand": (lambda comm: np.random.rand(3), "numpy.random"),
+    "numpy.random.seed": (lambda comm: np.random.seed(comm.rank), "numpy.random"),
+    "both": (lambda comm: random.random() + np.random.randn(), "Python's random and numpy.random"),
+    "random in a thread": (in_a_thread(random.random), "Python's random"),
+    "torch.rand in a thread": (in_a_thread(lambda: torch.rand(3)), "torch's generator in a thread of their own"),
+    "dropout in a thread": (
+        in_a_thread(lambda: F.dropout(torch.ones(9))),
+        "torch's generator in a thread of their own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_generator_that_ranks_share_is_named_when_they_have_used_it(name):
+    fn, words = SHARED[name]
+    with pytest.warns(UserWarning, match=f"World.run: the ranks used {words}, which threads share.*torchrun"):
+        World(2).run(fn)
+
+
+OWN = {
+    "torch": lambda comm: (torch.manual_seed(comm.rank), torch.rand(3), nn.Linear(2, 2)),
+    "of its own": lambda comm: (random.Random(1).random(), np.random.default_rng(1).random()),
+    "in a thread, of its own": in_a_thread(lambda: torch.rand(3, generator=torch.Generator())),
+    "set back": lambda comm: random.setstate(random.getstate()),
+    "a World in a rank": lambda comm: World(2).run(lambda comm: torch.rand(3)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_nothing_is_said_of_generators_that_a_rank_has_for_itself(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        World(2).run(OWN[name])
+        World(1).run(lambda comm: random.random())  # shared with nobody
 
 
 def test_ranks_begin_with_the_callers_numbers_who_goes_on_with_rank_0s():

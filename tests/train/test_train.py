@@ -1,6 +1,7 @@
 """The main job: its numbers against the formulas, and one line for whatever is wrong with the input."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minizero import GPT, GPTConfig, World
+from minizero import GPT, GPTConfig, RankFailed, World
 from minizero.memory.estimate import estimate
 from minizero.models import text
 from minizero.models.text import read_text
+from minizero.ranks.collectives import all_reduce
 from minizero.train import command, loop
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +94,42 @@ def test_zero3_plots_at_most_half_of_ddps_peak(default_shapes):
 def test_with_enough_steps_the_time_is_that_of_steps_that_no_ledger_watches(four_stages, default_shapes):
     assert all(one["step_seconds"] > 0 for one in four_stages["runs"])
     assert all(one["step_seconds"] is None for one in default_shapes["runs"])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_the_last_state_that_it_saved(tmp_path, monkeypatch, capsys):
+    """Saving in between changes neither losses nor traffic."""
+    stage, save = ["--stage", "2", "--world-size", "2"], ["--save", str(tmp_path / "state"), "--save-every", "2"]
+    whole, saved = (run(tmp_path, *stage, *each)["runs"][0] for each in ([], save))
+    assert saved["losses"] == whole["losses"] and saved["bytes_sent"] == whole["bytes_sent"]
+    assert [rank["peak"] for rank in saved["ranks"]] == [rank["peak"] for rank in whole["ranks"]]
+
+    calls = itertools.count()
+
+    def until_the_fifth_step(*arguments, **keywords):
+        if next(calls) >= 2 * 4:
+            raise RuntimeError("killed")
+        return all_reduce(*arguments, **keywords)
+
+    monkeypatch.setattr(loop, "all_reduce", until_the_fifth_step)
+    save[1] = str(tmp_path / "killed")
+    with pytest.raises(RankFailed, match="killed"):
+        command.main([*TINY, *CPU, *stage, *save])
+    monkeypatch.undo()
+    resumed = run(tmp_path, *stage, "--resume", save[1], "--steps", "2")["runs"][0]
+    assert resumed["steps_before"] == 4 and resumed["losses"] == whole["losses"][4:]
+
+
+def test_a_rank_of_any_launcher_is_one(monkeypatch, capsys):
+    """Without torchrun's own variables, as under srun or mpirun: else each would train alone, without a word."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": None}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert command.main([*TINY, *CPU, "--world-size", "3"]) == 2
+    assert "--world-size 3: the launcher started 2 ranks: leave it out" in capsys.readouterr().err
+    assert command.main([*TINY, *CPU]) == 2
+    assert "MASTER_ADDR, MASTER_PORT not set" in capsys.readouterr().err
 
 
 @pytest.mark.slow

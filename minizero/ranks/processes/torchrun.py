@@ -7,6 +7,7 @@ addresses; from then on their messages need no store (transport.py).
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -47,23 +48,47 @@ def _meet() -> tuple[dist.Store, int, int]:
     return next(rendezvous("env://", timeout=TIMEOUT))
 
 
+def is_a_rank() -> bool:
+    """Whether a launcher, torchrun or another, has started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def _init_process_group() -> Any:
     """The group of all processes of this torchrun."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"from_process_group: {', '.join(missing)} not set: start with torchrun, or use World(n).run")
-    # Two ranks on one GPU are the thread world's job: NCCL refuses them.
-    gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     # torchrun keeps one store for all its attempts. A rank would find an earlier group's addresses there.
     store, rank, size = _meet()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     number = store.add(f"groups of rank {rank}, attempt {attempt}", 1)
     store = dist.PrefixStore(f"attempt {attempt}, group {number}", store)
+    gpus = _a_card_for_each(store, rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return dist.group.WORLD
+
+
+def _a_card_for_each(store: dist.Store, rank: int, size: int, local_rank: int) -> bool:
+    """Whether no two ranks have one card: NCCL refuses these, and they are the thread world's job. Each takes its card.
+
+    A launcher may show all of a machine's cards to each of its ranks, as torchrun does, or to each its own alone, as
+    Slurm's --gpus-per-task=1 does. Which it was, the cards' own names tell.
+    """
+    count = torch.cuda.device_count()
+    index = local_rank % max(count, 1)
+    store.set(f"card {rank}", str(torch.cuda.get_device_properties(index).uuid) if count else "")
+    cards = [store.get(f"card {other}").decode() for other in range(size)]
+    if all(cards) and len(set(cards)) == size:
+        torch.cuda.set_device(index)
+        return True
+    if any(cards) and rank == 0:
+        warnings.warn(
+            f"from_process_group: {size} ranks see {len(set(cards) - {''})} GPUs, and each needs one of its own: they "
+            "run on the CPU. Start as many ranks as there are GPUs, or World(n).run, whose threads may share one",
+            stacklevel=2,
+        )
+    return False
 
 
 def _connect(group: Any) -> ProcessTransport:
