@@ -78,7 +78,7 @@ def states_for(device: torch.device) -> States:
 
 def shared_states() -> dict[str, bytes]:
     """The states of the generators that no rank has for itself: Python's, NumPy's, and torch's outside of ranks."""
-    with ALONE:
+    with LOCK:
         states = {
             "Python's random": random.getstate(),
             "numpy.random": np.random.get_state(legacy=False),
