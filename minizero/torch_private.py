@@ -179,6 +179,7 @@ REASONS = {
 
 IN_PLACE = {
     "_version": "a tensor's count of in-place writes, as autograd's error texts name it; since 0.4",
+    "_make": "of a namedtuple, which is Python's and not PyTorch's: made of its values; since Python 2.6",
     "_base": "the tensor that a view is a view of; since 0.4",
     "_indices": "of a sparse tensor that is not coalesced; `indices` refuses those; since 0.4",
     "_parameters": "a module's own dict, in which a parameter is found again by its name; since 0.1",
