@@ -1,8 +1,7 @@
 """Ring attention: a text too long for one card, cut across N ranks ("context parallel").
 
-Each rank has n/N queries, keys and values. Keys and values go round the ring: at hop h rank r has those of rank r - h,
-computes the attention of its own queries to them, and merges it with what it has. So no rank ever holds the keys and
-values of all. `ring_attention_on_a_page.py` is this without gradients: read it first. Backward goes round once more:
+Keys and values go round the ring: at hop h rank r has those of rank r - h. It computes the attention of its own n/N
+queries to them, and merges. `ring_attention_on_a_page.py` is this without gradients. Backward goes round once more:
 
     out = Σ_h w_h out_h     lse = log Σ_h exp lse_h           w_h = exp(lse_h - lse)
     d out_h = w_h dO        d lse_h = w_h dO · (out_h - out)     dO: the gradient of out
@@ -15,7 +14,7 @@ Liu, Zaharia & Abbeel, 2023, "Ring Attention with Blockwise Transformers for Nea
 "ring-flash-attention" (the zigzag); Llama Team, 2024, "The Llama 3 Herd of Models", section 3.3.2 (context parallel).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +50,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, *, causal: bool 
     float32 (float64 for float64). `ValueError` for lengths that no cut gives; else as `flash_attention`.
     """
     if q.shape[2:3] != k.shape[2:3] or (causal and q.shape[2] % 2):
-        raise ValueError(f"ring_attention: q {[*q.shape]}, k {[*k.shape]}: cut q, k, v by sequence_part, with the same causal")
+        raise ValueError(
+            f"ring_attention: q {[*q.shape]}, k {[*k.shape]}: cut q, k, v by sequence_part, with the same causal"
+        )
     return RingAttention.apply(q, k, v, comm, causal)
 
 
@@ -70,22 +71,21 @@ def hops(visiting: list[Tensor], comm: Comm, n: int, causal: bool) -> Iterator[t
         if hop:
             pass_on(visiting, comm)
         owner = (comm.rank - hop) % comm.size
-        if not causal or owner == comm.rank:
-            yield every, every, causal
-        else:
+        if causal and owner != comm.rank:
             yield (every, early, False) if owner < comm.rank else (late, every, False)
+        else:
+            yield every, every, causal
 
 
-def add_gradients(*tensors: Tensor, masked: bool) -> None:
-    """What one hop adds to dq, dk and dv, in place. The tensors: the rows, and the keys, that meet in it."""
-    q, dq, dout, out, lse, k, v, dk, dv = tensors
+def add_gradients(mine: Sequence[Tensor], visiting: Sequence[Tensor], masked: bool) -> None:
+    """What one hop adds to dq, dk and dv, in place: of the rows and the keys that meet in it."""
+    (q, dq, dout, out, lse), (k, v, dk, dv) = mine, visiting
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out_h, lse_h = flash_attention(*inputs, causal=masked, return_lse=True)
     dout_h = (lse_h.detach() - lse).exp()[..., None] * dout
     dlse_h = (dout_h * (out_h.detach() - out)).sum(-1)
-    gradients = torch.autograd.grad((out_h, lse_h), inputs, (dout_h.to(q.dtype), dlse_h))
-    for total, part in zip((dq, dk, dv), gradients):
+    for total, part in zip((dq, dk, dv), torch.autograd.grad((out_h, lse_h), inputs, (dout_h.to(q.dtype), dlse_h))):
         total += part
 
 
@@ -97,9 +97,8 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         # A mean of nothing, whose weight is exp(-inf) = 0.
         out, lse = torch.zeros_like(q, dtype=wide), torch.full_like(q[..., 0], -torch.inf, dtype=wide)
-        visiting = [k, v]
         with agreement(comm, "ring_attention", k, causal=causal):
-            for rows, keys, masked in hops(visiting, comm, q.shape[2], causal):
+            for rows, keys, masked in hops(visiting := [k, v], comm, q.shape[2], causal):
                 seen = (x[:, :, keys] for x in visiting)
                 here = flash_attention(q[:, :, rows], *seen, causal=masked, return_lse=True)
                 out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *here)
@@ -114,8 +113,8 @@ class RingAttention(torch.autograd.Function):
         visiting = [k, v, *(torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))]
         with agreement(comm, "ring_attention's backward", k, causal=ctx.causal):
             for rows, keys, masked in hops(visiting, comm, q.shape[2], ctx.causal):
-                mine = (x[:, :, rows] for x in (q, dq, dout, out, lse))
-                add_gradients(*mine, *(x[:, :, keys] for x in visiting), masked=masked)
+                mine = [x[:, :, rows] for x in (q, dq, dout, out, lse)]
+                add_gradients(mine, [x[:, :, keys] for x in visiting], masked)
             del visiting[:2]
             pass_on(visiting, comm)  # home
         return *(x.to(q.dtype) for x in (dq, *visiting)), None, None
