@@ -17,7 +17,7 @@ FLOORS = [
     {"ranks", "schedules"},
     {"engines", "cli"},
     {"checkpoint", "accumulate", "chunked_loss", "simulate", "mixed_precision", "grid"}
-    | {"ring_attention", "ring_attention_on_a_page"},
+    | {"ring_attention", "ring_attention_on_a_page", "lab"},
     {"train", "xray"},
 ]
 

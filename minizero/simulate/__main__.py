@@ -3,6 +3,7 @@
 python -m minizero.simulate --model gpt-175b --cluster a100-80 --gpus 512 --recompute --batch-size 2
 python -m minizero.simulate --model mpt-7b --gpus 16 --batch-size 8 --search
 python -m minizero.simulate --published
+python -m minizero.simulate --model mpt-7b --gpus 16 --measured lab/lab.json
 """
 
 import argparse
@@ -22,6 +23,7 @@ from minizero.models.gpt import RECOMPUTE
 from minizero.pictures.timeline import save_chrome_trace
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose
+from minizero.simulate.machine import with_measured
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.remedies import remedies
 from minizero.simulate.search import frontier, search
@@ -53,6 +55,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--heads", **count, help="divide the width")
     add("--sequence-length", **count, help="tokens (default: the model's usual)")
     add("--cluster", default="a100-80", metavar="NAME", help="one of those below (default: %(default)s)")
+    add(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="lab.json of python -m minizero.lab: its link, not the data sheet's",
+    )
     add("--gpus", **count, default=512, help="whole hosts, or part of one (default: %(default)s)")
     add("--stage", type=int, choices=range(4), default=3, help="of ZeRO; 0 is DDP (default: %(default)s)")
     add("--sharding-factor", type=positive, metavar="F", help="divides the GPUs (default: all of them)")
@@ -104,6 +112,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
         return
     chosen = choose_model(options)
     cluster = choose(CLUSTERS, options.cluster, "cluster")
+    if options.measured is not None:
+        cluster = with_measured(cluster, options.measured)
+        for where, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
+            speed = f"α {1e6 * link.latency:.1f} µs a hop, β {link.bandwidth / 1e9:.2f} GB/s for a GPU"
+            console.print(f"{where}: {speed} ({link.source})", markup=False, highlight=False)
     constants = Constants(options.efficiency, options.interference, options.jitter)
     size = batch_size(options)
     if options.search:
