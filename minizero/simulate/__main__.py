@@ -12,7 +12,6 @@ import dataclasses
 import io
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from minizero.cli import DTYPES, Parser, check_output, positive, run_command, write_files
 from minizero.models.gpt import RECOMPUTE
-from minizero.pictures.timeline import save_chrome_trace
+from minizero.pictures.timeline import chrome_trace
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose
 from minizero.simulate.machine import with_measured
@@ -143,9 +142,7 @@ def save(step: Prediction, folder: Path) -> list[Path]:
     names = ("seconds", "exposed_seconds", "tokens_per_second", "tflops", "sent", "sent_between")
     numbers |= {name: getattr(step, name) for name in names}
     report.draw_step(step).savefig(picture := io.BytesIO(), format="png", dpi=100)
-    with tempfile.TemporaryDirectory() as place:
-        save_chrome_trace(step.events(), trace := Path(place) / "trace.json")
-        files = {"step.png": picture.getvalue(), "trace.json": trace.read_bytes()}
+    files = {"step.png": picture.getvalue(), "trace.json": chrome_trace(step.events()).encode()}
     return write_files(files | {"step.json": json.dumps(numbers).encode()}, folder)
 
 

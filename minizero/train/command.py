@@ -59,6 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=cli.seed, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="any UTF-8 file (default: the text that ships)")
     add("--output", type=Path, metavar="FOLDER", help="where PNG and JSON files go (default: nowhere)")
+    add("--trace", action="store_true", help="beside --output: the last step of all ranks, for ui.perfetto.dev")
     add("--save", type=Path, metavar="FOLDER", help="where the last step's state goes: of one --stage, not of all")
     add(
         "--resume",
@@ -76,6 +77,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     config = GPTConfig(*shapes, options.seed, options.attention, options.recompute)
     dtype = cli.DTYPES[options.dtype]
     job = Job(config, options.steps, options.batch_size, options.learning_rate, dtype, options.save, options.resume)
+    job = dataclasses.replace(job, trace=options.trace)
     stages = range(4) if options.stage == "all" else [int(options.stage)]
     processes = "TORCHELASTIC_RUN_ID" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if processes else options.world_size or 4
@@ -84,6 +86,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise ValueError(f"--world-size {options.world_size}: torchrun started {world_size} ranks: leave it out")
     if options.save is not None and len(stages) > 1:
         raise ValueError(f"--save {options.save}: it holds the state of one stage: say which, for example --stage 3")
+    if options.trace and options.output is None:
+        raise ValueError("--trace: its files need a place: add --output FOLDER")
     cli.check_shapes(config)
     cli.check_device(options.device)
     text = read_text(options.text, config.sequence_length)
@@ -121,6 +125,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         "machine": cli.machine(device),
         "config": dataclasses.asdict(config) | given | {"dtype": options.dtype},
         "world_size": world_size,
+        "cards": world_size if processes else min(world_size, torch.cuda.device_count()),
         "n_parameters": config.count_parameters()[0],
         "runs": runs,
     }
