@@ -17,12 +17,6 @@ from tests.support.helpers import run
 ALPHA, BETA = 2e-5, 3e9
 
 
-def made_up(comm, on_a_host=None):
-    """What the lab says of a network with this α and β."""
-    found = lab.measure(comm)
-    return found if on_a_host is None else found | {"ranks_per_host": on_a_host}
-
-
 @pytest.fixture
 def network(monkeypatch):
     def seconds(comm, operations):
@@ -34,7 +28,7 @@ def network(monkeypatch):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_alpha_is_a_hops_and_the_bus_bandwidth_is_nccl_tests(network, size):
-    found = run(size, made_up)[0]
+    found = run(size, lab.measure)[0]
     assert (found["ranks"], found["ranks_per_host"]) == (size, size)
     # nccl-tests: S/t times (N - 1)/N, twice that for all-reduce. S: the bytes of the whole tensor.
     for operation, factor in (("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)):
@@ -47,7 +41,7 @@ def test_alpha_is_a_hops_and_the_bus_bandwidth_is_nccl_tests(network, size):
 
 @pytest.mark.parametrize("on_a_host, place, other", [(4, "inside", "between"), (2, "between", "inside")])
 def test_the_simulator_takes_the_link(network, tmp_path, capsys, on_a_host, place, other):
-    (file := tmp_path / "lab.json").write_text(json.dumps(run(4, made_up, on_a_host)[0]))
+    (file := tmp_path / "lab.json").write_text(json.dumps(run(4, lab.measure)[0] | {"ranks_per_host": on_a_host}))
     before, cluster = CLUSTERS["h100"], with_measured(CLUSTERS["h100"], file)
     share = BETA / (1 if place == "inside" else on_a_host)
     link = getattr(cluster, place)

@@ -1,6 +1,5 @@
 """Ring attention: the values and gradients of one process, in the bytes of a part; bytes sent as predicted."""
 
-import functools
 import math
 import re
 
@@ -71,14 +70,12 @@ def test_processes_give_what_threads_give(size, tmp_path):
             assert a_sent == b_sent and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def page(comm, *tensors):
-    parts = [ring.sequence_part(x, comm) for x in tensors]
-    return ring_attention_on_a_page.ring_attention(*parts, comm), ring.ring_attention(*parts, comm)
-
-
 def test_the_page_gives_the_same():
-    for on_a_page, full in run(3, page, *numbers(2, 2, 18)[:3]):
-        assert (on_a_page - full).abs().max() < 1e-15
+    def off(comm):
+        parts = [ring.sequence_part(x, comm) for x in numbers(2, 2, 18)[:3]]
+        return (ring_attention_on_a_page.ring_attention(*parts, comm) - ring.ring_attention(*parts, comm)).abs().max()
+
+    assert max(run(3, off)) < 1e-15
 
 
 def peak(comm, n, causal):
@@ -98,26 +95,22 @@ def test_memory_is_that_of_a_part_whatever_the_text(causal):
     assert found[4, 256][1] == 5, "k, v and their gradients, and one of them is there twice while it travels"
 
 
-def scores(comm, n):
-    """How many scores this rank computes at each hop, half of them where there is a mask."""
-    visiting = [torch.zeros(1)]
-    hops = ring.hops(visiting, comm, n, True)
-    return [len(range(n)[a]) * len(range(n)[b]) // (1 + masked) for a, b, masked in hops]
-
-
 def test_zigzag_gives_every_rank_the_same_work():
-    assert run(4, scores, 8) == [[32] * 4] * 4
+    """So many scores at each hop; of those with a mask half."""
+
+    def scores(comm):
+        hops, eight = ring.hops([torch.zeros(1)], comm, 8, True), range(8)
+        return [len(eight[rows]) * len(eight[keys]) // (1 + masked) for rows, keys, masked in hops]
+
+    assert run(4, scores) == [[32] * 4] * 4
 
 
 def test_lengths_that_no_cut_gives_are_refused():
     def refused(comm):
         x = torch.zeros(1, 1, 6, 8)
-        calls = [
-            functools.partial(ring.sequence_part, x, comm, causal=True),
-            functools.partial(ring.ring_attention, x, x[:, :, 1:], x[:, :, 1:], comm),
-            functools.partial(ring.ring_attention, *[x[:, :, 1:]] * 3, comm, causal=True),
-        ]
-        return [error_of(call)[:2] for call in calls]
+        odd = x[:, :, 1:]
+        calls = [lambda: ring.sequence_part(x, comm, causal=True), lambda: ring.ring_attention(x, odd, odd, comm)]
+        return [error_of(c)[:2] for c in [*calls, lambda: ring.ring_attention(odd, odd, odd, comm, causal=True)]]
 
     for kind, message in run(4, refused)[0]:
         assert kind == "ValueError" and re.search("pad it|cut q, k, v by sequence_part", message)

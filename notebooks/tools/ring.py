@@ -65,10 +65,8 @@ def draw_tiles(ways):
         for rank, mine in enumerate(tiles):
             for (row, column), hop in mine.items():
                 box(axes, column, -row - 1, 1, 1, RANKS[rank], str(hop), size=FONT - 1)
-        axes.set(xlim=(-0.1, 8.1), ylim=(-8.1, 0.1), aspect="equal", xticks=[], yticks=[])
-        axes.set_title(title, fontsize=FONT + 1)
-        axes.set_xlabel("keys", fontsize=FONT)
-        axes.set_ylabel("queries", fontsize=FONT)
+        limits = {"xlim": (-0.1, 8.1), "ylim": (-8.1, 0.1), "xticks": [], "yticks": []}
+        label_axes(axes, "keys", "queries", aspect="equal", title=title, **limits)
         axes.spines[:].set_visible(False)
     words = {f"rank {rank}": color for rank, color in enumerate(RANKS)}
     keys(panels[0].figure, words, loc="outside lower center", ncols=4)
