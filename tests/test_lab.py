@@ -61,16 +61,21 @@ def test_another_file_is_refused(tmp_path, capsys, text):
     assert "give the lab.json that python -m minizero.lab wrote" in capsys.readouterr().err
 
 
-def test_every_call_is_timed_and_each_is_the_same_bytes():
+def test_each_call_sends_a_hops_bytes_and_makes_what_its_name_says():
     def sent(comm):
         found = {}
         for operation, by_whom in timing.calls(comm, 1024).items():
             before = comm.bytes_sent
-            by_whom["our ring"]()
-            found[operation] = comm.bytes_sent - before
+            made = by_whom["our ring"]().nbytes
+            found[operation] = made, comm.bytes_sent - before
         return found
 
-    assert run(4, sent)[0] == {name: times * 3 * 1024 for name, times in lab.TIMES.items()}
+    hop = 1024
+    assert run(4, sent)[0] == {
+        "all-gather": (4 * hop, 3 * hop),
+        "reduce-scatter": (hop, 3 * hop),
+        "all-reduce": (4 * hop, 6 * hop),
+    }
 
 
 @pytest.mark.soak
