@@ -9,12 +9,11 @@ N ranks a ring has N - 1 hops, an all-reduce twice as many; in each hop a rank s
     bus bandwidth = hops · S/N / t            what a rank sends a second, as nccl-tests counts it: at most β
 
 lab.json holds all of it, lab.png the bus bandwidth. `python -m minizero.simulate --measured lab/lab.json` predicts
-training steps with these α and β. NCCL was tried on one GPU only.
+training steps with these α and β. With NCCL nobody has run it.
 
 Hockney, 1994 (α and β); NVIDIA, nccl-tests, doc/PERFORMANCE.md (bus bandwidth).
 """
 
-import argparse
 import io
 import json
 import os
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from minizero import cli
-from minizero.pictures.style import label_axes, sheet
+from minizero.pictures.style import draw_lines, label_axes, sheet
 from minizero.ranks.comm import Comm
 from minizero.ranks.timing import fit, time_collectives
 
@@ -55,10 +54,8 @@ def draw(found: dict[str, Any]) -> bytes:
     for operation, by_whom in found["operations"].items():
         for whose, its in by_whom.items():
             nbytes, _, bandwidth = zip(*its["points"])
-            look = {"linestyle": "solid" if whose == "our ring" else "dashed", "color": LOOKS[operation]}
-            axes.plot(
-                nbytes, [each / 1e9 for each in bandwidth], "o", linewidth=3, label=f"{operation}, {whose}", **look
-            )
+            look = {"marker": "o", "color": LOOKS[operation], "linestyle": "solid" if whose == "our ring" else "dashed"}
+            draw_lines(axes, nbytes, {f"{operation}, {whose}": bandwidth}, [look], 1e9)
     axes.set_xscale("log", base=2)
     label_axes(axes, "bytes of a hop", "bus bandwidth, 10⁹ bytes a second", legend="beside", yscale="log")
     axes.figure.savefig(buffer := io.BytesIO(), format="png", dpi=100)
@@ -69,7 +66,7 @@ def run(argv: list[str] | None) -> None:
     """`ValueError` outside torchrun, with one rank, or for a folder into which nobody can write."""
     parser = cli.Parser(prog="python -m minizero.lab", description="How fast ranks talk; under torchrun.")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where lab.json and lab.png go")
-    options: argparse.Namespace = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     with Comm.from_process_group() as comm:
         if comm.size == 1:
             raise ValueError("one rank sends nothing: start 2 or more, as torchrun --nproc-per-node 2 -m minizero.lab")
