@@ -15,6 +15,8 @@ A folder for each lesson; its `__init__` gives the order of its files.
     mixed_precision/  the claims of the mixed-precision paper as runs
     accumulate.py     micro-batches, weighted by their tokens
     chunked_loss.py   cross-entropy without the matrix of logits
+    ring_attention.py a text cut across ranks: keys and values go round a ring
+    lab.py            a cluster measured: how fast its ranks talk
     grid.py           who holds what, live
     xray/             a user's own model: who holds the peak, what would help
     torch_private.py  every private name of PyTorch in use

@@ -15,6 +15,7 @@ Reading order:
     conversions    encode, decode and quantize of arrays: checks and pieces around `fast`
     pairs          encode under torch.compile, two numbers at a time
     formats        the class FloatFormat, and FP16, BF16, TF32, FP32, FP8_E4M3, FP8_E5M2
+    blocks         one scale for 32 numbers: FP8, FP6 and FP4 as OCP's Microscaling has them
     operands       the patterns that arithmetic takes: checks and pieces
     arithmetic     add, multiply, divide, fma, square root, compare on bits
     accumulate     sums, products and softmax with an FP16 and with an FP32 accumulator

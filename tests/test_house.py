@@ -17,7 +17,8 @@ FLOORS = [
     {"memory", "models"},
     {"ranks", "schedules"},
     {"engines", "cli"},
-    {"checkpoint", "accumulate", "chunked_loss", "simulate", "mixed_precision", "grid"},
+    {"checkpoint", "accumulate", "chunked_loss", "simulate", "mixed_precision", "grid"}
+    | {"ring_attention", "ring_attention_on_a_page", "lab"},
     {"train", "xray"},
 ]
 

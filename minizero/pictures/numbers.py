@@ -100,3 +100,26 @@ def draw_sums(exact: Sequence[float], curves: Mapping[str, Sequence[float]]) -> 
     draw_lines(axes, range(1, len(exact) + 1), {"exact": exact, **curves}, looks)
     label_axes(axes, "how many ones were added", "sum", legend="best")
     return axes
+
+
+def draw_blocks(rows: Mapping[str, tuple[Sequence[float], Sequence[float], float]]) -> list[Axes]:
+    """For each title numbers in their order, and what they are in a format. The axis ends at the third, on both sides.
+
+    What lies beyond stands at the edge, with its value. What has become 0 is a cross.
+    """
+    panels = new_axes(15, 3 * len(rows), len(rows), 1)
+    for axes, (title, (numbers, rounded, end)) in zip(panels, rows.items()):
+        axes.axhline(0, color="black", linewidth=1)
+        axes.plot(numbers, "o", color="white", markeredgecolor="black", markersize=13, label="the number")
+        places = range(len(numbers))
+        lost = [place for place in places if rounded[place] == 0 != numbers[place]]
+        kept = [place for place in places if place not in lost]
+        axes.plot(kept, [rounded[p] for p in kept], "o", color=NORMAL, markersize=6, label="in the format")
+        axes.plot(lost, [0] * len(lost), "x", color="#D55E00", markersize=11, markeredgewidth=3, label="became 0")
+        for place in (place for place in places if abs(numbers[place]) > end):
+            axes.annotate(f"{numbers[place]:.0f} ↑", (place, end), ha="center", va="top", fontsize=FONT)
+        label_axes(axes, "", "", xlim=(-0.7, len(numbers) - 0.3), ylim=(-end, end))
+        axes.set_title(title, fontsize=FONT, loc="left")
+    panels[0].legend(fontsize=FONT, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    panels[-1].set_xlabel("which of the 32 numbers", fontsize=FONT)
+    return list(panels)

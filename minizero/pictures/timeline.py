@@ -62,7 +62,12 @@ def plot_timeline(events: Iterable[Event], ax: Axes | None = None) -> Axes:
 
 
 def save_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
-    """Writes the events in Chrome's trace format: a process for each rank, a thread for each lane."""
+    """Writes `chrome_trace`."""
+    Path(path).write_text(chrome_trace(events))
+
+
+def chrome_trace(events: Iterable[Event]) -> str:
+    """The events in Chrome's trace format: a process for each rank, a thread for each lane."""
     events = list(events)
     origin = min((event.start for event in events), default=0.0)
     lanes = {lane: number for number, lane in enumerate(LANES)}
@@ -76,4 +81,4 @@ def save_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
         when = {"ts": 1e6 * (event.start - origin), "dur": 1e6 * (event.end - event.start)}
         what = {"pid": event.rank, "tid": lanes[event.lane], "name": event.name or event.lane, "cat": event.lane}
         bars.append({"ph": "X", **what, **when})
-    Path(path).write_text(json.dumps({"traceEvents": named + bars, "displayTimeUnit": "ms"}))
+    return json.dumps({"traceEvents": named + bars, "displayTimeUnit": "ms"})

@@ -3,6 +3,7 @@
 python -m minizero.simulate --model gpt-175b --cluster a100-80 --gpus 512 --recompute --batch-size 2
 python -m minizero.simulate --model mpt-7b --gpus 16 --batch-size 8 --search
 python -m minizero.simulate --published
+python -m minizero.simulate --model mpt-7b --gpus 16 --measured lab/lab.json
 """
 
 import argparse
@@ -11,7 +12,6 @@ import dataclasses
 import io
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from rich.console import Console
 
 from minizero.cli import DTYPES, Parser, check_output, positive, run_command, write_files
 from minizero.models.gpt import RECOMPUTE
-from minizero.pictures.timeline import save_chrome_trace
+from minizero.pictures.timeline import chrome_trace
 from minizero.simulate import report
 from minizero.simulate.clusters import CLUSTERS, choose
+from minizero.simulate.machine import with_measured
 from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.remedies import remedies
 from minizero.simulate.search import frontier, search
@@ -53,6 +54,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--heads", **count, help="divide the width")
     add("--sequence-length", **count, help="tokens (default: the model's usual)")
     add("--cluster", default="a100-80", metavar="NAME", help="one of those below (default: %(default)s)")
+    add(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="lab.json of python -m minizero.lab: its link, not the data sheet's",
+    )
     add("--gpus", **count, default=512, help="whole hosts, or part of one (default: %(default)s)")
     add("--stage", type=int, choices=range(4), default=3, help="of ZeRO; 0 is DDP (default: %(default)s)")
     add("--sharding-factor", type=positive, metavar="F", help="divides the GPUs (default: all of them)")
@@ -104,6 +111,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
         return
     chosen = choose_model(options)
     cluster = choose(CLUSTERS, options.cluster, "cluster")
+    if options.measured is not None:
+        cluster = with_measured(cluster, options.measured)
+        for where, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
+            speed = f"α {1e6 * link.latency:.1f} µs a hop, β {link.bandwidth / 1e9:.2f} GB/s for a GPU"
+            console.print(f"{where}: {speed} ({link.source})", markup=False, highlight=False)
     constants = Constants(options.efficiency, options.interference, options.jitter)
     size = batch_size(options)
     if options.search:
@@ -130,9 +142,7 @@ def save(step: Prediction, folder: Path) -> list[Path]:
     names = ("seconds", "exposed_seconds", "tokens_per_second", "tflops", "sent", "sent_between")
     numbers |= {name: getattr(step, name) for name in names}
     report.draw_step(step).savefig(picture := io.BytesIO(), format="png", dpi=100)
-    with tempfile.TemporaryDirectory() as place:
-        save_chrome_trace(step.events(), trace := Path(place) / "trace.json")
-        files = {"step.png": picture.getvalue(), "trace.json": trace.read_bytes()}
+    files = {"step.png": picture.getvalue(), "trace.json": chrome_trace(step.events()).encode()}
     return write_files(files | {"step.json": json.dumps(numbers).encode()}, folder)
 
 

@@ -8,9 +8,11 @@ Ranks are threads that share the cores: N of them take N / cores times as long f
 """
 
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
@@ -106,6 +108,26 @@ def calibrate(rings: dict[int, float], steps: dict[int, list[float]]) -> Machine
     known = sum(Machine(model, cluster, float("inf")).step_seconds(2, stage) for stage in steps)
     computing = sum(whole for whole, _ in steps.values()) - known
     return Machine(model, cluster, len(steps) * BATCH * model.flops() / computing)
+
+
+def with_measured(cluster: Cluster, file: Path) -> Cluster:
+    """The cluster with the link that `python -m minizero.lab` measured. Our ring's, since `minizero.train` sends by it.
+
+    Ranks of one host measured the link inside, those of several the network: each rank of a host has a part of its β.
+    `ValueError` for a file that the lab did not write.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        ranks, on_a_host, its = found["ranks"], found["ranks_per_host"], found["operations"]["all-gather"]["our ring"]
+        link = Link(
+            float(its["alpha"]), float(its["beta"]), f"measured with {int(ranks)} ranks, {int(on_a_host)} a host"
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"--measured {file}: {error}: give the lab.json that python -m minizero.lab wrote") from error
+    if ranks == on_a_host:
+        return dataclasses.replace(cluster, inside=link, base_latency=0.0)
+    network = dataclasses.replace(link, bandwidth=link.bandwidth / on_a_host)
+    return dataclasses.replace(cluster, between=network, base_latency=0.0)
 
 
 def compare(sizes: Iterable[int] = (4, 8), rounds: int = 2) -> tuple[list[StepTime], Machine]:

@@ -60,6 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=cli.seed, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="any UTF-8 file (default: the text that ships)")
     add("--output", type=Path, metavar="FOLDER", help="where PNG and JSON files go (default: nowhere)")
+    add("--trace", action="store_true", help="beside --output: the last step of all ranks, for ui.perfetto.dev")
     add("--save", type=Path, metavar="FOLDER", help="where the state goes: of one --stage, not of all")
     add("--save-every", **count, default=10, help="steps; a run that is killed leaves the last state (default: 10)")
     add(
@@ -77,8 +78,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     shapes = (256, options.sequence_length, options.width, options.layers, options.heads)
     config = GPTConfig(*shapes, options.seed, options.attention, options.recompute)
     dtype = cli.DTYPES[options.dtype]
-    folders = options.save, options.resume, options.save_every
-    job = Job(config, options.steps, options.batch_size, options.learning_rate, dtype, *folders)
+    state = options.save, options.resume, options.save_every
+    job = Job(config, options.steps, options.batch_size, options.learning_rate, dtype, *state, options.trace)
     stages = range(4) if options.stage == "all" else [int(options.stage)]
     processes = is_a_rank()
     world_size = int(os.environ["WORLD_SIZE"]) if processes else options.world_size or 4
@@ -87,6 +88,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise ValueError(f"--world-size {options.world_size}: the launcher started {world_size} ranks: leave it out")
     if options.save is not None and len(stages) > 1:
         raise ValueError(f"--save {options.save}: it holds the state of one stage: say which, for example --stage 3")
+    if options.trace and options.output is None:
+        raise ValueError("--trace: its files need a place: add --output FOLDER")
     cli.check_shapes(config)
     cli.check_device(options.device)
     text = read_text(options.text, config.sequence_length)
@@ -124,6 +127,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         "machine": cli.machine(device),
         "config": dataclasses.asdict(config) | given | {"dtype": options.dtype},
         "world_size": world_size,
+        "cards": world_size if processes else min(world_size, torch.cuda.device_count()),
         "n_parameters": config.count_parameters()[0],
         "runs": runs,
     }

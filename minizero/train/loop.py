@@ -3,6 +3,7 @@
 It is the one that every PyTorch user knows. Only the line that wraps the model differs between the stages.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ from minizero.models.text import windows
 from minizero.ranks.collectives import all_reduce
 from minizero.ranks.comm import Comm
 from minizero.train.measured import Measured
+from minizero.train.trace import recorded
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One training run; `batch_size` sequences per rank.
+    """One training run; `batch_size` sequences per rank. trace: record its last step.
 
     save, resume: folders of a checkpoint. save_every: steps after which it is written anew; at the end it is, too.
     """
@@ -36,6 +38,7 @@ class Job:
     save: Path | None = None
     resume: Path | None = None
     save_every: int = 10
+    trace: bool = False
 
 
 def batches(text: torch.Tensor, job: Job, rank: int, world_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -59,7 +62,9 @@ def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[.
     # The batches before `first` are drawn again and dropped: a resumed run sees those that one long run would.
     todo = itertools.islice(batches(text, job, comm.rank, comm.size), first, last)
     for step, (x, y) in enumerate(todo):
-        with measured.step(step):
+        last_one = job.trace and step == job.steps - 1
+        watch: Any = recorded(model, optimizer, comm) if last_one else contextlib.nullcontext([])
+        with watch as events, measured.step(step):
             loss = model(x, y)
             loss.backward()
             optimizer.step()
@@ -81,5 +86,6 @@ def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[.
         "steps_before": first,
         "losses": losses,
         "bytes_sent_formula": sent,
+        "events": events,
         "predicted": predict(total, comm.size, stage, dtype=job.dtype),
     } | measured.results()

@@ -5,7 +5,7 @@ Everything here reads one dictionary, `results`. The file results.json holds the
 
     machine                  cpu, cores, python, torch, device
     config                   the options of the run
-    world_size               ranks
+    world_size, cards        ranks; GPUs that they compute on, if any
     n_parameters             of the model
     runs                     a list, with one dictionary for each stage:
         stage, name          0, "DDP"
@@ -16,6 +16,7 @@ Everything here reads one dictionary, `results`. The file results.json holds the
         bytes_sent_formula   what the formula predicts for that
         ranks                for each rank: `persistent` and `peak` bytes by category
         predicted            persistent bytes per rank, by category
+        events               of all ranks in the last step, for --trace; not in the file, but in trace-DDP.json, …
         curve                rank 0 during one training step: the phase, the operator's number, and bytes by category
 
 Measured and predicted never share a column. One MiB is 2^20 bytes.
@@ -37,6 +38,9 @@ from minizero.cli import run_command, write_files
 from minizero.pictures.memory import Results, describe_size, draw_curves, draw_losses, shown_categories
 from minizero.pictures.shards import draw_boxes
 from minizero.pictures.style import PREDICTED, mib
+from minizero.pictures.timeline import chrome_trace
+from minizero.simulate.clusters import GPUS
+from minizero.simulate.shapes import gpt
 
 
 def print_table(results: Results, console: Console) -> None:
@@ -81,6 +85,8 @@ def print_table(results: Results, console: Console) -> None:
         sent = mib(run["bytes_sent"]), mib(run["bytes_sent_formula"])
         table.add_row(run["name"], *sent, *_seconds(run, runs[0]), f"{run['losses'][-1]:.6f}")
     console.print(table)
+    for line in mfu(results):
+        console.print(line, markup=False, highlight=False)
     console.print("Seconds: the median step here, where the ranks share the cores: no benchmark.")
     if any(run["step_seconds"] is None for run in runs):
         console.print("A dash: so few steps that a ledger watched, and slowed, each. Use more --steps.")
@@ -93,7 +99,28 @@ def save(results: Results, folder: str | os.PathLike[str]) -> list[Path]:
 
     `OSError` if that fails. Each file is then new and whole, or as it was before.
     """
-    return write_files({"results.json": json.dumps(results).encode(), **_pictures(results)}, Path(folder))
+    traces = {f"trace-{run['name']}.json": chrome_trace(run.pop("events", [])).encode() for run in results["runs"]}
+    traces = {name: trace for name, trace in traces.items() if b'"X"' in trace}
+    return write_files({"results.json": json.dumps(results).encode(), **_pictures(results), **traces}, Path(folder))
+
+
+def mfu(results: Results) -> list[str]:
+    """Model FLOPs utilization: a step's FLOPs, without what recompute runs again, over what the cards' peak allows.
+
+    A line, or none if the card is not in `simulate.clusters.GPUS`, whose peak of float32 is TF32's.
+    Chowdhery et al., 2022, "PaLM", appendix B.
+    """
+    device, config = results["machine"]["device"], results["config"]
+    known = [gpu for name, gpu in GPUS.items() if all(part in device for part in name.split("-"))]
+    peak = known[0].peak.get(config["dtype"]) if known and not ("PCIe" in device or "NVL" in device) else None
+    if peak is None:
+        return []
+    shape = (config[name] for name in ("layers", "width", "heads", "sequence_length", "vocabulary"))
+    flops = gpt(*shape).flops() * config["batch_size"] * results["world_size"] / results.get("cards", 1)
+    shares = [
+        f"{run['name']} {flops / run['step_seconds'] / peak:.1%}" for run in results["runs"] if run["step_seconds"]
+    ]
+    return [f"MFU, of {peak / 1e12:.0f} TFLOP/s by the data sheet: {', '.join(shares)}"] if shares else []
 
 
 def _pictures(results: Results) -> dict[str, bytes]:

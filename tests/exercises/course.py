@@ -153,6 +153,8 @@ _rows = [
     ("bug_spike", "Find the bug: a spike on one rank", TASKS, "train_without_spikes", 20, False),
     ("bug_decay", "Find the bug: weight decay in BF16", TASKS, "train_in_bf16", 20, False),
     ("bug_zero2", "Find the bug: ZeRO-2 by name only", TASKS, "train_zero2", 20, False),
+    ("ring_hop", "Ring attention: the backward of a hop", "minizero.ring_attention", "add_gradients", 25, False),
+    ("block_scale", "One scale for 32 numbers", TASKS, "encode_block", 30, False),
 ]
 COURSE = [Exercise(number, *row) for number, row in enumerate(_rows, 1)]
 # The last exercise on what a notebook shows.
@@ -193,6 +195,8 @@ NOTEBOOKS = {
     53: "04_mixed_precision",
     54: "04b_masters_sums_bytes",
     55: "02_zero",
+    56: "07d_long_texts",
+    57: "03b_fp16_sums",
 }
 TRITON = {"triton_forward", "triton_dkdv", "triton_dq"}
 

@@ -254,3 +254,20 @@ def test_a_name_wider_than_its_phase_stands_beside_it_and_points_at_it():
     axes = drawn(("forward", 40), ("backward", 55), ("optimizer", 5))
     places = {text.get_text(): text.xy[0] for text in axes.texts}
     assert places["optimizer step ▸"] == 95 and places["forward"] == 0 and places["backward"] == 40
+
+
+def test_mfu_is_the_models_flops_over_what_the_cards_could_do():
+    """By PaLM's formula: a token takes 6 FLOPs for each parameter of a product, and 12 · layers · width · tokens."""
+    results = make_results(stages=(0, 3)) | {"world_size": 4, "cards": 2}
+    results["config"] = {"layers": 2, "width": 64, "heads": 4, "sequence_length": 128, "vocabulary": 256}
+    results["config"] |= {"batch_size": 3, "dtype": "bfloat16"}
+    results["runs"][1]["step_seconds"] = None
+    assert report.mfu(results) == [], "no card"
+    results["machine"]["device"] = "NVIDIA H200"
+    results["runs"][0]["step_seconds"] = 1e-6
+    flops = 4 * 3 * 128 * (6 * (12 * 2 * 64**2 + 256 * 64) + 12 * 2 * 64 * 128)
+    (line,) = report.mfu(results)
+    assert line == f"MFU, of 989 TFLOP/s by the data sheet: DDP {flops / 1e-6 / 2 / 989e12:.1%}"
+    assert line in "\n".join(printed_lines(results))
+    results["machine"]["device"] = "NVIDIA H200 NVL"
+    assert report.mfu(results) == [], "another peak, which is not known"

@@ -266,6 +266,21 @@ def test_a_state_that_does_not_fit_or_is_not_there_is_one_line(tmp_path, capsys)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_trace_has_the_last_step_of_all_ranks(tmp_path, capsys):
+    assert command.main([*TINY, *CPU, "--trace"]) == 2 and "add --output FOLDER" in capsys.readouterr().err
+    results = run(tmp_path, "--world-size", "2", "--stage", "3", "--trace")
+    bars = [bar for bar in json.loads((tmp_path / "trace-Zero3.json").read_text())["traceEvents"] if bar["ph"] == "X"]
+    for rank in range(2):
+        mine = [bar for bar in bars if bar["pid"] == rank]
+        assert {bar["cat"] for bar in mine} == {"compute", "all-gather", "reduce-scatter", "optimizer"}
+        forward = [bar["name"] for bar in mine if bar["name"].startswith("forward blocks")]
+        assert set(forward) == {"forward blocks.0", "forward blocks.1"}, "each layer"
+        assert sum(bar["cat"] == "reduce-scatter" for bar in mine) == 3, "one step, of two blocks and the root"
+    assert all(bar["ts"] >= 0 and bar["dur"] >= 0 for bar in bars)
+    (one,) = results["runs"]
+    assert "events" not in one and one["bytes_sent"] == pytest.approx(one["bytes_sent_formula"], rel=0.01)
+
+
 def test_cuda_without_a_gpu(capsys):
     assert command.main([*TINY, "--device", "cuda"]) == 2
     assert "finds no CUDA GPU here: use --device cpu" in capsys.readouterr().err
@@ -304,7 +319,7 @@ def test_help_says_every_default(capsys):
     words = capsys.readouterr().out
     for name, value in vars(command.parse([])).items():
         assert "--" + name.replace("_", "-") in words
-        assert name in ("text", "world_size", "dtype") or f"default: {value}" in words or value in ("auto", None)
+        assert name in ("text", "world_size", "dtype") or f"default: {value}" in words or value in ("auto", None, False)
 
 
 # As a user starts it.
