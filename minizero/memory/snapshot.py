@@ -13,10 +13,9 @@ So "Active Memory Timeline" shows the ledger's curve. "Allocator State History" 
 
 import functools
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
-from minizero.memory.tape import Moment, Record, Tape, moments
+from minizero.memory.tape import Tape, moments
 
 BASE = 2**40  # the first address: as large as a GPU's
 # If there are categories and none is called "unknown", the viewer stops with an error. It draws no event of this kind.
@@ -24,35 +23,27 @@ LAST = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [], "
 
 
 def snapshot(tape: Tape, start: int = 0) -> bytes:
-    """The tape from `start` on, as a pickle. What existed at `start` is allocated first."""
+    """The tape from `start` on, as a pickle."""
     trace: list[dict[str, Any]] = []
-    alive: dict[int, dict[str, Any]] = {}  # by the record's id: the event that allocated it; addresses grow
+    alive: dict[int, dict[str, Any]] = {}  # by the record's id: the event that allocated it, in the order of addresses
     top = BASE
-    told_once = functools.cache(told)  # a pickle writes an object once, however often it stands there
-    for now, record in changes(tape, start):
-        if record.category == "host":  # the host's memory is not the device's
-            continue
-        if event := alive.pop(id(record), None):  # it has died, or it has another size and moves
-            trace += ({**event, "action": action} for action in ("free_requested", "free_completed"))
-        _, size, operator = now.alive.get(id(record), (record, 0, None))
-        if size:
-            birth = getattr(record, "birth", None)
-            module, line, shape = (birth.module, birth.line, birth.shape) if birth else (record.module, "", None)
-            why = told_once(record.category or "temporary", module, str(operator or ""), record.phase, shape, line)
-            alive[id(record)] = {"action": "alloc", "addr": top, "size": size, "stream": 0, **why}
-            trace.append(alive[id(record)])
-            top += size
-    first = {"action": "segment_alloc", "addr": BASE, "size": top - BASE, "stream": 0, "frames": []}
-    whole = {"segments": [segment([*alive.values()], top)], "device_traces": [[first, *trace, LAST]]}
+    told_once = functools.cache(told)  # a pickle has an object once, however often it is written
+    for number, now in enumerate(moments(tape, start)):
+        for record in [now.changed] if number else [held[0] for held in now.alive.values()]:  # first what existed
+            if record.category == "host":  # the host's memory is not the device's
+                continue
+            if event := alive.pop(id(record), None):  # it has died, or it has another size and moves
+                trace += ({**event, "action": action} for action in ("free_requested", "free_completed"))
+            _, size, operator = now.alive.get(id(record), (record, 0, None))
+            if size:
+                birth = getattr(record, "birth", None)
+                module, line, shape = (birth.module, birth.line, birth.shape) if birth else (record.module, "", None)
+                why = told_once(record.category or "temporary", module, str(operator or ""), record.phase, shape, line)
+                alive[id(record)] = {"action": "alloc", "addr": top, "size": size, "stream": 0, **why}
+                trace.append(alive[id(record)])
+                top += size
+    whole = {"segments": [segment([*alive.values()], top)], "device_traces": [[*trace, LAST]]}
     return pickle.dumps(whole, protocol=4)  # the viewer refuses 5, which is Python 3.14's own choice
-
-
-def changes(tape: Tape, start: int) -> Iterator[tuple[Moment, Record]]:
-    """What is alive at `start`, then what is born, resized or dies, each with the moment after it."""
-    later = moments(tape, start)
-    now = next(later)
-    yield from [(now, record) for record, *_ in now.alive.values()]
-    yield from ((now, now.changed) for now in later if now.changed is not None)
 
 
 def told(category: str, module: str, operator: str, phase: str, shape: Any, line: str) -> dict[str, Any]:
@@ -71,7 +62,5 @@ def segment(alive: list[dict[str, Any]], top: int) -> dict[str, Any]:
         held = {"address": addr, "size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
         blocks += [block for block in (free, held) if block["size"]]
         at = addr + size
-    held_bytes = sum(event["size"] for event in alive)
-    sizes = {"total_size": top - BASE, "allocated_size": held_bytes, "active_size": held_bytes}
-    place = {"device": 0, "address": BASE, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0)}
-    return place | sizes | {"frames": [], "blocks": blocks}
+    place = {"device": 0, "address": BASE, "stream": 0, "segment_pool_id": (0, 0), "frames": [], "blocks": blocks}
+    return place | {"total_size": top - BASE, "allocated_size": sum(event["size"] for event in alive)}

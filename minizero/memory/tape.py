@@ -52,7 +52,7 @@ class Moment:
         self.operator: Any = None  # the last one that had run
         self.number = 0  # how many operators had run
         self.alive: dict[int, list[Any]] = {}  # by the record's id: the record, its bytes, the operator that made it
-        self.changed: Record | None = None  # what was born, resized or has died last
+        self.changed: Any = None  # the record of what was born, resized or has died last
 
     def sample(self) -> Sample:
         """A copy to keep."""
