@@ -6,9 +6,8 @@ alloc, free      each birth, resize and death, with the bytes of the storage
 category         the ledger's: the viewer gives each its colour
 frames           the user's line, if the recorder has noted it (xray/lines.py), and the module
 user_metadata    module, operator, phase and shape, as text below the curve
-addr             made up, and never used twice
 
-So "Active Memory Timeline" shows the ledger's curve. "Allocator State History" shows nothing: no allocator has run.
+"Active Memory Timeline" is the ledger's curve. "Allocator State History" tells nothing: the addresses are made up.
 """
 
 import functools

@@ -3,8 +3,8 @@
     torch.cuda.memory._record_memory_history()        before the model is built
     torch.cuda.memory._dump_snapshot("oom.pickle")    after three steps, or in `except torch.OutOfMemoryError:`
 
-The file has the stack of each allocation, and no word about what it is for. So the category is guessed: from the phase
-in which the stack lies, and from how long the allocation lives.
+The file has the stack of each allocation, which is the code that asked for it, and no word about what it is for. So the
+category is guessed: from the phase of the step that the stack shows, and from how long the allocation lives.
 
 born in      what stands on the stack                                              if it outlives that phase
 building     a module is made or moved: __init__, from_pretrained, _apply          parameters (or buffers)
@@ -20,7 +20,7 @@ import bisect
 import collections
 import pickle
 import re
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from rich.console import Console
@@ -40,7 +40,7 @@ SCRIPT = {"<module>", "_bootstrap"}  # where a script begins, and a thread or pr
 OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]")
 LIBRARY = re.compile(r"(packages|pytorch)[/\\]torch[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\](?!(site|dist)-packages)")
 WORKSPACE = re.compile(r"Workspace|B[Ll][Aa][Ss]Handle")  # in which cuBLAS computes, and which PyTorch keeps
-RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}  # bytes
 
 
 class PlainData(pickle.Unpickler):
@@ -57,7 +57,7 @@ def read(file: Path) -> "Recorded":
             return Recorded(PlainData(opened).load(), file.stem)
         except Exception as error:  # a stranger's bytes may raise any
             why = f"{file} is no record of a GPU: {type(error).__name__}: {error}"
-            raise ValueError(f"{why}: give a file that torch.cuda.memory._dump_snapshot has written") from error
+            raise ValueError(f"{why}: give what torch.cuda.memory._dump_snapshot has written") from error
 
 
 def phase_of(frames: list[Event], before: str) -> str:
@@ -89,8 +89,7 @@ def line_of(frames: list[Event]) -> str:
     """The user's innermost line; of a backward, which has none, the operation that goes backwards."""
     for frame in frames:
         if PYTHON.search(frame["filename"]) and not LIBRARY.search(frame["filename"]):
-            *_, name = re.split(r"[/\\]", frame["filename"])
-            return f"{name}:{frame['line']}"
+            return f"{PureWindowsPath(frame['filename']).name}:{frame['line']}"  # reads both kinds of path
     nodes = (found[1] for frame in frames if (found := re.search(r"(\w+)Backward\d*::apply", frame["name"])))
     return f"backward of {node}" if (node := next(nodes, "")) else ""
 
@@ -118,8 +117,9 @@ def older(trace: list[Event], segments: list[Event]) -> list[Event]:
 class Recorded:
     """What a snapshot tells of one device: of one that ran out of memory, else of the one with most events.
 
-    trace: its events; first those that allocate what is older. dies, categories: where each allocation is freed, and
-    what it is for, by its place in the trace. moment: where memory ran out last, else the peak. held: who lives then.
+    trace: its events; first those that allocate what is older. turns: where a phase ends, or is broken off by an error.
+    dies, categories: where each allocation is freed, and what it is for, by its place in the trace. moment: where
+    memory ran out last, else the peak. held: the allocations that are alive then.
     """
 
     def __init__(self, snapshot: Event, name: str) -> None:
@@ -132,13 +132,12 @@ class Recorded:
         before = older(traces[self.device], self.segments)
         self.trace = [*before, *traces[self.device]]
         # PyTorch may have dropped an event, and kept its stack in a block.
-        phases = (phase_of(event["frames"], "") if event["frames"] else "older" for event in before)
-        self.phases = [*phases, *phases_of(traces[self.device]), "the end"]
+        known = (phase_of(event["frames"], "") if event["frames"] else "older" for event in before)
+        phases = self.phases = [*known, *phases_of(traces[self.device]), "the end"]
         self.errors = [len(before) + at for at in errors[self.device]]
-        if not self.trace:
-            raise ValueError("it has no allocation")
-        begins = [at for at in range(1, len(self.phases)) if self.phases[at] != self.phases[at - 1]]
-        self.turns = sorted({*begins, *self.errors})  # where a phase ends, or is broken off
+        if not any(event.get("frames") for event in self.trace):
+            raise ValueError("no allocation in it has a stack")
+        self.turns = [at for at in range(1, len(phases)) if phases[at] != phases[at - 1] or at in self.errors]
         self.moment, self.dies = self.replay()
         self.categories = {born: self.category_of(born) for born in self.dies}
         self.held = [born for born, dies in self.dies.items() if born <= self.moment < dies]
@@ -146,8 +145,7 @@ class Recorded:
     def replay(self) -> tuple[int, dict[int, int]]:
         """The moment to show; and where each allocation is freed. What is never freed dies at the trace's end."""
         total = most = moment = 0
-        alive: dict[int, int] = {}  # by address: where it was allocated
-        dies: dict[int, int] = {}
+        alive, dies = dict[int, int](), dict[int, int]()  # by address: where it is allocated; by that: where freed
         for at, event in enumerate(self.trace):
             if event["action"] == "alloc":
                 alive[event["addr"]], dies[at] = at, len(self.trace)
@@ -193,21 +191,20 @@ class Recorded:
             event, category = self.trace[born], self.categories[born]
             held[category] += event["size"]
             rows[category, line_of(event.get("frames", []))].append(event["size"])
-        total, last = held.total(), self.trace[self.moment]
+        total, last, phase = held.total(), self.trace[self.moment], self.phases[self.moment]
         asked = f", {size(last['size'])} asked for, {size(last['device_free'])} free" if self.errors else ""
         parts = ", ".join(f"{category} {size(part)}" for category, part in held.most_common())
-        place = f"in {self.phases[self.moment]}, on device {self.device}"
-        write(f"{'Out of memory at' if asked else 'Peak'} {size(total)}{asked}, {place}")
-        write(f"Guessed from stacks: {parts}\n\nWho holds it, guessed from stacks")
+        head = f"{'Out of memory' if asked else 'Peak'} in {phase}, on device {self.device}: {size(total)} allocated"
+        write(f"{head}{asked}\nGuessed from stacks: {parts}\n\nWho holds it, guessed from stacks")
         table = Table(Column("", **NUMBERS), "category", "line", Column("pieces", **NUMBERS), **LOOK)
         for row, sizes in sorted(rows.items(), key=lambda row: -sum(row[1]))[:SHOWN]:
             table.add_row(size(sum(sizes)), *row, f"{len(sizes):,}")
         write(table)
         for count, steps, line in self.left_over()[:3]:
-            write(f"Grows: {size(count)} of {steps} earlier steps are still there, {line}")
+            write(f"Grows: {steps} earlier steps have left {size(count)} in {line}")
         later = sum(RESERVES.get(event["action"], 0) * event["size"] for event in self.trace[self.moment + 1 :])
         reserved = sum(part["total_size"] for part in self.segments) - later
-        write(f"Reserved by the allocator: {size(reserved)}, and of these not allocated: {size(reserved - total)}")
+        write(f"Reserved by the allocator: {size(reserved)}. Of these {size(reserved - total)} are not allocated.")
         if held["older"] > total / 10:
             call = "Call torch.cuda.memory._record_memory_history() before the model is built."
             write(f"{held['older'] / total:.0%} is older than the record, and nothing tells what it is for. {call}")

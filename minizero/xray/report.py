@@ -56,7 +56,7 @@ class Report:
 
     plain: the figures of the step. peak: by category, each category's own maximum, and the joint maximum `total`, as
     the ledger's. phase: in which that is. holders: rows, the largest first, of what is alive then. curve: samples, as
-    the ledger's, at most 2,000. fits: after `fit`, the budget and what was found.
+    the ledger's, at most 2,000. fits: after `fit`, the budget and what was found. tape: the step's.
     """
 
     def __init__(self, case: Case, ranks: int = 1, name: str = "") -> None:

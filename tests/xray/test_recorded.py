@@ -5,7 +5,6 @@ A step runs on the CPU, and is written with the stacks that PyTorch records on a
 
 import dataclasses
 import functools
-import os
 import pickle
 import traceback
 
@@ -67,17 +66,20 @@ def recorded(ledger, native=True, older=False, runs_out=False):
     whole = pickle.loads(snapshot(ledger.tape, ledger.start))
     trace = [event for event in whole["device_traces"][0][:-1] if not older or "from before" not in str(event)]
     births = [at for at, event in enumerate(trace) if event["action"] == "alloc"]
-    truth = [trace[at]["category"] for at in births]
-    for part in [*trace, *whole["segments"][0]["blocks"]]:
+    truth = {at: trace[at]["category"] for at in births}
+    blocks = whole["segments"][0]["blocks"]
+    for part in [*trace, *blocks]:
         name = next((frame["filename"] for frame in part["frames"]), "")
         known = STACKS[int(name)] if name.isdigit() else [] if older or not name else MOVED
+        known = [frame for frame in known if native or frame[0] != "??"]
         known = [] if part.get("action", "").startswith("free") else known  # PyTorch may know none
-        frames = [dict(zip(("filename", "line", "name"), frame)) for frame in known]
-        part["frames"] = [frame for frame in frames if native or frame["filename"] != "??"]
+        part["frames"] = [dict(zip(("filename", "line", "name"), frame)) for frame in known]
         part.pop("category", None)
-    if runs_out:
+    if runs_out:  # then Python lets go of all that it would let go of later: an address is larger than all before
         at = [at for at in births if trace[at]["user_metadata"]["phase"] == "forward"][-30]
-        trace.insert(at, {**trace[at], "action": "oom", "size": 3 << 30, "device_free": 1 << 30})
+        gone = [event for event in trace[at:] if event["action"][:4] == "free" and event["addr"] < trace[at]["addr"]]
+        blocks[:] = [block for block in blocks if block["address"] < trace[at]["addr"]]
+        trace[at:] = [{**trace[at], "action": "oom", "size": 3 << 30, "device_free": 1 << 30}, *gone]
     return pickle.dumps(whole | {"device_traces": [trace]}), truth
 
 
@@ -92,10 +94,10 @@ def test_the_guess_is_right_for_97_percent_of_the_bytes(steps, tmp_path):
         content, truth = recorded(ledger, **how)
         file.write_bytes(content)
         found = read(file)
-        truths = dict(zip(found.dies, truth, strict=True))
         sizes = {born: found.trace[born]["size"] for born in found.held}
-        right = sum(size for born, size in sizes.items() if found.categories[born] == truths[born])
+        right = sum(size for born, size in sizes.items() if found.categories[born] == truth[born])
         assert right >= 0.97 * sum(sizes.values()) and "parameters" in found.categories.values()
+        assert not [at for at in found.dies if (truth[at], found.categories[at]) == ("activations", "optimizer")]
         assert [steps for _, steps, _ in found.left_over()[:1]] == ([4] if "keep" in steps else [])
 
 
@@ -103,25 +105,19 @@ def test_the_command_says_that_it_guesses_and_writes_the_categories(tmp_path, ca
     (file := tmp_path / "oom.pickle").write_bytes(recorded(run(), older=True, runs_out=True)[0])
     assert main(["--snapshot", str(file), "--output", str(tmp_path)]) == 0
     out = " ".join(capfd.readouterr().out.split())
-    for words in ("3.00 GiB asked for, 1.00 GiB free, in forward", "Who holds it, guessed from stacks", "gpt.py:"):
-        assert words in out
-    assert "32% is older than the record" in out and "not allocated: " in out
+    assert "Out of memory in forward" in out and "3.00 GiB asked for, 1.00 GiB free" in out and "gpt.py:" in out
+    assert "Who holds it, guessed from stacks" in out and "32% is older" in out and "are not allocated" in out
     whole = pickle.loads((tmp_path / "oom_by_category.pickle").read_bytes())
-    categories = {event.get("category") for event in whole["device_traces"][0] if event["action"] == "alloc"}
-    assert {"older", "optimizer", "gradients", "activations"} <= categories and None not in categories
+    told = {event.get("category") for event in whole["device_traces"][0] if event["action"] in ("alloc", "snapshot")}
+    assert {"older", "optimizer", "activations", "unknown"} <= told and None not in told
     assert main(["--snapshot", str(tmp_path / "oom_by_category.pickle")]) == 2
     assert "has categories already" in capfd.readouterr().err
 
 
-class Hostile:
-    def __reduce__(self):
-        return os.mkdir, (os.environ["HOSTILE"],)
-
-
-@pytest.mark.parametrize("wrong", [Hostile(), {"segments": [Hostile()]}, {"segments": []}, [], None])
-def test_a_file_that_asks_for_more_than_data_is_refused(wrong, tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("HOSTILE", str(tmp_path / "made"))
-    (file := tmp_path / "oom.pickle").write_bytes(pickle.dumps(wrong))
-    assert main(["--snapshot", str(file)]) == 2 and not (tmp_path / "made").exists()
-    assert "oom.pickle is no record of a GPU" in capfd.readouterr().err
-    assert main(["--snapshot", str(file), "--fit", "80GiB"]) == 2
+@pytest.mark.parametrize("content", [b"cbuiltins\nprint\n(Vrun\ntR.", b"", b"text", pickle.dumps({"segments": []})])
+def test_a_file_that_asks_for_more_than_data_is_refused(content, tmp_path, capfd):
+    (file := tmp_path / "oom.pickle").write_bytes(content)
+    assert main(["--snapshot", str(file)]) == 2
+    out, error = capfd.readouterr()
+    assert out == "" and "oom.pickle is no record of a GPU" in error and len(error.splitlines()) == 1
+    assert main(["--snapshot", str(file), "--fit", "80GiB"]) == 2 and "only --output" in capfd.readouterr().err
