@@ -7,6 +7,7 @@
     operators.py         which outputs of an operator are new tensors
     position.py          which phase of a step is running, and which module's forward
     hooks.py             what is a parameter, a gradient, a state; when a forward or a step begins and ends
+    snapshot.py          the tape as a file for PyTorch's own viewer
     formulas.py          model states, activations and traffic in theory
     estimate.py          what a run will need before it starts, and what the machine has
 

@@ -8,6 +8,7 @@ A ledger opens and closes a recorder (recorder.py), which writes a tape of what 
 reads each of its figures off that tape (tape.py), inside the block or after it.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from minizero.memory.hooks import Hooks
 from minizero.memory.recorder import Recorder, current_recorder
+from minizero.memory.snapshot import snapshot
 from minizero.memory.tape import CATEGORIES, Sample, Tape, at_peak, holders, moments
 
 
@@ -107,6 +109,10 @@ class Ledger:
     def curve(self) -> list[Sample]:
         """Bytes by category after every allocation, free and resize, since the block began or the last `reset`."""
         return [moment.sample() for moment in moments(self.tape, self.start)]
+
+    def save_snapshot(self, file: str | Path) -> None:
+        """Write what has happened since the block began, or the last `reset`, for pytorch.org/memory_viz."""
+        Path(file).write_bytes(snapshot(self.tape, self.start))
 
     def plot(self, ax: Any = None, note: str = "not seen: scratch inside operators, workspaces") -> Any:
         """Draw the curve, stacked by category, and the note; returns the matplotlib Axes."""

@@ -52,6 +52,7 @@ class Moment:
         self.operator: Any = None  # the last one that had run
         self.number = 0  # how many operators had run
         self.alive: dict[int, list[Any]] = {}  # by the record's id: the record, its bytes, the operator that made it
+        self.changed: Any = None  # the record of what was born, resized or has died last
 
     def sample(self) -> Sample:
         """A copy to keep."""
@@ -85,6 +86,7 @@ def moments(tape: Tape, start: int = 0) -> Iterator[Moment]:
         else:
             now.operator, now.number = entry, now.number + 1
             continue
+        now.changed = record
         now.totals[record.category or "temporary"] += change
         if record.category != "host":  # the total is what the device holds: the host's memory is not in it
             now.totals["total"] += change

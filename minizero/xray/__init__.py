@@ -3,6 +3,7 @@
     python -m minizero.xray train.py:make --card 4090 --fit      as on one card: what makes it fit?
     python -m minizero.xray train.py:make --ranks 8              8 cards, with ZeRO's rows
     python -m minizero.xray --hf config.json --batch 1 --length 2048 --largest
+    python -m minizero.xray --snapshot oom.pickle                what a GPU has recorded, by category
 
 make() returns (model, inputs): model(*inputs) gives the loss, or an object with .loss. The batch is one rank's. Or it
 returns (model, step): step() is a step of the user's own loop.
@@ -28,6 +29,7 @@ holders.py       who holds the peak, in rows that can be read
 techniques.py    what would help: each technique in words, and as a run
 fit.py           the cheapest stack that fits a card
 script.py        the lines that write it down
+recorded.py      a snapshot that a GPU has recorded, by category
 report.py        all that is found: as data, in the terminal, as PNG, HTML and JSON
 """
 

@@ -24,6 +24,7 @@ from minizero.models.gpt import GPT, GPTConfig
 from minizero.xray.card import card_of
 from minizero.xray.case import NotPossible, case_of, reason
 from minizero.xray.hugging_face import from_config
+from minizero.xray.recorded import read
 from minizero.xray.report import Report, size
 
 
@@ -33,6 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("make", nargs="?", metavar="FILE.py:make", help="a model of your own, see above; without: the demo's GPT")
     add("--hf", type=Path, metavar="CONFIG.json", help="a model of transformers, by its configuration; no download")
+    add("--snapshot", type=Path, metavar="OOM.pickle", help="what torch.cuda.memory._dump_snapshot wrote on a GPU")
     add("--batch", type=positive, metavar="N", help="samples, for --hf and the demo's GPT (default: 2)")
     add("--length", type=positive, metavar="N", help="tokens of a sample, for --hf (default: 2048) and the GPT (64)")
     add("--card", default="h100", help="the GPU: h200, a100, l4, t4, 4090 …; cpu: as on a CPU (default: h100)")
@@ -42,8 +44,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--fit", **bytes_of, help="the memory of each, by default the card's: find the cheapest stack that fits")
     add("--largest", **bytes_of, help="the same: find the largest batch that fits")
     add("--no-table", action="store_true", help="only the picture of the step, without the runs of each technique")
-    add("--output", type=Path, metavar="FOLDER", help="where xray.png, .html and .json go (default: nowhere)")
+    add("--output", type=Path, metavar="FOLDER", help="where xray.html and the other files go (default: nowhere)")
     options = parser.parse_args(argv)
+    asked = {name for name, value in vars(options).items() if value != parser.get_default(name)}
+    if options.snapshot and asked - {"snapshot", "output"}:
+        raise ValueError("--snapshot: a recorded run has its own model, step and card: only --output goes with it")
     if options.make and (options.hf or options.batch or options.length):
         raise ValueError(
             "--hf, --batch and --length are not for FILE.py:make: make() has chosen the model and its batch"
@@ -94,6 +99,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """X-ray the model that the options name: print the tables, and write the files."""
     if options.output is not None:
         check_output(options.output)
+    if options.snapshot is not None:
+        recorded = read(options.snapshot)
+        recorded.show(console)
+        for path in recorded.save(options.output) if options.output else ():
+            console.print(f"wrote {path}, which pytorch.org/memory_viz shows in colour")
+        return
     name = Path(options.make.rpartition(":")[0]).name if options.make else ""
     card = None if options.card == "cpu" else card_of(options.card)
     if card is None and 0 in (options.fit, options.largest):

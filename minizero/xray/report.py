@@ -2,7 +2,7 @@
 
 report = xray(model, inputs)
 report.show()                    tables of at most 100 columns
-report.save("results/xray")      xray.png, xray.html, which needs no network, and xray.json
+report.save("results/xray")      xray.png, xray.html, which needs no network, xray.json and snapshot.pickle
 """
 
 import base64
@@ -22,6 +22,7 @@ from rich.table import Column, Table
 from torch import nn
 
 from minizero.cli import write_files
+from minizero.memory.snapshot import snapshot
 from minizero.memory.tape import columns
 from minizero.pictures.memory import plot_curve
 from minizero.xray.case import Case
@@ -55,7 +56,7 @@ class Report:
 
     plain: the figures of the step. peak: by category, each category's own maximum, and the joint maximum `total`, as
     the ledger's. phase: in which that is. holders: rows, the largest first, of what is alive then. curve: samples, as
-    the ledger's, at most 2,000. fits: after `fit`, the budget and what was found.
+    the ledger's, at most 2,000. fits: after `fit`, the budget and what was found. tape: the step's.
     """
 
     def __init__(self, case: Case, ranks: int = 1, name: str = "") -> None:
@@ -69,6 +70,7 @@ class Report:
         measured = case.measure(Plan(), LineLedger)
         self.plain = case.found[case.as_run(Plan())] = measured.result()
         self.peak = self.plain.peak
+        self.tape = measured.ledger.tape
         self.holders = rows_at_peak(measured.ledger, case.vocabulary())
         curve = measured.ledger.curve
         stretch = -(-len(curve) // SAMPLES)  # of each the highest, so that no peak is lost
@@ -193,7 +195,7 @@ class Report:
         }
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write xray.png, xray.html and xray.json into `folder`; returns their paths. They have what was asked for."""
+        """Write xray.png, .html, .json, which have what was asked for, and snapshot.pickle into `folder`; the paths."""
         figure = Figure(figsize=(16, 8), layout="constrained")
         axes = self.plot(figure.subplots())
         axes.set_title(self.title, fontsize=18, pad=28)
@@ -210,6 +212,7 @@ class Report:
         )
         numbers = json.dumps(self.numbers())
         files = {"xray.png": picture.getvalue(), "xray.html": page.encode(), "xray.json": numbers.encode()}
+        files["snapshot.pickle"] = snapshot(self.tape)
         return write_files(files, Path(folder))
 
 

@@ -19,6 +19,8 @@ def read(path):
     notebook, heading = nbformat.read(path, as_version=4), path.stem
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
+            for name, picture in cell.get("attachments", {}).items():
+                cell.source = cell.source.replace(f"attachment:{name}", as_address(*next(iter(picture.items()))))
             heading = next(iter(re.findall(r"^#+ (.+)$", cell.source, re.MULTILINE)), heading)
         cell.metadata["heading"] = re.sub(r"^\d+\. ", "", heading)
         cell.metadata.setdefault("alt", f"Figure: {cell.metadata['heading']}")

@@ -1,12 +1,16 @@
 """The ledger: it measures a plain module as an engine, changes no number, and refuses what it cannot measure."""
 
+import collections
 import gc
+import itertools
+import pickle
 import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.cuda import _memory_viz
 
 from minizero import GPT
 from minizero.memory import Ledger, tag
@@ -108,6 +112,31 @@ def test_a_picture_says_what_it_cannot_see():
     assert peak.get_ydata()[0] * 2**20 == pytest.approx(ledger.peak["total"])
     assert ledger.curve[-1].number == 6  # operators
     assert 1 <= peak.get_xdata()[0] <= axes.get_xlim()[1] == 7
+
+
+def test_a_snapshot_is_the_curve_and_pytorchs_own_tools_read_it(tmp_path):
+    model = GPT(CONFIG)
+    with Ledger(model) as ledger:
+        for _ in range(2):
+            model(TOKENS, TOKENS).backward()
+        kept = torch.ones(10)
+        [kept.untyped_storage().resize_(size) for size in (0, 80)]
+    ledger.save_snapshot(tmp_path / "step.pickle")
+    whole = pickle.loads(content := (tmp_path / "step.pickle").read_bytes())
+    held, moments = collections.Counter(), []
+    for event in whole["device_traces"][0]:
+        held[event["category"]] += {"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"]
+        moments.append({**held, "total": held.total()})
+
+    def points(moments):
+        nonzero = ({name: size for name, size in moment.items() if size} for moment in moments)
+        return [point for point, _ in itertools.groupby(nonzero)]
+
+    theirs = points(ledger.curve)
+    assert points(moments)[-len(theirs) :] == theirs and len(theirs) > 100
+    assert content[1] == 4 and event["category"] == "unknown"  # without these two the viewer fails
+    assert " entries" in _memory_viz.trace(whole) and "segments: 1" in _memory_viz.segsum(whole)
+    assert "blocks.0.up" in _memory_viz.memory(whole, format_flamegraph=str) and _memory_viz.trace_plot(whole)
 
 
 # What is refused.

@@ -69,7 +69,7 @@ def test_the_tables_fit_100_columns_and_have_all_names():
 def test_the_files_say_the_same_and_need_no_network(report, tmp_path):
     assert report.outcomes and report.fit(20 * MIB)
     names = {path.name: path for path in report.save(tmp_path / "new")}
-    assert names.keys() == {"xray.png", "xray.html", "xray.json"}
+    assert names.keys() == {"xray.png", "xray.html", "xray.json", "snapshot.pickle"}
     assert names["xray.png"].read_bytes().startswith(b"\x89PNG")
     numbers = json.loads(names["xray.json"].read_text())
     assert numbers["peak"] == report.peak and numbers["techniques"][0]["name"] == "recompute of each block"
