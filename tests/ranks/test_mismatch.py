@@ -21,6 +21,7 @@ TIMEOUT = 1.0  # where ranks wait for each other in vain; nobody else may take a
 
 def check_on_threads(case):
     world = World(case.size, device="cpu", timeout=TIMEOUT if CommTimeout in case.causes else 2 * SOON)
+    print(case)  # pytest shows the last one if it fails
     failed = failure_of(world, case.work)
     cause = failed.__cause__
     assert type(cause) in case.causes, f"{case}: {cause!r}"
