@@ -52,6 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layers", **count, help="with --width and --heads: a GPT of another shape")
     add("--width", **count, help="of a token")
     add("--heads", **count, help="divide the width")
+    add("--vocabulary", **count, default=50257, help="of that GPT; minizero.train's is 256 (default: %(default)s)")
     add("--sequence-length", **count, help="tokens (default: the model's usual)")
     add("--cluster", default="a100-80", metavar="NAME", help="one of those below (default: %(default)s)")
     add(
@@ -85,7 +86,7 @@ def choose_model(options: argparse.Namespace) -> Model:
     if any(shape):
         if not all(shape):
             raise ValueError("--layers, --width and --heads go together: give all three")
-        return gpt(*shape, options.sequence_length or 2048)
+        return gpt(*shape, options.sequence_length or 2048, options.vocabulary)
     return model(options.model, options.sequence_length)
 
 
