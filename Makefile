@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 STAMP_REAL := .venv/.installed-real
 
-.PHONY: help setup demo quick test lessons course pretend real portable oldest notebooks slides book exhaustive table1 soak
+.PHONY: help setup demo quick test lessons course pretend real portable oldest newest notebooks slides book exhaustive table1 soak
 .PHONY: bench kernels gpu lint clean exercises check hint watch questions solution reset gradebook autograder
 
 help:   ## show this list
@@ -86,6 +86,9 @@ portable: setup  ## on Linux, the quick tests as older and other processors sum,
 
 oldest:  ## the lowest versions that pyproject.toml names, in an environment of their own, minutes: python -m tests.oldest
 	$(PYTHON) -m tests.oldest
+
+newest:  ## the newest versions of all of them, in an environment of their own, minutes: python -m tests.newest
+	$(PYTHON) -m tests.newest
 
 exhaustive: setup  ## every 16-bit number there is, in minutes on 2 cores: python -m pytest -m exhaustive -n 2
 	$(PY) -m pytest -m exhaustive -n 2 $(ARGS)
