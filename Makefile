@@ -120,7 +120,7 @@ gpu: $(if $(GPU_PYTHON),,setup)  ## on a machine with a GPU, tests and benchmark
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minizero needs Python 3.11 or newer; " + sys.executable + " is " + sys.version.split()[0] + ". Try: make setup PYTHON=python3.12")'
-	@echo "Installing into .venv: downloads about 0.5 GB with a CPU build of torch, about 3 GB on Linux from the default index (torch brings CUDA). PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are respected."
+	@echo "Installing into .venv: downloads about 0.5 GB with a CPU build of torch, about 3 GB on Linux from the default index (torch brings CUDA: 5.2 GB on disk). PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are respected."
 	@$(PYTHON) -m venv .venv
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
