@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 STAMP_REAL := .venv/.installed-real
 
-.PHONY: help setup demo quick test lessons course pretend real portable oldest notebooks slides book exhaustive table1 soak
+.PHONY: help setup demo quick test lessons course pretend real portable oldest newest notebooks slides book exhaustive table1 soak
 .PHONY: bench kernels gpu lint clean exercises check hint watch questions solution reset gradebook autograder
 
 help:   ## show this list
@@ -87,6 +87,9 @@ portable: setup  ## on Linux, the quick tests as older and other processors sum,
 oldest:  ## the lowest versions that pyproject.toml names, in an environment of their own, minutes: python -m tests.oldest
 	$(PYTHON) -m tests.oldest
 
+newest:  ## the newest versions of all of them, in an environment of their own, minutes: python -m tests.newest
+	$(PYTHON) -m tests.newest
+
 exhaustive: setup  ## every 16-bit number there is, in minutes on 2 cores: python -m pytest -m exhaustive -n 2
 	$(PY) -m pytest -m exhaustive -n 2 $(ARGS)
 
@@ -117,7 +120,7 @@ gpu: $(if $(GPU_PYTHON),,setup)  ## on a machine with a GPU, tests and benchmark
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minizero needs Python 3.11 or newer; " + sys.executable + " is " + sys.version.split()[0] + ". Try: make setup PYTHON=python3.12")'
-	@echo "Installing into .venv: downloads about 0.5 GB with a CPU build of torch, about 3 GB on Linux from the default index (torch brings CUDA). PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are respected."
+	@echo "Installing into .venv: downloads about 0.5 GB with a CPU build of torch, about 3 GB on Linux from the default index (torch brings CUDA: 5.2 GB on disk). PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are respected."
 	@$(PYTHON) -m venv .venv
 	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@

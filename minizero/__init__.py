@@ -22,11 +22,12 @@ A folder for each lesson; its `__init__` gives the order of its files.
     torch_private.py  every private name of PyTorch in use
     cli.py            what command lines share
     interrupted.py    Ctrl-C while a command imports
+    beside.py         says which file hides one of our packages
 
 An import goes down this list's floors, never up: CONTRIBUTING.md draws them, and a test holds them.
 """
 
-from minizero import interrupted  # noqa: F401  before all that takes time
+from minizero import beside, interrupted  # noqa: F401  before all that takes time
 from minizero.chunked_loss import cross_entropy_in_chunks
 from minizero.engines import DDP, Zero1, Zero2, Zero3
 from minizero.models.gpt import GPT, GPTConfig

@@ -2,7 +2,7 @@
 
 A private name may change with any release. "Since 2.1" means that the packages of PyTorch have it from 2.1 on, and
 that 2.0 does not. "At least 1.12" means that nobody has looked into an older package. minizero needs 2.11 or
-newer, so it has all of them. A CI job tries the newest PyTorch, so that a change is seen here first. A test holds that
+newer, so it has all of them. `make newest` tries the newest PyTorch, so that a change is seen here first. A test holds that
 `REASONS` is complete, and that no other file has a private name, but for those in `IN_PLACE`. What we change for the
 whole process, in PyTorch, Triton or Python, stands in `WHOLE_PROCESS`, and a test holds that it is complete.
 """

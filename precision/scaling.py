@@ -60,8 +60,8 @@ class LossScaler:
         if isinstance(outputs, Mapping):
             return {name: self.scale(output) for name, output in outputs.items()}
         scaled = map(self.scale, outputs)
-        if hasattr(outputs, "_make"):  # a namedtuple, which takes its values one by one
-            return outputs._make(scaled)
+        if hasattr(outputs, "_fields"):  # a namedtuple, which takes its values one by one
+            return type(outputs)(*scaled)  # type: ignore[call-arg]
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled  # type: ignore[call-arg]
 
     @torch.no_grad()

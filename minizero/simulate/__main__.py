@@ -48,7 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     usual = Constants()
     add: Any = parser.add_argument
     count, part = {"type": positive, "metavar": "N"}, {"type": share, "metavar": "X"}
-    add("--model", default="gpt-175b", metavar="NAME", help="one of those below (default: %(default)s)")
+    add("--model", default="mpt-30b", metavar="NAME", help="one of those below (default: %(default)s)")
     add("--layers", **count, help="with --width and --heads: a GPT of another shape")
     add("--width", **count, help="of a token")
     add("--heads", **count, help="divide the width")

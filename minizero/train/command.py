@@ -108,7 +108,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if options.device not in ("auto", device.type):
             raise ValueError(f"--device {options.device}: under torchrun the ranks run on {device.type}: leave it out")
         progress = stack.enter_context(Progress(*columns, console=console, disable=own_rank() > 0))
-        runs = []
+        runs, interrupted = [], False
         for stage in stages:
             task = progress.add_task("", total=job.steps, name=STAGES[stage].__name__.ljust(5), status="")
 
@@ -116,10 +116,16 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 status = f"loss {loss:.3f}  {speed:6,.0f} tokens/s  peak {held / 2**20:5.1f} MiB per rank"
                 progress.update(task, completed=step, status=status)
 
-            if comm is not None:
-                runs.append(train(comm, stage, text, job, show))
-            else:
-                runs.append(world.run(train, stage, text, job, show)[0])  # type: ignore[union-attr]
+            try:
+                if comm is not None:
+                    runs.append(train(comm, stage, text, job, show))
+                else:
+                    runs.append(world.run(train, stage, text, job, show)[0])  # type: ignore[union-attr]
+            except KeyboardInterrupt:  # of a user who has seen enough: what is finished is reported
+                if not runs:
+                    raise
+                interrupted = True
+                break
     if own_rank() > 0:
         return
     given = {"batch_size": job.batch_size, "steps": job.steps, "learning_rate": job.learning_rate}
@@ -138,6 +144,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.output is not None:
         for path in report.save(results, options.output):
             console.print(f"wrote {path}")
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def own_rank() -> int:

@@ -76,6 +76,7 @@ def test_remedies_are_the_fewest_switches_that_make_it_fit():
 
 
 def test_the_command_says_what_to_try(capsys):
+    assert main([]) == 0 and "of 80: fits" in capsys.readouterr().out  # what a newcomer types first
     assert main(["--model", "gpt-175b", "--gpus", "512"]) == 0
     out = capsys.readouterr().out
     assert "OUT OF MEMORY" in out and "with one switch more" in out and "--recompute full" in out

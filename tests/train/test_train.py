@@ -120,6 +120,22 @@ def test_a_run_that_is_killed_leaves_the_last_state_that_it_saved(tmp_path, monk
     assert resumed["steps_before"] == 4 and resumed["losses"] == whole["losses"][4:]
 
 
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_keeps_the_stages_that_are_finished(tmp_path, monkeypatch, capsys):
+    real = World.run
+
+    def until_the_third(world, fn, stage, *rest):
+        if stage == 2:
+            raise KeyboardInterrupt
+        return real(world, fn, stage, *rest)
+
+    monkeypatch.setattr(World, "run", until_the_third)
+    assert command.main([*TINY, *CPU, "--output", str(tmp_path)]) == 130
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [one["name"] for one in results["runs"]] == ["DDP", "Zero1"] and (tmp_path / "curves.png").exists()
+    assert "interrupted" in capsys.readouterr().err
+
+
 def test_a_rank_of_any_launcher_is_one(monkeypatch, capsys):
     """Without torchrun's own variables, as under srun or mpirun: else each would train alone, without a word."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": None}.items():
