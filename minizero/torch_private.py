@@ -2,9 +2,9 @@
 
 A private name may change with any release. "Since 2.1" means that the packages of PyTorch have it from 2.1 on, and
 that 2.0 does not. "At least 1.12" means that nobody has looked into an older package. minizero needs 2.11 or
-newer, so it has all of them. `make newest` tries the newest PyTorch, so that a change is seen here first. A test holds that
-`REASONS` is complete, and that no other file has a private name, but for those in `IN_PLACE`. What we change for the
-whole process, in PyTorch, Triton or Python, stands in `WHOLE_PROCESS`, and a test holds that it is complete.
+newer, so it has all of them. `make newest` tries the newest PyTorch, so that a change is seen here first. A test holds
+that `REASONS` is complete, and that no other file has a private name, but for those in `IN_PLACE`. What we change for
+the whole process, in PyTorch, Triton or Python, stands in `WHOLE_PROCESS`, and a test holds that it is complete.
 """
 
 import contextlib
@@ -179,7 +179,6 @@ REASONS = {
 
 IN_PLACE = {
     "_version": "a tensor's count of in-place writes, as autograd's error texts name it; since 0.4",
-    "_make": "of a namedtuple, which is Python's and not PyTorch's: made of its values; since Python 2.6",
     "_base": "the tensor that a view is a view of; since 0.4",
     "_indices": "of a sparse tensor that is not coalesced; `indices` refuses those; since 0.4",
     "_parameters": "a module's own dict, in which a parameter is found again by its name; since 0.1",

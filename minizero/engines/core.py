@@ -1,28 +1,29 @@
 """The core: *when* the things of a training step happen. *What* happens then is a stage's own file.
 
-       moment           it comes                                        what the stage does then
-    1  begin_forward    the model is called                             before_forward; gather the root
-    2  begin_use        a unit's module is called                       gather
-    3  end_use          that module returns                             release
-    4  end_forward      the model returns                               without a graph: release all
-    5  open_use         backward has the gradient of a unit's output    gather
-    6  arrived          autograd has written a parameter's .grad        reduce, if its unit has all of them
-    7  close_use        backward has the gradient of a unit's input     release
-    8  end_backward     backward is over                                release all
+       moment           it comes                                        what happens, and in which stages
+    1  begin_forward    the model is called                             before_forward (1, 2); gather the root (3)
+    2  begin_use        a unit's module is called                       gather (3)
+    3  end_use          that module returns                             release (3)
+    4  end_forward      the model returns                               if no graph was made: release all (3)
+    5  open_use         backward has the gradient of a unit's output    gather (3)
+    6  arrived          autograd has written a parameter's .grad        if its unit has all: reduce (0, 1, 2, 3)
+    7  close_use        backward has the gradient of a unit's input     release (3)
+    8  end_backward     backward is over                                release all (3)
 
-A unit is a block of the model. What lies outside the blocks is one more unit, the root: it stays whole from forward to
-backward. A *use* of a unit is one forward of its module, and the backward of that. All ranks reduce their units in one
-order, last block first, so that their collectives meet.
+A unit is a block of the model. What lies outside the blocks is one more unit, the root: it stays whole from the model's
+forward to the end of its backward. A *use* of a unit is one forward of its module, and the backward of that. All ranks
+reduce their units in one order, last block first, root last, so that their collectives meet.
 
-The path of one gradient. Autograd writes a parameter's .grad, and calls `arrived`. `Backward.put` copies it to its
-place in the unit's flat buffer, and .grad is None again. If no parameter of the unit is owed a gradient any more, the
-stage's `reduce` gets the buffer: 4n bytes for n parameters. In zero2.py a reduce-scatter sends (N-1)/N of them to other
-ranks, and leaves 4n/N: this rank's part of the average. `Unit.set_gradient` adds it to the .grad of the unit's shard,
-which the optimizer steps. Then the buffer is freed.
+The path of one gradient, of a unit with n numbers. Autograd writes a parameter's .grad, and calls `arrived`.
+`Backward.put` copies it to its place in the unit's flat buffer of 4n bytes, and .grad is None again. If no parameter of
+the unit is owed a gradient any more, and all units before it in the order are reduced, the stage's `reduce` gets the
+buffer. In zero2.py a reduce-scatter sends (N-1)/N of it to other ranks, and leaves 4n/N bytes: this rank's part of the
+average. `Unit.set_gradient` adds that to the .grad of the unit's shard. When `reduce` returns, the buffer is freed.
+After backward the optimizer steps the shard.
 
-The core trains models in FP32, in which each parameter gets a gradient in each backward, and each unit returns a tensor
-or a tuple of tensors. It does one thing at a time. It refuses the rest by name. `any_model/` lifts these limits under
-the same names of moments: its DDP, Zero1, Zero2 and Zero3 are those of `from minizero import …`.
+The core trains models in FP32 whose parameters all get a gradient in each backward, and whose units return a tensor or
+a tuple of tensors. It does one thing at a time. Other models it refuses by name. `any_model/` lifts these limits, with
+the same names of moments, and adds what a loop may call besides: `from minizero import DDP, Zero1, Zero2, Zero3`.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
@@ -39,7 +40,7 @@ from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 
-ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `from minizero import ...`"
+ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `minizero`"
 
 
 class Unit:
@@ -101,7 +102,7 @@ class Unit:
         self.version = self.master._version
 
     def set_gradient(self, average: Tensor, full: Tensor | None = None) -> None:
-        """Add the average to the shard's .grad. full: what a stage keeps beside it, as long as .grad lives."""
+        """Add the average to the shard's .grad. full: the whole buffer, if a stage keeps it as long as .grad."""
         tag(average, "gradients")
         (shard,) = self.shards
         shard.grad = average.view_as(shard) if shard.grad is None else average.add_(shard.grad)
@@ -111,7 +112,7 @@ class Unit:
 class Backward:
     """What counts only while a backward runs.
 
-    left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters whose gradient has not
+    left: the units still to be reduced, in order. owed: by unit, the indices of its parameters whose gradient has not
     come. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of.
     buckets: gradients of DDP that wait for others, by dtype.
     """
@@ -148,9 +149,7 @@ class Engine(nn.Module):
         self.module, self.comm = module, comm
         self.backward: Any = None  # the `Backward` that is running
         self.units = self.make_units(blocks)
-        self.roots: Sequence[Unit] = [
-            unit for unit in self.units if unit.module is None
-        ]  # gathered until backward is over
+        self.roots: Sequence[Unit] = [unit for unit in self.units if unit.module is None]  # one; in any_model more
         self.in_order: Sequence[Unit] = self.units[::-1]  # reduced last block first, root last
         for unit in self.units:
             self.keep(unit, unit.flatten())
@@ -167,16 +166,21 @@ class Engine(nn.Module):
 
     def make_units(self, blocks: Iterable[nn.Module] | None) -> Sequence[Unit]:
         """The root first, then the blocks. `ValueError` that names what the core does not serve."""
-        names = {part: name for name, part in self.module.named_modules()}
-        units = [(names[block], block, dict(block.named_parameters(names[block]))) for block in blocks or ()]
-        inside = [id(parameter) for *_, its in units for parameter in its.values()]
-        root = {name: p for name, p in self.module.named_parameters() if id(p) not in inside}
-        for name, p in self.module.named_parameters():
-            if not p.requires_grad or p.dtype != torch.float32 or inside.count(id(p)) > 1:
-                raise ValueError(f"{name} is frozen, not FP32, or in two blocks: {ELSE}")
+        modules = {name: part for name, part in self.module.named_modules() if part in list(blocks or ())}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        home = {p: next((b for b in modules if p.startswith(f"{b}.")), "root") for p in parameters}  # of each, its unit
+        for name, p in parameters.items():
+            if not p.requires_grad or p.dtype != torch.float32:
+                raise ValueError(f"{name} is frozen, or not FP32 (module.float() makes it so): {ELSE}")
+            if len({home[other] for other, q in parameters.items() if q is p}) > 1:
+                raise ValueError(f"{name} is in two units: {ELSE}")
         for name, _ in self.module.named_buffers():
             raise ValueError(f"the buffer {name} may differ between ranks: {ELSE}")
-        return [Unit(name, block, its, self.comm) for name, block, its in (("root", None, root), *units) if its]
+        units = []
+        for unit in ("root", *modules):
+            its = {name: p for name, p in self.module.named_parameters() if home[name] == unit}
+            units += [Unit(unit, modules.get(unit), its, self.comm)] if its else []
+        return units
 
     # What a stage does.
 
@@ -210,7 +214,7 @@ class Engine(nn.Module):
         if unit.module is not None:
             unit.module.register_forward_pre_hook(begins, with_kwargs=True)
             unit.module.register_forward_hook(lambda _, __, output: self.end_use(unit, begun.pop(), output))
-        # Autograd hides these hooks from the garbage collector: they must not keep the engine and the unit alive.
+        # Autograd hides its hooks from the garbage collector, so they hold engine and unit weakly.
         arrived, weak_unit = weakref.WeakMethod(self.arrived), weakref.ref(unit)
         for number, parameter in enumerate(unit.parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, n=number: arrived()(weak_unit(), n))  # type: ignore
@@ -231,15 +235,13 @@ class Engine(nn.Module):
         return use
 
     def end_use(self, unit: Unit, use: object, output: Any) -> None:
-        if not all(isinstance(part, Tensor) for part in (output if isinstance(output, tuple) else (output,))):
-            raise TypeError(f"{unit.name} returned neither a tensor nor a tuple of tensors: {ELSE}")
         self.release(unit)
-        for tensor in made(output):
-            # A prehook comes after the hooks of the tensor itself: the unit behind is released, then this one gathered.
+        for tensor in made(output, unit.name):
+            # A prehook comes after the hooks of the tensor itself: the unit that used it in forward is released first.
             tensor.grad_fn.register_prehook(lambda _: self.open_use(unit, use))  # type: ignore[union-attr]
 
     def end_forward(self, output: Any) -> None:
-        if not list(made(output)):  # no backward can come
+        if not made(output, "the model"):  # no backward can come
             self.release_all()
 
     # When it does so: backward.
@@ -260,7 +262,7 @@ class Engine(nn.Module):
         if self.backward is None:
             self.begin_backward()
         gradient, unit.parameters[number].grad = unit.parameters[number].grad, None
-        if gradient is not None:  # a custom Function may give none
+        if gradient is not None:  # a custom Function may give none: then `end_backward` raises
             self.backward.put(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
         self.reduce_complete()
@@ -271,7 +273,9 @@ class Engine(nn.Module):
             self.reduce(*self.backward.take())
 
     def close_use(self, unit: Unit, use: object) -> None:
-        if self.backward is not None and use in self.backward.uses:  # the first of several inputs closes it
+        # Autograd goes back through the newest operation first. Each input is older than all operations of the use, so
+        # at the first gradient of an input they are done. If no input gets one, `end_backward` releases.
+        if self.backward is not None and use in self.backward.uses:
             self.backward.uses.remove(use)
             self.release(unit)
 
@@ -287,8 +291,9 @@ class Engine(nn.Module):
             self.release(unit)
 
 
-def made(value: Any) -> Iterator[Tensor]:
-    """Of a tensor or a tuple: those that an operation made, and that require a gradient."""
-    for tensor in value if isinstance(value, tuple) else (value,):
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            yield tensor
+def made(value: Any, name: str = "") -> list[Tensor]:
+    """The tensors that an operation made. name: of a module, which may return only a tensor or a tuple of tensors."""
+    parts = value if isinstance(value, tuple) else (value,)
+    if name and not all(isinstance(part, Tensor) for part in parts):
+        raise TypeError(f"{name} returned neither a tensor nor a tuple of tensors: {ELSE}")
+    return [part for part in parts if isinstance(part, Tensor) and part.grad_fn is not None]

@@ -1,12 +1,12 @@
 """DDP, stage 0: every rank holds everything; gradients are averaged in backward.
 
     per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ   = 16Ψ bytes, for Ψ parameters
-    sent per step           2Ψ (N-1)/N elements: all-reduce of the gradients
+    sent per step           8Ψ (N-1)/N bytes: all-reduce of the gradients
 
 Each rank computes on its own part of the batch, and since all start from the same parameters
 and apply the same averaged gradient, they stay the same without ever being sent.
 A bucket of several units is a second copy of their gradients: BUCKET_BYTES and a unit at most. PyTorch's
-`gradient_as_bucket_view` saves that copy, for sums in an order that the stages of ZeRO do not have.
+`gradient_as_bucket_view` saves that copy; here numbers would then be added in another order than in ZeRO.
 Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
@@ -41,8 +41,8 @@ class CoreDDP(Engine):
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
             rows = torch.cat(by_rank, dim=1) if len(bucket) > 1 else by_rank[0]  # one unit needs no copy
             tag(rows, "gradients")
-            all_reduce(rows, self.comm, out=rows, label=unit.name)
+            all_reduce(rows, self.comm, "mean", out=rows, label=unit.name)
             for view, columns in zip(by_rank, rows.split([view.shape[1] for view in by_rank], dim=1)):
-                torch.div(columns, self.comm.size, out=view)
+                view.copy_(columns)
             for each, averaged in bucket:
                 each.set_gradient(averaged, full=averaged)

@@ -1,7 +1,7 @@
 """ZeRO stage 1: each rank keeps the optimizer states of its own chunk only.
 
     per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ   optimizer 8Ψ/N   = 8Ψ + 8Ψ/N bytes, for Ψ parameters
-    sent per step           2Ψ (N-1)/N elements: reduce-scatter of gradients, all-gather of parameters
+    sent per step           8Ψ (N-1)/N bytes: reduce-scatter of gradients, all-gather of parameters
 
 DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer between the two: after the
 reduce-scatter a rank has the averaged gradient of its chunk, which is all it needs to update that

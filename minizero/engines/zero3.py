@@ -1,8 +1,9 @@
 """ZeRO stage 3 (fully sharded, FSDP): each rank also keeps the parameters of its own chunk only.
 
     per rank (FP32, Adam)   parameters 4Ψ/N   gradients 4Ψ/N   optimizer 8Ψ/N   = 16Ψ/N bytes, for Ψ parameters
-    sent per step           3Ψ (N-1)/N elements: reduce-scatter of gradients, two all-gathers of parameters
+    sent per step           12Ψ (N-1)/N bytes: reduce-scatter of gradients, two all-gathers of parameters
                             (the root unit's: one)
+    at the peak             its shards, the root, one unit's parameters, and the gradients of both
 
 A unit's replica exists only while it is used, in forward and in backward: `gather` fills and `release` empties it.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
@@ -44,7 +45,7 @@ class CoreZero3(Engine):
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, and not thrown away: autograd saved views of it, and `fill` writes there again. That
-        # is no error for autograd: parameters set by `.data =` do not share the storage's count of writes.
+        # is no error for autograd: a parameter set by `.data =` has its own count of writes.
         unit.replica.untyped_storage().resize_(0)
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:

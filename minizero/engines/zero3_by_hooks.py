@@ -5,11 +5,13 @@
     backward    the gradient of its output has come    gather
                 its last parameter has its gradient    release, reduce
 
-A unit is a block of the model. What lies outside the blocks is one more, the root: it stays whole from forward to
-backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards and bytes sent are those of
-`Zero3(prefetch=0)`. Read `core.py` next. It has the same moments for all four stages, all ranks reduce in one order,
-units may return tuples, and a unit stays until its input has its gradient, since `w.detach()` needs w and brings none.
-What this page and core.py do not serve stands in the folder `any_model`:
+A unit is a block of the model. What lies outside the blocks is one more, the root: it stays whole from the model's
+forward to the end of its backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards
+and bytes sent are those of `Zero3(prefetch=0)`.
+
+Read `core.py` next. It has the same moments for all four stages, all ranks reduce in one order, and units may return
+tuples. A unit stays until its input has its gradient: a parameter that is used as `w.detach()` is read in backward, and
+gets no gradient from there. What this page and core.py do not serve stands in the folder `any_model`:
 
     parameters that get no gradient, on all ranks or on some    engine.py, gradient.py
     units that return anything but tensors                      uses.py

@@ -12,8 +12,6 @@ Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of
 a transport can begin to receive them; the rings are correct without it. `tag` tells a memory ledger what a tensor is.
 """
 
-import itertools
-import math
 from collections.abc import Callable
 
 import torch
@@ -24,30 +22,9 @@ from minizero.memory import tag
 from minizero.ranks.agreement import agreement
 from minizero.ranks.arguments import as_summand, check_dimension, check_op, check_out
 from minizero.ranks.comm import Comm
+from minizero.ranks.means import adding_parts, part_before
 
 COMBINE: dict[str, Callable] = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-def before_the_sum(op: str, tensor: Tensor, ranks: int) -> float:
-    """What each summand is multiplied by. In 16 bits a mean is divided in two parts, as FSDP does: else 1.
-
-    The mean of four times 20,000 fits in FP16; their sum does not. If all of the division came first, small gradients
-    would become 0. So about 1/√N comes first, a power of two: numbers are then those of a sum that is divided, but for
-    what is lost below 2^-14 in FP16, up to √N of its smallest numbers.
-    """
-    return 2.0 ** -math.ceil(math.log2(ranks) / 2) if op == "mean" and tensor.dtype.itemsize == 2 else 1.0
-
-
-def adding_parts(part: float) -> Callable:
-    """A `combine` for one ring that adds up part · x, and makes no scaled copy of the whole tensor."""
-    arrived = itertools.count()
-
-    def combine(incoming: Tensor, mine: Tensor, out: Tensor) -> Tensor:
-        if next(arrived) == 0:  # another rank's chunk as it was; later ones are sums of parts
-            incoming.mul_(part)
-        return torch.add(incoming, mine * part, out=out)
-
-    return combine
 
 
 def ring_all_gather(chunks: list[Tensor], comm: Comm) -> None:
@@ -120,11 +97,9 @@ def reduce_scatter(
         chunks = list(tensor.contiguous().chunk(comm.size))
         if not tensor.numel() or comm.size == 1:
             return chunks[comm.rank].clone() if out is None else out.copy_(chunks[comm.rank])
-        part = before_the_sum(op, tensor, comm.size)
+        part = part_before(op, tensor, comm.size)  # not 1 for means in 16 bits only (means.py)
         result = ring_reduce_scatter(chunks, comm, COMBINE[op] if part == 1 else adding_parts(part), out)
-    if op == "mean":
-        result.div_(comm.size)
-    return result if part == 1 else result.mul_(1 / part)
+    return result.div_(part * comm.size) if op == "mean" else result
 
 
 @torch.no_grad()
@@ -146,15 +121,13 @@ def all_reduce(tensor: Tensor, comm: Comm, op: str = "sum", *, out: Tensor | Non
             flat = out.copy_(tensor).view(-1)
         if tensor.numel() and comm.size > 1:
             chunks = list(flat.chunk(comm.size))
-            part = before_the_sum(op, tensor, comm.size)
+            part = part_before(op, tensor, comm.size)
             if part != 1:
                 flat.mul_(part)
             ring_reduce_scatter(chunks, comm, COMBINE[op], out=chunks[comm.rank])
             if op == "mean":
-                chunks[comm.rank].div_(comm.size)
+                chunks[comm.rank].div_(part * comm.size)
             ring_all_gather(chunks, comm)
-            if part != 1:
-                flat.mul_(1 / part)
     return flat[: tensor.numel()].view(tensor.shape)
 
 

@@ -108,6 +108,14 @@ def shared(odd, _):
     odd.blocks[0][3].bias = odd.blocks[3][1].bias
 
 
+def tied_to_the_root(odd, _):
+    odd.first.bias = odd.blocks[3][1].bias
+
+
+def a_dict_of_the_model(odd, _):
+    odd.register_forward_hook(lambda _, __, loss: {"loss": loss})
+
+
 def half(odd, _):
     odd.half()
 
@@ -128,9 +136,11 @@ def a_part_only(odd, comm):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (frozen, r"first\.weight is frozen, not FP32, or in two blocks: the core does not serve this"),
-        (shared, r"blocks\.0\.3\.bias is frozen, not FP32, or in two blocks"),
-        (half, r"first\.weight is frozen, not FP32"),
+        (frozen, r"first\.weight is frozen, or not FP32 .*: the core does not serve this"),
+        (shared, r"blocks\.0\.3\.bias is in two units: the core does not serve this"),
+        (tied_to_the_root, r"first\.bias is in two units"),
+        (half, r"first\.weight is frozen, or not FP32"),
+        (a_dict_of_the_model, "the model returned neither a tensor nor a tuple of tensors"),
         (with_a_buffer, "the buffer mean may differ between ranks"),
         (a_dict, r"blocks\.1 returned neither a tensor nor a tuple of tensors: .* take DDP, Zero1, Zero2 or Zero3"),
         (
