@@ -72,7 +72,7 @@ def test_each_number_on_paper_is_what_its_way_gives():
             assert round(eval(way, {"math": math}), len(number.partition(".")[2])) == float(number), way
 
 
-SCRIPT = re.compile(r"^## In your own script\n\n```python\n((?:.+\n){1,6})```", re.M)
+SCRIPT = re.compile(r"^## In your own script\n\n```python\n((?:.+\n){1,8})```", re.M)
 NAMES = """import os, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -232,7 +232,7 @@ def draw_growth(lengths, peaks, seconds):
     return axes.figure
 
 
-def draw_floors(name, floors):
+def draw_floors(words, floors):
     """What a pass takes by its operations and by its bytes. floors: {title: (products, seconds, seconds)}."""
     axes = sheet(14, 0.95 * len(floors) + 1.6)
     for row, (products, operations, moved) in enumerate(floors.values()):
@@ -244,7 +244,7 @@ def draw_floors(name, floors):
     axes.invert_yaxis()
     keys(axes, {"time for the operations": CHIP, "time for the bytes": HBM}, loc="upper right")
     axes.margins(x=0.1)
-    label_axes(axes, f"model without caches (µs a head), {name}", "")
+    label_axes(axes, words, "")
     return axes.figure
 
 
