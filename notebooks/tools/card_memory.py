@@ -240,6 +240,18 @@ def draw_runs(*names):
     return draw_panels(f"{run.card}: rank 0 of four that share the card", panels, ALLOCATOR)
 
 
+def show_prices(*names):
+    """A table of the same runs: the seconds of a step, against the first run's, and rank 0's peak."""
+    if (run := figures("memory", lambda: runs(names), names)) is None:
+        return None
+    first = run.figures[names[0]]["seconds"]
+    rows = []
+    for name in names:
+        seconds, peak = run.figures[name]["seconds"], run.figures[name]["peak"]["total"]
+        rows.append([name, f"{seconds:.3f}", f"{100 * (seconds / first - 1):+.0f} %", peak / GIB])
+    return table([run.card, "seconds a step", f"against {names[0]}", "GiB of rank 0"], rows)
+
+
 GAPS = {"gpt2, fp32, no dropout": "GPT-2, 8 × 1,024 tokens", "vit-b": "ViT-B, 32 pictures"}
 GAPS |= {"resnet50": "ResNet-50, 64 pictures"}
 
