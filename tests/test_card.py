@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from matplotlib import pyplot
 
 from notebooks.tools import card, card_memory
 
@@ -79,10 +78,33 @@ def test_a_timeline_is_drawn_with_its_card(monkeypatch):
     curve = {name: [1, 2, 3] for name in (*card_memory.CATEGORIES, "total")} | {"phase": list(card_memory.PHASES)}
     run = card.Run("A100, recorded", {"timeline": lines | {"ledger": curve, "what": "a GPT"}})
     monkeypatch.setattr(card_memory, "figures", lambda *_: run)
-    assert card_memory.draw_timeline() is run
-    axes = pyplot.gcf().axes[0]
+    (axes,) = card_memory.draw_timeline().axes
     assert axes.get_title() == "A100, recorded: a GPT" and len(axes.get_lines()) == 2 + 2
-    pyplot.close("all")
+
+
+HUES = {"parameters": "blue", "gradients": "yellow", "optimizer": "green"}
+
+
+def test_a_recorded_run_is_drawn_by_the_ledger_and_the_allocator():
+    """Each colour belongs to its word: in the legend and in the picture. The line is a quarter of four ranks' bytes."""
+    names = ("Zero3", "Zero3, recompute")
+    figure, run = card_memory.draw_runs(*names), card.recorded("memory", "h200")
+    assert "H200, recorded 2026" in figure.get_suptitle()
+    patches = {patch.get_label(): patch.get_facecolor() for patch in figure.legends[0].get_patches()}
+    words = dict(zip(patches, (text.get_text() for text in figure.legends[0].get_texts())))
+    assert {words[name]: hue(patches[name]) for name in HUES} == HUES
+    for axes, name in zip(figure.axes, names):
+        drawn = [hue(band.get_facecolor()[0]) for band in axes.collections[:3]]
+        assert axes.get_title() == name and drawn == list(HUES.values())
+        line = next(line for line in axes.lines if line.get_linewidth() == 2.5).get_ydata()[0]
+        assert line == run.figures[name]["allocated"] / 4 / 2**30
+        assert f"peak {run.figures[name]['peak']['total'] / 2**30:.2f} GiB" in [text.get_text() for text in axes.texts]
+
+
+def hue(color):
+    """Blue, yellow or green: the channels that are as strong as the strongest, or nearly."""
+    strong = "".join(channel for channel, value in zip("rgb", color) if value > 0.85 * max(color[:3]))
+    return {"b": "blue", "rg": "yellow", "g": "green"}[strong]
 
 
 @pytest.mark.slow

@@ -39,7 +39,6 @@ SCALES = [1000.0**n for n in range(-4, 5)] + [1024.0**n for n in (-3, -2, -1, 1,
 NO_SOURCE: dict[str, dict[str, str]] = {
     "00_where_memory_goes": {
         "7.0523": "counted by hand, in billions",
-        "8.02": "drawn in a figure, above a bar",
         "6.6": "drawn in a figure, above a bar",
         "99.5": "drawn in a figure, above a bar",
         "250,000": "given: vocabularies of real models",
@@ -55,10 +54,6 @@ NO_SOURCE: dict[str, dict[str, str]] = {
         "2.195": "published, with its source",
         "1,280": "published, with its source",
     },
-    "07_flash_attention": {
-        **dict.fromkeys(["282", "318", "324", "460", "497"], "published, with its source"),
-    },
-    "07c_flash_kernel": {"49.2": "chosen, so that the line meets a dot"},
     "08_scale": {"16.4": "drawn in a figure, for who searches"},
     "08b_what_a_fit_says": dict.fromkeys(["5.9", "5.5"], "asserted by a cell, in other units"),
     "09_all_together": {
@@ -68,7 +63,6 @@ NO_SOURCE: dict[str, dict[str, str]] = {
         "365": "counted by hand, in millions: 364,787,712",
         "8,900": "published, with its source",
         "9,600": "published, with its source",
-        "9.7": "the total less 1.6",
     },
 }
 

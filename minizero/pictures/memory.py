@@ -33,23 +33,33 @@ PHASES = {"forward": "forward", "backward": "backward", "optimizer": "optimizer 
 
 def draw_curves(results: Results) -> Figure:
     """Draws what rank 0 holds during one training step: a panel for each stage of ZeRO, all on one scale."""
-    runs = results["runs"]
-    peaks = [_peaks(run["curve"]) for run in runs]
+    panels = [(run["name"], run["curve"], run["predicted"]["total"]) for run in results["runs"]]
+    title = f"Memory of rank 0 during one training step: {describe_size(results)}"
+    return draw_panels(title, panels, {"label": "predicted persistent", **PREDICTED})
+
+
+def draw_panels(title: str, runs: Sequence[tuple[str, Mapping[str, list[Any]], float]], line: Look) -> Figure:
+    """Draws a panel for each run, all on one scale.
+
+    runs: name, curve, and the height of a line across it, in bytes. line: its look and label.
+    """
+    peaks = [_peaks(curve) for _, curve, _ in runs]
     names = shown_categories(peaks)
-    highest = max(one["total"] for one in [*peaks, *(run["predicted"] for run in runs)])
-    longest = max(_length(run["curve"]) for run in runs)
-    figure = Figure(figsize=(16, 9))
+    highest = max(*(one["total"] for one in peaks), *(height for *_, height in runs))
+    unit = "GiB" if highest >= UNITS["GiB"] else "MiB"
+    longest = max(_length(curve) for _, curve, _ in runs)
     columns = min(len(runs), 2)
-    for panel, run in enumerate(runs, start=1):
-        axes = figure.add_subplot(-(-len(runs) // columns), columns, panel)
-        _draw_curve(axes, run["curve"], names, longest)
-        predicted = axes.axhline(run["predicted"]["total"] / MIB, **PREDICTED)
-        predicted.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
-        axes.set_title(run["name"], fontsize=FONT + 3, fontweight="bold", pad=28)
-        axes.set_ylim(0, 1.2 * highest / MIB)
+    rows = -(-len(runs) // columns)
+    figure = Figure(figsize=(16, 1 + 4 * rows + 1.5 * (rows == 1)))
+    for panel, (name, curve, height) in enumerate(runs, start=1):
+        axes = figure.add_subplot(rows, columns, panel)
+        _draw_curve(axes, curve, names, longest, unit)
+        drawn = axes.axhline(height / UNITS[unit], **line)
+        drawn.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
+        axes.set_title(name, fontsize=FONT + 3, fontweight="bold", pad=28)
+        axes.set_ylim(0, 1.2 * highest / UNITS[unit])
         axes.set_xlim(0, longest)
-    keys = [*_keys(names), Line2D([], [], label="predicted persistent", **PREDICTED)]
-    return _finish(figure, f"Memory of rank 0 during one training step: {describe_size(results)}", keys)
+    return _finish(figure, title, [*_keys(names), Line2D([], [], **line)])
 
 
 def plot_curve(samples: Sequence[Any], axes: Axes | None = None, note: str = "") -> Axes:

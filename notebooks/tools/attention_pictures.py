@@ -232,7 +232,7 @@ def draw_growth(lengths, peaks, seconds):
     return axes.figure
 
 
-def draw_floors(name, floors):
+def draw_floors(label, floors):
     """What a pass takes by its operations and by its bytes. floors: {title: (products, seconds, seconds)}."""
     axes = sheet(14, 0.95 * len(floors) + 1.6)
     for row, (products, operations, moved) in enumerate(floors.values()):
@@ -242,9 +242,9 @@ def draw_floors(name, floors):
             axes.text(1e6 * value + 2, row + shift, f"{1e6 * value:.0f}{words}", va="center", fontsize=FONT)
     axes.set_yticks(range(len(floors)), list(floors))
     axes.invert_yaxis()
-    keys(axes, {"time for the operations": CHIP, "time for the bytes": HBM}, loc="upper right")
+    keys(axes, {"time for the operations": CHIP, "time for the bytes": HBM}, loc="lower right")
     axes.margins(x=0.1)
-    label_axes(axes, f"model without caches (µs a head), {name}", "")
+    label_axes(axes, label, "")
     return axes.figure
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
 from minizero.memory import CATEGORIES, Ledger
 from minizero.pictures import COLORS, MIB
-from minizero.pictures.style import label_axes, new_axes
+from minizero.pictures.memory import draw_panels
+from minizero.pictures.style import label_axes, sheet
 from minizero.ranks.collectives import barrier
 from minizero.ranks.timing import best_seconds
 from minizero.torch_private import allocator_history
@@ -97,28 +98,40 @@ def measure(config, stage, options, ranks):
 
 HALF_BILLION = GPTConfig(sequence_length=1024, width=1536, layers=20, heads=24)
 STAGES = (DDP, Zero1, Zero2, Zero3)
+ALLOCATOR = {"label": "allocator's most / 4", "color": "black", "linewidth": 2.5}
 
 
-def stages():
-    """{stage: rank 0's bytes, those of all ranks, the allocator's}, of as many layers as this card has memory for."""
+def cases(config):
+    """{name: the arguments of `measure`}."""
+    half = {"dtype": torch.float16}
+    return {stage.__name__: (config, stage, {}) for stage in STAGES} | {
+        "Zero3, recompute": (dataclasses.replace(config, recompute="full"), Zero3, {}),
+        "Zero3, flash": (dataclasses.replace(config, attention="flash"), Zero3, {}),
+        "Zero3, FP16": (config, Zero3, half),
+    }
+
+
+def runs(names):
+    """{name: rank 0's bytes, those of all ranks, the allocator's}, of as many layers as this card has memory for."""
     usable = torch.cuda.mem_get_info()[0] if CUDA else 2**30
     layers = min(20, int(usable / (2.6 * GIB)))  # DDP's four ranks take 2.2 GiB a layer
     if not layers:
         raise MemoryError(f"{usable / GIB:.1f} GiB are free; four ranks with one layer each need 2.6")
-    config = dataclasses.replace(HALF_BILLION, layers=layers)
-    return {stage.__name__: measure(config, stage, {}, 4) for stage in STAGES}
+    these = cases(dataclasses.replace(HALF_BILLION, layers=layers))
+    return {name: measure(*these[name], 4) for name in names}
 
 
 def show_stages():
     """A table: what rank 0 holds at its peak, the peaks of all ranks, what the allocator handed out at most."""
-    if (found := figures("memory", stages, [stage.__name__ for stage in STAGES])) is None:
+    names = [stage.__name__ for stage in STAGES]
+    if (found := figures("memory", lambda: runs(names), names)) is None:
         return None
     head = [f"{found.card} (GiB)", "rank 0, ledger", "four ranks' peaks", "allocator", "allocator / peaks"]
     rows = []
-    for stage in STAGES:
-        each = found.figures[stage.__name__]
+    for name in names:
+        each = found.figures[name]
         total, together, allocated = each["peak"]["total"], each["all ranks"], each["allocated"]
-        rows.append([stage.__name__, total / GIB, together / GIB, allocated / GIB, allocated / together])
+        rows.append([name, total / GIB, together / GIB, allocated / GIB, allocated / together])
     return table(head, rows)
 
 
@@ -192,21 +205,17 @@ def levels(held, events, grows, shrinks):
 
 
 def draw_timeline():
-    """This card's timeline. Without one: the ledger's curve of a recorded rank beside a quarter of the allocator's."""
-    if (run := figures("memory", lambda: {"timeline": timeline()}, ["DDP"])) is None:
-        return None
-    axes = new_axes(16, 7)
-    if found := run.figures.get("timeline"):
-        curve, title = found["ledger"], found["what"]
-        for name, style in (("allocated", "solid"), ("reserved", "dashed")):
-            words = "the allocator: handed out" if name == "allocated" else "the allocator: reserved"
-            places = [k + i / len(found[name][p]) for k, p in enumerate(PHASES) for i in range(len(found[name][p]))]
-            held = [b / GIB for p in PHASES for b in found[name][p]]
-            axes.plot(places, held, color="black", lw=2, linestyle=style, label=words)
-    else:
-        curve, title = run.figures["DDP"]["curve"], "one of four ranks under DDP, GPT of 570 million parameters, FP32"
-        quarter = run.figures["DDP"]["allocated"] / 4 / GIB
-        axes.axhline(quarter, color="black", lw=2, label="the allocator: a quarter of its most for all four")
+    """This card's timeline. Without one: a recorded rank."""
+    run = figures("memory", lambda: {"timeline": timeline()}, ["DDP"])
+    if run is None or "timeline" not in run.figures:
+        return draw_runs("DDP")
+    axes, found = sheet(16, 7), run.figures["timeline"]
+    for name, style in (("allocated", "solid"), ("reserved", "dashed")):
+        words = "the allocator: handed out" if name == "allocated" else "the allocator: reserved"
+        places = [k + i / len(found[name][p]) for k, p in enumerate(PHASES) for i in range(len(found[name][p]))]
+        held = [b / GIB for p in PHASES for b in found[name][p]]
+        axes.plot(places, held, color="black", lw=2, linestyle=style, label=words)
+    curve = found["ledger"]
     at = [[i for i, phase in enumerate(curve["phase"]) if phase == p] for p in PHASES]
     places = [k + i / len(moments) for k, moments in enumerate(at) for i in range(len(moments))]
     kept = [name for name in COLORS if any(curve[name])]
@@ -214,9 +223,33 @@ def draw_timeline():
     axes.stackplot(places, parts, colors=[COLORS[name] for name in kept], labels=kept)
     for place in (1, 2):
         axes.axvline(place, color="black", linestyle="dotted")
-    look = {"xlim": (0, 3), "ylim": 0, "title": f"{run.card}: {title}", "legend": "beside"}
+    look = {"xlim": (0, 3), "ylim": 0, "title": f"{run.card}: {found['what']}", "legend": "beside"}
     label_axes(axes, "one step", "GiB", at=dict(zip((0.5, 1.5, 2.5), PHASES)), **look)
-    return run
+    return axes.figure
+
+
+def draw_runs(*names):
+    """A panel for each of these `cases`: rank 0's bytes by the ledger, and a quarter of the allocator's most.
+
+    On this GPU if there is one, else as it was recorded; the title names the card.
+    """
+    run = figures("memory", lambda: runs(names), names)
+    if run is None:
+        return None
+    panels = [(name, (each := run.figures[name])["curve"], each["allocated"] / 4) for name in names]
+    return draw_panels(f"{run.card}: rank 0 of four that share the card", panels, ALLOCATOR)
+
+
+def show_prices(*names):
+    """A table of the same runs: the seconds of a step, against the first run's, and rank 0's peak."""
+    if (run := figures("memory", lambda: runs(names), names)) is None:
+        return None
+    first = run.figures[names[0]]["seconds"]
+    rows = []
+    for name in names:
+        seconds, peak = run.figures[name]["seconds"], run.figures[name]["peak"]["total"]
+        rows.append([name, f"{seconds:.3f}", f"{100 * (seconds / first - 1):+.0f} %", peak / GIB])
+    return table([run.card, "seconds a step", f"against {names[0]}", "GiB of rank 0"], rows)
 
 
 GAPS = {"gpt2, fp32, no dropout": "GPT-2, 8 × 1,024 tokens", "vit-b": "ViT-B, 32 pictures"}

@@ -278,8 +278,9 @@ def draw_region_sizes(held, counted, marks):
 
 
 def draw_schedules(schedules):
-    """Two by two, each with its name, what it keeps and what it costs."""
-    panels = new_axes(16, 9.5, 2, 2)
+    """Two in a row, each with its name, what it keeps and what it costs."""
+    rows = len(schedules) // 2
+    panels = new_axes(16, 4.75 * rows, rows, 2)
     figure = panels[0].figure
     figure.get_layout_engine().set(hspace=0.08)
     for axes, (name, schedule) in zip(panels, schedules.items()):

@@ -40,8 +40,7 @@ def draw_steps(events, times=True):
     panels = sheet(16, (2.8 + 0.4 * len(ranks)) * len(events), len(events), 1, sharex=True)
     lengths = []
     for axes, (title, its) in zip(panels, events.items()):
-        its = [event for event in its if event.lane != "optimizer" and event.end - event.start > SHORTEST]
-        its = its if times else in_order(its)
+        its = drawn(its) if times else in_order(drawn(its))
         plot_timeline(its, axes).set_title(title, fontsize=FONT, fontweight="bold", loc="left")
         last = 1e3 * (max(event.end for event in its) - min(event.start for event in its))
         axes.axvline(last, color="black", linewidth=2, linestyle="dashed")
@@ -59,6 +58,11 @@ def draw_steps(events, times=True):
             axes.set_xlabel("")
     panels[0].set_xlim(0, 1.1 * max(lengths))
     return panels[0].figure
+
+
+def drawn(events):
+    """Those that a picture of a step shows."""
+    return [event for event in events if event.lane != "optimizer" and event.end - event.start > SHORTEST]
 
 
 def in_order(events):

@@ -126,12 +126,8 @@ def memory(report, tiny):
     if tiny:
         config, ranks = GPTConfig(sequence_length=16, width=32, layers=2, heads=2), 2
         largest = config
-    variant = functools.partial(dataclasses.replace, config)
-    everything, half = variant(attention="flash", recompute="full"), {"dtype": torch.float16}
-    cases = {stage.__name__: (config, stage, {}) for stage in card_memory.STAGES}
-    cases["Zero3, recompute"] = variant(recompute="full"), Zero3, {}
-    cases["Zero3, flash"] = variant(attention="flash"), Zero3, {}
-    cases["Zero3, FP16"] = config, Zero3, half
+    everything, half = dataclasses.replace(config, attention="flash", recompute="full"), {"dtype": torch.float16}
+    cases = card_memory.cases(config)
     cases["Zero3, all three"] = everything, Zero3, half
     cases["Zero3, all three, offload"] = everything, Zero3, half | {"offload": True}
     cases[f"{millions(largest)}, Zero3, all three"] = largest, Zero3, half
