@@ -5,10 +5,11 @@
     2  begin_use        a unit's module is called                       gather (3)
     3  end_use          that module returns                             release (3)
     4  end_forward      the model returns                               if no graph was made: release all (3)
-    5  open_use         backward has the gradient of a unit's output    gather (3)
-    6  arrived          autograd has written a parameter's .grad        if its unit has all: reduce (0, 1, 2, 3)
-    7  close_use        backward has the gradient of a unit's input     release (3)
-    8  end_backward     backward is over                                release all (3)
+    5  begin_backward   backward has the gradient of the model's output gather the root (3)
+    6  open_use         it has the gradient of a unit's output          gather (3)
+    7  arrived          autograd has written a parameter's .grad        if its unit has all: reduce (0, 1, 2, 3)
+    8  close_use        it has the gradient of a unit's input           release (3)
+    9  end_backward     backward is over                                release all (3)
 
 A unit is a block of the model. What lies outside the blocks is one more unit, the root: it stays whole from the model's
 forward to the end of its backward. A *use* of a unit is one forward of its module, and the backward of that. All ranks
@@ -22,8 +23,10 @@ average. `Unit.set_gradient` adds that to the .grad of the unit's shard. When `r
 After backward the optimizer steps the shard.
 
 The core trains models in FP32 whose parameters all get a gradient in each backward, and whose units return a tensor or
-a tuple of tensors. It does one thing at a time. Other models it refuses by name. `any_model/` lifts these limits, with
-the same names of moments, and adds what a loop may call besides: `from minizero import DDP, Zero1, Zero2, Zero3`.
+a tuple of tensors. It does one thing at a time. It refuses by name what it can see of other models. It does not look
+for writes in place to a unit's output, attributes that carry tensors out of a unit, units inside themselves, steps
+between forward and backward, and fused optimizers. `any_model/` lifts or checks all that, under the same names of
+moments, and adds what a loop may call besides: `from minizero import DDP, Zero1, Zero2, Zero3`.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
@@ -105,7 +108,7 @@ class Unit:
         """Add the average to the shard's .grad. full: the whole buffer, if a stage keeps it as long as .grad."""
         tag(average, "gradients")
         (shard,) = self.shards
-        shard.grad = average.view_as(shard) if shard.grad is None else average.add_(shard.grad)
+        shard.grad = (average if shard.grad is None else average.add_(shard.grad)).view_as(shard)
         shard.grad.full = full  # type: ignore[attr-defined]
 
 
@@ -121,11 +124,13 @@ class Backward:
         self.left = list(in_order)
         self.owed = {unit: set(range(len(unit.parameters))) for unit in in_order}
         self.gradients: dict[Unit, Tensor] = {}
-        self.uses: set[object] = set()
+        self.uses: set[tuple[Unit, int]] = set()
         self.buckets: dict[torch.dtype, list[tuple[Unit, Tensor]]] = {}
 
     def put(self, unit: Unit, number: int, gradient: Tensor) -> None:
         """Copy the gradient of parameter `number` to its place."""
+        if number not in self.owed[unit]:
+            raise RuntimeError(f"a second gradient for {unit.layout.names[number]} in one backward: {ELSE}")
         if unit not in self.gradients:
             self.gradients[unit] = torch.zeros(unit.size, device=gradient.device)
             tag(self.gradients[unit], "gradients")
@@ -206,61 +211,66 @@ class Engine(nn.Module):
         self.module.register_forward_hook(lambda _, __, output: self.end_forward(output))
 
     def watch_unit(self, unit: Unit) -> None:
-        begun: list[object] = []  # uses whose forward runs
+        use = -1  # autograd's number of the first operation of the use whose forward runs
 
         def begins(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            begun.append(self.begin_use(unit, (*args, *kwargs.values())))
+            nonlocal use
+            use = self.begin_use(unit, (*args, *kwargs.values()))
 
         if unit.module is not None:
-            unit.module.register_forward_pre_hook(begins, with_kwargs=True)
-            unit.module.register_forward_hook(lambda _, __, output: self.end_use(unit, begun.pop(), output))
+            unit.module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(lambda _, __, output: self.end_use(unit, use, output))
         # Autograd hides its hooks from the garbage collector, so they hold engine and unit weakly.
         arrived, weak_unit = weakref.WeakMethod(self.arrived), weakref.ref(unit)
         for number, parameter in enumerate(unit.parameters):
+            parameter.grad = None  # of a backward before the module was wrapped
             parameter.register_post_accumulate_grad_hook(lambda _, n=number: arrived()(weak_unit(), n))  # type: ignore
 
     def begin_forward(self) -> None:
-        if self.backward is not None:  # the last backward raised
+        if self.backward is not None and torch_private.current_backward() == -1:  # the last backward raised
             self.backward = None
             self.release_all()
         self.before_forward()
         for unit in self.roots:
             self.gather(unit)
 
-    def begin_use(self, unit: Unit, inputs: tuple) -> object:
+    def begin_use(self, unit: Unit, inputs: tuple) -> int:
         self.gather(unit)
-        use = object()
-        for tensor in made(inputs):
+        use = torch_private.next_operation()
+        for tensor in (tensor for value in inputs for tensor in made(value)):
             tensor.register_hook(lambda _: self.close_use(unit, use))
         return use
 
-    def end_use(self, unit: Unit, use: object, output: Any) -> None:
-        self.release(unit)
-        for tensor in made(output, unit.name):
+    def end_use(self, unit: Unit, use: int, output: Any) -> None:
+        if self.backward is None or unit not in [
+            other for other, _ in self.backward.uses
+        ]:  # else a recompute inside it
+            self.release(unit)
+        for tensor in made(output, since=use, name=unit.name):
             # A prehook comes after the hooks of the tensor itself: the unit that used it in forward is released first.
             tensor.grad_fn.register_prehook(lambda _: self.open_use(unit, use))  # type: ignore[union-attr]
 
     def end_forward(self, output: Any) -> None:
-        if not made(output, "the model"):  # no backward can come
+        for tensor in (grown := made(output, name="the model")):
+            tensor.register_hook(lambda _: self.begin_backward())
+        if not grown:  # no backward can come
             self.release_all()
 
     # When it does so: backward.
 
     def begin_backward(self) -> None:
-        """Called by `open_use` or `arrived`, whichever comes first."""
-        self.backward = Backward(self.in_order)
-        torch_private.call_at_end_of_backward(self.end_backward)  # only autograd knows when it is over
+        if self.backward is None:  # else another output of the model began it
+            self.backward = Backward(self.in_order)
+            for unit in self.roots:  # an evaluation, or another backward, may have released them
+                self.gather(unit)
+            torch_private.call_at_end_of_backward(self.end_backward)  # only autograd knows when it is over
 
-    def open_use(self, unit: Unit, use: object) -> None:
-        if self.backward is None:
-            self.begin_backward()
-        self.backward.uses.add(use)  # several outputs of one use open it once
+    def open_use(self, unit: Unit, use: int) -> None:
+        self.backward.uses.add((unit, use))
         self.gather(unit)
 
     def arrived(self, unit: Unit, number: int) -> None:
         """Autograd has written the .grad of the unit's parameter `number`."""
-        if self.backward is None:
-            self.begin_backward()
         gradient, unit.parameters[number].grad = unit.parameters[number].grad, None
         if gradient is not None:  # a custom Function may give none: then `end_backward` raises
             self.backward.put(unit, number, gradient)
@@ -272,11 +282,11 @@ class Engine(nn.Module):
         while self.backward.left and not self.backward.owed[self.backward.left[0]]:
             self.reduce(*self.backward.take())
 
-    def close_use(self, unit: Unit, use: object) -> None:
+    def close_use(self, unit: Unit, use: int) -> None:
         # Autograd goes back through the newest operation first. Each input is older than all operations of the use, so
         # at the first gradient of an input they are done. If no input gets one, `end_backward` releases.
-        if self.backward is not None and use in self.backward.uses:
-            self.backward.uses.remove(use)
+        if (unit, use) in self.backward.uses:
+            self.backward.uses.remove((unit, use))
             self.release(unit)
 
     def end_backward(self) -> None:
@@ -291,9 +301,12 @@ class Engine(nn.Module):
             self.release(unit)
 
 
-def made(value: Any, name: str = "") -> list[Tensor]:
-    """The tensors that an operation made. name: of a module, which may return only a tensor or a tuple of tensors."""
+def made(value: Any, since: int = 0, name: str = "") -> list[Tensor]:
+    """Of a tensor or a tuple: those that an operation with the number `since`, or a later one, made.
+
+    name: of the module that returned it; `TypeError` if it is something else.
+    """
     parts = value if isinstance(value, tuple) else (value,)
     if name and not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(f"{name} returned neither a tensor nor a tuple of tensors: {ELSE}")
-    return [part for part in parts if isinstance(part, Tensor) and part.grad_fn is not None]
+    return [part for part in parts if isinstance(part, Tensor) and torch_private.operation_of(part) >= since]

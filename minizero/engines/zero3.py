@@ -50,4 +50,8 @@ class CoreZero3(Engine):
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after the reduction: its memory is free for the next unit's.
-        unit.set_gradient(reduce_scatter(gradient, self.comm, "mean", label=unit.name))
+        unit.set_gradient(self.average(unit, gradient))
+
+    def average(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
+        """The collective: this rank's chunk of the mean gradient."""
+        return reduce_scatter(gradient, self.comm, "mean", label=unit.name)

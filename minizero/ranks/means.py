@@ -1,8 +1,8 @@
 """A mean of 16-bit numbers: a part of the division comes before the sum, the rest after it, as in FSDP.
 
 The mean of four times 20,000 fits in FP16; their sum does not. If all of the division came first, small gradients would
-become 0. So about 1/√N comes first, a power of two. The numbers are then those of a sum that is divided, except for what
-is lost below 2^-14 in FP16: up to √N of its smallest numbers.
+become 0. So about 1/√N comes first, a power of two. The numbers are then those of a sum that is divided, except for
+what is lost below 2^-14 in FP16: up to √N of its smallest numbers.
 """
 
 import itertools

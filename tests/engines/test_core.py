@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from minizero import DDP, Zero1, Zero2, Zero3
 from minizero.engines.any_model.engine import AnyModel
@@ -15,8 +16,18 @@ from minizero.engines.zero3 import CoreZero3
 from minizero.memory import Ledger
 from minizero.ranks.errors import RankFailed
 from tests.engines import test_zero3_by_hooks
-from tests.engines.test_zero3_by_hooks import odd_batch
+from tests.engines.test_zero3_by_hooks import forget_a_loss, odd_batch
 from tests.support.helpers import run
+from tests.support.small_models import (
+    Blocks,
+    evaluation_between,
+    one_by_one,
+    one_graph_twice,
+    seeded,
+    several_forwards,
+    twice,
+    vectors,
+)
 
 CORES = {CoreDDP: DDP, CoreZero1: Zero1, CoreZero2: Zero2, CoreZero3: Zero3}
 
@@ -116,6 +127,15 @@ def a_dict_of_the_model(odd, _):
     odd.register_forward_hook(lambda _, __, loss: {"loss": loss})
 
 
+def twice_at_once(odd, _):
+    half = odd.blocks[1]
+    odd.blocks[1].forward = lambda x: checkpoint(
+        lambda h: nn.functional.linear(h, half.weight),
+        checkpoint(lambda h: nn.functional.linear(h, half.weight), x, use_reentrant=True),
+        use_reentrant=True,
+    )
+
+
 def half(odd, _):
     odd.half()
 
@@ -139,6 +159,7 @@ def a_part_only(odd, comm):
         (frozen, r"first\.weight is frozen, or not FP32 .*: the core does not serve this"),
         (shared, r"blocks\.0\.3\.bias is in two units: the core does not serve this"),
         (tied_to_the_root, r"first\.bias is in two units"),
+        (twice_at_once, r"a second gradient for blocks\.1\.weight in one backward: the core does not serve this"),
         (half, r"first\.weight is frozen, or not FP32"),
         (a_dict_of_the_model, "the model returned neither a tensor nor a tuple of tensors"),
         (with_a_buffer, "the buffer mean may differ between ranks"),
@@ -200,3 +221,47 @@ def test_what_and_when_hide_nothing_of_each_other():
     """any_model/stages.py: a stage's own file and engine.py never define the same name."""
     for core in CORES:
         assert vars(core).keys() & vars(AnyModel).keys() == {"__module__", "__doc__"}
+
+
+class Residual(nn.Linear):
+    def forward(self, h, x):
+        return super().forward(h) + x, x
+
+
+class PassedOn(nn.Module):
+    """Each block returns one of its inputs as well, and the last is computed again in backward, to its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(7, 8), nn.ModuleList(Residual(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        h = x = torch.tanh(self.first(x))
+        for block in self.blocks[:2]:
+            h, x = block(h, x)
+        with set_checkpoint_early_stop(False):
+            return checkpoint(self.blocks[2], h, x, use_reentrant=False)[0]
+
+
+LOOPS = [twice, several_forwards, one_by_one, one_graph_twice, evaluation_between, forget_a_loss]
+
+
+@pytest.mark.parametrize("core", CORES, ids=lambda core: core.__name__)
+@pytest.mark.parametrize(("loop", "make"), [*((loop, Blocks) for loop in LOOPS), (one_by_one, PassedOn)])
+def test_other_loops_are_the_public_engines_too(core, loop, make):
+    def masters_after(comm, stage, options):
+        module = seeded(make)()
+        model = stage(module, comm, **options(module))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            loop(model, vectors(step).chunk(comm.size)[comm.rank], comm.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [unit.master.detach().clone() for unit in model.units], comm.bytes_sent
+
+    public, more = CORES[core], {"prefetch": 0} if CORES[core] is Zero3 else {}
+    mine = run(2, masters_after, core, lambda module: {"blocks": module.blocks})
+    its = run(2, masters_after, public, lambda module: {"units": list(module.blocks)} | more)
+    for (masters, sent), (others, its_sent) in zip(mine, its, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(masters, others, strict=True))
+        assert sent == its_sent or make is PassedOn and sent < its_sent

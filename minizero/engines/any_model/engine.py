@@ -1,14 +1,15 @@
 """*When*, for any model and any loop: each moment of core.py, and what is added to it.
 
-    begin_forward    clears up what an exception left; several roots (frozen parameters, norms in FP32)
-    begin_use        inputs of any kind (uses.py); a unit called inside itself; copies of a module
-    end_use          `forward_is_over`: keeps what forward wrote to parameters; stage 3 releases
-    end_forward      the gradient of an output begins backward, too: perhaps no parameter gets one on this rank
-    open_use         refuses parameters that were written to since forward
-    begin_backward   under no_sync the sum goes on, or begins (gradient.py)
-    arrived          `bring`: refuses what cannot be right; DDP's .grad of before is kept
-    reduce_complete  nothing under no_sync
-    end_backward     what got no gradient counts as zero, and is reduced
+    begin_forward    anew: clears up what an exception left; several roots (frozen parameters, norms in FP32)
+    begin_use        anew: inputs of any kind (uses.py); a unit called inside itself; copies of a module
+    end_use          anew: `forward_is_over`: keeps what forward wrote to parameters; stage 3 releases
+    end_forward      anew: outputs of any kind
+    begin_backward   anew: under no_sync the sum goes on, or begins (gradient.py)
+    open_use         anew: refuses parameters that were written to since forward
+    arrived          anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
+    reduce_complete  calls the core's, but does nothing under no_sync
+    close_use        anew: counts, since a `torch.autograd.grad` inside the model opens uses without a backward
+    end_backward     anew: what got no gradient counts as zero, and is reduced
 
 Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
 until before_forward.

@@ -2,12 +2,12 @@
 
 Python looks a method up from left to right, and `super()` goes on to the right:
 
-    Zero3 (here)           CoreZero3 (zero3.py)        AnyModel (engine.py)      core.Engine (core.py)
-    gather, release, …     gather, release, …          -                         (empty)                  what
-    -                      -                           begin_forward, …          begin_forward, …         when
+    Zero3 (here)           CoreZero3 (zero3.py)        AnyModel (engine.py, wrapped.py)    core.Engine (core.py)
+    gather, release, …     gather, release, …          -                                   (empty)              what
+    -                      -                           begin_forward, …                    begin_forward, …     when
 
 A stage's own file and engine.py never define the same name, so neither hides the other. What is here adds to a stage's
-own method, and calls it.
+own method, and calls it. Zero3 also tells prefetch.py where a pass is (`refresh`, `bring`, `finish`).
 """
 
 from collections.abc import Iterator
@@ -153,17 +153,17 @@ class Zero3(CoreZero3, AnyModel):
 
     def forward_is_over(self, unit: Unit) -> None:
         self.keep_writes(unit)
-        if self.reshard_after_forward or not torch.is_grad_enabled():
+        away = self.reshard_after_forward or not torch.is_grad_enabled()
+        if away and not self.open_uses[unit]:  # else a recompute inside its backward
             self.release(unit)
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         if self.ahead:
             self.ahead.reduce(unit, gradient)
         else:
-            unit.set_gradient(self.average(unit, gradient))
+            super().reduce(unit, gradient)
 
     def average(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
-        """The collective: this rank's chunk of the mean gradient."""
         inside = self.ahead.reduce_comm if self.ahead else unit.comm
         if self.across is None:
             mine = reduce_scatter(gradient, inside, "mean", label=unit.name)

@@ -6,6 +6,11 @@
     released  parameters that are away, or old, are empty, and a use of them is an error
 
 The master of a frozen unit has the computing dtype.
+
+16 bits, from input to step: `AnyModel.forward` casts the inputs. The replica is rounded from the master (`keep`,
+`before_forward`, `fill` of the stages). A gradient's buffer is 16-bit, under no_sync FP32 (gradient.py). It is averaged
+in 16 bits (ranks/means.py). `set_gradient` makes it FP32 for the optimizer, which steps the master. guards/norms.py
+lets batch norms compute in FP32.
 """
 
 from collections.abc import Sequence
