@@ -33,7 +33,7 @@ def before_the_sum(op: str, tensor: Tensor, ranks: int) -> float:
 
     The mean of four times 20,000 fits in FP16; their sum does not. If all of the division came first, small gradients
     would become 0. So about 1/√N comes first, a power of two: numbers are then those of a sum that is divided, but for
-    what is lost below 2^-14 in FP16, up to √N of its smallest numbers.
+    what is lost below 2^-14 in FP16, up to 2 √N of its smallest numbers.
     """
     return 2.0 ** -math.ceil(math.log2(ranks) / 2) if op == "mean" and tensor.dtype.itemsize == 2 else 1.0
 
