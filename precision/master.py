@@ -10,6 +10,7 @@ The master keeps them, and the 16-bit weight moves when they have added up.
 Micikevicius et al., 2018, "Mixed Precision Training", section 3.1.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -187,12 +188,9 @@ def _same(parameter: torch.Tensor, rounded: torch.Tensor) -> bool:
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     """Whether elements share memory: whether a stride is no longer than what the shorter ones reach (0: expanded)."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += max(size - 1, 0) * stride
-    return False
+    steps = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    reach = [0, *itertools.accumulate((size - 1) * stride for stride, size in steps)]
+    return any(stride <= before for (stride, _), before in zip(steps, reach))
 
 
 def _check_learning_rates(groups: Iterable[dict[str, Any]]) -> None:

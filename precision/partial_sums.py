@@ -45,23 +45,6 @@ def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: floa
     return beta * c + alpha * outer_products(round_, a, b) if beta else alpha * outer_products(round_, a, b)
 
 
-def sum_of_products(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """aten.addbmm: beta · c + alpha · Σ a[i] @ b[i], which is one product of wide by tall."""
-    return matmul_and_add(round_, c, a.transpose(0, 1).flatten(1), b.flatten(0, 1), beta=beta, alpha=alpha)
-
-
-def product_with_vector_and_add(
-    round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """aten.addmv: beta · c + alpha · a @ b."""
-    return matmul_and_add(round_, c[..., None], a, b[:, None], beta=beta, alpha=alpha)[:, 0]
-
-
-def add_up_numbers(round_: Round, terms: Tensor, *rest: Any, **keywords: Any) -> Tensor:
-    """aten.nansum: NaNs count for nothing."""
-    return add_up(round_, terms.where(~terms.isnan(), 0), *rest, **keywords)
-
-
 def running_sum(round_: Round, terms: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     """aten.cumsum: every total on the way."""
     if not terms.numel() or not terms.dim():
@@ -145,41 +128,27 @@ def add_at(round_: Round, x: Tensor, places: Tensor, terms: Tensor) -> Tensor:
     return total.view(x.shape)
 
 
-def _places(x: Tensor) -> Tensor:
+def places_in(x: Tensor) -> Tensor:
+    """The place of each number of x."""
     return torch.arange(x.numel(), device=x.device).view(x.shape)
-
-
-def scatter_add(round_: Round, x: Tensor, dim: int, index: Tensor, terms: Tensor) -> Tensor:
-    """Also what backward of gather is made of."""
-    return add_at(round_, x, _places(x).gather(dim, index), terms[tuple(map(slice, index.shape))])
-
-
-def index_add(round_: Round, x: Tensor, dim: int, index: Tensor, terms: Tensor, *, alpha: float = 1) -> Tensor:
-    """Also what backward of index_select is made of."""
-    return add_at(round_, x, _places(x).index_select(dim, index), alpha * terms)
 
 
 def index_put(round_: Round, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any) -> Tensor:
     """x[indices] += values, which backward of x[indices] is made of; without `accumulate` nothing is added."""
     if not accumulate:
         return NotImplemented
-    places = _places(x)[tuple(slice(None) if index is None else index for index in indices)]
+    places = places_in(x)[tuple(slice(None) if index is None else index for index in indices)]
     return add_at(round_, x, places, values.expand(places.shape))
-
-
-def put(round_: Round, x: Tensor, index: Tensor, values: Tensor, accumulate: bool = False) -> Tensor:
-    """index_put, of x as if it were flat."""
-    return add_at(round_, x, index, values) if accumulate else NotImplemented
 
 
 def gradient_of_embedding(
     round_: Round, gradient: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
 ) -> Tensor:
     """aten.embedding_dense_backward: each token's gradient is added to its word's row."""
-    width, indices = gradient.shape[-1], indices.flatten()
+    total, indices = gradient.new_zeros(rows, gradient.shape[-1]), indices.flatten()
     counts = indices.bincount(minlength=rows)[indices, None] if by_frequency else 1
-    terms = (gradient.reshape(-1, width) / counts) * (indices != padding)[:, None]
-    return index_add(round_, gradient.new_zeros(rows, width), 0, indices, terms)
+    terms = gradient.reshape(-1, gradient.shape[-1]) / counts * (indices != padding)[:, None]
+    return add_at(round_, total, places_in(total)[indices], terms)
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -190,19 +159,27 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "vdot": product_with_vector,
     "addmm": matmul_and_add,
     "baddbmm": matmul_and_add,
-    "addbmm": sum_of_products,
-    "addmv": product_with_vector_and_add,
+    "addmv": lambda round_, c, a, b, **k: matmul_and_add(round_, c[..., None], a, b[:, None], **k)[:, 0],
+    # A sum of products is one product, of wide by tall.
+    "addbmm": lambda round_, c, a, b, **k: matmul_and_add(
+        round_, c, a.transpose(0, 1).flatten(1), b.flatten(0, 1), **k
+    ),
     "sum": add_up,
-    "nansum": add_up_numbers,
+    "nansum": lambda round_, x, *rest, **k: add_up(round_, x.where(~x.isnan(), 0), *rest, **k),
     "cumsum": running_sum,
     "trace": lambda round_, x: add_up(round_, x.diagonal()),
     "mean": mean,
     "convolution": convolution,
     "convolution_backward": convolution_backward,
-    "scatter_add": scatter_add,
-    "index_add": index_add,
+    # Backward of gather and index_select is made of these two.
+    "scatter_add": lambda round_, x, dim, index, terms: add_at(
+        round_, x, places_in(x).gather(dim, index), terms[tuple(map(slice, index.shape))]
+    ),
+    "index_add": lambda round_, x, dim, index, terms, alpha=1: add_at(
+        round_, x, places_in(x).index_select(dim, index), alpha * terms
+    ),
     "index_put": index_put,
-    "put": put,
+    "put": lambda round_, x, index, terms, add=False: add_at(round_, x, index, terms) if add else NotImplemented,
     "embedding_dense_backward": gradient_of_embedding,
 }
 # They add up, too, or multiply matrices, inside of one kernel; the second ones only by a reduction of these names.

@@ -21,14 +21,3 @@ def test_what_hides_a_package_is_named(file, start, tmp_path):
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: minizero needs its package {name}, in {ROOT / name}, but Python finds")
     assert str(tmp_path / file) in last and "another name" in last and done.returncode
-
-
-@pytest.mark.slow
-def test_other_files_of_the_user_are_no_matter(tmp_path):
-    for file in ("flash/readme.txt", "notebooks/__init__.py", "numbers_of_mine.py"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text("")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", "import minizero"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr

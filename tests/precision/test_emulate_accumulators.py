@@ -106,32 +106,23 @@ def test_what_is_not_simulated_says_so(call, words):
 AT, ROWS = torch.tensor([0, 2, 2, 1, 2, 0]), torch.arange(-3.0, 3).repeat(2, 1)
 RELATIVES = {
     "addmv": lambda x: torch.addmv(x[:, 0], x, x[0], beta=2, alpha=3),
-    "addmv_": lambda x: x[:, 0].clone().addmv_(x, x[0]),
-    "vdot": lambda x: torch.vdot(x[0], x[1]),
     "vecdot": lambda x: torch.linalg.vecdot(x, x),
     "addbmm": lambda x: torch.addbmm(torch.ones(2, 2), x.view(2, 2, 3), x.view(2, 3, 2), beta=0.5, alpha=2),
     "addmm_": lambda x: torch.ones(2, 2).addmm_(x, x.t(), beta=3),
-    "mm, out": lambda x: torch.mm(x, x.t(), out=torch.empty(2, 2)),
     "sum, out": lambda x: torch.sum(x, 1, out=torch.empty(0)),
     "nansum": lambda x: torch.nansum(x.where(x != 2, torch.nan), 1, keepdim=True),
     "cumsum": lambda x: x.cumsum(1),
-    "cumsum_": lambda x: x.clone().cumsum_(0),
     "trace": lambda x: (x.t() @ x).trace(),
-    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
-    "gather": lambda x: x.gather(1, AT.expand(2, 6)),
     "index_select": lambda x: x.index_select(1, AT),
     "indexing": lambda x: x[:, AT],
-    "a mask": lambda x: x[x > 0],
     "embedding": lambda x: F.embedding(AT, x.t(), padding_idx=1),
     "by frequency": lambda x: F.embedding(AT, x.t(), scale_grad_by_freq=True) * 6,
     "scatter_add": lambda x: torch.ones(2, 3).scatter_add(1, AT.expand(2, 6), x),
     "scatter_add of some": lambda x: torch.ones(2, 3).scatter_add(1, AT[None, 1:], x.detach()),
-    "index_add_": lambda x: torch.ones(2, 3).index_add_(1, AT, x, alpha=2),
     "index_put_": lambda x: torch.ones(3, 2).index_put_((AT, torch.zeros_like(AT)), x[0], accumulate=True),
     "one number put": lambda x: torch.ones(3).index_put((AT,), x[0, 0], accumulate=True),
     "put_": lambda x: torch.ones(3).put_(AT, x[0], accumulate=True),
     "assigned": lambda x: torch.ones(6).index_put((AT[:2],), x[0, :2]),
-    "no place": lambda x: torch.ones(3).index_add(0, AT[:0], x[0, :0]),
 }
 
 
@@ -150,13 +141,9 @@ def test_relatives_of_sums_and_products_give_pytorchs_numbers_and_gradients(name
 
 LONG = {  # 3,000 ones
     "addmv_": lambda ones: torch.zeros(1).addmv_(ones[None], ones),
-    "addbmm": lambda ones: torch.addbmm(torch.zeros(1, 1), ones.view(2, 1, 1500), ones.view(2, 1500, 1)),
     "mm, out": lambda ones: torch.mm(ones[None], ones[:, None], out=torch.empty(1, 1)),
-    "mean, out": lambda ones: torch.mean(ones, 0, out=torch.empty(())) * 3000,
     "a sum of bool": lambda ones: torch.sum(ones.bool(), dtype=torch.float32),
-    "nansum": lambda ones: ones.nansum(),
     "cumsum": lambda ones: ones.cumsum(0)[-1],
-    "trace": lambda ones: ones.expand(3000, 3000).trace(),
     "scatter_add": lambda ones: torch.zeros(1).scatter_add(0, torch.zeros(3000, dtype=torch.long), ones),
     "index_put": lambda ones: torch.zeros(2).index_put((ones.long(),), ones, accumulate=True)[1],
     "embedding": lambda ones: torch.autograd.grad(F.embedding(ones.long(), NARROW).sum(), NARROW)[0][1],

@@ -68,12 +68,9 @@ def in_a_thread(draw):
 
 SHARED = {
     "random.random": (lambda comm: random.random(), "Python's random"),
-    "random.seed": (lambda comm: random.seed(comm.rank), "Python's random"),
     "shuffle": (lambda comm: comm.rank or random.shuffle([1, 2, 3]), "Python's random"),
     "numpy.random.rand": (lambda comm: np.random.rand(3), "numpy.random"),
-    "numpy.random.seed": (lambda comm: np.random.seed(comm.rank), "numpy.random"),
     "both": (lambda comm: random.random() + np.random.randn(), "Python's random and numpy.random"),
-    "random in a thread": (in_a_thread(random.random), "Python's random"),
     "torch.rand in a thread": (in_a_thread(lambda: torch.rand(3)), "torch's generator in a thread of their own"),
     "dropout in a thread": (
         in_a_thread(lambda: F.dropout(torch.ones(9))),

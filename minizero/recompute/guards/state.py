@@ -7,27 +7,22 @@ and it must train or evaluate as that did. So `State` copies buffers before the 
 modules while a later run goes on. Of a large buffer that the first run left alone, a mask for instance, it keeps no
 copy: if somebody else writes to that before backward, it refuses.
 
-Numbers that a forward counts in attributes, lists, dicts, sets, deques and NumPy arrays, nested ones too, are counted
-once. Those that it counts in an object of another class are counted in each run.
+What a module counts in its attributes, and in lists and dicts among them, is counted once. What it counts in a nested
+list or dict, a Counter, a set, a deque, a NumPy array or another object is counted in each run, and so twice.
 
 The modules are those that `modules_of` finds in the function, and those that this thread calls in the first run.
 """
 
 import functools
-from collections import deque
-from collections.abc import Iterator
-from copy import copy as shallow_copy
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from minizero.recompute.guards.mismatch import RecomputeMismatch
 from minizero.torch_private import without_modes
 
-TORCHS = set(vars(nn.Module()))  # attributes that each module has
 SMALL = 2**16  # bytes of a buffer whose copy is kept in any case
 Contents = list[tuple[Any, Any]]  # what belongs to modules, each with a copy of what is in it
 
@@ -81,41 +76,23 @@ class State:
 
 def _contents(module: nn.Module) -> Contents:
     own = vars(module)
-    inside = [each for name, held in own.items() if name not in TORCHS for each in _containers(held, depth=3)]
-    torchs = [own[name] for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")]
-    contents: Contents = [
-        (held, dict(held) if isinstance(held, dict) else shallow_copy(held)) for held in (own, *torchs, *inside)
-    ]
+    inside = [held for held in own.values() if type(held) is dict or type(held) is list]
+    hooks = own["_forward_hooks"], own["_forward_pre_hooks"]
+    contents: Contents = [(held, (list if type(held) is list else dict)(held)) for held in (own, *hooks, *inside)]
     return contents + [(one, one.requires_grad) for one in own["_parameters"].values() if one is not None]
 
 
-def _containers(held: Any, depth: int) -> Iterator[Any]:
-    """`held`, if something is counted in it in place, and the containers in it. What an object counts, nobody finds."""
-    if isinstance(held, dict | list | set | deque | np.ndarray):
-        yield held
-        if depth > 1 and not isinstance(held, np.ndarray):
-            for part in list(held.values()) if isinstance(held, dict) else held:
-                yield from _containers(part, depth - 1)
-
-
 def give_back(contents: Contents) -> None:
-    """Attributes and containers hold again what they held, and the same parameters ask for a gradient."""
+    """Attributes, dicts and lists hold again what they held, and the same parameters ask for a gradient."""
     for held, before in contents:
-        if isinstance(held, torch.Tensor):
-            held.requires_grad = before
-        elif isinstance(held, list):
+        if type(held) is list:
             held[:] = before
-        elif isinstance(held, np.ndarray):
-            if held.flags.writeable:
-                held[...] = before
-        elif isinstance(held, dict):
-            for name, value in before.items():  # a Counter's update() would add
-                held[name] = value
+        elif isinstance(held, torch.Tensor):
+            held.requires_grad = before
+        elif held or before:
+            held.update(before)
             for name in held.keys() - before.keys() if len(held) > len(before) else ():
                 del held[name]
-        else:
-            held.clear()
-            (held.update if isinstance(held, set) else held.extend)(before)
 
 
 def _version(buffer: torch.Tensor) -> int:
