@@ -1,7 +1,7 @@
 """Ring attention on a page, forward only: read this first.
 
-A text of n tokens is cut: each of N ranks has n/N queries, keys and values. Keys and values go round the ring. After N
-hops every query has met every key, and a rank has never held more than two ranks' keys and values.
+A text of n tokens is cut: each of N ranks has n/N queries, keys and values. Keys and values go round the ring. After
+N - 1 hops every query has met every key, and a rank has held those of three ranks at most: its own, visiting, incoming.
 
 The last line of the loop works because a softmax can be put together from parts: `merge` (flash/attention.py).
 `ring_attention.py` adds the gradients, and causal attention in which all ranks compute equally much.

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from minizero import ring_attention as ring
 from minizero import ring_attention_on_a_page
 from minizero.memory import Ledger
+from notebooks.tools.ring import keys_held
 from tests.support.failures import error_of
 from tests.support.helpers import run
 from tests.support.processes import run as run_processes
@@ -76,6 +77,7 @@ def test_the_page_gives_the_same():
         return (ring_attention_on_a_page.ring_attention(*parts, comm) - ring.ring_attention(*parts, comm)).abs().max()
 
     assert max(run(3, off)) < 1e-15
+    assert {round(held, 2) for held in run(3, keys_held, ring_attention_on_a_page.ring_attention)} == {3}
 
 
 def peak(comm, n, causal):

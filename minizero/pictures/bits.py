@@ -101,7 +101,7 @@ def draw_ranges(ranges: Mapping[str, tuple[float, float, float]], axes: Axes | N
     axes = axes or new_axes(15, 0.55 * len(ranges) + 1.6)
     for row, numbers in enumerate(ranges.values()):
         low, normal, high = map(math.log2, numbers)
-        axes.barh(-row, high - normal, 0.7, normal, color=NORMAL, label="" if row else "normal numbers")
+        axes.barh(-row, high - normal, 0.7, normal, color="#C4C4C4", label="" if row else "normal numbers")
         axes.barh(-row, normal - low, 0.7, low, color=SUBNORMAL, label="" if row else "subnormal numbers")
         axes.text(low - 3, -row, f"smallest {power(round(low))}", ha="right", va="center", fontsize=FONT)
         axes.text(high + 3, -row, f"largest {written(numbers[-1])}", va="center", fontsize=FONT)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from minizero.pictures.bits import NORMAL, SUBNORMAL, power
-from minizero.pictures.style import COLORS, FONT, MIB, draw_bars, draw_lines, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, MIB, Look, draw_bars, draw_lines, label_axes, new_axes, note
 
 
 def draw_bytes(held: Mapping[str, int]) -> Axes:
@@ -94,10 +94,13 @@ def draw_rounding(
 
 
 def draw_sums(exact: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Axes:
-    """Sums of ones against how many were added: the exact ones dashed, one or two others solid."""
+    """Sums of ones against how many were added: the exact ones dotted, on one or two others, whose last is named."""
     axes = new_axes(12, 4.4)
-    looks = [{"color": "#999999", "linestyle": "dashed"}, {"color": "black"}, {"color": "#D55E00"}]
+    look: Look = {"color": "black", "linestyle": "dotted", "linewidth": 1.5, "zorder": 3}
+    looks = [look, {"color": "#CC79A7", "linewidth": 8}, {"color": "#D55E00"}]
     draw_lines(axes, range(1, len(exact) + 1), {"exact": exact, **curves}, looks)
+    for values in curves.values():
+        note(axes, f"{values[-1]:g}", (len(exact), values[-1]), (8, -6))
     label_axes(axes, "how many ones were added", "sum", legend="best")
     return axes
 
@@ -110,11 +113,11 @@ def draw_blocks(rows: Mapping[str, tuple[Sequence[float], Sequence[float], float
     panels = new_axes(15, 3 * len(rows), len(rows), 1)
     for axes, (title, (numbers, rounded, end)) in zip(panels, rows.items()):
         axes.axhline(0, color="black", linewidth=1)
-        axes.plot(numbers, "o", color="white", markeredgecolor="black", markersize=13, label="the number")
+        axes.plot(numbers, "o", color="white", markeredgecolor="black", markersize=14, label="the number")
         places = range(len(numbers))
         lost = [place for place in places if rounded[place] == 0 != numbers[place]]
         kept = [place for place in places if place not in lost]
-        axes.plot(kept, [rounded[p] for p in kept], "o", color=NORMAL, markersize=6, label="in the format")
+        axes.plot(kept, [rounded[p] for p in kept], "o", color=NORMAL, markersize=9, label="in the format")
         axes.plot(lost, [0] * len(lost), "x", color="#D55E00", markersize=11, markeredgewidth=3, label="became 0")
         for place in (place for place in places if abs(numbers[place]) > end):
             axes.annotate(f"{numbers[place]:.0f} ↑", (place, end), ha="center", va="top", fontsize=FONT)

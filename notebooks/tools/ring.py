@@ -6,16 +6,16 @@ from flash import flash_attention
 from minizero import World, all_gather
 from minizero.memory import Ledger
 from minizero.pictures import FONT, MIB
-from minizero.pictures.style import box, draw_lines, keys, label_axes, sheet
+from minizero.pictures.style import box, draw_lines, label_axes, sheet
 from minizero.ring_attention import ring_attention
 
-RANKS = ("#A6D8F5", "#E69F00", "#CC79A7", "#C4C4C4")
+RANKS = {"#A6D8F5": "black", "#E69F00": "black", "#CC79A7": "black", "#5E2750": "white"}  # from light to dark; its ink
 LOOKS = ({"color": "#CC79A7", "marker": "s", "linestyle": "dashed"}, {"color": "#5E2750", "marker": "o"})
 
 
 def by_gathering(q, k, v, comm):
     """Attention to all keys, which every rank gathers first."""
-    k, v = (torch.cat([*all_gather(x[None], comm)], -2) for x in (k, v))
+    k, v = (all_gather(x.movedim(-2, 0), comm).movedim(0, -2) for x in (k, v))  # n first: one buffer is filled
     return flash_attention(q, k, v)
 
 
@@ -26,8 +26,22 @@ def most_held(comm, attention, tokens):
     return ledger.peak["total"]
 
 
+def keys_held(comm, attention):
+    """Bytes that this rank holds at most if it has one query, in units of its own keys and values."""
+    with Ledger() as ledger:
+        k, v = torch.randn(2, 1, 2, 4096, 16).unbind()
+        attention(k[:, :, :1], k, v, comm)
+    return ledger.peak["total"] / (2 * k.nbytes)
+
+
+def constant_lse(*tensors, **options):
+    """FlashAttention, broken: autograd takes the logsumexp for a constant."""
+    out, lse = flash_attention(*tensors, **options)
+    return out, lse.detach() + 0 * lse
+
+
 def memory(sizes, tokens):
-    """The same for so many ranks, whose text grows with them, by way: {name: [bytes]}."""
+    """`most_held` for so many ranks, whose text grows with them, by way: {name: [bytes]}."""
     ways = {"gather all keys and values": by_gathering, "ring attention": ring_attention}
     return {name: [max(World(size, "cpu").run(most_held, way, tokens)) for size in sizes] for name, way in ways.items()}
 
@@ -59,15 +73,16 @@ def seconds(tiles):
 
 
 def draw_tiles(ways):
-    """The causal scores, coloured by rank, with the hop in which each tile is computed. ways: {title: of each rank}."""
+    """The causal scores, a rank's rows in its colour, in each tile its hop. ways: {title: tiles of each rank}."""
     panels = sheet(14, 6.4, 1, len(ways))
     for axes, (title, tiles) in zip(panels, ways.items()):
-        for rank, mine in enumerate(tiles):
+        rows = {}
+        for rank, (mine, (color, ink)) in enumerate(zip(tiles, RANKS.items())):
             for (row, column), hop in mine.items():
-                box(axes, column, -row - 1, 1, 1, RANKS[rank], str(hop), size=FONT - 1)
-        limits = {"xlim": (-0.1, 8.1), "ylim": (-8.1, 0.1), "xticks": [], "yticks": []}
-        label_axes(axes, "keys", "queries", aspect="equal", title=title, **limits)
+                box(axes, column, -row - 1, 1, 1, color, str(hop), size=FONT - 1, ink=ink)
+                rows[-row - 0.5] = f"rank {rank}"
+        axes.tick_params(length=0)
+        limits = {"xlim": (0, 8.1), "ylim": (-8.1, 0.1), "xticks": [], "yticks": [*rows], "yticklabels": rows.values()}
+        label_axes(axes, "keys; in a tile: its hop", "queries of", aspect="equal", title=title, **limits)
         axes.spines[:].set_visible(False)
-    words = {f"rank {rank}": color for rank, color in enumerate(RANKS)}
-    keys(panels[0].figure, words, loc="outside lower center", ncols=4)
     return panels[0].figure
