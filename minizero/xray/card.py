@@ -21,7 +21,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,6 +33,8 @@ from minizero.memory.operators import Watcher
 from minizero.memory.recorder import current_recorder
 from minizero.torch_private import AFTER_AUTOCAST, ATTENTION
 from minizero.xray.fake import HALVES
+from minizero.xray.lent import lent
+from minizero.xray.places import CARD, having, place_of
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -54,7 +55,8 @@ def card_of(name: str) -> str:
 def workspace(card: str) -> Tensor:
     """What cuBLAS keeps for the threads of forward and of backward, and cuBLASLt."""
     size = 2 * (32 * MIB if GPUS[card].capability == (9, 0) else 8 * MIB + 128 * 1024) + MIB
-    return torch.empty(size, dtype=torch.uint8)
+    with having(making=CARD):
+        return torch.empty(size, dtype=torch.uint8)
 
 
 # Attention.
@@ -178,22 +180,18 @@ def with_rules(operator: Any, on_a_card: str, on_a_cpu: str) -> Callable[..., An
 @contextlib.contextmanager
 def autocast_for_cuda() -> Iterator[None]:
     """torch.autocast("cuda") of this thread is on without a GPU. Around make(), too: some keep it as an object."""
-    init, default, thread = torch.autocast.__init__, torch.get_autocast_dtype, threading.get_ident()
+    default = torch.get_autocast_dtype
 
-    def run(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda" and threading.get_ident() == thread:
-            device_type, dtype = "cpu", dtype or default("cuda")
-        init(self, device_type, dtype, *args, **kwargs)
+    def init(before: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        cuda = device_type == "cuda"
+        before(self, "cpu" if cuda else device_type, dtype or default("cuda") if cuda else dtype, *args, **kwargs)
 
-    def asked(question: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(before: Any, *kind: str) -> Any:
         """A checkpoint asks what is on, and enters it again."""
-        ours = (), ("cuda",)
-        return lambda *kind: question("cpu") if kind in ours and threading.get_ident() == thread else question(*kind)
+        return before("cpu") if kind in ((), ("cuda",)) else before(*kind)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.autocast, "__init__", run))
-        for name in ("is_autocast_enabled", "get_autocast_dtype"):
-            stack.enter_context(mock.patch.object(torch, name, asked(getattr(torch, name))))
+    questions = ((torch, name, asked) for name in ("is_autocast_enabled", "get_autocast_dtype"))
+    with lent((torch.autocast, "__init__", init), *questions):
         yield
 
 
@@ -243,7 +241,8 @@ class Scratch(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if size := SCRATCH.get(str(func)):
-            scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
+            with having(making=place_of(args[0])):
+                scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
         return func(*args, **kwargs or {})
 
 

@@ -15,7 +15,7 @@ import torch
 
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
-from minizero.xray.step import Result, resized
+from minizero.xray.step import Result, resized, time_first
 from minizero.xray.techniques import TECHNIQUES, outcome, rows_of
 
 GIB = 2**30
@@ -90,9 +90,12 @@ def fit(case: Case, budget: float, ranks: int) -> Fit:
 
 
 def largest(case: Case, budget: float, plan: Plan) -> int:
-    """How many samples the largest batch has that fits; 0 if none does. `ValueError` if the batch cannot be cut."""
+    """How many samples the largest batch has that fits; 0 if none does. `ValueError` if it cannot be cut."""
     usable, peaks = budget - kept_free(budget), {0: 0}
     low, high, n = 0, 0, max(1, case.batch_size)  # low fits, high does not; 0: not known yet
+    pieces = next((pieces for pieces in range(2, n + 1) if n % pieces == 0), 0)
+    if pieces and time_first(case.model):
+        case.run(Plan(micro_batches=pieces))  # is refused if what it cuts is time
 
     while high - low != 1:
         peaks[n] = Case(case.model, resized(case.inputs, n), case.make_optimizer, case.card).run(plan).peak["total"]

@@ -56,6 +56,8 @@ def rows_at_peak(ledger: Ledger, vocabulary: int = 0) -> list[Row]:
     modules: dict[tuple[str, ...], set[str]] = {}
     for record, held, operator in at_peak(ledger.tape, ledger.start).alive.values():
         category = record.category or "temporary"
+        if category == "host":  # no part of the peak
+            continue
         birth: Birth | None = getattr(record, "birth", None)
         if category in STATES or birth is None:
             what, module, line = STATES.get(category, category), record.module, ""

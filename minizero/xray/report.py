@@ -24,14 +24,14 @@ from torch import nn
 from minizero.cli import write_files
 from minizero.memory.tape import columns
 from minizero.pictures.memory import plot_curve
-from minizero.xray.case import Case
+from minizero.xray.case import WORTH_A_LINE, Case
 from minizero.xray.fit import CONTEXT, GIB, RESERVED, SMALL, Fit, fit, kept_free, largest, price
 from minizero.xray.holders import rows_at_peak
 from minizero.xray.hugging_face import with_caches
 from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
-from minizero.xray.step import Optimizer
+from minizero.xray.step import Optimizer, tensors_of, time_first
 from minizero.xray.techniques import Outcome, costs_of, name_of, outcome, plans
 
 SAMPLES = 2000  # of the curve
@@ -63,7 +63,9 @@ class Report:
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in case.model.parameters()}
         kind: Any = case.make_optimizer if hasattr(case.make_optimizer, "__name__") else type(case.make_optimizer)
         optimizer = kind.__name__.replace("<lambda>", "an optimizer of its own")
-        step = "its own loop" if case.loops else f"batch {case.batch_size}, {optimizer}"
+        shape = next((tuple(tensor.shape) for tensor in tensors_of(case.inputs)), ())
+        batch = f"inputs of {shape}" if time_first(case.model) else f"batch {case.batch_size}"
+        step = "its own loop" if case.loops else f"{batch}, {optimizer}"
         title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters in {', '.join(sorted(dtypes))}"
         self.title = f"{title}, {step}, {f'as on {case.card}' if case.card else 'as on a CPU'}"
         measured = case.measure(Plan(), LineLedger)
@@ -110,6 +112,8 @@ class Report:
         if rest := self.holders[SHOWN:]:
             table.add_row(size(sum(row.bytes for row in rest)), "", f"{len(rest)} smaller rows")
         write(table)
+        if (host := self.peak["host"]) >= WORTH_A_LINE:
+            write(f"On the host, and not in the peak: up to {size(host)}.")
         write("".join(f"{note}\n" for note in sorted(self.case.notes)) + f"{UNSEEN[bool(self.case.card)]}\n")
 
     def what_would_help(self, console: Console | None = None) -> list[Outcome]:
