@@ -85,7 +85,7 @@ def maker(options: argparse.Namespace, card: str | None) -> Callable[[], Any]:
     """The function that returns a model and its inputs."""
     batch = options.batch or 2
     if options.hf is not None:
-        return lambda: from_config(options.hf, batch, options.length or 2048)
+        return lambda: from_config(options.hf, batch, options.length)
     if options.make is None:
         config = GPTConfig(sequence_length=options.length or GPTConfig.sequence_length)
         tokens = (2, batch, config.sequence_length)

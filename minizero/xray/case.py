@@ -29,7 +29,7 @@ from minizero.ranks.one_of_many import one_of_many
 from minizero.xray.answers import answers
 from minizero.xray.card import as_on, autocast_for_cuda, card_of
 from minizero.xray.fake import ALONE, HALVES, OUTSIDE, SHARDED, SPARSE, Copier, build, pretend
-from minizero.xray.hugging_face import switch_caches_off
+from minizero.xray.hugging_face import notes_of, switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.places import CARD, HOST, having, place_of, put
 from minizero.xray.plan import Plan, use_foreach
@@ -60,7 +60,7 @@ class Case:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
         self.found: dict[Plan, Result | str] = {}  # the figures, or why there are none
-        self.notes = set[str]()  # what is worth a sentence in the report
+        self.notes = {*notes_of(model, inputs)}  # what is worth a sentence in the report
 
     def run(self, plan: Plan) -> Result:
         """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
