@@ -1,18 +1,57 @@
-"""Host and card, scripts as they are, and steps in time."""
+"""Host and card, scripts as they are, and steps in time. Loops that say "cuda" are held against another device."""
 
+import json
 import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from minizero.xray import Plan, answers
-from minizero.xray.__main__ import main
+from minizero.xray import Plan, answers, card
+from minizero.xray.__main__ import main, maker, parse
 from minizero.xray.case import NotPossible, case_of
 from minizero.xray.fake import pretend
 from minizero.xray.places import CARD, HOST, having, place_of
 from minizero.xray.report import Report
+from tests.support.other_device import POSSIBLE
+from tests.test_house import ROOT
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLACES = ["data_set", "average", "masters", "kept", "saved", "every_third", "evaluates"]
+MAKES = [f"{file.name}:make" for file in sorted(SCRIPTS.glob("*.py")) if "def make" in file.read_text()]
+MAKES += ["run_clm.py:make", "muon.py:muon", "muon.py:in_backward", *(f"places.py:{name}" for name in PLACES)]
+
+
+@pytest.fixture(scope="module")
+def on_another_device():
+    if not POSSIBLE:
+        pytest.skip(f"PyTorch {torch.__version__} has no backend in Python for another device")
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.support.other_device",
+        *(f"{SCRIPTS}/{make}" for make in MAKES),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return {Path(make).name: found for make, found in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MAKES)
+def test_a_script_as_it_is_holds_what_it_holds_on_another_device(make, on_another_device, monkeypatch):
+    """But for what a card alone has: cuBLAS's workspace, and scratch inside of operators."""
+    monkeypatch.setattr(card, "SCRATCH", {})
+    monkeypatch.setattr(card, "workspace", lambda card: torch.empty(0))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    case = case_of(maker(parse([f"{SCRIPTS}/{make}"]), "H100 SXM"), card="h100")
+    assert case.run(Plan()).peak["total"] == on_another_device[make]
 
 
 class Net(nn.Module):
