@@ -26,7 +26,7 @@ The report:
 lines.py         the user's line in which a tensor is born
 holders.py       who holds the peak, in rows that can be read
 techniques.py    what would help: each technique in words, and as a run
-fit.py           the cheapest stack that fits a card
+budget.py        the cheapest stack that fits a card, and the largest batch
 script.py        the lines that write it down
 report.py        all that is found: as data, in the terminal, as PNG, HTML and JSON
 """

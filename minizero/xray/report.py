@@ -24,8 +24,8 @@ from torch import nn
 from minizero.cli import write_files
 from minizero.memory.tape import columns
 from minizero.pictures.memory import plot_curve
+from minizero.xray.budget import CONTEXT, GIB, RESERVED, SMALL, Choice, cheapest, kept_free, largest, price
 from minizero.xray.case import WORTH_A_LINE, Case
-from minizero.xray.fit import CONTEXT, GIB, RESERVED, SMALL, Fit, fit, kept_free, largest, price
 from minizero.xray.holders import rows_at_peak
 from minizero.xray.hugging_face import with_caches
 from minizero.xray.lines import LineLedger
@@ -77,7 +77,7 @@ class Report:
         stretches = (curve[start : start + stretch] for start in range(0, len(curve), stretch))
         self.curve = [max(samples, key=lambda sample: sample["total"]) for samples in stretches]
         self.phase = max(self.curve, key=lambda sample: sample["total"]).phase
-        self.fits: tuple[float, Fit] | None = None
+        self.fits: tuple[float, Choice] | None = None
 
     @functools.cached_property
     def outcomes(self) -> list[Outcome]:
@@ -88,9 +88,9 @@ class Report:
         self.case.run_all(wanted)
         return [outcome(self.case, plan) for plan in wanted]
 
-    def fit(self, budget: float) -> Fit:
+    def fit(self, budget: float) -> Choice:
         """The cheapest stack of techniques on `ranks` devices of `budget` bytes each."""
-        self.fits = budget, fit(self.case, budget, self.ranks)
+        self.fits = budget, cheapest(self.case, budget, self.ranks)
         return self.fits[1]
 
     def largest(self, budget: float) -> dict[str, int]:

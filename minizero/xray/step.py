@@ -152,7 +152,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: 
     for number in range(plan.micro_batches):
         last = number == plan.micro_batches - 1
         with model.no_sync() if isinstance(model, Engine) and not last else contextlib.nullcontext():
-            loss = loss_of(model, cut(batch, plan.micro_batches, number))
+            loss = loss_of(model, piece(batch, plan.micro_batches, number))
             (loss if plan.micro_batches == 1 else loss / plan.micro_batches).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -195,7 +195,7 @@ def batch_size(inputs: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_of(inputs) if tensor.dim()), 0)
 
 
-def cut(batch: Any, pieces: int, number: int) -> Any:
+def piece(batch: Any, pieces: int, number: int) -> Any:
     """Piece `number` of a batch: a part of each tensor."""
     first, end = (n * batch_size(batch) // pieces for n in (number, number + 1))
     return batch if pieces == 1 else of_samples(batch, lambda tensor: tensor[first:end])

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from flash.gpus import GPUS
 from minizero.torch_private import registered
 from minizero.xray import Plan
+from minizero.xray.budget import kept_free, largest
 from minizero.xray.card import as_on, backend, card_of, rules
 from minizero.xray.case import Case, NotPossible, case_of
 from minizero.xray.fake import ALONE, pretend
-from minizero.xray.fit import kept_free, largest
 from tests.support import kernel_choice
 from tests.test_house import ROOT
 

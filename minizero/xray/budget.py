@@ -52,7 +52,7 @@ def stacks(ranks: int, batch: int) -> list[Plan]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Choice:
     """The cheapest plan that fits, or, if none does, the one that holds least.
 
     spare: bytes below the budget, what is kept free counted as used; negative if nothing fits. tied: plans of the same
@@ -66,20 +66,20 @@ class Fit:
     tied: tuple[Plan, ...]
 
 
-def fit(case: Case, budget: float, ranks: int) -> Fit:
+def cheapest(case: Case, budget: float, ranks: int) -> Choice:
     """Try stacks from the cheapest on, without the techniques that this model cannot follow."""
     usable = budget - kept_free(budget)
     alone = {"recompute": Plan(recompute=True), "flash": Plan(flash=True), "chunked_loss": Plan(chunked_loss=True)}
     refused = [name for name, plan in alone.items() if outcome(case, plan).result is None]
     order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, name) for name in refused)]
-    tried: list[Fit] = []
+    tried: list[Choice] = []
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
     for number, plan in enumerate(order, 1):
         kind = plan.stage, plan.dtype, plan.offload
         if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
         tied = tuple(other for other in order[number:] if price(other) == price(plan))
-        tried.append(Fit(plan, result, usable - result.peak["total"], len(tried) + 1, tied))
+        tried.append(Choice(plan, result, usable - result.peak["total"], len(tried) + 1, tied))
         if tried[-1].spare >= 0:
             return tried[-1]
         if result.parts["optimizer"] + (result.parts["parameters"] if plan.stage != 3 else 0) > usable:
