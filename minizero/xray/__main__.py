@@ -2,8 +2,9 @@
 
 A file of yours, FILE.py, has a function make() that returns (model, inputs): model(*inputs), or model(**inputs) if they
 are a dict, must give the loss, or an object with .loss. The batch is one rank's. Or make() returns (model, inputs,
-optimizer), or (model, step), where step() is a step of your own loop. What is made for "cuda" is on the card. FILE.py
-is imported, so what trains in it must stand under: if __name__ == "__main__":
+optimizer), or (model, step), where step() is a step of your own loop: model and optimizer may be globals of the file.
+What is made for "cuda" is on the card, the rest on the host. FILE.py is imported, so what trains in it must stand in
+step(), or under: if __name__ == "__main__":
 """
 
 import argparse

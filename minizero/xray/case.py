@@ -127,8 +127,10 @@ class Case:
                 mode.from_outside.copied = frozenset(copier.storages)
                 stack.enter_context(having(marks=self.lay_out(plan, copier, module, inputs)))
                 del copier, tensors  # a step may drop what a model keeps, such as an average in a list
-                if self.loops:
-                    inputs = functools.partial(inputs, *[module] * len(inspect.signature(inputs).parameters))
+                if self.loops:  # a step may take the model
+                    asked = inspect.signature(inputs).parameters.values()
+                    wanted = sum(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in asked)
+                    inputs = functools.partial(inputs, *[module] * wanted)
                 if plan.recompute:
                     switch_caches_off(module)
                 before = functools.partial(count, others, optimizers, self.card)
@@ -244,6 +246,7 @@ KNOWN = {
     "UnsupportedOperatorException": "{operator} has no fake kernel",
     "SparseTensorImpl": SPARSE,  # of which there is no copy without numbers
     "torch/distributed/": SHARDED,
+    "Couldn't swap": "it moves a model in step(): a Trainer's train(), or .to(): move it in make(), and run one step",
     "dummy base class": "it uses a part of torch.cuda that is not answered here, such as graphs: leave that line out",
     "not compiled with CUDA": "it uses a part of torch.cuda that is not answered here: leave that line out",
     "data_ptr": "a kernel that is not PyTorch's wants numbers (Triton, flash-attn, xformers): take PyTorch's attention",
