@@ -1,4 +1,4 @@
-"""DDPM with a small DiT: noise at a random time, an average of the weights, and sampling each few steps."""
+"""DDPM with a small DiT: noise at a random time, an average of the weights, images on the host."""
 
 import copy
 

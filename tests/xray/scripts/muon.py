@@ -7,11 +7,10 @@ from torch import nn
 
 def zeropower(G, steps=5):
     X = G.bfloat16() / (G.norm() + 1e-7)
-    X = X.T if G.shape[0] > G.shape[1] else X
     for _ in range(steps):
         A = X @ X.T
         X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
-    return X.T if G.shape[0] > G.shape[1] else X
+    return X
 
 
 class Muon(torch.optim.Optimizer):
@@ -30,8 +29,8 @@ class Muon(torch.optim.Optimizer):
 def muon():
     model = nn.DataParallel(GPT()).to("cuda")
     matrices = [p for p in model.module.blocks.parameters() if p.ndim == 2]
-    known = {id(p) for p in matrices}
-    optimizers = [Muon(matrices), torch.optim.AdamW([p for p in model.parameters() if id(p) not in known])]
+    rest = [*{*model.parameters()} - {*matrices}]
+    optimizers = [Muon(matrices), torch.optim.AdamW(rest)]
 
     def step():
         ids = torch.randint(512, (4, 64), device="cuda")

@@ -10,8 +10,7 @@ batch_size, block_size, gradient_accumulation_steps, learning_rate = 4, 64, 3, 6
 device = "cuda"
 dtype = "float32"
 torch.backends.cuda.matmul.allow_tf32 = True
-device_type = "cuda" if "cuda" in device else "cpu"
-ctx = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type=device_type, dtype=torch.bfloat16)
+ctx = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type=device, dtype=torch.bfloat16)
 data = np.zeros(10_000, dtype=np.uint16)
 
 

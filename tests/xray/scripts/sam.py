@@ -9,7 +9,6 @@ class SAM(torch.optim.Optimizer):
     def __init__(self, params, base_optimizer, rho=0.05, **kwargs):
         super().__init__(params, dict(rho=rho, **kwargs))
         self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
-        self.param_groups = self.base_optimizer.param_groups
 
     @torch.no_grad()
     def first_step(self):

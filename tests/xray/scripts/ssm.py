@@ -9,9 +9,7 @@ class S4D(nn.Module):
     def __init__(self, width, states=16):
         super().__init__()
         self.log_dt = nn.Parameter(torch.zeros(width))
-        self.A = nn.Parameter(
-            torch.complex(-0.5 * torch.ones(width, states), torch.arange(states).float().expand(width, states))
-        )
+        self.A = nn.Parameter(torch.randn(width, states, dtype=torch.cfloat))
         self.C = nn.Parameter(torch.randn(width, states, dtype=torch.cfloat))
 
     def forward(self, u):
@@ -42,12 +40,8 @@ class SSD(nn.Module):
 class Model(nn.Module):
     def __init__(self, width=64):
         super().__init__()
-        self.embed, self.s4, self.ssd, self.head = (
-            nn.Embedding(100, width),
-            S4D(width),
-            SSD(width),
-            nn.Linear(width, 100),
-        )
+        self.embed, self.head = nn.Embedding(100, width), nn.Linear(width, 100)
+        self.s4, self.ssd = S4D(width), SSD(width)
 
     def forward(self, x):
         h = self.embed(x)
