@@ -212,6 +212,16 @@ WHOLE_PROCESS = {
     "during the first run of a checkpoint. Without it: `set_enabled(False)`.",
     "minizero/recompute/frame.py": "A hook after the forward of every module, which ignores other threads. It lives "
     "during the second run of a checkpoint. Without it: `set_enabled(False)`.",
+    "minizero/engines/timeline.py": "Methods of an engine are wrapped. It lives while a timeline records. Without it: "
+    "record none.",
+    "minizero/xray/lent.py": "Methods by which tensors move, autocast, and functions of torch.cuda and of "
+    "torch.distributed have others in their place, which ask for the thread. It lives while an X-ray builds a model or "
+    "runs a step. Without it: run no X-ray.",
+    "minizero/xray/answers.py": "Classes such as `torch.cuda.Event`, as in `lent.py`, for the user's code alone.",
+    "minizero/xray/fake.py": "What a fake tensor says of its device, checks of distributions, a log of PyTorch's. It "
+    "lives while an X-ray runs a step. Without it: run no X-ray.",
+    "minizero/xray/hugging_face.py": "A function of transformers, as long as `fake.py`'s.",
+    "minizero/xray/__main__.py": "`sys.argv`, while the command imports the user's file.",
     "minizero/xray/case.py": "A hook before each step of every optimizer, which ignores other threads. It lives while "
     "an X-ray runs a step. Without it: run no X-ray.",
     "minizero/ranks/world.py": "A call at the program's end, which waits for the threads of a `World`. It begins with "

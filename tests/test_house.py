@@ -112,7 +112,7 @@ def test_each_name_in_torch_private_has_a_reason_a_version_and_a_way_out():
 
 
 def changes_the_process(node: ast.AST, imported: set[str]) -> bool:
-    """Is it a hook on every module or optimizer, a call at the program's end, or a write to what was imported?"""
+    """Is it a hook on every module or optimizer, a call at the end, a patch, or a write to what was imported?"""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
         return not ast.unparse(node.args[0]).startswith("self")
     if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
@@ -120,7 +120,8 @@ def changes_the_process(node: ast.AST, imported: set[str]) -> bool:
     if isinstance(node, ast.Attribute | ast.alias):
         words = ast.unparse(node)
         every = re.fullmatch(r"(\w+\.)*register_(module|optimizer_step)_\w*hook", words)
-        return bool(every) or words in ("atexit.register", "os.environ.setdefault", "os.environ.update")
+        calls = "atexit.register", "mock.patch.object", "os.environ.setdefault", "os.environ.update"
+        return bool(every) or words in calls
     return False
 
 

@@ -84,7 +84,7 @@ class Recorder(Watcher):
         plain = not types or PLAIN.issuperset(types)
         if not plain:
             if func is DEVICE:  # no operator: a fake tensor's device is asked for, several times an operator
-                return args[0].device
+                return getattr(args[0], "fake_device", None) or args[0].device
             if any(hasattr(kind, "__tensor_flatten__") for kind in types):
                 return NotImplemented  # a tensor made of tensors (DTensor): its own operators on those come next
         outputs = outputs_of.get(id(func))
@@ -130,7 +130,7 @@ class Recorder(Watcher):
         # `tape.append` is the callback: at its death, in whatever thread, the record writes itself on the tape again.
         record = self.records[storage_id(storage)] = Record(storage, tape.append)
         record.first_size = record.size = storage.nbytes()
-        record.category = None
+        record.category = getattr(storage, "category", None)
         position = self.position
         record.phase = position.phase
         record.module = position.running[-1]
@@ -158,7 +158,6 @@ class Recorder(Watcher):
         record = self._known(storage)
         if record is None:
             record = self._record(storage)
-            record.category = getattr(storage, "category", None)
         return record
 
     def resized(self, storage: torch.UntypedStorage) -> None:

@@ -2,7 +2,7 @@
 
     clusters.py    GPUs, links, hosts: constants with their sources; what a collective costs on them
     shapes.py      models as units: parameters, FLOPs, activations
-    plan.py        how a model is trained
+    strategy.py    how a model is trained
     step.py        one step as a timeline of two streams
     peak.py        the most that a GPU holds during one step
     remedies.py    what to try if a plan does not fit
@@ -10,15 +10,15 @@
     published.py   others' figures, and how they were made
     fits.py        constants fitted on some of these figures, and the others predicted
     machine.py     constants measured on the machine at hand, and its own steps predicted
-    report.py      tables and pictures
+    tables.py      tables and pictures
 
 `python -m minizero.simulate --help`.
 """
 
 from minizero.simulate.clusters import CLUSTERS, GPU, GPUS, Cluster, Link
-from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.shapes import MODELS, Model, gpt, model, t5
 from minizero.simulate.step import Prediction, simulate
+from minizero.simulate.strategy import Constants, Strategy
 
 __all__ = [
     "CLUSTERS",
@@ -29,7 +29,7 @@ __all__ = [
     "Constants",
     "Link",
     "Model",
-    "Plan",
+    "Strategy",
     "Prediction",
     "gpt",
     "model",

@@ -20,14 +20,14 @@ from rich.console import Console
 from minizero.cli import DTYPES, Parser, check_output, positive, run_command, write_files
 from minizero.models.gpt import RECOMPUTE
 from minizero.pictures.timeline import chrome_trace
-from minizero.simulate import report
+from minizero.simulate import tables
 from minizero.simulate.clusters import CLUSTERS, choose
 from minizero.simulate.machine import with_measured
-from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.remedies import remedies
 from minizero.simulate.search import frontier, search
 from minizero.simulate.shapes import MODELS, Model, gpt, model
 from minizero.simulate.step import Prediction, simulate
+from minizero.simulate.strategy import Constants, Strategy
 
 
 def share(text: str) -> float:
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.output is not None:
         check_output(options.output)
     if options.published:
-        report.print_published(console)
+        tables.print_published(console)
         return
     chosen = choose_model(options)
     cluster = choose(CLUSTERS, options.cluster, "cluster")
@@ -122,15 +122,15 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.search:
         fixed = {"dtype": options.dtype, "flash": options.flash}
         steps = search(chosen, cluster, options.gpus, size * options.micro_batches, constants, **fixed)
-        report.print_search(steps, frontier(steps), console)
+        tables.print_search(steps, frontier(steps), console)
         step = steps[0]
     else:
         names = ("stage", "micro_batches", "sharding_factor", "dtype", "recompute", "flash", "offload")
-        plan = Plan(options.gpus, batch_size=size, **{name: getattr(options, name) for name in names})
+        plan = Strategy(options.gpus, batch_size=size, **{name: getattr(options, name) for name in names})
         step = simulate(chosen, cluster, plan, constants)
-    report.print_step(step, console)
+    tables.print_step(step, console)
     if not step.fits:
-        report.print_remedies(remedies(step, constants), console)
+        tables.print_remedies(remedies(step, constants), console)
     if options.output is not None:
         for path in save(step, options.output):
             console.print(f"wrote {path}")
@@ -142,7 +142,7 @@ def save(step: Prediction, folder: Path) -> list[Path]:
     numbers |= {"plan": dataclasses.asdict(step.plan), "memory": step.memory, "fits": step.fits}  # type: ignore[dict-item]
     names = ("seconds", "exposed_seconds", "tokens_per_second", "tflops", "sent", "sent_between")
     numbers |= {name: getattr(step, name) for name in names}
-    report.draw_step(step).savefig(picture := io.BytesIO(), format="png", dpi=100)
+    tables.draw_step(step).savefig(picture := io.BytesIO(), format="png", dpi=100)
     files = {"step.png": picture.getvalue(), "trace.json": chrome_trace(step.events()).encode()}
     return write_files(files | {"step.json": json.dumps(numbers).encode()}, folder)
 

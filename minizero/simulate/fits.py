@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from minizero.simulate.clusters import Cluster
-from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.published import PUBLICATIONS, RATIO, TOKENS, Publication, Row
 from minizero.simulate.shapes import model
 from minizero.simulate.step import Prediction, simulate
+from minizero.simulate.strategy import Constants, Strategy
 
 START = {"efficiency": 0.45, "interference": 0.3, "jitter": 0.003, "network": 0.3}
 
@@ -63,7 +63,7 @@ class Fit:
         pairs = zip(self.publication.rows, self.values)
         return [value / row.value - 1 for row, value in pairs if row.fitted == fitted]
 
-    def run(self, name: str, plan: Plan) -> Prediction:
+    def run(self, name: str, plan: Strategy) -> Prediction:
         """Simulates another plan with these constants. Raises `ValueError` for a model that has no efficiency."""
         row = Row(name, plan, 0, False, precision="float32" if plan.dtype == "float32" else "")
         key = kind(self.publication, row)
@@ -82,7 +82,7 @@ def kind(publication: Publication, row: Row) -> str:
     return f"{row.model} {row.precision}".strip()
 
 
-def run(cluster: Cluster, name: str, plan: Plan, efficiency: float, shared: Mapping[str, float]) -> Prediction:
+def run(cluster: Cluster, name: str, plan: Strategy, efficiency: float, shared: Mapping[str, float]) -> Prediction:
     """Simulates one step. shared: constants; `network` is the share of the network's bandwidth that is reached."""
     constants = Constants(efficiency, shared.get("interference", 0), shared.get("jitter", 0))
     return simulate(shape(name), cluster.with_network(shared.get("network", 1)), plan, constants)

@@ -23,9 +23,9 @@ from minizero.ranks.comm import Comm
 from minizero.ranks.timing import fit
 from minizero.ranks.world import World
 from minizero.simulate.clusters import GPU, Cluster, Link
-from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.shapes import Model, gpt
 from minizero.simulate.step import ADAM_BYTES, simulate
+from minizero.simulate.strategy import Constants, Strategy
 
 CONFIG, BATCH = GPTConfig(), 4
 SIZES = (2**12, 2**21, 2**23)  # bytes: the smallest shows α, the others β
@@ -56,7 +56,7 @@ class Machine:
 
     def step_seconds(self, ranks: int, stage: int) -> float:
         """The seconds of a simulated training step."""
-        plan = Plan(ranks, stage=stage, batch_size=BATCH, dtype="float32", overlap=False, prefetch=0)
+        plan = Strategy(ranks, stage=stage, batch_size=BATCH, dtype="float32", overlap=False, prefetch=0)
         # The rate stands as the efficiency: this cluster's peak is 1 FLOP/s.
         return simulate(self.model, self.cluster, plan, Constants(self.rate)).seconds
 

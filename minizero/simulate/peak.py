@@ -14,18 +14,18 @@ are not counted: plan 23 % more (Rajbhandari et al., 2019, table 2).
 from minizero.cli import DTYPES
 from minizero.engines.ddp import BUCKET_BYTES
 from minizero.memory import predict
-from minizero.simulate.plan import Plan
 from minizero.simulate.shapes import Layer, Model
+from minizero.simulate.strategy import Strategy
 
 
-def states(model: Model, plan: Plan) -> dict[str, float]:
+def states(model: Model, plan: Strategy) -> dict[str, float]:
     """Bytes between steps, by category. Under offload all of them are `host`."""
     factor = plan.sharding_factor if plan.stage == 3 else None
     held = predict(model.parameters, plan.ranks, plan.stage, dtype=DTYPES[plan.dtype], sharding_factor=factor)
     return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "host": held["total"]} if plan.offload else held
 
 
-def peak_memory(model: Model, plan: Plan) -> dict[str, float]:
+def peak_memory(model: Model, plan: Strategy) -> dict[str, float]:
     """Bytes by category at the moment when they are most in all, and `total` (without `host`)."""
     units, root, each = model.units, model.root, plan.itemsize
     # What is held at every moment.

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from minizero.simulate.clusters import CLUSTERS, GIB, Cluster
-from minizero.simulate.plan import Plan
+from minizero.simulate.strategy import Strategy
 
 TFLOPS, TOKENS, RATIO = "TFLOP/s per GPU", "tokens/s per GPU", "ratio of TFLOP/s"
 
@@ -18,12 +18,12 @@ class Row:
     """One published figure. against: the run that a ratio compares with. fitted: may a fit look at it?"""
 
     model: str
-    plan: Plan
+    plan: Strategy
     value: float
     fitted: bool
     unit: str = TFLOPS
     about: bool = False
-    against: Plan | None = None
+    against: Strategy | None = None
     precision: str = ""  # runs of one model and precision share an efficiency
 
 
@@ -57,7 +57,7 @@ def _llm_foundry() -> Publication:
     for name, (batch, recompute, reshard, values) in runs.items():
         for gpus, value in zip((128, 256, 512), values):
             options = {"recompute": recompute, "reshard_after_forward": reshard, "flash": True}
-            plan = Plan(gpus, batch_size=batch, **options)  # type: ignore[arg-type]
+            plan = Strategy(gpus, batch_size=batch, **options)  # type: ignore[arg-type]
             rows.append(Row(name, plan, value, gpus < 512, TOKENS))
     return Publication(
         "llm-foundry",
@@ -75,7 +75,7 @@ def _megatron() -> Publication:
         "megatron-530b": {(640, 4): 138, (1120, 2): 98, (2240, 1): 48},
     }
     rows = tuple(
-        Row(name, Plan(gpus, batch_size=batch, dtype="float16", recompute="full"), value, name == "megatron-175b")
+        Row(name, Strategy(gpus, batch_size=batch, dtype="float16", recompute="full"), value, name == "megatron-175b")
         for name, values in runs.items()
         for (gpus, batch), value in values.items()
     )
@@ -91,14 +91,14 @@ def _megatron() -> Publication:
 
 
 def _fsdp() -> Publication:
-    def t5(gpus: int, **options: object) -> Plan:
-        return Plan(gpus, **({"batch_size": 8, "recompute": "full"} | options))  # type: ignore[arg-type]
+    def t5(gpus: int, **options: object) -> Strategy:
+        return Strategy(gpus, **({"batch_size": 8, "recompute": "full"} | options))  # type: ignore[arg-type]
 
-    def fp32(stage: int) -> Plan:
+    def fp32(stage: int) -> Strategy:
         return t5(16, stage=stage, dtype="float32")
 
     about = {"about": True, "precision": "float32"}
-    large = {batch: Plan(512, batch_size=batch, recompute="full") for batch in (1, 2)}
+    large = {batch: Strategy(512, batch_size=batch, recompute="full") for batch in (1, 2)}
     rows = (
         Row("t5-611m", fp32(3), 15.18, True, **about),  # type: ignore[arg-type]
         Row("t5-611m", fp32(0), 14.61, False, **about),  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def _fsdp() -> Publication:
 
 def _torchtitan() -> Publication:
     h100 = dataclasses.replace(CLUSTERS["h100"].gpu, name="H100 96 GB", memory=96 * GIB, memory_bandwidth=2.4e12)
-    plans = {n: Plan(n, batch_size=2, recompute="selective", flash=True) for n in (8, 128)}
+    plans = {n: Strategy(n, batch_size=2, recompute="selective", flash=True) for n in (8, 128)}
     return Publication(
         "torchtitan",
         "PyTorch, torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, Tables 1 and 3: FSDP, Llama 3.1 8B",

@@ -12,13 +12,13 @@ from typing import Any
 from minizero.models.gpt import RECOMPUTE
 from minizero.simulate.clusters import Cluster
 from minizero.simulate.peak import peak_memory
-from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.step import Prediction, simulate
+from minizero.simulate.strategy import Constants, Strategy
 
 Changes = Mapping[str, Any]  # the fields of a plan that get another value
 
 
-def switches(plan: Plan, cluster: Cluster) -> dict[str, Sequence[Any]]:
+def switches(plan: Strategy, cluster: Cluster) -> dict[str, Sequence[Any]]:
     """By field: the values that may hold less than the plan's own."""
     short = "bfloat16" if "bfloat16" in cluster.gpu.peak else "float16"
     recompute = list(RECOMPUTE)

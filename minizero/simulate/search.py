@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from minizero.models.gpt import RECOMPUTE
 from minizero.simulate.clusters import GIB, Cluster
 from minizero.simulate.peak import peak_memory
-from minizero.simulate.plan import Constants, Plan, divisors
 from minizero.simulate.shapes import Model
 from minizero.simulate.step import Prediction, simulate
+from minizero.simulate.strategy import Constants, Strategy, divisors
 
 MOST_MICRO_BATCHES = 64  # the search tries no more: each takes time to simulate
 
@@ -29,8 +29,8 @@ def factors(cluster: Cluster, gpus: int) -> list[int]:
     return found
 
 
-def plans(cluster: Cluster, gpus: int, batch: int, **fixed: object) -> Iterator[Plan]:
-    """All plans for `batch` sequences a GPU. fixed: the fields of `Plan` that the search may not choose."""
+def plans(cluster: Cluster, gpus: int, batch: int, **fixed: object) -> Iterator[Strategy]:
+    """All plans for `batch` sequences a GPU. fixed: the fields of `Strategy` that the search may not choose."""
     kinds: list[dict[str, object]] = [{"stage": stage} for stage in (0, 1, 2)]
     kinds += [
         {"stage": 3, "sharding_factor": f, "offload": off} for f in factors(cluster, gpus) for off in (False, True)
@@ -39,7 +39,7 @@ def plans(cluster: Cluster, gpus: int, batch: int, **fixed: object) -> Iterator[
     for kind, micro, recompute in itertools.product(kinds, sizes, RECOMPUTE):
         free = {"batch_size": micro, "micro_batches": batch // micro, "recompute": recompute} | kind
         if all(free[name] == value for name, value in fixed.items() if name in free):
-            yield Plan(gpus, **(free | fixed))  # type: ignore[arg-type]
+            yield Strategy(gpus, **(free | fixed))  # type: ignore[arg-type]
 
 
 def search(
@@ -73,7 +73,7 @@ def frontier(steps: Iterable[Prediction]) -> list[Prediction]:
     return kept
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Strategy) -> str:
     """A plan in a few words."""
     words = ["DDP", "stage 1", "stage 2", "stage 3"][plan.stage]
     if plan.sharding_factor not in (None, plan.ranks):

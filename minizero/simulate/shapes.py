@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from minizero.simulate.clusters import choose
-from minizero.simulate.plan import check_counts
+from minizero.simulate.strategy import check_counts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ from minizero.engines.ddp import BUCKET_BYTES
 from minizero.pictures.timeline import Event
 from minizero.simulate.clusters import Cluster
 from minizero.simulate.peak import peak_memory
-from minizero.simulate.plan import Constants, Plan
 from minizero.simulate.shapes import Layer, Model
+from minizero.simulate.strategy import Constants, Strategy
 
 ADAM_BYTES = 28  # for each parameter, in FP32: reads it, its gradient and two moments; writes all but the gradient
 Span = tuple[str, str, float, float]  # lane, name, start, end
@@ -40,7 +40,7 @@ class Prediction:
 
     model: Model
     cluster: Cluster
-    plan: Plan
+    plan: Strategy
     seconds: float
     compute_seconds: float
     sent: float
@@ -78,7 +78,7 @@ class Prediction:
         return [Event(0, *span) for span in self.spans if span[3] > span[2]]
 
 
-def simulate(model: Model, cluster: Cluster, plan: Plan, constants: Constants | None = None) -> Prediction:
+def simulate(model: Model, cluster: Cluster, plan: Strategy, constants: Constants | None = None) -> Prediction:
     """One training step. Raises `ValueError` if a host would not be full, or the GPU does not know the dtype."""
     return _Simulation(model, cluster, plan, constants or Constants()).step()
 
@@ -104,7 +104,7 @@ class Streams:
 class _Simulation:
     """One step while it is built up. A method that adds operations to the streams returns when the last one ends."""
 
-    def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Constants) -> None:
+    def __init__(self, model: Model, cluster: Cluster, plan: Strategy, constants: Constants) -> None:
         if plan.dtype not in cluster.gpu.peak:
             raise ValueError(f"{cluster.gpu.name} does not compute in {plan.dtype}: use {', '.join(cluster.gpu.peak)}")
         cluster.hosts(plan.ranks)  # raises if the last one would not be full

@@ -8,14 +8,26 @@
 make() returns (model, inputs): model(*inputs) gives the loss, or an object with .loss. The batch is one rank's. Or it
 returns (model, step): step() is a step of the user's own loop.
 
-A step of training is run on fake tensors, which have sizes and no numbers. So a step takes seconds, in any size. Then
-it is run again with each technique of this course: the table takes as long as some twenty to forty steps.
+What a reader must hold, before the files:
+
+1. A step runs on fake tensors: sizes, no numbers. So it takes seconds, in any size, and the ledger counts it.
+2. make() is run first, without numbers if that goes. What it returns is copied, and the copies are trained.
+3. To PyTorch all is the CPU's. A mark on each storage says host or card (places.py); no mark: one place.
+4. A name of PyTorch that has another function for a while (lent.py) has it for one thread; answers are for the user.
+5. On a card other tensors are kept than on a CPU: attention, dropout, autocast, scratch (card.py).
+6. The first step makes the optimizer's states, the second is shown; a step ends when the optimizers have stepped.
+7. A technique is a field of a Plan. Each row of the table is a run of the same step under another plan.
+8. An engine knows one device: a row with one is run without marks, or refused.
+9. What cannot be run ends as `NotPossible`, in a sentence with the user's line.
+10. Nothing is a formula but what is "counted, not run": bits of bitsandbytes.
 
 The step:
 
 plan.py          techniques, each a field, so a stack of them is a plan, too; what each does to a step
 step.py          the step that is run, with numbers or without
 fake.py          tensors without numbers, for any model
+places.py        host and card, for code that says "cuda"
+answers.py       what a script asks of a GPU, answered (lent.py: for one thread)
 card.py          as on a card: what a step makes and keeps there
 case.py          a model, a batch and an optimizer: runs a step under any plan
 head.py          a technique: the loss in chunks, in a model that makes all logits
@@ -27,7 +39,7 @@ The report:
 lines.py         the user's line in which a tensor is born
 holders.py       who holds the peak, in rows that can be read
 techniques.py    what would help: each technique in words, and as a run
-fit.py           the cheapest stack that fits a card
+budget.py        the cheapest stack that fits a card, and the largest batch
 script.py        the lines that write it down
 recorded.py      a snapshot that a GPU has recorded, by category
 report.py        all that is found: as data, in the terminal, as PNG, HTML and JSON

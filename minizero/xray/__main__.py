@@ -2,11 +2,13 @@
 
 A file of yours, FILE.py, has a function make() that returns (model, inputs): model(*inputs), or model(**inputs) if they
 are a dict, must give the loss, or an object with .loss. The batch is one rank's. Or make() returns (model, inputs,
-optimizer), or (model, step), where step() is a step of your own loop. What is made for "cuda" is on the card. FILE.py
-is imported, so what trains in it must stand under: if __name__ == "__main__":
+optimizer), or (model, step), where step() is a step of your own loop: model and optimizer may be globals of the file.
+What is made for "cuda" is on the card, the rest on the host. FILE.py is imported, so what trains in it must stand in
+step(), or under: if __name__ == "__main__":
 """
 
 import argparse
+import functools
 import re
 import runpy
 import sys
@@ -21,11 +23,18 @@ from rich.console import Console
 from flash.gpus import GPUS
 from minizero.cli import Parser, check_output, positive, run_command
 from minizero.models.gpt import GPT, GPTConfig
+from minizero.xray.answers import answers
 from minizero.xray.card import card_of
-from minizero.xray.case import NotPossible, case_of, reason
+from minizero.xray.case import NotPossible, case_of, reason, refusing_own
 from minizero.xray.hugging_face import from_config
+from minizero.xray.places import in_make
 from minizero.xray.recorded import read
 from minizero.xray.report import Report, size
+
+FOUR_LINES = (
+    "a script that trains as it is read needs four lines: def step(): above the body of its loop; if __name__ == "
+    '"__main__": above the loop, which calls step(); def make(): return model, step'
+)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -36,13 +45,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--hf", type=Path, metavar="CONFIG.json", help="a model of transformers, by its configuration; no download")
     add("--snapshot", type=Path, metavar="OOM.pickle", help="what torch.cuda.memory._dump_snapshot wrote on a GPU")
     add("--batch", type=positive, metavar="N", help="samples, for --hf and the demo's GPT (default: 2)")
-    add("--length", type=positive, metavar="N", help="tokens of a sample, for --hf (default: 2048) and the GPT (64)")
+    add(
+        "--length",
+        type=positive,
+        metavar="N",
+        help="tokens, for --hf (default: 2048, or what it has) and the GPT (64)",
+    )
     add("--card", default="h100", help="the GPU: h200, a100, l4, t4, 4090 …; cpu: as on a CPU (default: h100)")
     add("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim, such as sgd (default: AdamW)")
     add("--ranks", type=positive, default=1, metavar="N", help="how many cards you have, for ZeRO's rows (default: 1)")
     bytes_of: dict[str, Any] = {"type": budget, "nargs": "?", "const": 0.0, "metavar": "80GiB"}
     add("--fit", **bytes_of, help="the memory of each, by default the card's: find the cheapest stack that fits")
     add("--largest", **bytes_of, help="the same: find the largest batch that fits")
+    add("--taken", type=budget, default=0.0, metavar="3GiB", help="what other processes have of it, for these two")
     add("--no-table", action="store_true", help="only the picture of the step, without the runs of each technique")
     add("--output", type=Path, metavar="FOLDER", help="where xray.html and the other files go (default: nowhere)")
     options = parser.parse_args(argv)
@@ -72,27 +87,29 @@ def optimizer_of(name: str) -> Any:
     return getattr(torch.optim, kinds[name.lower()])
 
 
-def maker(options: argparse.Namespace) -> Callable[[], Any]:
+def maker(options: argparse.Namespace, card: str | None) -> Callable[[], Any]:
     """The function that returns a model and its inputs."""
     batch = options.batch or 2
     if options.hf is not None:
-        return lambda: from_config(options.hf, batch, options.length or 2048)
+        return lambda: from_config(options.hf, batch, options.length)
     if options.make is None:
         config = GPTConfig(sequence_length=options.length or GPTConfig.sequence_length)
         tokens = (2, batch, config.sequence_length)
         return lambda: (GPT(config), torch.zeros(tokens, dtype=torch.long).unbind())
-    file, _, name = options.make.rpartition(":")
-    if not file or not Path(file).is_file():
+    file, colon, name = options.make.rpartition(":")
+    if colon and not Path(file).is_file():
         raise ValueError(f"{options.make!r}: expected FILE.py:make, a file that exists and a function in it")
+    file, name = (file, name) if colon else (options.make, "make")
     sys.path.insert(0, str(Path(file).parent.resolve()))  # what lies beside the file can be imported
+    no_options = functools.partial(mock.patch.object, sys, "argv", [file])  # the user's parser shall not read ours
     try:
-        with mock.patch.object(sys, "argv", [file]):  # a parser of the user's shall not read this command's options
+        with no_options(), answers(card), in_make("cpu"), refusing_own(FOUR_LINES):
             made = runpy.run_path(file).get(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise NotPossible(f"{file} cannot be imported: {reason(error)}") from error
     if not callable(made):
-        raise ValueError(f"{file} has no function {name}(): it must return your model and its inputs")
-    return made
+        raise ValueError(f"{file} has no function {name}(): {FOUR_LINES}")
+    return no_options()(made)
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -109,8 +126,16 @@ def run(options: argparse.Namespace, console: Console) -> None:
     card = None if options.card == "cpu" else card_of(options.card)
     if card is None and 0 in (options.fit, options.largest):
         raise ValueError("--fit, --largest: a CPU has no memory of its own: give a size, such as 80GiB")
-    fit, largest = (GPUS[str(card)].memory if given == 0 else given for given in (options.fit, options.largest))
-    report = Report(case_of(maker(options), optimizer_of(options.optimizer), card), options.ranks, name)
+    whole = GPUS[card].usable * 2**30 if card else 0.0  # where no size is given
+
+    def room(given: float | None) -> float | None:
+        """What a plan may use. `ValueError` if others have it all."""
+        if given is not None and (given or whole) <= options.taken:
+            raise ValueError(f"--taken: {size(options.taken)} of {size(given or whole)} leaves nothing")
+        return None if given is None else (given or whole) - options.taken
+
+    fit, largest = room(options.fit), room(options.largest)
+    report = Report(case_of(maker(options, card), optimizer_of(options.optimizer), card), options.ranks, name)
     report.show(console)
     if not options.no_table:
         report.what_would_help(console)

@@ -17,68 +17,97 @@ EmbeddingBackwardKernel.cu, CublasHandlePool.cpp.
 
 import contextlib
 import math
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from flash.gpus import GPUS, Gpu
+from flash.gpus import GIB, GPUS, Gpu
 from minizero import torch_private
 from minizero.memory.operators import Watcher
 from minizero.memory.recorder import current_recorder
 from minizero.torch_private import AFTER_AUTOCAST, ATTENTION
 from minizero.xray.fake import HALVES
+from minizero.xray.lent import lent
+from minizero.xray.places import CARD, having, place_of
 
 aten = torch.ops.aten
 MIB = 2**20
-CUDNN = 91900  # the version that comes with PyTorch for a GPU
+SINCE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)  # see `backend`
 here = threading.local()  # .card, .notes: while this thread's step runs as on a card
 
 
+NO_NAME = "nvidia geforce tesla quadro amd instinct graphics generation gpu hbm2 hbm2e hbm3"
+
+
+def words_of(name: str) -> set[str]:
+    """What a card's name says, whoever writes it: "NVIDIA A100-SXM4-40GB" is a100, sxm and 40gb."""
+    words = re.sub(r"(?<=sxm)\d|[-_]", " ", name.lower()).replace("rtx", "rtx ").split()
+    return {*words} - {*NO_NAME.split()}
+
+
 def card_of(name: str) -> str:
-    """The product that a name such as h200, a100 or 4090 means: of several the last. `ValueError` if there is none."""
-    words = name.lower().replace("-", " ").split()
-    cards = [product for product, made in GPUS.items() if made.threads]
-    found = [product for product in cards if all(word in product.lower().split() for word in words)]
-    if not found or not words:
+    """The product that a name means: h200, a100, 4090, Tesla T4. `ValueError` if none, or several kinds."""
+    wanted = words_of(name)
+    cards = {
+        product: words_of(product) | {f"{made.memory / GIB:.0f}gb"} for product, made in GPUS.items() if made.threads
+    }
+    found = [product for product, words in cards.items() if wanted and wanted <= words]
+    if len({GPUS[product].kind for product in found}) > 1:
+        raise ValueError(f"{name!r} may be {', '.join(found)}: say which")
+    if not found:
         raise ValueError(f"no card {name!r} is known: use cpu, or one of {', '.join(cards)}, which may be shortened")
-    return found[-1]
+    return found[-1]  # of several sizes the largest
 
 
 def workspace(card: str) -> Tensor:
     """What cuBLAS keeps for the threads of forward and of backward, and cuBLASLt."""
     size = 2 * (32 * MIB if GPUS[card].capability == (9, 0) else 8 * MIB + 128 * 1024) + MIB
-    return torch.empty(size, dtype=torch.uint8)
+    with having(making=CARD):
+        return torch.empty(size, dtype=torch.uint8)
 
 
 # Attention.
 
 
 def backend(card: Gpu, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, gqa: bool) -> str:
-    """PyTorch's choice, in its order. q: (batch, heads, queries, d); gqa: may several heads share keys?"""
+    """PyTorch's choice, in its order. q: (batch, heads, queries, d); gqa: may several heads share keys?
+
+    Since 2.14 "efficient" takes grouped heads, each kernel takes one head of keys without being asked, and cuDNN
+    trains fewer head dims. A test holds this against the functions of a PyTorch that is built for CUDA.
+    """
     on, (major, minor) = torch.backends.cuda, card.capability
     fits = q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]
     if not fits or 0 in (*q.shape, *k.shape) or any(x.stride(-1) != 1 for x in (q, k, v)):
         return "math"
     d, wide = q.shape[-1], v.shape[-1]
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     equal = q.shape[1] == k.shape[1] == v.shape[1]
-    grouped = equal or (gqa and q.shape[1] % k.shape[1] == q.shape[1] % v.shape[1] == 0)
+    one_head = SINCE_2_14 and k.shape[1] == v.shape[1] == 1
+    grouped = equal or one_head or (gqa and q.shape[1] % k.shape[1] == q.shape[1] % v.shape[1] == 0)
     half = q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and major >= 8)
+
+    narrow = max(d, wide) <= 128 or (d, wide) == (192, 128)
+    if SINCE_2_14:
+        narrow |= max(d, wide) <= 256 and (not trains or d == wide == 256)
+    else:
+        narrow |= max(d, wide) <= 256 and major == 9
     cudnn = on.cudnn_sdp_enabled() and half and grouped and p * 16 % 1 == 0 and k.shape[2] > 1
-    if cudnn and max(d, wide) <= 128 and d % 8 == wide % 8 == 0 and major in (9, 10) and CUDNN > 91500:
+    if cudnn and narrow and d % 8 == wide % 8 == 0 and major in (9, 10):
         return "cudnn"
     flash = on.flash_sdp_enabled() and half and grouped and major >= 8 and mask is None and d == wide <= 256
-    small = d <= 192 or (d > 224 and p == 0) or (major, minor) not in ((8, 6), (8, 9), (12, 0), (12, 1))
+    small = not trains or d <= 192 or (d > 224 and p == 0) or (major, minor) not in ((8, 6), (8, 9), (12, 0), (12, 1))
     if flash and small and (not causal or q.shape[2] == k.shape[2]):
         return "flash"
     step = 8 if q.dtype in HALVES else 4 if major >= 8 else 1
-    efficient = on.mem_efficient_sdp_enabled() and equal and d % step == wide % step == 0
+    heads = grouped if SINCE_2_14 else equal
+    efficient = on.mem_efficient_sdp_enabled() and heads and d % step == wide % step == 0
     return "efficient" if efficient and (half or q.dtype == torch.float32) else "math"
 
 
@@ -178,22 +207,18 @@ def with_rules(operator: Any, on_a_card: str, on_a_cpu: str) -> Callable[..., An
 @contextlib.contextmanager
 def autocast_for_cuda() -> Iterator[None]:
     """torch.autocast("cuda") of this thread is on without a GPU. Around make(), too: some keep it as an object."""
-    init, default, thread = torch.autocast.__init__, torch.get_autocast_dtype, threading.get_ident()
+    default = torch.get_autocast_dtype
 
-    def run(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda" and threading.get_ident() == thread:
-            device_type, dtype = "cpu", dtype or default("cuda")
-        init(self, device_type, dtype, *args, **kwargs)
+    def init(before: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        cuda = device_type == "cuda"
+        before(self, "cpu" if cuda else device_type, dtype or default("cuda") if cuda else dtype, *args, **kwargs)
 
-    def asked(question: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(before: Any, *kind: str) -> Any:
         """A checkpoint asks what is on, and enters it again."""
-        ours = (), ("cuda",)
-        return lambda *kind: question("cpu") if kind in ours and threading.get_ident() == thread else question(*kind)
+        return before("cpu") if kind in ((), ("cuda",)) else before(*kind)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.autocast, "__init__", run))
-        for name in ("is_autocast_enabled", "get_autocast_dtype"):
-            stack.enter_context(mock.patch.object(torch, name, asked(getattr(torch, name))))
+    questions = ((torch, name, asked) for name in ("is_autocast_enabled", "get_autocast_dtype"))
+    with lent((torch.autocast, "__init__", init), *questions):
         yield
 
 
@@ -243,7 +268,8 @@ class Scratch(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if size := SCRATCH.get(str(func)):
-            scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
+            with having(making=place_of(args[0])):
+                scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
         return func(*args, **kwargs or {})
 
 

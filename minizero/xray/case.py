@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,17 @@ from torch.utils.data import DataLoader
 from minizero.memory import Ledger
 from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
+from minizero.xray.answers import answers
 from minizero.xray.card import as_on, autocast_for_cuda, card_of
-from minizero.xray.fake import ALONE, HALVES, OUTSIDE, SPARSE, Copier, build, pretend
-from minizero.xray.hugging_face import switch_caches_off
+from minizero.xray.fake import ALONE, HALVES, OUTSIDE, SHARDED, SPARSE, Copier, build, pretend
+from minizero.xray.hugging_face import notes_of, switch_caches_off
 from minizero.xray.lines import is_users
+from minizero.xray.places import CARD, HOST, having, place_of, put
 from minizero.xray.plan import Plan, use_foreach
-from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, tensors_of
+from minizero.xray.step import MOST_CALLS, Measured, Optimizer, Result, batch_size, measure, tensors_of
 
 MOST = 8  # processes; each takes half a GB for a large model
+WORTH_A_LINE = 2**20  # bytes on the host: an optimizer's counters of steps are fewer
 
 
 class NotPossible(ValueError):
@@ -57,7 +60,7 @@ class Case:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batch_size = batch_size(inputs)
         self.found: dict[Plan, Result | str] = {}  # the figures, or why there are none
-        self.notes: set[str] = set()  # what is worth a sentence in the report
+        self.notes = {*notes_of(model, inputs)}  # what is worth a sentence in the report
 
     def run(self, plan: Plan) -> Result:
         """The figures of a step under `plan`, run once. `NotPossible` if this model cannot follow it."""
@@ -110,9 +113,8 @@ class Case:
             if self.loops and plan.needs_its_loop:
                 raise ValueError("it changes the loop, and make() has returned one: let it return (model, inputs)")
             plan = self.as_run(plan)
-            with pretend() as mode, contextlib.ExitStack() as stack:
-                refuse = functools.partial(refuse_own, threading.get_ident())
-                stack.callback(register_optimizer_step_pre_hook(refuse).remove)
+            with pretend() as mode, answers(self.card), contextlib.ExitStack() as stack:
+                stack.enter_context(refusing_own(OUTSIDE))
                 copier = Copier(mode)
                 module, optimizer, inputs = copier.copy((self.model, self.make_optimizer, self.inputs))
                 for tensor in (*module.parameters(), *module.buffers()) if self.masters(plan) else ():
@@ -123,16 +125,43 @@ class Case:
                 others = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
                 optimizers = [part for part in copier.made if isinstance(part, torch.optim.Optimizer)]
                 mode.from_outside.copied = frozenset(copier.storages)
+                stack.enter_context(having(marks=self.lay_out(plan, copier, module, inputs)))
                 del copier, tensors  # a step may drop what a model keeps, such as an average in a list
-                if self.loops:
-                    inputs = functools.partial(inputs, *[module] * len(inspect.signature(inputs).parameters))
+                if self.loops:  # a step may take the model
+                    asked = inspect.signature(inputs).parameters.values()
+                    wanted = sum(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in asked)
+                    inputs = functools.partial(inputs, *[module] * wanted)
                 if plan.recompute:
                     switch_caches_off(module)
                 before = functools.partial(count, others, optimizers, self.card)
                 around = functools.partial(as_on, self.card, self.notes)
-                return measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
+                found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
+                self.notes.update(in_time(found) if plan == Plan() else ())
+                return found
         except Exception as error:
             raise NotPossible(reason(error)) from error
+
+    def lay_out(self, plan: Plan, copier: Copier, module: nn.Module, inputs: Any) -> bool:
+        """Lay what was copied on host and card, as make() has; False if all is in one place.
+
+        An engine knows one device. `ValueError` if the plain step has something on the host.
+        """
+        if self.card is None or not copier.on_card:
+            return False
+        if plan.stage is not None or plan.dtype is not None:
+            if isinstance(plain := self.found.get(Plan()), Result) and plain.peak["host"] >= WORTH_A_LINE:
+                raise ValueError("it has tensors on the host, and this row is run as if all were on the card")
+            return False
+        for storage in copier.on_card:
+            storage.place = CARD  # type: ignore[attr-defined]
+        with having(marks=True):
+            if not self.loops:  # the loop is ours, and brings the model and its batch to the card
+                for tensor in (*module.parameters(), *module.buffers(), *tensors_of(inputs)):
+                    put(tensor, CARD)
+            for tensor in copier.made:
+                if isinstance(tensor, Tensor) and place_of(tensor) == HOST:
+                    put(tensor, HOST)
+        return True
 
     def masters(self, plan: Plan) -> torch.dtype | None:
         """If an engine is to train a model in 16 bits, it gets FP32, and computes in this dtype."""
@@ -147,15 +176,41 @@ class Case:
         return 0 if words in others else words
 
 
-def refuse_own(thread: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A hook before every optimizer's step in a thread: `ValueError` for one that nobody has copied."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if thread == threading.get_ident() and not all(isinstance(parameter, FakeTensor) for parameter in parameters):
-        raise ValueError(OUTSIDE)
+@contextlib.contextmanager
+def refusing_own(words: str) -> Iterator[None]:
+    """While it is entered, the step of an optimizer that nobody has copied is a `ValueError`, in this thread."""
+    thread = threading.get_ident()
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if thread == threading.get_ident() and not all(isinstance(parameter, FakeTensor) for parameter in parameters):
+            raise ValueError(words)
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
-def count(others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], card: str | None, ledger: Ledger) -> None:
-    """Let the ledger count what was copied with a module and its optimizer, and optimizers step as on the card."""
+def in_time(found: Measured) -> Iterator[str]:
+    """What is worth a sentence when a loop's steps are compared."""
+    if found.calls > 1:
+        yield f"Its optimizers step once in {found.calls} calls of step(), so the step shown is {found.calls} calls."
+    if not found.calls:
+        yield f"One of its optimizers does not step in {MOST_CALLS} calls of step(), and has no states here."
+    if found.grown:
+        where = f", most of it from {found.line}" if found.line else ""
+        yield f"It grows: {found.grown / 2**20:,.2f} MiB more are held after each step{where}."
+
+
+def count(
+    others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], card: str | None, ledger: Ledger
+) -> list[torch.optim.Optimizer]:
+    """Let the ledger count what was copied with a module and its optimizer, and optimizers step as on the card.
+
+    Returns those of a loop.
+    """
     assert ledger.recorder is not None and ledger.hooks is not None
     for record in [ledger.recorder.follow(alive) for other in others if (alive := other()) is not None]:
         if record.category is None:
@@ -165,12 +220,13 @@ def count(others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], ca
             Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
         if card:
             use_foreach(optimizer)
+    return optimizers
 
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, card: str | None = None) -> Case:
     """The case that a user's `make()` describes: (model, inputs), (model, inputs, optimizer), or (model, step)."""
     try:
-        with autocast_for_cuda():
+        with autocast_for_cuda(), answers(card and card_of(card)):
             made = build(make)
     except Exception as error:
         raise NotPossible(f"make() failed: {reason(error)}: it runs on the CPU, without a GPU") from error
@@ -183,18 +239,28 @@ def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, c
     return Case(model, inputs, own[0] if own else optimizer, card)
 
 
+# What PyTorch says, by a part of its text or by its type; in our words. {operator}: which one it is about.
 KNOWN = {
     "DataDependentOutputException": "it looks at a tensor's value ({operator}), and a fake tensor has none",
     "DynamicOutputShapeException": "a shape depends on a tensor's values ({operator}), and a fake tensor has none",
     "UnsupportedOperatorException": "{operator} has no fake kernel",
+    "SparseTensorImpl": SPARSE,  # of which there is no copy without numbers
+    "torch/distributed/": SHARDED,
+    "Couldn't swap": "it moves a model in step(): a Trainer's train(), or .to(): move it in make(), and run one step",
+    "dummy base class": "it uses a part of torch.cuda that is not answered here, such as graphs: leave that line out",
+    "not compiled with CUDA": "it uses a part of torch.cuda that is not answered here: leave that line out",
+    "data_ptr": "a kernel that is not PyTorch's wants numbers (Triton, flash-attn, xformers): take PyTorch's attention",
+    "FlashAttention2": "flash-attn is not run here: attn_implementation='sdpa' holds the same bytes",
 }
 
 
 def reason(error: BaseException) -> str:
     """An error in words, and the user's line that led to it."""
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    if "SparseTensorImpl" in first:  # of which there is no copy without numbers
-        first = SPARSE
-    words = KNOWN.get(type(error).__name__, "{first}").format(operator=getattr(error, "func", ""), first=first)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return words + (f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else "")
+    frames = traceback.extract_tb(error.__traceback__)
+    where = frames[-1].filename if frames and "<" not in frames[-1].filename else ""
+    about = f"{type(error).__name__} {first} {where.replace(os.sep, '/')}"
+    words = next((ours for part, ours in KNOWN.items() if part in about), "{first}")
+    words = words.format(operator=getattr(error, "func", ""), first=first)
+    lines = [frame for frame in frames if is_users(frame.filename)]
+    return words + (f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})" if lines else "")

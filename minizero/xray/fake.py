@@ -9,7 +9,7 @@ hundred MiB, and every tensor in it is born and dies as the real one does: a mem
 PyTorch's FakeTensorMode is all of that. Three things are added here, for a model that nobody here has seen.
 Building: `build` calls the user's function on the device "meta", where tensors have no numbers either. What looks at a
 number there is built again for real. Operators: a few own other memory than their fake kernel says (`OWN_ANSWERS`).
-Devices: if the user's code says "cuda", the device where it runs is meant (`OneDevice`).
+Devices: if the user's code says "cuda", a tensor is marked as the card's (places.py).
 
 Kernels of Python, the collector and names of PyTorch are changed for the whole process, so one thread at a time is in
 here (`ALONE`).
@@ -32,56 +32,37 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorConverter, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from minizero import torch_private
 from minizero.memory.operators import Watcher
 from minizero.memory.recorder import current_recorder
 from minizero.xray.hugging_face import masks_as_for_real
+from minizero.xray.lent import lent
 from minizero.xray.lines import is_users
+from minizero.xray.places import CARD, HOST, OneDevice, here, in_make, marking, moves, place_of
 
 aten = torch.ops.aten
+# Asked by C++. An engine makes a parameter that is away a `Released`, of which the fake mode does not know the device.
+DEVICE = torch.ops.prim.device.default
 ALONE = threading.RLock()
 OUTSIDE = (
-    "a function outside of the model uses weights, and copies are trained: use a method, or let step() close over the "
-    "model and the optimizer"
+    "a method uses a model or an optimizer that is a global, and copies are trained: use it in a function, or give it "
+    "to the method's object"
 )
 SPARSE = "it has a sparse tensor, and how many numbers those have depends on the batch's own: try sparse=False"
+SHARDED = "it asks for other ranks, and here is one: give the model inside of fully_shard or FSDP, and --ranks N"
 HALVES = (torch.float16, torch.bfloat16)
-
-
-class OneDevice(TorchFunctionMode):
-    """While it is entered, "cuda" in the user's code means `device`: without a GPU, PyTorch would abort the process."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.cuda:
-            return args[0].to(self.device)
-        if is_cuda(kwargs.get("device")):
-            kwargs = kwargs | {"device": self.device}
-        if func is Tensor.to and len(args) > 1 and is_cuda(args[1]):
-            args = (args[0], self.device, *args[2:])
-        return func(*args, **kwargs)
-
-
-def is_cuda(device: Any) -> bool:
-    """Does it name a GPU? A number alone does."""
-    return type(device) is int or (isinstance(device, str | torch.device) and str(device).startswith("cuda"))
 
 
 def build(make: Callable[[], Any]) -> Any:
     """What `make()` returns, if possible without a number: on "meta". Code that reads a number builds for real."""
     try:
-        with torch.device("meta"), OneDevice("meta"):
+        with torch.device("meta"), in_make("meta"):
             return make()
     except Exception as on_meta:
         try:
-            with OneDevice("cpu"):
+            with in_make("cpu"):
                 return make()
         except Exception as error:
             raise error from on_meta
@@ -96,6 +77,8 @@ class Copier(pickle.Pickler):
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode, self.file = mode, io.BytesIO()
         self.storages: dict[int, torch.UntypedStorage] = {}  # by the number of the storage that was copied
+        self.on_card: list[torch.UntypedStorage] = []  # copies of those that lie there
+        self.namespaces: dict[int, dict[str, Any]] = {}  # copies of the users' globals, by the number of the first
         self.made: list[Any] = []  # what is there before the copy is put together
         self.get = self.made.__getitem__
         super().__init__(self.file, 5)
@@ -114,6 +97,8 @@ class Copier(pickle.Pickler):
         old = tensor.untyped_storage()
         new = torch.empty(old.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
         new = self.storages.setdefault(torch_private.storage_id(old), new)
+        if getattr(old, "place", HOST) == CARD:
+            self.on_card.append(new)
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         bare = torch.empty(0, dtype=tensor.dtype, device="meta").set_(new, *place)
         return FakeTensor(self.mode, bare, torch.device("cpu"))
@@ -129,6 +114,8 @@ class Copier(pickle.Pickler):
 
     def reducer_override(self, part: Any) -> tuple[Any, ...]:
         """To pickle: by what a part, which is no container, is made again."""
+        if isinstance(part, Tensor) and hasattr(part, "__tensor_flatten__"):
+            raise ValueError(SHARDED)
         if isinstance(part, nn.Parameter):
             made = type(part)(self.fake(part), part.requires_grad)  # type: ignore[arg-type]
             return self.ready(made, torch_private.gradient_hooks(part), add_hooks)  # an optimizer may step in backward
@@ -142,27 +129,46 @@ class Copier(pickle.Pickler):
             return types.MethodType, (part.__func__, part.__self__)
         if isinstance(part, weakref.ref) and isinstance(part(), nn.Module | torch.optim.Optimizer):
             return weakref.ref, (part(),)
+        numbers = type(part).__module__ == "numpy"  # perhaps a file's, of any size
         with contextlib.suppress(Exception):
-            if not isinstance(part, type | torch.Generator) and isinstance(found := part.__reduce_ex__(4), tuple):
+            if (
+                not numbers
+                and not isinstance(part, type | torch.Generator)
+                and isinstance(found := part.__reduce_ex__(4), tuple)
+            ):
                 return found
         if isinstance(part, nn.Module):  # one with parametrizations refuses to be pickled
             return self.ready(object.__new__(type(part)), vars(part))
         return self.ready(part)
 
     def function(self, function: types.FunctionType) -> tuple[Any, ...]:
-        """A function of the user's, with copies of what it closes over: so a `step` gets the copied model.
+        """A function of the user's, with copies of what it closes over, and of its globals: so `step` gets the copies.
 
         A scheduler wraps its optimizer's step in a function of PyTorch's, which has a weak reference: that, too.
         """
         code, cells = function.__code__, [*map(content, function.__closure__ or ())]
+        file = inspect.unwrap(function).__code__.co_filename
+        used = globals_of(function) if is_users(file) and "site-packages" not in file else {}
         refers = any(isinstance(value, weakref.ref) for held in cells for value in held)
-        if not cells or not (refers or is_users(inspect.unwrap(function).__code__.co_filename)):
+        if not used and not (cells and (refers or is_users(file))):
             return self.ready(function)
+        known = function.__globals__
+        space = self.namespaces.setdefault(id(known), dict(known)) if used else known
         empty = tuple(types.CellType() for _ in cells)
-        made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, empty)
+        made = types.FunctionType(code, space, function.__name__, function.__defaults__, empty)
         made.__kwdefaults__ = function.__kwdefaults__
         vars(made).update(vars(function))
-        return self.ready(made, cells, fill)
+        return self.ready(made, (cells, used), fill)
+
+
+def globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """The globals that a function of the user's uses, by name, without modules and classes."""
+    codes, names = [function.__code__], set[str]()
+    for code in codes:  # functions inside are found on the way
+        names.update(code.co_names)
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    known = function.__globals__
+    return {name: known[name] for name in names & known.keys() if not isinstance(known[name], types.ModuleType | type)}
 
 
 def add_hooks(parameter: nn.Parameter, hooks: tuple[list[Any], list[Any]]) -> None:
@@ -172,11 +178,13 @@ def add_hooks(parameter: nn.Parameter, hooks: tuple[list[Any], list[Any]]) -> No
             add(hook)
 
 
-def fill(function: types.FunctionType, cells: list[list[Any]]) -> None:
-    """A copied function gets copies of what its cells hold."""
-    for cell, held in zip(function.__closure__ or (), cells):
-        for value in held:
+def fill(function: types.FunctionType, held: tuple[list[list[Any]], dict[str, Any]]) -> None:
+    """A copied function gets copies of what its cells hold, and of the globals that it uses."""
+    cells, used = held
+    for cell, values in zip(function.__closure__ or (), cells):
+        for value in values:
             cell.cell_contents = value
+    function.__globals__.update(used)
 
 
 def content(cell: types.CellType) -> list[Any]:
@@ -197,7 +205,7 @@ class FromOutside(FakeTensorConverter):
             if torch_private.storage_id(t.untyped_storage()) in self.copied:
                 raise ValueError(OUTSIDE)
             if (recorder := current_recorder()) is not None:
-                recorder.claim(t, "buffers", "from outside")
+                recorder.claim(t, "host" if here.marks and place_of(t) == HOST else "buffers", "from outside")
         if t.is_meta:
             with torch_private.without_modes():
                 return Copier(fake_mode).fake(t)
@@ -212,19 +220,44 @@ class Pretend(Watcher, FakeTensorMode):
         self.fake_tensor_converter = self.from_outside = FromOutside()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return HOST
+        return (marking if here.marks else call)(self.answer, func, args, kwargs or {})
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator returns."""
         own = OWN_ANSWERS.get(func)
         if own is None:
             try:
-                result = self.dispatch(func, types, args, kwargs or {})
+                result = self.dispatch(func, (), args, kwargs)
                 if isinstance(result, Tensor) and result.is_sparse:
                     raise ValueError(SPARSE)  # a fake one has none, and an optimizer leaves it out
+                if func in DRAWN and isinstance(result, FakeTensor) and result.numel() <= FEW and not in_forward():
+                    with torch_private.without_modes():
+                        result.constant = DRAWN[func](*args)
                 return result
             except DataDependentOutputException:
                 if func is not aten._local_scalar_dense.default or (number := one_number(args[0])) is None:
                     raise
                 return number
+        args = tree_map_only(Tensor, self.inside, args)
         with self:
-            return own(*args, **kwargs or {})
+            return own(*args, **kwargs)
+
+    def inside(self, tensor: Tensor) -> Tensor:
+        """The fake tensor in the place of one from outside."""
+        real = type(tensor) in (Tensor, nn.Parameter)
+        return self.from_outside.from_real_tensor(self, tensor) if real else tensor
+
+
+def call(run: Callable[..., Any], *arguments: Any) -> Any:
+    """Run an operator if all tensors are in one place."""
+    return run(*arguments)
+
+
+def device_of(tensor: FakeTensor, asked: Any = FakeTensor.device.fget) -> torch.device:  # type: ignore[attr-defined]
+    """What a fake tensor says to its user: where it lies. To PyTorch it lies on the CPU."""
+    return CARD if here.marks and not here.inside and place_of(tensor) == CARD else asked(tensor)
 
 
 @contextlib.contextmanager
@@ -243,7 +276,10 @@ def pretend() -> Iterator[Pretend]:
             stack.enter_context(torch.device("cpu"))  # an optimizer's counter of steps has a number
         # A distribution looks whether its numbers are allowed, unless its user or this says no.
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
+        stack.enter_context(mock.patch.object(FakeTensor, "device", property(device_of)))
         stack.enter_context(OneDevice("cpu"))
+        stack.enter_context(moves())
+        stack.enter_context(lent((FakeTensor, "numpy", numbers), (FakeTensor, "tolist", numbers_in_lists)))
         yield stack.enter_context(Pretend())
 
 
@@ -277,20 +313,51 @@ def recurrent_layer(x: Tensor, *options: Any) -> tuple[Tensor, ...]:
             found = results(x.dtype)
         except RuntimeError:  # this processor has no kernel for 16 bits
             found = results(torch.float32)
-    return tuple(torch.empty(t.shape, dtype=x.dtype if t.is_floating_point() else t.dtype) for t in found)
+
+    def like(found: Tensor | None) -> Any:
+        if found is None:  # without gradients it has no reserve
+            return None
+        return x.new_empty(found.shape, dtype=x.dtype if found.is_floating_point() else found.dtype)
+
+    return tuple(map(like, found))
+
+
+def in_forward() -> bool:
+    """Does a module's forward run?"""
+    return (recorder := current_recorder()) is None or len(recorder.position.running) > 1
+
+
+# Numbers by which a loop picks its samples. They may go to NumPy, as the ends of a slice: here they are the least.
+DRAWN: dict[Any, Callable[..., Tensor]] = {
+    aten.randint.default: lambda high, size: torch.zeros(size, dtype=torch.long),
+    aten.randint.low: lambda low, high, size: torch.full(size, low),
+    aten.randperm.default: torch.arange,
+}
+FEW = 4096
 
 
 def one_number(tensor: Tensor) -> float | None:
     """What a loop reads outside of forward: 1 in an optimizer's step, which divides by it, else 0, such as a loss."""
     position = None if (recorder := current_recorder()) is None else recorder.position
-    if position is None or (tensor.dtype == torch.bool if position.in_step else len(position.running) > 1):
+    if position is None or (tensor.dtype == torch.bool if position.in_step else in_forward()):
         return None  # what it decides would change the step
     return (float if tensor.is_floating_point() else bool if tensor.dtype == torch.bool else int)(position.in_step)
 
 
+def numbers(before: Any, tensor: Tensor, **_: Any) -> Any:
+    """`numpy`: what a loop prints, each as `one_number`."""
+    if (number := one_number(tensor)) is None:
+        raise DataDependentOutputException(aten._local_scalar_dense.default)
+    with torch_private.without_modes():
+        return torch.full(tensor.shape, number, dtype=tensor.dtype).numpy()
+
+
+def numbers_in_lists(before: Any, tensor: Tensor) -> Any:
+    """`tolist`, likewise."""
+    return numbers(before, tensor).tolist()
+
+
 OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
-    # An engine makes a parameter that is away a `Released`, of which the fake mode does not know the device.
-    torch.ops.prim.device.default: lambda tensor: torch.device("cpu"),
     aten._grouped_mm.default: grouped_products,
     aten.mse_loss.default: reduced_in_place,
     aten.smooth_l1_loss.default: reduced_in_place,

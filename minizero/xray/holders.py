@@ -51,11 +51,13 @@ class Row:
 
 
 def rows_at_peak(ledger: Ledger, vocabulary: int = 0) -> list[Row]:
-    """Everything that is alive when the total is largest, the most bytes first."""
+    """Everything that is alive when the total is largest, the most bytes first, and then by name."""
     rows: dict[tuple[str, ...], Row] = {}
     modules: dict[tuple[str, ...], set[str]] = {}
-    for record, held, operator in at_peak(ledger.tape, ledger.start).alive.values():
+    for record, size, operator in at_peak(ledger.tape, ledger.start).alive.values():
         category = record.category or "temporary"
+        if category == "host":  # no part of the peak
+            continue
         birth: Birth | None = getattr(record, "birth", None)
         if category in STATES or birth is None:
             what, module, line = STATES.get(category, category), record.module, ""
@@ -64,8 +66,9 @@ def rows_at_peak(ledger: Ledger, vocabulary: int = 0) -> list[Row]:
         key = what, category, NUMBER.sub("*", module), line
         row = rows.setdefault(key, Row(*key, 0, 0, 0, record.phase))
         modules.setdefault(key, set()).add(module)
-        row.alike, row.tensors, row.bytes = len(modules[key]), row.tensors + 1, row.bytes + held
-    return sorted((row for row in rows.values() if row.bytes), key=lambda row: -row.bytes)
+        row.alike, row.tensors, row.bytes = len(modules[key]), row.tensors + 1, row.bytes + size
+    held = (row for row in rows.values() if row.bytes)
+    return sorted(held, key=lambda row: (-row.bytes, row.category, row.what, row.module, row.line))
 
 
 def in_words(operator: Any, birth: Birth, vocabulary: int = 0) -> str:

@@ -3,11 +3,14 @@
 They differ from other models in two ways that an X-ray must know. Their caches are on by default: each block appends
 its keys and values for the next call, which a training step never makes, and a recomputed block appends them twice. And
 they ask whether tensors are fake, and build a mask that a real step does not have.
+
+Weights that bitsandbytes quantizes are counted (`Quantized`).
 """
 
 import contextlib
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +38,21 @@ def masks_as_for_real() -> contextlib.AbstractContextManager:
     return mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
 
 
-def from_config(file: Path, batch: int, length: int) -> tuple[nn.Module, dict[str, Any]]:
+def notes_of(model: nn.Module, inputs: Any) -> Iterator[str]:
+    """What is worth a sentence: what a batch leaves out, and what a quantized model trains."""
+    config = vars(model).get("config")
+    seen = inputs if isinstance(inputs, Mapping) else {}
+    for part, key, what in (("vision_config", "pixel_values", "images"), ("audio_config", "input_features", "sound")):
+        if getattr(config, part, None) is not None and not any(name.startswith(key) for name in seen):
+            yield f"Its batch has no {what}: what reads them is there, and does not run. A make() may give {key}."
+    if layer := next((part for part in model.modules() if isinstance(part, Quantized)), None):
+        yield (
+            f"Its matrices are frozen, quantized to {layer.bits} bits as by bitsandbytes, and each is made whole while "
+            f"it is used. Adapters of rank {RANK} (LoRA) are trained, and nothing else."
+        )
+
+
+def from_config(file: Path, batch: int, length: int | None) -> tuple[nn.Module, dict[str, Any]]:
     """The model that a `config.json` describes, and a batch for it. `ValueError` if there is no such file or model."""
     try:
         import transformers
@@ -43,21 +60,57 @@ def from_config(file: Path, batch: int, length: int) -> tuple[nn.Module, dict[st
         raise ValueError('--hf: needs transformers: pip install "minizero[real]"') from error
     try:
         described = json.loads(file.read_text())
-        config = transformers.AutoConfig.for_model(**described)
-        (name, *_) = described.get("architectures") or ["AutoModelForCausalLM"]
-        kind = getattr(transformers, name)
-    except (OSError, json.JSONDecodeError, TypeError, KeyError, AttributeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--hf: {file} describes no model of transformers: {error}") from error
-    # In the configuration's dtype: only so does a class that is no Auto class look at it.
-    model = (kind.from_config if name.startswith("Auto") else kind._from_config)(config)
+    kind = described.get("model_type")
+    if "peft_type" in described:
+        base = described.get("base_model_name_or_path")
+        raise ValueError(f"--hf: {file} is an adapter's, of {base}: give that model's config.json, or {MAKE}")
+    if kind not in transformers.CONFIG_MAPPING:
+        of = described.get("_class_name") or kind or "no model_type"
+        own = ", its code is its own (auto_map)" if "auto_map" in described else ""
+        raise ValueError(f"--hf: {file} describes no model of transformers ({of}{own}): {MAKE}")
+    quantized = described.pop("quantization_config", None) or {}
+    bits = 4 * bool(quantized.get("load_in_4bit")) or 8 * bool(quantized.get("load_in_8bit"))
+    if quantized and not bits:
+        method = quantized.get("quant_method", "of some kind")
+        raise ValueError(f"--hf: its weights are quantized ({method}), and only bitsandbytes' 8 and 4 bits are counted")
+    names = described.get("architectures") or ["AutoModelForCausalLM"]
+    try:
+        config = transformers.AutoConfig.for_model(**described)
+        made: Any = getattr(transformers, names[0])
+        # In the configuration's dtype: only so does a class that is no Auto class look at it.
+        model = (made.from_config if names[0].startswith("Auto") else made._from_config)(config)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        wanted = f'"architectures": [the class of {kind} that is trained]'
+        missing = f"add {wanted}" if "architectures" not in described else str(error)[:300]
+        raise ValueError(f"--hf: {file} describes no model that can be built: {missing}, or {MAKE}") from error
+    if bits:
+        quantize(model, bits)
     return model, batch_for(model, batch, length)
 
 
-def batch_for(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
-    """A batch as such a model takes it, with labels. length: in tokens; images have the size of the configuration."""
+MAKE = "write a FILE.py with a make()"
+# The ends of the names of models whose batch is known.
+KNOWN = "ForCausalLM LMHeadModel ForConditionalGeneration ForMaskedLM ForSequenceClassification ForImageClassification"
+
+
+def batch_for(model: nn.Module, batch: int, length: int | None) -> dict[str, Any]:
+    """A batch as such a model takes it, with labels. length: in tokens; images have the size of the configuration.
+
+    None: 2,048, or as many as the model has places for. `ValueError` if nobody knows such a batch.
+    """
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    tokens = torch.randint(1, text.vocab_size, (batch, length)) if hasattr(text, "vocab_size") else None
+    if not type(model).__name__.endswith(tuple(KNOWN.split())):
+        takes = "sound" if model.main_input_name == "input_values" else model.main_input_name
+        raise ValueError(
+            f"--hf: nobody here knows a batch for {type(model).__name__}, which takes {takes} and labels or images of "
+            f"its own: {MAKE}"
+        )
+    places = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 2048
+    size = (batch, length or min(2048, places))
+    tokens = torch.randint(1, text.vocab_size, size) if hasattr(text, "vocab_size") else None
     if model.main_input_name == "pixel_values":
         side = config.image_size if isinstance(getattr(config, "image_size", 224), int) else config.image_size[0]
         images = torch.randn(batch, getattr(config, "num_channels", 3), side, side)
@@ -66,6 +119,60 @@ def batch_for(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
         sound = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": sound, "labels": tokens}
     if tokens is None:
-        raise ValueError(f"--hf: nobody here knows a batch for {type(model).__name__}: write a FILE.py with a make()")
+        raise ValueError(f"--hf: {type(model).__name__} has no words, and nobody here knows its batch: {MAKE}")
     classifies = type(model).__name__.endswith("SequenceClassification")
     return {"input_ids": tokens, "labels": torch.randint(config.num_labels, (batch,)) if classifies else tokens}
+
+
+# Quantized by bitsandbytes: frozen matrices of 8 or 4 bits, beside which adapters are trained.
+
+RANK = 16
+
+
+class Dequantized(torch.autograd.Function):
+    """A product with a matrix that is made whole for it, forwards and backwards, and is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: "Quantized") -> torch.Tensor:
+        """x @ W.T."""
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.whole(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """grad @ W."""
+        return grad @ ctx.layer.whole(grad), None
+
+
+class Quantized(nn.Module):
+    """A linear layer whose matrix is counted in 4 or 8 bits, and not run, and its adapter (QLoRA; Dettmers, 2023).
+
+    In 4 bits each 64 numbers have a scale of a byte, and each 256 scales one in FP32; in 8 bits each row has one.
+    """
+
+    def __init__(self, layer: nn.Linear, bits: int) -> None:
+        super().__init__()
+        n, dtype = layer.weight.numel(), layer.weight.dtype
+        self.bits, self.shape, self.bias = bits, layer.weight.shape, layer.bias
+        size = n // 2 + n // 64 + n // 2**12 if bits == 4 else n + 4 * self.shape[0]
+        self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8))
+        self.down = nn.Parameter(torch.zeros(RANK, self.shape[1], dtype=dtype))
+        self.up = nn.Parameter(torch.zeros(self.shape[0], RANK, dtype=dtype))
+
+    def whole(self, like: torch.Tensor) -> torch.Tensor:
+        """The matrix in the dtype that computes."""
+        return like.new_empty(self.shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer, and its adapter."""
+        y = Dequantized.apply(x, self) + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+        return y if self.bias is None else y + self.bias
+
+
+def quantize(model: nn.Module, bits: int) -> None:
+    """Put a `Quantized` in the place of each linear layer but the head, and freeze the rest."""
+    model.requires_grad_(False)
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # type: ignore[operator]
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and layer is not head:
+            model.set_submodule(path, Quantized(layer, bits))

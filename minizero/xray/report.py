@@ -25,14 +25,14 @@ from minizero.cli import write_files
 from minizero.memory.snapshot import snapshot
 from minizero.memory.tape import columns
 from minizero.pictures.memory import plot_curve
-from minizero.xray.case import Case
-from minizero.xray.fit import CONTEXT, GIB, RESERVED, SMALL, Fit, fit, kept_free, largest, price
+from minizero.xray.budget import CONTEXT, GIB, RESERVED, SMALL, Choice, cheapest, kept_free, largest, price
+from minizero.xray.case import WORTH_A_LINE, Case
 from minizero.xray.holders import rows_at_peak
 from minizero.xray.hugging_face import with_caches
 from minizero.xray.lines import LineLedger
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
-from minizero.xray.step import Optimizer
+from minizero.xray.step import Optimizer, tensors_of, time_first
 from minizero.xray.techniques import Outcome, costs_of, name_of, outcome, plans
 
 SAMPLES = 2000  # of the curve
@@ -41,10 +41,10 @@ UNSEEN = {
     False: "Not seen: scratch inside operators, an allocator's fragments, and a GPU's context and workspaces.\n"
     "The step ran as on a CPU. On a card attention, dropout, autocast and optimizers keep other tensors: --card h100.",
     True: "This is what the card's allocator is asked for. It hands out up to 1 % more, reserves 5 to 18 % more, and "
-    "a context takes about 1 GiB: --fit counts with these.\n"
-    "Not modelled: workspaces of convolutions and RNNs (cuDNN), torch.compile, kernels that are not PyTorch's "
-    "(flash-attn, Triton), and code that asks whether a tensor is on a GPU. A mask of ones is kept here; transformers "
-    "drops it in a real step.",
+    "a context takes about 1 GiB: --fit counts with these. If sizes change from step to step, it reserves far more: in "
+    "one published run 16.4 GiB, and 10.8 with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.\n"
+    "Not modelled: workspaces of convolutions and RNNs (cuDNN), torch.compile, and kernels that are not PyTorch's "
+    "(flash-attn, Triton). A mask of ones is kept here; transformers drops it in a real step.",
 }
 PRICE = "A price is a guess at the time that a stack adds to a step. It only sets the order in which stacks are tried."
 NUMBERS: dict[str, Any] = {"justify": "right", "no_wrap": True}
@@ -64,7 +64,9 @@ class Report:
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in case.model.parameters()}
         kind: Any = case.make_optimizer if hasattr(case.make_optimizer, "__name__") else type(case.make_optimizer)
         optimizer = kind.__name__.replace("<lambda>", "an optimizer of its own")
-        step = "its own loop" if case.loops else f"batch {case.batch_size}, {optimizer}"
+        shape = next((tuple(tensor.shape) for tensor in tensors_of(case.inputs)), ())
+        batch = f"inputs of {shape}" if time_first(case.model) else f"batch {case.batch_size}"
+        step = "its own loop" if case.loops else f"{batch}, {optimizer}"
         title = f"{name or type(case.model).__name__}: {case.parameters:,} parameters in {', '.join(sorted(dtypes))}"
         self.title = f"{title}, {step}, {f'as on {case.card}' if case.card else 'as on a CPU'}"
         measured = case.measure(Plan(), LineLedger)
@@ -77,7 +79,7 @@ class Report:
         stretches = (curve[start : start + stretch] for start in range(0, len(curve), stretch))
         self.curve = [max(samples, key=lambda sample: sample["total"]) for samples in stretches]
         self.phase = max(self.curve, key=lambda sample: sample["total"]).phase
-        self.fits: tuple[float, Fit] | None = None
+        self.fits: tuple[float, Choice] | None = None
 
     @functools.cached_property
     def outcomes(self) -> list[Outcome]:
@@ -88,9 +90,9 @@ class Report:
         self.case.run_all(wanted)
         return [outcome(self.case, plan) for plan in wanted]
 
-    def fit(self, budget: float) -> Fit:
+    def fit(self, budget: float) -> Choice:
         """The cheapest stack of techniques on `ranks` devices of `budget` bytes each."""
-        self.fits = budget, fit(self.case, budget, self.ranks)
+        self.fits = budget, cheapest(self.case, budget, self.ranks)
         return self.fits[1]
 
     def largest(self, budget: float) -> dict[str, int]:
@@ -112,6 +114,8 @@ class Report:
         if rest := self.holders[SHOWN:]:
             table.add_row(size(sum(row.bytes for row in rest)), "", f"{len(rest)} smaller rows")
         write(table)
+        if (host := self.peak["host"]) >= WORTH_A_LINE:
+            write(f"On the host, and not in the peak: up to {size(host)}.")
         write("".join(f"{note}\n" for note in sorted(self.case.notes)) + f"{UNSEEN[bool(self.case.card)]}\n")
 
     def what_would_help(self, console: Console | None = None) -> list[Outcome]:

@@ -6,13 +6,15 @@ The loop: the batch is made, micro-batch by micro-batch the loss and its backwar
 keeps of the model's output only the loss. Or the user has a loop of their own, a function `step()`.
 
 A first step comes before the one that is shown: the optimizer's states exist from then on, and stage 3 has learned what
-to prefetch.
+to prefetch. A step of a user's loop may be several calls: it ends when each of its optimizers has stepped. If more is
+held after it than before, a third step shows how it grows.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +23,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minizero.engines.any_model.engine import AnyModel
 from minizero.memory import Ledger
-from minizero.memory.tape import at_peak
+from minizero.memory.tape import at_peak, moments
 from minizero.ranks.comm import Comm
 from minizero.xray.plan import Plan
 
 Optimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
+MOST_CALLS = 32  # of a loop's step(), to see its optimizers step
+GROWS = 10 * 2**10  # bytes: a list of losses is no leak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +43,17 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One step: its ledger, whose tape is long, and the bytes that this rank sent."""
+    """One step: its ledger, whose tape is long, and the bytes that this rank sent.
+
+    calls: of a loop's step(), until its optimizers have stepped; 0 if one does not. grown: bytes that are held more
+    after this step than before it, as after the one before. line: the user's, where most of them were made.
+    """
 
     ledger: Ledger
     sent: int
+    calls: int = 1
+    grown: int = 0
+    line: str = ""
 
     def result(self) -> Result:
         """What is kept once the tape is dropped."""
@@ -56,29 +67,79 @@ def measure(
     optimizer: Optimizer,
     comm: Comm,
     ledger_type: type[Ledger] = Ledger,
-    before: Callable[[Ledger], Any] = lambda ledger: None,
+    before: Callable[[Ledger], Sequence[torch.optim.Optimizer]] = lambda ledger: (),
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Measured:
     """Train `module`, which is changed, under `plan` as one rank of `comm`.
 
-    inputs: this rank's batch, or a step of a loop, a `partial`. before: is called before two steps.
-    around: what else holds while the steps run.
+    inputs: this rank's batch, or a function that runs a step of a loop. before: is called before the first step, and
+    returns the optimizers of a loop. around: what else holds while the steps run.
     """
+    loops = callable(inputs)
     model = plan.wrap(module.train(), comm)
-    states: Any = None if isinstance(inputs, functools.partial) else plan.optimizer(optimizer, model)
+    states: Any = None if loops else plan.optimizer(optimizer, model)
     techniques = plan.around_the_steps()
     with ledger_type(model, states) as ledger, around(), contextlib.ExitStack() as stack:
         for technique in techniques:
             stack.enter_context(technique)
-        run = inputs if states is None else functools.partial(step, model, states, inputs, plan)
-        before(ledger)
+        optimizers = before(ledger)
+
+        def run() -> int:
+            if loops:
+                return until_they_step(inputs, optimizers)
+            step(model, states, inputs, plan)
+            return 1
+
+        def again() -> tuple[int, int, int]:
+            ledger.reset()
+            held, sent = ledger.current["total"], comm.bytes_sent
+            return run(), comm.bytes_sent - sent, ledger.current["total"] - held
+
         run()
         for technique in techniques:
             technique.check()
-        ledger.reset()
-        sent = comm.bytes_sent
-        run()
-    return Measured(ledger, comm.bytes_sent - sent)
+        calls, sent, grown = again()
+        if loops and grown >= GROWS:  # what a loop makes once may come in the second step, too
+            calls, sent, grown = again()
+    if not loops or grown < GROWS:
+        return Measured(ledger, sent, calls)
+    return Measured(ledger, sent, calls, grown, line_of_the_rest(ledger))
+
+
+def until_they_step(call: Callable[[], Any], optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Call a loop's step() until each optimizer has stepped; returns how often, 0 if `MOST_CALLS` are not enough."""
+    waiting = [parameters_of(optimizer) for optimizer in optimizers]
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        done = parameters_of(optimizer)
+        waiting[:] = [parameters for parameters in waiting if not parameters <= done]  # one may be around another
+
+    hooks = [optimizer.register_step_post_hook(stepped) for optimizer in optimizers]
+    try:
+        for calls in range(1, MOST_CALLS + 1):
+            call()
+            if not waiting:
+                return calls
+        return 0
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of its parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def line_of_the_rest(ledger: Ledger) -> str:
+    """The line in which most of what was made in this step, and is still there, was made; "" if nobody noted lines."""
+    *_, end = moments(ledger.tape, len(ledger.tape))
+    older = {id(entry) for entry in ledger.tape[: ledger.start]}
+    lines: Counter[str] = Counter()
+    for record, held, _ in end.alive.values():
+        if id(record) not in older and record.category != "host" and (birth := getattr(record, "birth", None)):
+            lines[birth.line] += held
+    return next((line for line, _ in lines.most_common(1)), "")
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> None:
@@ -86,13 +147,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: 
     batch = tree_map_only(Tensor, torch.clone, inputs)  # a new one, as from a data loader
     if plan.micro_batches > 1:
         check = functools.partial(refuse_time_first, batch_size(batch) // plan.micro_batches)
-        for part in model.modules():
-            if getattr(part, "batch_first", True) is False:
-                part.register_forward_pre_hook(check)
+        for part in time_first(model):
+            part.register_forward_pre_hook(check)
     for number in range(plan.micro_batches):
         last = number == plan.micro_batches - 1
         with model.no_sync() if isinstance(model, AnyModel) and not last else contextlib.nullcontext():
-            loss = loss_of(model, cut(batch, plan.micro_batches, number))
+            loss = loss_of(model, piece(batch, plan.micro_batches, number))
             (loss if plan.micro_batches == 1 else loss / plan.micro_batches).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -135,7 +195,7 @@ def batch_size(inputs: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_of(inputs) if tensor.dim()), 0)
 
 
-def cut(batch: Any, pieces: int, number: int) -> Any:
+def piece(batch: Any, pieces: int, number: int) -> Any:
     """Piece `number` of a batch: a part of each tensor."""
     first, end = (n * batch_size(batch) // pieces for n in (number, number + 1))
     return batch if pieces == 1 else of_samples(batch, lambda tensor: tensor[first:end])
@@ -161,6 +221,11 @@ def of_samples(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return tensor
 
     return tree_map_only(Tensor, part, batch)
+
+
+def time_first(model: nn.Module) -> list[nn.Module]:
+    """Its layers with batch_first=False: perhaps the batch counts time first, too."""
+    return [part for part in model.modules() if getattr(part, "batch_first", True) is False]
 
 
 def refuse_time_first(size: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -8,7 +8,7 @@ from IPython.display import display
 
 from minizero import DDP, World, Zero1, Zero2, Zero3
 from minizero.memory import predict
-from minizero.simulate import CLUSTERS, MODELS, Plan, model, report, simulate
+from minizero.simulate import CLUSTERS, MODELS, Strategy, model, simulate, tables
 from minizero.simulate.fits import fit, run
 from minizero.simulate.published import PUBLICATIONS, RATIO, ZERO_TABLE_1
 from notebooks.tools.scale_pictures import STRATEGIES
@@ -50,7 +50,7 @@ def strategies(one):
     options = dict(zip(STRATEGIES, ({}, {"sharding_factor": 8}, {"sharding_factor": 1}, {"stage": 0})))
     groups, published = {}, {}
     for label, (name, dtype, whose, kind) in cases.items():
-        plans = {s: Plan(16, batch_size=8, recompute="full", dtype=dtype, **more) for s, more in options.items()}
+        plans = {s: Strategy(16, batch_size=8, recompute="full", dtype=dtype, **more) for s, more in options.items()}
         groups[label] = {
             strategy: (
                 run(one.publication.cluster, name, plan, one.efficiencies[whose], one.shared),
@@ -101,14 +101,14 @@ def calculate(name, cluster, gpus, stage, factor, batch, recompute):
     """Draws the memory of a plan beside DDP's, and prints its speed. What cannot be is said in words."""
     try:
         factor = factor if stage == 3 and factor else None
-        plan = Plan(gpus, stage, batch, sharding_factor=factor, recompute=recompute, flash=True)
+        plan = Strategy(gpus, stage, batch, sharding_factor=factor, recompute=recompute, flash=True)
         ddp = dataclasses.replace(plan, stage=0, sharding_factor=None)
         steps = [simulate(model(name), CLUSTERS[cluster], one) for one in (plan, ddp)]
     except ValueError as error:
         print(f"This choice is impossible. {error}.")
         return None
     _, axes = plt.subplots(figsize=(13, 2.8), layout="constrained")
-    report.draw_memory(steps, axes)
+    tables.draw_memory(steps, axes)
     plt.show()
     step = steps[0]
     exposed, speed = step.exposed_seconds / step.seconds, step.tokens_per_second

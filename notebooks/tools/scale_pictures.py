@@ -7,7 +7,7 @@ from matplotlib.patches import Patch
 
 from minizero.pictures import FONT, PREDICTED
 from minizero.pictures.style import label_axes, note, sheet
-from minizero.simulate.report import FITTED, PUBLISHED, ruler_errors
+from minizero.simulate.tables import FITTED, PUBLISHED, ruler_errors
 from notebooks.tools import zero_pictures
 
 GIB = 2**30

@@ -1,14 +1,19 @@
 """A step of a real model on fake tensors holds, category by category and byte for byte, what its real step does."""
 
+import json
+import re
+
 import pytest
 import torch
 
 from minizero.models.networks import NETWORKS
-from minizero.xray.case import NotPossible
+from minizero.xray.__main__ import main
+from minizero.xray.case import Case, NotPossible
+from minizero.xray.hugging_face import Quantized
 from minizero.xray.plan import Plan
 from minizero.xray.techniques import name_of, plans
 from tests.real.real_models import MODELS, built
-from tests.support.xray_cases import BATCH, OWN, WIDTH, WORDS, allocated, fake, real, tokens
+from tests.support.xray_cases import BATCH, OWN, WIDTH, WORDS, WithLoss, allocated, fake, real, tokens
 
 pytestmark = pytest.mark.real
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -158,3 +163,52 @@ def test_a_row_is_a_real_run(name, plan):
         assert different.startswith(REFUSED.get(name_of(plan), ()))
     else:
         assert different is None
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
+VISION = {"model_type": "clip_vision_model", **SMALL, "image_size": 32, "patch_size": 8}
+FILES = [
+    (LLAMA, 0, "LlamaForCausalLM: "),
+    (LLAMA | {"quantization_config": {"load_in_4bit": True}}, 0, "frozen, quantized to 4 bits as by bitsandbytes"),
+    (LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}, 2, "its weights are quantized .mxfp4., and only"),
+    (
+        LLAMA | {"architectures": ["LlamaForQuestionAnswering"]},
+        2,
+        "nobody here knows a batch for LlamaFor",
+    ),
+    (
+        {"peft_type": "LORA", "base_model_name_or_path": "a/b"},
+        2,
+        "is an adapter.s, of a/b: give that model.s config",
+    ),
+    ({"_class_name": "UNet2DConditionModel"}, 2, "describes no model of transformers .UNet2DConditionModel."),
+    ({"model_type": "chatglm", "auto_map": {}}, 2, "chatglm, its code is its own .auto_map."),
+    ({"model_type": "vit", **SMALL}, 2, 'add "architectures": .the class of vit that is trained.'),
+    (
+        {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": LLAMA}
+        | {"vision_config": VISION, "image_token_index": 98},
+        0,
+        "Its batch has no images: what reads them is there, and does not run",
+    ),
+]
+
+
+@pytest.mark.parametrize("entries, status, words", FILES)
+def test_a_configuration_is_counted_or_refused_in_a_short_sentence(entries, status, words, tmp_path, capfd):
+    (file := tmp_path / "config.json").write_text(json.dumps(entries))
+    assert main(["--hf", str(file), "--batch", "2", "--length", "16", "--no-table"]) == status
+    out, error = capfd.readouterr()
+    assert re.search(words, " ".join((out if status == 0 else error).split()))
+    assert status == 0 or len(error) <= 600
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_matrix_is_counted_in_its_bits_and_made_whole_while_it_is_used(bits):
+    layer = torch.nn.Linear(512, 512, bias=False)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Sequential(layer)).requires_grad_(False)
+    model[1] = Quantized(layer, bits)
+    peak = Case(WithLoss(model), (torch.ones(4, 512), torch.zeros(4, dtype=torch.long))).run(Plan()).peak
+    n, adapters = 512 * 512, 4 * 2 * 16 * 512
+    assert peak["buffers"] == (n // 2 + n // 64 + n // 2**12 if bits == 4 else n + 4 * 512)
+    assert peak["gradients"] == adapters and 4 * n <= peak["temporary"] < 4 * n + 2**17

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from minizero.simulate import CLUSTERS, Plan, gpt, model, report, simulate
+from minizero.simulate import CLUSTERS, Strategy, gpt, model, simulate, tables
 from minizero.simulate.__main__ import main
 from minizero.simulate.peak import peak_memory
 from minizero.simulate.remedies import remedies
@@ -53,18 +53,18 @@ def test_factors_lie_evenly_on_hosts():
 
 
 def test_plans_in_words():
-    plan = Plan(64, sharding_factor=8, batch_size=2, micro_batches=4, recompute="full", offload=True)
+    plan = Strategy(64, sharding_factor=8, batch_size=2, micro_batches=4, recompute="full", offload=True)
     assert describe(plan) == "stage 3, F = 8, 4 x 2, full recompute, offload"
-    assert describe(Plan(8, stage=0)) == "DDP, 1 x 1"
+    assert describe(Strategy(8, stage=0)) == "DDP, 1 x 1"
 
 
 # What to try if a plan does not fit.
 
 
 def test_remedies_are_the_fewest_switches_that_make_it_fit():
-    sharded = remedies(simulate(model("mpt-7b"), A100, Plan(64, stage=0)))
+    sharded = remedies(simulate(model("mpt-7b"), A100, Strategy(64, stage=0)))
     assert sorted(changes["stage"] for changes, _ in sharded) == [1, 2, 3]
-    large = simulate(model("mpt-7b"), A100, Plan(64, sharding_factor=2, batch_size=16, dtype="float32"))
+    large = simulate(model("mpt-7b"), A100, Strategy(64, sharding_factor=2, batch_size=16, dtype="float32"))
     both = remedies(large)
     others = [changes.keys() - {"recompute"} for changes, _ in both]
     assert all(changes["recompute"] == "full" for changes, _ in both)
@@ -72,7 +72,7 @@ def test_remedies_are_the_fewest_switches_that_make_it_fit():
     for found in (sharded, both):
         assert all(step.fits for _, step in found)
         assert [step.seconds for _, step in found] == sorted(step.seconds for _, step in found)
-    assert remedies(simulate(model("megatron-1t"), A100, Plan(8))) == []
+    assert remedies(simulate(model("megatron-1t"), A100, Strategy(8))) == []
 
 
 def test_the_command_says_what_to_try(capsys):
@@ -92,7 +92,7 @@ def test_the_command_says_what_to_try(capsys):
 @pytest.mark.slow
 def test_the_published_table_keeps_fitted_and_predicted_apart():
     out = Console(file=io.StringIO(), width=100)
-    report.print_published(out)
+    tables.print_published(out)
     words = " ".join(out.file.getvalue().split())
     for heading in ("published", "fitted", "predicted", "error"):
         assert words.count(f" {heading} ") >= 4
@@ -106,13 +106,13 @@ def test_the_published_table_keeps_fitted_and_predicted_apart():
 
 
 def test_pictures():
-    steps = [simulate(SMALL, A100, plan) for plan in (Plan(8), Plan(8, stage=0))]
-    axes = report.draw_memory(steps, Figure().subplots())
+    steps = [simulate(SMALL, A100, plan) for plan in (Strategy(8), Strategy(8, stage=0))]
+    axes = tables.draw_memory(steps, Figure().subplots())
     assert len(axes.get_yticklabels()) == 2
     assert "predicted" in axes.get_xlabel()
-    assert len(report.draw_step(steps[0]).axes) == 2
-    full = simulate(model("t5-11b"), A100, Plan(8, stage=0, dtype="float32"))
-    texts = [text.get_text() for text in report.draw_memory([full], Figure().subplots()).texts]
+    assert len(tables.draw_step(steps[0]).axes) == 2
+    full = simulate(model("t5-11b"), A100, Strategy(8, stage=0, dtype="float32"))
+    texts = [text.get_text() for text in tables.draw_memory([full], Figure().subplots()).texts]
     assert any("out of memory" in text for text in texts)
 
 
@@ -122,7 +122,7 @@ def test_pictures():
 def test_a_step_on_the_command_line(capsys, tmp_path):
     options = ["--model", "gpt-175b", "--gpus", "512", "--recompute", "--batch-size", "2", "--output", str(tmp_path)]
     assert main(options) == 0
-    step = simulate(model("gpt-175b"), A100, Plan(512, batch_size=2, recompute="full"))
+    step = simulate(model("gpt-175b"), A100, Strategy(512, batch_size=2, recompute="full"))
     numbers = json.loads((tmp_path / "step.json").read_text())
     assert numbers["seconds"] == step.seconds and numbers["memory"] == step.memory
     assert f"{step.memory['total'] / 2**30:,.2f}" in capsys.readouterr().out

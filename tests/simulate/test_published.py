@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from minizero.simulate import Plan, fits
+from minizero.simulate import Strategy, fits
 from minizero.simulate.fits import fit, least_squares
 from minizero.simulate.published import PUBLICATIONS
 
@@ -38,7 +38,7 @@ def test_what_was_not_fitted_is_predicted_with_constants_that_make_sense(name):
 
 def test_a_model_of_no_row_has_no_efficiency():
     with pytest.raises(ValueError, match="has no efficiency for gpt2-xl"):
-        fit("PyTorch FSDP").run("gpt2-xl", Plan(8))
+        fit("PyTorch FSDP").run("gpt2-xl", Strategy(8))
 
 
 def test_a_fit_looks_at_nothing_that_it_predicts(monkeypatch):

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minizero import GPT, GPTConfig, Zero3
 from minizero.memory import predict_activations
-from minizero.simulate import CLUSTERS, MODELS, Plan, gpt, model, simulate, t5
+from minizero.simulate import CLUSTERS, MODELS, Strategy, gpt, model, simulate, t5
 from minizero.simulate.peak import states
 from notebooks.tools.zero import one_step
 from tests.support.helpers import STAGES, run
@@ -25,10 +25,10 @@ SMALL = gpt(6, 1024, 16, 512)
 @pytest.mark.parametrize(("world", "group"), [(16, 8), (512, 8), (64, 8)])
 def test_hybrid_traffic_between_hosts_is_the_papers_formula(world, group):
     """2 M (W - G) / (G W), with M the bytes of the gradients; Zhao et al., 2023, section 3.2.2, corrected."""
-    step = simulate(SMALL, A100, Plan(world, sharding_factor=group))
+    step = simulate(SMALL, A100, Strategy(world, sharding_factor=group))
     gathered = 2 * SMALL.parameters
     assert step.sent_between == pytest.approx(2 * gathered * (world - group) / (group * world), rel=1e-4)
-    full = simulate(SMALL, A100, Plan(world))
+    full = simulate(SMALL, A100, Strategy(world))
     assert step.sent_between < full.sent_between == pytest.approx(full.sent / 8)  # a ring leaves a host at one of 8
 
 
@@ -46,7 +46,7 @@ def test_bytes_held_and_sent_are_the_engines(world_size, stage, dtype, options):
     shape = (2, CONFIG.sequence_length)
     found = run(world_size, one_step, STAGES[stage], CONFIG, shape, steps=2, dtype=dtype, **options)[0]
     of_plan = {"prefetch": 0, "overlap": False} | options
-    plan = Plan(world_size, stage=stage, batch_size=2, dtype="bfloat16" if dtype else "float32", **of_plan)
+    plan = Strategy(world_size, stage=stage, batch_size=2, dtype="bfloat16" if dtype else "float32", **of_plan)
     step = simulate(SAME, dataclasses.replace(A100, gpus_per_host=world_size), plan)
     assert found["sent"] == step.sent, "bytes sent are the counted ones, to the byte"
     for category, expected in states(SAME, plan).items():
@@ -118,13 +118,13 @@ def test_each_half_of_t5_sees_its_own_tokens():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Plan(0), "ranks must be a whole number of at least 1"),
-        (lambda: Plan(8, stage=4), "stage must be one of 0, 1, 2, 3"),
-        (lambda: Plan(8, stage=2, offload=True), "need stage 3"),
-        (lambda: Plan(8, recompute="some"), "recompute must be one of none, selective, full"),
+        (lambda: Strategy(0), "ranks must be a whole number of at least 1"),
+        (lambda: Strategy(8, stage=4), "stage must be one of 0, 1, 2, 3"),
+        (lambda: Strategy(8, stage=2, offload=True), "need stage 3"),
+        (lambda: Strategy(8, recompute="some"), "recompute must be one of none, selective, full"),
         (lambda: gpt(0, 64, 2), "layers must be a whole number"),
-        (lambda: simulate(SMALL, CLUSTERS["v100"], Plan(8)), "V100 does not compute in bfloat16"),
-        (lambda: Plan(8, micro_batches=10**9), "micro_batches must be at most 1,000"),
+        (lambda: simulate(SMALL, CLUSTERS["v100"], Strategy(8)), "V100 does not compute in bfloat16"),
+        (lambda: Strategy(8, micro_batches=10**9), "micro_batches must be at most 1,000"),
         (lambda: gpt(10**9, 64, 2), "layers must be at most 10,000"),
     ],
 )
@@ -137,5 +137,5 @@ def test_what_cannot_be_is_said_in_a_line(make, words):
 def test_every_known_model_and_cluster_simulates():
     for name in MODELS:
         for cluster in CLUSTERS.values():
-            plan = Plan(8, dtype="float16", recompute="full")
+            plan = Strategy(8, dtype="float16", recompute="full")
             assert simulate(model(name), cluster, plan).seconds > 0

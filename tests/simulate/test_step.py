@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minizero.pictures.timeline import LANES
-from minizero.simulate import CLUSTERS, Constants, Link, Plan, gpt, model, simulate
+from minizero.simulate import CLUSTERS, Constants, Link, Strategy, gpt, model, simulate
 from minizero.simulate.peak import peak_memory
 
 A100 = CLUSTERS["a100-80"]
@@ -38,7 +38,7 @@ def test_a_ring_by_hand():
 
 
 def test_no_lane_does_two_things_at_once_and_gathers_come_first():
-    step = simulate(SMALL, A100, Plan(16))
+    step = simulate(SMALL, A100, Strategy(16))
     for lanes in (("compute", "optimizer"), ("all-gather", "reduce-scatter", "all-reduce")):
         spans = sorted(span[2:] for span in step.spans if span[0] in lanes)
         assert all(start >= end for (_, end), (start, _) in zip(spans, spans[1:]))
@@ -49,7 +49,7 @@ def test_no_lane_does_two_things_at_once_and_gathers_come_first():
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_gathers_keep_to_the_prefetch_limit(prefetch):
-    step = simulate(SMALL, A100, Plan(16, prefetch=prefetch, batch_size=64))  # much to hide them under
+    step = simulate(SMALL, A100, Strategy(16, prefetch=prefetch, batch_size=64))  # much to hide them under
     starts = {name: start for lane, name, start, _ in reversed(step.spans) if lane == "all-gather"}
     over = {name: end for lane, name, _, end in step.spans if name.startswith("forward")}
     for i in range(prefetch + 1, 6):
@@ -57,9 +57,9 @@ def test_gathers_keep_to_the_prefetch_limit(prefetch):
 
 
 def test_prefetch_hides_communication():
-    exposed = [simulate(SMALL, A100, Plan(64, prefetch=ahead, batch_size=16)).exposed_seconds for ahead in (0, 1)]
+    exposed = [simulate(SMALL, A100, Strategy(64, prefetch=ahead, batch_size=16)).exposed_seconds for ahead in (0, 1)]
     assert exposed[1] < exposed[0] / 2
-    apart = simulate(SMALL, A100, Plan(64, overlap=False))
+    apart = simulate(SMALL, A100, Strategy(64, overlap=False))
     assert apart.seconds == pytest.approx(sum(end - start for _, _, start, end in apart.spans))
 
 
@@ -67,7 +67,7 @@ def test_prefetch_hides_communication():
 def test_without_communication_a_step_is_its_computation(stage):
     nothing = Link(0.0, float("inf"), "")
     cluster = dataclasses.replace(A100, inside=nothing, between=nothing, base_latency=0.0)
-    plan = Plan(64, stage=stage, batch_size=2, recompute="full")
+    plan = Strategy(64, stage=stage, batch_size=2, recompute="full")
     step = simulate(SMALL, cluster, plan)
     alone = simulate(SMALL, A100, dataclasses.replace(plan, ranks=1, stage=0))
     forward_and_backward = 2 * SMALL.flops("full") / (312e12 * 0.5)
@@ -78,7 +78,7 @@ def test_without_communication_a_step_is_its_computation(stage):
 
 
 def test_interference_and_jitter_only_slow_down():
-    plan = Plan(64, batch_size=16)
+    plan = Strategy(64, batch_size=16)
     plain, disturbed = simulate(SMALL, A100, plan), simulate(SMALL, A100, plan, Constants(interference=0.5))
     assert plain.seconds < disturbed.seconds < 1.5 * plain.seconds
     rings = [end - start for lane, _, start, end in plain.spans if lane in ("all-gather", "reduce-scatter")]
@@ -90,14 +90,14 @@ def test_interference_and_jitter_only_slow_down():
     )
     jitter = simulate(SMALL, A100, plan, Constants(jitter=0.1))
     assert jitter.compute_seconds == pytest.approx(1.7 * plain.compute_seconds, rel=0.01)  # 1 + 0.1 (√64 - 1)
-    alone = Plan(1, stage=0)
+    alone = Strategy(1, stage=0)
     assert simulate(SMALL, A100, alone, Constants(jitter=0.1)).seconds == simulate(SMALL, A100, alone).seconds
 
 
 def test_accumulation_reduces_once():
-    once, four = (simulate(SMALL, A100, Plan(16, stage=2, micro_batches=n)) for n in (1, 4))
+    once, four = (simulate(SMALL, A100, Strategy(16, stage=2, micro_batches=n)) for n in (1, 4))
     assert four.sent == once.sent and four.seconds < 4 * once.seconds
-    in_stage_3 = [simulate(SMALL, A100, Plan(16, micro_batches=n)).sent for n in (1, 4)]
+    in_stage_3 = [simulate(SMALL, A100, Strategy(16, micro_batches=n)).sent for n in (1, 4)]
     gathers = 2 * SMALL.parameters - SMALL.root.parameters
     assert in_stage_3[1] - in_stage_3[0] == pytest.approx(3 * 2 * gathers * 15 / 16, rel=1e-4)
 
@@ -106,7 +106,7 @@ def test_accumulation_reduces_once():
 def test_the_peak_by_hand(prefetch):
     """Of stage 3 in 16 bits, in the first block that runs backward beside another's reduction."""
     root, block = SMALL.root.parameters, SMALL.units[0].parameters
-    held = peak_memory(SMALL, Plan(16, recompute="full", prefetch=prefetch))
+    held = peak_memory(SMALL, Strategy(16, recompute="full", prefetch=prefetch))
     assert held["parameters"] == 2 * (root + (1 + prefetch) * block)
     assert held["gradients"] == pytest.approx(4 * SMALL.parameters / 16 + 2 * (root + 2 * block))
     assert held["optimizer"] == pytest.approx(12 * SMALL.parameters / 16)
@@ -116,7 +116,7 @@ def test_the_peak_by_hand(prefetch):
 
 
 def test_offload_moves_the_states_to_the_host_and_takes_longer():
-    here, there = (simulate(SMALL, A100, Plan(16, offload=offload)) for offload in (False, True))
+    here, there = (simulate(SMALL, A100, Strategy(16, offload=offload)) for offload in (False, True))
     assert there.memory["host"] == pytest.approx(16 * SMALL.parameters / 16)
     assert here.memory["total"] - there.memory["total"] == pytest.approx(there.memory["host"])
     copies = [name for lane, name, start, end in there.spans if lane == "copy" and end > start]
@@ -125,7 +125,7 @@ def test_offload_moves_the_states_to_the_host_and_takes_longer():
 
 
 def test_events_are_those_of_the_measured_timeline():
-    step = simulate(SMALL, A100, Plan(16, sharding_factor=8))
+    step = simulate(SMALL, A100, Strategy(16, sharding_factor=8))
     events = step.events()
     assert {event.lane for event in events} == {"compute", "all-gather", "reduce-scatter", "all-reduce", "optimizer"}
     assert {event.lane for event in events} <= set(LANES)
@@ -135,16 +135,16 @@ def test_events_are_those_of_the_measured_timeline():
 def test_a_trillion_parameters_on_100_000_gpus_in_less_than_a_second():
     large = model("megatron-1t")
     start = time.process_time()
-    step = simulate(large, CLUSTERS["h100"], Plan(100_000, recompute="full", flash=True))
+    step = simulate(large, CLUSTERS["h100"], Strategy(100_000, recompute="full", flash=True))
     assert step.memory["total"] > 0 and time.process_time() - start < 1
-    few = simulate(large, CLUSTERS["h100"], Plan(16, recompute="full", flash=True))
+    few = simulate(large, CLUSTERS["h100"], Strategy(16, recompute="full", flash=True))
     assert len(few.spans) == len(step.spans)  # the work is in the units
 
 
 # Properties.
 
 plans = st.builds(
-    Plan,
+    Strategy,
     ranks=st.sampled_from([8, 16, 64, 512]),
     stage=st.integers(0, 3),
     batch_size=st.integers(1, 8),

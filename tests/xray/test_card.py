@@ -1,7 +1,14 @@
 """As on a card: PyTorch's choice of attention there, what a loop of the user's holds, and nothing left behind."""
 
 import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,33 +18,83 @@ from torch.nn import functional as F
 from flash.gpus import GPUS
 from minizero.torch_private import registered
 from minizero.xray import Plan
+from minizero.xray.budget import kept_free, largest
 from minizero.xray.card import as_on, backend, card_of, rules
 from minizero.xray.case import Case, NotPossible, case_of
 from minizero.xray.fake import ALONE, pretend
-from minizero.xray.fit import kept_free, largest
+from tests.support import kernel_choice
+from tests.test_house import ROOT
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-# card, dtype, heads of queries and of keys, numbers a head, a mask, dropout: the kernel. After sdp_utils.cpp.
+# Compute capability, dtype, heads of queries and of keys, numbers a head in keys and in values, what else; the kernel
+# up to PyTorch 2.13, and since 2.14. These are answers of PyTorch's own functions, asked as in test_choice.py.
 CHOICES = [
-    ("h100", BF16, 8, 8, 64, False, 0.0, "cudnn"),
-    ("h100", BF16, 8, 2, 64, False, 0.0, "cudnn"),
-    ("h100", BF16, 8, 8, 256, False, 0.0, "flash"),
-    ("a100", FP16, 8, 8, 64, False, 0.1, "flash"),
-    ("a100", FP16, 8, 8, 64, True, 0.0, "efficient"),
-    ("h200", FP32, 8, 8, 64, False, 0.1, "efficient"),
-    ("h200", FP32, 8, 2, 64, False, 0.0, "math"),
-    ("h200", FP32, 8, 8, 63, False, 0.0, "math"),
-    ("t4", FP16, 8, 8, 64, False, 0.0, "efficient"),
-    ("t4", BF16, 8, 8, 64, False, 0.0, "math"),
-    ("4090", BF16, 8, 8, 256, False, 0.1, "efficient"),
+    ((9, 0), BF16, 8, 8, 64, 64, "", "cudnn", "cudnn"),
+    ((9, 0), BF16, 8, 2, 64, 64, "gqa", "cudnn", "cudnn"),
+    ((9, 0), BF16, 8, 2, 64, 64, "gqa, mask", "cudnn", "cudnn"),
+    ((9, 0), BF16, 8, 8, 192, 192, "", "cudnn", "flash"),
+    ((9, 0), BF16, 8, 8, 192, 192, "no gradients", "cudnn", "cudnn"),
+    ((9, 0), BF16, 8, 8, 256, 256, "", "cudnn", "cudnn"),
+    ((9, 0), BF16, 8, 8, 192, 128, "", "cudnn", "cudnn"),
+    ((10, 0), BF16, 8, 8, 192, 128, "", "cudnn", "cudnn"),
+    ((9, 0), FP32, 8, 8, 64, 64, "dropout", "efficient", "efficient"),
+    ((9, 0), FP32, 8, 2, 64, 64, "gqa", "math", "efficient"),
+    ((9, 0), FP32, 8, 1, 64, 64, "", "math", "efficient"),
+    ((9, 0), FP32, 8, 8, 63, 63, "", "math", "math"),
+    ((8, 0), FP16, 8, 8, 64, 64, "dropout", "flash", "flash"),
+    ((8, 0), FP16, 8, 8, 64, 64, "mask", "efficient", "efficient"),
+    ((8, 9), BF16, 8, 8, 256, 256, "dropout", "efficient", "efficient"),
+    ((8, 9), BF16, 8, 8, 208, 208, "", "efficient", "efficient"),
+    ((8, 9), BF16, 8, 8, 208, 208, "no gradients", "flash", "flash"),
+    ((7, 5), FP16, 8, 8, 64, 64, "", "efficient", "efficient"),
+    ((7, 5), BF16, 8, 8, 64, 64, "", "math", "math"),
 ]
 
 
-@pytest.mark.parametrize("card, dtype, heads, keys, d, masked, p, kind", CHOICES)
-def test_attention_is_the_kernel_that_pytorch_chooses(card, dtype, heads, keys, d, masked, p, kind):
-    q, k = (torch.empty(2, n, 32, d, dtype=dtype, device="meta") for n in (heads, keys))
-    mask = torch.empty(2, 1, 32, 32, dtype=dtype, device="meta") if masked else None
-    assert backend(GPUS[card_of(card)], q, k, k, mask, p, False, True) == kind
+@pytest.mark.parametrize("capability, dtype, heads, keys, d, wide, options, before, since", CHOICES)
+def test_attention_is_the_kernel_that_pytorch_chooses(
+    capability, dtype, heads, keys, d, wide, options, before, since, monkeypatch
+):
+    sizes = (heads, d), (keys, d), (keys, wide)
+    grad = "no gradients" not in options
+    q, k, v = (torch.empty(2, n, 32, m, dtype=dtype, device="meta", requires_grad=grad) for n, m in sizes)
+    mask = torch.empty(2, 1, 32, 32, dtype=dtype, device="meta") if "mask" in options else None
+    card, p = SimpleNamespace(capability=capability), 0.1 * ("dropout" in options)
+    for new, kind in enumerate((before, since)):
+        monkeypatch.setattr("minizero.xray.card.SINCE_2_14", bool(new))
+        assert backend(card, q, k, v, mask, p, False, "gqa" in options) == kind
+
+
+NAMES = {
+    "Tesla T4": "T4",
+    "NVIDIA A10": "A10",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "RTX3090": "RTX 3090",
+    "5090": "RTX 5090",
+    "NVIDIA H100 80GB HBM3": "H100 SXM",
+    "NVIDIA A100-SXM4-40GB": "A100 SXM 40GB",
+    "a100": "A100 SXM 80GB",
+    "Tesla V100-SXM2-32GB": "V100 SXM2",
+    "A10G": "no card 'A10G' is known",
+    "H100 PCIe": "no card",
+    "Tesla V100-SXM2-16GB": "no card",
+    "NVIDIA": "no card",
+    "RTX": "may be RTX 3090, .*: say which",
+    "sxm": "may be V100 SXM2, .*: say which",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_is_found_by_the_name_that_a_person_or_nvidia_smi_writes(name):
+    if NAMES[name] in GPUS:
+        assert card_of(name) == NAMES[name]
+    else:
+        with pytest.raises(ValueError, match=NAMES[name]):
+            card_of(name)
+
+
+def test_what_is_usable_is_a_little_less_than_what_is_sold():
+    assert all(0.9 < made.usable * 2**30 / made.memory < 1 for made in GPUS.values() if made.threads)
 
 
 class Net(nn.Module):
@@ -198,3 +255,27 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     most = largest(case, budget, Plan())
     peaks = [Case(Net(), torch.ones(n, 8, 128, 64)).run(Plan()).peak["total"] for n in (most, most + 1)]
     assert peaks[0] <= budget - kept_free(budget) < peaks[1]
+
+
+@pytest.mark.slow
+def test_a_pytorch_for_cuda_takes_the_same_kernels(tmp_path):
+    """Its own functions are asked, for each version that somebody runs this with."""
+    if torch.version.cuda is None or not (compiler := shutil.which("g++")):
+        pytest.skip("needs a PyTorch that is built for CUDA, and g++; CHOICES has answers of such ones")
+    headers = next(Path(torch.__file__).parent.parent.glob("triton/backends/nvidia/include"))
+    shim, support = tmp_path / "shim.so", Path(kernel_choice.__file__).with_suffix(".cpp")
+    subprocess.run([compiler, "-shared", "-fPIC", f"-I{headers}", support, "-o", shim], check=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", kernel_choice.__name__, shim],
+        env=os.environ | {"LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    found, wrong = json.loads(done.stdout), []
+    for (gpu, *case), kind in zip(kernel_choice.CASES, found, strict=True):
+        ours = backend(SimpleNamespace(capability=gpu), *kernel_choice.arguments(*case, "meta"))
+        wrong += [(gpu, case, ours, kind)] * (ours != kind)
+    assert not wrong, f"{len(wrong)} of {len(found)}, such as {wrong[:5]}"

@@ -12,8 +12,8 @@ from torch import nn
 from minizero import GPT, GPTConfig
 from minizero.xray import xray
 from minizero.xray.__main__ import main
+from minizero.xray.budget import RESERVED, cheapest, kept_free, price, stacks
 from minizero.xray.case import Case, NotPossible
-from minizero.xray.fit import RESERVED, fit, kept_free, price, stacks
 from minizero.xray.plan import Plan
 from minizero.xray.script import with_minizero, with_pytorch
 from minizero.xray.techniques import name_of
@@ -112,15 +112,15 @@ def test_what_fit_prints_agrees_with_what_it_counts(report):
 def test_the_first_stack_that_fits_is_found_or_the_smallest():
     case = Case(*OWN["GPT"]())
     order = stacks(2, BATCH)
-    found = fit(case, 3 * MIB, 2)
+    found = cheapest(case, 3 * MIB, 2)
     assert found.spare >= 0 and found.tried > 1
     usable = 3 * MIB - kept_free(3 * MIB)
     cheaper = order[: order.index(found.plan)]
     assert all(case.run(plan).peak["total"] > usable for plan in cheaper if plan in case.found)
-    nothing = fit(unet := Case(*OWN["UNet"]()), 0.1 * MIB, 1)
+    nothing = cheapest(unet := Case(*OWN["UNet"]()), 0.1 * MIB, 1)
     least = min(run.peak["total"] for run in unet.found.values() if not isinstance(run, str))
     assert nothing.spare < 0 and nothing.tried > 1 and nothing.result.peak["total"] == least
-    ample = fit(case, 100 * MIB, 1)
+    ample = cheapest(case, 100 * MIB, 1)
     assert ample.plan == stacks(1, BATCH)[0] and ample.tried == 1
     assert ample.spare == 100 * MIB - kept_free(100 * MIB) - ample.result.peak["total"]
 
@@ -134,12 +134,12 @@ class WholeBatchOnly(nn.Linear):
 
 @pytest.mark.slow
 def test_a_stack_that_a_model_refuses_is_left_out_and_others_are_tried():
-    found = fit(Case(WholeBatchOnly(8, 8), torch.ones(4, 8)), 400, 1)
+    found = cheapest(Case(WholeBatchOnly(8, 8), torch.ones(4, 8)), 400, 1)
     assert found.plan.micro_batches == 1 and found.spare < 0
     broken = WholeBatchOnly(8, 8)
     broken.register_buffer("view", broken.weight.detach()[0])  # which no engine moves into a flat buffer
     with pytest.raises(NotPossible, match="no stack of techniques can be run on 2 ranks"):
-        fit(Case(broken, torch.ones(4, 8)), 1000, 2)
+        cheapest(Case(broken, torch.ones(4, 8)), 1000, 2)
 
 
 LINES = """

@@ -15,7 +15,7 @@ import torch
 
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
-from minizero.xray.step import Result, resized
+from minizero.xray.step import Result, resized, time_first
 from minizero.xray.techniques import TECHNIQUES, outcome, rows_of
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def stacks(ranks: int, batch: int) -> list[Plan]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Choice:
     """The cheapest plan that fits, or, if none does, the one that holds least.
 
     spare: bytes below the budget, what is kept free counted as used; negative if nothing fits. tied: plans of the same
@@ -66,20 +66,20 @@ class Fit:
     tied: tuple[Plan, ...]
 
 
-def fit(case: Case, budget: float, ranks: int) -> Fit:
+def cheapest(case: Case, budget: float, ranks: int) -> Choice:
     """Try stacks from the cheapest on, without the techniques that this model cannot follow."""
     usable = budget - kept_free(budget)
     alone = {"recompute": Plan(recompute=True), "flash": Plan(flash=True), "chunked_loss": Plan(chunked_loss=True)}
     refused = [name for name, plan in alone.items() if outcome(case, plan).result is None]
     order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, name) for name in refused)]
-    tried: list[Fit] = []
+    tried: list[Choice] = []
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
     for number, plan in enumerate(order, 1):
         kind = plan.stage, plan.dtype, plan.offload
         if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
         tied = tuple(other for other in order[number:] if price(other) == price(plan))
-        tried.append(Fit(plan, result, usable - result.peak["total"], len(tried) + 1, tied))
+        tried.append(Choice(plan, result, usable - result.peak["total"], len(tried) + 1, tied))
         if tried[-1].spare >= 0:
             return tried[-1]
         if result.parts["optimizer"] + (result.parts["parameters"] if plan.stage != 3 else 0) > usable:
@@ -90,9 +90,12 @@ def fit(case: Case, budget: float, ranks: int) -> Fit:
 
 
 def largest(case: Case, budget: float, plan: Plan) -> int:
-    """How many samples the largest batch has that fits; 0 if none does. `ValueError` if the batch cannot be cut."""
+    """How many samples the largest batch has that fits; 0 if none does. `ValueError` if it cannot be cut."""
     usable, peaks = budget - kept_free(budget), {0: 0}
     low, high, n = 0, 0, max(1, case.batch_size)  # low fits, high does not; 0: not known yet
+    pieces = next((pieces for pieces in range(2, n + 1) if n % pieces == 0), 0)
+    if pieces and time_first(case.model):
+        case.run(Plan(micro_batches=pieces))  # is refused if what it cuts is time
 
     while high - low != 1:
         peaks[n] = Case(case.model, resized(case.inputs, n), case.make_optimizer, case.card).run(plan).peak["total"]

@@ -7,7 +7,7 @@ from minizero.models.gpt import RECOMPUTE
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Strategy:
     """How a model is trained. batch_size: sequences in one micro-batch of one GPU. stage: of ZeRO; 0 is DDP.
 
     Other names are as in `Zero3`. Micro-batches are as in `accumulate`: the gradients of all of them are reduced once.

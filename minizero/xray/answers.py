@@ -1,0 +1,155 @@
+"""What a script asks of a GPU or of its process group, answered on a machine that has neither: one table.
+
+Only the user's code is answered, and libraries of models. PyTorch's own gets what it always gets, so that nothing in
+there takes a GPU's way. A name in the table has a value, a function of the arguments, or a class in a class's place.
+"""
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from flash.gpus import GPUS
+from minizero.xray.lent import lent
+from minizero.xray.lines import is_users
+
+
+class Quiet:
+    """A stream, an event, a device's context: it does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "Quiet":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as what a copy asks for
+            raise AttributeError(name)
+        return lambda *_, **__: 1.0  # elapsed_time, by which some divide; query
+
+
+class OneProcess(nn.Module):
+    """DistributedDataParallel of one process: its buckets are as large as the gradients, unless these are views."""
+
+    def __init__(self, module: nn.Module, *_: Any, gradient_as_bucket_view: bool = False, **__: Any) -> None:
+        super().__init__()
+        self.module = module
+        trained = [] if gradient_as_bucket_view else [p for p in module.parameters() if p.requires_grad]
+        self.buckets = [torch.empty_like(parameter, requires_grad=False) for parameter in trained]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """Nothing is sent anyway."""
+        return contextlib.nullcontext()
+
+
+class OnHost:
+    """A generator: the host's, whatever device it is asked for."""
+
+    def __new__(cls, device: Any = None) -> Any:
+        return torch.Generator()
+
+
+def of_dtype(dtype: torch.dtype) -> type:
+    """The class in the place of torch.cuda.FloatTensor and its like."""
+
+    class OnCard:
+        def __new__(cls, *size: Any) -> Any:
+            if all(isinstance(number, int) for number in size):
+                return torch.empty(*size, dtype=dtype, device="cuda")
+            return torch.tensor(size[0], dtype=dtype, device="cuda")
+
+    return OnCard
+
+
+# Names of torch.cuda: what does nothing and returns nothing; what returns a number of bytes; classes that do nothing.
+NOTHING = """synchronize empty_cache set_device manual_seed manual_seed_all seed seed_all init ipc_collect set_stream
+reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats
+set_per_process_memory_fraction"""
+NO_BYTES = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved utilization"
+CLASSES = "Event Stream stream device device_of"
+GROUP = "destroy_process_group barrier all_reduce broadcast"
+TENSORS = {"Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Double": torch.float64}
+TENSORS |= {"Long": torch.int64, "Int": torch.int32, "Byte": torch.uint8, "Bool": torch.bool}
+
+
+def table(card: str) -> dict[Any, dict[str, Any]]:
+    """By owner: each name, and its answer."""
+    gpu, memory, name = GPUS[card], int(GPUS[card].usable * 2**30), f"NVIDIA {card}"
+    about = SimpleNamespace(name=name, total_memory=memory, multi_processor_count=gpu.processors)
+    about.major, about.minor = gpu.capability
+    of_card = {"is_available": True, "device_count": 1, "synchronize": None, "empty_cache": None}
+    cuda: dict[str, Any] = of_card | dict.fromkeys(NOTHING.split()) | dict.fromkeys(CLASSES.split(), Quiet)
+    cuda |= dict.fromkeys(NO_BYTES.split(), 0)
+    cuda |= {"current_device": 0, "is_initialized": True, "current_stream": Quiet, "default_stream": Quiet}
+    cuda |= {"get_device_name": name, "get_device_properties": about, "get_device_capability": gpu.capability}
+    cuda |= {"is_bf16_supported": gpu.capability >= (8, 0), "get_arch_list": [gpu.kind]}
+    cuda |= {"mem_get_info": (memory, memory), "memory_summary": "", "memory_stats": Counter()}
+    cuda |= {f"{kind}Tensor": of_dtype(dtype) for kind, dtype in TENSORS.items()}
+    started = [torch.distributed.is_available() and torch.distributed.is_initialized()]
+    group: dict[str, Any] = dict.fromkeys(GROUP.split())
+    group |= {"init_process_group": lambda *_, **__: started.append(True), "is_initialized": lambda: any(started)}
+    group |= {"get_rank": 0, "get_world_size": 1, "get_backend": "nccl"}
+    return {
+        torch.cuda: cuda,
+        torch.accelerator: of_card | {"current_accelerator": torch.device("cuda")},
+        torch.distributed: group,
+        nn.parallel: {"DistributedDataParallel": OneProcess},
+        torch: {"Generator": OnHost},
+    }
+
+
+def asks(frame: FrameType) -> bool:
+    """Is it code of the user's, or a notebook's cell, that asks?"""
+    return is_users(file := frame.f_code.co_filename) or file.startswith("<")
+
+
+def function(answer: Any) -> Callable[..., Any]:
+    """An answer as `lent` wants it: for the user's code, else what was there."""
+
+    def call(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not asks(sys._getframe(2)):
+            return before(*args, **kwargs)
+        return answer(*args, **kwargs) if callable(answer) else answer
+
+    return call
+
+
+class StandIn(type):
+    """A class in the place of another: if the user's code of one thread calls it, it is itself, else that other."""
+
+    original: type
+    thread: int
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        ours = threading.get_ident() == cls.thread and asks(sys._getframe(1))
+        return super().__call__(*args, **kwargs) if ours else cls.original(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, cls.original)
+
+
+@contextlib.contextmanager
+def answers(card: str | None) -> Iterator[None]:
+    """While it is entered, the user's code of this thread finds one GPU. None: it finds none."""
+    with contextlib.ExitStack() as stack:
+        for owner, names in table(card).items() if card else ():
+            for name, answer in names.items():
+                if isinstance(original := getattr(owner, name, None), type):
+                    made = StandIn(name, (answer,), {"original": original, "thread": threading.get_ident()})
+                    stack.enter_context(mock.patch.object(owner, name, made))
+                elif original is not None:
+                    stack.enter_context(lent((owner, name, function(answer))))
+        yield

@@ -1,0 +1,223 @@
+"""Host and card: where a tensor lies, for code that says "cuda" on a machine that has none.
+
+To PyTorch all tensors of an X-ray are the CPU's, or "meta". Each storage has a mark, its place: the card, or the host.
+
+    device="cuda", .to("cuda"), .cuda()     the card's; what lies on the host is copied
+    device="cpu", .to("cpu"), .cpu()        the host's; what lies on the card is copied
+    what an operator makes                  lies where its inputs lie
+
+What the host has is counted as "host", which is not in the total. Code that never says "cuda" has no marks, and all of
+it is the card's.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from minizero.memory.operators import Watcher
+from minizero.torch_private import current_backward
+from minizero.xray.lent import lent
+
+HOST, CARD = torch.device("cpu"), torch.device("cuda", 0)
+TWO = "it uses a second card, and one is counted: write 'cpu' for what lies on another, and it is left out"
+MIXED = "one tensor lies on the host, another on the card, and a GPU would refuse it: add .to('cuda')"
+# These take tensors of both places, and what they make lies where their first does. Indices may come from the host.
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+COPYING = {"copy_", "_to_copy", "_foreach_copy_", "set_", "_pack_padded_sequence"}
+
+
+class Here(threading.local):
+    """What holds in this thread."""
+
+    marks = False  # do tensors lie on host or card? Else all are in one place
+    making: torch.device | None = None  # the place of what is made now, if it is not its inputs'
+    caller: torch.device | None = None  # the place of what is given to the function that runs now
+    inside = 0  # operators that run now: to PyTorch's own code, which they call, all is the CPU's
+
+
+here = Here()
+
+
+@contextlib.contextmanager
+def having(**names: Any) -> Iterator[None]:
+    """In the block, `here` has these values."""
+    before = {name: getattr(here, name) for name in names}
+    vars(here).update(names)
+    try:
+        yield
+    finally:
+        vars(here).update(before)
+
+
+def meant(device: Any) -> torch.device | None:
+    """The place that a device means: a number is a card's. None if it is neither host nor card."""
+    if type(device) not in (int, str, torch.device):
+        return None
+    device = torch.device("cuda", device) if type(device) is int else torch.device(device)
+    if device.type == "cuda" and device.index not in (None, 0):
+        raise ValueError(TWO)
+    return {"cpu": HOST, "cuda": CARD}.get(device.type)
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """The tensor's storage; None if it has none of its own, as a sparse one."""
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        return tensor.untyped_storage()
+
+
+def place_of(tensor: Tensor) -> torch.device:
+    """Where a tensor lies."""
+    return getattr(storage_of(tensor), "place", HOST) if here.marks else HOST
+
+
+def put(tensor: Tensor, place: torch.device) -> None:
+    """Say where a tensor lies. The ledger counts what a step has on the host as "host"."""
+    if (storage := storage_of(tensor)) is not None:
+        storage.place = place
+        if place == HOST and isinstance(tensor, FakeTensor):
+            storage.category = "host"
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments, or its results, and in their lists."""
+    parts = (part for value in values for part in (value if isinstance(value, list | tuple) else (value,)))
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+# Operators mark what they make.
+
+
+def marking(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator; what it makes lies where it should. `ValueError` if a GPU would refuse its inputs."""
+    given, asked = tensors_in((*args, *kwargs.values())), meant(kwargs.get("device"))
+    place = here.making or (CARD if asked == CARD else place_for(func, given))
+    kwargs = kwargs | {"device": HOST} if asked == CARD else kwargs
+    with having(making=place, inside=here.inside + 1):  # also for the operators that it is made of
+        result = run(func, args, kwargs)
+    for made in tensors_in(result if isinstance(result, tuple | list) else (result,)):
+        if not hasattr(storage_of(made), "place"):  # otherwise it is one of its inputs, or a view
+            put(made, place)
+    return result
+
+
+def place_for(func: Any, given: list[Tensor]) -> torch.device:
+    """Where an operator's result lies. Without inputs, such as zeros: with those of the function around it.
+
+    Backward has no such function: there it is the card.
+    """
+    if not given:
+        return here.caller or (HOST if current_backward() == -1 else CARD)
+    places, name = [place_of(tensor) for tensor in given], func.overloadpacket.__name__
+    if name in COPYING or (name in INDEXING and places[0] == CARD) or CARD not in places:
+        return places[0]
+    if any(place == HOST and tensor.dim() for place, tensor in zip(places, given)):
+        raise ValueError(MIXED)  # but one number of the host's goes everywhere
+    return CARD
+
+
+class Marks(Watcher):
+    """While it is entered, operators mark what they make: around make(). `Pretend` does so by itself."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return marking(lambda func, args, kwargs: func(*args, **kwargs), func, args, kwargs or {})
+
+
+class OneDevice(TorchFunctionMode):
+    """While it is entered, "cuda" in the user's code means `device`: without a GPU, PyTorch would abort the process."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in QUESTIONS and place_of(args[0]) == CARD:
+            return QUESTIONS[func]
+        place = meant(kwargs.get("device"))
+        if place == CARD:
+            kwargs = kwargs | {"device": self.device}
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
+        caller = CARD if CARD in map(place_of, tensors_in((*args, *kwargs.values()))) else HOST
+        with having(making=place or here.making, caller=caller):
+            return func(*args, **kwargs)
+
+
+# What a tensor of the card says, to its user.
+QUESTIONS = {Tensor.device.__get__: CARD, Tensor.is_cuda.__get__: True, Tensor.get_device: 0}  # type: ignore[attr-defined]
+
+# Tensors move.
+
+
+class Moved(torch.autograd.Function):
+    """A copy at another place; its gradient goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: torch.device) -> Tensor:
+        """The copy."""
+        ctx.place = place_of(x)
+        with having(making=place):
+            return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """The gradient, at the place of the first."""
+        with having(making=ctx.place):
+            return grad.clone(), None
+
+
+def to(before: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`Tensor.to`, which copies between host and card. It casts on the host, as PyTorch does."""
+    first, rest = (args[0], args[1:]) if args else (None, ())
+    if isinstance(other := kwargs.get("other", first), Tensor):
+        place, rest = place_of(other), (other.dtype, *rest)
+    elif (named := meant(kwargs.get("device", first))) is None:
+        return before(tensor, *args, **kwargs)
+    else:
+        place = named
+    options = dict(zip(("dtype", "non_blocking", "copy"), rest)) | kwargs
+    options = {key: options[key] for key in ("dtype", "copy", "memory_format") if options.get(key) is not None}
+    if here.marks and not here.inside and place != place_of(tensor):
+        options.pop("copy", None)
+        if place == CARD and options:
+            tensor, options = before(tensor, **options), {}
+        tensor = Moved.apply(tensor, place)
+    return before(tensor, **options) if options else tensor
+
+
+def pinned(before: Any, tensor: Tensor, *_: Any) -> Tensor:
+    """`Tensor.pin_memory`: a copy on the host."""
+    with having(making=HOST):
+        return tensor.clone() if here.marks else tensor
+
+
+def deep_copy(before: Any, tensor: Tensor, memo: Any) -> Tensor:
+    """`copy.deepcopy`, which copies a storage without an operator."""
+    put(copied := before(tensor, memo), place_of(tensor))
+    return copied
+
+
+def moves() -> contextlib.AbstractContextManager:
+    """While it is entered, tensors of this thread move between host and card."""
+    plain = Tensor.to
+    return lent(
+        (Tensor, "to", to),
+        (Tensor, "cpu", lambda before, x, *_, **__: to(plain, x, HOST)),
+        (Tensor, "cuda", lambda before, x, device=0, *_, **__: to(plain, x, 0 if device is None else device)),
+        (Tensor, "pin_memory", pinned),
+        (Tensor, "__deepcopy__", deep_copy),
+        (Tensor, "record_stream", lambda before, x, *_: None),
+    )
+
+
+@contextlib.contextmanager
+def in_make(device: str) -> Iterator[None]:
+    """Around the user's make(): what is made there is `device`'s to PyTorch, and lies on host or card."""
+    with OneDevice(device), Marks(), moves(), having(marks=True):
+        yield

@@ -1,0 +1,190 @@
+"""An oracle for host and card: a user's loop on fake tensors of a device that PyTorch itself keeps apart from the CPU.
+
+PyTorch has a place for a device of somebody else's ("privateuse1"), and since 2.13 a backend for it in Python alone. So
+here a tensor that is moved is copied by PyTorch's own rules, a mixed operator is PyTorch's own error, and what lives
+on that device is counted by a tracker that knows nothing of an X-ray. "cuda" in a script means that device.
+
+    python -m tests.support.other_device FILE.py:make …     prints {"FILE.py:make": bytes at the peak of a step}
+
+It runs in a process of its own: autograd starts a thread for such a device, and after that no process can be forked.
+"""
+
+import contextlib
+import json
+import runpy
+import sys
+import weakref
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from minizero import torch_private
+
+POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+CARD = "gpu:0"
+aten = torch.ops.aten
+
+
+class Fakes(FakeTensorMode):
+    """Fake tensors; a number that is read is 1, by which an optimizer may divide."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten._local_scalar_dense.default and args[0].constant is None:
+            return (float if args[0].is_floating_point() else int)(1)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is aten.randint.default and result.device.type == "cpu":
+            with torch_private.without_modes():
+                result.constant = torch.zeros(result.shape, dtype=torch.long)  # where a loop's samples begin
+        return result
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes of the storages that live on the card."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "gpu":
+                self.see(tensor.untyped_storage())
+        return result
+
+    def see(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.alive:
+            return
+
+        def dies(_):
+            del self.alive[key]
+            self.now -= size
+
+        self.alive[key] = weakref.ref(storage, dies)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class Cuda(TorchFunctionMode):
+    """ "cuda" means the card, in whatever a function of PyTorch is given."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map(translated, (args, kwargs or {}))
+        kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()
+        if func in (torch.Tensor.to, torch.Tensor.cuda):
+            args[0].constant = None  # a number that PyTorch knows is computed on, on that device, for real
+        return args[0].to(CARD) if func is torch.Tensor.cuda else func(*args, **kwargs)
+
+
+def translated(value):
+    """A device of the script's as one of this process."""
+    named = isinstance(value, str) and value.startswith("cuda")
+    return torch.device(CARD) if named or (isinstance(value, torch.device) and value.type == "cuda") else value
+
+
+def several_at_once(self, *args, _init=torch.optim.Optimizer.__init__, **kwargs):
+    """An optimizer's `__init__`: it steps all tensors at once, as it does on a card for tensors that are not fake."""
+    _init(self, *args, **kwargs)
+    for group in self.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+class OneCard(nn.Module):
+    """`DataParallel` on one card."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+def moved(self, *args, **kwargs):
+    """`Module.to`, with new parameters: PyTorch swaps fake ones, which fails as long as a weak reference is there."""
+    new = {}
+    for module in self.modules():
+        for held in (module._parameters, module._buffers):
+            for name, old in held.items():
+                if old is not None and old not in new:
+                    copy = old.detach().to(*args, **kwargs)
+                    new[old] = nn.Parameter(copy, old.requires_grad) if isinstance(old, nn.Parameter) else copy
+                held[name] = new.get(old)
+    return self
+
+
+def until_they_step(step, optimizers):
+    """Call a step until all optimizers have stepped."""
+    before = [one.steps for one in optimizers]
+    for _ in range(32):
+        step()
+        if all(one.steps > old for one, old in zip(optimizers, before)):
+            return
+
+
+def peak(file, name):
+    """Bytes on the card at the peak of the second step."""
+    made = []
+
+    def counts(optimizer, *_):
+        optimizer.steps = getattr(optimizer, "steps", 0) + 1
+
+    def remembered(self, *args, **kwargs):
+        several_at_once(self, *args, **kwargs)
+        self.steps = 0
+        made.append(self)
+
+    handle = register_optimizer_step_post_hook(counts)
+    nothing = "synchronize manual_seed manual_seed_all empty_cache set_device"
+    answers = {"is_available": True, "get_device_name": "a card", "max_memory_allocated": 0}
+    answers |= dict.fromkeys(nothing.split())
+    with contextlib.ExitStack() as stack:
+        for each, value in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, each, lambda *_, value=value, **__: value))
+        stack.enter_context(mock.patch.object(torch.optim.Optimizer, "__init__", remembered))
+        stack.enter_context(mock.patch.object(nn.Module, "to", moved))
+        stack.enter_context(mock.patch.object(nn, "DataParallel", OneCard))
+        stack.enter_context(mock.patch.object(nn.Module, "cuda", lambda self, *_: moved(self, CARD)))
+        stack.enter_context(mock.patch.object(sys, "argv", [file]))
+        stack.enter_context(mock.patch.object(sys, "path", [str(Path(file).parent), *sys.path]))
+        stack.enter_context(mock.patch.object(torch.Tensor, "numpy", lambda x: np.zeros(tuple(x.shape))))
+        stack.enter_context(Fakes(allow_non_fake_inputs=True))
+        tracker = stack.enter_context(Tracker())
+        stack.enter_context(Cuda())
+        stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
+        make = runpy.run_path(file)[name]  # the rest that it returns would hold a script's first batch
+        model, step = make()
+        model.train()
+        until_they_step(step, made)
+        tracker.peak = tracker.now
+        until_they_step(step, made)
+    handle.remove()
+    return tracker.peak
+
+
+if __name__ == "__main__":
+    backend_registration._setup_privateuseone_for_python_backend("gpu")
+    found = {}
+    for given in list(sys.argv[1:]):
+        file, _, name = given.rpartition(":")
+        try:
+            found[given] = peak(file, name)
+        except Exception as error:
+            if "-v" in sys.argv:
+                raise
+            found[given] = f"{type(error).__name__}: {str(error)[:300]}"
+    print(json.dumps(found))

@@ -1,0 +1,41 @@
+"""DPO: a policy, a frozen reference, and the log-probabilities of chosen and rejected texts."""
+
+import copy
+
+import torch
+from gpt import GPT
+from torch.nn import functional as F
+
+device = torch.device("cuda")
+policy = GPT().to(device)
+reference = copy.deepcopy(policy).eval().requires_grad_(False)
+optimizer = torch.optim.RMSprop(policy.parameters(), lr=1e-6)
+beta = 0.1
+
+
+def logps(model, ids, mask):
+    logits, _ = model(ids)
+    each = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return (each * mask[:, 1:]).sum(-1)
+
+
+def dpo_step():
+    batch = {name: torch.randint(512, (4, 64)) for name in ("chosen", "rejected")}
+    batch["mask"] = torch.ones(4, 64)
+    batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    ids = torch.cat([batch["chosen"], batch["rejected"]])
+    mask = batch["mask"].repeat(2, 1)
+    with torch.no_grad():
+        ref_chosen, ref_rejected = logps(reference, ids, mask).chunk(2)
+    chosen, rejected = logps(policy, ids, mask).chunk(2)
+    loss = -F.logsigmoid(beta * ((chosen - rejected) - (ref_chosen - ref_rejected))).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 10.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    rewards = (chosen - ref_chosen).detach().cpu().numpy()
+    print(loss.item(), rewards.mean())
+
+
+def make():
+    return policy, dpo_step

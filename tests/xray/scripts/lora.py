@@ -1,0 +1,41 @@
+"""LoRA by hand, beside frozen weights of 8 bits with a scale for each row."""
+
+import torch
+from gpt import GPT
+from torch import nn
+from torch.nn import functional as F
+
+
+class LoRALinear(nn.Module):
+    def __init__(self, base, r=8, alpha=16):
+        super().__init__()
+        scale = base.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (base.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.lora_A = nn.Parameter(torch.randn(r, base.in_features) * 0.01)
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, r))
+        self.scaling = alpha / r
+
+    def forward(self, x):
+        frozen = F.linear(x, self.weight.to(x.dtype) * self.scale)
+        return frozen + (x @ self.lora_A.T @ self.lora_B.T) * self.scaling
+
+
+def make():
+    model = GPT(width=128)
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    for block in model.blocks:
+        block.qkv, block.proj = LoRALinear(block.qkv), LoRALinear(block.proj)
+    model.cuda()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+    def step():
+        ids = torch.randint(512, (4, 64)).cuda(non_blocking=True)
+        _, loss = model(ids, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step

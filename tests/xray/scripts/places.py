@@ -1,0 +1,91 @@
+"""Loops that keep something on the host: a data set, an average, masters, what autograd saves; and steps in time."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+
+def net():
+    return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to("cuda")
+
+
+def training(model=None, masters=None, batch=None, every=1, after=lambda model: None, rows=256):
+    """What make() returns: a model, and a step of a loop with what is left on the host."""
+    model, calls, data = model or net(), [], torch.zeros(rows, 512, device="cuda")
+    optimizer = torch.optim.AdamW(masters(model) if masters else model.parameters())
+
+    def step():
+        x = data if batch is None else batch().to("cuda", non_blocking=True)
+        (model(x) - x).pow(2).mean().backward()
+        calls.append(1)
+        if masters:
+            for master, parameter in zip(optimizer.param_groups[0]["params"], model.parameters()):
+                master.grad, parameter.grad = parameter.grad.cpu(), None
+        if len(calls) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        after(model)
+
+    return model, step
+
+
+def data_set():
+    rows = torch.zeros(524288, 512).pin_memory()
+    return training(batch=lambda: rows[:256])
+
+
+def average():
+    model = net()
+    slow = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+    def after(model):
+        for name, value in model.state_dict().items():
+            slow[name].lerp_(value.detach().cpu(), 0.01)
+
+    return training(model, after=after)
+
+
+def masters():
+    def update(model):
+        with torch.no_grad():
+            for master, parameter in zip(host, model.parameters()):
+                parameter.copy_(master)
+
+    model = net()
+    host = [parameter.detach().cpu().clone().requires_grad_() for parameter in model.parameters()]
+    return training(model, masters=lambda model: host, after=update)
+
+
+class Deep(nn.Module):
+    def __init__(self, away):
+        super().__init__()
+        self.blocks, self.away = nn.ModuleList(net() for _ in range(4)), away
+
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu() if self.away else contextlib.nullcontext():
+            for block in self.blocks:
+                x = x + block(x)
+        return x
+
+
+def saved():
+    return training(Deep(True), rows=4096)
+
+
+def kept():
+    return training(Deep(False), rows=4096)
+
+
+def every_third():
+    return training(every=3)
+
+
+def evaluates():
+    def evaluate(model):
+        model.eval()
+        with torch.no_grad():
+            torch.cat([model(torch.zeros(256, 512, device="cuda")) for _ in range(200)]).mean()
+        model.train()
+
+    return training(after=evaluate)
