@@ -27,6 +27,18 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def will_write(node: torch.autograd.graph.Node) -> bool:
+    """Will the backward that runs now run this node? False for a leaf whose gradient `torch.autograd.grad` returns.
+
+    Why: a backward of some inputs only must not be taken for one of the parameters.
+    Since 2.0. In its place: a public question for what a backward was asked.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
+
+
 def call_at_end_of_backward(call: Callable[[], None]) -> None:
     """Let autograd call `call` when the backward that runs now is over. To be called from a hook.
 

@@ -43,7 +43,7 @@ from minizero.engines.any_model.guards.optimizers import mark
 from minizero.engines.any_model.guards.wrapped import Ours
 from minizero.engines.any_model.unit import Unit
 from minizero.engines.any_model.units import make_units, start_buffers
-from minizero.engines.any_model.uses import Use, converted, leaves_as_views, tensors_in
+from minizero.engines.any_model.uses import Use, asks_for_parameters, converted, leaves_as_views, nodes_after, tensors_in
 from minizero.engines.any_model.wrapped import Wrapped
 from minizero.engines.layout import GroupBy
 from minizero.ranks.comm import Comm
@@ -178,15 +178,19 @@ class AnyModel(Wrapped):
         grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         versions = {unit: unit.version for unit in self.roots}  # of masters; `open_use` checks other units'
 
-        def begins(_: torch.Tensor) -> None:
+        def begins(nodes: list[Any]) -> None:
             if self.backward is None:
                 for unit, version in versions.items():
                     check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
-                self.begin_backward()
+                if asks_for_parameters(nodes):
+                    self.begin_backward()
+                else:  # `torch.autograd.grad` of an input: nothing is reduced
+                    self.begin_gradient_of_inputs()
 
         for tensor in grown:
             self.passes.add("forward")
-            tensor.register_hook(begins)
+            nodes = nodes_after(tensor.grad_fn)  # not the tensor's own, which would hold its hook, and that the node
+            tensor.register_hook(lambda _, nodes=nodes: begins(nodes))
         if not grown and self.began == torch_private.next_operation():  # no operation made a graph: no backward
             self.release_all()
 
@@ -247,7 +251,7 @@ class AnyModel(Wrapped):
         if not self.open_uses[unit]:  # no other use of the same unit is open
             self.release(unit)
 
-    # Backward. A `torch.autograd.grad` inside the model opens uses, but begins none: nothing is reduced then.
+    # Backward. A `torch.autograd.grad` of inputs, or inside the model, opens uses, but begins none: nothing is reduced.
 
     @property
     def in_backward(self) -> bool:
@@ -260,9 +264,16 @@ class AnyModel(Wrapped):
         for unit in self.in_order:
             check_untouched(unit)
             unit.begin_gradient()
+        self.gather_roots()
+        torch_private.call_at_end_of_backward(self.end_backward)
+
+    def begin_gradient_of_inputs(self) -> None:
+        self.gather_roots()
+        torch_private.call_at_end_of_backward(self.release_all)
+
+    def gather_roots(self) -> None:
         for unit in self.roots:  # an earlier backward of the same forward may have released them
             self.gather(unit)
-        torch_private.call_at_end_of_backward(self.end_backward)
 
     def arrived(self, unit: Unit, number: int) -> None:
         parameter = unit.parameters[number]
