@@ -8,7 +8,7 @@
     begin_backward   under no_sync the sum goes on, or begins (gradient.py)
     arrived          `bring`: refuses what cannot be right; DDP's .grad of before is kept
     reduce_complete  nothing under no_sync
-    end_backward     what got no gradient counts as zero, and is reduced
+    end_backward     what got no gradient counts as zero, and is reduced; buffers become rank 0's (buffers.py)
 
 Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
 until before_forward.
@@ -27,6 +27,7 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines import core
+from minizero.engines.any_model.buffers import Buffers
 from minizero.engines.any_model.gradient import Backward
 from minizero.engines.any_model.guards.modules import (
     check_compiled,
@@ -42,8 +43,15 @@ from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, n
 from minizero.engines.any_model.guards.optimizers import mark
 from minizero.engines.any_model.guards.wrapped import Ours
 from minizero.engines.any_model.unit import Unit
-from minizero.engines.any_model.units import make_units, start_buffers
-from minizero.engines.any_model.uses import Use, asks_for_parameters, converted, leaves_as_views, nodes_after, tensors_in
+from minizero.engines.any_model.units import make_units
+from minizero.engines.any_model.uses import (
+    Use,
+    asks_for_parameters,
+    converted,
+    leaves_as_views,
+    nodes_after,
+    tensors_in,
+)
 from minizero.engines.any_model.wrapped import Wrapped
 from minizero.engines.layout import GroupBy
 from minizero.ranks.comm import Comm
@@ -56,7 +64,7 @@ class AnyModel(Wrapped):
     masters. Those of frozen parameters are kept in 16 bits, and saved as FP32. Norms with running
     statistics compute in FP32. Buffers keep their dtype. units: modules, by default the repeated blocks. group_by: a
     function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
-    parameters of one group only.
+    parameters of one group only. broadcast_buffers: False leaves each rank the buffers that its forward wrote.
 
     Complete the module before you wrap it: initialise, add, replace and freeze parameters first. A gradient set to None
     on a parameter of the module freezes nothing; the shards' gradients count.
@@ -81,10 +89,11 @@ class AnyModel(Wrapped):
         dtype: torch.dtype | None = None,
         units: Sequence[nn.Module] | None = None,
         group_by: GroupBy | None = None,
+        broadcast_buffers: bool = True,
     ) -> None:
         self.name = type(self).__name__
         check_module(self.name, module, comm.rank, dtype)
-        self.dtype, self.group_by = dtype, group_by
+        self.dtype, self.group_by, self.broadcast_buffers = dtype, group_by, broadcast_buffers
         self.sync = True  # False under no_sync
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
@@ -98,7 +107,7 @@ class AnyModel(Wrapped):
     def make_units(self, blocks: Sequence[nn.Module] | None) -> Sequence[Unit]:
         self.as_wrapped = names_and_parameters(self.module)
         names = self.names_in(self.own_state()[0])
-        start_buffers(self.module, self.comm)
+        self.its_buffers = Buffers(self.module, self.comm)
         dtype = self.dtype or torch.float32
         units = make_units(self.module, self.comm, self.inside or self.comm, dtype, blocks, self.group_by)
         if self.frees_replicas:
@@ -302,6 +311,8 @@ class AnyModel(Wrapped):
         while self.backward.sends and self.backward.left:  # what was not used has a gradient of zero
             self.reduce(*self.backward.take())
         self.finish()
+        if self.backward.sends and self.broadcast_buffers:
+            self.its_buffers.become_rank_0s()
         self.release_all()
         for unit in self.in_order:
             unit.show_gradient()  # what no_sync holds

@@ -1,18 +1,13 @@
-"""Which parameters form a unit: by default the repeated blocks of a model, and the root unit for all that is left.
-
-Buffers belong to none: each rank holds them all.
-"""
+"""Which parameters form a unit: by default the repeated blocks of a model, and the root unit for all that is left."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from minizero import torch_private
 from minizero.engines.any_model.guards.norms import keeps_statistics
 from minizero.engines.any_model.unit import Unit
 from minizero.engines.layout import GroupBy
-from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 
 
@@ -68,19 +63,3 @@ def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
     else:
         for child_path, child in children:
             yield from repeated_blocks(child, child_path)
-
-
-def start_buffers(module: nn.Module, comm: Comm) -> None:
-    """Move the buffers to the ranks' device, and give them rank 0's values. Those that share memory go on sharing."""
-    moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # old, which keeps its number, and new
-    for name, buffer in module.named_buffers():
-        if buffer.device != comm.device or buffer.is_inference():  # which may not be written in place
-            old = buffer.untyped_storage()
-            if (key := torch_private.storage_id(old)) not in moved:
-                memory = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(old)
-                moved[key] = old, memory.to(comm.device).untyped_storage()
-            place = buffer.storage_offset(), buffer.shape, buffer.stride()
-            buffer.data = torch.empty(0, dtype=buffer.dtype, device=comm.device).set_(moved[key][1], *place)
-        # One number behind many places, as `expand` makes them, is written once.
-        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())
-        buffer.data[once].copy_(broadcast(buffer.data, comm, label=name)[once])

@@ -87,7 +87,8 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     waiting = [engine.name for _, unit, engine in held if engine.passes == {"forward"} and not unit.original]
     if waiting and all(shard.grad is None for shard, *_ in held):
         raise RuntimeError(
-            f"{waiting[0]}: a step without a backward. Had it inputs=? Shards are in no graph, and get no gradient: leave it out"
+            f"{waiting[0]}: a step without a backward. Had it inputs=? Shards are in no graph, so no gradient "
+            "comes: leave it out"
         )
 
 
