@@ -43,7 +43,7 @@ from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, n
 from minizero.engines.any_model.guards.optimizers import mark
 from minizero.engines.any_model.guards.wrapped import Ours
 from minizero.engines.any_model.unit import Unit
-from minizero.engines.any_model.units import make_units
+from minizero.engines.any_model.units import make_units, say_what_is_most
 from minizero.engines.any_model.uses import (
     Use,
     asks_for_parameters,
@@ -114,6 +114,8 @@ class AnyModel(Wrapped):
             check_compiled(self.name, self.module, units)
         for unit in units:
             unit.layout.names = [names[id(parameter)][0] for parameter in unit.parameters]  # those that it is saved by
+        if self.reshard_after_forward and self.comm.rank == 0 and units[0].comm.size > 1:
+            say_what_is_most(self.name, units)
         return units
 
     # What a stage does, beside its part in core.py.

@@ -20,6 +20,7 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.any_model.engine import AnyModel
+from minizero.engines.any_model.guards.modules import naming_units
 from minizero.engines.any_model.hybrid import average_in_two_steps, inside_and_across
 from minizero.engines.any_model.offload import to_host
 from minizero.engines.any_model.prefetch import Ahead, check_prefetch
@@ -137,9 +138,10 @@ class Zero3(CoreZero3, AnyModel):
             unit.cut_shards()
 
     def gather(self, unit: Unit) -> None:
-        if self.ahead:
-            self.ahead.gather(unit)
-        super().gather(unit)  # if nobody gathered it ahead
+        with naming_units():
+            if self.ahead:
+                self.ahead.gather(unit)
+            super().gather(unit)  # if nobody gathered it ahead
         unit.point_parameters_at(unit.replica)
 
     def release(self, unit: Unit) -> None:

@@ -1,5 +1,7 @@
 """Which parameters form a unit: by default the repeated blocks of a model, and the root unit for all that is left."""
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -54,12 +56,30 @@ def make_units(
 
 
 def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children of each ModuleList or Sequential whose children are of one type: (path, child)."""
+    """The children of each ModuleList that hold parameters, and those of each Sequential of one type: (path, child).
+
+    A child without a forward, such as a ModuleList, is never called itself: its own children may be.
+    """
     children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
-    kinds = {type(child) for _, child in children}
-    repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) == 1
-    if repeated and not kinds & {nn.ModuleList, nn.ModuleDict}:  # which are never called themselves
-        yield from children
-    else:
-        for child_path, child in children:
+    one_type = isinstance(module, nn.Sequential) and len({type(child) for _, child in children}) == 1
+    for child_path, child in children:
+        listed = isinstance(module, nn.ModuleList) and any(True for _ in child.parameters())
+        if (one_type or listed) and type(child).forward is not nn.Module.forward:
+            yield child_path, child
+        else:
             yield from repeated_blocks(child, child_path)
+
+
+def say_what_is_most(stage: str, units: Sequence[Unit]) -> None:
+    """Warn if one unit, gathered as a whole, is most of the model, though its modules are smaller."""
+    total = sum(unit.layout.numel for unit in units)
+    for unit in units:
+        by_module: Counter[str] = Counter()
+        for name, shape in zip(unit.layout.names, unit.layout.shapes, strict=True):
+            by_module[name.rpartition(".")[0]] += shape.numel()
+        if 2 * unit.layout.numel > total and 2 * max(by_module.values()) < unit.layout.numel:
+            warnings.warn(
+                f"{stage}: the unit {unit.name} holds {unit.layout.numel / total:.0%} of the parameters, and is "
+                "gathered as a whole: name smaller modules in units=, or put the blocks into a ModuleList",
+                stacklevel=2,
+            )

@@ -1,9 +1,11 @@
 """Against modules that an engine cannot wrap, or that changed after it did, and against backwards that cannot be right.
 
-DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffers that share memory.
+DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffers that share memory. DeepSpeed#4808:
+ranks that use other experts.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from minizero import torch_private
 from minizero.engines.any_model.guards.optimizers import check_hooks, check_place
 from minizero.engines.any_model.unit import Unit
+from minizero.ranks.errors import CollectiveMismatch, CommTimeout
 
 
 def check_module(stage: str, module: nn.Module, rank: int, dtype: torch.dtype | None) -> None:
@@ -147,6 +150,17 @@ def check_gradient(stage: str, unit: Unit, gradient: torch.Tensor | None, *, aga
         )
     if gradient is not None and gradient.is_sparse:
         raise RuntimeError(f"{unit.name}: sparse gradients are not supported: use sparse=False")
+
+
+@contextlib.contextmanager
+def naming_units() -> Iterator[None]:
+    """Around a gather: an error says what to do if the ranks use other units, as they do with experts."""
+    try:
+        yield
+    except (CollectiveMismatch, CommTimeout) as error:
+        raise type(error)(
+            f"{error} If each rank uses other modules, such as experts: name a module around them all in units="
+        ) from error
 
 
 def check_compiled(stage: str, whole: nn.Module, units: Sequence[Unit]) -> None:
