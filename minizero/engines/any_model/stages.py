@@ -189,6 +189,12 @@ class Zero3(CoreZero3, AnyModel):
         if self.ahead and gradient is not None:
             self.ahead.after_put(unit, self.backward.owed[unit])
 
+    def end_forward(self, output: Any) -> None:
+        super().end_forward(output)
+        if self.ahead:
+            self.ahead.in_pass = self.in_backward  # in a second run, the backward goes on
+
     def finish(self) -> None:
         if self.ahead:
             self.ahead.finish()
+            self.ahead.in_pass = False
