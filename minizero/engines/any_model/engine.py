@@ -41,6 +41,7 @@ from minizero.engines.any_model.guards.modules import (
 from minizero.engines.any_model.guards.no_sync import check_untouched
 from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, name_buffers
 from minizero.engines.any_model.guards.optimizers import mark
+from minizero.engines.any_model.guards.ranks import check_ranks, digest
 from minizero.engines.any_model.guards.wrapped import Ours
 from minizero.engines.any_model.unit import Unit
 from minizero.engines.any_model.units import make_units, say_what_is_most
@@ -98,6 +99,8 @@ class AnyModel(Wrapped):
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # that autograd is inside of, in a backward or a torch.autograd.grad
+        self.digest: str | None = None if not self.frees_replicas else ""  # for `check_ranks`, as `stepped`
+        self.stepped = False
         self.began = -1  # autograd's number of the operation that the last forward began with
         super().__init__(module, comm, units)
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]
@@ -171,6 +174,8 @@ class AnyModel(Wrapped):
             self.running.clear()  # what is left there ended by an exception
         self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.refresh()
+        if self.digest != "":  # no backward has compared it yet
+            self.digest = digest(self.units)
         for unit in self.roots:
             self.gather(unit)
 
@@ -313,8 +318,11 @@ class AnyModel(Wrapped):
         while self.backward.sends and self.backward.left:  # what was not used has a gradient of zero
             self.reduce(*self.backward.take())
         self.finish()
-        if self.backward.sends and self.broadcast_buffers:
-            self.its_buffers.become_rank_0s()
+        if self.backward.sends:
+            check_ranks(self)
+            self.digest, self.stepped = "", False
+            if self.broadcast_buffers:
+                self.its_buffers.become_rank_0s()
         self.release_all()
         for unit in self.in_order:
             unit.show_gradient()  # what no_sync holds

@@ -122,7 +122,10 @@ def check_writes(stage: str, unit: Unit) -> None:
         if torch_private.place(parameter) != (memory, start + offset):
             what = "given other memory, as `.data =` does: copy_() into it instead"
         elif unit.dtype != unit.master.dtype and parameter._version != parameter.writes:  # type: ignore[attr-defined]
-            what = "written to, its FP32 master was not: write to parameters(), under no_grad and after the step"
+            what = (
+                "written to, its FP32 master was not: write to parameters(), under no_grad and after the step, or "
+                "initialise the module before wrapping it"
+            )
         else:
             continue
         raise RuntimeError(f"{stage}: {parameter.wrapped_in[0]} was {what}")  # type: ignore[attr-defined]

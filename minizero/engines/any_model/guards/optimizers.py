@@ -94,7 +94,8 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called after every optimizer step in this process: the replicas of what it stepped are old from here on."""
-    for shard, unit, _ in shards_of(optimizer):
+    for shard, unit, engine in shards_of(optimizer):
+        engine.stepped = True
         if not unit.original:
             torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
             unit.empty_parameters()
