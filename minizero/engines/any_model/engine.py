@@ -280,6 +280,7 @@ class AnyModel(Wrapped):
         for unit in self.in_order:
             check_untouched(unit)
             unit.begin_gradient()
+            unit.note_gradients()
         self.gather_roots()
         torch_private.call_at_end_of_backward(self.end_backward)
 
@@ -326,11 +327,14 @@ class AnyModel(Wrapped):
         self.release_all()
         for unit in self.in_order:
             unit.show_gradient()  # what no_sync holds
+            unit.before.clear()
         self.backward = None
 
 
 def put_aside(unit: Unit, number: int) -> Any:
     """DDP in FP32: autograd would add to the parameter's .grad of before: keep that in `unit.aside` meanwhile.
+
+    What a custom Function wrote to .grad in this backward stays, and autograd adds to that.
 
     Returns autograd's node that writes .grad. Somebody must hold the node: autograd itself would make a new one.
     """
@@ -339,8 +343,7 @@ def put_aside(unit: Unit, number: int) -> Any:
 
     def writes(_: Any) -> None:
         if (unit := weak()) is not None:
-            parameter = unit.parameters[number]
-            unit.aside[number], parameter.grad = parameter.grad, None
+            unit.aside[number], unit.parameters[number].grad = unit.before_and_written(number)
 
     node.register_prehook(writes)
     return node

@@ -49,8 +49,10 @@ class Unit(core.Unit):
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        # Only if `original` (below): a parameter's .grad of before, by number; autograd's nodes, so that hooks stay.
+        # Only if `original` (below): a parameter's .grad of before, by number; those of the backward that runs, with
+        # their counts of writes, as it began; autograd's nodes, so that hooks stay.
         self.aside: dict[int, torch.Tensor | None] = {}
+        self.before: list[tuple[torch.Tensor | None, int]] = []
         self.nodes: list[Any] = []
 
     @property
@@ -121,6 +123,24 @@ class Unit(core.Unit):
                 self.gradient.go_on()
         if self.gradient is None:
             self.gradient = LocalGradient(self.layout, self.shards, None if self.unsharded else self.chunk)
+
+    def note_gradients(self) -> None:
+        """A backward begins: what do the parameters have as .grad, if these are the optimizer's?"""
+        its = self.parameters if self.original else []
+        self.before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in its]
+
+    def before_and_written(self, number: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of the .grad of parameter `number`: what was there before this backward, and what a Function has added."""
+        now = self.parameters[number].grad
+        before, version = self.before[number] if self.before else (now, -1)
+        if now is before:
+            if self.before and now is not None and now._version != version:
+                raise RuntimeError(
+                    f"{self.layout.names[number]}: its .grad was written to in backward, in place, and held a gradient "
+                    "already: return the gradient from the Function, or zero_grad() before this backward"
+                )
+            return now, None
+        return before, now if before is None or now is None else now - before
 
     def own_gradient_comes(self) -> None:
         """The loss uses a shard itself, in a penalty over parameters(), so autograd will add to its .grad.
