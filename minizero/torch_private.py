@@ -48,6 +48,15 @@ def call_at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def as_plain_tensors() -> Any:
+    """A context in which subclasses of Tensor are not asked about what is done with them.
+
+    Why: the public `Tensor.__torch_function__` makes new tensors of the results, without what is noted on these.
+    Since 1.13. In its place: a public context of the same kind.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def next_operation() -> int:
     """The number that autograd will give to the next operation of this thread.
 

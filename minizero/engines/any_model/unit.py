@@ -18,6 +18,7 @@ from minizero import torch_private
 from minizero.engines import core
 from minizero.engines.any_model.gradient import LocalGradient, pieces
 from minizero.engines.any_model.guards.released import Released
+from minizero.engines.any_model.guards.shards import Shard, watch
 from minizero.engines.layout import GroupBy, cut, pad
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
@@ -174,12 +175,15 @@ class Unit(core.Unit):
             # .grad: of an earlier backward, or of what else the loss makes of this shard, such as a penalty
             shard.grad = piece if shard.grad is None else piece.add_(shard.grad)
             shard.grad.full = full  # type: ignore[attr-defined]
+            if isinstance(shard, Shard):
+                watch(shard, watched=True)
             for hook in after:  # such as an optimizer's step, which frees the gradient at once
                 hook(shard)
 
     def gradient_norms(self, norm_type: float) -> torch.Tensor:
         """One norm for each N-th of the gradient, for N ranks, that this rank holds (DDP: N of them)."""
-        gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
-        flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
-        chunks = flat.split(self.size // self.everyone.size)
-        return torch.stack([torch.linalg.vector_norm(chunk, norm_type) for chunk in chunks])
+        with torch_private.as_plain_tensors():
+            gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
+            flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
+            chunks = flat.split(self.size // self.everyone.size)
+            return torch.stack([torch.linalg.vector_norm(chunk, norm_type) for chunk in chunks])
