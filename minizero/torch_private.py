@@ -253,6 +253,15 @@ def place(tensor: torch.Tensor) -> tuple[int, int]:
     return storage_id(tensor.untyped_storage()), int(tensor.storage_offset())
 
 
+def weight_is_computed(module: nn.Module) -> bool:
+    """Does torch.nn.utils.weight_norm or spectral_norm compute the module's weight before each forward?
+
+    Why: autograd keeps that weight until backward, and stage 3 cannot free it.
+    Since 1.8, as `compute_weight`. In its place: parametrizations, which can be asked.
+    """
+    return any(hasattr(hook, "compute_weight") for hook in module._forward_pre_hooks.values())
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Did `module.compile()` compile the module, with its hooks?
 

@@ -37,6 +37,8 @@ from minizero.engines.any_model.guards.modules import (
     check_unchanged,
     check_writes,
     names_and_parameters,
+    say_what_autocast_keeps,
+    say_what_is_computed,
 )
 from minizero.engines.any_model.guards.no_sync import check_untouched
 from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, name_buffers
@@ -101,6 +103,7 @@ class AnyModel(Wrapped):
         self.open_uses: Counter[Unit] = Counter()  # that autograd is inside of, in a backward or a torch.autograd.grad
         self.digest: str | None = None if not self.frees_replicas else ""  # for `check_ranks`, as `stepped`
         self.stepped = False
+        self.told = not self.reshard_after_forward or comm.rank > 0  # `say_what_autocast_keeps`
         self.began = -1  # autograd's number of the operation that the last forward began with
         super().__init__(module, comm, units)
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]
@@ -119,6 +122,7 @@ class AnyModel(Wrapped):
             unit.layout.names = [names[id(parameter)][0] for parameter in unit.parameters]  # those that it is saved by
         if self.reshard_after_forward and self.comm.rank == 0 and units[0].comm.size > 1:
             say_what_is_most(self.name, units)
+            say_what_is_computed(self.name, self.module)
         return units
 
     # What a stage does, beside its part in core.py.
@@ -172,6 +176,7 @@ class AnyModel(Wrapped):
                 for unit in self.in_order:  # .grad stays as it was, but for units that were reduced already
                     unit.gradient = None  # what this backward had brought, and the sum of no_sync
             self.running.clear()  # what is left there ended by an exception
+        self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
         self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.refresh()
         if self.digest != "":  # no backward has compared it yet

@@ -1,16 +1,18 @@
 """Against modules that an engine cannot wrap, or that changed after it did, and against backwards that cannot be right.
 
 DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffers that share memory. DeepSpeed#4808:
-ranks that use other experts.
+ranks that use other experts. fairscale#642: weights that autograd keeps in another form.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from minizero import torch_private
 from minizero.engines.any_model.guards.optimizers import check_hooks, check_place
@@ -164,6 +166,31 @@ def naming_units() -> Iterator[None]:
         raise type(error)(
             f"{error} If each rank uses other modules, such as experts: name a module around them all in units="
         ) from error
+
+
+def say_what_is_computed(stage: str, module: nn.Module) -> None:
+    """Warn if forward computes weights from others: autograd keeps these, and stage 3 cannot free them."""
+    for name, part in module.named_modules():
+        if is_parametrized(part) or torch_private.weight_is_computed(part):
+            warnings.warn(
+                f"{stage}: autograd keeps the weight of {name or 'the module'}, which is computed from others (a "
+                "parametrization, weight_norm), whole and on each rank, until backward: recompute its block, by "
+                "minizero.recompute.checkpoint",
+                stacklevel=2,
+            )
+            return
+
+
+def say_what_autocast_keeps(stage: str, dtype: torch.dtype | None, device: str) -> bool:
+    """Warn if torch.autocast casts FP32 weights: autograd keeps the copies, and stage 3 cannot free them. Did it?"""
+    casts = dtype in (None, torch.float32) and torch.is_grad_enabled() and torch.is_autocast_enabled(device)
+    if casts:
+        warnings.warn(
+            f"{stage}: autograd keeps the copy that torch.autocast makes of each weight, whole and on each rank, until "
+            f"backward: wrap with dtype={torch.get_autocast_dtype(device)}, and leave autocast out",
+            stacklevel=2,
+        )
+    return casts
 
 
 def check_compiled(stage: str, whole: nn.Module, units: Sequence[Unit]) -> None:
