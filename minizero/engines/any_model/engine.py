@@ -95,7 +95,7 @@ class AnyModel(Wrapped):
         broadcast_buffers: bool = True,
     ) -> None:
         self.name = type(self).__name__
-        check_module(self.name, module, comm.rank, dtype)
+        check_module(self.name, module, comm, dtype)
         self.dtype, self.group_by, self.broadcast_buffers = dtype, group_by, broadcast_buffers
         self.sync = True  # False under no_sync
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
