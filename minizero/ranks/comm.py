@@ -37,6 +37,7 @@ class Comm(contextlib.AbstractContextManager):
         self.device = transport.device
         self.ranks = transport.ranks
         self.parts: weakref.WeakSet[Comm] = weakref.WeakSet()  # made by `split`, and in use
+        self.whole: Comm | None = None  # that was split
         self.observers = [] if observers is None else observers  # called after each collective, also of the parts
         self.leaving = contextlib.ExitStack()  # what there is to be done at its end
 

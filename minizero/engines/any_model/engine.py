@@ -103,7 +103,7 @@ class AnyModel(Wrapped):
         self.open_uses: Counter[Unit] = Counter()  # that autograd is inside of, in a backward or a torch.autograd.grad
         self.digest: str | None = None if not self.frees_replicas else ""  # for `check_ranks`, as `stepped`
         self.stepped = False
-        self.told = not self.reshard_after_forward or comm.rank > 0  # `say_what_autocast_keeps`
+        self.told = not self.reshard_after_forward or comm.rank > 0 or comm.size == 1  # `say_what_autocast_keeps`
         self.began = -1  # autograd's number of the operation that the last forward began with
         super().__init__(module, comm, units)
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]

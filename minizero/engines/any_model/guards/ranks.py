@@ -9,35 +9,32 @@ from typing import Any
 import torch
 
 from minizero.engines.any_model.unit import Unit
-from minizero.ranks.agreement import exchange
+from minizero.ranks.agreement import agreement
+from minizero.ranks.errors import CollectiveMismatch
+
+WHAT_TO_DO = {
+    "parameters": "initialise the module before wrapping it; afterwards load_full_state_dict(state) sets all ranks'",
+    "step": "if a rank leaves out an optimizer step, all must: let them decide together, by all_reduce(…, op='max')",
+}
 
 
 def digest(units: Sequence[Unit]) -> str:
     """Of the replicas: the sum of their bits, which is the same in any order."""
     bits = {2: torch.int16, 4: torch.int32}
-    return str(sum(int(u.replica.detach().view(bits[u.dtype.itemsize]).sum(dtype=torch.int64)) for u in units))
+    numbers = [unit.replica.detach().view(bits[unit.dtype.itemsize]) for unit in units]
+    real = type(units[0].replica) is torch.Tensor  # a fake one has no numbers
+    return str(sum(int(each.sum(dtype=torch.int64)) for each in numbers)) if real else ""
 
 
 def check_ranks(engine: Any) -> None:
-    """`RuntimeError` if the ranks did not do the same before this backward. Collective; its words count as no bytes.
+    """`CollectiveMismatch` if the ranks did not do the same before this backward. Collective, of no bytes.
 
     engine.digest: of the parameters that the first forward had; "" afterwards. engine.stepped: has an optimizer made a
     step since the backward before?
     """
-    digests, steps = zip(
-        *(words.split() for words in exchange(engine.comm, "backward", f"-{engine.digest} {engine.stepped}")),
-        strict=True,
-    )
-    ranks = engine.comm.ranks
-    for rank, theirs in enumerate(digests):
-        if theirs != digests[0]:
-            raise RuntimeError(
-                f"{engine.name}: rank {ranks[rank]} computes with other parameters than rank {ranks[0]}: initialise "
-                "the module before wrapping it; afterwards load_full_state_dict(state) sets them on all ranks"
-            )
-    if len({*steps}) > 1:
-        made, left_out = (ranks[steps.index(answer)] for answer in ("True", "False"))
-        raise RuntimeError(
-            f"{engine.name}: rank {left_out} left out the optimizer step that rank {made} made: let the ranks decide "
-            'together, say by all_reduce(flag, comm, op="max"), or their parameters drift apart'
-        )
+    what, said = ("parameters", engine.digest) if engine.digest else ("step", engine.stepped)
+    try:
+        with agreement(engine.comm, "end of backward", **{what: said}):
+            pass
+    except CollectiveMismatch as error:
+        raise CollectiveMismatch(f"{engine.name}: {error} They differ in their {what}: {WHAT_TO_DO[what]}") from error

@@ -137,5 +137,5 @@ def watch(shard: torch.Tensor, *, watched: bool) -> None:
         with torch_private.as_plain_tensors():
             gradient = shard.grad
         mark_as(shard, Shard if watched else nn.Parameter)
-        if type(gradient) in (torch.Tensor, Piece):
+        if gradient is not None and type(gradient) in (torch.Tensor, Piece):
             mark_as(gradient, Piece if watched else torch.Tensor)
