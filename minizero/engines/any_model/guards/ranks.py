@@ -4,6 +4,7 @@ Lightning#6013: a module that is initialised after it was wrapped. accelerate#37
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ def check_ranks(engine: Any) -> None:
     step since the backward before?
     """
     what, said = ("parameters", engine.digest) if engine.digest else ("step", engine.stepped)
+    unseen: Any = SimpleNamespace(transport=engine.comm.transport, observers=[])  # it is no part of a step
     try:
-        with agreement(engine.comm, "end of backward", **{what: said}):
+        with agreement(unseen, "end of backward", **{what: said}):
             pass
     except CollectiveMismatch as error:
         raise CollectiveMismatch(f"{engine.name}: {error} They differ in their {what}: {WHAT_TO_DO[what]}") from error
