@@ -22,6 +22,15 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # was it ca
 # Autograd calls the function that it is given when the backward that runs now is over. To be called from a hook.
 call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 next_operation = torch._C._autograd._get_sequence_nr  # the number that this thread's next operation will get
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # a context in which no subclass of Tensor is asked
+
+
+def will_write(node: torch.autograd.graph.Node) -> bool:
+    """Will the backward that runs now run this node? False for a leaf whose gradient `torch.autograd.grad` returns."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
 
 
 def operation_of(tensor: torch.Tensor) -> int:
@@ -128,6 +137,11 @@ BatchNorm = nn.modules.batchnorm._NormBase  # the class of all norms with runnin
 not_compiled: Callable[..., Any] = torch._disable_dynamo  # decorator: `torch.compile` leaves the function as it is
 
 
+def weight_is_computed(module: nn.Module) -> bool:
+    """Does torch.nn.utils.weight_norm or spectral_norm compute the module's weight before each forward?"""
+    return any(hasattr(hook, "compute_weight") for hook in module._forward_pre_hooks.values())
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Did `module.compile()` compile the module, with its hooks?"""
     return getattr(module, "_compiled_call_impl", None) is not None
@@ -151,6 +165,8 @@ REASONS = {
     "current_backward": "a backward that raised tells nobody; since 2.0; a question whether backward runs",
     "keeps_graph": "if so, another backward may ask for the same results again; since 2.5; a property of the backward",
     "call_at_end_of_backward": "only autograd knows that no gradient will come; at least 1.12; a hook at its end",
+    "will_write": "a backward of inputs only is none of the parameters'; since 2.0; what a backward was asked for",
+    "as_plain_tensors": "results keep what is noted on them; since 1.13; a context of that kind",
     "next_operation": "operations from here on belong to the unit that begins now; since 2.1; as `operation_of`",
     "operation_of": "it tells in whose forward a tensor was made; since 2.1; `grad_fn.sequence_number`",
     "operation_going_backwards": "what is born in backward has its line in forward; since 2.1; the node that runs",
@@ -168,6 +184,7 @@ REASONS = {
     "allocator_history": "`memory_allocated` does not say what an operator takes inside itself; since 2.1; a recorder",
     "storage_id": "`data_ptr()` is 0 for each empty storage; at least 1.12; `UntypedStorage.__hash__` by identity",
     "place": "as `storage_id`, and a fake tensor has no `data_ptr()` at all; at least 1.12; as `storage_id`",
+    "weight_is_computed": "autograd keeps that weight, and stage 3 cannot free it; since 1.8; parametrizations",
     "BatchNorm": "these norms have no public base; at least 1.12; a public base",
     "not_compiled": "`torch.compiler.disable` loads the compiler at once, for seconds; since 2.1; that, if it waited",
     "is_compiled": "what is compiled must not hold units that come and go; since 2.1; a property",

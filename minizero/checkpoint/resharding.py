@@ -231,6 +231,16 @@ def names_of(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     }
 
 
+def decided(model: Wrapped, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[str, str]:
+    """What each rank decides by itself, and all must decide alike: the groups' hyperparameters, and counts of steps."""
+    said = {f"the hyperparameter {key} of group {i}": v for i, group in enumerate(groups) for key, v in group.items()}
+    for name, _, shard, _ in (piece for unit in model.units for piece in pieces(unit)):
+        for kind, value in optimizer.state.get(shard, {}).items():
+            if isinstance(value, int | float) or isinstance(value, torch.Tensor) and value.shape == () != shard.shape:
+                said[f"the optimizer's {kind} of {name}"] = value
+    return {what: str(v.item() if hasattr(v, "item") else v) for what, v in said.items()}
+
+
 def buffers(model: Wrapped) -> dict[str, torch.Tensor]:
     """The model's persistent buffers, by their first names."""
     first: dict[int, str] = {}

@@ -28,6 +28,7 @@ from minizero.checkpoint.resharding import (
     Stored,
     check_names,
     check_shards,
+    decided,
     fill,
     hyperparameters,
     look_up,
@@ -59,13 +60,14 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
     It saves the FP32 parameters, rank 0's buffers, and the optimizer's states and hyperparameters. It does not save
     gradients, random generators, or a scheduler's own state. All ranks must see the folder, and nothing else may save
     into it. No rank may take longer to write than `comm.timeout`.
-    `CheckpointError` on every rank if one of them cannot write: then the checkpoint from before still stands. Nothing
-    is removed but what a save has written.
+    `CheckpointError` on every rank if one of them cannot write, or if a learning rate, say, differs between ranks: then
+    the checkpoint from before still stands. Nothing is removed but what a save has written.
     """
     if (step := operator.index(step)) < 0:
         raise ValueError(f"checkpoint: step must be a whole number from 0, not {step}")
     about, parts = names_of(model, optimizer), parts_to_write(model)  # both are collective
     folder, comm = Path(folder), model.comm
+    check_alike(comm, decided(model, optimizer, about["groups"]))
 
     def begin() -> str:
         if comm.rank > 0:
@@ -175,6 +177,19 @@ def together(comm: Comm, what: str, do: Callable[[], str], file: Path | None = N
         if words.startswith(FAILED):
             raise CheckpointError(f"checkpoint {what}: rank {comm.ranks[rank]} {words}") from error
     return everyone
+
+
+def check_alike(comm: Comm, said: dict[str, str]) -> None:
+    """`CheckpointError` that names what the ranks say differently. Collective."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, words in enumerate(words_of_all(comm, "checkpoint decided", json.dumps(said))):
+        for what, value in json.loads(words).items():
+            other, theirs = first.setdefault(what, (rank, value))
+            if value != theirs:
+                raise CheckpointError(
+                    f"checkpoint: {what} is {theirs} on rank {comm.ranks[other]}, {value} on rank {comm.ranks[rank]}: "
+                    "let all ranks decide alike, say by a loss that is averaged over them"
+                )
 
 
 def flush(path: Path) -> None:

@@ -65,6 +65,7 @@ def predict_sent(
     Ψ = n_parameters, N = world_size; n_root: the root unit's parameters, which stage 3 gathers once only.
     With a `sharding_factor` F, the F ranks of a group send that among themselves: F takes N's place. Across the N/F
     groups a rank sends 2Ψ/F · (N/F-1)/(N/F) more. Without resharding, stage 3 gathers everything once only: 2Ψ.
+    Buffers that forward writes come on top (engines/any_model/buffers.py).
     `ValueError` for arguments that no engine could have.
     """
     psi, stage, ranks, inside = _checked("predict_sent", n_parameters, stage, world_size, sharding_factor)

@@ -12,6 +12,7 @@ deadlock; use `send_recv`. The collectives are made of these three calls, DDP an
 
 import atexit
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,8 @@ class Comm(contextlib.AbstractContextManager):
         self.size = transport.size
         self.device = transport.device
         self.ranks = transport.ranks
-        self.parts: list[Comm] = []  # made by `split`
+        self.parts: weakref.WeakSet[Comm] = weakref.WeakSet()  # made by `split`, and in use
+        self.whole: Comm | None = None  # that was split
         self.observers = [] if observers is None else observers  # called after each collective, also of the parts
         self.leaving = contextlib.ExitStack()  # what there is to be done at its end
 
@@ -87,7 +89,9 @@ class Comm(contextlib.AbstractContextManager):
         # `sequence` counts the collectives: no two splits have one name.
         name = f"{self.transport.sequence}:{colors[self.rank]}"
         part = Comm(self.transport.subgroup(mine, name), self.observers)
-        self.parts.append(part)
+        self.parts.add(part)
+        part.whole = self
+        weakref.finalize(part, self.transport.add, part.transport)
         return part
 
     @property

@@ -122,6 +122,11 @@ class Transport(abc.ABC):
             f"{theirs}: did the ranks build different models, or take different branches?"
         )
 
+    def add(self, part: "Transport") -> None:
+        """A part that a split made is gone: its bytes are this one's."""
+        self.sent += part.sent
+        self.received += part.received
+
     def where(self, verb: str, peers: str) -> str:
         """A wait, for messages: "all_gather #17: recv from rank 2"."""
         collective = self.collective  # read once: another thread may ask, while this rank goes on

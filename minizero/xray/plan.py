@@ -83,7 +83,7 @@ def recompute_blocks(module: nn.Module) -> None:
     """Put a `Checkpointed` around each repeated block. `ValueError` if there is none."""
     blocks = list(repeated_blocks(module))
     if not blocks:
-        raise ValueError("it has no repeated blocks: no ModuleList or Sequential of modules of one type")
+        raise ValueError("it has no repeated blocks: no ModuleList, and no Sequential of modules of one type")
     for path, block in blocks:
         module.set_submodule(path, Checkpointed(block))
 

@@ -37,6 +37,14 @@ def tied_by_data():
     return module
 
 
+def sliced(places, memory=None):
+    memory = torch.randn(8, 6) if memory is None else memory
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    for part, place in zip(module, places):
+        part.weight = nn.Parameter(memory[place])
+    return module
+
+
 def synchronised():
     return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
@@ -60,6 +68,9 @@ UNWRAPPABLE = [
     (lambda: nn.Linear(2, 2).double(), "parameters must be float32, weight is torch.float64"),
     (synchronised, "1 is a SyncBatchNorm"),
     (tied_by_data, "1.weight and 0.weight are two parameters in one memory"),
+    (lambda: sliced((slice(None), slice(3, 5))), "1.weight and 0.weight are two parameters in one memory"),
+    (lambda: sliced((slice(0, 4), slice(3, 8))), "1.weight and 0.weight are two parameters in one memory"),
+    (lambda: sliced(((slice(None), slice(4)), (slice(None), slice(3, 6)))), "1.weight and 0.weight are two parameters"),
     (sparse, "0 gives sparse gradients, shards are dense: sparse=False"),
     (lambda: sparse(nn.EmbeddingBag), "0 gives sparse gradients"),
     (lambda: World(1, "cpu").run(lambda comm: DDP(nn.Linear(2, 2), comm))[0].module, "weight is wrapped in DDP"),
@@ -75,6 +86,24 @@ def test_modules_that_cannot_be_wrapped(stage):
         assert f"{stage.__name__}: " in str(failure.value) and words in str(failure.value)
     with pytest.raises(RankFailed, match="dtype must be"):
         run(1, lambda comm: stage(nn.Linear(2, 2), comm, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_forward_writes_to(kind):
+    def wrap(comm, trains):
+        embedding = kind(10, 4, max_norm=1.0)
+        embedding.weight.requires_grad_(trains)
+        DDP(nn.Sequential(embedding, nn.Linear(4, 4)), comm)
+
+    run(2, wrap, False)
+    run(1, wrap, True)
+    with pytest.raises(RankFailed, match="0 has a max_norm: its forward writes in place"):
+        run(2, wrap, True)
+
+
+def test_parameters_side_by_side_in_one_memory():
+    for places in (slice(0, 4), slice(4, 8)), ((slice(None), slice(3)), (slice(None), slice(3, 6))):
+        run(1, lambda comm, places=places: DDP(sliced(places), comm))
 
 
 @pytest.mark.parametrize("stage", STAGES)

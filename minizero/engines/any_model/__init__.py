@@ -4,7 +4,8 @@ stages.py       the public DDP, Zero1, Zero2, Zero3; the order in which a call g
 engine.py       each moment, for any model and loop
 
 uses.py         units that take and return anything; weights that are used and get no gradient
-units.py        frozen and tied parameters; repeated blocks at any depth; buffers
+units.py        frozen and tied parameters; repeated blocks at any depth
+buffers.py      buffers that forward writes
 unit.py         16 bits with FP32 masters; several shards (`group_by`); hooks on shards
 gradient.py     parameters that get no gradient; sums under no_sync
 prefetch.py     stage 3 gathers and reduces while it computes

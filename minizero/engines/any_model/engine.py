@@ -9,7 +9,7 @@
     arrived          anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
     reduce_complete  calls the core's, but does nothing under no_sync
     close_use        anew: counts, since a `torch.autograd.grad` inside the model opens uses without a backward
-    end_backward     anew: what got no gradient counts as zero, and is reduced
+    end_backward     anew: what got no gradient counts as zero, and is reduced; buffers become rank 0's (buffers.py)
 
 Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
 until before_forward.
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from minizero import torch_private
+from minizero.engines.any_model.buffers import Buffers
 from minizero.engines.any_model.gradient import Backward
 from minizero.engines.any_model.guards.modules import (
     check_compiled,
@@ -36,14 +37,24 @@ from minizero.engines.any_model.guards.modules import (
     check_unchanged,
     check_writes,
     names_and_parameters,
+    say_what_autocast_keeps,
+    say_what_is_computed,
 )
 from minizero.engines.any_model.guards.no_sync import check_untouched
 from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, name_buffers
 from minizero.engines.any_model.guards.optimizers import mark
+from minizero.engines.any_model.guards.ranks import check_ranks, digest
 from minizero.engines.any_model.guards.wrapped import Ours
 from minizero.engines.any_model.unit import Unit
-from minizero.engines.any_model.units import make_units, start_buffers
-from minizero.engines.any_model.uses import Use, converted, leaves_as_views, tensors_in
+from minizero.engines.any_model.units import make_units, say_what_is_most
+from minizero.engines.any_model.uses import (
+    Use,
+    asks_for_parameters,
+    converted,
+    leaves_as_views,
+    nodes_after,
+    tensors_in,
+)
 from minizero.engines.any_model.wrapped import Wrapped
 from minizero.engines.layout import GroupBy
 from minizero.ranks.comm import Comm
@@ -56,7 +67,7 @@ class AnyModel(Wrapped):
     masters. Those of frozen parameters are kept in 16 bits, and saved as FP32. Norms with running
     statistics compute in FP32. Buffers keep their dtype. units: modules, by default the repeated blocks. group_by: a
     function of (name, parameter) that gives each parameter a group (say, with or without weight decay); a shard holds
-    parameters of one group only.
+    parameters of one group only. broadcast_buffers: False leaves each rank the buffers that its forward wrote.
 
     Complete the module before you wrap it: initialise, add, replace and freeze parameters first. A gradient set to None
     on a parameter of the module freezes nothing; the shards' gradients count.
@@ -81,14 +92,18 @@ class AnyModel(Wrapped):
         dtype: torch.dtype | None = None,
         units: Sequence[nn.Module] | None = None,
         group_by: GroupBy | None = None,
+        broadcast_buffers: bool = True,
     ) -> None:
         self.name = type(self).__name__
-        check_module(self.name, module, comm.rank, dtype)
-        self.dtype, self.group_by = dtype, group_by
+        check_module(self.name, module, comm, dtype)
+        self.dtype, self.group_by, self.broadcast_buffers = dtype, group_by, broadcast_buffers
         self.sync = True  # False under no_sync
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # that autograd is inside of, in a backward or a torch.autograd.grad
+        self.digest: str | None = None if not self.frees_replicas else ""  # for `check_ranks`, as `stepped`
+        self.stepped = False
+        self.told = not self.reshard_after_forward or comm.rank > 0 or comm.size == 1  # `say_what_autocast_keeps`
         self.began = -1  # autograd's number of the operation that the last forward began with
         super().__init__(module, comm, units)
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]
@@ -98,13 +113,16 @@ class AnyModel(Wrapped):
     def make_units(self, blocks: Sequence[nn.Module] | None) -> Sequence[Unit]:
         self.as_wrapped = names_and_parameters(self.module)
         names = self.names_in(self.own_state()[0])
-        start_buffers(self.module, self.comm)
+        self.its_buffers = Buffers(self.module, self.comm)
         dtype = self.dtype or torch.float32
         units = make_units(self.module, self.comm, self.inside or self.comm, dtype, blocks, self.group_by)
         if self.frees_replicas:
             check_compiled(self.name, self.module, units)
         for unit in units:
             unit.layout.names = [names[id(parameter)][0] for parameter in unit.parameters]  # those that it is saved by
+        if self.reshard_after_forward and self.comm.rank == 0 and units[0].comm.size > 1:
+            say_what_is_most(self.name, units)
+            say_what_is_computed(self.name, self.module)
         return units
 
     # What a stage does, beside its part in core.py.
@@ -158,8 +176,11 @@ class AnyModel(Wrapped):
                 for unit in self.in_order:  # .grad stays as it was, but for units that were reduced already
                     unit.gradient = None  # what this backward had brought, and the sum of no_sync
             self.running.clear()  # what is left there ended by an exception
+        self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
         self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.refresh()
+        if self.digest != "":  # no backward has compared it yet
+            self.digest = digest(self.units)
         for unit in self.roots:
             self.gather(unit)
 
@@ -178,15 +199,19 @@ class AnyModel(Wrapped):
         grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         versions = {unit: unit.version for unit in self.roots}  # of masters; `open_use` checks other units'
 
-        def begins(_: torch.Tensor) -> None:
+        def begins(nodes: list[Any]) -> None:
             if self.backward is None:
                 for unit, version in versions.items():
                     check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
-                self.begin_backward()
+                if asks_for_parameters(nodes):
+                    self.begin_backward()
+                else:  # `torch.autograd.grad` of an input: nothing is reduced
+                    self.begin_gradient_of_inputs()
 
         for tensor in grown:
             self.passes.add("forward")
-            tensor.register_hook(begins)
+            nodes = nodes_after(tensor.grad_fn)  # not the tensor's own, which would hold its hook, and that the node
+            tensor.register_hook(lambda _, nodes=nodes: begins(nodes))
         if not grown and self.began == torch_private.next_operation():  # no operation made a graph: no backward
             self.release_all()
 
@@ -245,7 +270,7 @@ class AnyModel(Wrapped):
         if not self.open_uses[unit]:  # no other use of the same unit is open
             self.release(unit)
 
-    # Backward. A `torch.autograd.grad` inside the model opens uses, but begins none: nothing is reduced then.
+    # Backward. A `torch.autograd.grad` of inputs, or inside the model, opens uses, but begins none: nothing is reduced.
 
     @property
     def in_backward(self) -> bool:
@@ -258,9 +283,17 @@ class AnyModel(Wrapped):
         for unit in self.in_order:
             check_untouched(unit)
             unit.begin_gradient()
+            unit.note_gradients()
+        self.gather_roots()
+        torch_private.call_at_end_of_backward(self.end_backward)
+
+    def begin_gradient_of_inputs(self) -> None:
+        self.gather_roots()
+        torch_private.call_at_end_of_backward(self.release_all)
+
+    def gather_roots(self) -> None:
         for unit in self.roots:  # an earlier backward of the same forward may have released them
             self.gather(unit)
-        torch_private.call_at_end_of_backward(self.end_backward)
 
     def arrived(self, unit: Unit, number: int) -> None:
         parameter = unit.parameters[number]
@@ -289,9 +322,15 @@ class AnyModel(Wrapped):
         while self.backward.sends and self.backward.left:  # what was not used has a gradient of zero
             self.reduce(*self.backward.take())
         self.finish()
+        if self.backward.sends:
+            check_ranks(self)
+            self.digest, self.stepped = "", False
+            if self.broadcast_buffers:
+                self.its_buffers.become_rank_0s()
         self.release_all()
         for unit in self.in_order:
             unit.show_gradient()  # what no_sync holds
+            unit.before.clear()
         self.backward = None
 
 
@@ -311,6 +350,8 @@ def arrival(engine: AnyModel, unit: Unit, number: int) -> Any:
 def put_aside(unit: Unit, number: int) -> Any:
     """DDP in FP32: autograd would add to the parameter's .grad of before: keep that in `unit.aside` meanwhile.
 
+    What a custom Function wrote to .grad in this backward stays, and autograd adds to that.
+
     Returns autograd's node that writes .grad. Somebody must hold the node: autograd itself would make a new one.
     """
     node = torch.autograd.graph.get_gradient_edge(unit.parameters[number]).node
@@ -318,8 +359,7 @@ def put_aside(unit: Unit, number: int) -> Any:
 
     def writes(_: Any) -> None:
         if (unit := weak()) is not None:
-            parameter = unit.parameters[number]
-            unit.aside[number], parameter.grad = parameter.grad, None
+            unit.aside[number], unit.parameters[number].grad = unit.before_and_written(number)
 
     node.register_prehook(writes)
     return node

@@ -85,7 +85,7 @@ class Ahead:
         self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # by is_backward: so far, or the last one
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
-        self.is_backward = False  # this pass
+        self.is_backward = self.in_pass = False  # this pass; is there one?
         self.following: list[Unit] = []  # what comes next, until its gather has begun
         self.gathers, self.reductions = Beside(comm), Beside(comm)
         self.gather_comm = inside.split(lambda rank: 0)  # all of them once more: each thread has its own
@@ -151,8 +151,10 @@ class Ahead:
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""
-        if self.engine.in_backward and not self.is_backward:
+        if self.engine.in_backward and not (self.is_backward and self.in_pass):
             self.begin_pass(is_backward=True)
+        if not self.in_pass:  # a block is called by itself
+            return []
         turns = self.in_turn[self.is_backward]
         turns.append(unit)
         if self.expected[len(turns) - 1 : len(turns)] != [unit]:  # a slice: the list may be shorter
@@ -161,7 +163,7 @@ class Ahead:
 
     def begin_pass(self, is_backward: bool) -> None:
         """A forward or a backward begins."""
-        self.is_backward = is_backward
+        self.is_backward, self.in_pass = is_backward, True
         self.expected, self.in_turn[is_backward] = self.in_turn[is_backward], []
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.any_model.engine import AnyModel
+from minizero.engines.any_model.guards.modules import naming_units
 from minizero.engines.any_model.hybrid import average_in_two_steps, inside_and_across
 from minizero.engines.any_model.offload import to_host
 from minizero.engines.any_model.prefetch import Ahead, check_prefetch
@@ -135,9 +136,10 @@ class Zero3(CoreZero3, AnyModel):
             unit.cut_shards()
 
     def gather(self, unit: Unit) -> None:
-        if self.ahead:
-            self.ahead.gather(unit)
-        super().gather(unit)  # if nobody gathered it ahead
+        with naming_units():
+            if self.ahead:
+                self.ahead.gather(unit)
+            super().gather(unit)  # if nobody gathered it ahead
         unit.point_parameters_at(unit.replica)
 
     def release(self, unit: Unit) -> None:
@@ -185,6 +187,12 @@ class Zero3(CoreZero3, AnyModel):
         if self.ahead and gradient is not None:
             self.ahead.after_put(unit, self.backward.owed[unit])
 
+    def end_forward(self, output: Any) -> None:
+        super().end_forward(output)
+        if self.ahead:
+            self.ahead.in_pass = self.in_backward  # in a second run, the backward goes on
+
     def finish(self) -> None:
         if self.ahead:
             self.ahead.finish()
+            self.ahead.in_pass = False

@@ -23,6 +23,7 @@ from minizero import torch_private
 from minizero.engines import core
 from minizero.engines.any_model.gradient import LocalGradient, pieces
 from minizero.engines.any_model.guards.released import Released
+from minizero.engines.any_model.guards.shards import Shard, watch
 from minizero.engines.layout import GroupBy, cut, pad
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
@@ -54,8 +55,10 @@ class Unit(core.Unit):
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
-        # Only if `original` (below): a parameter's .grad of before, by number; autograd's nodes, so that hooks stay.
+        # Only if `original` (below): a parameter's .grad of before, by number; those of the backward that runs, with
+        # their counts of writes, as it began; autograd's nodes, so that hooks stay.
         self.aside: dict[int, torch.Tensor | None] = {}
+        self.before: list[tuple[torch.Tensor | None, int]] = []
         self.nodes: list[Any] = []
 
     @property
@@ -127,6 +130,24 @@ class Unit(core.Unit):
         if self.gradient is None:
             self.gradient = LocalGradient(self.layout, self.shards, None if self.unsharded else self.chunk)
 
+    def note_gradients(self) -> None:
+        """A backward begins: what do the parameters have as .grad, if these are the optimizer's?"""
+        its = self.parameters if self.original else []
+        self.before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in its]
+
+    def before_and_written(self, number: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of the .grad of parameter `number`: what was there before this backward, and what a Function has added."""
+        now = self.parameters[number].grad
+        before, version = self.before[number] if self.before else (now, -1)
+        if now is before:
+            if self.before and now is not None and now._version != version:
+                raise RuntimeError(
+                    f"{self.layout.names[number]}: its .grad was written to in backward, in place, and held a gradient "
+                    "already: return the gradient from the Function, or zero_grad() before this backward"
+                )
+            return now, None
+        return before, now if before is None or now is None else now - before
+
     def own_gradient_comes(self) -> None:
         """The loss uses a shard itself, in a penalty over parameters(), so autograd will add to its .grad.
 
@@ -159,12 +180,15 @@ class Unit(core.Unit):
             # .grad: of an earlier backward, or of what else the loss makes of this shard, such as a penalty
             shard.grad = piece if shard.grad is None else piece.add_(shard.grad)
             shard.grad.full = full  # type: ignore[attr-defined]
+            if isinstance(shard, Shard):
+                watch(shard, watched=True)
             for hook in after:  # such as an optimizer's step, which frees the gradient at once
                 hook(shard)
 
     def gradient_norms(self, norm_type: float) -> torch.Tensor:
         """One norm for each N-th of the gradient, for N ranks, that this rank holds (DDP: N of them)."""
-        gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
-        flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
-        chunks = flat.split(self.size // self.everyone.size)
-        return torch.stack([torch.linalg.vector_norm(chunk, norm_type) for chunk in chunks])
+        with torch_private.as_plain_tensors():
+            gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in self.shards]
+            flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
+            chunks = flat.split(self.size // self.everyone.size)
+            return torch.stack([torch.linalg.vector_norm(chunk, norm_type) for chunk in chunks])

@@ -1,18 +1,15 @@
-"""Which parameters form a unit: by default the repeated blocks of a model, and the root unit for all that is left.
+"""Which parameters form a unit: by default the repeated blocks of a model, and the root unit for all that is left."""
 
-Buffers belong to none: each rank holds them all.
-"""
-
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from minizero import torch_private
 from minizero.engines.any_model.guards.norms import keeps_statistics
 from minizero.engines.any_model.unit import Unit
 from minizero.engines.layout import GroupBy
-from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 
 
@@ -59,28 +56,30 @@ def make_units(
 
 
 def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children of each ModuleList or Sequential whose children are of one type: (path, child)."""
+    """The children of each ModuleList that hold parameters, and those of each Sequential of one type: (path, child).
+
+    A child without a forward, such as a ModuleList, is never called itself: its own children may be.
+    """
     children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
-    kinds = {type(child) for _, child in children}
-    repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(kinds) == 1
-    if repeated and not kinds & {nn.ModuleList, nn.ModuleDict}:  # which are never called themselves
-        yield from children
-    else:
-        for child_path, child in children:
+    one_type = isinstance(module, nn.Sequential) and len({type(child) for _, child in children}) == 1
+    for child_path, child in children:
+        listed = isinstance(module, nn.ModuleList) and any(True for _ in child.parameters())
+        if (one_type or listed) and type(child).forward is not nn.Module.forward:
+            yield child_path, child
+        else:
             yield from repeated_blocks(child, child_path)
 
 
-def start_buffers(module: nn.Module, comm: Comm) -> None:
-    """Move the buffers to the ranks' device, and give them rank 0's values. Those that share memory go on sharing."""
-    moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # old, which keeps its number, and new
-    for name, buffer in module.named_buffers():
-        if buffer.device != comm.device or buffer.is_inference():  # which may not be written in place
-            old = buffer.untyped_storage()
-            if (key := torch_private.storage_id(old)) not in moved:
-                memory = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(old)
-                moved[key] = old, memory.to(comm.device).untyped_storage()
-            place = buffer.storage_offset(), buffer.shape, buffer.stride()
-            buffer.data = torch.empty(0, dtype=buffer.dtype, device=comm.device).set_(moved[key][1], *place)
-        # One number behind many places, as `expand` makes them, is written once.
-        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())
-        buffer.data[once].copy_(broadcast(buffer.data, comm, label=name)[once])
+def say_what_is_most(stage: str, units: Sequence[Unit]) -> None:
+    """Warn if one unit, gathered as a whole, is most of the model, though its modules are smaller."""
+    total = sum(unit.layout.numel for unit in units)
+    for unit in units:
+        by_module: Counter[str] = Counter()
+        for name, shape in zip(unit.layout.names, unit.layout.shapes, strict=True):
+            by_module[name.rpartition(".")[0]] += shape.numel()
+        if 2 * unit.layout.numel > total and 2 * max(by_module.values()) < unit.layout.numel:
+            warnings.warn(
+                f"{stage}: the unit {unit.name} holds {unit.layout.numel / total:.0%} of the parameters, and is "
+                "gathered as a whole: name smaller modules in units=, or put the blocks into a ModuleList",
+                stacklevel=2,
+            )

@@ -78,6 +78,31 @@ class Use:
             self.closes()
 
 
+def asks_for_parameters(nodes: list[Any]) -> bool:
+    """Is the backward that runs now for parameters, too? Not so in `torch.autograd.grad(loss, inputs)`.
+
+    nodes: autograd's, from which it goes on. A plain backward may reach no parameter on this rank: it leaves out
+    nothing that it can reach.
+    """
+    nodes, seen, all_run = list(nodes), set(), True
+    while nodes:
+        if (node := nodes.pop()) in seen:
+            continue
+        seen.add(node)
+        if not torch_private.will_write(node):
+            all_run = False
+        elif hasattr(getattr(node, "variable", None), "wrapped_in"):  # it writes the .grad of a parameter of ours
+            return True
+        else:
+            nodes += nodes_after(node)
+    return all_run
+
+
+def nodes_after(node: Any) -> list[Any]:
+    """The nodes of autograd that a backward runs next; none after a leaf, whose node is None here."""
+    return [] if node is None else [after for after, _ in node.next_functions if after is not None]
+
+
 def leaves_as_views(args: Any, kwargs: Any) -> Any:
     """The arguments of a forward, with a view for each leaf among them that requires a gradient; or None.
 

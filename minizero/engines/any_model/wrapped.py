@@ -46,7 +46,7 @@ class Wrapped(Refuses):
         """The optimizer's parameters: this rank's shards, named after their units.
 
         Write them by an optimizer or under no_grad: nobody notices a write through `.data`. Clip them by
-        `clip_grad_norm_`: that of torch.nn.utils would see this rank's part only.
+        `clip_grad_norm_`: that of torch.nn.utils would see this rank's part only, and is refused.
         """
         for unit in self.units:
             if unit.trains:

@@ -1,21 +1,27 @@
 """Against modules that an engine cannot wrap, or that changed after it did, and against backwards that cannot be right.
 
-DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffers that share memory.
+DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffers that share memory. DeepSpeed#4808:
+ranks that use other experts. fairscale#642: weights that autograd keeps in another form.
 """
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from minizero import torch_private
 from minizero.engines.any_model.guards.optimizers import check_hooks, check_place
 from minizero.engines.any_model.unit import Unit
+from minizero.ranks.comm import Comm
+from minizero.ranks.errors import CollectiveMismatch, CommTimeout
 
 
-def check_module(stage: str, module: nn.Module, rank: int, dtype: torch.dtype | None) -> None:
+def check_module(stage: str, module: nn.Module, comm: Comm, dtype: torch.dtype | None) -> None:
     """`ValueError` if `module` cannot be wrapped: it must have FP32 parameters that train, on one device."""
     parameters = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
@@ -41,9 +47,14 @@ def check_module(stage: str, module: nn.Module, rank: int, dtype: torch.dtype | 
             )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise ValueError(f"{stage}: {name or 'the module'} gives sparse gradients, shards are dense: sparse=False")
+        if getattr(part, "max_norm", None) is not None and part.weight.requires_grad and comm.size > 1:
+            raise ValueError(
+                f"{stage}: {name or 'the module'} has a max_norm: its forward writes in place to the rows that this "
+                "rank looks up, and other ranks have no such write: leave it out, or scale what it returns"
+            )
     if len(devices := sorted({str(p.device) for p in parameters.values()})) > 1:
         raise ValueError(f"{stage}: parameters on mixed devices ({', '.join(devices)}): move the module to one")
-    owners: dict[Any, str] = {}  # by memory and place in it
+    owners: dict[Any, list[str]] = {}  # by memory
     for name, parameter in parameters.items():
         if parameter.dtype != torch.float32:
             if parameter.is_complex():
@@ -56,23 +67,36 @@ def check_module(stage: str, module: nn.Module, rank: int, dtype: torch.dtype | 
         check_hooks(stage, name, parameter)
         if hasattr(parameter, "wrapped_in"):
             raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in[-1]} already: wrap a fresh module")
-        if vars(parameter).setdefault("claimed_by", rank) != rank:
+        if vars(parameter).setdefault("claimed_by", comm.rank) != comm.rank:
             raise ValueError(f"{stage}: {name} is another rank's: let each thread build or copy.deepcopy() the module")
         if parameter.numel() == 0:
             raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
-        memory = torch_private.storage_id(parameter.untyped_storage())
-        if (other := owners.setdefault((memory, parameter.storage_offset()), name)) != name:
-            raise ValueError(
-                f"{stage}: {name} and {other} are two parameters in one memory, and would be trained apart: "
-                "tie them by assigning the same nn.Parameter to both"
-            )
-    memories = {memory: name for (memory, _), name in owners.items()}
+        owners.setdefault(torch_private.storage_id(parameter.untyped_storage()), []).append(name)
+    for names in owners.values():
+        check_apart(stage, {name: parameters[name] for name in names})
+    memories = {memory: names[0] for memory, names in owners.items()}
     for name, buffer in buffers.items():
         if shared := memories.get(torch_private.storage_id(buffer.untyped_storage())):
             raise ValueError(
                 f"{stage}: the buffer {name} lies in the memory of {shared}, which moves into a flat buffer: "
                 "compute it from the parameter in forward"
             )
+
+
+def check_apart(stage: str, parameters: dict[str, nn.Parameter]) -> None:
+    """`ValueError` if two parameters of one memory have an element in common."""
+    if len(parameters) == 1:
+        return
+    elements = next(iter(parameters.values())).untyped_storage().nbytes() // torch.float32.itemsize
+    owners = torch.zeros(elements, dtype=torch.int32)  # of each element: the number of its parameter, or 0
+    for number, (name, parameter) in enumerate(parameters.items(), start=1):
+        place = owners.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+        if other := int(place.max()):
+            raise ValueError(
+                f"{stage}: {name} and {[*parameters][other - 1]} are two parameters in one memory, and would be "
+                "trained apart: tie them by assigning the same nn.Parameter to both, or slice one in forward"
+            )
+        owners[torch.arange(elements).as_strided(place.shape, place.stride(), place.storage_offset())] = number
 
 
 def check_complete(stage: str, module: nn.Module, complete: dict[str, int], units: Sequence[Unit]) -> None:
@@ -119,7 +143,10 @@ def check_writes(stage: str, unit: Unit) -> None:
         if torch_private.place(parameter) != (memory, start + offset):
             what = "given other memory, as `.data =` does: copy_() into it instead"
         elif unit.dtype != unit.master.dtype and parameter._version != parameter.writes:  # type: ignore[attr-defined]
-            what = "written to, its FP32 master was not: write to parameters(), under no_grad and after the step"
+            what = (
+                "written to, its FP32 master was not: write to parameters(), under no_grad and after the step, or "
+                "initialise the module before wrapping it"
+            )
         else:
             continue
         raise RuntimeError(f"{stage}: {parameter.wrapped_in[0]} was {what}")  # type: ignore[attr-defined]
@@ -147,6 +174,42 @@ def check_gradient(stage: str, unit: Unit, gradient: torch.Tensor | None, *, aga
         )
     if gradient is not None and gradient.is_sparse:
         raise RuntimeError(f"{unit.name}: sparse gradients are not supported: use sparse=False")
+
+
+@contextlib.contextmanager
+def naming_units() -> Iterator[None]:
+    """Around a gather: an error says what to do if the ranks use other units, as they do with experts."""
+    try:
+        yield
+    except (CollectiveMismatch, CommTimeout) as error:
+        raise type(error)(
+            f"{error} If each rank uses other modules, such as experts: name a module around them all in units="
+        ) from error
+
+
+def say_what_is_computed(stage: str, module: nn.Module) -> None:
+    """Warn if forward computes weights from others: autograd keeps these, and stage 3 cannot free them."""
+    for name, part in module.named_modules():
+        if is_parametrized(part) or torch_private.weight_is_computed(part):
+            warnings.warn(
+                f"{stage}: autograd keeps the weight of {name or 'the module'}, which is computed from others (a "
+                "parametrization, weight_norm), whole and on each rank, until backward: recompute its block, by "
+                "minizero.recompute.checkpoint",
+                stacklevel=2,
+            )
+            return
+
+
+def say_what_autocast_keeps(stage: str, dtype: torch.dtype | None, device: str) -> bool:
+    """Warn if torch.autocast casts FP32 weights: autograd keeps the copies, and stage 3 cannot free them. Did it?"""
+    casts = dtype in (None, torch.float32) and torch.is_grad_enabled() and torch.is_autocast_enabled(device)
+    if casts:
+        warnings.warn(
+            f"{stage}: autograd keeps the copy that torch.autocast makes of each weight, whole and on each rank, until "
+            f"backward: wrap with dtype={torch.get_autocast_dtype(device)}, and leave autocast out",
+            stacklevel=2,
+        )
+    return casts
 
 
 def check_compiled(stage: str, whole: nn.Module, units: Sequence[Unit]) -> None:

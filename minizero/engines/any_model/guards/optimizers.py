@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from minizero import torch_private
 from minizero.engines.any_model.guards.no_sync import check_averaged, check_untouched
+from minizero.engines.any_model.guards.shards import watch
 from minizero.engines.any_model.guards.wrapped import Ours
 from minizero.engines.any_model.unit import Unit
 
@@ -30,6 +31,7 @@ def mark(unit: Unit, engine: Any) -> None:
         shard.cut_at = torch_private.place(shard)  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
             shard.register_hook(own_gradient_comes(weakref.ref(shard), weakref.ref(unit)))
+            watch(shard, watched=not unit.unsharded)
 
 
 def own_gradient_comes(weak_shard: Any, weak_unit: Any) -> Callable[[torch.Tensor], None]:
@@ -78,6 +80,7 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     """Called before every optimizer step in this process: may it step what it holds?"""
     held = list(shards_of(optimizer))
     for shard, unit, engine in held:
+        watch(shard, watched=False)
         check_place(engine.name, shard)
         check_averaged(engine.name, shard)
         if not unit.original:
@@ -87,13 +90,16 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     waiting = [engine.name for _, unit, engine in held if engine.passes == {"forward"} and not unit.original]
     if waiting and all(shard.grad is None for shard, *_ in held):
         raise RuntimeError(
-            f"{waiting[0]}: a step without a backward. Had it inputs=? Shards are in no graph: leave it out"
+            f"{waiting[0]}: a step without a backward. Had it inputs=? Shards are in no graph, so no gradient "
+            "comes: leave it out"
         )
 
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called after every optimizer step in this process: the replicas of what it stepped are old from here on."""
-    for shard, unit, _ in shards_of(optimizer):
+    for shard, unit, engine in shards_of(optimizer):
+        engine.stepped = True
+        watch(shard, watched=unit.trains and not unit.unsharded)
         if not unit.original:
             torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
             unit.empty_parameters()

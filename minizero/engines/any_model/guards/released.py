@@ -50,5 +50,6 @@ class Released(nn.Parameter):
             when, way = "from optimizer.step() to the next forward of the whole model", "run that forward first"
         raise RuntimeError(
             f"{stage}: {name}, of the unit {unit}, is empty {when}. To compute with it, {way}. To copy the weights, "
-            f"call gather_state_dict() on all ranks. To average them, or for a penalty, take {stage}.parameters()"
+            f"call gather_state_dict() on all ranks. To average them, or for a penalty, take {stage}.parameters(). To "
+            "initialise them, do so before wrapping, or call load_full_state_dict(state) on all ranks"
         )

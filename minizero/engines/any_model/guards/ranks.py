@@ -1,0 +1,42 @@
+"""Against what one rank does by itself: it draws weights of its own after wrapping, or leaves out a step.
+
+Lightning#6013: a module that is initialised after it was wrapped. accelerate#3797: a step that one rank leaves out.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from minizero.engines.any_model.unit import Unit
+from minizero.ranks.agreement import agreement
+from minizero.ranks.errors import CollectiveMismatch
+
+WHAT_TO_DO = {
+    "parameters": "initialise the module before wrapping it; afterwards load_full_state_dict(state) sets all ranks'",
+    "step": "if a rank leaves out an optimizer step, all must: let them decide together, by all_reduce(…, op='max')",
+}
+
+
+def digest(units: Sequence[Unit]) -> str:
+    """Of the replicas: the sum of their bits, which is the same in any order."""
+    bits = {2: torch.int16, 4: torch.int32}
+    numbers = [unit.replica.detach().view(bits[unit.dtype.itemsize]) for unit in units]
+    real = type(units[0].replica) is torch.Tensor  # a fake one has no numbers
+    return str(sum(int(each.sum(dtype=torch.int64)) for each in numbers)) if real else ""
+
+
+def check_ranks(engine: Any) -> None:
+    """`CollectiveMismatch` if the ranks did not do the same before this backward. Collective, of no bytes.
+
+    engine.digest: of the parameters that the first forward had; "" afterwards. engine.stepped: has an optimizer made a
+    step since the backward before?
+    """
+    what, said = ("parameters", engine.digest) if engine.digest else ("step", engine.stepped)
+    unseen: Any = SimpleNamespace(transport=engine.comm.transport, observers=[])  # it is no part of a step
+    try:
+        with agreement(unseen, "end of backward", **{what: said}):
+            pass
+    except CollectiveMismatch as error:
+        raise CollectiveMismatch(f"{engine.name}: {error} They differ in their {what}: {WHAT_TO_DO[what]}") from error
