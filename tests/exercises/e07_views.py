@@ -55,27 +55,16 @@ CAT = "torch.cat([*values, values[0].new_zeros(missing)])"
 VIEW = "parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)"
 WRONG = [
     wrong("ties-twice", (ONCE, "list(parameters)")),
-    wrong("same-values-are-one", (ONCE, "list({tuple(p.reshape(-1).tolist()): p for p in parameters}.values())")),
-    wrong("compares-numbers", (ONCE, "[p for i, p in enumerate(parameters) if p not in parameters[:i]]")),
-    wrong("another-order", (ONCE, "list(dict.fromkeys(reversed(parameters)))")),
     wrong("memory-order", (ROWS, "parameter.detach().as_strided((parameter.numel(),), (1,))")),
-    wrong("transposes", (VIEW, VIEW.replace("view(parameter.shape)", "view(*reversed(parameter.shape)).permute("
-                                            "*reversed(range(parameter.dim())))"))),
     wrong("no-padding", (MISSING, "0")),
-    wrong("pads-a-whole-multiple", (MISSING, "ranks - sum(len(value) for value in values) % ranks")),
     wrong("pads-each", ("for parameter in distinct]\n", "for parameter in distinct]\n    values = [torch.cat([v, "
           "v.new_zeros(-len(v) % ranks)]) for v in values]\n"), ("offset += parameter.numel()",
           "offset += -(-parameter.numel() // ranks) * ranks")),
     wrong("padding-first", (CAT, "torch.cat([values[0].new_zeros(missing), *values])"), ("offset = 0",
                             "offset = missing"), says="padding-not-behind"),
     wrong("copies", (VIEW, VIEW + ".clone()")),
-    wrong("other-memory", (VIEW, "pass"), says="copies"),
-    wrong("rebinds", (VIEW, VIEW.replace("parameter.data =", "parameter =")), says="copies"),
     wrong("loses-the-shape", (VIEW, VIEW.replace(".view(parameter.shape)", ""))),
-    wrong("ignores-the-offset", ("    offset += parameter.numel()", "    pass"), says="another-place"),
-    wrong("loses-the-values", (CAT, f"torch.zeros_like({CAT})")),
     wrong("in-the-graph", (ROWS, "parameter.reshape(-1)")),
-    wrong("in-fp32", (ROWS, ROWS + ".float()")),
 ]  # fmt: skip
 
 

@@ -46,16 +46,12 @@ AFTER = (
 )
 MASTER = "unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()"
 WRONG = [
-    wrong("asks-for-fp32", ("if unit.replica is full", "if unit.dtype == torch.float32"), says="random"),
     wrong("shards-nothing", (MASTER, "full")),
     wrong("everyone-takes-chunk-0", (MASTER, "full.chunk(unit.comm.size)[0]")),
     wrong("parameters-are-elsewhere", ("    unit.point_parameters_at(unit.replica)\n", "")),
     wrong("copies-in-fp32", (MASTER, "unit.chunk(full).clone()")),
     wrong("keeps-the-whole", (MASTER, "unit.chunk(full)")),
-    wrong("computes-in-fp32", ("full.to(unit.dtype)", "full"), (MASTER, "unit.chunk(full).clone()"),
-          says="copies-in-fp32"),
     wrong("cut-from-the-replica", (MASTER, "unit.chunk(unit.replica)")),
-    wrong("cut-from-the-replica/float", (MASTER, "unit.chunk(unit.replica).float()"), says="cut-from-the-replica"),
     wrong("forgets-the-shards", ("    unit.cut_shards()", "    pass"), says="no-parameters"),
 ]  # fmt: skip
 

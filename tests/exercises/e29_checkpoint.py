@@ -48,24 +48,12 @@ WRONG = [
     wrong("forgets-grad-mode", ("with ctx.replay.again(), torch.enable_grad():", "with ctx.replay.again():")),
     wrong("another-dropout", ("with ctx.replay.again(), torch.enable_grad():", "with torch.enable_grad():")),
     wrong("does-not-detach", (DETACH, "list(ctx.saved_tensors)")),
-    wrong("no-gradient", (".requires_grad_(tensor.requires_grad)", "")),
     wrong("ignores-the-gradients", (BACK, "torch.autograd.backward(outputs, torch.ones_like(outputs))")),
-    wrong("forgets-the-parameters", (BACK, "found = torch.autograd.grad(outputs, tensors, gradients)\n    "
-                                           "for tensor, gradient in zip(tensors, found):\n        "
-                                           "tensor.grad = gradient")),
     wrong("returns-too-few", ("return None, *(", "return (*("), ("for tensor in tensors)", "for tensor in tensors),)")),
     wrong("keeps-the-tape", (BACK, "torch.autograd.backward(outputs, gradients, retain_graph=True)\n    "
                                    "ctx.fn.__dict__.setdefault('kept', []).append(outputs)")),
-    wrong("keeps-the-inputs", (BACK, BACK + "\n    ctx.fn.__dict__.setdefault('kept', []).append(tensors)"),
-          says="keeps-the-tape"),
-    wrong("retains-the-graph", (BACK, "torch.autograd.backward(outputs, gradients, retain_graph=True)")),
-    wrong("two-tapes", ("        outputs = ctx.fn(*tensors)", "        first = ctx.fn(*tensors)  # noqa: F841\n        "
-                        "outputs = ctx.fn(*tensors)"), says="runs-again"),
     wrong("runs-again", (BACK, "ctx.fn(*tensors)\n    " + BACK)),
     wrong("requires-all-gradients", ("requires_grad_(tensor.requires_grad)", "requires_grad_(True)")),
-    wrong("first-input-only", ("*(tensor.grad for tensor in tensors)", "tensors[0].grad, *[None] * len(tensors[1:])")),
-    wrong("first-output-only", (BACK, "torch.autograd.backward(outputs if isinstance(outputs, torch.Tensor) else "
-                                      "outputs[0], gradients[0])")),
 ]  # fmt: skip
 
 

@@ -70,16 +70,9 @@ WRONG = [
     wrong("own-count", (COUNT, COUNT.replace("targets = ", ""))),
     wrong("divides-by-ranks-too", GRADIENT),
     wrong("counts-padding", ("(y != -100).sum()", "y.numel()")),
-    wrong("micro-batches-of-all-ranks", *BUGGY[:2], (BUGGY[2][0], ", ignore_index=-100) / len(window) / comm.size"),
-          says="mean-of-means"),
-    wrong("weights-within-a-micro-batch", *BUGGY[:1], (COUNT, ""), (
-        BUGGY[2][0], ', ignore_index=-100, reduction="sum") / y.numel() / len(window)'), GRADIENT, LOSS,
-        says="counts-padding"),
-    wrong("sum-alone", (BUGGY[2][0], ', ignore_index=-100, reduction="sum")')),
     wrong("nan-without-targets", (BUGGY[2][0], ", ignore_index=-100) * (y != -100).sum() / targets")),
     wrong("a-rank-skips", (COUNT, f"        if not targets:\n            losses.append(0.0)\n            continue\n"
           f"{COUNT}")),
-    wrong("reports-a-share", LOSS),
     wrong("reports-its-own-loss", ('all_reduce(window_loss, comm, "sum")', "window_loss")),
 ]  # fmt: skip
 WORDS = 4

@@ -87,11 +87,6 @@ WRONG = [
     wrong("momentum-too-late", (STEP, "pieces = gradient[: sum(sizes)].split(sizes)"), (PAIRS,
           "        pairs = zip(pieces, matrices)\n"), (MOVE, "        momentum = 0.9 * momentum + update\n"
           + MOVE.replace("update", "momentum"))),
-    wrong("first-rank-s-gradient", (REDUCE, "        averaged = gradient\n"), (GATHER,
-          "        gradient = all_gather(averaged, comm)[: len(gradient)]\n")),
-    wrong("each-for-itself", (MOVE + "        vector_to_parameters(all_gather(mine, comm)[: sum(sizes)], matrices)\n",
-          "        vector_to_parameters(parameters_to_vector(matrices).detach() - learning_rate * update, matrices)\n"),
-          *BUGGY, says="ranks-differ"),
     wrong("sends-all-gradients", (REDUCE, ""), (GATHER,
           "        gradient = all_gather(gradient, comm).view(comm.size, -1).mean(0)\n")),
 ]  # fmt: skip

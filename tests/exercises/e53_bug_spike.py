@@ -71,22 +71,12 @@ WRONG = [
     wrong("last-rank-decides", (AGREE, "broadcast(torch.tensor(int(spike)), comm, root=comm.size - 1)"),
           says="one-rank-decides"),
     wrong("all-must-agree", (AGREE, 'all_reduce(torch.tensor(int(spike)), comm, "min")')),
-    wrong("more-than-one", (AGREE, 'all_reduce(torch.tensor(int(spike)), comm, "sum") > 1'), says="all-must-agree"),
     wrong("mean-hides-it", ("        spike =", '        everywhere = all_reduce(loss.detach(), comm, "mean")\n'
           "        spike ="), (SPIKE, SPIKE.replace("loss.", "everywhere.")), (AGREE, "spike")),
     wrong("nan-passes", ("not loss.isfinite() or ", "")),
     wrong("remembers-the-spike", (SKIP, SKIP.replace("            continue", KEEP.replace("  kept", "      kept")
           + "            continue"))),
-    wrong("remembers-before-it-asks", (KEEP, ""), ("        spike =", KEEP + "        spike ="),
-          says="remembers-the-spike"),
-    wrong("steps-with-nothing", (SKIP, SKIP.replace("            continue", "            for parameter in "
-          "model.parameters():\n                parameter.grad = torch.zeros_like(parameter)\n"
-          "            optimizer.step()\n            continue")), says="leaves-a-trace"),
-    wrong("the-others-step", (SKIP, "            left_out.append(step)\n            loss = loss * 0 if spike else "
-          "loss\n"), says="leaves-a-trace"),
     wrong("sum-of-gradients", ('parameter.grad, comm, "mean"', 'parameter.grad, comm, "sum"')),
-    wrong("reports-its-own", (SKIP, "            if spike:\n                left_out.append(step)\n"
-          "            continue\n")),
 ]  # fmt: skip
 STEPS, SPOILT, TIMES, FACTOR = 40, 12, -50.0, 4.0
 RATE, EPS = 0.2, 1.0  # with a small eps Adam would hide a gradient that is only too large
@@ -284,13 +274,15 @@ class Case(NamedTuple):
 
 
 def draw(random: Random) -> list[Case]:
-    """spoilt: what happens to a rank in a step, both drawn; "twice": to two of them; "first large": in the first 70
+    """spoilt: what happens to a rank in a step, both drawn; "twice": to two of them; "first large": in the first 110
     steps the losses are large, and one at the end is no spike, next to these;
-    "half large": so many that the usual loss is between the large and the small ones, and a large one no spike."""
+    "half large": so many that the usual loss is between the large and the small ones, and a large one no spike.
+    "between": it is one."""
     ways = itertools.product((1, 2, 3, 4), ("no", "small", "large", "NaN", "infinite", "twice"))
     rows = deal(random, ways, [3.0, 10.0], [8, 14], [torch.float32, torch.float64])
-    long, half = Case(2, "first large", 20.0, 130, torch.float32, 1), Case(2, "half large", 3.0, 8, torch.float32, 4)
-    return [*map(Case._make, rows), Case(6, "large", 10.0, 8, torch.float32, 1), long, half]
+    long, half = Case(2, "first large", 20.0, 200, torch.float32, 1), Case(2, "half large", 3.0, 8, torch.float32, 4)
+    rest = [Case(6, "large", 10.0, 8, torch.float32, 1), long, half, half._replace(spoilt="between")]
+    return [*map(Case._make, rows), *rest]
 
 
 def result(case: Case) -> Any:
@@ -299,10 +291,12 @@ def result(case: Case) -> Any:
     places = [(random.randrange(case.steps), random.randrange(case.ranks)) for _ in range(2)]
     spoilt = dict.fromkeys(places[: 2 if case.spoilt == "twice" else 1], times)
     if case.spoilt == "first large":
-        hot = {(step, rank): 3.0 for step in range(70) for rank in range(case.ranks)}
+        hot = {(step, rank): 3.0 for step in range(110) for rank in range(case.ranks)}
         spoilt = hot | {(case.steps - 2, rank): 3.5 for rank in range(case.ranks)}
     if case.spoilt == "half large":
         spoilt = dict.fromkeys(itertools.product((0, 1, 2, 6), range(case.ranks)), 3.0)
+    if case.spoilt == "between":
+        spoilt = {(step, rank): 5.0 if step == 6 else 3.0 for step in (0, 1, 2, 6) for rank in range(case.ranks)}
     batches = data(case.ranks, case.steps, spoilt, case.dtype, case.seed)
 
     def on_rank(comm: Any) -> dict[str, Any]:
