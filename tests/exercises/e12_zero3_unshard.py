@@ -73,7 +73,6 @@ WRONG = [
     wrong("another-buffer", (GATHER, "unit.replica = all_gather(mine, unit.comm)")),
     wrong("extra-buffer", (GATHER, "unit.replica.copy_(all_gather(mine, unit.comm))")),
 ]  # fmt: skip
-SAYS = {}
 
 
 def check() -> None:

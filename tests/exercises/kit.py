@@ -53,8 +53,9 @@ def fail(name: str, words: str) -> NoReturn:
     raise Diagnosis(name, words)
 
 
-def ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[Any]:
-    """`fn(comm, *args)` on `size` ranks. A `Diagnosis` says what goes wrong between them."""
+def ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = 0.0) -> list[Any]:
+    """`fn(comm, *args)` on `size` ranks. A `Diagnosis` says what goes wrong between them. patience: else PATIENCE."""
+    patience = patience or PATIENCE
 
     def on_rank(comm: Any) -> tuple[Any, int]:
         with unchanged(OF_A_THREAD), contextlib.ExitStack() as stack:
@@ -232,10 +233,7 @@ OF_A_THREAD: dict[str, Callable[[], Any]] = {
 }
 MODES = OF_A_THREAD | {
     "torch's default dtype": torch.get_default_dtype,
-    "whether torch's algorithms are deterministic": lambda: (
-        torch.get_deterministic_debug_mode(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    ),
+    "whether torch's algorithms are deterministic": torch.get_deterministic_debug_mode,
     "autograd's anomaly mode": lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
     "the number of torch's threads": torch.get_num_threads,
     "the precision of torch's products": torch.get_float32_matmul_precision,

@@ -118,9 +118,8 @@ class Checker:
 
     def check(self, exercise: Exercise, path: Path, what: str = "examine") -> Outcome:
         """How the check of the answer in `path` ends. what: "ask" asks questions on it instead (questions.py)."""
-        said = runner.look(exercise, path)
-        if said is not None:
-            return said
+        if (looked := runner.look(exercise, path)) is not None:
+            return looked
         asked = {
             "exercise": exercise.id,
             "path": str(path.absolute()),
@@ -128,7 +127,8 @@ class Checker:
         }
         self.host = self.host or Process("host", self.wall)
         self.host.tell(**asked, what=what, wait=self.wait)  # it imports torch while the judge does its part
-        said, count = {"may": 4 * runner.SECONDS, "doubt": None}, 0
+        said: dict[str, Any] = {"may": 4 * runner.SECONDS, "doubt": None}
+        count = 0
         if what == "examine":
             said = _judged(**asked, count=0)
         while "may" in said:
