@@ -229,7 +229,10 @@ def of_another_process(x: Any) -> int:
 
 def check_randomness(run: Run) -> None:
     total = EPOCHS * COUNT
-    said = f"The loss ends at {run.losses[0][-1]:.3f}. But of the {total} noises of {EPOCHS} epochs on 2 ranks {run.noises()} are different"
+    said = (
+        f"The loss ends at {run.losses[0][-1]:.3f}. But of the {total} noises of {EPOCHS} epochs on 2 ranks "
+        f"{run.noises()} are different"
+    )
     if run.unseen():
         fail(
             "ranks-shuffle-apart",

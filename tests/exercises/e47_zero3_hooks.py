@@ -30,7 +30,7 @@ from minizero.memory import Ledger
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
 from tests.exercises.kit import AtMost, Tolerance, fail, ranks, size, wrong
-from tests.exercises.training import SMALL, part, plain
+from tests.support.helpers import SMALL, batch, plain
 
 PLAN = [
     "When a forward of the module begins, the unit is whole, and made of what the shards have at this moment.",
@@ -284,7 +284,7 @@ def trained(comm) -> None:
     optimizer, before = torch.optim.AdamW(shards, lr=1e-3), comm.bytes_sent
     for step in range(2):
         with Ledger() as ledger:
-            model(*part(comm, step)).backward()
+            model(*(both.chunk(comm.size)[comm.rank] for both in batch(step))).backward()
             held = ledger.current["total"]
         optimizer.step()
         optimizer.zero_grad()

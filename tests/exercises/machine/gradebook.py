@@ -168,7 +168,7 @@ def _cell(exercise: Exercise, path: Path, checker: Checker) -> str:
 
 
 def points(cell: str) -> float:
-    """1 for an answer that passed; half for one that is right in a third of the drawn cases; else 0."""
+    """1 for an answer that passed; half for one that is right in the first six of the drawn cases; else 0."""
     return 1.0 if cell == "passed" else 0.5 if cell.startswith("random: ") else 0.0
 
 
