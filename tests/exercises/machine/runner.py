@@ -25,6 +25,7 @@ from typing import Any
 from tests.exercises.course import NO_TRITON, TASKS, Exercise
 from tests.exercises.definition import definition
 from tests.exercises.machine.one_core import one_core
+from tests.exercises.stubs import stub
 
 SECONDS = 5.0  # of computing that an answer may take in any case
 SLOWER = 10.0  # times what the package's function takes there and then, it may take besides
@@ -41,6 +42,9 @@ class Outcome:
     name: str
     words: str
     printed: str = ""
+
+
+NOT_BEGUN = Outcome("todo", "todo", "Not begun: the body still raises NotImplementedError.")
 
 
 class TimeUp(BaseException):
@@ -63,9 +67,11 @@ def look(exercise: Exercise, path: Path) -> Outcome | None:
     if b"\0" in content:
         return Outcome("failed", "syntax", f"{path.name} has bytes of value 0 in it, which no text has: save it anew.")
     try:
-        content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         return Outcome("failed", "syntax", f"{path.name} is not a text file in UTF-8: save it as one.")
+    if text in (stub(exercise), stub(exercise, with_plan=False)) and not exercise.text().takeaway:
+        return NOT_BEGUN
     return None
 
 
@@ -97,7 +103,7 @@ def _look_at(tree: ast.Module, exercise: Exercise) -> Outcome | None:
             return Outcome("failed", "borrowed", words)
     body = [n for n in functions[-1].body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
     if len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.unparse(body[0]):
-        return Outcome("todo", "todo", "Not begun: the body still raises NotImplementedError.")
+        return NOT_BEGUN
     return None
 
 
