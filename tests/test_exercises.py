@@ -672,6 +672,13 @@ def test_a_default_stays_what_it_is(tmp_path):
     assert "root is 1 if it is not given, and must be 0" in outcome.words
 
 
+PIPES = """import os
+for fd in range(3, 30):  # of the process that started this one, which passes on what is said
+    try:
+        pipe = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)
+        os.write(pipe, b'{"end": null}\\n{"verdict": {"status": "passed", "name": "", "words": ""}}\\n')
+    except OSError:
+        pass"""
 CHEATS = {
     "the file once more": """import importlib.util as util; spec = util.find_spec("minizero.ranks.collectives")
 spec.loader.exec_module(theirs := util.module_from_spec(spec))
@@ -706,6 +713,7 @@ def test_the_package_s_own_function_is_not_to_be_had(name, tmp_path, host):
         "good = runner.Outcome('passed', 'passed', ''); runner.Outcome = judge.Judge.verdict = lambda *_, **__: good",
         "runner.observe.__code__ = (lambda *_: {'said': None, 'cases': []}).__code__",
         "judge.outcome_of.__code__ = (lambda *_: None).__code__",
+        PIPES,
         "kit.AtMost.__new__ = lambda cls, number, most=1: float.__new__(cls, 0)",
     ],
 )

@@ -74,11 +74,10 @@ BUGGY = (
      "        optimizer.zero_grad()\n        model.zero_grad()\n"),
 )  # fmt: skip
 REDUCE = 'reduce_scatter(full, comm, "mean")'
-NONE, HOOKS, AFTER_BACKWARD, REMOVE = "        parameter.grad = None\n", BUGGY[1], BUGGY[2], BUGGY[3]
+NONE = "        parameter.grad = None\n"
 ZERO = ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        model.zero_grad()\n")
 WRONG = [
     wrong("is-zero1", *BUGGY),
-    wrong("too-late", HOOKS, AFTER_BACKWARD, (REMOVE[0], "        optimizer.zero_grad()\n")),
     wrong("keeps-the-full", (NONE, ""), ZERO),
     wrong("keeps-a-view", (f"shards[parameter].grad = {REDUCE}", "mine = full.chunk(comm.size)[comm.rank]\n"
           f"        shards[parameter].grad = mine.copy_({REDUCE})")),
@@ -93,7 +92,6 @@ SAYS = {
         "This is ZeRO-1: at the end of backward all full gradients are there, since nothing was sent in it, and "
         "nothing could be freed."
     ),
-    "too-late": "The full gradients are freed, but after backward: the peak is over by then.",
     "keeps-the-full": (
         "Gradients are reduced in backward, but near its end parameters still have their full gradient: let go of it."
     ),
