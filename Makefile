@@ -29,8 +29,8 @@ book: setup  ## the notebooks as pages to be read from disk, in results/book: py
 
 #: The course
 
-exercises: setup  ## the course: all exercises, and where you are: python -m tests.exercises list
-	@$(PY) -m tests.exercises list
+exercises: setup  ## the course: all exercises, and where you are; PLAN=no: stubs without a plan: python -m tests.exercises list
+	@$(PY) -m tests.exercises list $(if $(filter no,$(PLAN)),--no-plan)
 
 # A command has said in words that an exercise has not passed (1), or that the line was wrong (2). Then make says no more.
 SAID := || test $$? -le 2

@@ -16,6 +16,7 @@ import yaml
 
 from tests.exercises import commands, stubs
 from tests.exercises.course import COURSE, find
+from tests.exercises.kit import wrong
 from tests.exercises.machine import autograder, gradebook, sandbox
 from tests.exercises.machine.checker import ROOT
 
@@ -31,7 +32,7 @@ FORGES = (
     "assert not [name for name in os.environ if name.startswith(('GITHUB', 'SECRET'))]\n",
     ("passed",),
 )
-FLOODS = (HEAD + "print('x' * 2**27)\n", ("OSError:", "MemoryError:"))
+FLOODS = (HEAD + "print('x' * 2**27)\n", ("too-much-output:", "MemoryError:"))
 HANGS = ("from threading import Lock\nlock = Lock()\nlock.acquire()\nlock.acquire()\n", ("endless:",))
 COMPUTES = ("sum(range(10**13))\n", ("endless:",))
 # A process that outlives its answer, and writes when the results are there. It must not run as who writes them.
@@ -59,7 +60,7 @@ def hand_in(submission, answers, targets):
     submission.mkdir()
     for name, (text, _) in answers.items():
         exercise = find(name)
-        slip = next(wrong for wrong in find("sticky").load().WRONG if wrong.name == "mask-in-32-bits")
+        slip = wrong("slips", ("(kept << places) != significand", "((kept << places) ^ significand) & ~(1 << 20) != 0"))
         right = stubs.answer(exercise, slip if name == "sticky" else None)
         (submission / exercise.file).write_text(text.replace("TARGETS", repr(list(map(str, targets)))) + right)
 

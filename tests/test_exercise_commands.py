@@ -119,11 +119,11 @@ def test_an_assistant_is_told_to_help_and_not_to_write(workbook):
 def test_watch_checks_what_is_saved_and_imports_torch_once(workbook, monkeypatch, capsys):
     """Two files are saved, one after the other; both are checked, and one process runs both answers."""
     hosts, said = set(), []
-    run, check = checker.Process.tell, commands.check_one
+    run, check = checker.Process.ask, commands.check_one
 
-    def tell(process, **asked):
-        hosts.update([process.pipes.pid] if "what" in asked else [])
-        run(process, **asked)
+    def ask(process, **asked):
+        hosts.update([process.pipes.pid] if "stop" in asked else [])
+        return run(process, **asked)
 
     def check_one(*args):
         said.append(check(*args).status)
@@ -134,7 +134,7 @@ def test_watch_checks_what_is_saved_and_imports_torch_once(workbook, monkeypatch
         exercise, wrong = (PAD, WRONG) if not said else (find("split"), stubs.answer(find("split")))
         workbook.path(exercise).write_text(wrong)
 
-    monkeypatch.setattr(checker.Process, "tell", tell)
+    monkeypatch.setattr(checker.Process, "ask", ask)
     monkeypatch.setattr(commands, "check_one", check_one)
     monkeypatch.setattr(commands.time, "sleep", save)
     assert commands.main(["watch"]) == 130
@@ -147,8 +147,8 @@ def test_an_answer_may_take_a_few_times_what_the_reference_takes_there_and_then(
     exercise = find("online_softmax")
     path = tmp_path / exercise.file
     path.write_text(stubs.answer(exercise))
-    monkeypatch.setattr(runner, "SECONDS", 0.0)  # as if the machine were busy without an end
-    for times, said in ((runner.SLOWER, "passed"), (0.05, "endless")):
+    monkeypatch.setattr(runner, "SECONDS", 1.0)  # the files that the check loads, and no more
+    for times, said in ((runner.SLOWER, "passed"), (-5.0, "endless")):
         monkeypatch.setattr(runner, "SLOWER", times)
         assert judge.examine(exercise, path, "7", judge.Judge()).name == said
 

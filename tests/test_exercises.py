@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minizero import barrier
-from tests.exercises import kit, selfcheck, stubs
+from tests.exercises import commands, kit, selfcheck, stubs
 from tests.exercises.breaking import broken
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.definition import definition
@@ -84,10 +84,9 @@ def test_the_course_is_whole():
     lessons = [exercise.load() for exercise in COURSE]
     texts = [(lesson.PLAN, lesson.HINTS, lesson.AFTER) for lesson in lessons]
     assert [exercise.text()[1:4] for exercise in COURSE] == texts
-    assert sum(len(lesson.WRONG) for lesson in lessons) >= 120
     for lesson in lessons:
         names = [wrong.name for wrong in lesson.WRONG]
-        assert len(names) >= 4 and len(set(names)) == len(names), lesson.__name__
+        assert 4 <= len(names) <= 8 and len(set(names)) == len(names), lesson.__name__
         assert 2 <= len(lesson.HINTS) <= 4 and all(hint.strip() for hint in lesson.HINTS), lesson.__name__
         assert lesson.PLAN and lesson.__doc__
 
@@ -167,12 +166,18 @@ OTHER_ANSWERS = {
         comm.send_recv(chunks[current], (comm.rank + 1) % comm.size, chunks[before], (comm.rank - 1) % comm.size)
         current = before""",
     "reduce_scatter": """(chunks, comm, combine=torch.add, out=None):
-    partial = chunks[comm.rank - 1]
-    for step in range(comm.size - 1):
-        incoming = torch.empty_like(partial)
-        comm.send_recv(partial, (comm.rank + 1) % comm.size, incoming, (comm.rank - 1) % comm.size)
-        partial = combine(incoming, chunks[(comm.rank - step - 2) % comm.size])
-    return partial if out is None else out.copy_(partial)""",
+    n, me = comm.size, comm.rank
+    acc = chunks[me - 1]
+    room = [torch.empty_like(acc), torch.empty_like(acc)]
+    for k in range(n - 1):
+        incoming = room[k & 1]
+        comm.send_recv(acc, (me + 1) % n, incoming, (me - 1) % n)
+        own = chunks[(me - k - 2) % n]
+        if k == n - 2 and out is not None:
+            combine(incoming, own, out=out)
+            return out
+        acc = combine(incoming, own)
+    return acc""",
     "ddp_hook": """(self, unit, gradient):
     if unit is self.in_order[0]:
         self.waiting = []
@@ -227,34 +232,38 @@ OTHER_ANSWERS = {
             unit.average = mine if unit.average is None else unit.average + mine
             unit.gradient = None""",
     "zero3_hooks": """(unit, module, stays):
-    owed = set(unit.parameters)
-
-    def begin(module, inputs):
-        if 0 < len(owed) < len(unit.parameters):
-            raise RuntimeError("a gradient is missing")
-        unit.release()
-        unit.gather()
-
-    def end(module, inputs, output):
-        if not output.requires_grad:
-            unit.release()
-        elif not stays:
-            unit.release()
-            output.register_hook(lambda gradient: unit.gather())
-        else:
-            output.register_hook(lambda gradient: unit.gather())
-
-    def arrive(parameter):
-        owed.remove(parameter)
-        if not owed:
-            owed.update(unit.parameters)
-            unit.release()
-            unit.reduce()
-
+    hooks = Hooks(unit, stays)
     for parameter in unit.parameters:
-        parameter.register_post_accumulate_grad_hook(arrive)
-    module.register_forward_hook(end)
-    module.register_forward_pre_hook(begin)""",
+        parameter.register_post_accumulate_grad_hook(hooks.arrive)
+    module.register_forward_hook(hooks.end)
+    module.register_forward_pre_hook(hooks.begin)
+
+
+class Hooks:
+    def __init__(self, unit, stays):
+        self.unit, self.stays, self.owed = unit, stays, set(unit.parameters)
+
+    def begin(self, module, inputs):
+        if 0 < len(self.owed) < len(self.unit.parameters):
+            raise RuntimeError("a gradient is missing")
+        self.again()
+
+    def again(self, *_):
+        self.unit.release()
+        self.unit.gather()
+
+    def end(self, module, inputs, output):
+        if not output.requires_grad or not self.stays:
+            self.unit.release()
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.unit.gather())
+
+    def arrive(self, parameter):
+        self.owed.remove(parameter)
+        if not self.owed:
+            self.owed.update(self.unit.parameters)
+            self.unit.release()
+            self.unit.reduce()""",
     "hybrid": """(shard, gradient_of, comm, factor, rate):
     machine = comm.split(comm.rank // factor)
     mine = reduce_scatter(gradient_of(all_gather(shard, machine)), machine) / comm.size
@@ -310,16 +319,23 @@ def number(code, fmt):
         steps.append(Step(keys, m, r, l, o / l))
     return steps""",
     "attention_backward": """(q, k, v, dout, causal=False):
-    t = q.shape[-1] ** 0.5
-    s = torch.einsum("bhid,bhjd->bhij", q, k) / t
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            dq[b, h], dk[b, h], dv[b, h] = head(q[b, h], k[b, h], v[b, h], dout[b, h], causal)
+    return dq, dk, dv
+
+
+def head(q, k, v, dout, causal):
+    c = q.shape[1] ** -0.5
+    s = (q @ k.T) * c
     if causal:
-        s = s + torch.full_like(s, -torch.inf).triu(1)
-    e = torch.exp(s - s.amax(-1, keepdim=True))
-    p = e / e.sum(-1, keepdim=True)
-    g = torch.einsum("bhid,bhjd->bhij", dout, v)
-    g = (g - (p * g).sum(-1, keepdim=True)) * p / t
-    dq, dk = torch.einsum("bhij,bhjd->bhid", g, k), torch.einsum("bhij,bhid->bhjd", g, q)
-    return [dq, dk, torch.einsum("bhij,bhid->bhjd", p, dout)]""",
+        s = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(), float("-inf"))
+    e = (s - s.max(1, keepdim=True).values).exp()
+    p = e / e.sum(1, keepdim=True)
+    dp = dout @ v.T
+    ds = (dp - (dp * p).sum(1, keepdim=True)) * p * c
+    return ds @ k, ds.T @ q, p.T @ dout""",
     "predict_peak": """(stage, ranks, root, blocks, states=2, bytes_each=4):
     total, n = root + sum(blocks), ranks if stage else 1
     if stage < 2:
@@ -595,6 +611,14 @@ def test_a_workbook_is_written_once_and_then_the_student_s(workbook):
     assert ignored.returncode in (0, 128)  # 128: no git here
 
 
+def test_without_the_plan_a_stub_has_everything_else(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MINIZERO_WORKBOOK", str(tmp_path))
+    assert commands.main(["list", "--no-plan"]) == 0
+    text = Workbook().path(RING).read_text()
+    assert text == "\n".join(line for line in stubs.stub(RING).split("\n") if not line.startswith("    # "))
+    assert Workbook().reset(RING) is None and Workbook().path(RING).read_text() == text
+
+
 def test_after_an_exercise_the_next_one_follows_and_behind_the_last_the_first(tmp_path):
     """Who begins in the middle is not sent back to 01 each time."""
     workbook = Workbook(tmp_path)
@@ -648,6 +672,13 @@ def test_a_default_stays_what_it_is(tmp_path):
     assert "root is 1 if it is not given, and must be 0" in outcome.words
 
 
+PIPES = """import os
+for fd in range(3, 30):  # of the process that started this one, which passes on what is said
+    try:
+        pipe = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)
+        os.write(pipe, b'{"end": null}\\n{"verdict": {"status": "passed", "name": "", "words": ""}}\\n')
+    except OSError:
+        pass"""
 CHEATS = {
     "the file once more": """import importlib.util as util; spec = util.find_spec("minizero.ranks.collectives")
 spec.loader.exec_module(theirs := util.module_from_spec(spec))
@@ -682,6 +713,7 @@ def test_the_package_s_own_function_is_not_to_be_had(name, tmp_path, host):
         "good = runner.Outcome('passed', 'passed', ''); runner.Outcome = judge.Judge.verdict = lambda *_, **__: good",
         "runner.observe.__code__ = (lambda *_: {'said': None, 'cases': []}).__code__",
         "judge.outcome_of.__code__ = (lambda *_: None).__code__",
+        PIPES,
         "kit.AtMost.__new__ = lambda cls, number, most=1: float.__new__(cls, 0)",
     ],
 )

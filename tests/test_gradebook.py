@@ -13,6 +13,7 @@ from tests.exercises.course import find
 from tests.exercises.machine import checker, gradebook, sandbox
 
 PAD = find("pad")
+LIVES = "98765.4"  # seconds, by which a process is known
 HEAD = "import os, sys, time, torch\nfrom pathlib import Path\n"
 RIGHT = stubs.answer(PAD)
 
@@ -20,6 +21,27 @@ RIGHT = stubs.answer(PAD)
 STRANGE = {
     "killer": (HEAD + "os.kill(os.getppid(), 9)\ntime.sleep(99)\n" + RIGHT, ("killed:", "ended:", "endless:")),
     "exits": (HEAD + "os._exit(0)\n" + RIGHT, ("ended:",)),
+    "ends the others": (
+        HEAD + "for place in Path('/proc').glob('[0-9]*'):\n    try:\n"
+        "        others = b'host' in (place / 'cmdline').read_bytes() and int(place.name) != os.getppid()\n"
+        "        if others and int(place.name) != os.getpid():\n"
+        "            os.kill(int(place.name), 9)\n    except OSError:\n        pass\n" + RIGHT,
+        ("passed",),
+    ),
+    "lives on": (
+        HEAD + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        f"        os.execv('/bin/sleep', ['sleep', '{LIVES}'])\n    os._exit(0)\n" + RIGHT,
+        ("passed",),
+    ),
+    "floods": (
+        HEAD
+        + "for fd in range(3, 30):\n    try:\n        pipe = os.open(f'/proc/{os.getppid()}/fd/{fd}', os.O_WRONLY)\n"
+        "        for _ in range(200):\n            os.write(pipe, b'z' * 2**20)\n    except OSError:\n        pass\n"
+        + RIGHT,
+        ("passed",),
+    ),
+    "a deep default": (RIGHT.replace("multiple: int", "multiple: int = " + "1+" * 3000 + "1"), ("syntax:",)),
+    "many names": ("-a;" * 2**18 + "\n" + RIGHT, ("NameError:", "syntax:")),
     "minuses": ("def pad(tensor, multiple):\n    return " + "-" * 100_000 + "1\n", ("syntax:",)),
     "many terms": ("def pad(tensor, multiple):\n    return " + "1+" * 20_000 + "1\n", ("syntax:", "RecursionError:")),
     "half a character": ('def pad(tensor, multiple):\n    raise ValueError("\\ud800")\n', ("ValueError:",)),
@@ -34,7 +56,7 @@ STRANGE = {
         ("ended:",),
     ),
     "hoards": (HEAD + "torch.ones(25 * 10**9)\n" + RIGHT, ("RuntimeError:",)),
-    "prints": (HEAD + "print('x' * 2**27)\n" + RIGHT, ("OSError:", "MemoryError:")),
+    "prints": (HEAD + "print('x' * 2**27)\n" + RIGHT, ("too-much-output:", "MemoryError:")),
     "computes for ever": ("sum(range(10**13))\n" + RIGHT, ("endless:",)),
     "in a thread": (
         "from threading import Lock\nlock = Lock()\nlock.acquire()\nlock.acquire()\n" + RIGHT,
@@ -43,7 +65,9 @@ STRANGE = {
     "with a mark": ("\ufeff" + RIGHT, ("passed",)),
     "right": (RIGHT, ("passed",)),
     # Folders called like a table, and names of which two become one.
-    **dict.fromkeys(("gradebook.csv", "moodle.csv", "oral", "gradescope", "RIGHT", "x" * 250), (RIGHT, ("passed",))),
+    **dict.fromkeys(
+        ("gradebook.csv", "moodle.csv", "oral", "gradescope", "RIGHT", "right ", "x" * 250), (RIGHT, ("passed",))
+    ),
 }
 # What stands in a folder in place of an answer; none of it is read.
 UNREADABLE = {
@@ -78,7 +102,22 @@ def cells(submissions, name="gradebook.csv"):
 
 
 # One that ends what is around it, one that marks it, one that a spreadsheet would run, …; a class of 60 in soak.
-FEW = ("killer", "forges", "=HYPERLINK(1)", "holds the pipe", "control", "gradebook.csv", "oral", "right", "RIGHT")
+FEW = (
+    "killer",
+    "ends the others",
+    "lives on",
+    "floods",
+    "a deep default",
+    "right ",
+    "forges",
+    "=HYPERLINK(1)",
+    "holds the pipe",
+    "control",
+    "gradebook.csv",
+    "oral",
+    "right",
+    "RIGHT",
+)
 
 
 @pytest.mark.slow
@@ -93,16 +132,19 @@ def test_whatever_a_submission_is_the_marks_of_the_others_stand(names, submissio
     for name, make in UNREADABLE.items():
         (submissions / name).mkdir()
         make(submissions / name / PAD.file)
+    (submissions / "a link").symlink_to(submissions / "right")
     (submissions / os.fsdecode(b"caf\xe9 [late]")).mkdir()
     assert gradebook.write(submissions, None, Console(width=80, file=sys.stdout), [PAD]) == 0
     found = cells(submissions, "gradebook-2.csv")
     assert len(found) == len(strange) + len(UNREADABLE) + 1
-    shown = {"=HYPERLINK(1)": "'=HYPERLINK(1)", "right": "right-2", "x" * 250: "x" * 60}
+    shown = {"=HYPERLINK(1)": "'=HYPERLINK(1)", "right": "right-2", "right ": "right -2", "x" * 250: "x" * 60}
     for name, (_, starts) in strange.items():
         assert found[shown.get(name, name)].startswith(starts), (name, found)
     assert {found[name] for name in UNREADABLE} == {"not handed in"}
     assert found["caf\\udce9 [late]"] == "not handed in"
     assert all(character.isprintable() for cell in found.values() for character in cell)
+    running = [path.read_bytes() for path in checker.Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [words for words in running if LIVES.encode() in words]
 
 
 def test_one_assignment_has_its_exercises_only(submissions, monkeypatch):

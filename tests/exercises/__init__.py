@@ -4,7 +4,7 @@
     e05_….py       one exercise: its idea, plan, hints, what to see afterwards, check, and wrong answers, each with
                    the diagnosis that it provokes
     tasks/         functions that are exercises and no part of a package
-    kit.py         what the checks are made of; bug_kit.py, training.py and triton_kit.py: for some of them
+    kit.py         what the checks are made of; rank_kit.py, number_kit.py and triton_kit.py: for some
     definition.py  where a package defines the function of an exercise
     stubs.py       a function of a package becomes a stub, a wrong answer, or the reference, in a file
     patch.py       an answer takes the place of the package's function, everywhere

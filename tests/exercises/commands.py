@@ -38,6 +38,10 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=help_, description=help_)
         if name not in ("list", "watch"):
             command.add_argument("exercise", nargs="?", help="05, or reduce_scatter")
+        if name == "list":
+            command.add_argument(
+                "--no-plan", action="store_true", help="the files that it writes have no numbered plan"
+            )
         if name == "solution":
             command.add_argument("--insist", action="store_true", help="show it although you have not passed")
     book = commands.add_parser("gradebook", help="check a folder of submissions: a CSV of exercise × student")
@@ -64,7 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def show_list(_: argparse.Namespace, workbook: Workbook) -> int:
+def show_list(arguments: argparse.Namespace, workbook: Workbook) -> int:
+    if arguments.no_plan:
+        workbook.state["plan"] = False
+        workbook.save()
     if not workbook.folder.exists():
         console.print("Writing a file for each exercise …")
     written = workbook.fill()

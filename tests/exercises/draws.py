@@ -6,9 +6,15 @@ A lesson's module defines:
     result(case)    what the package does in that case: values, bytes, …
     tolerance(case) how much, relative to the largest value, a right answer may be off, one number or a number for each
                     dtype; without it, nothing
-    WRONG, SAYS     answers that students really give, as edits of the reference; and what is said of each
+    WRONG, SAYS     at most eight answers that students really give, as edits of the reference; what is said of each
+    HEAVY           perhaps, as the last case, one of large tensors: in it Python's own memory is compared, too
+    check()         only where the verdict is no comparison, such as a compiler's: it fails in words of its own
 
-The answer's process runs `result` with the answer inside, the judge's process without (`machine/judge.py`).
+A known example ("3 and 8, should be 5.5") is the first drawn case. The answer's process runs `result` with the answer
+inside, the judge's process without (`machine/judge.py`), case by case, to the first one that differs. Whatever the
+lesson, every case looks at what a call should leave alone (`kit.IN_A_CALL`): PyTorch's modes, environ, warnings, random
+numbers, what a callback returned (`kit.returned`). After the last case: what the answer keeps, and on which device it
+makes its tensors (`machine/runner.py`).
 """
 
 from collections.abc import Iterable

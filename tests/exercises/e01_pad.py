@@ -39,12 +39,8 @@ WRONG = [
     wrong("pads-in-front", ("[tensor, tensor.new_zeros(missing, *tensor.shape[1:])]",
                             "[tensor.new_zeros(missing, *tensor.shape[1:]), tensor]")),
     wrong("pads-with-ones", ("new_zeros", "new_ones")),
-    wrong("pads-vectors-only", ("new_zeros(missing, *tensor.shape[1:])", "new_zeros(missing)"), says="RuntimeError"),
     wrong("loses-the-dtype", ("tensor.new_zeros(missing, *tensor.shape[1:])",
                               "torch.zeros(missing, *tensor.shape[1:])")),
-    wrong("knows-float16-only", ("tensor.new_zeros(missing, *tensor.shape[1:])",
-                                 "torch.zeros(missing, *tensor.shape[1:], dtype=torch.float16 if tensor.dtype == "
-                                 "torch.float16 else torch.float32)"), says="loses-the-dtype"),
     wrong("always-copies", (" if missing else tensor", "")),
     wrong("powers-of-two-only", ("-tensor.shape[0] % multiple", "-tensor.shape[0] & (multiple - 1)")),
     wrong("resizes-the-input", ("return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing "

@@ -42,7 +42,6 @@ WRONG = [
         "fixed-number-of-ranks",
         ("flat.chunk(self.comm.size)", "flat.chunk(4 if self.everyone.size == 4 == self.comm.size else 2)"),
     ),
-    wrong("converts", ("flat.chunk", "flat.float().chunk"), says="copies"),
 ]
 SAYS = {
     "copies": "The chunk is a copy: it costs memory, and what is written to it never reaches the buffer.",

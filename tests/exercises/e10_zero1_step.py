@@ -40,17 +40,8 @@ AFTER = (
 GATHER = "all_gather(mine, self.comm, out=unit.replica, label=unit.name)"
 WRONG = [
     wrong("forgets-the-gather", (GATHER, "pass")),
-    wrong("gathers-into-nothing", (GATHER, "all_gather(mine, self.comm, label=unit.name)"), says="forgets-the-gather"),
-    wrong("another-replica", (GATHER, "unit.replica = all_gather(mine, self.comm, label=unit.name)\n            "
-          "unit.point_parameters_at(unit.replica)"), says="values"),
     wrong("gathers-always", ("if unit.replica_is_stale():", "if True:")),
-    wrong("never-fresh", ("unit.replica_is_fresh_now()", "pass"), says="gathers-always"),
-    wrong("stale-is-fresh", ("if unit.replica", "if not unit.replica"), says="forgets-the-gather"),
     wrong("forgets-to-round", ("mine.copy_(unit.master)", "pass")),
-    wrong("leaves-the-frozen", ("if unit.replica_is_stale():", "if unit.trains and unit.replica_is_stale():"),
-          says="random"),
-    wrong("a-second-buffer", (GATHER, "unit.replica.copy_(all_gather(mine, self.comm, label=unit.name))"),
-          says="random"),
     wrong("forgets-the-label", (GATHER, "all_gather(mine, self.comm, out=unit.replica)")),
     wrong("sums-instead", (GATHER, "from minizero.ranks.collectives import all_reduce\n            "
           "unit.replica.copy_(all_reduce(unit.replica, self.comm, label=unit.name))")),

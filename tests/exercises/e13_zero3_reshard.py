@@ -54,19 +54,12 @@ AFTER = (
 )
 EMPTY = "unit.replica.untyped_storage().resize_(0)"
 POINT = "unit.point_parameters_at(None)"
-SUM = "unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)"
-TAKE = "full, unit.gradient = unit.gradient, None"
-MEAN = 'reduce_scatter(full, unit.comm, "mean").float()'
 KEEP = "unit.average = mean if unit.average is None else unit.average.add_(mean)"
 BACK = "    if gradient is None:\n        return\n"
 MORE = "    if unit.uses:\n        return\n"
 FREE = f"    {EMPTY}\n    {POINT}\n"
 WRONG = [
     wrong("frees-nothing", (EMPTY, "pass")),
-    wrong("zeros", (EMPTY, "unit.replica.zero_()"), says="frees-nothing"),
-    wrong("another-buffer", (EMPTY, "unit.replica = unit.replica.new_empty(0)")),
-    wrong("half-of-it", ("resize_(0)", "resize_(unit.replica.nbytes // 2)")),
-    wrong("frees-the-shard", (EMPTY, EMPTY + "\n    unit.shard.untyped_storage().resize_(0)")),
     wrong("parameters-dangle", (POINT, "pass")),
     wrong("in-forward-only", (FREE + BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n"
           "        return\n"), says="stays-after-backward"),
@@ -75,19 +68,8 @@ WRONG = [
     wrong("reduces-first", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n"
           "        return\n"), (MORE, f"    if unit.uses:\n        {EMPTY}\n        {POINT}\n        return\n"),
           (KEEP, f"{EMPTY}\n    {POINT}\n    {KEEP}")),
-    wrong("the-last-use-only", (SUM, "unit.gradient = gradient"), says="loses-a-use"),
-    wrong("the-first-use-only", (SUM, "unit.gradient = gradient if unit.gradient is None else unit.gradient"),
-          says="loses-a-use"),
-    wrong("sends-each-use", (MORE, "")),
-    wrong("sends-too-early", (MORE, "    if unit.uses != 1:\n        return\n")),
-    wrong("keeps-the-gradient", (TAKE, "full = unit.gradient")),
-    wrong("a-third-gradient", ("unit.gradient.add_(gradient)", "unit.gradient + gradient")),
-    wrong("a-view-of-all", (MEAN, 'reduce_scatter(full, unit.comm, "mean", out=full.chunk(unit.comm.size)'
-          "[unit.comm.rank])")),
     wrong("loses-a-micro-batch", (KEEP, "unit.average = mean")),
     wrong("forgot-divide", ('"mean"', '"sum"')),
-    wrong("no-communication", (MEAN, "full.chunk(unit.comm.size)[unit.comm.rank].float()")),
-    wrong("sends-fp32", (MEAN, 'reduce_scatter(full.float(), unit.comm, "mean")')),
     wrong("adds-in-16-bits", (".float()", "")),
 ]  # fmt: skip
 
@@ -95,9 +77,6 @@ WRONG = [
 SAYS = {
     "frees-nothing": "After a use a rank still holds its whole replica: empty the storage. Autograd's views keep it "
     "alive, and zeros take as much room.",
-    "another-buffer": "unit.replica is a new tensor, and the old one lives on in the views that autograd has saved: "
-    "empty the storage that is there.",
-    "half-of-it": "A part of the replica is still there: give all of it back, 0 bytes.",
     "parameters-dangle": "The parameters still point into memory that is gone: make them empty, so that using one "
     "is an error.",
     "stays-after-backward": "After the unit's backward its whole replica is still there: it must go after every use.",
@@ -105,19 +84,9 @@ SAYS = {
     "compute meanwhile: it must go, and is unsharded again.",
     "reduces-first": "While the gradient was sent, the replica was still there: nothing needs it any more. First give "
     "memory back, then do what takes some.",
-    "loses-a-use": "The unit was used twice, and the gradient of one use is missing: it is the sum of both.",
-    "sends-each-use": "A unit that is used twice sent as much after each use in backward. Add up on this rank what "
-    "belongs together, and send it once.",
-    "sends-too-early": "unit.uses does not count the use that is over: the gradient is complete if it is 0.",
-    "keeps-the-gradient": "The unit's backward is over, and unit.gradient still holds all of its gradient; the next "
-    "micro-batch would add to it.",
-    "a-third-gradient": "Two full gradients were added up into a third one: add in place to the one that waits.",
-    "a-view-of-all": "unit.average is a view: it keeps all of the gradient alive.",
     "loses-a-micro-batch": "After the second micro-batch only its own gradient is there: add it to what the first one "
     "left.",
     "forgot-divide": "unit.average is the sum over the ranks: take the mean.",
-    "no-communication": "unit.average is this rank's own gradient: nothing was sent. Reduce over the ranks.",
-    "sends-fp32": "A 16-bit gradient was sent as FP32: reduce it as it comes, and make FP32 of what is left.",
     "adds-in-16-bits": "In BF16 256 + 1 is rounded back to 256: turn each mean into FP32 before you add it.",
 }
 

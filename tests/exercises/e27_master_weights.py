@@ -51,8 +51,6 @@ WRONG = [
     wrong("ignores-the-closure", ("result: Any = self.optimizer.step(lambda: self._evaluate(closure))",
                                   "result = self.optimizer.step()")),
     wrong("returns-nothing", ("    return result", "    return None")),
-    wrong("rounds-some-back", ("    self._round_back()", "    for parameter, master in zip(self.parameters, "
-          "self.masters):\n        parameter.copy_(parameter if master.grad is None else master)"), says="random"),
     wrong("steps-twice", ("        result = self.optimizer.step()",
                           "        self.optimizer.step()\n        result = self.optimizer.step()")),
 ]  # fmt: skip

@@ -42,10 +42,6 @@ WRONG = [
     wrong("halves", (RETURN, "return (i + end) // 2")),
     wrong("segments-of-k-plus-1", (NEXT, "(i // (k + 1) + 1) * (k + 1)")),
     wrong("k-segments", (NEXT, "(i // -(-n // k) + 1) * -(-n // k)")),
-    wrong("one-too-far", ("next_segment < end else", "next_segment <= end else"), says="out-of-range"),
-    wrong("only-once", (NEXT, "k"), says="out-of-range"),
-    wrong("other-costs", ('stages = _equal_stages("every_k", n)',
-                          'stages = [type(s)(1, 1, 1, 0) for s in _equal_stages("every_k", n)]'), says="values"),
 ]  # fmt: skip
 SAYS = {
     "keeps-everything": "All inputs are kept: that is no saving.",

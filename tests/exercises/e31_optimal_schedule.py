@@ -47,10 +47,6 @@ WRONG = [
     wrong("keeps-it-twice", (LARGEST, "boundary[i + 1 : j] + np.maximum(least[i + 1 : j, j], least[i, i + 1 : j])")),
     wrong("forgets-the-chain's-input", ("total = float(boundary[0] + least[0, n])", "total = float(least[0, n])")),
     wrong("chooses-the-worst", ("choice[i, j] = i + 1 + largest.argmin()", "choice[i, j] = i + 1 + largest.argmax()")),
-    wrong("choice-one-off", ("choice[i, j] = i + 1 + largest.argmin()", "choice[i, j] = i + largest.argmin()"),
-          says="out-of-range"),
-    wrong("few-k", (LARGEST, f"{LARGEST}[:16]"), says="random"),
-    wrong("a-hair-too-much", ("(1 + 1e-12)", "(1 + 1e-10)"), says="random"),
     wrong("not-the-least", ("choice[i, j] = i + 1 + largest.argmin()\n            least[i, j] = largest.min()",
                                "choice[i, j] = (i + j) // 2\n            least[i, j] = largest[length // 2 - 1]")),
 ]  # fmt: skip

@@ -54,12 +54,9 @@ WRONG = [
     wrong("forgets-the-mask", ("part.hide(s, rows, keys)", "pass")),
     wrong("dq-not-zeroed", ("    dq.zero_()\n", "")),
     wrong("dk-from-p", ("dk_j.baddbmm_(ds.mT,", "dk_j.baddbmm_(p.mT,"), ("dp.sub_(d).mul_(p)", "dp.sub_(d) * p")),
-    wrong("dv-from-ds", ("dv_j.baddbmm_(times(p, mask).mT, do_i)", "pass"),
-          ("dk_j.baddbmm_(ds.mT, q_i)", "dk_j.baddbmm_(ds.mT, q_i)\n                dv_j.baddbmm_(ds.mT, do_i)")),
 ]  # fmt: skip
 SAYS = {
     "softmax-of-a-block": "A softmax of one block's scores is not the row's: P is exp(S - lse).",
-    "dv-from-ds": "dV is Pᵀ dO, not dSᵀ dO.",
     "forgets-delta": "dS is P · dP without delta: softmax's derivative also has -Σ_j P_ij dP_ij, which is delta_i.",
     "forgets-the-scale-in-dk": "dK lacks the scale: S = scale · Q Kᵀ.",
     "dk-from-p": "dK is scale · dSᵀ Q, not Pᵀ Q.",

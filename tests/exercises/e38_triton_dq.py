@@ -46,7 +46,6 @@ WRONG = [
         says="does-not-compile",
     ),
     wrong("stores-all-columns", ("n_q, dq, HEAD_DIM,", "n_q, dq, BLOCK_D,"), says="stores-outside"),
-    wrong("wrong-base", ("(s * scale - lse[:, None]) * LOG2_E", "s * scale - lse[:, None]")),
     wrong("dq-from-p", ("dq = tl.dot(ds.to(k.dtype)", "dq = tl.dot(p.to(k.dtype)")),
 ]
 

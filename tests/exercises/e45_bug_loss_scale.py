@@ -13,9 +13,7 @@ reported for PyTorch's own example of minGPT.
 Run the check first: it says what the numbers are. Then read the function line by line, and mend it.
 """
 
-import copy
 import itertools
-import math
 from random import Random
 from typing import Any, NamedTuple
 
@@ -25,9 +23,8 @@ from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
 from precision.scaling import DynamicLossScaler, StaticLossScaler
-from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
-from tests.exercises.kit import fail, lent, recognise, wrong
+from tests.exercises.kit import lent, wrong
 from tests.exercises.rank_kit import metered
 from tests.exercises.tasks import bug_loss_scale
 
@@ -60,30 +57,37 @@ BUGGY = (
     ("        scaler.unscale_(optimizer)\n", ""),
     ("max_norm)\n        scaler", "max_norm) / scaler.get_scale()\n        scaler"),
 )
-CLIP = "        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
 UNSCALE = "        scaler.unscale_(optimizer)\n"
 WRONG = [
     wrong("clips-what-is-scaled", *BUGGY),
-    wrong("unscales-too-late", (UNSCALE + CLIP, CLIP + UNSCALE), says="clips-what-is-scaled"),
     wrong("divides-twice", (UNSCALE, "        for p in model.parameters():\n"
           "            p.grad /= scaler.get_scale()\n")),
-    wrong("clips-after-the-step", (CLIP + "        scaler.step(optimizer)\n", "        scaler.step(optimizer)\n"
-          + CLIP), says="does-not-clip"),
     wrong("does-not-clip", ("model.parameters(), max_norm)", "model.parameters(), float('inf'))")),
-    wrong("clips-each-number", (CLIP, CLIP.replace("clip_grad_norm_", "get_total_norm").replace(
-          "model.parameters(), max_norm", "[p.grad for p in model.parameters()]")
-          + "        torch.nn.utils.clip_grad_value_(model.parameters(), max_norm)\n"), says="does-not-clip"),
     wrong("steps-past-the-scaler", ("        scaler.step(optimizer)\n        scaler.update()\n",
                                     "        optimizer.step()\n        scaler.update()\n")),
     wrong("drops-the-scale", ("scaler.scale(loss).backward()", "scaler.scale(loss)\n        loss.backward()"),
           (UNSCALE, ""), ("scaler.step(optimizer)", "optimizer.step()"), ("        scaler.update()\n", "")),
     wrong("never-updates", ("        scaler.update()\n", "        scaler._progress.clear()\n")),
-    wrong("a-scale-of-its-own", (UNSCALE, ""), ("(model.parameters(), max_norm)",
-          "(model.parameters(), max_norm * 1024) / scaler.get_scale()")),
     wrong("logs-a-norm-too-small", ("norm.item()))", "norm.item() / scaler.get_scale()))")),
     wrong("logs-the-scaled-loss", ("log.append((loss.item()", "log.append((scaler.scale(loss).item()")),
 ]  # fmt: skip
-RATE, SCALE = 0.02, 1024.0
+SAYS = {
+    "clips-what-is-scaled": (
+        "The gradients are still multiplied by the scale when they are clipped, so all of them are cut: unscale first."
+    ),
+    "divides-twice": "The scale was taken out of the gradients twice: the scaler does not know that you divided.",
+    "does-not-clip": "A gradient that is too long was not clipped before the step.",
+    "steps-past-the-scaler": (
+        "A gradient overflowed in FP16, and the optimizer stepped with it: only the scaler knows that it must not."
+    ),
+    "drops-the-scale": (
+        "The loss is not scaled. Gradients of about 1e-8 are 0 in FP16, and the scale is there to save them."
+    ),
+    "never-updates": "The scale never changes: the scaler must hear of each step.",
+    "logs-a-norm-too-small": "The norm in the log was divided by the scale once more.",
+    "logs-the-scaled-loss": "The loss in the log is the scaled one.",
+}
+RATE = 0.02
 
 
 class Model(nn.Module):
@@ -109,7 +113,7 @@ def data(steps: int, generator: torch.Generator) -> list[Any]:
 class Run:
     """The answer's training: log, parameters, the norms that reached the optimizer, and the scale at the end."""
 
-    def __init__(self, model: nn.Module, batches: Any, max_norm: float, scale: float = SCALE, interval: int = 2000):
+    def __init__(self, model: nn.Module, batches: Any, max_norm: float, scale: float, interval: int):
         model = lent(model)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)  # it counts for nothing
@@ -128,98 +132,6 @@ class Run:
         self.scale = scaler.get_scale()
 
 
-def by_hand(model: nn.Module, batches: Any, max_norm: float) -> tuple[list[tuple[float, float]], torch.Tensor]:
-    """(log, parameters), with a scale that is taken out of each gradient at once."""
-    model, log = copy.deepcopy(model), []
-    parameters = list(model.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=RATE)
-    for x, y in batches:
-        loss = model(x, y)
-        gradients = [g / SCALE for g in torch.autograd.grad(loss * SCALE, parameters)]
-        norm = float(torch.cat([g.view(-1) for g in gradients]).norm())
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad = gradient * min(1.0, max_norm / (norm + 1e-6))
-        optimizer.step()
-        log.append((loss.item(), norm))
-    return log, torch.cat([p.detach().view(-1) for p in parameters])
-
-
-def check() -> None:
-    generator = torch.Generator().manual_seed(0)
-    model, batches = Model(generator), data(31, generator)
-    want_log, want = by_hand(model, batches, 10.0)
-    run = Run(model, batches, 10.0)
-    true = [norm for _, norm in want_log]
-    check_norms(
-        run, true, f"{fell([loss for loss, _ in run.log])} in 31 steps, and should fall to {want_log[-1][0]:.3f}"
-    )
-    recognise(run.parameters, want, {}, "The parameters after 31 steps, against a run without a scaler", 1e-3)
-    loss, norm = run.log[0]
-    if abs(loss / want_log[0][0] - 1) > 1e-3:
-        fail("logs-the-scaled-loss", f"The first loss is {want_log[0][0]:.4f}, and {loss:.4f} is in the log.")
-    if abs(norm / true[0] - 1) > 1e-3:
-        fail("logs-a-norm-too-small", f"The first gradient's norm is {true[0]:.4f}, and {norm:.6f} is in the log.")
-    check_underflow()
-    check_overflow(model, batches)
-
-
-def check_norms(run: Run, true: list[float], before: str) -> None:
-    """What the optimizer got in the first two steps, of which the first gradient is too long, and the second is not."""
-    long, short = true[0], true[1]
-    assert long > 10 > short
-    got = torch.tensor(run.norms[:2])
-    if len(run.norms) < 31:
-        fail("steps-missing", f"In 31 steps, none of which overflows, the optimizer stepped {len(run.norms)} times.")
-    said = (
-        f"{before}. But max_norm is 10, and the first two gradients have norms {long:.3f} and {short:.3f}. "
-        f"So the optimizer should get gradients of norm 10.000 and {short:.3f}. It got {got[0]:.6f} and {got[1]:.6f}"
-    )
-    mistakes = {
-        "clips-what-is-scaled": (
-            torch.tensor([10 / SCALE] * 2),
-            f"{said}: 10 divided by the scale, {SCALE:g}, in both.",
-        ),
-        "divides-twice": (torch.tensor([10, short]) / SCALE, f"{said}: the scale, {SCALE:g}, was taken out twice."),
-        "does-not-clip": (torch.tensor([long, short]), f"{said}: the long one was not clipped before the step."),
-    }
-    recognise(got, torch.tensor([10.0, short]), mistakes, said, tolerance=1e-3)
-
-
-def check_overflow(model: nn.Module, batches: Any) -> None:
-    """In the third of four steps a target is so large that the scaled gradient has inf."""
-    batches = [*batches[:2], (batches[0][0], batches[0][1] + 2000), batches[3]]
-    run = Run(model, batches, 10.0)
-    if len(run.norms) > 3 or not bool(run.parameters.isfinite().all()):
-        fail(
-            "steps-past-the-scaler",
-            "A gradient overflowed in FP16, and the optimizer stepped with it: only the scaler knows that it must not.",
-        )
-    if run.scale == SCALE:
-        fail(
-            "never-updates", f"A gradient overflowed, and the scale is {SCALE:g} as before: the scaler must hear of it."
-        )
-    want_log, want = by_hand(model, [batches[0], batches[1], batches[3]], 10.0)
-    words = (
-        "With a step that was skipped, so that the scale is 512 afterwards, the parameters are others than without it"
-    )
-    if not torch.allclose(run.parameters, want, rtol=1e-3, atol=1e-3):
-        fail("a-scale-of-its-own", f"{words}: does each step use the scale of that moment?")
-    if not math.isclose(run.log[3][1], want_log[2][1], rel_tol=1e-2):
-        fail("a-scale-of-its-own", f"After a step that was skipped the norm in the log is {run.log[3][1]:.4f}.")
-
-
-def check_underflow() -> None:
-    """A loss of which the gradients in FP16 are all 0 without a scale."""
-    generator = torch.Generator().manual_seed(0)
-    model, batches = Model(generator, 2.0**-26), data(5, generator)
-    before = torch.cat([p.detach().view(-1) for p in model.parameters()])
-    if torch.equal(Run(model, batches, 2.0, 2.0**24).parameters, before):
-        fail(
-            "drops-the-scale",
-            "Gradients of about 1e-8 are 0 in FP16, and the model learns nothing: the scale is there to save them.",
-        )
-
-
 class Case(NamedTuple):
     scale: float
     interval: int
@@ -227,17 +139,20 @@ class Case(NamedTuple):
     steps: int
     spoilt: bool
     seed: int
+    weight: float = 1.0
 
 
 def draw(random: Random) -> list[Case]:
-    """interval: after so many updates the scale grows; with 0 it stays. spoilt: the gradient of one step has inf."""
+    """interval: after so many updates the scale grows; with 0 it stays. spoilt: the gradient of one step has inf.
+    weight: of the loss; a small one makes gradients that are 0 in FP16 without a scale."""
     ways = itertools.product((1.0, 64.0, 4096.0), (0, 2, 2000), (0.1, 10.0, 1000.0))
-    return [Case(*row) for row in deal(random, ways, [2, 5, 30], [False, True])]
+    plain = [Case(1024.0, 2000, 10.0, 3, False, 0), Case(2.0**24, 2000, 2.0, 5, False, 0, 2.0**-26)]
+    return plain + [Case(*row) for row in deal(random, ways, [2, 5, 30], [False, True])]
 
 
 def result(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
-    model, batches = Model(generator), data(case.steps, generator)
+    model, batches = Model(generator, case.weight), data(case.steps, generator)
     if case.spoilt:
         place = case.seed % case.steps
         batches[place] = batches[place][0], batches[place][1] + torch.inf

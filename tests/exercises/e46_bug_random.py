@@ -27,7 +27,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
-from tests.exercises.bug_kit import fell
 from tests.exercises.draws import deal
 from tests.exercises.kit import fail, lent, random_states, ranks, recognise, same, wrong
 from tests.exercises.tasks import bug_random
@@ -72,29 +71,13 @@ ORDER, NOISE = "default_rng([seed, epoch]).", "default_rng([seed, epoch, comm.ra
 WRONG = [
     wrong("same-numbers", *BUGGY),
     wrong("ranks-shuffle-apart", (ORDER, "default_rng([seed, epoch, comm.rank + 1]).")),
-    wrong("order-without-a-seed", (ORDER, "default_rng()."), says="ranks-shuffle-apart"),
     wrong("same-noise-on-ranks", (NOISE, "default_rng([seed, epoch, 1])")),
     wrong("same-noise-in-epochs", (NOISE, "default_rng([seed, comm.rank + 1])")),
     wrong("seeds-collide", (NOISE, "default_rng(seed + epoch + comm.rank)")),
-    wrong("seeds-multiplied", (NOISE, "default_rng(seed * (epoch + 1) * (comm.rank + 1))"), says="seeds-collide"),
     wrong("same-order", (ORDER, "default_rng(seed).")),
-    wrong("not-shuffled", ("np.random.default_rng([seed, epoch]).permutation(len(inputs))", "np.arange(len(inputs))"),
-          says="same-order"),
-    wrong("not-reproducible", (NOISE, "default_rng()")),
     wrong("ignores-the-seed", (ORDER, "default_rng([1, epoch])."), (NOISE, "default_rng([1, epoch, comm.rank + 1])")),
     wrong("forgets-on-resume", ("    means = []\n", "    means = []\n    random = np.random.default_rng([seed, "
           "comm.rank + 1])\n"), ("        random = np.random.default_rng([seed, epoch, comm.rank + 1])\n", "")),
-    wrong("neighbours-share", (ORDER, "default_rng(seed + epoch)."), (NOISE, "default_rng([seed + epoch, comm.rank])")),
-    wrong("neighbours-share-later", (NOISE, "default_rng(1000 * seed + epoch * comm.size + comm.rank)"),
-          says="neighbours-share"),
-    wrong("salted-hash", (NOISE, "default_rng(abs(hash(f'{seed} {epoch} {comm.rank}')))")),
-    wrong("uses-up-the-epochs", ("    means = []\n", "    means = []\n    last = max(epochs)\n"),
-          says="examples-missing"),
-    wrong("batch-size", ("// comm.size // batch_size", "// comm.size // len(order[comm.rank :: comm.size])")),
-    wrong("global-state", (f"np.random.{NOISE}", "np.random.default_rng([seed, epoch, comm.rank + 1])\n"
-          "        np.random.seed(seed)")),
-    wrong("noise-around-one", ("random.normal(0, 0.1,", "random.normal(1, 0.1,"), says="no-noise"),
-    wrong("no-noise", ("random.normal(0, 0.1,", "0 * random.normal(0, 0.1,")),
 ]  # fmt: skip
 COUNT, EPOCHS, LONG = 24, 4, 1010
 FAR = 7 + 1000 * 2**16  # what divides by 1000, or keeps 16 bits, takes it for 7
@@ -212,6 +195,9 @@ def check() -> None:
             "different: one draws in an epoch what the other draws in another. Never add to a seed.",
         )
     long, below, above = Run(1, list(range(LONG)), COUNT), Run(1, [0, 1], COUNT, 6), Run(1, [0, 1], COUNT, 8)
+    if long.noise.abs().max() < 0.3:
+        words = f"Of {long.noise.numel():,} numbers of the noise none is beyond ±{long.noise.abs().max():.2f}"
+        fail("no-noise", f"{words}: this is no normal noise of standard deviation 0.1.")
     orders = torch.cat([each.numbers.flatten(1) for each in (long, below, above)])
     noise = torch.cat([each.noise for each in (long, below, above)])
     if len(orders.unique(dim=0)) < len(orders) or long.noises(noise) < len(orders) * COUNT:
@@ -244,7 +230,8 @@ def of_another_process(x: Any) -> int:
 def check_randomness(run: Run) -> None:
     total = EPOCHS * COUNT
     said = (
-        f"{fell(run.losses[0])}. But of the {total} noises of {EPOCHS} epochs on 2 ranks {run.noises()} are different"
+        f"The loss ends at {run.losses[0][-1]:.3f}. But of the {total} noises of {EPOCHS} epochs on 2 ranks "
+        f"{run.noises()} are different"
     )
     if run.unseen():
         fail(
@@ -276,7 +263,7 @@ class Case(NamedTuple):
 
 def draw(random: Random) -> list[Case]:
     """first: the epoch with which the run goes on."""
-    ways = [*itertools.product((1, 2, 3, 4), (1, 2)), (6, 2), (8, 1), (12, 2)]
+    ways = [*itertools.product((1, 2, 3, 4), (1, 2)), (6, 2), (8, 1), (12, 2), (24, 1)]
     return [Case(*row) for row in deal(random, ways, [2, 5], [0, 3, 50])]
 
 

@@ -46,35 +46,18 @@ AFTER = (
     "kernel does what you did. Cut Cross-Entropy needs no logits even of a chunk: its softmax is online, as in "
     "FlashAttention. Read next: `forward` in minizero/chunked_loss.py."
 )
-Z_Y = "        z_y = z.gather(1, y)\n"
 BY_Z = "by_z = z.mul_(counts / total).scatter_add_(1, y, -counts.to(wide))"
-ADD_W = "by_weight.addmm_(by_z.T, h)"
 FREED = "        z = by_z = None  # the last chunk's logits go before the next come\n"
 CUT = "range(0, len(hidden), chunk)"
 WRONG = [
     wrong("all-at-once", (CUT, "range(0, len(hidden), len(hidden))"), ("start + chunk)", "start + len(hidden))")),
-    wrong("keeps-the-logits", (FREED, "        kept = [*kept, z] if start else []\n" + FREED), says="all-at-once"),
     wrong("two-chunks", (FREED, "")),
-    wrong("not-in-place", ("total = z.exp_()", "before, z = z, z.exp()  # noqa: F841\n        total = z"),
-          says="two-chunks"),
     wrong("overflows", ("        z -= z.amax(1, keepdim=True)", "        z -= 0")),
-    wrong("largest-in-one-term", (Z_Y, ""), ("        z -= z.amax(1", Z_Y + "        z -= z.amax(1")),
-    wrong("gathers-after-exp", (Z_Y, ""), ("        loss +=", Z_Y + "        loss +=")),
     wrong("loses-the-last-chunk", (CUT, "range(0, len(hidden) - chunk + 1, chunk)")),
-    wrong("last-chunk-only", (ADD_W, "by_weight.copy_(by_z.T @ h)")),
     wrong("forgets-the-target", (BY_Z, "by_z = z.mul_(counts / total)")),
     wrong("wrong-sign", (BY_Z, "by_z = z.mul_(counts / -total).scatter_add_(1, y, counts.to(wide))")),
     wrong("ignored-in-the-loss", ("torch.where(counts, total.log() - z_y, 0)", "(total.log() - z_y)")),
-    wrong("ignored-in-the-gradients", (BY_Z, "by_z = z.div_(total).scatter_add_(1, y, -counts.to(wide))")),
-    wrong("ignored-is-word-0", (BY_Z, "by_z = z.mul_(counts / total).scatter_add_(1, y, -torch.ones_like(z_y))")),
     wrong("mean", ("    return loss, [by_hidden", "    return loss / (targets != ignore_index).sum(), [by_hidden")),
-    wrong("forgets-the-bias", ("F.linear(h, weight, bias)", "F.linear(h, weight)")),
-    wrong("sums-in-16-bits", ("torch.zeros_like(weight, dtype=wide)", "torch.zeros_like(weight)")),
-    wrong("softmax-in-16-bits", ("narrow, z = z.dtype, z.to(wide)", "narrow = z.dtype"),
-          ("-counts.to(wide)", "-counts.to(z.dtype)")),
-    wrong("not-needed", ("torch.zeros_like(weight, dtype=wide) if needed[1] else None",
-                         "torch.zeros_like(weight, dtype=wide)")),
-    wrong("hides-nan", ("    return loss, [", "    return loss.nan_to_num(), ["), says="random"),
 ]  # fmt: skip
 SAYS = {
     "all-at-once": "The logits of all tokens are there at once: only one chunk's may be there.",
@@ -86,22 +69,11 @@ SAYS = {
         "exp of large logits is infinite. What may be subtracted from all logits of a row, so that neither L nor p "
         "changes?"
     ),
-    "largest-in-one-term": (
-        "Both terms of log Σ exp(z) - z_y must be of the same z: the largest logit is subtracted in one only."
-    ),
-    "gathers-after-exp": "log Σ exp(z) - z_y: what was subtracted is exp(z_y). Take z_y out before z is overwritten.",
     "loses-the-last-chunk": "The last tokens are missing. The last chunk may be shorter.",
-    "last-chunk-only": "The weight's gradient is that of the last chunk alone: add up all chunks.",
     "forgets-the-target": "∂L/∂z is p - e_y: the 1 at the target is not subtracted.",
     "wrong-sign": "The gradients have the wrong sign: ∂L/∂z is p - e_y, and not e_y - p.",
     "ignored-in-the-loss": "Tokens without a target are in the loss, as if word 0 were theirs.",
-    "ignored-in-the-gradients": "A token without target has a gradient: its row of ∂L/∂z is 0.",
-    "ignored-is-word-0": "A token without target learns word 0, which only stood in: its row of ∂L/∂z is 0.",
     "mean": "It was divided by the number of targets: sums are asked for.",
-    "forgets-the-bias": "The loss is that of hidden @ weight.T alone: the bias is missing.",
-    "sums-in-16-bits": "The gradients of many chunks are added in 16 bits, and the small ones are lost: add in FP32.",
-    "softmax-in-16-bits": "The softmax is not FP32's: convert the logits before exp and the sum.",
-    "not-needed": "A gradient that is not needed is None: it costs memory and time.",
 }
 
 

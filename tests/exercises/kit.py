@@ -1,18 +1,23 @@
 """What the checks are made of. A check says in words what is wrong: it raises a `Diagnosis`."""
 
+import contextlib
 import copy
 import math
 import numbers
+import os
 import random
+import sys
+import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from minizero.memory.operators import Watcher
 from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.ranks.world import World
 
@@ -48,10 +53,18 @@ def fail(name: str, words: str) -> NoReturn:
     raise Diagnosis(name, words)
 
 
-def ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[Any]:
-    """`fn(comm, *args)` on `size` ranks. A `Diagnosis` says what goes wrong between them."""
+def ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = 0.0) -> list[Any]:
+    """`fn(comm, *args)` on `size` ranks. A `Diagnosis` says what goes wrong between them. patience: else PATIENCE."""
+    patience = patience or PATIENCE
+
+    def on_rank(comm: Any) -> tuple[Any, int]:
+        with unchanged(OF_A_THREAD), contextlib.ExitStack() as stack:
+            for mode in ELSEWHERE:
+                stack.enter_context(mode())
+            return fn(comm, *args), torch_state()
+
     try:
-        pairs = World(size, device="cpu", timeout=patience).run(lambda comm: (fn(comm, *args), torch_state()))
+        pairs = World(size, device="cpu", timeout=patience).run(on_rank)
         STATES.update({f"the state of rank {rank}'s random numbers": state for rank, (_, state) in enumerate(pairs)})
         return [result for result, _ in pairs]
     except RankFailed as failure:
@@ -127,7 +140,9 @@ def compare(got: Any, want: Any, tolerance: Tolerance = 0.0, what: str = "The re
         right = right and (type(want) is float or got == want)
     else:
         right = type(got) is type(want) and got == want
-    return "" if right else f"{what} is {_brief(got)}, expected {_brief(want)}"
+    if not right and isinstance(want, str) and want.endswith("Error"):
+        return f"{what} is {_brief(got)}, and a {want} should be raised"
+    return "" if right else f"{what} is {_brief(got)}, expected {'None' if want is None else _brief(want)}"
 
 
 def _of(tolerance: Tolerance, dtype: torch.dtype = torch.float64) -> float:
@@ -191,6 +206,7 @@ PICKS = {"index", "index_select", "gather", "embedding"}  # they read what they 
 
 LENT: list[tuple[torch.nn.Module, list[bool]]] = []  # the models that an answer was given in a case, with their modes
 STATES: dict[str, int] = {}  # of the ranks' random numbers in a case, at their end
+RETURNED: list[tuple[torch.Tensor, torch.Tensor]] = []  # what a callback returned in a case, and a copy
 
 
 def lent(model: Any) -> Any:
@@ -201,13 +217,84 @@ def lent(model: Any) -> Any:
     return model
 
 
-def modes() -> dict[str, Any]:
-    """What a call leaves as it is."""
-    return {
-        "torch's grad mode": torch.is_grad_enabled(),
-        "torch's default dtype": torch.get_default_dtype(),
-        "the train mode of a module": [None for lent, was in LENT if was != [m.training for m in lent.modules()]],
-    }
+def returned(tensor: torch.Tensor) -> torch.Tensor:
+    """What a callback gives an answer, which may not write into it. It lives as long as the case."""
+    RETURNED.append((tensor, tensor.detach().clone()))
+    return tensor
+
+
+# What a call leaves as it is, with a function that says how it is: of a thread, and of the process.
+OF_A_THREAD: dict[str, Callable[[], Any]] = {
+    "torch's grad mode": torch.is_grad_enabled,
+    "torch's inference mode": torch.is_inference_mode_enabled,
+    "torch's default device": torch.get_default_device,
+    "torch's autocast": lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+    "whether torch flushes subnormal numbers to 0": lambda: torch.full((1,), 1e-40, device="cpu").mul(0.5).item(),
+}
+MODES = OF_A_THREAD | {
+    "torch's default dtype": torch.get_default_dtype,
+    "whether torch's algorithms are deterministic": torch.get_deterministic_debug_mode,
+    "autograd's anomaly mode": lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    "the number of torch's threads": torch.get_num_threads,
+    "the precision of torch's products": torch.get_float32_matmul_precision,
+    "whether torch uses oneDNN": lambda: torch.backends.mkldnn.enabled,
+    "how NumPy treats errors": np.geterr,
+    "Python's limit of recursion": sys.getrecursionlimit,
+    "the current folder": os.getcwd,
+}
+IN_A_CALL = MODES | {
+    "os.environ": lambda: dict(os.environ),
+    "the filters of warnings": lambda: list(warnings.filters),
+    "the train mode of a module": lambda: [None for lent, was in LENT if was != [m.training for m in lent.modules()]],
+    "what a callback returned": lambda: [None for tensor, was in RETURNED if compare(tensor.detach(), was)],
+}
+
+
+@contextlib.contextmanager
+def unchanged(modes: dict[str, Callable[[], Any]]) -> Iterator[None]:
+    """A `Diagnosis` if the block leaves one of them as another one."""
+    before = {what: state() for what, state in modes.items()}
+    yield
+    if changed := [what for what, state in modes.items() if state() != before[what]]:
+        torch.set_grad_enabled(before["torch's grad mode"])
+        torch.set_default_dtype(before.get("torch's default dtype", torch.get_default_dtype()))
+        fail("leaves-a-mode", f"After the call {changed[0]} is another one than before.")
+
+
+MAKERS = {torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.eye, torch.linspace}
+MAKERS |= {torch.tensor, torch.arange}
+ELSEWHERE: list[Callable[[], TorchFunctionMode]] = []  # the mode of `elsewhere`, which each rank enters for itself
+
+
+class OnMeta(TorchFunctionMode):
+    """What the lines of a file make without a device is on `meta`. Numbers, and what may be an index, stay."""
+
+    def __init__(self, file: str, lines: set[int]) -> None:
+        self.file, self.lines = file, lines
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, line = func(*args, **(kwargs or {})), sys._getframe(1)
+        if func not in MAKERS or (kwargs or {}).get("device") is not None or line.f_code.co_filename != self.file:
+            return made
+        if not made.dim() or made.dtype in (torch.int64, torch.int32):
+            return made
+        self.lines.add(line.f_lineno)
+        return made.to("meta")
+
+
+@contextlib.contextmanager
+def elsewhere(file: str) -> Iterator[set[int]]:
+    """Inside, each rank is on another device than the one that a tensor gets by default. Yields the lines that do it.
+
+    The ranks' own device is the CPU, and `meta` is in place of the default.
+    """
+    lines: set[int] = set()
+    ELSEWHERE.append(lambda: OnMeta(file, lines))
+    try:
+        with ELSEWHERE[0]():
+            yield lines
+    finally:
+        ELSEWHERE.clear()
 
 
 def seed_all() -> None:
@@ -231,7 +318,7 @@ def torch_state() -> int:
     return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
-class Work(TorchDispatchMode):
+class Work(Watcher):
     """How many numbers the operators read and write in all. Views cost nothing."""
 
     numbers = 0

@@ -22,9 +22,23 @@ def holder_of(exercise: Exercise) -> Any:
     return holder
 
 
+Places = list[tuple[dict[str, Any], str]]
+
+
+def found_in(exercise: Exercise) -> Places:
+    """Where modules of ours have the package's function: names in their dicts, and in dicts that these hold."""
+    original = vars(holder_of(exercise))[exercise.function]
+    ours = [module for name, module in sys.modules.items() if name.split(".")[0] in OURS]
+    scopes = [scope for each in ours for scope in (vars(each), *(v for v in vars(each).values() if type(v) is dict))]
+    return [(scope, name) for scope in scopes for name, value in scope.items() if value is original]
+
+
 @contextlib.contextmanager
-def patched(exercise: Exercise, answer: Any) -> Iterator[None]:
-    """Inside the block the package runs with `answer`, and afterwards with its own function again."""
+def patched(exercise: Exercise, answer: Any, at: Places | None = None) -> Iterator[None]:
+    """Inside the block the package runs with `answer`, and afterwards with its own function again.
+
+    at: the `found_in`, if they are known.
+    """
     holder, name = holder_of(exercise), exercise.function
     original = vars(holder)[name]
     if isinstance(holder, type):
@@ -36,11 +50,14 @@ def patched(exercise: Exercise, answer: Any) -> Iterator[None]:
         finally:
             setattr(holder, name, original)
         return
-    _replace(original, answer)
+    at = found_in(exercise) if at is None else at
+    for scope, key in at:
+        scope[key] = answer
     try:
         yield
     finally:
-        _replace(answer, original)
+        for scope, key in at:
+            scope[key] = original
 
 
 @contextlib.contextmanager
@@ -62,11 +79,3 @@ def function_of(exercise: Exercise) -> FunctionType:
     """What a kernel, a static method, or a decorator's wrapper holds."""
     own = vars(holder_of(exercise))[exercise.function]
     return cast(FunctionType, inspect.unwrap(getattr(own, "fn", getattr(own, "__func__", own))))
-
-
-def _replace(old: Any, new: Any) -> None:
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").split(".")[0] in OURS:
-            for scope in [vars(module), *(v for v in vars(module).values() if type(v) is dict)]:
-                for name in [name for name, value in scope.items() if value is old]:
-                    scope[name] = new

@@ -21,13 +21,13 @@ WIDTH = 100
 OURS = ("minizero", "flash", "precision", "tests")
 
 
-def stub(exercise: Exercise) -> str:
+def stub(exercise: Exercise, with_plan: bool = True) -> str:
     """The student's file: the function, with the plan in place of a body, or with the plan and the bug."""
     code, node = _function(exercise)
     head, bug = _head(code, node), exercise.text().bug
     body = _edited(code, bug).splitlines()[len(head) :] if bug else ["    raise NotImplementedError"]
     plan = []
-    for number, step in enumerate(exercise.text().plan, 1):
+    for number, step in enumerate(exercise.text().plan if with_plan else [], 1):
         lines = textwrap.wrap(" ".join(step.split()), WIDTH - 9)
         plan += [f"    # {f'{number}. ' if i == 0 else '   '}{line}" for i, line in enumerate(lines)]
     return "\n".join([_top(exercise), *head, *plan, *body, ""])
@@ -40,13 +40,20 @@ def reference(exercise: Exercise) -> str:
 
 def answer(exercise: Exercise, wrong: "Wrong | None" = None) -> str:
     """A whole file with the reference, or with what a wrong answer makes of it."""
-    code = _edited(reference(exercise), wrong.edits if wrong else ())
+    code = _changed(exercise, wrong) if wrong else reference(exercise)
     return f"{_top(exercise)}\n{code}\n"
 
 
 def mistaken(exercise: Exercise, wrong: "Wrong") -> str:
     """A file with a wrong answer, and no text about it: the target need not be an exercise's."""
-    return f"{_imports(exercise)}\n\n{_edited(reference(exercise), wrong.edits)}\n"
+    return f"{_imports(exercise)}\n\n{_changed(exercise, wrong)}\n"
+
+
+def _changed(exercise: Exercise, wrong: "Wrong") -> str:
+    try:
+        return _edited(reference(exercise), wrong.edits)
+    except ValueError as error:
+        raise ValueError(f"exercise {exercise.id}, wrong answer {wrong.name}: {error}") from None
 
 
 def _edited(code: str, edits: Iterable[tuple[str, str]]) -> str:

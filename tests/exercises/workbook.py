@@ -34,7 +34,7 @@ class Workbook:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(os.environ.get("MINIZERO_WORKBOOK") or ROOT / "workbook")
-        self.state: dict[str, Any] = {"passed": [], "hints": {}}
+        self.state: dict[str, Any] = {"passed": [], "hints": {}, "plan": True}
         with contextlib.suppress(OSError, ValueError):  # no file yet, or a broken one: then no exercise has passed
             self.state |= json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
 
@@ -56,7 +56,7 @@ class Workbook:
         """Begin an exercise anew. An answer moves to workbook/old. Returns its path there, or None."""
         self.fill()
         path, kept = self.path(exercise), None
-        if path.read_text(encoding="utf-8", errors="replace") != stub(exercise):
+        if path.read_text(encoding="utf-8", errors="replace") != self._stub(exercise):
             old = self.folder / "old"
             old.mkdir(exist_ok=True)
             kept = next(p for i in range(1, 10**6) if not (p := old / f"{path.stem}.{i}.py").exists())
@@ -107,4 +107,7 @@ class Workbook:
         new.replace(self.folder / "progress.json")
 
     def _write(self, exercise: Exercise) -> None:
-        self.path(exercise).write_text(stub(exercise), encoding="utf-8")
+        self.path(exercise).write_text(self._stub(exercise), encoding="utf-8")
+
+    def _stub(self, exercise: Exercise) -> str:
+        return stub(exercise, with_plan=self.state["plan"])

@@ -1,12 +1,14 @@
 """Check answers in processes of their own: `run` checks one file, a `Checker` many.
 
-    this process        asks for a file, and waits
+    this process        asks for a file, case by case, and ends the check at the first case that is wrong
     the host            imports torch once; never imports an answer
-    a child of it       runs one answer, within limits (where a process can fork; else the host itself)
+    a child of it       reads and runs one answer, within limits (where a process can fork; else the host itself)
     the judge           is given what the answer did, as data; compares it with the package's function, and speaks
 
-What an answer did goes up through pipes and begins with a secret, drawn for each check. An answer that finds the secret
-can say that it did something else. It gains nothing: it would have to say what the package's function does.
+Each reply, of the host and of the judge, begins with a number that was drawn for the request: what else comes through
+a pipe is thrown away. No other process of the same user can open these pipes or read that memory (Linux; not root's).
+An answer that finds the number of its own child can say that it did something else. It gains nothing: it would have to
+say what the package's function does.
 """
 
 import atexit
@@ -14,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import queue
 import secrets
@@ -28,8 +31,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.exercises.course import COURSE, ROOT, Exercise
-from tests.exercises.machine import runner
+from tests.exercises.course import ROOT, Exercise, find
+from tests.exercises.machine import runner, sandbox
 from tests.exercises.machine.runner import Outcome
 
 HARD = 1.5  # times its seconds of computing, an operation that cannot be interrupted is ended
@@ -38,6 +41,7 @@ IDLE_SECONDS = 0.5  # of computing within WAIT_SECONDS that count as none
 SILENCE = 900.0  # seconds without a word from the host, after which it is ended
 MEMORY = 8 * 2**30  # bytes of addresses, of which torch's libraries take a part
 FILE = 64 * 2**20  # bytes of a file that an answer writes, and of what it prints
+LINE = 16 * 2**20  # bytes of a reply
 PROCESSES = 2048  # of the user, the answer's among them; root has no such limit
 CAN_FORK = sys.platform == "linux"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
@@ -47,39 +51,52 @@ class Process:
     """The host, or the judge. It is asked line by line."""
 
     def __init__(self, role: str, wall: Sequence[str] = ()) -> None:
+        _private()
         given = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp"} if wall else os.environ
         command = [*wall, sys.executable, "-m", "tests.exercises.machine.checker", role]
         self.pipes = subprocess.Popen(
             command, cwd=ROOT, env={**given, **ENVIRONMENT},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        self.replies: queue.Queue[bytes] = queue.Queue()
+        self.replies: queue.Queue[bytes] = queue.Queue(8)  # who writes more than is read must wait
         threading.Thread(target=_read_lines, args=(self.pipes.stdout, self.replies), daemon=True).start()
+        self.over = False
 
-    def tell(self, **asked: Any) -> None:
+    def tell(self, **asked: Any) -> str:
+        """Ask. Returns the number that the reply will begin with."""
         assert self.pipes.stdin is not None
+        number = secrets.token_hex()
         with contextlib.suppress(OSError):  # it has ended: so have its replies
-            self.pipes.stdin.write(json.dumps(asked).encode() + b"\n")
+            self.pipes.stdin.write(json.dumps({"number": number, **asked}).encode() + b"\n")
             self.pipes.stdin.flush()
+        return number
 
-    def reply(self) -> bytes:
-        """Its next line; nothing if it has ended, or is silent for too long."""
-        try:
-            reply = self.replies.get(timeout=SILENCE)
-            if reply == b"":  # it has ended
+    def ask(self, **asked: Any) -> Any:
+        """Its reply; None if it has ended, or is silent for too long. Lines without the number are left out."""
+        number, until = self.tell(**asked), time.monotonic() + SILENCE
+        while not self.over:
+            try:
+                line = self.replies.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            if (said := _said(line, number)) is not None:
+                return said
+            if line == b"":  # it has ended
+                self.over = True
                 self.pipes.wait()
-        except queue.Empty:
-            reply = b""
-        return reply
+        return None
 
     def close(self) -> None:
         """End it, and all processes of its group."""
         _end_group(self.pipes.pid)
         self.pipes.kill()
         self.pipes.wait()
-        for pipe in (self.pipes.stdin, self.pipes.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+        self.over = True
+        with contextlib.suppress(OSError):
+            self.pipes.stdin.close()  # type: ignore[union-attr]
+        with contextlib.suppress(queue.Empty):
+            while self.replies.get(timeout=1.0):  # so that the thread that reads comes to the end
+                pass
 
 
 class Checker:
@@ -101,30 +118,35 @@ class Checker:
 
     def check(self, exercise: Exercise, path: Path, what: str = "examine") -> Outcome:
         """How the check of the answer in `path` ends. what: "ask" asks questions on it instead (questions.py)."""
-        said = runner.look(exercise, path)
-        if said is not None:
-            return said
-        seed, secret = self.seed or str(secrets.randbelow(10**6)), secrets.token_hex()
-        asked = {"exercise": exercise.id, "path": str(path.absolute()), "seed": seed, "secret": secret}
-        self.host = self.host or Process("host", self.wall)  # it imports torch while the judge does its part
-        may = runner.SECONDS, self.wait
+        if (looked := runner.look(exercise, path)) is not None:
+            return looked
+        asked = {
+            "exercise": exercise.id,
+            "path": str(path.absolute()),
+            "seed": self.seed or str(secrets.randbelow(10**6)),
+        }
+        self.host = self.host or Process("host", self.wall)
+        self.host.tell(**asked, what=what, wait=self.wait)  # it imports torch while the judge does its part
+        said: dict[str, Any] = {"may": 4 * runner.SECONDS, "doubt": None}
+        count = 0
         if what == "examine":
-            may = tuple(map(max, may, _judged(asked) or may))
-        self.host.tell(**asked, may=may, what=what)
-        seen = _seen(self.host.reply(), secret)
-        if seen is None or not CAN_FORK:
-            seen = seen or _ended(self.host.pipes.poll())
-            self.host.close()
-            self.host = None
-        if what != "examine":
-            return Outcome(**seen["said"])
-        no_verdict = Outcome("failed", "no-verdict", "The judge has ended without a verdict: check the file once more.")
-        verdict = _judged(asked | {"seen": seen}) or dataclasses.asdict(no_verdict)
-        return Outcome(**verdict | {"printed": str(seen.get("printed", ""))[-4000:]})
+            said = _judged(**asked, count=0)
+        while "may" in said:
+            seen = self.host.ask(may=said["may"])
+            seen, count = seen if isinstance(seen, dict) else {"end": _ended(self.host.pipes.poll())}, count + 1
+            if what == "examine":
+                said = _judged(**asked, count=count, seen=seen, doubt=said["doubt"])
+            else:
+                said = {"verdict": seen["end"]}
+        printed = self.host.ask(stop=True)
+        if printed is None or not CAN_FORK:
+            self.close()
+        return Outcome(**said["verdict"] | {"printed": str(printed or "")[-4000:]})
 
     def close(self) -> None:
         if self.host is not None:
             self.host.close()
+            sandbox.end_all(self.wall)
         self.host = None
 
 
@@ -132,17 +154,17 @@ JUDGE: list[Process] = []  # one for all, at most
 ONE_AT_A_TIME = threading.Lock()
 
 
-def _judged(asked: dict[str, Any]) -> Any:
-    """The judge's verdict on what was seen; without `seen`, how long the answer may take. None if it has ended."""
+def _judged(**asked: Any) -> dict[str, Any]:
+    """What the judge says next (`Judge.step`)."""
     with ONE_AT_A_TIME:
         if not JUDGE:
             JUDGE.append(Process("judge"))
             atexit.register(_dismiss)
-        JUDGE[0].tell(**asked)
-        if reply := JUDGE[0].reply():
-            return json.loads(reply)
+        if (said := JUDGE[0].ask(**asked)) is not None:
+            return said
         _dismiss()
-    return None
+    words = "The judge has ended without a verdict: check the file once more."
+    return {"verdict": dataclasses.asdict(Outcome("failed", "no-verdict", words))}
 
 
 def _dismiss() -> None:
@@ -157,20 +179,19 @@ def run(exercise: Exercise, path: Path) -> Outcome:
 
 
 def _read_lines(pipe: Any, lines: "queue.Queue[bytes]") -> None:
-    """Each line of the pipe, and an empty one at its end."""
-    with contextlib.suppress(OSError, ValueError):
-        while line := pipe.readline():
+    """Each line of the pipe, and an empty one at its end. One that is too long comes in pieces."""
+    with contextlib.suppress(OSError, ValueError), pipe:
+        while line := pipe.readline(LINE):
             lines.put(line)
     lines.put(b"")
 
 
-def _seen(said: bytes, secret: str) -> dict[str, Any] | None:
-    """What was seen of an answer, if the secret stands before it."""
-    try:
-        seen = json.loads(said[len(secret) :]) if said.startswith(secret.encode()) else None
-    except ValueError:
-        return None
-    return seen if isinstance(seen, dict) else None
+def _said(line: bytes, number: str) -> Any:
+    """What a line says, if the number stands before it. Else None."""
+    with contextlib.suppress(ValueError):
+        if line.startswith(number.encode()):
+            return json.loads(line[len(number) :])
+    return None
 
 
 def _ended(status: int | None) -> dict[str, Any]:
@@ -193,11 +214,7 @@ def _ended(status: int | None) -> dict[str, Any]:
 
 
 def _failed(name: str, words: str) -> dict[str, Any]:
-    return _seen_of(Outcome("failed", name, words))
-
-
-def _seen_of(said: Outcome) -> dict[str, Any]:
-    return {"said": dataclasses.asdict(said), "cases": []}
+    return dataclasses.asdict(Outcome("failed", name, words))
 
 
 def _end_group(leader: int) -> None:
@@ -205,103 +222,158 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def _private() -> None:
+    """No other process of this user can open this one's pipes, or read its memory: PR_SET_DUMPABLE, on Linux."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0)
+
+
 # What follows runs in the host or in its child, or in the judge.
 
 
 def main() -> None:
     """`python -m tests.exercises.machine.checker host`, or judge: reads a request a line, and writes a reply a line."""
+    _private()
     channel = os.dup(1)
     os.dup2(2, 1)
     os.set_inheritable(channel, False)
     import torch
 
     torch.set_num_threads(1)
-    serve = _judge() if sys.argv[1] == "judge" else _host
+    if sys.argv[1] == "judge":
+        _judge(channel)
+    if CAN_FORK:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what an answer left behind becomes a child of the host
     for line in sys.stdin:
-        asked = json.loads(line)
-        exercise = next(e for e in COURSE if e.id == asked["exercise"])
-        exercise.load()
-        serve(channel, exercise, Path(asked["path"]), asked)
+        _host(channel, json.loads(line))
 
 
-def _judge() -> Callable[..., None]:
+def _judge(channel: int) -> None:
     from tests.exercises.machine.judge import Judge
 
     judge = Judge()
-
-    def serve(channel: int, exercise: Exercise, path: Path, asked: dict[str, Any]) -> None:
-        """Without `seen` it only prepares, and says how long the answer may take."""
-        if "seen" not in asked:
-            return _write(channel, "", judge.prepare(exercise, asked["seed"]))
-        outcome = dataclasses.asdict(judge.verdict(exercise, path, asked["seed"], asked["seen"]))
-        del outcome["printed"]
-        _write(channel, "", outcome)
-
-    return serve
+    for line in sys.stdin:
+        asked = json.loads(line)
+        exercise, seed, count = find(asked["exercise"]), asked["seed"], asked["count"]
+        said = judge.step(exercise, seed, count, asked.get("seen"), asked.get("doubt"))
+        _write(channel, asked["number"], said)
+        if "may" in said:
+            judge.prepare(exercise, seed, count + 1)  # while the answer's process is at the case before
 
 
-def _host(channel: int, exercise: Exercise, path: Path, asked: dict[str, Any]) -> None:
-    seconds, wait = asked["may"]
-    check: Callable[[], dict[str, Any]] = functools.partial(runner.observe, exercise, path, asked["seed"], seconds)
+def _host(channel: int, asked: dict[str, Any]) -> None:
+    """One check, up to the request that says `stop`."""
+    exercise, path = find(asked["exercise"]), Path(asked["path"])
+    _load(exercise)
+    steps: Callable[[], runner.Seen] = functools.partial(runner.observe, exercise, path, asked["seed"])
     if asked["what"] == "ask":
-        from tests.exercises import questions
-
-        check = lambda: _seen_of(questions.ask(exercise, path))  # noqa: E731
+        steps = functools.partial(_questions, exercise, path)
+    number = [asked["number"]]
     with tempfile.TemporaryFile() as printed:
-        if CAN_FORK:
-            seen = _in_a_child(check, path, seconds, wait, printed, channel)
-        else:
-            end = functools.partial(_end, channel, asked["secret"])
-            seen = _here(check, path, seconds, wait, printed, end)
+        end = lambda seen: _end(channel, number[0], seen)  # noqa: E731
+        answer = (_in_a_child if CAN_FORK else _here)(steps, path, asked["wait"], printed, end)
+        next(answer)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            number[0] = asked["number"]
+            if "stop" in asked:
+                break
+            _write(channel, number[0], answer.send(asked["may"]))
+        answer.close()
         printed.seek(max(0, printed.seek(0, os.SEEK_END) - 4000))
-        seen["printed"] = printed.read().decode(errors="replace").strip()
-        _write(channel, asked["secret"], seen)
+        _write(channel, number[0], printed.read().decode(errors="replace").strip())
 
 
-def _write(channel: int, secret: str, said: Any) -> None:
-    left = memoryview(f"{secret}{json.dumps(said)}\n".encode())
+@functools.cache
+def _load(exercise: Exercise) -> None:
+    """Run the package's own function in one case: what it makes Python import is then there for all answers."""
+    from tests.exercises.machine.judge import drawn, outcome_of
+
+    outcome_of(exercise.load(), drawn(exercise.load(), "0")[0])
+
+
+def _questions(exercise: Exercise, path: Path) -> runner.Seen:
+    from tests.exercises import questions
+
+    yield {}
+    yield {"end": dataclasses.asdict(questions.ask(exercise, path))}
+
+
+def _write(channel: int, number: str, said: Any) -> None:
+    left = memoryview(f"{number}{json.dumps(said)}\n".encode())
     while left:
         left = left[os.write(channel, left) :]
 
 
-def _end(channel: int, secret: str, said: dict[str, Any]) -> None:
-    _write(channel, secret, said)
+def _end(channel: int, number: str, seen: dict[str, Any]) -> None:
+    _write(channel, number, seen)
     os._exit(0)  # a rank may still compute
 
 
-def _in_a_child(
-    check: Callable[[], dict[str, Any]], path: Path, seconds: float, wait: float, printed: Any, channel: int
-) -> dict[str, Any]:
-    """Fork, run the answer in the child, and end all that the child has started."""
-    secret = secrets.token_hex()
-    receive, send = os.pipe()
+def _in_a_child(steps: Callable[[], runner.Seen], path: Path, wait: float, printed: Any, _: Any) -> runner.Seen:
+    """As `steps()`, in a child of this process. In the end all that the child has started is ended."""
+    number = secrets.token_hex()
+    (requests, tell), (receive, send) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
             os.setsid()
-            os.close(channel)
+            os.close(tell)
             os.close(receive)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            _limit(int(HARD * seconds) + 3)  # after `_watch` had its turn
-            end = functools.partial(_end, send, secret)
-            end(_here(check, path, seconds, wait, printed, end))
+            _limit()
+            answer = _here(steps, path, wait, printed, functools.partial(_end, send, number))
+            next(answer)
+            while line := os.read(requests, 100):  # one request, since the next one waits for the reply
+                _write(send, number, answer.send(float(line)))
         os._exit(1)
+    os.close(requests)
     os.close(send)
+    try:
+        may = yield {}
+        while True:
+            with contextlib.suppress(OSError):  # it has ended
+                os.write(tell, f"{may}\n".encode())
+            may = yield _from_child(child, receive, number)
+    finally:
+        os.close(tell)
+        os.close(receive)
+        _end_group(child)
+        _end_children()
+
+
+def _from_child(child: int, receive: int, number: str) -> dict[str, Any]:
+    """The child's next reply, or how it ended."""
     said, until = b"", time.monotonic() + SILENCE / 2
-    while len(said) < FILE and not (said[-1:] == b"\n" and _seen(said, secret)) and time.monotonic() < until:
+    while len(said) < LINE and time.monotonic() < until:
         if select.select([receive], [], [], 0.2)[0]:
             if not (part := os.read(receive, 2**20)):
                 break
-            said += part
+            *lines, said = (said + part).split(b"\n")
+            for seen in (_said(line, number) for line in lines):
+                if isinstance(seen, dict):
+                    return seen
         elif os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # something else may hold the pipe
             break
-    os.close(receive)
     _end_group(child)
     _, status = os.waitpid(child, 0)
-    return _seen(said, secret) or _ended(os.waitstatus_to_exitcode(status))
+    return {"end": _ended(os.waitstatus_to_exitcode(status))}
 
 
-def _limit(seconds: int) -> None:
+def _end_children() -> None:
+    """End what descends from this process: who loses a parent becomes its child."""
+    while left := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for child in map(int, left):
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def _limit() -> None:
     """Limits of the system for this process and those that it starts. It ends with its parent."""
     import ctypes
     import resource
@@ -309,7 +381,6 @@ def _limit(seconds: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
     for what, most in (
-        (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, MEMORY),
         (resource.RLIMIT_FSIZE, FILE),
         (resource.RLIMIT_NPROC, PROCESSES),
@@ -317,38 +388,49 @@ def _limit(seconds: int) -> None:
     ):
         _, allowed = resource.getrlimit(what)
         if allowed == resource.RLIM_INFINITY or most < allowed:
-            resource.setrlimit(what, (most, most + 2))  # a process hears of the first, and cannot outlive the second
+            resource.setrlimit(what, (most, most))
 
 
 def _here(
-    check: Callable[[], dict[str, Any]],
-    path: Path,
-    seconds: float,
-    wait: float,
-    printed: Any,
-    end: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    """Run the answer in this process. `end` is called, from another thread, if the check takes too long."""
+    steps: Callable[[], runner.Seen], path: Path, wait: float, printed: Any, end: Callable[[dict[str, Any]], None]
+) -> runner.Seen:
+    """As `steps()`, in this process. `end` is called, from another thread, if a case takes too long."""
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)
-    threading.Thread(target=_watch, args=(path, HARD * seconds, wait, end), daemon=True).start()
-    said = check()
-    with contextlib.suppress(Exception):  # the answer may have closed it
-        sys.stdout.flush()
-    return said
+    answer, start, until = steps(), time.process_time(), [math.inf]
+    next(answer)
+    threading.Thread(target=_watch, args=(path, until, wait, end), daemon=True).start()
+    may = yield {}
+    while True:
+        until[0] = start + HARD * may
+        with contextlib.suppress(ImportError, ValueError, OSError):
+            import resource
+
+            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(until[0]) + 3, hard))  # after `_watch` had its turn
+        seen = answer.send(may)
+        until[0] = math.inf
+        with contextlib.suppress(Exception):  # the answer may have closed it
+            sys.stdout.flush()
+        may = yield seen
 
 
-def _watch(path: Path, seconds: float, wait: float, end: Callable[[dict[str, Any]], None]) -> None:
-    """End a check that computes, or waits, without an end: for what no timer interrupts."""
-    start = seen = time.process_time()
-    moved = time.monotonic()
-    while time.process_time() - start < seconds:
+def _watch(path: Path, until: list[float], wait: float, end: Callable[[dict[str, Any]], None]) -> None:
+    """End a case that computes, or waits, without an end: for what no timer interrupts.
+
+    until: what this process may have computed by then; without an end while nothing is asked.
+    """
+    seen, moved = time.process_time(), time.monotonic()
+    while True:
         time.sleep(0.1)
-        if time.process_time() - seen > IDLE_SECONDS:
-            seen, moved = time.process_time(), time.monotonic()
+        computed = time.process_time()
+        if computed - seen > IDLE_SECONDS or until[0] == math.inf:
+            seen, moved = computed, time.monotonic()
+        after = f"After {computed:.0f} seconds of computing" if computed > until[0] else ""
         if time.monotonic() - moved > wait:
-            end(_seen_of(runner.endless(f"For {wait:g} seconds it hardly computed, and", runner.places(path))))
-    end(_seen_of(runner.endless(f"After {seconds:.0f} seconds of computing", runner.places(path))))
+            after = f"For {wait:g} seconds it hardly computed, and"
+        if after:
+            end({"end": dataclasses.asdict(runner.endless(after, runner.places(path)))})
 
 
 if __name__ == "__main__":

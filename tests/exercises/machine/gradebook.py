@@ -69,6 +69,8 @@ def write(folder: Path, output: Path | None, console: Any, exercises: Sequence[E
     places = _places(output or folder / "gradebook.csv", students.values())
     if sandbox.wall(folder) == ["env"]:
         console.print(sandbox.OPEN)
+    for link in sorted(path.name for path in folder.iterdir() if path.is_symlink()):
+        console.print(escape(f"{plain(link)} is a link, and left out: no answer of another folder is marked twice"))
     seed = os.environ.get("SEED") or str(secrets.randbelow(10**6))
     console.print(f"SEED={seed}: the cases that are drawn, the same for all students")
     done: list[Grades] = []
@@ -95,11 +97,11 @@ def write(folder: Path, output: Path | None, console: Any, exercises: Sequence[E
 
 
 def _students(folder: Path) -> dict[str, Path]:
-    """The folders of students, by names of which no two look alike."""
+    """The folders of students, by names of which no two look alike. A link is none."""
     shown: dict[Path, str] = {}
     for path in folder.iterdir():
         ours = path.name.split("-")[0] in ("gradescope", "oral") and not any(path.rglob("*.py"))  # of an earlier run
-        if path.is_dir() and not path.name.startswith(".") and not ours:
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith(".") and not ours:
             shown[path] = plain(path.name, "")[:NAME]
     found: dict[str, Path] = {}
     taken = set(map(_look, shown.values()))
@@ -113,7 +115,7 @@ def _students(folder: Path) -> dict[str, Path]:
 
 def _look(name: str) -> str:
     """The same for names that look alike, or are one file on some systems."""
-    return unicodedata.normalize("NFKC", name).casefold()
+    return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
 def _places(output: Path, students: Iterable[Path]) -> list[Path]:
@@ -166,7 +168,7 @@ def _cell(exercise: Exercise, path: Path, checker: Checker) -> str:
 
 
 def points(cell: str) -> float:
-    """1 for an answer that passed; half for one that is right in a third of the drawn cases; else 0."""
+    """1 for an answer that passed; half for one that is right in the first six of the drawn cases; else 0."""
     return 1.0 if cell == "passed" else 0.5 if cell.startswith("random: ") else 0.0
 
 
@@ -199,7 +201,8 @@ def handed_in(student: Path) -> Iterator[tuple[Path, list[str]]]:
         folder.mkdir()
         for each in (folder.parent, folder):
             each.chmod(0o755)
-        for path in sorted(student.rglob("*.py")):
+        found = (Path(place, name) for place, _, names in os.walk(student) for name in names)  # it follows no link
+        for path in sorted(path for path in found if path.suffix == ".py"):
             place = plain(str(path.relative_to(student)))
             if "old" in Path(place).parts or path.name == "conftest.py":
                 continue

@@ -6,30 +6,35 @@ wrong answers does in these cases what the answer did: that is the mistake, and 
 """
 
 import base64
+import dataclasses
+import errno
 import json
 import math
 import numbers
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 
 from tests.exercises import kit
 from tests.exercises.course import Exercise
 from tests.exercises.draws import shown
-from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare, fail
+from tests.exercises.kit import AtMost, Diagnosis, Wrong, compare
 from tests.exercises.machine import runner
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.machine.runner import Outcome
 from tests.exercises.patch import patched
 from tests.exercises.stubs import mistaken
 
-MORE = 6  # cases in which a wrong answer must do the same, from the first that is wrong, and so many plain ones
+MORE = 6  # cases, the first ones, in which a wrong answer must be right as well; and so many more to tell two apart
+SLACK = 2**18  # bytes of Python's memory that a right answer may need besides
 PATIENT = 20.0  # seconds of computing that a wrong answer may take
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -89,24 +94,31 @@ def unpack(value: Any) -> Any:
 
 def outcome_of(lesson: Any, case: Any, words: Callable[[BaseException], str] = str) -> Any:
     """What the function that stands in the package does in this case, packed. words: what is said of an exception."""
-    before = kit.modes()
     try:
-        seen = _seen(lesson, case)
-        if changed := [what for what, state in kit.modes().items() if state != before[what]]:
-            torch.set_grad_enabled(before["torch's grad mode"])
-            torch.set_default_dtype(before["torch's default dtype"])
-            fail("leaves-a-mode", f"After the call {changed[0]} is another one than before.")
-        return seen
+        with kit.unchanged(kit.IN_A_CALL):
+            return _seen(lesson, case)
     except Exception as error:
         return pack(raised(error, words))
     finally:
         kit.LENT.clear()
+        kit.RETURNED.clear()
 
 
 def _seen(lesson: Any, case: Any) -> Any:
-    """The result, and the states of the global random numbers, which an answer neither draws nor seeds."""
+    """The result; the states of the global random numbers, which an answer neither draws nor seeds; memory.
+
+    Of a lesson's HEAVY case, Python's own memory at the peak: NumPy's arrays, lists, …
+    """
     kit.seed_all()
-    return pack({"": lesson.result(case), **kit.random_states(), **kit.STATES})
+    if heavy := case == getattr(lesson, "HEAVY", None):
+        tracemalloc.start()
+    try:
+        seen = {"": lesson.result(case), **kit.random_states(), **kit.STATES}
+        if heavy:
+            seen["bytes that are no tensor's, at the peak"] = kit.AtMost(tracemalloc.get_traced_memory()[1] + SLACK, 2)
+    finally:
+        tracemalloc.stop()
+    return pack(seen)
 
 
 def raised(error: BaseException, words: Callable[[BaseException], str]) -> Raised:
@@ -114,6 +126,8 @@ def raised(error: BaseException, words: Callable[[BaseException], str]) -> Raise
         return Raised(error.name, error.words, error.words)
     if isinstance(error, NotImplementedError) and not str(error):
         return Raised("todo", "", "The code comes to a line that raises NotImplementedError: something is left.")
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return Raised("too-much-output", "", "It prints, or writes to a file, more than 64 MiB: does a loop print?")
     return Raised(type(error).__name__, str(error)[:80], words(error))
 
 
@@ -122,9 +136,19 @@ class Known(NamedTuple):
 
     seed: str
     cases: list[Any]
-    wanted: list[Any]
-    mistakes: dict[tuple[str, int], Any]
-    may: tuple[float, float]  # the seconds of computing, and of the clock, that an answer may take for it
+    wanted: list[Any]  # of the cases so far
+    seconds: list[float]  # of computing that the package took: for the lesson's own check, and for each of them
+    theirs: dict[tuple[str, int], Any]
+
+
+class Doubt(NamedTuple):
+    """A case that is wrong. alike: the wrong answers that do the same in it; left: in the others as well."""
+
+    number: int
+    words: str
+    error: Raised | None
+    alike: list[str]
+    left: list[str]
 
 
 class Judge:
@@ -134,82 +158,136 @@ class Judge:
         self.known: dict[str, Known] = {}
 
     @one_core()
-    def prepare(self, exercise: Exercise, seed: str) -> tuple[float, float]:
-        """Compute what is right, and by the time of that how long an answer may take: `Known.may`."""
+    def prepare(self, exercise: Exercise, seed: str, number: int) -> Known:
+        """Compute what is right, up to the case of this number, and how long that takes."""
         lesson = exercise.load()
         if exercise.id not in self.known or self.known[exercise.id].seed != seed:
-            computed, clock = time.process_time(), time.monotonic()
-            cases = drawn(lesson, seed)
-            wanted = [_seen(lesson, case) for case in cases]
-            computed, clock = time.process_time() - computed, time.monotonic() - clock
-            may = max(runner.SECONDS, runner.SLOWER * computed), runner.SLOWER * clock
-            self.known[exercise.id] = Known(seed, cases, wanted, {}, may)
-        return self.known[exercise.id].may
+            start = time.process_time()
+            if hasattr(lesson, "check"):
+                lesson.check()
+            spent = [time.process_time() - start]
+            self.known[exercise.id] = Known(seed, drawn(lesson, seed), [], spent, {})
+        known = self.known[exercise.id]
+        while len(known.wanted) <= min(number, len(known.cases) - 1):
+            start = time.process_time()
+            known.wanted.append(_seen(lesson, known.cases[len(known.wanted)]))
+            known.seconds.append(time.process_time() - start)
+        return known
 
     @one_core()
-    def verdict(self, exercise: Exercise, path: Path, seed: str, seen: dict[str, Any]) -> Outcome:
-        """seen: what `runner.observe` gave in the other process, which may be anything."""
-        self.prepare(exercise, seed)
+    def step(self, exercise: Exercise, seed: str, number: int, seen: Any = None, doubt: Any = None) -> dict[str, Any]:
+        """What comes after so many replies of the answer's process (`runner.observe`), of which `seen` is the last.
+
+        Either {"verdict": …}, or {"may": …}: the seconds that the answer may have computed by the end of the next
+        case. seen: may be anything. doubt: what the step before gave.
+        """
+        known = self.prepare(exercise, seed, number)
+        if number:
+            said = self._said(exercise, known, number - 1, seen, Doubt(*doubt) if doubt else None)
+            if isinstance(said, Outcome):
+                return {"verdict": dataclasses.asdict(said)}
+            doubt = said
+        return {"may": runner.SECONDS + runner.SLOWER * sum(known.seconds[: number + 2]), "doubt": doubt}
+
+    def _said(
+        self, exercise: Exercise, known: Known, number: int, seen: Any, doubt: Doubt | None
+    ) -> Outcome | Doubt | None:
+        """Of the reply about case `number`: a verdict; a doubt that the next case may end; None if all is well."""
         try:
-            said = Outcome(**seen["said"]) if seen["said"] else None
-            given = [unpack(case) for case in seen["cases"]]
+            default = str(seen["default"]) if seen.get("default") else None
+            end = Outcome(**seen["end"]) if seen.get("end") else None
+            got = None if "end" in seen else unpack(seen["case"])
         except Exception:
             return Outcome("failed", "ended", "What came from the answer's process is no data: does the file write it?")
-        if said is not None and not given:
-            return _no_pass(said)
-        default = runner.changed_defaults(exercise, path)
-        _, cases, wanted, *_ = self.known[exercise.id]
-        triples = zip(given, wanted, cases)
-        each = [differs(got, unpack(want), tolerance(exercise.load(), case)) for got, want, case in triples]
-        wrong = [number for number, words in enumerate(each) if words]
-        if wrong:
-            slip = 3 * (len(each) - len(wrong)) >= len(cases)
-            outcome = self._say(exercise, given, wrong[0], each[wrong[0]], "random" if slip else "values")
-            if default is not None and outcome.name in ("random", "values"):
+        over = "end" in seen or number >= len(known.cases)
+        if over and doubt is None:
+            if end is not None:
+                return _no_pass(end)
+            if default is not None:
                 return Outcome("failed", "changes-a-default", default)
-            outcome.words += (
-                f" (In drawn case {wrong[0] + 1} of {len(cases)}: {shown(cases[wrong[0]])}. The same cases again: "
-                f"SEED={seed} behind `make check`, or before `python`.)"
-            )
-            return outcome
-        if said is not None:
-            return _no_pass(said)
+            if number < len(known.cases) or "end" not in seen:
+                return Outcome("failed", "ended", "The check ended before its last case. Does the file end it?")
+            return Outcome("passed", "passed", "Passed.")
+        if doubt is None:
+            words = self._differs(exercise, number, got)
+            if not words:
+                return None
+            mistakes = [w for w in exercise.load().WRONG if w.diagnosis in says(exercise)]
+            alike = [w.name for w in mistakes if self._alike(exercise, w.name, number, got)]
+            first = range(min(number, MORE))
+            left = [name for name in alike if not any(self._is_wrong(exercise, name, i) for i in first)]
+            doubt = Doubt(number, words, got if isinstance(got, Raised) else None, alike, left)
+        elif not over:
+            left = [name for name in doubt.left if self._alike(exercise, name, number, got)]
+            doubt = doubt._replace(left=left or doubt.left)
+        several = len({_diagnosis(exercise, name) for name in doubt.left}) > 1
+        if several and not over and number < min(doubt.number + MORE, len(known.cases) - 1):
+            return doubt
+        return self._verdict(exercise, known, doubt, default)
+
+    def _verdict(self, exercise: Exercise, known: Known, doubt: Doubt, default: str | None) -> Outcome:
+        """The known mistake, if one does the same in every case; one that does so in this case, if none does."""
+        error, words = doubt.error and Raised(*doubt.error), doubt.words
+        again = (
+            f"(In drawn case {doubt.number + 1} of {len(known.cases)}: {shown(known.cases[doubt.number])}. The same "
+            f"cases again: SEED={known.seed} behind `make check`, or before `python`.)"
+        )
+        if doubt.left:
+            name = _diagnosis(exercise, doubt.left[0])
+            return Outcome("failed", name, " ".join([says(exercise)[name], *([] if error else [f"{words}."]), again]))
         if default is not None:
             return Outcome("failed", "changes-a-default", default)
-        if len(given) < len(cases):
-            return Outcome("failed", "ended", "The check ended before its last case. Does the file end it?")
-        return Outcome("passed", "passed", "Passed.")
+        likely = [f"Likely: {says(exercise)[_diagnosis(exercise, name)]}" for name in doubt.alike[:1]]
+        if error:
+            status = "todo" if error.kind == "todo" else "failed"
+            return Outcome(status, error.kind, " ".join([error.words, *likely, again]))
+        name = "random" if doubt.number >= MORE else "values"
+        return Outcome("failed", name, " ".join([f"{words}.", *likely, again]))
 
-    def _say(self, exercise: Exercise, given: list[Any], number: int, words: str, name: str) -> Outcome:
-        """What is said of an answer that does something else than it should in case `number`.
+    def _differs(self, exercise: Exercise, number: int, got: Any) -> str:
+        """Where a result differs from what is right in this case, in words."""
+        known = self.known[exercise.id]
+        return differs(got, unpack(known.wanted[number]), tolerance(exercise.load(), known.cases[number]))
 
-        name: of a mistake that has no name: "random", if it is a slip, and a third of the cases are right.
-        """
-        got, says = given[number], getattr(exercise.load(), "SAYS", {})
-        for wrong in exercise.load().WRONG:
-            if wrong.diagnosis in says and self._does_the_same(exercise, wrong, given, number):
-                said = says[wrong.diagnosis]
-                return Outcome("failed", wrong.diagnosis, said if isinstance(got, Raised) else f"{said} {words}.")
-        if isinstance(got, Raised):
-            return Outcome("todo" if got.kind == "todo" else "failed", got.kind, got.words)
-        return Outcome("failed", name, f"{words}.")
+    def _alike(self, exercise: Exercise, name: str, number: int, got: Any) -> bool:
+        """Whether the wrong answer does in this case what was seen."""
+        theirs, allowed = self._theirs(exercise, name, number), tolerance(exercise.load(), self._case(exercise, number))
+        return not differs(got, theirs, allowed) and not differs(theirs, got, allowed)
 
-    def _does_the_same(self, exercise: Exercise, wrong: Wrong, given: list[Any], first: int) -> bool:
-        (_, cases, _, mistakes, _), lesson = self.known[exercise.id], exercise.load()
-        before, after = range(min(first, MORE)), range(first, min(first + MORE, len(given)))
-        for number in [*after, *before]:
-            if (wrong.name, number) not in mistakes:
-                mistakes[wrong.name, number] = _wrong_outcome(exercise, wrong, cases[number])
-            theirs, allowed = unpack(mistakes[wrong.name, number]), tolerance(lesson, cases[number])
-            if differs(given[number], theirs, allowed) or differs(theirs, given[number], allowed):
-                return False
-        return True
+    def _is_wrong(self, exercise: Exercise, name: str, number: int) -> bool:
+        """Whether the wrong answer is wrong in this case."""
+        return bool(self._differs(exercise, number, self._theirs(exercise, name, number)))
+
+    def _theirs(self, exercise: Exercise, name: str, number: int) -> Any:
+        """What the wrong answer does in this case."""
+        theirs = self.known[exercise.id].theirs
+        if (name, number) not in theirs:
+            theirs[name, number] = _wrong_outcome(exercise, _named(exercise, name), self._case(exercise, number))
+        return unpack(theirs[name, number])
+
+    def _case(self, exercise: Exercise, number: int) -> Any:
+        return self.known[exercise.id].cases[number]
+
+
+def says(exercise: Exercise) -> dict[str, str]:
+    """What is said of each wrong answer that a drawn case shows."""
+    return getattr(exercise.load(), "SAYS", {})
+
+
+def _named(exercise: Exercise, name: str) -> Wrong:
+    return next(wrong for wrong in exercise.load().WRONG if wrong.name == name)
+
+
+def _diagnosis(exercise: Exercise, name: str) -> str:
+    return _named(exercise, name).diagnosis
 
 
 def differs(got: Any, want: Any, allowed: Any) -> str:
     """In words; "" if it does not."""
     if isinstance(got, Raised) or isinstance(want, Raised):
-        alike = isinstance(got, Raised) and isinstance(want, Raised) and got[:2] == want[:2]
+        both = isinstance(got, Raised) and isinstance(want, Raised)
+        of_ranks = both and got.kind in ("deadlock", "mismatch")  # which rank comes first is luck
+        alike = both and got.kind == want.kind and (of_ranks or got.message == want.message)
         return "" if alike else got.words if isinstance(got, Raised) else "There is no error"
     try:
         return compare(got, want, allowed)
@@ -218,7 +296,7 @@ def differs(got: Any, want: Any, allowed: Any) -> str:
 
 
 def drawn(lesson: Any, seed: str) -> list[Any]:
-    return list(lesson.draw(Random(seed)))
+    return [*lesson.draw(Random(seed)), *([lesson.HEAVY] if hasattr(lesson, "HEAVY") else [])]
 
 
 def tolerance(lesson: Any, case: Any) -> Any:
@@ -227,8 +305,9 @@ def tolerance(lesson: Any, case: Any) -> Any:
 
 def _wrong_outcome(exercise: Exercise, wrong: Wrong, case: Any) -> Any:
     try:
-        with runner.time_limit(Path(), [], PATIENT), patched(exercise, _function(exercise, wrong)):
-            return outcome_of(exercise.load(), case)
+        with mock.patch.object(kit, "PATIENCE", 0.3), runner.time_limit(Path(), [], PATIENT):
+            with patched(exercise, _function(exercise, wrong)):
+                return outcome_of(exercise.load(), case)
     except runner.TimeUp:
         return pack(Raised("endless", "", ""))
 
@@ -244,11 +323,16 @@ def _function(exercise: Exercise, wrong: Wrong) -> Callable[..., Any]:
 
 def examine(exercise: Exercise, path: Path, seed: str, judge: Judge) -> Outcome:
     """Check an answer that is known, in this process: for the tests of the checks."""
-    said = runner.look(exercise, path)
-    if said is not None:
-        return said
-    seconds, _ = judge.prepare(exercise, seed)
-    return judge.verdict(exercise, path, seed, json.loads(json.dumps(runner.observe(exercise, path, seed, seconds))))
+    if (looked := runner.look(exercise, path)) is not None:
+        return looked
+    answer = runner.observe(exercise, path, seed)
+    next(answer)
+    said, number = judge.step(exercise, seed, 0), 0
+    while "verdict" not in said:
+        seen, number = json.loads(json.dumps(answer.send(said["may"]))), number + 1
+        said = judge.step(exercise, seed, number, seen, said["doubt"])
+    answer.close()
+    return Outcome(**said["verdict"])
 
 
 def _no_pass(said: Outcome) -> Outcome:

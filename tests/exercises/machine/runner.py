@@ -11,23 +11,27 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import json
 import linecache
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-from tests.exercises.course import NO_TRITON, Exercise
+from tests.exercises.course import NO_TRITON, TASKS, Exercise
 from tests.exercises.definition import definition
 from tests.exercises.machine.one_core import one_core
+from tests.exercises.stubs import stub
 
-SECONDS = 6.0  # of computing that an answer may take at least
-SLOWER = 4.0  # times what the package's function takes there and then, it may take in any case
+SECONDS = 5.0  # of computing that an answer may take in any case
+SLOWER = 10.0  # times what the package's function takes there and then, it may take besides
 LARGEST = 2**20  # bytes of a file that an answer may be
-ERRORS = 5  # cases that may end in an exception, before the others are left out
+LONG = 400  # characters of an exception's message
+FEW, MANY = 8, 10**6  # tensors that an answer may keep; objects that are looked at
 
 
 @dataclasses.dataclass
@@ -40,12 +44,15 @@ class Outcome:
     printed: str = ""
 
 
+NOT_BEGUN = Outcome("todo", "todo", "Not begun: the body still raises NotImplementedError.")
+
+
 class TimeUp(BaseException):
     """The check took too long."""
 
 
 def look(exercise: Exercise, path: Path) -> Outcome | None:
-    """The outcome that can be told without running the answer. None if the answer must run."""
+    """The outcome that can be told without reading the answer as Python. None if it must be read, and run."""
     if not exercise.is_possible():
         return Outcome("impossible", "no-triton", NO_TRITON)
     try:
@@ -53,24 +60,35 @@ def look(exercise: Exercise, path: Path) -> Outcome | None:
             return Outcome("failed", "no-file", f"{path.name} is no file to read: a folder, a pipe or a device.")
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            return Outcome(
-                "failed", "no-file", f"{path.name} has more than {LARGEST // 2**20} MiB: is it the right one?"
-            )
-        text = content.decode("utf-8-sig")
     except OSError as error:
         return Outcome("failed", "no-file", f"There is no file {path.name} to read ({error.strerror}).")
+    if len(content) > LARGEST:
+        return Outcome("failed", "no-file", f"{path.name} has more than {LARGEST // 2**20} MiB: is it the right one?")
+    if b"\0" in content:
+        return Outcome("failed", "syntax", f"{path.name} has bytes of value 0 in it, which no text has: save it anew.")
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         return Outcome("failed", "syntax", f"{path.name} is not a text file in UTF-8: save it as one.")
+    if text in (stub(exercise), stub(exercise, with_plan=False)) and not exercise.text().takeaway:
+        return NOT_BEGUN
+    return None
+
+
+def read(exercise: Exercise, path: Path) -> tuple[Outcome | None, str | None]:
+    """What the answer's text alone is told, if that is all; and `changed_defaults`. It may take time and memory."""
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        return _look_at(ast.parse(text), exercise)
+        tree = ast.parse(text)
+        said = _look_at(tree, exercise)
+        return said, None if said else changed_defaults(exercise, tree)
     except (MemoryError, RecursionError):
-        return Outcome("failed", "syntax", f"{path.name} is nested too deeply for Python to read it.")
+        return Outcome("failed", "syntax", f"{path.name} is nested too deeply for Python to read it."), None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         code = text.splitlines()[line - 1].strip() if line and line <= len(text.splitlines()) else ""
-        message = getattr(error, "msg", str(error))
-        return Outcome("failed", "syntax", f"Python cannot read the file: {message}, in line {line}: {code}")
+        message, where = getattr(error, "msg", str(error)), f", in line {line}: {code}" if line else ""
+        return Outcome("failed", "syntax", f"Python cannot read the file: {message}{where}"), None
 
 
 def _look_at(tree: ast.Module, exercise: Exercise) -> Outcome | None:
@@ -85,36 +103,47 @@ def _look_at(tree: ast.Module, exercise: Exercise) -> Outcome | None:
             return Outcome("failed", "borrowed", words)
     body = [n for n in functions[-1].body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
     if len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.unparse(body[0]):
-        return Outcome("todo", "todo", "Not begun: the body still raises NotImplementedError.")
+        return NOT_BEGUN
     return None
 
 
-@one_core()
-def observe(exercise: Exercise, path: Path, seed: str, seconds: float = SECONDS) -> dict[str, Any]:
-    """What the answer in `path` does, as plain data. The time limit holds in the main thread only.
+Seen = Generator[dict[str, Any], float, None]
 
-    cases: what came out in each of the cases drawn (`judge.pack`). said: the outcome that ended it before, if any.
+
+def observe(exercise: Exercise, path: Path, seed: str) -> Seen:
+    """What the answer in `path` does, as plain data: after an empty reply {"case": …} for each case, and {"end": …}.
+
+    It is sent the seconds of computing that the answer may have taken by the end of the next case; that holds in the
+    main thread only. case: what came out (`judge.pack`). end: the outcome that ended it, or None after the last case.
+    default: in words, an argument whose default is another one.
     """
     from tests.exercises.machine.judge import raised
 
-    seen: dict[str, Any] = {"cases": [], "said": None}
     place: list[str] = []
+    end, default = None, None
+    steps, start = _steps(exercise, path, seed), time.process_time()
+    may = yield {}
     try:
-        with time_limit(path, place, seconds):
-            _run(exercise, path, seed, seen["cases"])
+        end, default = read(exercise, path)
+        while end is None:
+            with time_limit(path, place, may - (time.process_time() - start)), one_core():
+                case = next(steps, None)
+            if case is None:
+                break
+            may = yield {"case": case, "default": default}
     except TimeUp:
-        seen["said"] = dataclasses.asdict(endless(f"After {seconds:.0f} seconds of computing", place))
+        end = endless(f"After {may:.0f} seconds of computing", place)
     except (Exception, SystemExit) as error:
         kind, _, words = raised(error, lambda error: _explain(error, path))
-        seen["said"] = dataclasses.asdict(Outcome("todo" if kind == "todo" else "failed", kind, words))
-    return seen
+        end = Outcome("todo" if kind == "todo" else "failed", kind, words)
+    yield {"end": end and dataclasses.asdict(end), "default": default}
 
 
-def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
-    """Load the answer, run the lesson's own check, if it has one, and then the cases."""
-    from tests.exercises.kit import Diagnosis
+def _steps(exercise: Exercise, path: Path, seed: str) -> Iterator[Any]:
+    """Load the answer, run the lesson's own check, if it has one, and then the cases, one a step."""
+    from tests.exercises import kit
     from tests.exercises.machine.judge import drawn, outcome_of
-    from tests.exercises.patch import function_of, hollow, patched
+    from tests.exercises.patch import found_in, function_of, hollow, patched
 
     def borrowed(*_: Any, **__: Any) -> Any:
         """What an answer finds in place of the package's own function, where no name of this file is known."""
@@ -123,36 +152,55 @@ def _run(exercise: Exercise, path: Path, seed: str, seen: list[Any]) -> None:
         fail("borrowed", "The file calls the package's own function, or a copy: that is what you are to write.")
 
     gc.unfreeze()  # so that all functions are seen that are there already
-    lesson, code, left = exercise.load(), function_of(exercise).__code__, 0  # loads the package's module, too
+    lesson, code = exercise.load(), function_of(exercise).__code__  # loads the package's module, too
     known = {id(each): each for each in gc.get_objects() if type(each) is FunctionType}
-    with patched(exercise, borrowed):
+    at = found_in(exercise)
+    with patched(exercise, borrowed, at), kit.unchanged(kit.MODES):
         module = load(path)
     function = getattr(module, exercise.function)
-    with hollow(exercise, borrowed), patched(exercise, function):
-        if hasattr(lesson, "check"):
+
+    def look_for_copies() -> None:
+        """A function that the file made of the package's text, or file, or of its code."""
+        for each in gc.get_objects():
+            other = each.__code__ if type(each) is FunctionType and id(each) not in known else None
+            if other and (other.co_name, other.co_varnames) == (code.co_name, code.co_varnames):
+                if other.co_filename == code.co_filename or other.co_filename[-3:] != ".py":
+                    borrowed()
+
+    def outcome(case: Any) -> Any:
+        with hollow(exercise, borrowed), patched(exercise, function, at):
+            return outcome_of(lesson, case, lambda error: _explain(error, path))
+
+    look_for_copies()
+    if hasattr(lesson, "check"):
+        with hollow(exercise, borrowed), patched(exercise, function, at):
             lesson.check()
-        for case in (cases := drawn(lesson, seed)):
-            seen.append(outcome_of(lesson, case, lambda error: _explain(error, path)))
-            if sum(isinstance(each, dict) and "Raised" in each for each in seen) > ERRORS or _has_no_end(seen[-1]):
-                break
-        else:
-            left = _left_by(functools.partial(outcome_of, lesson), cases)
-    if left and left > 2 * _left_by(functools.partial(outcome_of, lesson), cases):  # hooks stay anyway
-        raise Diagnosis("grows", f"After cases that came again {left} tensors live: does something keep them?")
-    for each in gc.get_objects():  # one that the file made of the package's text, or file, or of its code
-        other = each.__code__ if type(each) is FunctionType and id(each) not in known else None
-        if other and (other.co_name, other.co_varnames) == (code.co_name, code.co_varnames):
-            if other.co_filename == code.co_filename or other.co_filename[-3:] != ".py":
-                seen.clear()
-                borrowed()
+    cases = drawn(lesson, seed)
+    ends = cases[:: len(cases) - 1 or 1]
+    yield outcome(cases[0])
+    kept, _ = reached(module)
+    for case in cases[1:]:
+        yield outcome(case)
+    more, before = reached(module)
+    mine = _left_by(outcome, ends)
+    theirs = _left_by(functools.partial(outcome_of, lesson), ends) if mine else 0  # hooks stay anyway
+    if mine > 2 * theirs or more - kept > FEW or reached(module)[1] - before > 1:
+        words = (
+            f"Calls leave something behind: {max(mine, more - kept)} tensors, or numbers in a list, that nobody needs."
+        )
+        kit.fail("grows", f"{words} What keeps them, a global name, a cache, an attribute?")
+    if exercise.place != TASKS:  # which run on the CPU
+        for case in cases[:: max(1, len(cases) // FEW)]:
+            leaves_out_the_device(path, outcome, case)
+    look_for_copies()
 
 
 def _left_by(outcome: Callable[[Any], Any], cases: list[Any]) -> int:
-    """How many tensors live when the first and the last case have come once more, and did not before."""
+    """How many tensors live when these cases have come once more, and did not before."""
     import torch
 
     gc.freeze()  # what is there now, such as what is remembered from the first time
-    for case in cases[:: len(cases) - 1 or 1]:
+    for case in cases:
         outcome(case)
     gc.collect()
     left = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
@@ -160,14 +208,41 @@ def _left_by(outcome: Callable[[Any], Any], cases: list[Any]) -> int:
     return left
 
 
-def _has_no_end(seen: Any) -> bool:
-    """Ranks that waited for each other would wait in each case."""
-    return isinstance(seen, dict) and seen.get("Raised", [""])[0] in ("deadlock", "borrowed")
+def reached(module: Any) -> tuple[int, int]:
+    """How many tensors, and how many objects in all, the answer's own names lead to: caches, lists, attributes."""
+    import torch
+
+    found: dict[int, Any] = {}
+    tensors, left = 0, [vars(module)]
+    while left and len(found) < MANY:
+        each = left.pop()
+        if isinstance(each, torch.Tensor):
+            tensors += id(each) not in found
+        elif isinstance(each, ModuleType) or getattr(each, "__module__", module.__name__) != module.__name__:
+            continue
+        elif id(each) not in found:
+            left += gc.get_referents(each)
+        found[id(each)] = each
+    return tensors, len(found)
 
 
-def changed_defaults(exercise: Exercise, path: Path) -> str | None:
+def leaves_out_the_device(path: Path, outcome: Callable[[Any], Any], case: Any) -> None:
+    """Fail if what the file makes without naming a device meets what the caller gave: on a GPU that is an error."""
+    from tests.exercises.kit import elsewhere, fail
+
+    with elsewhere(str(path)) as lines:
+        seen = json.dumps(outcome(case))
+    if lines and ('"Raised"' in seen or '"other": "tensor(' in seen):
+        fail(
+            "leaves-out-the-device",
+            "A tensor is made without a device. So it is on the CPU wherever the caller's tensors are, and on a GPU "
+            f"the two do not fit. zeros_like, new_zeros, device=x.device make it where x is. It is made in "
+            f"{_quote(path, min(lines))}",
+        )
+
+
+def changed_defaults(exercise: Exercise, tree: ast.Module) -> str | None:
     """In words: an argument whose default is another one than the package's."""
-    tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     own = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == exercise.function][-1]
     theirs = _defaults(definition(exercise).node.args)
     for name, default in _defaults(own.args).items():
@@ -214,7 +289,7 @@ def time_limit(path: Path, place: list[str], seconds: float) -> Iterator[None]:
     `place` says then at which line of the file some thread was.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield  # Windows: `main` has a timer of its own
+        yield  # Windows: `checker` has a timer of its own
         return
 
     def ring(*_: Any) -> None:
@@ -222,7 +297,7 @@ def time_limit(path: Path, place: list[str], seconds: float) -> Iterator[None]:
         raise TimeUp
 
     before = signal.signal(signal.SIGPROF, ring)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, max(seconds, 0.01))
     try:
         yield
     finally:
@@ -250,6 +325,7 @@ def _explain(error: BaseException, path: Path) -> str:
             line = _quote(path, trace.tb_lineno)
         trace = trace.tb_next
     message = " ".join(str(error).split()) or "without a message"
+    message = message if len(message) < LONG else f"{message[:LONG]} …"  # PyTorch's may list all that it could do
     if isinstance(error, NameError):
         return f"A name is missing: {message}: a typo, or an import that is not there? In {line or 'the file'}"
     where = f"in {line}" if line else "in the package, which runs with your function inside"
