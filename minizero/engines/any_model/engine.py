@@ -96,7 +96,7 @@ class AnyModel(Wrapped):
     ) -> None:
         self.name = type(self).__name__
         check_module(self.name, module, comm, dtype)
-        self.dtype, self.group_by, self.broadcast_buffers = dtype, group_by, broadcast_buffers
+        self.dtype, self.group_by = dtype, group_by
         self.sync = True  # False under no_sync
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
@@ -106,6 +106,8 @@ class AnyModel(Wrapped):
         self.told = not self.reshard_after_forward or comm.rank > 0 or comm.size == 1  # `say_what_autocast_keeps`
         self.began = -1  # autograd's number of the operation that the last forward began with
         super().__init__(module, comm, units)
+        if not broadcast_buffers:
+            self.its_buffers.kinds.clear()  # they are rank 0's now; none will be so again
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]
         let_norms_compute_in_fp32(module, dtype)
         self.watch_state_dicts()
@@ -325,8 +327,7 @@ class AnyModel(Wrapped):
         if self.backward.sends:
             check_ranks(self)
             self.digest, self.stepped = "", False
-            if self.broadcast_buffers:
-                self.its_buffers.become_rank_0s()
+            self.its_buffers.become_rank_0s()
         self.release_all()
         for unit in self.in_order:
             unit.show_gradient()  # what no_sync holds
