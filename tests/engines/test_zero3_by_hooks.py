@@ -1,4 +1,7 @@
-"""Stage 3 by four hooks is `Zero3(prefetch=0)`, bit for bit and byte for byte; what it does not serve, it refuses."""
+"""Stage 3 by four hooks is `Zero3(prefetch=0)`, bit for bit and byte for byte; what it does not serve, it refuses.
+
+Other loops: test_core.py.
+"""
 
 import copy
 
@@ -11,7 +14,6 @@ from minizero.engines.zero3_by_hooks import shard
 from minizero.memory import Ledger
 from minizero.ranks.errors import CollectiveMismatch, RankFailed
 from tests.support.helpers import SMALL, batch, run
-from tests.support.small_models import PLAIN_LOOPS, Blocks, seeded, vectors
 
 STEPS = 2
 
@@ -104,27 +106,6 @@ def test_at_most_the_root_and_one_block_are_whole():
     backward = [(gather, [0, 3]), (reduce, [0]), (gather, [0, 2]), (reduce, [0]), (gather, [0, 1]), (reduce, [0])]
     seen, _ = run(2, whole_units)
     assert seen == [*forward, *backward, (reduce, []), *forward, ("the end", [])]
-
-
-def forget_a_loss(model, x, rank):
-    """The root is whole after the second forward, and the optimizer makes it old."""
-    model(x).square().mean().backward()
-    return 0 * model(x).detach().requires_grad_().sum()
-
-
-@pytest.mark.parametrize("loop", [*PLAIN_LOOPS, forget_a_loss])
-def test_other_loops_are_the_engines_too(loop):
-    def shards_after(comm, way):
-        model, shards = way(seeded(Blocks)(), comm)
-        optimizer = torch.optim.AdamW(shards, lr=1e-2)
-        for step in range(2):
-            loop(model, vectors(step).chunk(comm.size)[comm.rank], comm.rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [s.detach() for s in shards]
-
-    for mine, its in zip(run(2, shards_after, by_hooks), run(2, shards_after, by_the_engine)):
-        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 
 def freeze(model, comm):
