@@ -47,8 +47,9 @@ class Watched:
             name = f"{name} {function.__self__.__name__}"
         if isinstance(args[0], Shard) and name in ("dim", "ndimension", "__get__ ndim"):
             raise RuntimeError(
-                "a shard has not the dimensions of a parameter: initialise the module before wrapping it. Groups, with "
-                "weight decay and without, are made by group_by="
+                "a shard has not the dimensions of a parameter: initialise the module before wrapping it. An optimizer "
+                "of matrices, such as Muon, needs whole tensors: use DDP in FP32. Groups, with decay and without, are "
+                "made by group_by="
             )
         given = tree_leaves((args, kwargs))
         partials = [value for value in given if isinstance(value, Partial)]
