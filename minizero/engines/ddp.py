@@ -5,7 +5,7 @@
 
 Each rank computes on its own part of the batch, and since all start from the same parameters
 and apply the same averaged gradient, they stay the same without ever being sent.
-A bucket of several units is a second copy of their gradients: BUCKET_BYTES and a unit at most. PyTorch's
+A bucket is a second copy of its units' gradients: BUCKET_BYTES and a unit at most. PyTorch's
 `gradient_as_bucket_view` saves that copy; here numbers would then be added in another order than in ZeRO.
 Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -39,7 +39,7 @@ class CoreDDP(Engine):
             # A ring sums chunk r from rank r+1 on. Row r is chunk r of every unit, so each number is summed in the same
             # order as in the other stages.
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
-            rows = torch.cat(by_rank, dim=1) if len(bucket) > 1 else by_rank[0]  # one unit needs no copy
+            rows = torch.cat(by_rank, dim=1)
             tag(rows, "gradients")
             all_reduce(rows, self.comm, "mean", out=rows, label=unit.name)
             for view, columns in zip(by_rank, rows.split([view.shape[1] for view in by_rank], dim=1)):

@@ -210,18 +210,6 @@ def test_a_backward_that_raised_leaves_nothing():
             assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 
-def test_a_bucket_of_one_unit_is_not_copied(monkeypatch):
-    def gradients(comm):
-        model = CoreDDP(module := copy.deepcopy(MODELS["gpt"][0]), comm, module.blocks)
-        with Ledger(model) as ledger:
-            model(*MODELS["gpt"][1](0)).backward()
-        return ledger.peak["gradients"] / sum(shard.nbytes for shard in model.parameters())
-
-    all_in_one = run(2, gradients)
-    monkeypatch.setattr("minizero.engines.ddp.BUCKET_BYTES", 1)
-    assert max(run(2, gradients)) < 1.2 and min(all_in_one) > 1.9
-
-
 def test_what_and_when_hide_nothing_of_each_other():
     """any_model/stages.py: a stage's own file and engine.py never define the same name."""
     for core in CORES:

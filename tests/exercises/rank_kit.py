@@ -52,8 +52,11 @@ def whole(
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """The smallest number above 0. If all ranks have it, it is the mean; divided before it is sent, it is 0."""
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    """The smallest number above 0. If all ranks have it, it is the mean; divided before it is sent, it is 0.
+
+    In 16 bits a normal one: there a part of the division may come first (ranks/means.py).
+    """
+    return torch.finfo(dtype).smallest_normal * (1 if dtype.itemsize == 2 else torch.finfo(dtype).eps)
 
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
