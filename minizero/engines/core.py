@@ -1,13 +1,13 @@
 """The core: *when* the things of a training step happen. *What* happens then is a stage's own file.
 
-       moment           it comes                                        what happens, and in which stages
+       moment           it comes                                        what happens (in stages)
     1  begin_forward    the model is called                             before_forward (1, 2); gather the root (3)
     2  begin_use        a unit's module is called                       gather (3)
     3  end_use          that module returns                             release (3)
     4  end_forward      the model returns                               if no graph was made: release all (3)
     5  begin_backward   backward has the gradient of the model's output gather the root (3)
     6  open_use         it has the gradient of a unit's output          gather (3)
-    7  arrived          autograd has written a parameter's .grad        if its unit has all: reduce (0, 1, 2, 3)
+    7  arrived          autograd has written a parameter's .grad        if its unit and those before have all: reduce
     8  close_use        it has the gradient of a unit's input           release (3)
     9  end_backward     backward is over                                release all (3)
 
@@ -15,18 +15,22 @@ A unit is a block of the model. What lies outside the blocks is one more unit, t
 forward to the end of its backward. A *use* of a unit is one forward of its module, and the backward of that. All ranks
 reduce their units in one order, last block first, root last, so that their collectives meet.
 
-The path of one gradient, of a unit with n numbers. Autograd writes a parameter's .grad, and calls `arrived`.
-`Backward.put` copies it to its place in the unit's flat buffer of 4n bytes, and .grad is None again. If no parameter of
-the unit is owed a gradient any more, and all units before it in the order are reduced, the stage's `reduce` gets the
-buffer. In zero2.py a reduce-scatter sends (N-1)/N of it to other ranks, and leaves 4n/N bytes: this rank's part of the
-average. `Unit.set_gradient` adds that to the .grad of the unit's shard. When `reduce` returns, the buffer is freed.
-After backward the optimizer steps the shard.
+The path of one gradient, of a unit with n numbers. Autograd writes a parameter's .grad, and calls `arrived`, which
+takes it away. `Backward.put` copies it to its place in the unit's flat buffer of 4n bytes. If no parameter of the unit
+waits for a gradient any more, and all units before it in the order are reduced, the stage's `reduce` gets the buffer.
+In zero2.py a ring reduce-scatter sends 4n (N-1)/N bytes to the right neighbour, through two more buffers of 4n/N. One
+of them becomes the result: this rank's part of the average. `Unit.set_gradient` adds it to the .grad of the unit's
+shard. When `reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the
+replica. The next `before_forward` gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
+
+What the hooks rely on: autograd numbers its operations, and goes back through the newest first. The hooks of a tensor
+are called before those of the operation that made it. A use is known by the number of its first operation.
 
 The core trains models in FP32 whose parameters all get a gradient in each backward, and whose units return a tensor or
-a tuple of tensors. It does one thing at a time. It refuses by name what it can see of other models. It does not look
-for writes in place to a unit's output, attributes that carry tensors out of a unit, units inside themselves, steps
-between forward and backward, and fused optimizers. `any_model/` lifts or checks all that, under the same names of
-moments, and adds what a loop may call besides: `from minizero import DDP, Zero1, Zero2, Zero3`.
+a tuple of tensors. Communication and computation never overlap. It refuses by name what it can see of other models. It
+does not see writes in place to a unit's output, attributes that carry tensors out of a unit, units inside themselves,
+steps between forward and backward, and fused optimizers: then it trains wrongly without a word. `any_model/` lifts or
+checks all that, under the same names of moments: `from minizero import DDP, Zero1, Zero2, Zero3`.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
@@ -105,7 +109,7 @@ class Unit:
         self.version = self.master._version
 
     def set_gradient(self, average: Tensor, full: Tensor | None = None) -> None:
-        """Add the average to the shard's .grad. full: the whole buffer, if a stage keeps it as long as .grad."""
+        """Add the average to the shard's .grad. full: what stages 0 and 1 keep beside it, for the memory ledger."""
         tag(average, "gradients")
         (shard,) = self.shards
         shard.grad = (average if shard.grad is None else average.add_(shard.grad)).view_as(shard)
@@ -115,8 +119,8 @@ class Unit:
 class Backward:
     """What counts only while a backward runs.
 
-    left: the units still to be reduced, in order. owed: by unit, the indices of its parameters whose gradient has not
-    come. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of.
+    left: the units still to be reduced, in order. owed: of each unit, the indices of its parameters that wait for a
+    gradient. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of.
     buckets: gradients of DDP that wait for others, by dtype.
     """
 
@@ -146,7 +150,8 @@ class Backward:
 class Engine(nn.Module):
     """A module whose parameters live in the flat buffers of units. Base of CoreDDP, CoreZero1, CoreZero2, CoreZero3.
 
-    blocks: modules of it, in forward's order, each to be a unit. parameters(): the shards.
+    blocks: modules of it, each to be a unit, in the order in which the module has them. If forward's order is another,
+    gradients wait. parameters(): the shards.
     """
 
     def __init__(self, module: nn.Module, comm: Comm, blocks: Iterable[nn.Module] | None) -> None:
@@ -171,7 +176,8 @@ class Engine(nn.Module):
 
     def make_units(self, blocks: Iterable[nn.Module] | None) -> Sequence[Unit]:
         """The root first, then the blocks. `ValueError` that names what the core does not serve."""
-        modules = {name: part for name, part in self.module.named_modules() if part in list(blocks or ())}
+        chosen = list(blocks or ())
+        modules = {name: part for name, part in self.module.named_modules() if part in chosen}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         home = {p: next((b for b in modules if p.startswith(f"{b}.")), "root") for p in parameters}  # of each, its unit
         for name, p in parameters.items():
@@ -278,13 +284,12 @@ class Engine(nn.Module):
         self.reduce_complete()
 
     def reduce_complete(self) -> None:
-        """Reduce the units that owe nothing more, as far as the order allows."""
+        """Reduce the units that wait for nothing more, as far as the order allows."""
         while self.backward.left and not self.backward.owed[self.backward.left[0]]:
             self.reduce(*self.backward.take())
 
     def close_use(self, unit: Unit, use: int) -> None:
-        # Autograd goes back through the newest operation first. Each input is older than all operations of the use, so
-        # at the first gradient of an input they are done. If no input gets one, `end_backward` releases.
+        # Each input is older than all operations of the use. So if one has its gradient, these are done.
         if (unit, use) in self.backward.uses:
             self.backward.uses.remove((unit, use))
             self.release(unit)

@@ -9,9 +9,10 @@ A unit is a block of the model. What lies outside the blocks is one more, the ro
 forward to the end of its backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards
 and bytes sent are those of `Zero3(prefetch=0)`.
 
-Read `core.py` next. It has the same moments for all four stages, all ranks reduce in one order, and units may return
-tuples. A unit stays until its input has its gradient: a parameter that is used as `w.detach()` is read in backward, and
-gets no gradient from there. What this page and core.py do not serve stands in the folder `any_model`:
+Read `core.py` next. It has these moments and five more, for all four stages. All ranks reduce in one order, and units
+may return tuples. There a unit stays until its input has its gradient: a parameter that is used as `w.detach()` is
+read in backward, and gets no gradient from there. What this page and core.py do not serve stands in the folder
+`any_model`:
 
     parameters that get no gradient, on all ranks or on some    engine.py, gradient.py
     units that return anything but tensors                      uses.py
@@ -88,7 +89,8 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     def output_has_gradient(_: torch.Tensor) -> None:
         unit.gather()
 
-    # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit.
+    # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit,
+    # unless a parameter was used detached: core.py waits longer.
     def parameter_has_gradient(parameter: nn.Parameter) -> None:
         came.append(parameter)
         if len(came) == len(unit.parameters):

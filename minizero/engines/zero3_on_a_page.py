@@ -2,13 +2,14 @@
 
 A model is a list of layers, each with parameters. Each rank keeps 1/N of each layer's parameters: its shard. Before a
 layer computes, all ranks gather its parameters, and after that they drop them again. Backward goes from the last layer
-to the first in the same way. *Reduce*: the gradients are averaged over the ranks, and each rank keeps the
-part of its shard.
+to the first in the same way. *Reduce*: the gradients are averaged over the ranks, and each rank keeps only the part
+that belongs to its shard.
 
     forward     gather 0, compute 0, drop 0     gather 1, compute 1, drop 1     …
     backward    …     gather 1, backward 1, drop 1, reduce 1     gather 0, backward 0, drop 0, reduce 0
 
 Of the activations only each layer's input is kept, so a layer computes twice (so no dropout: it would differ).
+Inputs are floating point: an embedding cannot come first.
 `zero3_by_hooks.py` comes next. It needs no list of layers and no loop of its own, and each layer computes once.
 Rajbhandari et al., 2019, "ZeRO", section 5.3.
 """

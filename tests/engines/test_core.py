@@ -66,7 +66,7 @@ def by_hooks(module, comm):
 
 
 def by_core(stage, module, comm):
-    model = stage(module, comm, module.blocks)
+    model = stage(module, comm, (block for block in module.blocks))
     return model, model.parameters(), [unit.master for unit in model.units]
 
 

@@ -6,8 +6,8 @@ Python looks a method up from left to right, and `super()` goes on to the right:
     gather, release, …     gather, release, …          -                                   (empty)              what
     -                      -                           begin_forward, …                    begin_forward, …     when
 
-A stage's own file and engine.py never define the same name, so neither hides the other. What is here adds to a stage's
-own method, and calls it. Zero3 also tells prefetch.py where a pass is (`refresh`, `bring`, `finish`).
+A stage's own file and engine.py never define the same name, so neither hides the other. What is here adds to a method
+on its right, and calls it: to a stage's own, and, so that prefetch.py knows where a pass is, to some of engine.py.
 """
 
 from collections.abc import Iterator
