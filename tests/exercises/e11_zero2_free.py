@@ -102,7 +102,7 @@ def draw(random: Random) -> list[Case]:
     dtypes, ways = [torch.float32, torch.float16, torch.bfloat16], [(n,) for n in rank_kit.SIZES] * 2
     rows = deal(random, ways, dtypes, [1, 2, 3], [None, 0, 1, 2], [False, False, True])
     plain = Case(4, torch.float32, 2, None, False, [998, *[1000] * 8], 1)  # 4 divides padded copies of the first only
-    tiny = plain._replace(dtype=torch.float16, micro_batches=1, elements=[8], values=(2.0**-23,))  # a quarter is 0, a half is not
+    tiny = plain._replace(dtype=torch.float16, micro_batches=1, elements=[8], values=(2.0**-23,))  # a quarter is 0
     large = plain._replace(dtype=torch.bfloat16, elements=[1000], values=(256.0, 1.0))  # their sum in BF16 is 256
     return [plain, tiny, large] + [
         Case(n, dtype, micro, absent, halves, [random.randint(1, 40) for _ in range(random.randint(2, 5))], seed)
