@@ -67,17 +67,18 @@ def test_peaks_and_factors_are_drawn_with_their_units():
     ]
 
 
-def test_a_page_is_drawn_below_the_whole_model():
+def test_a_page_is_drawn_beside_one_and_five_layers():
     from minizero.memory import Ledger
 
     x = torch.ones(256, requires_grad=True)
     with Ledger() as ledger:
         (x * 2).sum().backward()
-    (axes,) = zero_pictures.draw_page(ledger.curve, 4096).axes
-    assert list(axes.lines[0].get_ydata()) == [4, 4] and "KiB" in axes.get_ylabel()
+    (axes,) = zero_pictures.draw_page(ledger.curve, 8192, 4).axes
+    assert [line.get_ydata()[0] for line in axes.lines[:2]] == [2, 10] and "KiB" in axes.get_ylabel()
     (area,) = axes.collections
     assert area.get_paths()[0].get_extents().y1 == max(sample["total"] for sample in ledger.curve) / 1024
-    assert [text.get_text() for text in axes.texts] == ["all parameters", "forward", "backward"]
+    words = [text.get_text() for text in axes.texts]
+    assert words == ["1 layer", "5 layers", "all 4 layers: 8 KiB ↑", "forward", "backward"]
 
 
 def test_places_of_a_shard_and_of_a_replica():

@@ -115,14 +115,16 @@ def _boxes(sent, phase):
     return boxes
 
 
-def draw_page(curve, whole):
-    """What a rank holds beside its shards in a step of `zero3_on_a_page`. curve: a ledger's. whole: bytes."""
-    axes = sheet(14, 4.6)
+def draw_page(curve, whole, layers):
+    """What a rank holds in a step of `zero3_on_a_page`, beside its shards. whole: bytes of all layers."""
+    axes, layer = sheet(14, 4.6), whole / 1024 / layers
     axes.fill_between(range(len(curve)), [sample["total"] / 1024 for sample in curve], color=OTHER, step="post")
-    axes.axhline(whole / 1024, color="black", linewidth=2, linestyle="dashed")
-    note(axes, "all parameters", (0, whole / 1024), (5, -18))
+    for count, words in ((1, "1 layer"), (5, "5 layers")):
+        axes.axhline(count * layer, color="black", linewidth=2, linestyle="dashed")
+        note(axes, words, (len(curve), count * layer), (8, 0), va="center")
+    note(axes, f"all {layers} layers: {whole / 1024:.0f} KiB ↑", (len(curve), 5.8 * layer), (0, 0), "right")
     backward = next(number for number, sample in enumerate(curve) if sample.phase == "backward")
     mark_place(axes, backward, "forward", "backward")
-    ends = {"ylim": (0, 1.2 * whole / 1024), "xlim": (0, len(curve))}
+    ends = {"ylim": (0, 6.2 * layer), "xlim": (0, len(curve))}
     label_axes(axes, "changes of memory, in order", "beside its shards (KiB)", **ends)
     return axes.figure
