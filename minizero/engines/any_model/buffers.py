@@ -34,8 +34,10 @@ class Buffers:
             buffer = now.get(name)
             same = buffer is not None and (buffer.shape, buffer.dtype) == kind and not buffer.is_inference()
             held.append(buffer if same else None)
-        parts = [torch.tensor([buffer is not None for buffer in held], dtype=torch.uint8, device=device)]
-        for buffer, (shape, dtype) in zip(held, self.kinds.values(), strict=True):
+        parts = [torch.ones(len(held), dtype=torch.uint8, device=device)]  # which of rank 0's are still these
+        for number, (buffer, (shape, dtype)) in enumerate(zip(held, self.kinds.values(), strict=True)):
+            if buffer is None:
+                parts[0][number] = 0
             value = torch.zeros(shape, dtype=dtype) if buffer is None else buffer.detach()
             parts.append(value.to(device).contiguous().view(-1).view(torch.uint8))
         valid, *values = broadcast(torch.cat(parts), self.comm, label="buffers").split([len(part) for part in parts])
