@@ -26,13 +26,13 @@ def draw_steps(steps):
 def draw_exposed(tokens, shares, kinks):
     """The exposed share of the step over the tokens on a GPU. shares, kinks: by network; a kink is in tokens."""
     axes = sheet(13, 5)
-    for (name, line), marker in zip(shares.items(), "os^"):
-        axes.plot(tokens, [100 * share for share in line], **PREDICTED, marker=marker, markersize=9)
-        axes.axvline(kinks[name], color="black", linewidth=1.5)
+    for (name, line), marker, color in zip(shares.items(), "os", ("#0072B2", PREDICTED["color"])):
+        look = PREDICTED | {"color": color, "marker": marker, "markersize": 9}
+        axes.plot(tokens, [100 * share for share in line], **look, label=f"{name}, predicted")
+        axes.axvline(kinks[name], color=color, linewidth=1.5)
         axes.text(kinks[name] * 1.03, 58, f"by hand, {name}:\n{kinks[name]:,.0f} tokens", fontsize=FONT - 1, va="top")
         place = next((i for i, share in enumerate(line) if share < 0.55), 0)
         note(axes, name, (tokens[place], 100 * line[place]), (12, 8))
-    axes.plot([], [], **PREDICTED, label="predicted")
     look = {"log": "x", "at": [256 * 2**i for i in range(7)], "ylim": (0, 100), "legend": "upper right"}
     label_axes(axes, "tokens on each GPU", "exposed, % of the step", FONT - 2, **look)
     return axes.figure
