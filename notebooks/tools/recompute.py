@@ -286,7 +286,7 @@ def draw_schedules(schedules):
     for axes, (name, schedule) in zip(panels, schedules.items()):
         schedule.plot(axes).set_ylabel("layer, from 0")
         ran = len(schedule.stages) + schedule.advances
-        axes.set_title(f"{name}\n{schedule.slots} inputs kept, {ran} forwards", fontsize=FONT + 2, pad=8)
+        axes.set_title(f"{name}\nat most {schedule.slots} inputs at a time, {ran} forwards", fontsize=FONT + 2, pad=8)
         legend = axes.get_legend()
         entries = legend.legend_handles, [text.get_text() for text in legend.texts]
         legend.remove()
@@ -325,6 +325,7 @@ def draw_budgets(families, shown, points):
             note(axes, name, where[number], (10, 6))
         axes.set_title(title, fontsize=FONT + 2)
         at = {tick: tick for tick in (5, 10, 20, 50, 100, 200, 500, 1000)}
-        label_axes(axes, "peak (inputs of one layer)", "forwards of a layer", log="x", at=at, ylim=(0, 330))
+        words = "peak (inputs of one layer)", f"forwards, all {max(regions)} layers"
+        label_axes(axes, *words, log="x", at=at, ylim=(0, 330))
         if number == 0:
             axes.legend(fontsize=FONT, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.82))
