@@ -299,9 +299,8 @@ def test_every_notebook_ends_with_its_exercises():
         mine = [exercise for exercise in COURSE if exercise.notebook == name]
         listed = re.findall(r"^- (\d\d) (.+?)(?: ★)?$", ending, re.MULTILINE)
         assert listed == [(exercise.id, exercise.title) for exercise in mine], name
-        for link in re.findall(
-            r"\]\((?!http|attachment:)([^)#]+)\)", "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-        ):
+        texts = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        for link in re.findall(r"\]\((?!http|attachment:)([^)#]+)\)", texts):
             assert (FOLDER / link).exists(), f"{name}: {link}"
 
 

@@ -98,7 +98,8 @@ def reduce_scatter(
         if not tensor.numel() or comm.size == 1:
             return chunks[comm.rank].clone() if out is None else out.copy_(chunks[comm.rank])
         part = part_before(op, tensor, comm.size)  # not 1 for means in 16 bits only (means.py)
-        result = ring_reduce_scatter(chunks, comm, COMBINE[op] if part == 1 else adding_parts(part), out)
+        combine = COMBINE[op] if part == 1 else adding_parts(part)
+        result = ring_reduce_scatter(chunks, comm, combine, out)
     return result.div_(part * comm.size) if op == "mean" else result
 
 
@@ -122,9 +123,8 @@ def all_reduce(tensor: Tensor, comm: Comm, op: str = "sum", *, out: Tensor | Non
         if tensor.numel() and comm.size > 1:
             chunks = list(flat.chunk(comm.size))
             part = part_before(op, tensor, comm.size)
-            if part != 1:
-                flat.mul_(part)
-            ring_reduce_scatter(chunks, comm, COMBINE[op], out=chunks[comm.rank])
+            combine = COMBINE[op] if part == 1 else adding_parts(part)
+            ring_reduce_scatter(chunks, comm, combine, out=chunks[comm.rank])
             if op == "mean":
                 chunks[comm.rank].div_(part * comm.size)
             ring_all_gather(chunks, comm)

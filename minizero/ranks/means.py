@@ -25,6 +25,6 @@ def adding_parts(part: float) -> Callable:
     def combine(incoming: Tensor, mine: Tensor, out: Tensor) -> Tensor:
         if next(arrived) == 0:  # another rank's chunk as it was; later ones are sums of parts
             incoming.mul_(part)
-        return torch.add(incoming, mine * part, out=out)
+        return torch.add(incoming, mine, alpha=part, out=out)
 
     return combine

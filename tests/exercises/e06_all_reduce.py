@@ -46,7 +46,7 @@ WRONG = [
     wrong("forgot-divide", ("chunks[comm.rank].div_(part * comm.size)", "pass")),
     wrong("any-out", ('check_out("all_reduce", out, tensor.shape, tensor.dtype)', "pass")),
     wrong("forgot-gather", ("ring_all_gather(chunks, comm)", "pass")),
-    wrong("gathers-everything", ("ring_reduce_scatter(chunks, comm, COMBINE[op], out=chunks[comm.rank])\n            "
+    wrong("gathers-everything", ("ring_reduce_scatter(chunks, comm, combine, out=chunks[comm.rank])\n            "
           'if op == "mean":\n                chunks[comm.rank].div_(part * comm.size)\n            '
           'ring_all_gather(chunks, comm)',
           "every = [torch.empty_like(flat) for _ in range(comm.size)]\n            every[comm.rank].copy_(flat)\n"
@@ -60,7 +60,7 @@ WRONG = [
           "            flat[: tensor.numel()].copy_(tensor.reshape(-1))",
           "flat = tensor.view(-1)\n            if flat.numel() % comm.size:\n                "
           "flat = torch.cat([flat, flat.new_zeros(-flat.numel() % comm.size)])")),
-    wrong("always-sums", ("comm, COMBINE[op], out", "comm, torch.add, out")),
+    wrong("always-sums", ("comm, combine, out", "comm, torch.add, out")),
     wrong("extra-copies", ("            if op == \"mean\":", "            kept = [tensor.clone() for _ in range(3)]"
                            "\n            if op == \"mean\":")),
 ]  # fmt: skip

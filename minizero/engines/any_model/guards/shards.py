@@ -44,7 +44,7 @@ class Watched:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function.__name__, kwargs or {}
         if name in ("__get__", "__set__"):  # of an attribute
-            name = f"{name} {function.__self__.__name__}"
+            name = f"{name} {getattr(function.__self__, '__name__', '')}"
         if isinstance(args[0], Shard) and name in ("dim", "ndimension", "__get__ ndim"):
             raise RuntimeError(
                 "a shard has not the dimensions of a parameter: initialise the module before wrapping it. An optimizer "
