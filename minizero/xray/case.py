@@ -249,6 +249,7 @@ KNOWN = {
     "Couldn't swap": "it moves a model in step(): a Trainer's train(), or .to(): move it in make(), and run one step",
     "dummy base class": "it uses a part of torch.cuda that is not answered here, such as graphs: leave that line out",
     "not compiled with CUDA": "it uses a part of torch.cuda that is not answered here: leave that line out",
+    "CUDA error": "it uses a part of torch.cuda that is not answered here: leave that line out",
     "data_ptr": "a kernel that is not PyTorch's wants numbers (Triton, flash-attn, xformers): take PyTorch's attention",
     "FlashAttention2": "flash-attn is not run here: attn_implementation='sdpa' holds the same bytes",
 }
