@@ -231,6 +231,25 @@ def test_a_norm_of_shards_that_is_summed_or_printed_stays(change, stage):
     assert both(stage, changing(change), momentum=0) < 1e-5
 
 
+def test_a_norm_that_torch_distributed_sums_stays(tmp_path):
+    """And operations by keyword alone are asked about, too."""
+
+    def work(comm):
+        model = Zero2(seeded(Blocks)(), comm)
+        model(vectors(0)).square().mean().backward()
+        square = sum(torch.linalg.vector_norm(x=p.grad, ord=2) ** 2 for p in model.parameters())
+        torch.distributed.all_reduce(tensor=square)
+        for p in model.parameters():
+            p.grad.mul_(0.1 / square.sqrt())
+        return sum(p.grad.square().sum() for p in model.parameters()).sqrt().item()
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        assert run(1, work)[0] == pytest.approx(0.1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("stage", SHARDED)
 @pytest.mark.parametrize("change", [by_each_norm, by_a_norm_by_hand, along_the_gradient_by_a_number])
 def test_a_norm_of_a_shard_changes_nothing(change, stage):

@@ -43,9 +43,10 @@ class Watched:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function.__name__, kwargs or {}
+        first = args[0] if args else next(iter(kwargs.values()))
         if name in ("__get__", "__set__"):  # of an attribute
             name = f"{name} {getattr(function.__self__, '__name__', '')}"
-        if isinstance(args[0], Shard) and name in ("dim", "ndimension", "__get__ ndim"):
+        if isinstance(first, Shard) and name in ("dim", "ndimension", "__get__ ndim"):
             raise RuntimeError(
                 "a shard has not the dimensions of a parameter: initialise the module before wrapping it. An optimizer "
                 "of matrices, such as Muon, needs whole tensors: use DDP in FP32. Groups, with decay and without, are "
@@ -53,11 +54,13 @@ class Watched:
             )
         given = tree_leaves((args, kwargs))
         partials = [value for value in given if isinstance(value, Partial)]
-        check(name, args[0], given, partials)
-        if name == "backward" and isinstance(args[0], Partial):  # whose hooks may ask about other tensors
+        check(name, first, given, partials)
+        if name == "all_reduce" and isinstance(first, Partial):  # torch.distributed's sums in place
+            mark_as(first, torch.Tensor)
+        if name == "backward" and args and isinstance(args[0], Partial):  # whose hooks may ask about other tensors
             return function(mark_as(args[0], torch.Tensor), *args[1:], **kwargs)
         with torch_private.as_plain_tensors():
-            if name in ("__format__", "__repr__"):  # an f-string's format needs the very class
+            if args and name in ("__format__", "__repr__"):  # an f-string's format needs the very class
                 args = args[0].as_subclass(nn.Parameter if isinstance(args[0], Shard) else torch.Tensor), *args[1:]
             result = function(*args, **kwargs)
         if partials and isinstance(result, float) and result:
@@ -99,7 +102,7 @@ def mark_result(made: torch.Tensor, name: str, args: Any, kwargs: Any, partials:
     if partials:
         squared = name in ("square", "pow", "__pow__") and (argument, partials[0].order) == (2, 2)
         sums = all(partial.order == 1 for partial in partials)
-        product = name in PRODUCTS and len(partials) == 1 and partials[0] is args[0]
+        product = name in PRODUCTS and len(partials) == 1 and args and partials[0] is args[0]
         mark_as(made, Partial).order = 1 if squared or sums and (name in LINEAR or product) else None
     elif name in NORMS:
         mark_as(made, Partial).order = 2 if argument in ("fro", None) else argument
