@@ -35,14 +35,15 @@ def plot_runs(losses: Mapping[str, Sequence[float]], window: int = 10, axes: Axe
         parts = [finite[max(0, step + 1 - window) : step + 1] for step in range(len(finite))]
         means = [sum(part) / len(part) for part in parts]
         ends = len(finite) < len(values)
-        axes.plot(range(1, len(means) + 1), means, label=None if ends else name, **look)
+        axes.plot(means, label=None if ends else name, **look)
         if ends:  # the legend has the cross, since the line may be a single point
             cross: Look = {"color": look["color"], "markersize": 17, "markeredgecolor": "black", "zorder": 5}
-            axes.plot(len(means), means[-1], "X", label=name, **cross)
-            note(axes, f"NaN from step {len(means) + 1} on", (len(means), means[-1]), (14, 16))
+            axes.plot(len(means) - 1, means[-1], "X", label=name, **cross)
+            note(axes, f"NaN from step {len(means)} on", (len(means) - 1, means[-1]), (14, 16))
     place: Look = {"fontsize": FONT - 1, "loc": "upper left", "bbox_to_anchor": (1.01, 1), "handlelength": 3}
-    words = "training step", f"loss (mean of {window} steps)"
-    label_axes(axes, *words, FONT - 2, ylim=(0, 1.15 * max(means)), legend=place)
+    ends = 0.9 * axes.dataLim.y0, 1.1 * axes.dataLim.y1
+    words = "training step, from 0", f"loss (mean of {window} steps)"
+    label_axes(axes, *words, FONT - 2, ylim=ends, legend=place)
     return axes
 
 
@@ -50,13 +51,12 @@ def plot_scale(scales: Sequence[float], skipped: Sequence[int], axes: Axes | Non
     """Draws the loss scale of each step as a power of 2; crosses are the steps that were skipped."""
     axes = axes or new_axes(12, 4.4)
     powers = [log2(scale) for scale in scales]
-    axes.step(range(1, len(powers) + 1), powers, where="post", color=PINK, linewidth=3.5)
-    at = [step + 1 for step in skipped]
-    axes.plot(at, [powers[step] for step in skipped], "X", color="black", markersize=11, label="step skipped")
+    axes.step(range(len(powers)), powers, where="post", color=PINK, linewidth=3.5)
+    axes.plot(skipped, [powers[step] for step in skipped], "X", color="black", markersize=11, label="step skipped")
     low, high = int(min(powers)) - 1, int(max(powers)) + 2
     ticks = range(low, high + 1, 2)
     axes.set_yticks(list(ticks), [f"$2^{{{exponent}}}$" for exponent in ticks])
-    label_axes(axes, "training step", "loss scale", FONT - 2, legend={"loc": "upper right", "fontsize": FONT - 1})
+    label_axes(axes, "training step, from 0", "loss scale", FONT - 2, legend={"loc": "upper right", "fontsize": FONT - 1})
     return axes
 
 
@@ -109,8 +109,9 @@ def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]], a
     axes = axes or new_axes(11, 4.8)
     looks: list[Look] = [{"color": GREY, "marker": "o"}, {"color": PINK, "marker": "s", "linestyle": "dashed"}]
     draw_lines(axes, batch_sizes, peaks, looks, MIB)
-    place: Look = {"legend": {"loc": "upper left", "fontsize": FONT - 1}, "ylim": (0, None), "at": batch_sizes}
-    label_axes(axes, "images in the batch", "peak of one step (MiB)", FONT - 2, log="x", **place)
+    place: Look = {"legend": {"loc": "upper left", "fontsize": FONT - 1}, "at": batch_sizes}
+    label_axes(axes, "images in the batch", "peak of one step (MiB)", FONT - 2, log="xy", **place)
+    axes.set_yticks([2, 5, 10, 20], ["2", "5", "10", "20"])
     return axes
 
 
@@ -124,14 +125,14 @@ def draw_step(sizes: Mapping[str, tuple[int, int]], axes: Axes | None = None) ->
     for name, (left, bottom, words) in _BOXES.items():
         bits, size = sizes.get(name, (32, 4))
         color = _KINDS.get(name, COLORS["temporary"])
-        look: Look = {"linewidth": 4 if bits == 32 else 1.2, "size": FONT - 2}
+        look: Look = {"linewidth": 4 if bits == 32 else 1.2, "size": FONT + 1}
         look["ink"] = "white" if color in (COLORS["parameters"], COLORS["optimizer"]) else "black"
         text = f"{words}\nFP{bits}, {size / 1024:,.0f} KiB" if name in sizes else f"{words}\nFP{bits}"
         box(axes, left, bottom, 2.3, 1.1, color, text, **look)
     for start, end, words, (x, y), side in _ARROWS:
         arrow = FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=22, linewidth=2.2, color="black")
         axes.add_patch(arrow)
-        axes.text(x, y, words, ha=side, va="center", fontsize=FONT - 2)
+        axes.text(x, y, words, ha=side, va="center", fontsize=FONT + 1)
     axes.set(xlim=(-0.1, 14.2), ylim=(0, 8.4))
     axes.axis("off")
     return axes
@@ -146,8 +147,8 @@ _BOXES: dict[str, tuple[float, float, str]] = {
     "gradient of the input": (3.9, 4.8, "gradient in × s"),
     "gradient of the output": (7.8, 4.8, "gradient out × s"),
     "scaled loss": (11.7, 4.8, "s × loss"),
-    "gradient": (7.8, 2.5, "weight's gradient × s"),
-    "FP32 gradient": (7.8, 0.2, "weight's gradient"),
+    "gradient": (7.8, 2.5, "weight's\ngradient × s"),
+    "FP32 gradient": (7.8, 0.2, "weight's\ngradient"),
     "moments": (3.9, 0.2, "Adam's moments"),
     "master": (0, 0.2, "master weight"),
 }
