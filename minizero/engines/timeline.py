@@ -3,10 +3,10 @@
     with Timeline(model, optimizer) as timeline:      # on every rank
         model(x, y).backward()
         optimizer.step()
-    from minizero.pictures import plot_timeline, save_chrome_trace
+    from minizero.pictures import chrome_trace, plot_timeline
 
-    plot_timeline(timeline.events)                    # of one rank, or of several, one list after the other
-    save_chrome_trace(timeline.events, "step.json")   # opens in Perfetto, ui.perfetto.dev
+    plot_timeline(timeline.events)  # of one rank, or of several, one list after the other
+    Path("step.json").write_text(chrome_trace(timeline.events))  # opens in Perfetto, ui.perfetto.dev
 
 If a bar of communication lies under one of computation, they overlap: that is what prefetch buys.
 """

@@ -56,7 +56,8 @@ def plot_scale(scales: Sequence[float], skipped: Sequence[int], axes: Axes | Non
     low, high = int(min(powers)) - 1, int(max(powers)) + 2
     ticks = range(low, high + 1, 2)
     axes.set_yticks(list(ticks), [f"$2^{{{exponent}}}$" for exponent in ticks])
-    label_axes(axes, "training step, from 0", "loss scale", FONT - 2, legend={"loc": "upper right", "fontsize": FONT - 1})
+    place: Look = {"legend": {"loc": "upper right", "fontsize": FONT - 1}}
+    label_axes(axes, "training step, from 0", "loss scale", FONT - 2, **place)
     return axes
 
 

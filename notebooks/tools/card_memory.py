@@ -268,11 +268,11 @@ def show_gap():
 # Why the X-ray as on a CPU is off, if it is.
 REASONS = {
     "gpt2, fp32, dropout": "on a CPU dropout keeps numbers, and attention its scores",
-    "gpt2, fp32, no dropout": "",
+    "gpt2, fp32, no dropout": "workspaces",
     "gpt2, autocast bf16, no dropout": "on a GPU autocast computes more in FP32",
     "llama 300M, fp32": "FP32 with grouped heads has no fused kernel on a GPU: scores are kept",
-    "llama 300M, bf16 weights": "",
-    "llama, autocast bf16": "",
+    "llama 300M, bf16 weights": "workspaces",
+    "llama, autocast bf16": "workspaces",
     "llama, gradient checkpointing": "the scores of one layer at a time",
     "bert mlm, fp32, dropout": "as GPT-2 with dropout",
     "vit-b": "workspaces, a second copy of the batch, scratch",
@@ -287,9 +287,7 @@ def show_all():
     rows = []
     for name, why in REASONS.items():
         counted, asked = (xray.figures[name][key] for key in ("xray", "requested"))
-        rows.append(
-            [name, f"{counted / MIB:,.0f}", f"{asked / MIB:,.0f}", f"{counted / asked:.2f}", why or "workspaces"]
-        )
+        rows.append([name, f"{counted / MIB:,.0f}", f"{asked / MIB:,.0f}", f"{counted / asked:.2f}", why])
     return table([f"{xray.card} (MiB)", "X-ray, as on a CPU", "asked for", "ratio", "what differs"], rows)
 
 
