@@ -24,12 +24,12 @@ RUNS: list[Look] = [
 ]
 
 
-def plot_runs(losses: Mapping[str, Sequence[float]], window: int = 10, axes: Axes | None = None) -> Axes:
+def plot_runs(losses: Mapping[str, Sequence[float]], window: int = 10) -> Axes:
     """Draws the loss of up to six runs, each value the mean of the last `window` steps.
 
     A run that becomes NaN is drawn up to there, and a cross marks its end.
     """
-    axes = axes or new_axes(13, 6)
+    axes = new_axes(13, 6)
     for (name, values), look in zip(losses.items(), RUNS):
         finite = [value for value in values if isfinite(value)]
         parts = [finite[max(0, step + 1 - window) : step + 1] for step in range(len(finite))]
@@ -47,9 +47,9 @@ def plot_runs(losses: Mapping[str, Sequence[float]], window: int = 10, axes: Axe
     return axes
 
 
-def plot_scale(scales: Sequence[float], skipped: Sequence[int], axes: Axes | None = None) -> Axes:
+def plot_scale(scales: Sequence[float], skipped: Sequence[int]) -> Axes:
     """Draws the loss scale of each step as a power of 2; crosses are the steps that were skipped."""
-    axes = axes or new_axes(12, 4.4)
+    axes = new_axes(12, 4.4)
     powers = [log2(scale) for scale in scales]
     axes.step(range(len(powers)), powers, where="post", color=PINK, linewidth=3.5)
     axes.plot(skipped, [powers[step] for step in skipped], "X", color="black", markersize=11, label="step skipped")
@@ -61,9 +61,9 @@ def plot_scale(scales: Sequence[float], skipped: Sequence[int], axes: Axes | Non
     return axes
 
 
-def plot_lost(ratios: Sequence[float], lost: Mapping[str, Sequence[float]], axes: Axes | None = None) -> Axes:
+def plot_lost(ratios: Sequence[float], lost: Mapping[str, Sequence[float]]) -> Axes:
     """Draws which share of updates is lost (0 to 1) against weight / update, a curve for each format."""
-    axes = axes or new_axes(11, 4.4)
+    axes = new_axes(11, 4.4)
     looks: list[Look] = [{"color": ORANGE, "linestyle": "dashed"}, {"color": COLORS["parameters"]}]
     draw_lines(axes, ratios, lost, [look | {"linewidth": 4} for look in looks], 1 / 100)
     for limit, side in ((256, "right"), (512, "left"), (2048, "right"), (4096, "left")):
@@ -74,9 +74,9 @@ def plot_lost(ratios: Sequence[float], lost: Mapping[str, Sequence[float]], axes
     return axes
 
 
-def plot_sums(lengths: Sequence[int], errors: Mapping[str, Sequence[float]], axes: Axes | None = None) -> Axes:
+def plot_sums(lengths: Sequence[int], errors: Mapping[str, Sequence[float]]) -> Axes:
     """Draws the relative error of sums against the number of terms, a curve for each way to add."""
-    axes = axes or new_axes(11, 5)
+    axes = new_axes(11, 5)
     looks = (ORANGE, "o", "solid"), ("#E69F00", "s", "dashed"), (GREY, "D", "dashdot")
     draw_lines(axes, lengths, errors, [dict(zip(("color", "marker", "linestyle"), look)) for look in looks])
     axes.set_xscale("log", base=2)
@@ -85,12 +85,12 @@ def plot_sums(lengths: Sequence[int], errors: Mapping[str, Sequence[float]], axe
     return axes
 
 
-def plot_bytes(columns: Mapping[str, Mapping[str, float]], axes: Axes | None = None) -> Axes:
+def plot_bytes(columns: Mapping[str, Mapping[str, float]]) -> Axes:
     """Draws the bytes of one parameter as a column of boxes: {column: {"weight, FP16": bytes, …}}.
 
     The first word of a box decides its colour: weight, gradient, or else the optimizer's.
     """
-    axes = axes or new_axes(12, 6.5)
+    axes = new_axes(12, 6.5)
     colors = {"weight": COLORS["parameters"], "gradient": COLORS["gradients"]}
     for place, boxes in enumerate(columns.values()):
         below = 0.0
@@ -105,9 +105,9 @@ def plot_bytes(columns: Mapping[str, Mapping[str, float]], axes: Axes | None = N
     return axes
 
 
-def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]], axes: Axes | None = None) -> Axes:
+def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]]) -> Axes:
     """Draws the peak bytes of a step against the batch size, {"FP32": …, "mixed precision": …}."""
-    axes = axes or new_axes(11, 4.8)
+    axes = new_axes(11, 4.8)
     looks: list[Look] = [{"color": GREY, "marker": "o"}, {"color": PINK, "marker": "s", "linestyle": "dashed"}]
     draw_lines(axes, batch_sizes, peaks, looks, MIB)
     place: Look = {"legend": {"loc": "upper left", "fontsize": FONT - 1}, "at": batch_sizes}
@@ -116,13 +116,13 @@ def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]], a
     return axes
 
 
-def draw_step(sizes: Mapping[str, tuple[int, int]], axes: Axes | None = None) -> Axes:
+def draw_step(sizes: Mapping[str, tuple[int, int]]) -> Axes:
     """Draws one step of one layer: what is kept in how many bits, and what comes out of what.
 
     sizes: (bits, bytes) of "input", "weight" and "output", "gradient of the input" and "of the output", "gradient" (the
     weight's), "FP32 gradient", "master" and "moments".
     """
-    axes = axes or new_axes(15, 9.5)
+    axes = new_axes(15, 9.5)
     for name, (left, bottom, words) in _BOXES.items():
         bits, size = sizes.get(name, (32, 4))
         color = _KINDS.get(name, COLORS["temporary"])
