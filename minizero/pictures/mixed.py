@@ -41,9 +41,9 @@ def plot_runs(losses: Mapping[str, Sequence[float]], window: int = 10) -> Axes:
             axes.plot(len(means) - 1, means[-1], "X", label=name, **cross)
             note(axes, f"NaN from step {len(means)} on", (len(means) - 1, means[-1]), (14, 16))
     place: Look = {"fontsize": FONT - 1, "loc": "upper left", "bbox_to_anchor": (1.01, 1), "handlelength": 3}
-    ends = 0.9 * axes.dataLim.y0, 1.1 * axes.dataLim.y1
+    low, high = 0.9 * axes.dataLim.y0, 1.1 * axes.dataLim.y1
     words = "training step, from 0", f"loss (mean of {window} steps)"
-    label_axes(axes, *words, FONT - 2, ylim=ends, legend=place)
+    label_axes(axes, *words, FONT - 2, ylim=(low, high), legend=place)
     return axes
 
 

@@ -118,8 +118,9 @@ def draw_blocks(rows: Mapping[str, tuple[Sequence[float], Sequence[float], float
         axes.plot(np.where(lost, np.nan, rounded), "o", color=NORMAL, markersize=9, label="in the format")
         zeros = np.where(lost, 0, np.nan)
         axes.plot(zeros, "x", color="#D55E00", markersize=11, markeredgewidth=3, label="became 0")
-        for place in np.flatnonzero(np.abs(numbers) > end):
-            axes.annotate(f"{numbers[place]:.0f} ↑", (place, end), ha="center", va="top", fontsize=FONT)
+        for place, number in enumerate(numbers):
+            if abs(number) > end:
+                axes.annotate(f"{number:.0f} ↑", (place, end), ha="center", va="top", fontsize=FONT)
         label_axes(axes, "", "", xlim=(-0.7, len(numbers) - 0.3), ylim=(-end, end))
         axes.set_title(title, fontsize=FONT, loc="left")
     panels[0].legend(fontsize=FONT, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
