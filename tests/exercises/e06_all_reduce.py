@@ -43,11 +43,11 @@ AFTER = (
     "notebooks/01_collectives.ipynb."
 )
 WRONG = [
-    wrong("forgot-divide", ("chunks[comm.rank].div_(part * comm.size)", "pass")),
+    wrong("forgot-divide", ("chunks[comm.rank].div_(divisor)", "pass")),
     wrong("any-out", ('check_out("all_reduce", out, tensor.shape, tensor.dtype)', "pass")),
     wrong("forgot-gather", ("ring_all_gather(chunks, comm)", "pass")),
     wrong("gathers-everything", ("ring_reduce_scatter(chunks, comm, combine, out=chunks[comm.rank])\n            "
-          'if op == "mean":\n                chunks[comm.rank].div_(part * comm.size)\n            '
+          'if op == "mean":\n                chunks[comm.rank].div_(divisor)\n            '
           'ring_all_gather(chunks, comm)',
           "every = [torch.empty_like(flat) for _ in range(comm.size)]\n            every[comm.rank].copy_(flat)\n"
           "            ring_all_gather(every, comm)\n            total = every[0]\n            for other in "
