@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from minizero import torch_private
-from minizero.engines.layout import Layout
+from minizero.engines.layout import Layout, divide
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
@@ -178,20 +178,13 @@ class Engine(nn.Module):
         """The root first, then the blocks. `ValueError` that names what the core does not serve."""
         chosen = list(blocks or ())
         modules = {name: part for name, part in self.module.named_modules() if part in chosen}
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        home = {p: next((b for b in modules if p.startswith(f"{b}.")), "root") for p in parameters}  # of each, its unit
-        for name, p in parameters.items():
+        for name, p in self.module.named_parameters():
             if not p.requires_grad or p.dtype != torch.float32:
                 raise ValueError(f"{name} is frozen, or not FP32 (module.float() makes it so): {ELSE}")
-            if len({home[other] for other, q in parameters.items() if q is p}) > 1:
-                raise ValueError(f"{name} is in two units: {ELSE}")
         for name, _ in self.module.named_buffers():
             raise ValueError(f"the buffer {name} may differ between ranks: {ELSE}")
-        units = []
-        for unit in ("root", *modules):
-            its = {name: p for name, p in self.module.named_parameters() if home[name] == unit}
-            units += [Unit(unit, modules.get(unit), its, self.comm)] if its else []
-        return units
+        units = divide(self.module, modules).items()
+        return [Unit(name or "root", modules.get(name), its, self.comm) for name, its in units if its]
 
     # What a stage does.
 

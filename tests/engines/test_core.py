@@ -51,11 +51,21 @@ class Pairs(nn.Module):
         return (late + early - target).square().mean()
 
 
-MODELS = test_zero3_by_hooks.MODELS | {"pairs": (Pairs(), odd_batch)}
+def tied():
+    """One bias is of the root and of two blocks, another of two blocks."""
+    odd = copy.deepcopy(test_zero3_by_hooks.MODELS["odd"][0])
+    odd.first.bias = odd.blocks[0][3].bias = odd.blocks[3][1].bias
+    odd.blocks[0][0].bias = odd.blocks[3][1].extra = nn.Parameter(torch.ones(7))
+    odd.blocks[3][1].register_forward_hook(lambda linear, _, output: output + linear.extra)
+    return odd
+
+
+MODELS = test_zero3_by_hooks.MODELS | {"pairs": (Pairs(), odd_batch), "tied": (tied(), odd_batch)}
 STEPS = 3
 ORDERS = {
     "gpt": [()],
     "pairs": [()],
+    "tied": [()],
     "odd": [((0, 1, 2, 3),), ((3, 0, 1, 2, 3),)],
 }  # a block used twice; two backwards in a step
 
@@ -102,7 +112,7 @@ def train(comm, wrap, stage, name):
 
 
 @pytest.mark.parametrize("core", CORES, ids=lambda core: core.__name__)
-@pytest.mark.parametrize(("name", "size"), [("gpt", 2), ("odd", 3), ("odd", 1), ("pairs", 2)])
+@pytest.mark.parametrize(("name", "size"), [("gpt", 2), ("odd", 3), ("odd", 1), ("pairs", 2), ("tied", 2)])
 def test_it_trains_as_the_public_engine(core, name, size):
     for mine, its in zip(
         run(size, train, by_core, core, name), run(size, train, by_engine, CORES[core], name), strict=True
@@ -118,14 +128,6 @@ def test_it_trains_as_the_public_engine(core, name, size):
 
 def frozen(odd, _):
     odd.first.weight.requires_grad_(False)
-
-
-def shared(odd, _):
-    odd.blocks[0][3].bias = odd.blocks[3][1].bias
-
-
-def tied_to_the_root(odd, _):
-    odd.first.bias = odd.blocks[3][1].bias
 
 
 def a_dict_of_the_model(odd, _):
@@ -162,8 +164,6 @@ def a_part_only(odd, comm):
     ("change", "words"),
     [
         (frozen, r"first\.weight is frozen, or not FP32 .*: the core does not serve this"),
-        (shared, r"blocks\.0\.3\.bias is in two units: the core does not serve this"),
-        (tied_to_the_root, r"first\.bias is in two units"),
         (twice_at_once, r"a second gradient for blocks\.1\.weight in one backward: the core does not serve this"),
         (half, r"first\.weight is frozen, or not FP32"),
         (a_dict_of_the_model, "the model returned neither a tensor nor a tuple of tensors"),
