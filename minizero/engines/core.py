@@ -23,9 +23,6 @@ of them becomes the result: this rank's part of the average. `Unit.set_gradient`
 shard. When `reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the
 replica. The next `before_forward` gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
 
-What the hooks rely on: autograd numbers its operations, and goes back through the newest first. The hooks of a tensor
-are called before those of the operation that made it. A use is known by the number of its first operation.
-
 The core trains models in FP32 whose parameters all get a gradient in each backward, and whose units return a tensor or
 a tuple of tensors. Communication and computation never overlap. It refuses by name what it can see of other models. It
 does not see writes in place to a unit's output, attributes that carry tensors out of a unit, units inside themselves,
@@ -34,8 +31,10 @@ checks all that, under the same names of moments: `from minizero import DDP, Zer
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +42,10 @@ from torch import Tensor, nn
 
 from minizero import torch_private
 from minizero.engines.layout import Layout, divide
+from minizero.engines.use import ELSE, Use, arrival, tensors_in
 from minizero.memory import tag
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
-
-ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `minizero`"
 
 
 class Unit:
@@ -120,15 +118,15 @@ class Backward:
     """What counts only while a backward runs.
 
     left: the units still to be reduced, in order. owed: of each unit, the indices of its parameters that wait for a
-    gradient. gradients: by unit, its flat buffer, (size,), once one has come. uses: those that backward is inside of.
-    buckets: gradients of DDP that wait for others, by dtype.
+    gradient. gradients: by unit, its flat buffer, (size,), once one has come. buckets: gradients of DDP that wait for
+    others, by dtype. end: gives what autograd calls when the backward is over, or None if it raised.
     """
 
-    def __init__(self, in_order: Sequence[Unit]) -> None:
+    def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:
+        self.end = end
         self.left = list(in_order)
         self.owed = {unit: set(range(len(unit.parameters))) for unit in in_order}
         self.gradients: dict[Unit, Tensor] = {}
-        self.uses: set[tuple[Unit, int]] = set()
         self.buckets: dict[torch.dtype, list[tuple[Unit, Tensor]]] = {}
 
     def put(self, unit: Unit, number: int, gradient: Tensor) -> None:
@@ -141,11 +139,6 @@ class Backward:
         unit.layout.views(self.gradients[unit])[number].copy_(gradient)
         self.owed[unit].discard(number)
 
-    def take(self) -> tuple[Unit, Tensor]:
-        """The next unit in order, and its buffer: only the caller holds that from now on."""
-        unit = self.left.pop(0)
-        return unit, self.gradients.pop(unit)
-
 
 class Engine(nn.Module):
     """A module whose parameters live in the flat buffers of units. Base of CoreDDP, CoreZero1, CoreZero2, CoreZero3.
@@ -157,6 +150,8 @@ class Engine(nn.Module):
     def __init__(self, module: nn.Module, comm: Comm, blocks: Iterable[nn.Module] | None) -> None:
         super().__init__()
         self.module, self.comm = module, comm
+        self.running: list[Any] = []  # the uses whose forward is running, the innermost last
+        self.open_uses: Counter[Unit] = Counter()  # how many uses of a unit autograd is going back through
         self.backward: Any = None  # the `Backward` that is running
         self.units = self.make_units(blocks)
         self.roots: Sequence[Unit] = [unit for unit in self.units if unit.module is None]  # one; in any_model more
@@ -210,47 +205,37 @@ class Engine(nn.Module):
         self.module.register_forward_hook(lambda _, __, output: self.end_forward(output))
 
     def watch_unit(self, unit: Unit) -> None:
-        use = -1  # autograd's number of the first operation of the use whose forward runs
-
-        def begins(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            nonlocal use
-            use = self.begin_use(unit, (*args, *kwargs.values()))
-
         if unit.module is not None:
-            unit.module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(lambda _, __, output: self.end_use(unit, use, output))
-        # Autograd hides its hooks from the garbage collector, so they hold engine and unit weakly.
-        arrived, weak_unit = weakref.WeakMethod(self.arrived), weakref.ref(unit)
+            begin = lambda _, args, kwargs: self.begin_use(unit, args, kwargs)  # noqa: E731
+            unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(lambda _, __, output: self.end_use(unit, output))
         for number, parameter in enumerate(unit.parameters):
             parameter.grad = None  # of a backward before the module was wrapped
-            parameter.register_post_accumulate_grad_hook(lambda _, n=number: arrived()(weak_unit(), n))  # type: ignore
+            parameter.register_post_accumulate_grad_hook(arrival(self, unit, number))
 
     def begin_forward(self) -> None:
-        if self.backward is not None and torch_private.current_backward() == -1:  # the last backward raised
-            self.backward = None
+        if self.forget_what_raised():
             self.release_all()
         self.before_forward()
-        for unit in self.roots:
-            self.gather(unit)
+        self.gather_roots()
 
-    def begin_use(self, unit: Unit, inputs: tuple) -> int:
+    def begin_use(self, unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.gather(unit)
-        use = torch_private.next_operation()
-        for tensor in (tensor for value in inputs for tensor in made(value)):
-            tensor.register_hook(lambda _: self.close_use(unit, use))
-        return use
+        self.running.append(Use(self, unit, [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]))
 
-    def end_use(self, unit: Unit, use: int, output: Any) -> None:
-        if self.backward is None or unit not in [
-            other for other, _ in self.backward.uses
-        ]:  # else a recompute inside it
+    def end_use(self, unit: Unit, output: Any) -> None:
+        while (use := self.running.pop()).unit is not unit:  # an exception has ended what lies above it
+            pass
+        self.forward_is_over(unit)
+        use.end_forward(output)
+
+    def forward_is_over(self, unit: Unit) -> None:
+        if not self.open_uses[unit]:  # else this is a recompute inside its backward
             self.release(unit)
-        for tensor in made(output, since=use, name=unit.name):
-            # A prehook comes after the hooks of the tensor itself: the unit that used it in forward is released first.
-            tensor.grad_fn.register_prehook(lambda _: self.open_use(unit, use))  # type: ignore[union-attr]
 
     def end_forward(self, output: Any) -> None:
-        for tensor in (grown := made(output, name="the model")):
+        grown = [tensor for tensor in tensors_in(output, "the model") if tensor.grad_fn is not None]
+        for tensor in grown:
             tensor.register_hook(lambda _: self.begin_backward())
         if not grown:  # no backward can come
             self.release_all()
@@ -258,15 +243,23 @@ class Engine(nn.Module):
     # When it does so: backward.
 
     def begin_backward(self) -> None:
+        self.forget_what_raised()
         if self.backward is None:  # else another output of the model began it
-            self.backward = Backward(self.in_order)
-            for unit in self.roots:  # an evaluation, or another backward, may have released them
-                self.gather(unit)
-            torch_private.call_at_end_of_backward(self.end_backward)  # only autograd knows when it is over
+            end = functools.partial(self.end_backward)  # only autograd holds it, and drops it if the backward raises
+            self.backward = Backward(self.in_order, weakref.ref(end))
+            torch_private.call_at_end_of_backward(end)  # only autograd knows when it is over
+            self.gather_roots()  # an evaluation, or another backward, may have released them
 
-    def open_use(self, unit: Unit, use: int) -> None:
-        self.backward.uses.add((unit, use))
-        self.gather(unit)
+    def forget_what_raised(self) -> bool:
+        """Was there a backward that raised? What it has reduced stays in the shards' .grad; all else is dropped."""
+        raised = self.backward is not None and (self.backward.end() is None or torch_private.current_backward() == -1)
+        if raised:
+            self.backward = None
+        return raised
+
+    def open_use(self, use: Use) -> None:
+        self.open_uses[use.unit] += 1
+        self.gather(use.unit)
 
     def arrived(self, unit: Unit, number: int) -> None:
         """Autograd has written the .grad of the unit's parameter `number`."""
@@ -279,13 +272,16 @@ class Engine(nn.Module):
     def reduce_complete(self) -> None:
         """Reduce the units that wait for nothing more, as far as the order allows."""
         while self.backward.left and not self.backward.owed[self.backward.left[0]]:
-            self.reduce(*self.backward.take())
+            self.reduce_next()
 
-    def close_use(self, unit: Unit, use: int) -> None:
-        # Each input is older than all operations of the use. So if one has its gradient, these are done.
-        if (unit, use) in self.backward.uses:
-            self.backward.uses.remove((unit, use))
-            self.release(unit)
+    def reduce_next(self) -> None:
+        unit = self.backward.left.pop(0)
+        self.reduce(unit, self.backward.gradients.pop(unit))  # only `reduce` holds the buffer from here on
+
+    def close_use(self, use: Use) -> None:
+        self.open_uses[use.unit] -= 1
+        if not self.open_uses[use.unit]:
+            self.release(use.unit)
 
     def end_backward(self) -> None:
         owed = [unit.layout.names[number] for unit in self.backward.left for number in self.backward.owed[unit]]
@@ -294,17 +290,11 @@ class Engine(nn.Module):
         if owed:
             raise RuntimeError(f"no gradient came of {', '.join(owed)}: {ELSE}")
 
+    def gather_roots(self) -> None:
+        for unit in self.roots:
+            self.gather(unit)
+
     def release_all(self) -> None:
+        self.open_uses.clear()
         for unit in self.units:
             self.release(unit)
-
-
-def made(value: Any, since: int = 0, name: str = "") -> list[Tensor]:
-    """Of a tensor or a tuple: those that an operation with the number `since`, or a later one, made.
-
-    name: of the module that returned it; `TypeError` if it is something else.
-    """
-    parts = value if isinstance(value, tuple) else (value,)
-    if name and not all(isinstance(part, Tensor) for part in parts):
-        raise TypeError(f"{name} returned neither a tensor nor a tuple of tensors: {ELSE}")
-    return [part for part in parts if isinstance(part, Tensor) and torch_private.operation_of(part) >= since]

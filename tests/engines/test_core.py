@@ -85,6 +85,10 @@ def by_engine(stage, module, comm):
     return model, model.parameters(), [unit.master for unit in model.units]
 
 
+def by_threads(stage, module, comm):
+    return (stage(module, comm, units=list(module.blocks)),)
+
+
 def train(comm, wrap, stage, name):
     """Losses, masters, bytes sent, the peaks until the optimizer steps, what stays whole, and the peaks."""
     data = MODELS[name][1]
@@ -185,28 +189,32 @@ def test_what_it_does_not_serve_is_refused_by_name(change, words):
         run(2, once)
 
 
-def test_a_backward_that_raised_leaves_nothing():
+@pytest.mark.parametrize("wrap", [by_core, by_engine, by_threads])
+@pytest.mark.parametrize("again", ["forward", "backward"])
+def test_a_backward_that_raised_leaves_nothing(wrap, again):
     """The bucket of DDP, what is owed, and what was gathered are the next backward's own."""
 
-    def once(comm, core):
-        model = core(module := copy.deepcopy(MODELS["odd"][0]), comm, module.blocks)
+    def once(comm, core, broken):
+        stage = core if wrap is by_core else CORES[core]
+        model, *_ = wrap(stage, copy.deepcopy(MODELS["odd"][0]), comm)
         data = MODELS["odd"][1]
-        loss = model(*data(0))
-        handle = model.module.blocks[0][0].weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        handle.remove()
-        model.zero_grad()
-        model(*data(1)).backward()
-        return [shard.grad for shard in model.parameters()]
-
-    def plain(comm, core):
-        model = core(module := copy.deepcopy(MODELS["odd"][0]), comm, module.blocks)
-        model(*MODELS["odd"][1](1)).backward()
+        error = None
+        if broken:
+            part = model.module.blocks[0][3 if wrap is by_threads else 0]  # a gradient of the block may be there or not
+            handles = [parameter.register_hook(lambda _: 1 / 0) for parameter in part.parameters()]
+            loss = model(*data(0))
+            next_loss = model(*data(1)) if again == "backward" else None
+            with pytest.raises(ZeroDivisionError) as error:  # it holds the frames
+                loss.backward()
+            for handle in handles:
+                handle.remove()
+            model.zero_grad()
+        (next_loss if broken and again == "backward" else model(*data(1))).backward()
+        del error
         return [shard.grad for shard in model.parameters()]
 
     for core in CORES:
-        for mine, its in zip(run(2, once, core), run(2, plain, core), strict=True):
+        for mine, its in zip(run(2, once, core, True), run(2, once, core, False), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 

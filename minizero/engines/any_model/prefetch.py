@@ -94,10 +94,14 @@ class Ahead:
     # What the engine calls.
 
     def begin_forward(self) -> None:
-        if self.reducing is not None and not self.engine.in_backward:  # a backward raised
+        self.begin_pass(is_backward=False)
+
+    def forget_what_raised(self) -> None:
+        """A backward raised: nobody wants what is being reduced."""
+        self.in_pass = False
+        if self.reducing is not None:
             (_, wait), self.reducing = self.reducing, None
             wait()
-        self.begin_pass(is_backward=False)
 
     def gather(self, unit: Unit) -> None:
         """Its gather ends. In forward those of the units after it begin here, in backward in `after_put`."""

@@ -155,9 +155,9 @@ class Zero3(CoreZero3, AnyModel):
 
     def forward_is_over(self, unit: Unit) -> None:
         self.keep_writes(unit)
-        away = self.reshard_after_forward or not torch.is_grad_enabled()
-        if away and not self.open_uses[unit]:  # else a recompute inside its backward
-            self.release(unit)
+        inside_itself = any(use.unit is unit for use in self.running)
+        if not inside_itself and (self.reshard_after_forward or not torch.is_grad_enabled()):
+            super().forward_is_over(unit)
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         if self.ahead:
@@ -179,6 +179,12 @@ class Zero3(CoreZero3, AnyModel):
         if self.ahead:
             self.ahead.begin_forward()
         super().refresh()
+
+    def forget_what_raised(self) -> bool:
+        raised = super().forget_what_raised()
+        if raised and self.ahead:
+            self.ahead.forget_what_raised()
+        return raised
 
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
         if self.ahead and gradient is not None:
