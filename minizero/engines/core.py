@@ -71,13 +71,13 @@ class Unit:
         self.size = self.layout.size  # elements of a flat buffer
         self.version = -1  # of `master` when the replica was last made from it
 
-    def flatten(self) -> Tensor:
-        """Rank 0's parameters, end to end, with padding: (size,)."""
-        full = torch.zeros(self.size, device=self.comm.device)
-        for view, parameter in zip(self.layout.views(full), self.parameters, strict=True):
-            view.copy_(parameter.detach())
+    def flatten(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
+        """Rank 0's values, by default the parameters', end to end, with padding: (size,). comm: all ranks."""
+        full = torch.zeros(self.size, dtype=torch.float32, device=comm.device)
+        for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
+            view.copy_(value.detach())
         # The ranks compare labels: two with different parameters of the same total size raise, and mix nothing.
-        full = broadcast(full, self.comm, label=f"{self.name} of {self.layout}")
+        full = broadcast(full, comm, label=f"{self.name} of {self.layout}")
         tag(full, "parameters")
         return full
 
@@ -157,7 +157,7 @@ class Engine(nn.Module):
         self.roots: Sequence[Unit] = [unit for unit in self.units if unit.module is None]  # one; in any_model more
         self.in_order: Sequence[Unit] = self.units[::-1]  # reduced last block first, root last
         for unit in self.units:
-            self.keep(unit, unit.flatten())
+            self.keep(unit, unit.flatten(comm))
             unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: it has no memory
             self.watch_unit(unit)
         self.watch_model()

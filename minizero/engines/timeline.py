@@ -82,7 +82,7 @@ class Timeline:
         elif method in ("release", "forward_is_over"):  # it may have been gathered for several uses
             self.in_use = [other for other in self.in_use if other is not unit]
         if self.in_use:
-            self._begin(f"{'backward' if self.model.in_backward else 'forward'} {self.in_use[-1].name}")
+            self._begin(f"{'backward' if self.model.backward else 'forward'} {self.in_use[-1].name}")
 
     def _begin(self, what: str) -> None:
         self.computing = what, time.perf_counter()

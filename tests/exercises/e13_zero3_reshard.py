@@ -49,7 +49,7 @@ AFTER = (
     " input has its own, so `reduce` comes before `release`, and both are in memory for a moment. Ahead "
     "(minizero/engines/any_model/prefetch.py) gives the gradient to another thread and lets backward go on. Nothing "
     "counts uses beforehand there: autograd adds the gradients of all uses by itself and calls a hook when the "
-    "sum of a parameter is complete (minizero/engines/core.py). Read next: minizero/engines/any_model/uses.py, and "
+    "sum of a parameter is complete (minizero/engines/core.py). Read next: minizero/engines/use.py, and "
     '"Who holds what, inside a step of stage 3" in notebooks/02b_zero_engines.ipynb.'
 )
 EMPTY = "unit.replica.untyped_storage().resize_(0)"

@@ -17,7 +17,7 @@ A gradient goes its way as in core.py. Its buffer is a `LocalGradient` (gradient
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,17 +147,11 @@ class AnyModel(Wrapped):
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
     def watch_model(self) -> None:
-        def begins(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if module is self.module:  # and no copy of it, which has its hooks, too
-                self.begin_forward()
-                return leaves_as_views(args, kwargs)
+        def begins(args: Any, kwargs: Any) -> Any:
+            self.begin_forward()
+            return leaves_as_views(args, kwargs)
 
-        def ends(module: nn.Module, _: Any, output: Any) -> None:
-            if module is self.module:
-                self.end_forward(output)
-
-        self.module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(Ours(ends))
+        call_around(self.module, begins, self.end_forward)
 
     @torch_private.never_compiled  # there is nothing to compute
     def begin_forward(self) -> None:
@@ -214,21 +208,13 @@ class AnyModel(Wrapped):
         """Hooks on the unit's module, on parts of that which hold its parameters, and on these."""
         mark(unit, self)
 
-        def begins(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self.begin_use(unit, args, kwargs) if module is unit.module else None  # else it is a copy
-
         def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
             for use in self.running:  # the output may leave the unit by an attribute
                 if use.unit is unit:
                     use.open_with(tensors_in(output))
 
-        def ends(module: nn.Module, _: Any, output: Any) -> None:
-            if module is unit.module:
-                self.end_use(unit, output)
-
         if unit.module is not None:
-            unit.module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(Ours(ends))
+            call_around(unit.module, lambda *given: self.begin_use(unit, *given), lambda out: self.end_use(unit, out))
             its = {id(parameter) for parameter in unit.parameters}
             for part in unit.module.modules() if self.frees_replicas else ():
                 if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
@@ -249,11 +235,6 @@ class AnyModel(Wrapped):
         super().open_use(use)
 
     # Backward. A `torch.autograd.grad` of inputs, or inside the model, opens uses, but begins none: nothing is reduced.
-
-    @property
-    def in_backward(self) -> bool:
-        """Is a backward running? Also True from a backward that raised until the next forward notices."""
-        return self.backward is not None
 
     def begin_backward(self) -> None:
         super().begin_backward()
@@ -312,6 +293,20 @@ class AnyModel(Wrapped):
             unit.show_gradient()  # what no_sync holds
             unit.before.clear()
         self.backward = None
+
+
+def call_around(module: nn.Module, begin: Callable[..., Any], end: Callable[[Any], None]) -> None:
+    """Call `begin` and `end` around each forward of the module, but not of its copies, which have its hooks, too."""
+
+    def begins(which: nn.Module, args: Any, kwargs: Any) -> Any:
+        return begin(args, kwargs) if which is module else None
+
+    def ends(which: nn.Module, _: Any, output: Any) -> None:
+        if which is module:
+            end(output)
+
+    module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+    module.register_forward_hook(Ours(ends))
 
 
 def put_aside(unit: Unit, number: int) -> Any:

@@ -109,7 +109,7 @@ class Ahead:
         self.wait_for(unit)
         self.following = self.what_follows(unit)
         # In backward gradients begin them; but a frozen unit has none, and the root only in the end.
-        if not (self.engine.in_backward and unit.trains and unit.module is not None):
+        if not (self.engine.backward and unit.trains and unit.module is not None):
             self.start_following()
 
     def before_put(self, unit: Unit) -> None:
@@ -155,7 +155,7 @@ class Ahead:
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""
-        if self.engine.in_backward and not (self.is_backward and self.in_pass):
+        if self.engine.backward and not (self.is_backward and self.in_pass):
             self.begin_pass(is_backward=True)
         if not self.in_pass:  # a block is called by itself
             return []

@@ -196,7 +196,7 @@ class Zero3(CoreZero3, AnyModel):
     def end_forward(self, output: Any) -> None:
         super().end_forward(output)
         if self.ahead:
-            self.ahead.in_pass = self.in_backward  # in a second run, the backward goes on
+            self.ahead.in_pass = self.backward is not None  # in a second run, the backward goes on
 
     def finish(self) -> None:
         if self.ahead:
