@@ -8,7 +8,7 @@ backward. A unit may be used twice, with others in between: forward 0 1 2 1, bac
     unit.uses         in backward: how many uses are still to go, without this one
     unit.gradient     yours: what waits of this micro-batch; None at its beginning
     unit.average      what the optimizer will see: this rank's chunk, FP32; None after a step
-    unit.point_parameters_at(None)          makes the layer's parameters empty: using one is an error then
+    unit.empty_parameters()                 makes the layer's parameters empty: using one is an error then
     reduce_scatter(full, unit.comm, op)     this rank's chunk; it needs buffers of its own
     x.untyped_storage()                     .nbytes() is its size in bytes, .resize_(bytes) changes it
 """
@@ -53,21 +53,21 @@ AFTER = (
     '"Who holds what, inside a step of stage 3" in notebooks/02b_zero_engines.ipynb.'
 )
 EMPTY = "unit.replica.untyped_storage().resize_(0)"
-POINT = "unit.point_parameters_at(None)"
+GONE = "unit.empty_parameters()"
 KEEP = "unit.average = mean if unit.average is None else unit.average.add_(mean)"
 BACK = "    if gradient is None:\n        return\n"
 MORE = "    if unit.uses:\n        return\n"
-FREE = f"    {EMPTY}\n    {POINT}\n"
+FREE = f"    {EMPTY}\n    {GONE}\n"
 WRONG = [
     wrong("frees-nothing", (EMPTY, "pass")),
-    wrong("parameters-dangle", (POINT, "pass")),
-    wrong("in-forward-only", (FREE + BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n"
+    wrong("parameters-dangle", (GONE, "pass")),
+    wrong("in-forward-only", (FREE + BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n"
           "        return\n"), says="stays-after-backward"),
-    wrong("waits-for-the-last-use", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n"
-          "        return\n"), (MORE, f"{MORE}    {EMPTY}\n    {POINT}\n"), says="stays-between-uses"),
-    wrong("reduces-first", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n"
-          "        return\n"), (MORE, f"    if unit.uses:\n        {EMPTY}\n        {POINT}\n        return\n"),
-          (KEEP, f"{EMPTY}\n    {POINT}\n    {KEEP}")),
+    wrong("waits-for-the-last-use", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n"
+          "        return\n"), (MORE, f"{MORE}    {EMPTY}\n    {GONE}\n"), says="stays-between-uses"),
+    wrong("reduces-first", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n"
+          "        return\n"), (MORE, f"    if unit.uses:\n        {EMPTY}\n        {GONE}\n        return\n"),
+          (KEEP, f"{EMPTY}\n    {GONE}\n    {KEEP}")),
     wrong("loses-a-micro-batch", (KEEP, "unit.average = mean")),
     wrong("forgot-divide", ('"mean"', '"sum"')),
     wrong("adds-in-16-bits", (".float()", "")),
