@@ -1,30 +1,32 @@
 """The core: *when* the things of a training step happen. *What* happens then is a stage's own file.
 
-       moment           it comes                                        what happens (in stages)
+A unit is a block of the model. What lies outside the blocks is one more unit, the root: it stays whole from the model's
+forward to the end of its backward. A *use* of a unit is one forward of its module, and the backward of that (use.py).
+
+       moment           it comes                                        what happens (in which stages)
     1  begin_forward    the model is called                             before_forward (1, 2); gather the root (3)
     2  begin_use        a unit's module is called                       gather (3)
     3  end_use          that module returns                             release (3)
     4  end_forward      the model returns                               if no graph was made: release all (3)
     5  begin_backward   backward has the gradient of the model's output gather the root (3)
     6  open_use         it has the gradient of a unit's output          gather (3)
-    7  arrived          autograd has written a parameter's .grad        if its unit and those before have all: reduce
+    7  arrived          autograd has written a parameter's .grad        if its unit has all gradients: reduce
     8  close_use        it has the gradient of a unit's input           release (3)
     9  end_backward     backward is over                                release all (3)
 
-A unit is a block of the model. What lies outside the blocks is one more unit, the root: it stays whole from the model's
-forward to the end of its backward. A *use* of a unit is one forward of its module, and the backward of that. All ranks
-reduce their units in one order, last block first, root last, so that their collectives meet.
+All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
+whose gradients come too early waits for its turn.
 
-The path of one gradient, of a unit with n numbers. Autograd writes a parameter's .grad, and calls `arrived`, which
-takes it away. `Backward.put` copies it to its place in the unit's flat buffer of 4n bytes. If no parameter of the unit
-waits for a gradient any more, and all units before it in the order are reduced, the stage's `reduce` gets the buffer.
-In zero2.py a ring reduce-scatter sends 4n (N-1)/N bytes to the right neighbour, through two more buffers of 4n/N. One
-of them becomes the result: this rank's part of the average. `Unit.set_gradient` adds it to the .grad of the unit's
-shard. When `reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the
-replica. The next `before_forward` gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
+The path of one gradient, of a unit with n numbers, in stage 2. Autograd writes a parameter's .grad, and calls
+`arrived`, which takes it away. `Backward.put` copies it to its place in the unit's flat buffer of 4n bytes. When the
+buffer is full, and it is the unit's turn, the stage's `reduce` gets it. In zero2.py a ring reduce-scatter sends
+4n (N-1)/N bytes to the right neighbour, through two more buffers of 4n/N. One of them becomes the result: this rank's
+part of the average. `Unit.set_gradient` adds it to the .grad of the unit's shard. When `reduce` returns, the buffer is
+freed. After backward the optimizer steps the shard, which is a part of the replica. The next `before_forward` gathers
+the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
 
-The core trains models in FP32 whose parameters all get a gradient in each backward, and whose units return a tensor or
-a tuple of tensors. Communication and computation never overlap. It refuses by name what it can see of other models. It
+The core trains models in FP32. Each parameter gets a gradient in each backward; each unit returns a tensor or a tuple
+of tensors. Communication and computation never overlap. The core refuses by name what it can see of other models. It
 does not see writes in place to a unit's output, attributes that carry tensors out of a unit, units inside themselves,
 steps between forward and backward, and fused optimizers: then it trains wrongly without a word. `any_model/` lifts or
 checks all that, under the same names of moments: `from minizero import DDP, Zero1, Zero2, Zero3`.
@@ -69,14 +71,14 @@ class Unit:
         self.parameters = list(parameters.values())
         self.layout = Layout(list(parameters), [p.shape for p in self.parameters], comm.size)
         self.size = self.layout.size  # elements of a flat buffer
-        self.version = -1  # of `master` when the replica was last made from it
+        self.version = -1  # the `_version` of `master` when the replica was last made from it
 
     def flatten(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
         """Rank 0's values, by default the parameters', end to end, with padding: (size,). comm: all ranks."""
         full = torch.zeros(self.size, dtype=torch.float32, device=comm.device)
         for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
-        # The ranks compare labels: two with different parameters of the same total size raise, and mix nothing.
+        # The ranks compare labels. So if their parameters differ, but not the total size, they raise, and mix nothing.
         full = broadcast(full, comm, label=f"{self.name} of {self.layout}")
         tag(full, "parameters")
         return full
@@ -119,7 +121,8 @@ class Backward:
 
     left: the units still to be reduced, in order. owed: of each unit, the indices of its parameters that wait for a
     gradient. gradients: by unit, its flat buffer, (size,), once one has come. buckets: gradients of DDP that wait for
-    others, by dtype. end: gives what autograd calls when the backward is over, or None if it raised.
+    others, by dtype. end: a weak reference to what autograd will call when this backward is over. If the backward
+    raises, autograd drops it, and `end()` is None.
     """
 
     def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:
@@ -150,8 +153,8 @@ class Engine(nn.Module):
     def __init__(self, module: nn.Module, comm: Comm, blocks: Iterable[nn.Module] | None) -> None:
         super().__init__()
         self.module, self.comm = module, comm
-        self.running: list[Any] = []  # the uses whose forward is running, the innermost last
-        self.open_uses: Counter[Unit] = Counter()  # how many uses of a unit autograd is going back through
+        self.running: list[Any] = []  # the uses whose forward runs now, the innermost last
+        self.open_uses: Counter[Unit] = Counter()  # of each unit, how many uses backward is inside of
         self.backward: Any = None  # the `Backward` that is running
         self.units = self.make_units(blocks)
         self.roots: Sequence[Unit] = [unit for unit in self.units if unit.module is None]  # one; in any_model more
@@ -206,8 +209,9 @@ class Engine(nn.Module):
 
     def watch_unit(self, unit: Unit) -> None:
         if unit.module is not None:
-            begin = lambda _, args, kwargs: self.begin_use(unit, args, kwargs)  # noqa: E731
-            unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            unit.module.register_forward_pre_hook(  # prepend: before the user's own hooks
+                lambda _, args, kwargs: self.begin_use(unit, args, kwargs), prepend=True, with_kwargs=True
+            )
             unit.module.register_forward_hook(lambda _, __, output: self.end_use(unit, output))
         for number, parameter in enumerate(unit.parameters):
             parameter.grad = None  # of a backward before the module was wrapped
@@ -224,20 +228,20 @@ class Engine(nn.Module):
         self.running.append(Use(self, unit, [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]))
 
     def end_use(self, unit: Unit, output: Any) -> None:
-        while (use := self.running.pop()).unit is not unit:  # an exception has ended what lies above it
-            pass
+        while (use := self.running.pop()).unit is not unit:
+            pass  # a forward inside this one, which an exception ended
         self.forward_is_over(unit)
         use.end_forward(output)
 
     def forward_is_over(self, unit: Unit) -> None:
-        if not self.open_uses[unit]:  # else this is a recompute inside its backward
+        if not self.open_uses[unit]:  # else backward is inside a use of it, and runs this forward again
             self.release(unit)
 
     def end_forward(self, output: Any) -> None:
-        grown = [tensor for tensor in tensors_in(output, "the model") if tensor.grad_fn is not None]
-        for tensor in grown:
+        with_graph = [tensor for tensor in tensors_in(output, "the model") if tensor.grad_fn is not None]
+        for tensor in with_graph:
             tensor.register_hook(lambda _: self.begin_backward())
-        if not grown:  # no backward can come
+        if not with_graph:  # no backward can come
             self.release_all()
 
     # When it does so: backward.
@@ -245,13 +249,13 @@ class Engine(nn.Module):
     def begin_backward(self) -> None:
         self.forget_what_raised()
         if self.backward is None:  # else another output of the model began it
-            end = functools.partial(self.end_backward)  # only autograd holds it, and drops it if the backward raises
+            end = functools.partial(self.end_backward)  # an object that only autograd will hold
             self.backward = Backward(self.in_order, weakref.ref(end))
             torch_private.call_at_end_of_backward(end)  # only autograd knows when it is over
             self.gather_roots()  # an evaluation, or another backward, may have released them
 
     def forget_what_raised(self) -> bool:
-        """Was there a backward that raised? What it has reduced stays in the shards' .grad; all else is dropped."""
+        """Drop what a backward has brought that raised, and tell whether one did. What it reduced stays in .grad."""
         raised = self.backward is not None and (self.backward.end() is None or torch_private.current_backward() == -1)
         if raised:
             self.backward = None

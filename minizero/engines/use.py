@@ -1,4 +1,4 @@
-"""How autograd tells that a unit is needed in backward, and that a gradient is there.
+"""How autograd tells an engine that a unit is needed in backward, and that a gradient is there.
 
 A *use* of a unit is one forward of its module, and the backward of that.
 
@@ -26,8 +26,8 @@ ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `minize
 class Use:
     """One forward of a unit's module, and the backward of that. It holds no tensors: their hooks hold it.
 
-    began: autograd's number of its first operation. opened, closed: the number of the backward that was the last to
-    open or close it; a graph may be gone through twice.
+    began: the number of its first operation. opened, closed: autograd's number of the last backward that opened it, and
+    that closed it. (A graph may be gone through twice, or never.)
     """
 
     def __init__(self, engine: Any, unit: Any, inputs: Iterable[Tensor]) -> None:
@@ -42,7 +42,7 @@ class Use:
         self.open_with(tensors_in(output, self.unit.name))
 
     def open_with(self, tensors: Iterable[Tensor]) -> None:
-        """The gradient of each of these that the use made (an input may be among them) will open it."""
+        """The gradient of any of these will open the use, if the use made the tensor: a unit may return its input."""
         for tensor in tensors:
             if torch_private.operation_of(tensor) >= self.began:
                 # A prehook comes after the hooks of the tensor itself: the unit that used it in forward closes first.
@@ -75,7 +75,7 @@ def arrival(engine: Any, unit: Any, number: int) -> Any:
 
 
 def tensors_in(value: Any, name: str = "") -> list[Tensor]:
-    """Of a tensor or a tuple. name: of the module that returned it; `TypeError` if it is something else."""
+    """The tensors of a tuple, or the one. With the name of a module that returned it: `TypeError` if it is neither."""
     parts = value if isinstance(value, tuple) else (value,)
     if name and not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(f"{name} returned neither a tensor nor a tuple of tensors: {ELSE}")
