@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minizero import torch_private
 
-ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `minizero`"
+ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `minizero`"  # each refusal ends so
 
 
 class Use:
