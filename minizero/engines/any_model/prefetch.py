@@ -82,7 +82,7 @@ class Ahead:
         self.engine = engine
         self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
-        self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
+        self.reducing: tuple[Any, Unit, Callable[[], torch.Tensor]] | None = None  # in which backward
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # by is_backward: so far, or the last one
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = self.in_pass = False  # this pass; is there one?
@@ -95,13 +95,6 @@ class Ahead:
 
     def begin_forward(self) -> None:
         self.begin_pass(is_backward=False)
-
-    def forget_what_raised(self) -> None:
-        """A backward raised: nobody wants what is being reduced."""
-        self.in_pass = False
-        if self.reducing is not None:
-            (_, wait), self.reducing = self.reducing, None
-            wait()
 
     def gather(self, unit: Unit) -> None:
         """Its gather ends. In forward those of the units after it begin here, in backward in `after_put`."""
@@ -126,7 +119,7 @@ class Ahead:
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         """Its reduction begins. The one before it ends."""
         self.finish()
-        self.reducing = unit, self.reductions.start(self.engine.average, unit, gradient)
+        self.reducing = self.engine.backward, unit, self.reductions.start(self.engine.average, unit, gradient)
 
     # Its own part: what comes next, and when it begins.
 
@@ -150,8 +143,10 @@ class Ahead:
     def finish(self) -> None:
         """The reduction that is under way, if any, ends, and the shards have their average."""
         if self.reducing is not None:
-            (unit, wait), self.reducing = self.reducing, None
-            unit.set_gradient(wait())
+            (backward, unit, wait), self.reducing = self.reducing, None
+            average = wait()
+            if backward is self.engine.backward:  # else that one raised
+                unit.set_gradient(average)
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""

@@ -180,12 +180,6 @@ class Zero3(CoreZero3, AnyModel):
             self.ahead.begin_forward()
         super().refresh()
 
-    def forget_what_raised(self) -> bool:
-        raised = super().forget_what_raised()
-        if raised and self.ahead:
-            self.ahead.forget_what_raised()
-        return raised
-
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
         if self.ahead and gradient is not None:
             self.ahead.before_put(unit)
