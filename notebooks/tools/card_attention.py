@@ -135,6 +135,19 @@ def by_length(run, which, lengths=None):
     return {label: {n: its[n] for n in its if its[n]} for label, its in found.items() if any(its.values())}
 
 
+def searched(*rows):
+    """Of the recorded search of blocks: by name, the rows of a block of 64 keys, and the most operations a second.
+
+    Forward of heads of 64, 4,096 tokens, no mask.
+    """
+    best = dict.fromkeys(rows, 0)
+    for *case, (its, keys, *_), _, rate, _ in recorded("sweep", "h200").figures["rows"]:
+        if case == ["forward", 64, False] and its in best and keys == 64:
+            best[its] = max(best[its], 1e12 * (rate or 0))
+    names = {its: f"{LABELS['flash']}, {its}×64" for its in rows}
+    return {name: its for its, name in names.items()}, {name: best[its] for its, name in names.items()}
+
+
 def milliseconds(rates, products=2):
     """Rows of a table, from TFLOP/s by length. products: those that are counted, 2 of forward, 5 of backward."""
     work = {n: products / 2 * operations(n) / 1e9 for n in LENGTHS}
