@@ -240,16 +240,36 @@ def draw_runs(*names):
     return draw_panels(f"{run.card}: rank 0 of four that share the card", panels, ALLOCATOR)
 
 
-def show_prices(*names):
-    """A table of the same runs: the seconds of a step, against the first run's, and rank 0's peak."""
-    if (run := figures("memory", lambda: runs(names), names)) is None:
+# Each switch: the run without it, and the run with it. Offload was recorded on one rank.
+PAIRS = {
+    "ZeRO-1": ("DDP", "Zero1"),
+    "ZeRO-2": ("DDP", "Zero2"),
+    "ZeRO-3": ("DDP", "Zero3"),
+    "recompute": ("Zero3", "Zero3, recompute"),
+    "FlashAttention": ("Zero3", "Zero3, flash"),
+    "16 bits": ("Zero3", "Zero3, FP16"),
+    "offload": ("resident", "offload"),
+    "offload, prefetch": ("resident", "offload, prefetch"),
+}
+
+
+def prices():
+    """{switch: (card, the run without it, its seconds a step, the seconds with it)}; {} if no run is recorded."""
+    names = list(cases(HALF_BILLION))
+    four, one = figures("memory", lambda: runs(names), names), recorded("train", needs=["offload"])
+    if four is None or one is None:
+        return {}
+    seconds = {name: run.get("seconds") for name, run in (four.figures | one.figures["offload"]).items()}
+    return {name: (four.card, without, seconds[without], seconds[its]) for name, (without, its) in PAIRS.items()}
+
+
+def show_prices(found):
+    """A table of `prices`: the seconds of a step without and with each switch, and how many times as long it takes."""
+    if not found:
         return None
-    first = run.figures[names[0]]["seconds"]
-    rows = []
-    for name in names:
-        seconds, peak = run.figures[name]["seconds"], run.figures[name]["peak"]["total"]
-        rows.append([name, f"{seconds:.3f}", f"{100 * (seconds / first - 1):+.0f} %", peak / GIB])
-    return table([run.card, "seconds a step", f"against {names[0]}", "GiB of rank 0"], rows)
+    rows = [[name, without, f"{a:.3f}", f"{b:.3f}", b / a] for name, (_, without, a, b) in found.items()]
+    card = next(iter(found.values()))[0]
+    return table([card, "beside", "seconds a step without", "with", "times as long"], rows)
 
 
 GAPS = {"gpt2, fp32, no dropout": "GPT-2, 8 × 1,024 tokens", "vit-b": "ViT-B, 32 pictures"}
