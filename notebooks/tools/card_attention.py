@@ -140,12 +140,10 @@ def searched(*rows):
 
     Forward of heads of 64, 4,096 tokens, no mask.
     """
-    best = dict.fromkeys(rows, 0)
-    for *case, (its, keys, *_), _, rate, _ in recorded("sweep", "h200").figures["rows"]:
-        if case == ["forward", 64, False] and its in best and keys == 64:
-            best[its] = max(best[its], 1e12 * (rate or 0))
+    timed, case = recorded("sweep", "h200").figures["rows"], ["forward", 64, False]
     names = {its: f"{LABELS['flash']}, {its}×64" for its in rows}
-    return {name: its for its, name in names.items()}, {name: best[its] for its, name in names.items()}
+    best = {its: max(each[-2] or 0 for each in timed if each[:3] == case and each[3][:2] == [its, 64]) for its in rows}
+    return {names[its]: its for its in rows}, {names[its]: 1e12 * best[its] for its in rows}
 
 
 def milliseconds(rates, products=2):
