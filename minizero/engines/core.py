@@ -4,7 +4,7 @@ A unit is a block of the model. What lies outside the blocks is one more unit, t
 forward to the end of its backward. A *use* of a unit is one forward of its module, and the backward of that (use.py).
 
        moment           it comes                                        what happens (in which stages)
-    1  begin_forward    the model is called                             before_forward (1, 2); gather the root (3)
+    1  begin_forward    the model is called                             renew replicas (1, 2); gather the root (3)
     2  begin_use        a unit's module is called                       gather (3)
     3  end_use          that module returns                             release (3)
     4  end_forward      the model returns                               if no graph was made: release all (3)
@@ -14,6 +14,8 @@ forward to the end of its backward. A *use* of a unit is one forward of its modu
     8  close_use        it has the gradient of a unit's input           release (3)
     9  end_backward     backward is over                                release all (3)
 
+If no input of a unit has a gradient (a block that comes first), its row 8 does not come, and row 9 releases it.
+
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
 
@@ -21,9 +23,9 @@ The path of one gradient, of a unit with n numbers, in stage 2. Autograd writes 
 `arrived`, which takes it away. `Backward.put` copies it to its place in the unit's flat buffer of 4n bytes. When the
 buffer is full, and it is the unit's turn, the stage's `reduce` gets it. In zero2.py a ring reduce-scatter sends
 4n (N-1)/N bytes to the right neighbour, through two more buffers of 4n/N. One of them becomes the result: this rank's
-part of the average. `Unit.set_gradient` adds it to the .grad of the unit's shard. When `reduce` returns, the buffer is
-freed. After backward the optimizer steps the shard, which is a part of the replica. The next `before_forward` gathers
-the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
+part of the average. `Unit.set_gradient` adds the old .grad of the unit's shard, if any, and makes it the new one. When
+`reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the replica. The
+next `before_forward` gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
 
 The core trains models in FP32. Each parameter gets a gradient in each backward; each unit returns a tensor or a tuple
 of tensors. Communication and computation never overlap. The core refuses by name what it can see of other models. It
@@ -45,7 +47,7 @@ from torch import Tensor, nn
 from minizero import torch_private
 from minizero.engines.layout import Layout, divide
 from minizero.engines.use import ELSE, Use, arrival, tensors_in
-from minizero.memory import tag
+from minizero.memory import tag  # tells the memory ledger what a tensor is
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 
@@ -58,7 +60,8 @@ class Unit:
         Zero1, 2    (size,)                                    this rank's chunk: a view of the replica
         Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
 
-    module: whose forward uses the unit; None for the root. shards: the optimizer's parameters, views of `master`.
+    module: whose forward uses the unit; None for the root. master: FP32, also where any_model computes in 16 bits.
+    shards: the optimizer's parameters, views of `master`. Here it is one; in any_model one for each group.
     """
 
     dtype = torch.float32  # of the replica
@@ -74,7 +77,7 @@ class Unit:
         self.version = -1  # the `_version` of `master` when the replica was last made from it
 
     def flatten(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
-        """Rank 0's values, by default the parameters', end to end, with padding: (size,). comm: all ranks."""
+        """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks, a hybrid's too."""
         full = torch.zeros(self.size, dtype=torch.float32, device=comm.device)
         for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
@@ -109,7 +112,7 @@ class Unit:
         self.version = self.master._version
 
     def set_gradient(self, average: Tensor, full: Tensor | None = None) -> None:
-        """Add the average to the shard's .grad. full: what stages 0 and 1 keep beside it, for the memory ledger."""
+        """Add the average to the shard's .grad. full: the buffer it is in (stages 0, 1), for the memory ledger."""
         tag(average, "gradients")
         (shard,) = self.shards
         shard.grad = (average if shard.grad is None else average.add_(shard.grad)).view_as(shard)
@@ -234,7 +237,7 @@ class Engine(nn.Module):
         use.end_forward(output)
 
     def forward_is_over(self, unit: Unit) -> None:
-        if not self.open_uses[unit]:  # else backward is inside a use of it, and runs this forward again
+        if not self.open_uses[unit]:  # else backward runs this forward again (activation checkpointing)
             self.release(unit)
 
     def end_forward(self, output: Any) -> None:
@@ -255,7 +258,7 @@ class Engine(nn.Module):
             self.gather_roots()  # an evaluation, or another backward, may have released them
 
     def forget_what_raised(self) -> bool:
-        """Drop what a backward has brought that raised, and tell whether one did. What it reduced stays in .grad."""
+        """If a backward raised, drop what it brought. Did one? (What it reduced stays in .grad.)"""
         raised = self.backward is not None and (self.backward.end() is None or torch_private.current_backward() == -1)
         if raised:
             self.backward = None

@@ -5,8 +5,9 @@
 
 Each rank computes on its own part of the batch, and since all start from the same parameters
 and apply the same averaged gradient, they stay the same without ever being sent.
-A bucket is a second copy of its units' gradients: BUCKET_BYTES and a unit at most. PyTorch's
-`gradient_as_bucket_view` saves that copy; here numbers would then be added in another order than in ZeRO.
+A bucket, the gradients of several units in one message, is a second copy of them, of BUCKET_BYTES
+and a unit at most. PyTorch's `gradient_as_bucket_view` saves that copy; here numbers would then be
+added in another order than in ZeRO.
 Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
@@ -26,7 +27,7 @@ class CoreDDP(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        unit.master = full  # in FP32 the replica itself, so it is never old
+        unit.master = full  # in FP32 the replica itself: there is nothing to gather
         unit.cut_shards()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
@@ -36,8 +37,8 @@ class CoreDDP(Engine):
             return
         for dtype in list(self.backward.buckets) if unit is self.in_order[-1] else [unit.dtype]:
             bucket = self.backward.buckets.pop(dtype)
-            # A ring sums chunk r from rank r+1 on. Row r is chunk r of every unit, so each number is summed in the same
-            # order as in the other stages.
+            # A ring sums chunk r from rank r+1 on (collectives.py). Row r is chunk r of every unit, so each number is
+            # summed in the same order as in the other stages.
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
             rows = torch.cat(by_rank, dim=1)
             tag(rows, "gradients")

@@ -64,7 +64,7 @@ class Layout:
 def cut(
     layout: Layout, groups: Sequence[Any], master: torch.Tensor, start: int, trains: bool
 ) -> tuple[list[nn.Parameter], list[Any]]:
-    """`master`, which begins at `start` of the flat buffer, as shards, and the group of each.
+    """For any_model: `master`, which begins at `start` of the flat buffer, as shards, and the group of each.
 
     groups: of each parameter. A group that this rank holds nothing of has an empty shard. So a step writes to
     something of each on every rank, and all ranks agree that the replica is old (`Unit.replica_is_stale`).

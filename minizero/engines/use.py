@@ -8,8 +8,8 @@ A *use* of a unit is one forward of its module, and the backward of that.
                 the gradient of an input has come      the use closes
 
 Autograd numbers its operations, and goes back through the newest first. What made a unit's input is older than all that
-the unit did. So when the gradient of an input has come, the unit's own operations are done. The hooks of a tensor are
-called before those of the operation that made it.
+the unit did. So when the gradient of an input has come, the unit's own operations are done. A tensor's
+hooks run when the operation that made it begins, before that operation's prehooks.
 """
 
 import weakref
@@ -45,7 +45,7 @@ class Use:
         """The gradient of any of these will open the use, if the use made the tensor: a unit may return its input."""
         for tensor in tensors:
             if torch_private.operation_of(tensor) >= self.began:
-                # A prehook comes after the hooks of the tensor itself: the unit that used it in forward closes first.
+                # The next unit's `close` is a hook of the tensor itself, so it comes before this prehook.
                 tensor.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
 
     def open(self, _: Any) -> None:
@@ -56,8 +56,9 @@ class Use:
 
     def close(self, _: Any) -> None:
         # Each input is older than all operations of the use. So if one has its gradient, these are done.
-        if self.opened == torch_private.current_backward() != self.closed:
-            self.closed = self.opened
+        this = torch_private.current_backward()
+        if self.opened == this and self.closed != this:  # else another input closed it
+            self.closed = this
             self.engine.close_use(self)
 
 
@@ -70,7 +71,7 @@ def arrival(engine: Any, unit: Any, number: int) -> Any:
         if engine is not None and unit is not None:
             engine.arrived(unit, number)
 
-    arrived.ours = True  # type: ignore[attr-defined]  # and no user's
+    arrived.ours = True  # type: ignore[attr-defined]  # guards/ look for a user's hooks
     return arrived
 
 

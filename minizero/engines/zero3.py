@@ -33,7 +33,7 @@ class CoreZero3(Engine):
             self.fill(unit)
 
     def make_room(self, unit: Unit) -> None:
-        """Allocate the replica's memory. From here on `replica_is_stale` says no, so no second gather begins."""
+        """Allocate the replica's memory: it is not stale from here on. (any_model/prefetch.py calls `fill` later.)"""
         unit.replica.untyped_storage().resize_(unit.size * unit.dtype.itemsize)
         unit.replica_is_fresh_now()
 

@@ -7,11 +7,11 @@
 
 A unit is a block of the model. What lies outside the blocks is one more, the root: it stays whole from the model's
 forward to the end of its backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards
-and bytes sent are those of `Zero3(prefetch=0)`.
+and bytes sent are those of the package's `Zero3`, if nothing is gathered ahead of its use (`prefetch=0`).
 
 Read `core.py` next. It has these moments and five more, for all four stages. All ranks reduce in one order. Units may
-return tuples, and share parameters. A unit stays until its input has its gradient: a parameter that is used as
-`w.detach()` is read in backward, and gets no gradient from there. What this page and core.py do not serve stands in
+return tuples, and share parameters. There a unit is reduced first. It is released when its input has its gradient:
+backward may read `w.detach()` after w has its gradient. What this page and core.py do not serve stands in
 the folder `any_model`:
 
     parameters that get no gradient, on all ranks or on some    engine.py, gradient.py
@@ -55,7 +55,7 @@ class Unit:
             all_gather(self.shard, self.comm, out=self.replica, label=self.name)
 
     def release(self) -> None:
-        """Free the memory. `replica` stays, and so do autograd's views of it: the next `gather` fills them again."""
+        """Free the memory. Autograd's views stay, with their own count of writes: the next `gather` fills them."""
         self.replica.untyped_storage().resize_(0)
 
     def reduce(self) -> None:
@@ -71,7 +71,8 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     """Put the hooks on the unit's module and parameters. stays: the unit is whole from its forward to its backward."""
     came: list[nn.Parameter] = []  # whose gradient this backward has brought
 
-    # 1. The module begins. If the unit is whole (the root after a forward alone), the optimizer may have stepped since.
+    # 1. The module begins. After a forward alone the root is still whole, and the optimizer may have stepped since.
+    # `gather` skips what is whole, so it is released first.
     def forward_begins(*_: Any) -> None:
         if came:
             raise RuntimeError(f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3")
@@ -89,8 +90,8 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     def output_has_gradient(_: torch.Tensor) -> None:
         unit.gather()
 
-    # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit,
-    # unless a parameter was used detached: core.py waits longer.
+    # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit
+    # (one operation gives the gradients of its weight and of its input), unless a parameter was used detached.
     def parameter_has_gradient(parameter: nn.Parameter) -> None:
         came.append(parameter)
         if len(came) == len(unit.parameters):

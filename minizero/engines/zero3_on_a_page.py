@@ -1,9 +1,9 @@
 """The whole idea of ZeRO stage 3 on a page: read this first.
 
-A model is a list of layers, each with parameters. Each rank keeps 1/N of each layer's parameters: its shard. Before a
-layer computes, all ranks gather its parameters, and after that they drop them again. Backward goes from the last layer
-to the first in the same way. *Reduce*: the gradients are averaged over the ranks, and each rank keeps only the part
-that belongs to its shard.
+A model is a list of layers, each with parameters. Each rank keeps 1/N of each layer's parameters: its shard. All
+ranks gather a layer's parameters before it computes, and drop them when it has computed. Backward goes from the last
+layer to the first in the same way. *Reduce*: the gradients are averaged over the ranks, and each rank keeps only the
+part that belongs to its shard.
 
     forward     gather 0, compute 0, drop 0     gather 1, compute 1, drop 1     …
     backward    …     gather 1, backward 1, drop 1, reduce 1     gather 0, backward 0, drop 0, reduce 0
@@ -27,7 +27,7 @@ from minizero.ranks.comm import Comm
 
 def shard(layer: nn.Module, comm: Comm) -> torch.Tensor:
     """This rank's N-th of the layer's parameters; the layer itself forgets them."""
-    flat = pad(parameters_to_vector(layer.parameters()).detach(), comm.size)
+    flat = pad(parameters_to_vector(layer.parameters()).detach(), comm.size)  # a copy
     drop(layer)
     return flat.chunk(comm.size)[comm.rank].clone()
 
@@ -42,7 +42,7 @@ def step(layers: list, shards: list, x: torch.Tensor, loss_of: Callable, comm: C
     """One step of SGD on this rank's part x of the batch; returns its loss. It updates `shards` in place."""
     inputs = []
     for layer, mine in zip(layers, shards):
-        vector_to_parameters(all_gather(mine, comm), layer.parameters())  # they become views of what is gathered
+        vector_to_parameters(all_gather(mine, comm), layer.parameters())  # views of it, but for the padding
         inputs.append(x)
         with torch.no_grad():
             x = layer(x)
