@@ -23,7 +23,7 @@ from minizero import torch_private
 from minizero.engines import core
 from minizero.engines.any_model.gradient import LocalGradient, pieces
 from minizero.engines.any_model.guards.released import Released
-from minizero.engines.any_model.guards.shards import Shard, watch
+from minizero.engines.any_model.guards.shards import Piece, Shard
 from minizero.engines.layout import GroupBy, cut, pad
 from minizero.memory import tag
 from minizero.ranks.comm import Comm
@@ -173,10 +173,11 @@ class Unit(core.Unit):
             for hook in hooks:
                 piece = piece if (changed := hook(piece)) is None else changed
             # .grad: of an earlier backward, or of what else the loss makes of this shard, such as a penalty
-            shard.grad = piece if shard.grad is None else piece.add_(shard.grad)
-            shard.grad.full = full  # type: ignore[attr-defined]
-            if isinstance(shard, Shard):
-                watch(shard, watched=True)
+            piece = piece if shard.grad is None else piece.add_(shard.grad)
+            piece.full = full  # type: ignore[attr-defined]
+            if type(shard) is Shard:
+                piece.__class__ = Piece
+            shard.grad = piece
             for hook in after:  # such as an optimizer's step, which frees the gradient at once
                 hook(shard)
 

@@ -110,14 +110,17 @@ def check_complete(stage: str, module: nn.Module, complete: dict[str, int], unit
             f"{stage}: {', '.join(changed)}: parameters added, replaced or removed after wrapping would not be trained "
             "or saved: complete the module, then wrap it"
         )
-    for unit in units:
-        checked = (*unit.parameters, *unit.shards) if torch.is_grad_enabled() else ()  # PEFT switches adapters off
-        if any(parameter.requires_grad != unit.trains for parameter in checked):
-            raise RuntimeError(f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping, or use no_grad")
-        for shard in unit.shards:
-            check_place(stage, shard)
-        for parameter in unit.parameters:
-            check_hooks(stage, parameter.wrapped_in[0], parameter)  # type: ignore[attr-defined]
+    with torch_private.as_plain_tensors():  # those of the guards answer each question in Python
+        for unit in units:
+            checked = (*unit.parameters, *unit.shards) if torch.is_grad_enabled() else ()  # PEFT switches adapters off
+            if any(parameter.requires_grad != unit.trains for parameter in checked):
+                raise RuntimeError(
+                    f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping, or use no_grad"
+                )
+            for shard in unit.shards:
+                check_place(stage, shard)
+            for parameter in unit.parameters:
+                check_hooks(stage, parameter.wrapped_in[0], parameter)  # type: ignore[attr-defined]
 
 
 def names_and_parameters(module: nn.Module) -> dict[str, int]:

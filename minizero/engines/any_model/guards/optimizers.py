@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from minizero import torch_private
 from minizero.engines.any_model.guards.no_sync import check_averaged, check_untouched
-from minizero.engines.any_model.guards.shards import watch
+from minizero.engines.any_model.guards.shards import Shard, watch
 from minizero.engines.any_model.guards.wrapped import Ours
 from minizero.engines.any_model.unit import Unit
 
@@ -31,7 +31,8 @@ def mark(unit: Unit, engine: Any) -> None:
         shard.cut_at = torch_private.place(shard)  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
             shard.register_hook(own_gradient_comes(weakref.ref(shard), weakref.ref(unit)))
-            watch(shard, watched=not unit.unsharded)
+            if not unit.unsharded:
+                watch(shard, watched=True)
 
 
 def own_gradient_comes(weak_shard: Any, weak_unit: Any) -> Callable[[torch.Tensor], None]:
@@ -80,7 +81,8 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     """Called before every optimizer step in this process: may it step what it holds?"""
     held = list(shards_of(optimizer))
     for shard, unit, engine in held:
-        watch(shard, watched=False)
+        if type(shard) is Shard:
+            watch(shard, watched=False)
         check_place(engine.name, shard)
         check_averaged(engine.name, shard)
         if not unit.original:
@@ -98,9 +100,11 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called after every optimizer step in this process: the replicas of what it stepped are old from here on."""
     for shard, unit, engine in shards_of(optimizer):
-        engine.stepped = True
-        watch(shard, watched=unit.trains and not unit.unsharded)
+        if not engine.stepped:  # a module takes long to set an attribute
+            engine.stepped = True
         if not unit.original:
+            if not unit.unsharded:
+                watch(shard, watched=True)
             torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
             unit.empty_parameters()
 
