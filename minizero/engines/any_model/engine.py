@@ -97,8 +97,7 @@ class AnyModel(Wrapped):
         self.sync = True  # False under no_sync
         self.sends = True  # does the backward that runs reduce? As `sync` was when it began
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
-        self.digest: str | None = None if not self.frees_replicas else ""  # for `check_ranks`, as `stepped`
-        self.stepped = False
+        self.done: dict[str, Any] = {}  # since the last backward, by this rank: all must have (guards/ranks.py)
         self.told = not self.reshard_after_forward or comm.rank > 0 or comm.size == 1  # `say_what_autocast_keeps`
         self.began = -1  # autograd's number of the operation that the last forward began with
         super().__init__(module, comm, units)
@@ -165,8 +164,8 @@ class AnyModel(Wrapped):
         self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
         self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.refresh()
-        if self.digest != "":  # no backward has compared it yet
-            self.digest = digest(self.units)
+        if "backward" not in self.passes and not self.frees_replicas:
+            self.done["parameters"] = digest(self.units)
         self.gather_roots()
 
     def refresh(self) -> None:
@@ -285,8 +284,7 @@ class AnyModel(Wrapped):
             self.reduce_next()
         self.finish()
         if self.sends:
-            check_ranks(self)
-            self.digest, self.stepped = "", False
+            check_ranks(self.name, self.comm, self.done)
             self.its_buffers.become_rank_0s()
         self.release_all()
         for unit in self.in_order:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from minizero import torch_private
 from minizero.engines.layout import Layout
 from minizero.memory import tag
 
@@ -83,5 +84,6 @@ class LocalGradient:
 
 def pieces(flat: Tensor, shards: Sequence[nn.Parameter]) -> list[Tensor]:
     """A flat buffer cut into pieces of the shards' shapes. Padding at its end belongs to no shard, and is left out."""
-    sizes = [shard.numel() for shard in shards]
-    return [piece.view(shard.shape) for piece, shard in zip(flat[: sum(sizes)].split(sizes), shards, strict=True)]
+    with torch_private.as_plain_tensors():  # a shard answers each question in Python
+        sizes = [shard.numel() for shard in shards]
+        return [piece.view(shard.shape) for piece, shard in zip(flat[: sum(sizes)].split(sizes), shards, strict=True)]

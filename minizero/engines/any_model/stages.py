@@ -18,7 +18,7 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.any_model.engine import AnyModel
-from minizero.engines.any_model.guards.modules import naming_units
+from minizero.engines.any_model.guards.modules import about_units
 from minizero.engines.any_model.hybrid import average_in_two_steps, inside_and_across
 from minizero.engines.any_model.offload import to_host
 from minizero.engines.any_model.prefetch import Ahead, check_prefetch
@@ -29,6 +29,7 @@ from minizero.engines.zero2 import CoreZero2
 from minizero.engines.zero3 import CoreZero3
 from minizero.ranks.collectives import reduce_scatter
 from minizero.ranks.comm import Comm
+from minizero.ranks.errors import CollectiveMismatch, CommTimeout
 
 
 class DDP(CoreDDP, AnyModel):
@@ -136,10 +137,12 @@ class Zero3(CoreZero3, AnyModel):
             unit.cut_shards()
 
     def gather(self, unit: Unit) -> None:
-        with naming_units():
+        try:
             if self.ahead:
                 self.ahead.gather(unit)
             super().gather(unit)  # if nobody gathered it ahead
+        except (CollectiveMismatch, CommTimeout) as error:
+            raise about_units(error) from error
         unit.point_parameters_at(unit.replica)
 
     def release(self, unit: Unit) -> None:

@@ -91,9 +91,10 @@ class Unit(core.Unit):
 
     def empty_parameters(self) -> None:
         """The unit is away, or its replica is old: nobody may read the module's parameters."""
+        empty = torch.empty(0, 0, dtype=self.dtype, device=self.comm.device)
         for parameter, kind in zip(self.parameters, self.kinds, strict=True):
             parameter.__class__ = kind  # so that .data can be set
-            parameter.data = torch.empty(0, 0, dtype=self.dtype, device=self.comm.device)
+            parameter.data = empty
             parameter.__class__ = Released
 
     def cut_shards(self) -> None:

@@ -4,9 +4,8 @@ DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffe
 ranks that use other experts. fairscale#642: weights that autograd keeps in another form.
 """
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from minizero import torch_private
 from minizero.engines.any_model.guards.optimizers import check_hooks, check_place
 from minizero.engines.any_model.unit import Unit
 from minizero.ranks.comm import Comm
-from minizero.ranks.errors import CollectiveMismatch, CommTimeout
 
 
 def check_module(stage: str, module: nn.Module, comm: Comm, dtype: torch.dtype | None) -> None:
@@ -179,15 +177,11 @@ def check_gradient(stage: str, unit: Unit, gradient: torch.Tensor | None, *, aga
         raise RuntimeError(f"{unit.name}: sparse gradients are not supported: use sparse=False")
 
 
-@contextlib.contextmanager
-def naming_units() -> Iterator[None]:
-    """Around a gather: an error says what to do if the ranks use other units, as they do with experts."""
-    try:
-        yield
-    except (CollectiveMismatch, CommTimeout) as error:
-        raise type(error)(
-            f"{error} If each rank uses other modules, such as experts: name a module around them all in units="
-        ) from error
+def about_units(error: Exception) -> Exception:
+    """What a gather raises says what to do if the ranks use other units, as they do with experts."""
+    return type(error)(
+        f"{error} If each rank uses other modules, such as experts: name a module around them all in units="
+    )
 
 
 def say_what_is_computed(stage: str, module: nn.Module) -> None:

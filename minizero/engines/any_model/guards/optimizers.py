@@ -100,8 +100,7 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called after every optimizer step in this process: the replicas of what it stepped are old from here on."""
     for shard, unit, engine in shards_of(optimizer):
-        if not engine.stepped:  # a module takes long to set an attribute
-            engine.stepped = True
+        engine.done["step"] = True
         if not unit.original:
             if not unit.unsharded:
                 watch(shard, watched=True)

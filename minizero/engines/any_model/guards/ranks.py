@@ -11,6 +11,7 @@ import torch
 
 from minizero.engines.any_model.unit import Unit
 from minizero.ranks.agreement import agreement
+from minizero.ranks.comm import Comm
 from minizero.ranks.errors import CollectiveMismatch
 
 WHAT_TO_DO = {
@@ -27,16 +28,16 @@ def digest(units: Sequence[Unit]) -> str:
     return str(sum(int(each.sum(dtype=torch.int64)) for each in numbers)) if real else ""
 
 
-def check_ranks(engine: Any) -> None:
+def check_ranks(stage: str, comm: Comm, done: dict[str, Any]) -> None:
     """`CollectiveMismatch` if the ranks did not do the same before this backward. Collective, of no bytes.
 
-    engine.digest: of the parameters that the first forward had; "" afterwards. engine.stepped: has an optimizer made a
-    step since the backward before?
+    done: "parameters", the `digest` of those that the first forward had, and whether an optimizer has made a "step"
+    since the backward before. Afterwards it is empty.
     """
-    what, said = ("parameters", engine.digest) if engine.digest else ("step", engine.stepped)
-    unseen: Any = SimpleNamespace(transport=engine.comm.transport, observers=[])  # it is no part of a step
+    what = "parameters" if "parameters" in done else "step"
+    unseen: Any = SimpleNamespace(transport=comm.transport, observers=[])  # it is no part of a step
     try:
-        with agreement(unseen, "end of backward", **{what: said}):
-            pass
+        with agreement(unseen, "end of backward", **{what: done.get(what, False)}):
+            done.clear()
     except CollectiveMismatch as error:
-        raise CollectiveMismatch(f"{engine.name}: {error} They differ in their {what}: {WHAT_TO_DO[what]}") from error
+        raise CollectiveMismatch(f"{stage}: {error} They differ in their {what}: {WHAT_TO_DO[what]}") from error
