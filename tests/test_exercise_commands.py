@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.exercises import commands, stubs
+from tests.exercises.breaking import wrong_answers
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.demo import main as demo
+from tests.exercises.demo import names
 from tests.exercises.machine import checker, judge, runner
 from tests.exercises.machine.runner import Outcome
 from tests.exercises.workbook import Workbook
@@ -171,6 +173,15 @@ def test_the_makefile_has_the_commands():
         assert f"python -m tests.exercises {name}" in text
 
 
+def test_the_demo_refuses_an_unknown_mistake_before_it_loads_pytorch(capsys):
+    assert names() == {mistake.name for _, mistake in wrong_answers()}
+    with pytest.raises(SystemExit, match="2"):
+        demo(["forgot-devide"])
+    assert "forgot-divide" in capsys.readouterr().err
+    loads = "from tests.exercises import demo; import sys; assert demo.names() and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", loads], cwd=ROOT, check=True)
+
+
 @pytest.mark.slow
 def test_the_demo_shows_what_a_mistake_does(tmp_path, capsys):
     assert demo(["zero2/does-not-free", "--steps", "2", "--output", str(tmp_path)]) == 0
@@ -178,5 +189,3 @@ def test_the_demo_shows_what_a_mistake_does(tmp_path, capsys):
     right, wrong = (float(re.search(r"zero_grad ([\d.]+)", line)[1]) for line in lines)
     assert wrong > 1.3 * right, "gradients that are not freed stay until then"
     assert (tmp_path / "broken-zero2-does-not-free.png").stat().st_size > 10_000
-    assert demo(["forgot-devide"]) == 2
-    assert "forgot-divide" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Put a wrong answer in place of the package's function, to see its effect: `with broken("forgot-divide"): …`."""
 
 import contextlib
-import difflib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,10 +43,7 @@ def broken(name: str) -> Iterator[list[str]]:
     """
     found = [(e, mistake) for e, mistake in wrong_answers() if name in (mistake.name, f"{e.name}/{mistake.name}")]
     if not found:
-        near = difflib.get_close_matches(name, {mistake.name for _, mistake in wrong_answers()}, n=3)
-        raise ValueError(
-            f"there is no wrong answer {name!r}" + (f": did you mean {' or '.join(near)}?" if near else "")
-        )
+        raise ValueError(f"there is no wrong answer {name!r}")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for exercise, mistake in found:
