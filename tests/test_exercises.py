@@ -81,6 +81,8 @@ def test_the_course_is_whole():
     assert sum(exercise.core for exercise in COURSE) == 10
     assert all(10 <= exercise.minutes <= 60 for exercise in COURSE)
     assert all((ROOT / "notebooks" / f"{exercise.notebook}.ipynb").is_file() for exercise in COURSE)
+    with pytest.raises(ValueError, match="no row of NOTEBOOKS"):
+        COURSE[0]._replace(number=10**6).notebook  # noqa: B018
     lessons = [exercise.load() for exercise in COURSE]
     texts = [(lesson.PLAN, lesson.HINTS, lesson.AFTER) for lesson in lessons]
     assert [exercise.text()[1:4] for exercise in COURSE] == texts

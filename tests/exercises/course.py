@@ -58,7 +58,10 @@ class Exercise(NamedTuple):
     @property
     def notebook(self) -> str:
         """The notebook that shows the idea."""
-        return next(notebook for last, notebook in NOTEBOOKS.items() if self.number <= last)
+        for last, notebook in NOTEBOOKS.items():
+            if self.number <= last:
+                return notebook
+        raise ValueError(f"exercise {self.number} is in no row of NOTEBOOKS: add one, {self.number}: its notebook")
 
     @property
     def runs(self) -> str:
