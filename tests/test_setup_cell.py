@@ -113,7 +113,8 @@ def test_a_process_that_the_notebook_starts_finds_the_checkout_too(tmp_path):
 
 def test_a_bare_checkout_names_what_else_is_missing(tmp_path):
     checkout = package(tmp_path / "checkout", "minizero")
-    assert says_one_line(opened(checkout, "numpy", "torch", "matplotlib")) == "rich, safetensors, ipywidgets"
+    done = opened(checkout, "numpy", "torch", "matplotlib")
+    assert says_one_line(done) == "rich, safetensors, ipywidgets" and "published" not in done.stderr
 
 
 def test_what_is_installed_is_taken(tmp_path):
@@ -128,7 +129,7 @@ def test_elsewhere_without_an_address_it_says_so_in_one_line(tmp_path):
     unset = f"https://example.org{setup_cell.NOBODY}minizero"
     (tmp_path / "elsewhere").mkdir()
     done = opened(tmp_path / "elsewhere", *OTHERS, repository=unset, pip="open('../ran', 'w')")
-    assert says_one_line(done) == "minizero"
+    assert says_one_line(done) == "minizero" and "No copy is published" in done.stderr
     assert not (tmp_path / "ran").exists(), "pip has nothing to install from"
 
 

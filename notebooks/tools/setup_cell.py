@@ -17,8 +17,7 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 NOBODY = "/OWNER/"  # stands in the address as long as nobody has published a copy
 
 CELL = """\
-# Finds the packages: those installed, or a checkout around this notebook. Alone, as in Colab, it installs ADDRESS.
-# In Colab: run this cell first, and wait some minutes while it installs. Then run the other cells.
+# Finds the packages: those installed, or a checkout around it. In Colab it installs ADDRESS: run it first, and wait.
 import os
 import subprocess
 import sys
@@ -36,7 +35,8 @@ if not checkouts and not find_spec("minizero") and "{nobody}" not in ADDRESS:
     pip = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", ADDRESS], capture_output=True, text=True)
     print(pip.stderr[-2000:], file=sys.stderr, end="")
 if missing := [name for name in needed if not find_spec(name)]:
-    sys.exit(f"Not found: {{', '.join(missing)}}. In a checkout: `make setup`, and its environment is the kernel.")"""
+    where = "In" if checkouts else "No copy is published that could be installed: open this notebook in"
+    sys.exit(f"Not found: {{', '.join(missing)}}. {{where}} a checkout, with the kernel that `make setup` makes.")"""
 
 
 def source():
