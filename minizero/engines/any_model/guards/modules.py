@@ -48,7 +48,8 @@ def check_module(stage: str, module: nn.Module, comm: Comm, dtype: torch.dtype |
         if getattr(part, "max_norm", None) is not None and part.weight.requires_grad and comm.size > 1:
             raise ValueError(
                 f"{stage}: {name or 'the module'} has a max_norm: its forward writes in place to the rows that this "
-                "rank looks up, and other ranks have no such write: leave it out, or scale what it returns"
+                "rank looks up. It would be right if all ranks looked up the same rows in each forward, which nobody "
+                "can see here: leave it out, or scale what it returns"
             )
     if len(devices := sorted({str(p.device) for p in parameters.values()})) > 1:
         raise ValueError(f"{stage}: parameters on mixed devices ({', '.join(devices)}): move the module to one")
