@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Set
 from fractions import Fraction
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -108,11 +108,6 @@ def exponent(node: ast.expr) -> int:
     return power
 
 
-def _is_number(node: ast.UnaryOp) -> bool:
-    """Whether the node is a number with a sign."""
-    return isinstance(node.operand, ast.Constant)
-
-
 class Evaluation:
     """An expression in a format. `steps`: (what was done, exact result, bits, flags), the whole expression last."""
 
@@ -123,24 +118,15 @@ class Evaluation:
 
     def visit(self, node: ast.expr) -> float:
         """The value of a node, rounded. Notes each step on the way."""
-        # A sum of a thousand terms is a tree of that depth, on its left side: a loop, where Python would not recurse.
-        path: list[Any] = []
-        while isinstance(node, ast.BinOp) or (isinstance(node, ast.UnaryOp) and not _is_number(node)):
-            path.append(node)
-            node = node.left if isinstance(node, ast.BinOp) else node.operand
-        # -0.1 is one number, which matters when it is rounded up.
-        sign = -1 if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else 1
-        number: Any = node.operand if isinstance(node, ast.UnaryOp) else node
-        value = self.round(ast.unparse(node), sign * literal(number, self.text))
-        for node in reversed(path):
-            value = self.apply(node, value)
-        return value
-
-    def apply(self, node: Any, left: float) -> float:
-        """The value of a node whose left side, or operand, is known."""
+        if isinstance(node, ast.Constant):
+            return self.round(ast.unparse(node), literal(node, self.text))
         if isinstance(node, ast.UnaryOp):
             sign = -1 if isinstance(node.op, ast.USub) else 1
-            return self.round("the other sign" if sign < 0 else "the same", sign * left)
+            if isinstance(node.operand, ast.Constant):  # -0.1 is one number, which matters when it is rounded up
+                return self.round(ast.unparse(node), sign * literal(node.operand, self.text))
+            return self.round("the other sign" if sign < 0 else "the same", sign * self.visit(node.operand))
+        assert isinstance(node, ast.BinOp)
+        left = self.visit(node.left)
         right = exponent(node.right) if isinstance(node.op, ast.Pow) else self.visit(node.right)
         symbol, function = OPERATORS[type(node.op)]
         exact, flags = operate(function, left, right, self.rounding), set()
@@ -268,7 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     except RecursionError:
-        parser.error("the expression is nested too deeply: use fewer parentheses and signs")
+        parser.error("the expression is nested too deeply, as a sum of a thousand terms is: use fewer")
 
     console = Console(highlight=False)
     fmt = evaluation.fmt

@@ -11,7 +11,6 @@ other errors. Here a convolution is a matrix product: its windows are laid out a
 2006).
 """
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,15 +42,6 @@ def product_with_vector(round_: Round, a: Tensor, b: Tensor) -> Tensor:
 def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta · c + alpha · a @ b; c broadcasts."""
     return beta * c + alpha * outer_products(round_, a, b) if beta else alpha * outer_products(round_, a, b)
-
-
-def running_sum(round_: Round, terms: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    """aten.cumsum: every total on the way."""
-    if not terms.numel() or not terms.dim():
-        return round_(terms)
-    zero = torch.zeros_like(terms.select(dim, 0))
-    _, *totals = itertools.accumulate(terms.unbind(dim), lambda total, term: round_(total + term), initial=zero)
-    return torch.stack(totals, dim)
 
 
 def mean(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
@@ -160,13 +150,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "addmm": matmul_and_add,
     "baddbmm": matmul_and_add,
     "addmv": lambda round_, c, a, b, **k: matmul_and_add(round_, c[..., None], a, b[:, None], **k)[:, 0],
-    # A sum of products is one product, of wide by tall.
-    "addbmm": lambda round_, c, a, b, **k: matmul_and_add(
-        round_, c, a.transpose(0, 1).flatten(1), b.flatten(0, 1), **k
-    ),
     "sum": add_up,
     "nansum": lambda round_, x, *rest, **k: add_up(round_, x.where(~x.isnan(), 0), *rest, **k),
-    "cumsum": running_sum,
     "trace": lambda round_, x: add_up(round_, x.diagonal()),
     "mean": mean,
     "convolution": convolution,
@@ -185,7 +170,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 # They add up, too, or multiply matrices, inside of one kernel; the second ones only by a reduction of these names.
 _REFUSED = re.compile(
     "avg_pool|embedding_bag|segment_reduce|^_trilinear|col2im|unfold_backward|bincount|scaled_dot_product|_attention_"
-    "|multi_head_attention|encoder_layer|rnn|addmm_activation"
+    "|multi_head_attention|encoder_layer|rnn|addmm_activation|^addbmm|cumsum"
 )
 _REDUCTIONS = {"scatter", "scatter_reduce", "index_reduce"}, {"add", "sum", "mean"}
 

@@ -126,19 +126,12 @@ def test_the_ends_have_no_neighbour(capsys):
         ("(" * 300 + "1" + ")" * 300, "cannot read"),
         ("1" + "+1" * 100_000, "cannot read"),
         ("abs(1" + "+1" * 1500 + ")", "nested too deeply"),
-        ("2 ** (1" + "+1" * 1500 + ")", "nested too deeply"),
+        ("1" + "-" * 1200 + "1", "nested too deeply"),
+        ("1" + "+1*1" * 999, "nested too deeply"),
     ],
 )
 def test_what_is_refused(capsys, expression, message):
     assert message in refusal(capsys, expression)
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [("1" + "+1" * 2099, "2048"), ("1" + "-" * 1200 + "1", "2"), ("(1" + "+1*1" * 999 + ")*2", "2000")],
-)
-def test_a_sum_may_be_as_long_as_it_takes_fp16_to_stop(capsys, expression, value):
-    assert fact(run(capsys, expression), "value").startswith(value)
 
 
 def test_unknown_names(capsys):

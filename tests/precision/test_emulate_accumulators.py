@@ -92,6 +92,8 @@ def test_a_convolution_sums_channels_in_order():
                 lambda: torch.zeros(3).scatter_reduce_(0, AT, ROWS[0], "mean"),
                 lambda: torch.zeros(3).scatter_(0, AT, ROWS[0], reduce="add"),
                 lambda: torch.bincount(AT, ROWS[0]),
+                lambda: torch.addbmm(torch.ones(2, 2), torch.ones(2, 2, 3), torch.ones(2, 3, 2)),
+                lambda: ROWS.cumsum(1),
             )
         ],
     ],
@@ -107,11 +109,9 @@ AT, ROWS = torch.tensor([0, 2, 2, 1, 2, 0]), torch.arange(-3.0, 3).repeat(2, 1)
 RELATIVES = {
     "addmv": lambda x: torch.addmv(x[:, 0], x, x[0], beta=2, alpha=3),
     "vecdot": lambda x: torch.linalg.vecdot(x, x),
-    "addbmm": lambda x: torch.addbmm(torch.ones(2, 2), x.view(2, 2, 3), x.view(2, 3, 2), beta=0.5, alpha=2),
     "addmm_": lambda x: torch.ones(2, 2).addmm_(x, x.t(), beta=3),
     "sum, out": lambda x: torch.sum(x, 1, out=torch.empty(0)),
     "nansum": lambda x: torch.nansum(x.where(x != 2, torch.nan), 1, keepdim=True),
-    "cumsum": lambda x: x.cumsum(1),
     "trace": lambda x: (x.t() @ x).trace(),
     "index_select": lambda x: x.index_select(1, AT),
     "indexing": lambda x: x[:, AT],
@@ -143,7 +143,6 @@ LONG = {  # 3,000 ones
     "addmv_": lambda ones: torch.zeros(1).addmv_(ones[None], ones),
     "mm, out": lambda ones: torch.mm(ones[None], ones[:, None], out=torch.empty(1, 1)),
     "a sum of bool": lambda ones: torch.sum(ones.bool(), dtype=torch.float32),
-    "cumsum": lambda ones: ones.cumsum(0)[-1],
     "scatter_add": lambda ones: torch.zeros(1).scatter_add(0, torch.zeros(3000, dtype=torch.long), ones),
     "index_put": lambda ones: torch.zeros(2).index_put((ones.long(),), ones, accumulate=True)[1],
     "embedding": lambda ones: torch.autograd.grad(F.embedding(ones.long(), NARROW).sum(), NARROW)[0][1],
