@@ -1,6 +1,5 @@
 """What others' loops and models do, as their bug reports tell: as in the plain module, or refused by name."""
 
-import contextlib
 import copy
 import gc
 import re
@@ -18,23 +17,25 @@ from tests.support.helpers import STAGES, relative_error, run
 from tests.support.small_models import SHARDED, Blocks, seeded, vectors
 
 
-def both(stage, loop, make=Blocks, world_size=2, momentum=0.9, **options):
-    """Train by `loop(model, x, optimizer, step)` on ranks, and on one process with all ranks' data: how far apart?"""
+def both(stage, loop, make=Blocks):
+    """Train by `loop(model, x, step)` and a step, on ranks, and on one process with all their data: how far apart?"""
     make = seeded(make)
 
     def steps(model, x):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for step in range(4):
-            loop(model, x(step), optimizer, step)
+            loop(model, x(step), step)
+            optimizer.step()
+            optimizer.zero_grad()
 
     def job(comm):
-        model = stage(make(), comm, **options)
+        model = stage(make(), comm)
         steps(model, lambda step: vectors(step).chunk(comm.size)[comm.rank])
         return model.gather_state_dict()
 
     plain = make()
     steps(plain, vectors)
-    return max(relative_error(state, plain.state_dict()) for state in run(world_size, job))
+    return max(relative_error(state, plain.state_dict()) for state in run(2, job))
 
 
 def error_of(call):
@@ -43,53 +44,189 @@ def error_of(call):
     return str(failure.value.__cause__)
 
 
-def end(optimizer):
-    optimizer.step()
-    optimizer.zero_grad()
+# torch.autograd.grad of what is no parameter. In every second step nothing follows it: .grad is None, nothing moves.
 
-
-# torch.autograd.grad of what is no parameter.
+grad = torch.autograd.grad
+GRADIENTS = {
+    "of an input": lambda model, x: grad(model(x).square().mean(), x),
+    "of a hidden tensor": lambda model, x: grad(model(hidden := x * 2).sum(), [hidden, x], retain_graph=True),
+    "twice": lambda model, x: [grad(loss := model(x).mean(), x, retain_graph=True), loss.backward(inputs=[x])],
+    "of a second order": lambda model, x: (
+        isinstance(model, Zero3)  # which refuses it
+        or grad(grad(model(x).square().mean(), x, create_graph=True)[0].square().sum(), x)
+    ),
+}
 
 
 def now_and_then(gradient):
-    """A loop in which every second step has no backward: .grad is None, and nothing moves."""
-
-    def loop(model, x, optimizer, step):
+    def loop(model, x, step):
         gradient(model, x.clone().requires_grad_())
         if step % 2 == 0:
             model(x).square().mean().backward()
-        end(optimizer)
 
     return loop
 
 
-def of_an_input(model, x):
-    assert torch.autograd.grad(model(x).square().mean(), x)[0].any()
+# Norms of shards: what becomes of parameters and gradients.
 
 
-def of_a_hidden_tensor(model, x):
-    hidden = x * 2
-    torch.autograd.grad(model(hidden).sum(), [hidden, x], retain_graph=True)
+def by_a_norm_summed_over_ranks(model, ps, gs):
+    squares = sum(g.norm() ** 2 for g in gs)
+    squares = all_reduce(squares, model.comm) if isinstance(model, SHARDED) else squares
+    torch._foreach_mul_(gs, (0.1 / squares.sqrt()).clamp(max=1))
 
 
-def of_an_input_twice_and_by_backward(model, x):
-    loss = model(x).square().mean()
-    torch.autograd.grad(loss, x, retain_graph=True)
-    loss.backward(inputs=[x])
+def printed(model, ps, gs):
+    assert all(f"{g.norm():.3f}" and "tensor(" in repr(g.norm()) and g.norm().item() >= 0 for g in gs)
+    assert all((g.abs() <= g.abs().max()).all() and len(torch.histc(g, 9, 0, g.norm().item())) == 9 for g in gs)
+    nn.utils.clip_grad_value_(ps, 0.01)
+    torch._foreach_add_(ps, gs, alpha=-0.1)
 
 
-def of_a_second_order(model, x):
-    if not isinstance(model, Zero3):  # which refuses it
-        (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-        torch.autograd.grad(slope.square().sum(), x)
+def one_by_one(model, ps, gs):
+    for p in ps:
+        p = p.view(-1)
+        old, same = p[0].item(), p[-1].clone()
+        p[0] = old + 1
+        p[0], p[-1] = old, same
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "gradient", [of_an_input, of_a_hidden_tensor, of_an_input_twice_and_by_backward, of_a_second_order]
-)
-def test_a_gradient_of_an_input_is_no_backward(gradient, stage):
-    assert both(stage, now_and_then(gradient)) < 1e-5
+def averaged(model, ps, gs):
+    for p, one, other in zip(ps, [copy.deepcopy(p) for p in ps], [p.detach().clone() for p in ps], strict=True):
+        p.copy_(one.lerp_(p * 1.5, 0.5) - other.mul_(0.25))
+
+
+def by_a_norm_by_hand(model, ps, gs):
+    total = torch.cat([(1.0 * g).flatten() for g in gs]).pow(2).sum().sqrt()
+    for p, g in zip(ps, gs, strict=True):
+        p.grad = g * (0.1 / total)
+
+
+norm = torch.linalg.vector_norm
+REFUSED = {
+    "by hand": by_a_norm_by_hand,
+    "each": lambda model, ps, gs: [g.data.mul_(norm(p.detach()) / g.data.norm(2)) for p, g in zip(ps, gs, strict=True)],
+    "a float": lambda model, ps, gs: torch._foreach_add_(ps, gs, alpha=float(-0.05 / nn.utils.get_total_norm(gs))),
+    "mean": lambda model, ps, gs: [g.sub_(g.mean()) for g in gs],
+    "normalized": lambda model, ps, gs: [p.sub_(0.1 * F.normalize(g, dim=0)) for p, g in zip(ps, gs, strict=True)],
+}
+
+
+def changing(change):
+    def loop(model, x, step):
+        once(model, x, step)
+        parameters = list(model.parameters())
+        with torch.no_grad():
+            change(model, parameters, [p.grad for p in parameters])
+
+    return loop
+
+
+def with_penalty(term):
+    def loop(model, x, step):
+        (model(x).square().mean() + 0.05 * sum(map(term, model.parameters()))).mean().backward()
+
+    return loop
+
+
+SUMS = {
+    "squared norm": lambda p: p.norm() ** 2 / 2,
+    "magnitudes": lambda p: norm(p, ord=1),
+    "sum of squares": lambda p: 3 - p.square().sum(),
+    "Huber": lambda p: torch.tensor(0.5) * F.smooth_l1_loss(p, torch.zeros_like(p), reduction="sum"),
+}
+OTHERS = {
+    "norm": lambda p: p.norm(),
+    "root": lambda p: p.square().sum().sqrt(),
+    "product": lambda p: p.abs().sum() * p.square().sum(),
+    "largest": lambda p: p.abs().max(),
+}
+
+
+# A Function that writes weight.grad itself.
+
+
+class Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        own = gradient.t() @ ctx.saved_tensors[0]
+        ctx.weight.grad = own if ctx.weight.grad is None else ctx.weight.grad + own
+        return gradient @ ctx.weight, None
+
+
+class WritesGrad(nn.Module):
+    def __init__(self, uses):
+        super().__init__()
+        self.uses, self.layer, self.out = uses, nn.Linear(7, 7, bias=False), nn.Linear(7, 1)
+
+    def forward(self, x):
+        for use in self.uses:
+            x = Fused.apply(x, self.layer.weight) if use == "fused" else torch.tanh(self.layer(x))
+        return self.out(x)
+
+
+def once(model, x, step):
+    model(x).square().mean().backward()
+
+
+def twice(model, x, step):
+    once(model, x, step)
+    once(model, x, step)
+
+
+STAY = (by_a_norm_summed_over_ranks, printed, one_by_one, averaged)
+AS_PLAIN = [(f"gradient {name}", now_and_then(f), Blocks, STAGES) for name, f in GRADIENTS.items()]
+AS_PLAIN += [(f"norm {f.__name__}", changing(f), Blocks, STAGES) for f in STAY]
+AS_PLAIN += [(f"norm {name}", changing(f), Blocks, (DDP,)) for name, f in REFUSED.items()]
+AS_PLAIN += [(f"penalty {name}", with_penalty(f), Blocks, (Zero1, Zero3)) for name, f in SUMS.items()]
+AS_PLAIN += [
+    (f"{' '.join(uses)} {loop.__name__}", loop, lambda uses=uses: WritesGrad(uses), STAGES)
+    for loop in (once, twice)
+    for uses in (("fused",), ("fused", "fused"), ("fused", "plain", "fused"))
+]
+NAMED = [(f"norm {name}", changing(f), "norm of a shard changes a shard", SHARDED) for name, f in REFUSED.items()]
+NAMED += [(f"penalty {n}", with_penalty(f), "norm of a shard is a part of a loss", SHARDED) for n, f in OTHERS.items()]
+
+
+def each_stage(rows):
+    return [
+        pytest.param(stage, *row, id=f"{name}, {stage.__name__}") for name, *row, stages in rows for stage in stages
+    ]
+
+
+@pytest.mark.parametrize("stage, loop, make", each_stage(AS_PLAIN))
+def test_a_loop_is_as_in_the_plain_module(stage, loop, make):
+    assert both(stage, loop, make) < 1e-5
+
+
+@pytest.mark.parametrize("stage, loop, words", each_stage(NAMED))
+def test_a_loop_is_refused_by_name(stage, loop, words):
+    assert words in error_of(lambda: both(stage, loop))
+
+
+def test_a_norm_that_torch_distributed_sums_stays(tmp_path):
+    """And operations by keyword alone are asked about, too. The group has one process, whose ranks are threads."""
+
+    def work(comm):
+        model = Zero2(seeded(Blocks)(), comm)
+        model(vectors(0)).square().mean().backward()
+        square = sum(torch.linalg.vector_norm(x=p.grad, ord=2) ** 2 for p in model.parameters())
+        torch.distributed.all_reduce(tensor=square)
+        for p in model.parameters():
+            p.grad.mul_(0.1 / square.sqrt())
+        return sum(p.grad.square().sum() for p in model.parameters()).sqrt().item()
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        assert run(2, work) == [pytest.approx(0.1)] * 2
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -179,222 +316,63 @@ def test_buffers_are_each_ranks_own_if_asked_and_their_bytes_are_those_of_the_do
     assert with_them - without == 3 * (sum(b.numel() * b.itemsize for b in buffers) + len(buffers))
 
 
-# Norms of shards, and their shapes.
+# What one rank does by itself. Each `act(model, comm, folder)` ends in words that name it.
 
 
-def squares(model, gradients):
-    """The sum of all squares; of shards by hand."""
-    own = sum(g.norm() ** 2 for g in gradients)
-    return all_reduce(own, model.comm) if isinstance(model, SHARDED) else own
-
-
-def by_a_norm_summed_over_ranks(gradients, model, parameters):
-    scale = (0.1 / squares(model, gradients).sqrt()).clamp(max=1)
-    torch._foreach_mul_(gradients, scale)
-
-
-def printed(gradients, model, parameters):
-    assert all(f"{g.norm():.3f}" and "tensor(" in repr(g.norm()) and g.norm().item() >= 0 for g in gradients)
-    nn.utils.clip_grad_value_(parameters, 0.01)
-    with torch.no_grad():
-        for p, g in zip(parameters, gradients, strict=True):
-            p.add_(g, alpha=-0.1)
-
-
-def averaged(gradients, model, parameters):
-    copies = [copy.deepcopy(p) for p in parameters], [p.detach().clone() for p in parameters]
-    with torch.no_grad():
-        for p, one, other in zip(parameters, *copies, strict=True):
-            p.copy_(one.lerp_(p * 1.5, 0.5) - other.mul_(0.25))
-
-
-def by_each_norm(gradients, model, parameters):
-    for p, g in zip(parameters, gradients, strict=True):
-        g.data.mul_(0.01 * torch.linalg.vector_norm(p.detach()) / g.data.norm(2))
-
-
-def by_a_norm_by_hand(gradients, model, parameters):
-    total = torch.cat([(1.0 * g).flatten() for g in gradients]).pow(2).sum().sqrt()
-    for p, g in zip(parameters, gradients, strict=True):
-        p.grad = g * (0.1 / total)
-
-
-def along_the_gradient_by_a_number(gradients, model, parameters):
-    length = float(0.05 / nn.utils.get_total_norm(gradients))
-    with torch.no_grad():
-        torch._foreach_add_(parameters, gradients, alpha=length)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("change", [by_a_norm_summed_over_ranks, printed, averaged])
-def test_a_norm_of_shards_that_is_summed_or_printed_stays(change, stage):
-    assert both(stage, changing(change), momentum=0) < 1e-5
-
-
-def test_a_norm_that_torch_distributed_sums_stays(tmp_path):
-    """And operations by keyword alone are asked about, too. The group has one process, whose ranks are threads."""
-
-    def work(comm):
-        model = Zero2(seeded(Blocks)(), comm)
-        model(vectors(0)).square().mean().backward()
-        square = sum(torch.linalg.vector_norm(x=p.grad, ord=2) ** 2 for p in model.parameters())
-        torch.distributed.all_reduce(tensor=square)
-        for p in model.parameters():
-            p.grad.mul_(0.1 / square.sqrt())
-        return sum(p.grad.square().sum() for p in model.parameters()).sqrt().item()
-
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    try:
-        assert run(2, work) == [pytest.approx(0.1)] * 2
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("stage", SHARDED)
-@pytest.mark.parametrize("change", [by_each_norm, by_a_norm_by_hand, along_the_gradient_by_a_number])
-def test_a_norm_of_a_shard_changes_nothing(change, stage):
-    assert "the norm of a shard changes a shard" in error_of(lambda: both(stage, changing(change)))
-    assert both(DDP, changing(change)) < 1e-5
-
-
-def changing(change):
-    def loop(model, x, optimizer, step):
-        model(x).square().mean().backward()
-        parameters = list(model.parameters())
-        change([p.grad for p in parameters], model, parameters)
-        end(optimizer)
-
-    return loop
-
-
-PENALTIES = {
-    "squared norm": (lambda p: p.norm() ** 2 / 2, True),
-    "magnitudes": (lambda p: torch.linalg.vector_norm(p, ord=1), True),
-    "sum of squares": (lambda p: 3 - p.square().sum(), True),
-    "norm": (lambda p: p.norm(), False),
-    "root": (lambda p: p.square().sum().sqrt(), False),
-    "product": (lambda p: p.abs().sum() * p.square().sum(), False),
-}
-
-
-@pytest.mark.parametrize("name", PENALTIES)
-def test_a_penalty_of_shards_is_of_all_or_refused(name):
-    term, sums = PENALTIES[name]
-
-    def loop(model, x, optimizer, step):
-        (model(x).square().mean() + 0.05 * sum(map(term, model.parameters()))).mean().backward()
-        end(optimizer)
-
-    for stage in (Zero1, Zero3):
-        if sums:
-            assert both(stage, loop) < 1e-5
-        else:
-            assert "the norm of a shard is a part of a loss" in error_of(lambda stage=stage: both(stage, loop))
-
-
-# What one rank does by itself.
-
-
-def drawn(model, comm):
+def drawn(model, comm, folder):
     torch.manual_seed(comm.rank)
     model.module.apply(lambda part: part.reset_parameters() if isinstance(part, nn.Linear) else None)
 
 
-def drawn_through_data(model, comm):
+def drawn_through_data(model, comm, folder):
     for parameter in model.module.parameters():
         parameter.data.uniform_(-comm.rank, 1)
 
 
-def drawn_if_of_two_dimensions(model, comm):
+def drawn_if_of_two_dimensions(model, comm, folder):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter)
 
 
-def skipped(model, comm):
+def skipped(model, comm, folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(vectors(0)).sum().backward()
     if comm.rank:
         optimizer.step()
 
 
-BEFORE = "initialise the module before wrapping it"
-ALONE = [
-    *((drawn, stage, BEFORE) for stage in (DDP, Zero1)),
-    *((drawn_through_data, stage, BEFORE) for stage in (DDP, Zero2)),
-    *((drawn_if_of_two_dimensions, stage, BEFORE) for stage in SHARDED),
-    *((skipped, stage, "They differ in their step: if a rank leaves out") for stage in (DDP, Zero3)),
-]
-
-
-@pytest.mark.parametrize("act, stage, words", ALONE)
-def test_what_a_rank_draws_or_leaves_out_alone_is_told(act, stage, words):
-    def job(comm):
-        model = stage(seeded(Blocks)(), comm)
-        act(model, comm)
-        model(vectors(comm.rank)).sum().backward()
-
-    assert words in error_of(lambda: run(2, job))
-
-
-DECISIONS = [
-    (lambda o, rank: o.param_groups[0].update(lr=0.1 + rank), "the hyperparameter lr of group 0 is 0.1 on rank 0, 1.1"),
-    (lambda o, rank: o.param_groups[0].update(betas=(0.9, 0.99 - rank / 9)), "the hyperparameter betas of group 0"),
-    (lambda o, rank: next(iter(o.state.values()))["step"].add_(rank), "the optimizer's step of"),
-]
-
-
-@pytest.mark.parametrize("decide, words", DECISIONS)
-def test_what_ranks_decide_differently_is_not_saved(decide, words, tmp_path):
-    def job(comm):
-        model = DDP(seeded(Blocks)(), comm)
+def saved(decide):
+    def act(model, comm, folder):
         optimizer = torch.optim.AdamW(model.parameters())
         model(vectors(0)).sum().backward()
         optimizer.step()
-        decide(optimizer, comm.rank)
-        checkpoint.save(tmp_path, model, optimizer, 1)
+        decide(optimizer.param_groups[0], next(iter(optimizer.state.values()))["step"], comm.rank)
+        checkpoint.save(folder, model, optimizer, 1)
+
+    return act
+
+
+BEFORE = "initialise the module before wrapping it"
+ALONE = [
+    (drawn, (DDP, Zero1), BEFORE),
+    (drawn_through_data, (DDP, Zero2), BEFORE),
+    (drawn_if_of_two_dimensions, SHARDED, BEFORE),
+    (skipped, (DDP, Zero3), "They differ in their step: if a rank leaves out"),
+    (saved(lambda group, _, rank: group.update(lr=0.1 + rank)), (DDP,), "lr of group 0 is 0.1 on rank 0, 1.1"),
+    (saved(lambda group, _, rank: group.update(betas=(0.9, 0.99 - rank / 9))), (DDP,), "betas of group 0"),
+    (saved(lambda _, steps, rank: steps.add_(rank)), (DDP,), "the optimizer's step of"),
+]
+
+
+@pytest.mark.parametrize("stage, act, words", each_stage((act.__name__, act, words, on) for act, on, words in ALONE))
+def test_what_a_rank_does_alone_is_told(stage, act, words, tmp_path):
+    def job(comm):
+        model = stage(seeded(Blocks)(), comm)
+        act(model, comm, tmp_path)
+        model(vectors(comm.rank)).sum().backward()
 
     assert words in error_of(lambda: run(2, job))
-
-
-# A Function that writes weight.grad itself.
-
-
-class Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        own = gradient.t() @ ctx.saved_tensors[0]
-        ctx.weight.grad = own if ctx.weight.grad is None else ctx.weight.grad + own
-        return gradient @ ctx.weight, None
-
-
-class WritesGrad(nn.Module):
-    def __init__(self, uses):
-        super().__init__()
-        self.uses, self.layer, self.out = uses, nn.Linear(7, 7, bias=False), nn.Linear(7, 1)
-
-    def forward(self, x):
-        for use in self.uses:
-            x = Fused.apply(x, self.layer.weight) if use == "fused" else torch.tanh(self.layer(x))
-        return self.out(x)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("uses", [("fused",), ("fused", "fused"), ("fused", "plain", "fused")])
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_a_gradient_that_a_function_writes_is_averaged(backwards, uses, stage):
-    def loop(model, x, optimizer, step):
-        for _ in range(backwards):
-            model(x).square().mean().backward()
-        end(optimizer)
-
-    assert both(stage, loop, lambda: WritesGrad(uses)) < 1e-5
 
 
 # Units, and what stage 3 cannot free.
@@ -424,45 +402,31 @@ def mixed():
     return nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(7, 7), nn.Tanh())))
 
 
-def computed(module):
-    nn.utils.weight_norm(module.out)
-
-
-def by_hook(module):
-    nn.utils.weight_norm(module.out)
-
-
-def parametrized(module):
-    nn.utils.parametrizations.spectral_norm(module.out)
-
-
+COMPUTED = "the weight of out, which is computed from others"
 TOLD = [
-    (mixed, {}, contextlib.nullcontext, r"the unit root holds 100% .* units="),
-    (Blocks, {}, lambda: torch.autocast("cpu", torch.bfloat16), r"torch.autocast makes .* dtype=torch.bfloat16"),
-    (lambda: Blocks(by_hook), {}, contextlib.nullcontext, "the weight of out, which is computed from others"),
-    (lambda: Blocks(parametrized), {}, contextlib.nullcontext, "the weight of out, which is computed from others"),
-    (Blocks, {}, contextlib.nullcontext, None),
-    (Blocks, {"dtype": torch.bfloat16}, lambda: torch.autocast("cpu", torch.bfloat16), None),
-    (mixed, {"reshard_after_forward": False}, contextlib.nullcontext, None),
+    (mixed, {}, False, r"the unit root holds 100% .* units="),
+    (Blocks, {}, True, r"torch.autocast makes .* dtype=torch.bfloat16"),
+    (lambda: Blocks(lambda module: nn.utils.weight_norm(module.out)), {}, False, COMPUTED),
+    (lambda: Blocks(lambda module: nn.utils.parametrizations.spectral_norm(module.out)), {}, False, COMPUTED),
+    (Blocks, {}, False, None),
+    (Blocks, {"dtype": torch.bfloat16}, True, None),
+    (mixed, {"reshard_after_forward": False}, False, None),
 ]
 
 
-@pytest.mark.parametrize("make, options, context, words", TOLD)
-def test_stage_3_says_once_what_it_cannot_free(make, options, context, words):
+@pytest.mark.parametrize("make, options, autocast, words", TOLD)
+def test_stage_3_says_once_what_it_cannot_free(make, options, autocast, words):
     def job(comm):
         model = Zero3(make(), comm, **options)
         for step in range(2):
-            with context():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 model(vectors(step)).sum().backward()
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run(2, job)
-    if words is None:
-        assert not [str(each.message) for each in told if "Zero3" in str(each.message)]
-    else:
-        (only,) = (str(each.message) for each in told if "Zero3" in str(each.message))
-        assert re.search(words, only)
+    said = [str(each.message) for each in told if "Zero3" in str(each.message)]
+    assert len(said) == (words is not None) and all(re.search(words, each) for each in said)
 
 
 class Experts(nn.Module):
