@@ -8,7 +8,6 @@ step(), or under: if __name__ == "__main__":
 """
 
 import argparse
-import functools
 import re
 import runpy
 import sys
@@ -23,11 +22,9 @@ from rich.console import Console
 from flash.gpus import GPUS
 from minizero.cli import Parser, check_output, positive, run_command
 from minizero.models.gpt import GPT, GPTConfig
-from minizero.xray.answers import answers
 from minizero.xray.card import card_of
 from minizero.xray.case import NotPossible, case_of, reason, refusing_own
 from minizero.xray.hugging_face import from_config
-from minizero.xray.places import in_make
 from minizero.xray.recorded import read
 from minizero.xray.report import Report, size
 
@@ -87,7 +84,7 @@ def optimizer_of(name: str) -> Any:
     return getattr(torch.optim, kinds[name.lower()])
 
 
-def maker(options: argparse.Namespace, card: str | None) -> Callable[[], Any]:
+def maker(options: argparse.Namespace) -> Callable[[], Any]:
     """The function that returns a model and its inputs."""
     batch = options.batch or 2
     if options.hf is not None:
@@ -101,15 +98,20 @@ def maker(options: argparse.Namespace, card: str | None) -> Callable[[], Any]:
         raise ValueError(f"{options.make!r}: expected FILE.py:make, a file that exists and a function in it")
     file, name = (file, name) if colon else (options.make, "make")
     sys.path.insert(0, str(Path(file).parent.resolve()))  # what lies beside the file can be imported
-    no_options = functools.partial(mock.patch.object, sys, "argv", [file])  # the user's parser shall not read ours
-    try:
-        with no_options(), answers(card), in_make("cpu"), refusing_own(FOUR_LINES):
-            made = runpy.run_path(file).get(name)
-    except (Exception, SystemExit) as error:
-        raise NotPossible(f"{file} cannot be imported: {reason(error)}") from error
-    if not callable(made):
-        raise ValueError(f"{file} has no function {name}(): {FOUR_LINES}")
-    return no_options()(made)
+
+    def import_and_make() -> Any:
+        with mock.patch.object(sys, "argv", [file]):  # the user's parser shall not read ours
+            try:
+                with refusing_own(FOUR_LINES):
+                    made = runpy.run_path(file).get(name)
+            except (Exception, SystemExit) as error:
+                kind = NotPossible if isinstance(error, NotPossible) else ImportError
+                raise kind(f"{file} cannot be imported: {reason(error)}") from error
+            if not callable(made):
+                raise NotPossible(f"{file} has no function {name}(): {FOUR_LINES}")
+            return made()
+
+    return import_and_make
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -135,7 +137,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         return None if given is None else (given or whole) - options.taken
 
     fit, largest = room(options.fit), room(options.largest)
-    report = Report(case_of(maker(options, card), optimizer_of(options.optimizer), card), options.ranks, name)
+    report = Report(case_of(maker(options), optimizer_of(options.optimizer), card), options.ranks, name)
     report.show(console)
     if not options.no_table:
         report.what_would_help(console)

@@ -28,7 +28,7 @@ from minizero.memory.hooks import Hooks
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray.answers import answers
 from minizero.xray.card import as_on, autocast_for_cuda, card_of
-from minizero.xray.fake import ALONE, HALVES, OUTSIDE, SHARDED, SPARSE, Copier, build, pretend
+from minizero.xray.fake import ALONE, HALVES, OUTSIDE, SHARDED, SPARSE, Copier, NotPossible, build, pretend
 from minizero.xray.hugging_face import notes_of, switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.places import CARD, HOST, having, place_of, put
@@ -37,10 +37,6 @@ from minizero.xray.step import MOST_CALLS, Measured, Optimizer, Result, batch_si
 
 MOST = 8  # processes; each takes half a GB for a large model
 WORTH_A_LINE = 2**20  # bytes on the host: an optimizer's counters of steps are fewer
-
-
-class NotPossible(ValueError):
-    """A model that cannot be built here, or a step that cannot be run under a plan; says why."""
 
 
 class Case:
@@ -178,13 +174,13 @@ class Case:
 
 @contextlib.contextmanager
 def refusing_own(words: str) -> Iterator[None]:
-    """While it is entered, the step of an optimizer that nobody has copied is a `ValueError`, in this thread."""
+    """While it is entered, the step of an optimizer that nobody has copied is `NotPossible`, in this thread."""
     thread = threading.get_ident()
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if thread == threading.get_ident() and not all(isinstance(parameter, FakeTensor) for parameter in parameters):
-            raise ValueError(words)
+            raise NotPossible(words)
 
     hook = register_optimizer_step_pre_hook(refuse)
     try:
@@ -228,6 +224,8 @@ def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, c
     try:
         with autocast_for_cuda(), answers(card and card_of(card)):
             made = build(make)
+    except NotPossible:
+        raise
     except Exception as error:
         raise NotPossible(f"make() failed: {reason(error)}: it runs on the CPU, without a GPU") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):

@@ -40,7 +40,7 @@ from minizero.memory.recorder import current_recorder
 from minizero.xray.hugging_face import masks_as_for_real
 from minizero.xray.lent import lent
 from minizero.xray.lines import is_users
-from minizero.xray.places import CARD, HOST, OneDevice, here, in_make, marking, moves, place_of
+from minizero.xray.places import CARD, FEW, HOST, OneDevice, here, in_make, marking, moves, place_of
 
 aten = torch.ops.aten
 # Asked by C++. An engine makes a parameter that is away a `Released`, of which the fake mode does not know the device.
@@ -55,11 +55,17 @@ SHARDED = "it asks for other ranks, and here is one: give the model inside of fu
 HALVES = (torch.float16, torch.bfloat16)
 
 
+class NotPossible(ValueError):
+    """A model that cannot be built here, or a step that cannot be run under a plan; says why."""
+
+
 def build(make: Callable[[], Any]) -> Any:
     """What `make()` returns, if possible without a number: on "meta". Code that reads a number builds for real."""
     try:
-        with torch.device("meta"), in_make("meta"):
+        with in_make("meta"):
             return make()
+    except NotPossible:
+        raise
     except Exception as on_meta:
         try:
             with in_make("cpu"):
@@ -333,7 +339,6 @@ DRAWN: dict[Any, Callable[..., Tensor]] = {
     aten.randint.low: lambda low, high, size: torch.full(size, low),
     aten.randperm.default: torch.arange,
 }
-FEW = 4096
 
 
 def one_number(tensor: Tensor) -> float | None:

@@ -11,6 +11,7 @@ it is the card's.
 """
 
 import contextlib
+import importlib.machinery
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from minizero.memory.operators import Watcher
 from minizero.torch_private import current_backward
@@ -39,6 +41,7 @@ class Here(threading.local):
     making: torch.device | None = None  # the place of what is made now, if it is not its inputs'
     caller: torch.device | None = None  # the place of what is given to the function that runs now
     inside = 0  # operators that run now: to PyTorch's own code, which they call, all is the CPU's
+    imports = False  # is a file imported now? What it makes has numbers, since a second import would find the same
 
 
 here = Here()
@@ -125,11 +128,33 @@ class Marks(Watcher):
     """While it is entered, operators mark what they make: around make(). `Pretend` does so by itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return marking(lambda func, args, kwargs: func(*args, **kwargs), func, args, kwargs or {})
+        return marking(few_have_numbers, func, args, kwargs or {})
+
+
+FEW = 4096  # numbers
+
+
+def few_have_numbers(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator around make(), where most tensors are on "meta". Small ones have numbers until they meet these.
+
+    So a sampler may draw, and a list of dropout rates be read, while the weights beside them have none.
+    """
+    given = tensors_in((*args, *kwargs.values()))
+    if any(tensor.is_meta for tensor in given):
+        first = 1 if func._schema.is_mutable else 0  # what it writes stays what it is
+        rest = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to("meta"), (args[first:], kwargs))
+        args, kwargs = (*args[:first], *rest[0]), rest[1]
+    result = func(*args, **kwargs)
+    if not given and isinstance(result, Tensor) and result.is_meta and result.numel() <= FEW:
+        return func(*args, **kwargs | {"device": HOST})
+    return result
 
 
 class OneDevice(TorchFunctionMode):
-    """While it is entered, "cuda" in the user's code means `device`: without a GPU, PyTorch would abort the process."""
+    """While it is entered, "cuda" in the user's code means `device`: without a GPU, PyTorch would abort the process.
+
+    So does "cpu" if a tensor has said it, and not the user, who may write it to get numbers.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -137,11 +162,14 @@ class OneDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in QUESTIONS and place_of(args[0]) == CARD:
-            return QUESTIONS[func]
-        place = meant(kwargs.get("device"))
-        if place == CARD:
+        if func in QUESTIONS and here.marks:
+            return QUESTIONS[func](place_of(args[0]))
+        asked = kwargs.get("device")
+        place = meant(asked)
+        if place == CARD or (place == HOST and type(asked) is torch.device and not here.imports):
             kwargs = kwargs | {"device": self.device}
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            kwargs = kwargs | {"device": "cpu"}  # Python has the numbers anyway
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
         caller = CARD if CARD in map(place_of, tensors_in((*args, *kwargs.values()))) else HOST
@@ -149,8 +177,12 @@ class OneDevice(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-# What a tensor of the card says, to its user.
-QUESTIONS = {Tensor.device.__get__: CARD, Tensor.is_cuda.__get__: True, Tensor.get_device: 0}  # type: ignore[attr-defined]
+# What a tensor says to its user, by its place.
+QUESTIONS: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda place: place,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: CARD.__eq__,  # type: ignore[attr-defined]
+    Tensor.get_device: lambda place: 0 if place == CARD else -1,
+}
 
 # Tensors move.
 
@@ -216,8 +248,15 @@ def moves() -> contextlib.AbstractContextManager:
     )
 
 
+def with_numbers(before: Callable[..., None], *args: Any) -> None:
+    """Execute the file of a module that is imported."""
+    with torch.device("cpu"), having(imports=True):
+        before(*args)
+
+
 @contextlib.contextmanager
 def in_make(device: str) -> Iterator[None]:
     """Around the user's make(): what is made there is `device`'s to PyTorch, and lies on host or card."""
-    with OneDevice(device), Marks(), moves(), having(marks=True):
+    imported = lent((importlib.machinery.SourceFileLoader, "exec_module", with_numbers))
+    with torch.device(device), OneDevice(device), Marks(), moves(), imported, having(marks=True):
         yield

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from minizero.ranks.one_of_many import one_of_many
+from minizero.xray.__main__ import maker, parse
 from minizero.xray.case import Case
 from minizero.xray.fake import Copier, build, pretend
+from minizero.xray.places import CARD, having, place_of
 from minizero.xray.plan import Plan
 from minizero.xray.step import measure
 from tests.support.xray_cases import OWN, WithLoss, adamw, allocated, fake, real
@@ -103,12 +106,32 @@ def test_what_shares_memory_shares_it_again_and_nothing_with_the_original():
 def test_what_looks_at_a_number_while_it_is_built_is_built_for_real():
     built = []
 
-    def make():
-        built.append(float(torch.ones(()).sum()))
-        return nn.Linear(1, 1), (torch.ones(1, 1),)
+    def make(numbers):
+        built.append(float(torch.ones(numbers).sum()))
+        return nn.Linear(1, 5000)
 
-    assert not build(make)[0].weight.is_meta and len(built) == 1  # on meta it raised
-    assert build(lambda: nn.Linear(1, 1)).weight.is_meta
+    assert not build(lambda: make(5000)).weight.is_meta and built == [5000.0]  # on meta it raised
+    model = build(lambda: make(5))
+    assert built == [5000.0, 5.0] and model.weight.is_meta  # few numbers are there
+
+
+def test_a_script_is_imported_without_numbers_and_what_it_imports_has_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "imported_beside.py").write_text("import torch\nONES = torch.ones(5000)\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom imported_beside import ONES\n"
+        "model = torch.nn.Linear(5000, 10**9).to('cuda')\n"  # 20 TB
+        "adapter = torch.nn.Linear(5000, 5000)\n"
+        "beside = torch.zeros(10**13, device=adapter.weight.device)\n"
+        "if adapter.weight.device != torch.device('meta'):\n"  # as PEFT asks
+        "    adapter.to(model.weight.device)\n"
+        "rates = [rate.item() for rate in torch.linspace(0, 1, 5)]\n"
+        "def make():\n    return adapter, (ONES.to('cuda') * adapter.weight).sum() * rates[1]\n"
+    )
+    model, product = build(maker(parse([str(tmp_path / "mine.py")])))
+    with having(marks=True):
+        assert model.weight.is_meta and product.is_meta and place_of(model.weight) == CARD
+    assert sys.modules.pop("imported_beside").ONES.sum() == 5000
 
 
 def test_what_a_distribution_looks_at_is_allowed():

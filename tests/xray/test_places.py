@@ -50,7 +50,7 @@ def test_a_script_as_it_is_holds_what_it_holds_on_another_device(make, on_anothe
     monkeypatch.setattr(card, "SCRATCH", {})
     monkeypatch.setattr(card, "workspace", lambda card: torch.empty(0))
     monkeypatch.setattr(sys, "path", sys.path[:])
-    case = case_of(maker(parse([f"{SCRIPTS}/{make}"]), "H100 SXM"), card="h100")
+    case = case_of(maker(parse([f"{SCRIPTS}/{make}"])), card="h100")
     assert case.run(Plan()).peak["total"] == on_another_device[make]
 
 
