@@ -137,7 +137,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
         return None if given is None else (given or whole) - options.taken
 
     fit, largest = room(options.fit), room(options.largest)
-    report = Report(case_of(maker(options), optimizer_of(options.optimizer), card), options.ranks, name)
+    case = case_of(maker(options), optimizer_of(options.optimizer), card)
+    if largest and case.loops:
+        raise ValueError(
+            "--largest: make() has returned a loop, which makes its own batch: let it return (model, inputs)"
+        )
+    report = Report(case, options.ranks, name)
     report.show(console)
     if not options.no_table:
         report.what_would_help(console)

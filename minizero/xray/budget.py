@@ -16,7 +16,7 @@ import torch
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
 from minizero.xray.step import Result, resized, time_first
-from minizero.xray.techniques import TECHNIQUES, outcome, rows_of
+from minizero.xray.techniques import TECHNIQUES, fields_of, outcome, rows_of
 
 GIB = 2**30
 SMALL = 4 * GIB  # a budget up to this is no GPU's, but a part of a machine
@@ -55,38 +55,45 @@ def stacks(ranks: int, batch: int) -> list[Plan]:
 class Choice:
     """The cheapest plan that fits, or, if none does, the one that holds least.
 
-    spare: bytes below the budget, what is kept free counted as used; negative if nothing fits. tied: plans of the same
-    price that were not tried, since they stand behind it in the list.
+    spare: bytes below the budget, what is kept free counted as used; negative if nothing fits. peaks: of all that was
+    tried. tied: plans of the same price that were not tried, since they stand behind it in the list. refused: what
+    this model cannot follow, and why.
     """
 
     plan: Plan
     result: Result
     spare: float
-    tried: int
+    peaks: dict[Plan, int]
     tied: tuple[Plan, ...]
+    refused: dict[Plan, str]
 
 
 def cheapest(case: Case, budget: float, ranks: int) -> Choice:
     """Try stacks from the cheapest on, without the techniques that this model cannot follow."""
     usable = budget - kept_free(budget)
-    alone = {"recompute": Plan(recompute=True), "flash": Plan(flash=True), "chunked_loss": Plan(chunked_loss=True)}
-    refused = [name for name, plan in alone.items() if outcome(case, plan).result is None]
-    order = [plan for plan in stacks(ranks, case.batch_size) if not any(getattr(plan, name) for name in refused)]
-    tried: list[Choice] = []
+    alone = [outcome(case, plan) for plan in (Plan(recompute=True), Plan(flash=True), Plan(chunked_loss=True))]
+    refused = {found.plan: found.remark for found in alone if found.result is None}
+    without = {name for plan in refused for name in fields_of(plan)}
+    order = [plan for plan in stacks(ranks, case.batch_size) if without.isdisjoint(fields_of(plan))]
+    peaks: dict[Plan, int] = {}
+    best: Choice | None = None
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
     for number, plan in enumerate(order, 1):
         kind = plan.stage, plan.dtype, plan.offload
         if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
-        tied = tuple(other for other in order[number:] if price(other) == price(plan))
-        tried.append(Choice(plan, result, usable - result.peak["total"], len(tried) + 1, tied))
-        if tried[-1].spare >= 0:
-            return tried[-1]
+        peaks[plan] = result.peak["total"]
+        spare = usable - peaks[plan]
+        if spare >= 0:
+            tied = tuple(other for other in order[number:] if price(other) == price(plan))
+            return Choice(plan, result, spare, peaks, tied, refused)
+        if best is None or spare > best.spare:
+            best = Choice(plan, result, spare, peaks, (), refused)
         if result.parts["optimizer"] + (result.parts["parameters"] if plan.stage != 3 else 0) > usable:
             too_large.add(kind)
-    if not tried:
+    if best is None:
         raise NotPossible(f"no stack of techniques can be run on {ranks} ranks: the table says why for each technique")
-    return dataclasses.replace(max(tried, key=lambda each: each.spare), tried=len(tried), tied=())
+    return best
 
 
 def largest(case: Case, budget: float, plan: Plan) -> int:

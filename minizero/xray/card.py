@@ -48,7 +48,7 @@ NO_NAME = "nvidia geforce tesla quadro amd instinct graphics generation gpu hbm2
 
 def words_of(name: str) -> set[str]:
     """What a card's name says, whoever writes it: "NVIDIA A100-SXM4-40GB" is a100, sxm and 40gb."""
-    words = re.sub(r"(?<=sxm)\d|[-_]", " ", name.lower()).replace("rtx", "rtx ").split()
+    words = re.sub(r"(?<=sxm)\d|[-_]", " ", name.lower()).replace("rtx", "rtx ").replace("0ti", "0 ti").split()
     return {*words} - {*NO_NAME.split()}
 
 
@@ -62,7 +62,10 @@ def card_of(name: str) -> str:
     if len({GPUS[product].kind for product in found}) > 1:
         raise ValueError(f"{name!r} may be {', '.join(found)}: say which")
     if not found:
-        raise ValueError(f"no card {name!r} is known: use cpu, or one of {', '.join(cards)}, which may be shortened")
+        raise ValueError(
+            f"no card {name!r} is known: use one of {', '.join(cards)}, which may be "
+            "shortened: one of the same generation, and the memory of yours, as in --card t4 --fit 8GiB"
+        )
     return found[-1]  # of several sizes the largest
 
 

@@ -7,7 +7,6 @@ born in                      the line of the user's code, backward's too
 
 import dataclasses
 import re
-from typing import Any
 
 from minizero.memory import Ledger
 from minizero.memory.tape import at_peak
@@ -54,7 +53,7 @@ def rows_at_peak(ledger: Ledger, vocabulary: int = 0) -> list[Row]:
     """Everything that is alive when the total is largest, the most bytes first, and then by name."""
     rows: dict[tuple[str, ...], Row] = {}
     modules: dict[tuple[str, ...], set[str]] = {}
-    for record, size, operator in at_peak(ledger.tape, ledger.start).alive.values():
+    for record, size, _ in at_peak(ledger.tape, ledger.start).alive.values():
         category = record.category or "temporary"
         if category == "host":  # no part of the peak
             continue
@@ -62,7 +61,7 @@ def rows_at_peak(ledger: Ledger, vocabulary: int = 0) -> list[Row]:
         if category in STATES or birth is None:
             what, module, line = STATES.get(category, category), record.module, ""
         else:
-            what, module, line = in_words(operator, birth, vocabulary), birth.module, birth.line
+            what, module, line = in_words(birth, vocabulary), birth.module, birth.line
         key = what, category, NUMBER.sub("*", module), line
         row = rows.setdefault(key, Row(*key, 0, 0, 0, record.phase))
         modules.setdefault(key, set()).add(module)
@@ -71,14 +70,16 @@ def rows_at_peak(ledger: Ledger, vocabulary: int = 0) -> list[Row]:
     return sorted(held, key=lambda row: (-row.bytes, row.category, row.what, row.module, row.line))
 
 
-def in_words(operator: Any, birth: Birth, vocabulary: int = 0) -> str:
+def in_words(birth: Birth, vocabulary: int = 0) -> str:
     """What a tensor is: what made it, and its shape. What has a column for each word of `vocabulary` is logits."""
-    name = str(operator).removeprefix("aten.").split(".")[0].removesuffix("_").removesuffix("_data")
+    name = birth.operator.removeprefix("aten.").split(".")[0].removesuffix("_").removesuffix("_data")
     plain = name.removesuffix("_backward")
     words = NAMES.get(plain, plain.strip("_").replace("_", " "))
     if vocabulary and birth.shape[-1:] == (vocabulary,) and plain not in ("embedding", "embedding_dense"):
         words = "logits" if words == "matrix product" else f"{words} of the logits"
     if name != plain:
         words = f"gradient through {words}"
+    elif birth.again:
+        words = f"recomputed {words}"
     size = " × ".join(f"{length:,}" for length in birth.shape) or "one number"
     return f"{words}: {size}"

@@ -36,6 +36,8 @@ class Birth(NamedTuple):
     shape: tuple[int, ...]
     module: str  # whose forward ran, or goes backwards
     line: str  # "gpt.py:148", or "" where no code of the user ran
+    operator: str  # which made it
+    again: bool  # in a forward that a backward has begun
 
 
 class LineRecorder(Recorder):
@@ -52,15 +54,16 @@ class LineRecorder(Recorder):
         if len(self.tape) == before:  # no operator
             return result
         module, line = self.position.running[-1], self.line()
+        again = self.position.in_backward and len(self.position.running) > self.position.outside
         if not line and (number := torch_private.operation_going_backwards()) in self.forwards:
-            module, line = self.forwards[number]
+            module, line = (module, self.forwards[number][1]) if again else self.forwards[number]
         elif not self.position.in_backward:
             self.forwards.setdefault(torch_private.next_operation() - 1, (module, line))
         for entry in self.tape[before:]:
             if type(entry) is Record and (storage := entry()) is not None and not hasattr(entry, "birth"):
                 parts = (part for leaf in tree_leaves(result) for part in dense_parts(leaf))
                 shapes = [tuple(part.shape) for part in parts if part.untyped_storage() is storage]
-                entry.birth = Birth(next(iter(shapes), ()), module, line)
+                entry.birth = Birth(next(iter(shapes), ()), module, line, str(func), again)
         return result
 
     def line(self) -> str:

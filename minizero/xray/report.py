@@ -46,6 +46,10 @@ UNSEEN = {
     "Not modelled: workspaces of convolutions and RNNs (cuDNN), torch.compile, and kernels that are not PyTorch's "
     "(flash-attn, Triton). A mask of ones is kept here; transformers drops it in a real step.",
 }
+OWN_LOOP = (
+    "make() has returned a loop. What changes a loop is not tried: smaller batches, BF16, other optimizers, offload, "
+    "ZeRO. Change it there, or let make() return (model, inputs)."
+)
 PRICE = "A price is a guess at the time that a stack adds to a step. It only sets the order in which stacks are tried."
 NUMBERS: dict[str, Any] = {"justify": "right", "no_wrap": True}
 LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
@@ -74,6 +78,13 @@ class Report:
         self.peak = self.plain.peak
         self.tape = measured.ledger.tape
         self.holders = rows_at_peak(measured.ledger, case.vocabulary())
+        again = [row for row in self.holders if row.what.startswith("recomputed")]
+        if (held := sum(row.bytes for row in again)) > self.peak["total"] / 4:
+            alike = max(row.alike for row in again)
+            case.notes.add(
+                f"In backward {size(held)} of the peak are recomputed, of {alike} modules at once: a checkpoint around "
+                "each block holds one block at a time."
+            )
         curve = measured.ledger.curve
         stretch = -(-len(curve) // SAMPLES)  # of each the highest, so that no peak is lost
         stretches = (curve[start : start + stretch] for start in range(0, len(curve), stretch))
@@ -137,7 +148,7 @@ class Report:
         write(table)
         write("".join(below), end="")
         if self.case.loops:
-            write("make() has returned a loop: rows that change a loop, such as ZeRO's, need (model, inputs).")
+            write(OWN_LOOP)
         elif self.case.masters(Plan(stage=3)):
             write("Its weights are in 16 bits: in the rows of engines, masters in FP32 come beside them.")
         if with_caches(self.case.model):
@@ -156,13 +167,20 @@ class Report:
         write(
             f"{self.ranks} × {size(budget)}: the {'cheapest that fits' if fits else 'smallest, which does not fit'}\n"
             f"    {name_of(plan)}\n"
-            f"    peak {peak}, and {free} kept free for what is not seen: {verdict}. Stacks tried: {found.tried}.\n"
+            f"    peak {peak}, and {free} kept free for what is not seen: {verdict}. "
+            f"Stacks tried: {len(found.peaks)}.\n"
             f"    Kept free: {context}room for an "
             f"allocator to reserve {RESERVED} times what it is asked for.{'' if context else part}\n"
             f"    price {price(plan):.0%}: {costs_of(plan) or 'none'}"
         )
         if tied:
             write(f"    Stacks of the same price, not tried: {'; '.join(map(name_of, tied))}")
+        if not fits or self.case.loops:
+            least = sorted(found.peaks.items(), key=lambda each: each[1])[:SHOWN]
+            write("    Tried: " + "; ".join(f"{name_of(plan)} {size(peak)}" for plan, peak in least))
+            write("".join(f"    {name_of(plan)}: {why}\n" for plan, why in found.refused.items()), end="")
+        if self.case.loops:
+            write(OWN_LOOP)
         write(f"{PRICE}\n")
         dtype = self.case.masters(plan)
         plan = dataclasses.replace(plan, dtype=dtype or plan.dtype)

@@ -29,7 +29,6 @@ from minizero.xray.plan import Plan
 
 Optimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
 MOST_CALLS = 32  # of a loop's step(), to see its optimizers step
-GROWS = 10 * 2**10  # bytes: a list of losses is no leak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ def measure(
     returns the optimizers of a loop. around: what else holds while the steps run.
     """
     loops = callable(inputs)
-    model = plan.wrap(module.train(), comm)
+    model = plan.wrap(module if loops else module.train(), comm)  # a loop has a mode of its own
     states: Any = None if loops else plan.optimizer(optimizer, model)
     techniques = plan.around_the_steps()
     with ledger_type(model, states) as ledger, around(), contextlib.ExitStack() as stack:
@@ -99,9 +98,9 @@ def measure(
         for technique in techniques:
             technique.check()
         calls, sent, grown = again()
-        if loops and grown >= GROWS:  # what a loop makes once may come in the second step, too
+        if loops and grown > 0:  # what a loop makes once may come in the second step, too
             calls, sent, grown = again()
-    if not loops or grown < GROWS:
+    if not loops or grown <= 0:
         return Measured(ledger, sent, calls)
     return Measured(ledger, sent, calls, grown, line_of_the_rest(ledger))
 
@@ -126,9 +125,10 @@ def until_they_step(call: Callable[[], Any], optimizers: Sequence[torch.optim.Op
             hook.remove()
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+def parameters_of(optimizer: torch.optim.Optimizer, with_gradient: bool = False) -> set[int]:
     """The identities of its parameters."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter) for parameter in parameters if not with_gradient or parameter.grad is not None}
 
 
 def line_of_the_rest(ledger: Ledger) -> str:

@@ -71,6 +71,8 @@ NAMES = {
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "RTX3090": "RTX 3090",
     "5090": "RTX 5090",
+    "2080ti": "RTX 2080 Ti",
+    "NVIDIA GeForce RTX 2080 Ti": "RTX 2080 Ti",
     "NVIDIA H100 80GB HBM3": "H100 SXM",
     "NVIDIA A100-SXM4-40GB": "A100 SXM 40GB",
     "a100": "A100 SXM 80GB",
@@ -79,7 +81,7 @@ NAMES = {
     "H100 PCIe": "no card",
     "Tesla V100-SXM2-16GB": "no card",
     "NVIDIA": "no card",
-    "RTX": "may be RTX 3090, .*: say which",
+    "RTX": "may be RTX 2080 Ti, .*: say which",
     "sxm": "may be V100 SXM2, .*: say which",
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from minizero.xray import Plan, answers, card
 from minizero.xray.__main__ import main, maker, parse
@@ -222,10 +223,56 @@ def test_a_loop_that_grows_is_told_so_with_the_line():
         case_of(lambda: loop(after=lambda loss: kept.append(torch.ones(100, 512, device="cuda"))), card="h100")
     )
     (note,) = report.case.notes
+    assert all(row.what[:4] != "None" for row in report.holders)
+    assert any(row.what == "ones: 100 × 512" and row.tensors > 1 for row in report.holders)
     assert note.startswith("It grows: 0.20 MiB more are held after each step, most of it from test_places.py:")
     numbers = case_of(lambda: loop(after=lambda loss: kept.append(loss.detach().clone())), card="h100")
     numbers.run(Plan())
-    assert numbers.notes == set()
+    assert "".join(numbers.notes).startswith("It grows: 4 bytes more are held after each step")
+
+
+class Blocks(nn.Module):
+    """Three blocks and a head; all blocks may stand in one checkpoint."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.blocks, self.head, self.how = nn.Sequential(*(Net().layers for _ in range(3))), nn.Linear(512, 512), how
+
+    def forward(self, x):
+        options = {"use_reentrant": self.how == "reentrant"}
+        return self.head(checkpoint(self.blocks, x, **options) if self.how else self.blocks(x)).mean()
+
+
+RECOMPUTED = r"In backward .* MiB of the peak are recomputed, of 5 modules at once: a checkpoint around each block"
+IDLE = r"No gradient comes to 12 of 14 trained tensors, such as blocks.0.0.weight: .*use_reentrant=True"
+
+
+@pytest.mark.parametrize("how, words", [("", None), ("all at once", RECOMPUTED), ("reentrant", IDLE)])
+def test_a_checkpoint_that_saves_nothing_or_cuts_the_gradient_off_is_told(how, words):
+    notes = Report(case_of(lambda: (Blocks(how), torch.ones(4096, 512)), card="h100")).case.notes
+    assert len(notes) == bool(words) and all(re.match(words, note) for note in notes)
+
+
+def test_a_loop_keeps_its_mode():
+    class NotInTraining(nn.Linear):
+        def forward(self, x):
+            assert not self.training
+            return super().forward(x).mean()
+
+    model = NotInTraining(8, 8).eval()
+    case_of(lambda: (model, lambda: model(torch.ones(3, 8)).backward())).run(Plan())
+    with pytest.raises(NotPossible):
+        case_of(lambda: (model, torch.ones(3, 8))).run(Plan())
+
+
+def test_what_fit_tries_of_a_loop_is_told_and_what_it_leaves(tmp_path, capfd):
+    file = tmp_path / "train.py"
+    file.write_text(f"{FLAT}def make(): return model, step")
+    assert main([str(file), "--no-table", "--fit", "1MiB"]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "Tried: as it is 65.00 MiB" in out and "loss in chunks: not possible: no linear layer leads" in out
+    assert "make() has returned a loop. What changes a loop is not tried: smaller batches, BF16" in out
+    assert main([str(file), "--largest"]) == 2 and "which makes its own batch" in capfd.readouterr().err
 
 
 FLAT = """import torch

@@ -65,6 +65,17 @@ def does(function, *inputs, words=0):
     return lambda: (Does(function, words), inputs or (torch.ones(3, 8),))
 
 
+def loop_of(function):
+    """A loop whose step does something to a layer's exponentials."""
+    layer = nn.Linear(8, 8)
+    return lambda: (layer, lambda: function(layer(torch.ones(3, 8)).exp()))
+
+
+def twice(y):
+    (loss := y.mean()).backward()
+    loss.backward()
+
+
 def capped(self, x, y):
     return F.cross_entropy(self.head(self.body(x)).tanh(), y)
 
@@ -90,6 +101,11 @@ REFUSED = [
     (lambda: (Rows(50, 8, sparse=True), WORDS[0]), Plan(), "it has a sparse tensor.*try sparse=False"),
     (lambda: of_trainer("backward"), Plan(), "a method uses a model or an optimizer that is a global" + HERE),
     (lambda: of_trainer("optimizer_step"), Plan(), "or give it to the method's object" + HERE),
+    (loop_of(lambda y: y.detach().mean().backward()), Plan(), "no gradient goes from its loss to a parameter" + HERE),
+    (loop_of(lambda y: y.backward()), Plan(), "take the mean" + HERE),
+    (loop_of(lambda y: y.add_(1).mean().backward()), Plan(), "is changed in place" + HERE),
+    (loop_of(twice), Plan(), "that an earlier one has freed" + HERE),
+    (loop_of(lambda y: torch.optim.SGD([])), Plan(), "has no parameter to train" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (lambda: nn.Linear(1, 1), Plan(), MAKE),
     (lambda: (nn.Linear(1, 1),), Plan(), MAKE),
