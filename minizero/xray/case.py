@@ -273,6 +273,8 @@ KNOWN = {
     "through the graph a second": "it goes back through a graph that an earlier one has freed: detach() what is kept",
     "by an inplace operation": "a tensor that backward needs is changed in place: leave out inplace=True, or clone it",
     "an empty parameter list": "its optimizer has no parameter to train",
+    "not allocated yet": "it makes a tensor of others' numbers, which have none: Qwen's models of images want "
+    "position_ids",
     "FlashAttention2": "flash-attn is not run here: attn_implementation='sdpa' holds the same bytes",
 }
 

@@ -9,7 +9,8 @@ hundred MiB, and every tensor in it is born and dies as the real one does: a mem
 PyTorch's FakeTensorMode is all of that. Three things are added here, for a model that nobody here has seen.
 Building: `build` calls the user's function on the device "meta", where tensors have no numbers either. What looks at a
 number there is built again for real. Operators: a few own other memory than their fake kernel says (`OWN_ANSWERS`).
-Devices: if the user's code says "cuda", a tensor is marked as the card's (places.py).
+Numbers: small tensors of whole numbers that make() gives keep them, since sizes of images are such. Devices: if the
+user's code says "cuda", a tensor is marked as the card's (places.py).
 
 Kernels of Python, the collector and names of PyTorch are changed for the whole process, so one thread at a time is in
 here (`ALONE`).
@@ -31,6 +32,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -107,7 +109,8 @@ class Copier(pickle.Pickler):
             self.on_card.append(new)
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         bare = torch.empty(0, dtype=tensor.dtype, device="meta").set_(new, *place)
-        return FakeTensor(self.mode, bare, torch.device("cpu"))
+        known = not tensor.is_meta and tensor.dtype in (torch.int64, torch.int32) and tensor.numel() <= FEW  # a size?
+        return FakeTensor(self.mode, bare, torch.device("cpu"), constant=tensor.clone() if known else None)
 
     def persistent_id(self, part: Any) -> str | None:
         """A name for what the bytes do not contain."""
@@ -283,6 +286,7 @@ def pretend() -> Iterator[Pretend]:
         # A distribution looks whether its numbers are allowed, unless its user or this says no.
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(mock.patch.object(FakeTensor, "device", property(device_of)))
+        stack.enter_context(mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", FEW))
         stack.enter_context(OneDevice("cpu"))
         stack.enter_context(moves())
         stack.enter_context(lent((FakeTensor, "numpy", numbers), (FakeTensor, "tolist", numbers_in_lists)))
@@ -351,10 +355,11 @@ def one_number(tensor: Tensor) -> float | None:
 
 def numbers(before: Any, tensor: Tensor, **_: Any) -> Any:
     """`numpy`: what a loop prints, each as `one_number`."""
-    if (number := one_number(tensor)) is None:
+    known = tensor.constant
+    if known is None and (number := one_number(tensor)) is None:
         raise DataDependentOutputException(aten._local_scalar_dense.default)
     with torch_private.without_modes():
-        return torch.full(tensor.shape, number, dtype=tensor.dtype).numpy()
+        return (torch.full(tensor.shape, number, dtype=tensor.dtype) if known is None else known).numpy()
 
 
 def numbers_in_lists(before: Any, tensor: Tensor) -> Any:

@@ -38,13 +38,18 @@ def masks_as_for_real() -> contextlib.AbstractContextManager:
     return mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
 
 
+UNSEEN = (
+    ("vision_config", "pixel_values (of Qwen's models with image_grid_thw and position_ids)", "images"),
+    ("audio_config", "input_features", "sound"),
+)
+
+
 def notes_of(model: nn.Module, inputs: Any) -> Iterator[str]:
     """What is worth a sentence: what a batch leaves out, and what a quantized model trains."""
     config = vars(model).get("config")
-    seen = inputs if isinstance(inputs, Mapping) else {}
-    for part, key, what in (("vision_config", "pixel_values", "images"), ("audio_config", "input_features", "sound")):
-        if getattr(config, part, None) is not None and not any(name.startswith(key) for name in seen):
-            yield f"Its batch has no {what}: what reads them is there, and does not run. A make() may give {key}."
+    for part, keys, what in UNSEEN if isinstance(inputs, Mapping) else ():
+        if getattr(config, part, None) is not None and not any(name.startswith(keys.split()[0]) for name in inputs):
+            yield f"Its batch has no {what}: what reads them is there, and does not run. A make() may give {keys}."
     if layer := next((part for part in model.modules() if isinstance(part, Quantized)), None):
         yield (
             f"Its matrices are frozen, quantized to {layer.bits} bits as by bitsandbytes, and each is made whole while "

@@ -115,6 +115,19 @@ def test_what_looks_at_a_number_while_it_is_built_is_built_for_real():
     assert built == [5000.0, 5.0] and model.weight.is_meta  # few numbers are there
 
 
+class Reads(nn.Linear):
+    """Splits its batch by sizes, and picks samples by their numbers, as models do that read images."""
+
+    def forward(self, x, sizes, numbers):
+        parts = torch.split(super().forward(x), sizes.tolist())
+        return sum(part.square().mean() for part in parts) + parts[0][numbers[: len(parts[0])] > 1].sum()
+
+
+def test_small_tensors_of_whole_numbers_keep_them():
+    make = lambda: (Reads(8, 8), (torch.ones(7, 8), torch.tensor([5, 2]), torch.arange(7)))  # noqa: E731
+    assert fake(make, Plan()) == real(make, Plan())
+
+
 def test_a_script_is_imported_without_numbers_and_what_it_imports_has_them(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "imported_beside.py").write_text("import torch\nONES = torch.ones(5000)\n")
