@@ -6,7 +6,7 @@
 An operator on fake tensors computes shapes and no numbers. So a step of 8 billion parameters takes seconds and some
 hundred MiB, and every tensor in it is born and dies as the real one does: a memory ledger counts the same bytes.
 
-PyTorch's FakeTensorMode is all of that. Three things are added here, for a model that nobody here has seen.
+PyTorch's FakeTensorMode is all of that. Four things are added here, for a model that nobody here has seen.
 Building: `build` calls the user's function on the device "meta", where tensors have no numbers either. What looks at a
 number there is built again for real. Operators: a few own other memory than their fake kernel says (`OWN_ANSWERS`).
 Numbers: small tensors of whole numbers that make() gives keep them, since sizes of images are such. Devices: if the
@@ -355,11 +355,12 @@ def one_number(tensor: Tensor) -> float | None:
 
 def numbers(before: Any, tensor: Tensor, **_: Any) -> Any:
     """`numpy`: what a loop prints, each as `one_number`."""
-    known = tensor.constant
-    if known is None and (number := one_number(tensor)) is None:
-        raise DataDependentOutputException(aten._local_scalar_dense.default)
     with torch_private.without_modes():
-        return (torch.full(tensor.shape, number, dtype=tensor.dtype) if known is None else known).numpy()
+        if tensor.constant is not None:
+            return tensor.constant.numpy()
+        if (number := one_number(tensor)) is None:
+            raise DataDependentOutputException(aten._local_scalar_dense.default)
+        return torch.full(tensor.shape, number, dtype=tensor.dtype).numpy()
 
 
 def numbers_in_lists(before: Any, tensor: Tensor) -> Any:
