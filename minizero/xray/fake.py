@@ -353,7 +353,7 @@ def one_number(tensor: Tensor) -> float | None:
     return (float if tensor.is_floating_point() else bool if tensor.dtype == torch.bool else int)(position.in_step)
 
 
-def numbers(before: Any, tensor: Tensor, **_: Any) -> Any:
+def numbers(before: Any, tensor: FakeTensor, **_: Any) -> Any:
     """`numpy`: what a loop prints, each as `one_number`."""
     with torch_private.without_modes():
         if tensor.constant is not None:
@@ -363,7 +363,7 @@ def numbers(before: Any, tensor: Tensor, **_: Any) -> Any:
         return torch.full(tensor.shape, number, dtype=tensor.dtype).numpy()
 
 
-def numbers_in_lists(before: Any, tensor: Tensor) -> Any:
+def numbers_in_lists(before: Any, tensor: FakeTensor) -> Any:
     """`tolist`, likewise."""
     return numbers(before, tensor).tolist()
 

@@ -150,19 +150,20 @@ class Dequantized(torch.autograd.Function):
 
 
 class Quantized(nn.Module):
-    """A linear layer whose matrix is counted in 4 or 8 bits, and not run, and its adapter (QLoRA; Dettmers, 2023).
+    """A linear layer whose matrix is counted in 4 or 8 bits, and not run; perhaps an adapter (QLoRA; Dettmers, 2023).
 
     In 4 bits each 64 numbers have a scale of a byte, and each 256 scales one in FP32; in 8 bits each row has one.
     """
 
-    def __init__(self, layer: nn.Linear, bits: int) -> None:
+    def __init__(self, layer: nn.Linear, bits: int, rank: int = 0) -> None:
         super().__init__()
         n, dtype = layer.weight.numel(), layer.weight.dtype
         self.bits, self.shape, self.bias = bits, layer.weight.shape, layer.bias
         size = n // 2 + n // 64 + n // 2**12 if bits == 4 else n + 4 * self.shape[0]
         self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8))
-        self.down = nn.Parameter(torch.zeros(RANK, self.shape[1], dtype=dtype))
-        self.up = nn.Parameter(torch.zeros(self.shape[0], RANK, dtype=dtype))
+        sides = self.shape[1], rank, self.shape[0]
+        pair = (nn.Linear(*each, bias=False, dtype=dtype) for each in zip(sides, sides[1:]))
+        self.adapter = nn.Sequential(*pair) if rank else None
 
     def whole(self, like: torch.Tensor) -> torch.Tensor:
         """The matrix in the dtype that computes."""
@@ -170,7 +171,9 @@ class Quantized(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer, and its adapter."""
-        y = Dequantized.apply(x, self) + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+        y = Dequantized.apply(x, self)
+        if self.adapter is not None:
+            y = y + self.adapter(x)
         return y if self.bias is None else y + self.bias
 
 
@@ -180,4 +183,4 @@ def quantize(model: nn.Module, bits: int) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()  # type: ignore[operator]
     for path, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and layer is not head:
-            model.set_submodule(path, Quantized(layer, bits))
+            model.set_submodule(path, Quantized(layer, bits, RANK))

@@ -16,6 +16,7 @@ from minizero.engines.any_model.units import repeated_blocks
 from minizero.ranks.comm import Comm
 from minizero.recompute import Checkpointed
 from minizero.xray.head import LossInChunks
+from minizero.xray.hugging_face import Quantized
 from minizero.xray.scores import WithoutScores
 
 
@@ -118,13 +119,12 @@ class EightBit(torch.optim.Optimizer):
 def in_four_bits(module: nn.Module) -> None:
     """Count the frozen matrices in 4 bits, as under QLoRA (Dettmers et al., 2023). `ValueError` if there are none.
 
-    For each 64 numbers there is a scale of a byte, and for each 256 scales one in FP32. The head stays as it is.
+    The head stays as it is.
     """
     words = {table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding)}
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and not layer.weight.requires_grad]
-    if not (layers := [layer for layer in layers if layer.out_features not in words]):
+    layers = [(path, layer) for path, layer in module.named_modules() if type(layer) is nn.Linear]
+    frozen = [each for each in layers if not each[1].weight.requires_grad and each[1].out_features not in words]
+    if not frozen:
         raise ValueError("it trains all its matrices: only those that are frozen, as under LoRA, can be in 4 bits")
-    for layer in layers:
-        n = layer.weight.numel()
-        layer.register_buffer("four_bit", torch.empty(n // 2 + n // 64 + n // 2**12, dtype=torch.uint8))
-        layer.weight = nn.Parameter(layer.weight.new_empty(1, 1).expand(layer.weight.shape), requires_grad=False)
+    for path, layer in frozen:
+        module.set_submodule(path, Quantized(layer, 4))

@@ -246,9 +246,7 @@ def test_frozen_matrices_in_four_bits():
     model = Net().requires_grad_(False)
     model.layers[2].requires_grad_(True)
     plain, small = (Case(model, BATCH).run(Plan(four_bit=bits)).peak for bits in (False, True))
-    assert plain["parameters"] + plain["buffers"] - small["parameters"] - small["buffers"] == 2 * (
-        4 * 4096 - 2048 - 65 - 4
-    )
+    assert plain["parameters"] + plain["buffers"] - small["parameters"] - small["buffers"] == 2 * (4 * 4096 - 2048 - 65)
 
 
 @pytest.mark.slow

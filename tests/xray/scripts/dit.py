@@ -3,19 +3,20 @@
 import copy
 
 import torch
+from gpt import training
 from torch import nn
 
 
-class DiTBlock(nn.Module):
+class DiTBlock(nn.Sequential):
     def __init__(self, width):
-        super().__init__()
+        super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.modulate = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x, c):
         shift, scale, gate = self.modulate(c)[:, None].chunk(3, -1)
-        return x + gate * self.mlp(self.norm(x) * (1 + scale) + shift)
+        y = self.norm(x) * (1 + scale) + shift
+        return x + gate * self[2](self[1](self[0](y)))
 
 
 class DiT(nn.Module):
@@ -40,19 +41,19 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 dataset = torch.zeros(2000, 3, 32, 32)  # stays on the host
 
 
-def train_one():
+def loss():
     x = dataset[torch.randint(len(dataset), (16,))].to("cuda")
     t = torch.randint(1000, (x.shape[0],), device=x.device)
     noise = torch.randn_like(x)
     a = model.alpha_bar[t][:, None, None, None]
-    loss = (model(a.sqrt() * x + (1 - a).sqrt() * noise, t) - noise).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    with torch.no_grad():
-        for slow, fast in zip(ema.parameters(), model.parameters()):
-            slow.lerp_(fast, 0.001)
+    return (model(a.sqrt() * x + (1 - a).sqrt() * noise, t) - noise).square().mean()
+
+
+@torch.no_grad()
+def update():
+    for slow, fast in zip(ema.parameters(), model.parameters()):
+        slow.lerp_(fast, 0.001)
 
 
 def make():
-    return model, train_one
+    return training(model, optimizer, loss, update)

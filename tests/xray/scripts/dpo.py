@@ -20,11 +20,9 @@ def logps(model, ids, mask):
 
 
 def dpo_step():
-    batch = {name: torch.randint(512, (4, 64)) for name in ("chosen", "rejected")}
-    batch["mask"] = torch.ones(4, 64)
+    batch = {"chosen": torch.randint(512, (4, 64)), "rejected": torch.zeros(4, 64).long(), "mask": torch.ones(4, 64)}
     batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-    ids = torch.cat([batch["chosen"], batch["rejected"]])
-    mask = batch["mask"].repeat(2, 1)
+    ids, mask = torch.cat([batch["chosen"], batch["rejected"]]), batch["mask"].repeat(2, 1)
     with torch.no_grad():
         ref_chosen, ref_rejected = logps(reference, ids, mask).chunk(2)
     chosen, rejected = logps(policy, ids, mask).chunk(2)
@@ -33,8 +31,7 @@ def dpo_step():
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 10.0)
     optimizer.step()
     optimizer.zero_grad()
-    rewards = (chosen - ref_chosen).detach().cpu().numpy()
-    print(loss.item(), rewards.mean())
+    print(loss.item(), (chosen - ref_chosen).detach().cpu().numpy().mean())
 
 
 def make():

@@ -15,10 +15,9 @@ def one_iteration():
     real = torch.zeros(16, 3, 32, 32).to("cuda").requires_grad_()
     noise = torch.randn(16, 64, 1, 1, device="cuda")
     optD.zero_grad()
-    pred = netD(real)
+    pred, fake = netD(real), netG(noise)
     (grad,) = torch.autograd.grad(pred.sum(), real, create_graph=True)
     penalty = grad.square().sum((1, 2, 3)).mean()
-    fake = netG(noise)
     loss_d = F.softplus(-pred).mean() + F.softplus(netD(fake.detach())).mean() + 5.0 * penalty
     loss_d.backward()
     optD.step()

@@ -1,4 +1,4 @@
-"""A small GPT, which several scripts beside it train, as their authors import their own from model.py."""
+"""A small GPT and a loop, which several scripts beside it use, as their authors import their own from model.py."""
 
 import torch
 from torch import nn
@@ -37,3 +37,15 @@ class GPT(nn.Module):
         logits = self.head(self.ln_f(x))
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return logits, loss
+
+
+def training(model, optimizer, loss_of, after=lambda: None):
+    """What make() returns: the model, and a step of the loop."""
+
+    def step():
+        optimizer.zero_grad()
+        loss_of().backward()
+        optimizer.step()
+        after()
+
+    return model, step

@@ -1,7 +1,7 @@
 """LoRA by hand, beside frozen weights of 8 bits with a scale for each row."""
 
 import torch
-from gpt import GPT
+from gpt import GPT, training
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,11 +31,8 @@ def make():
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
 
-    def step():
+    def loss():
         ids = torch.randint(512, (4, 64)).cuda(non_blocking=True)
-        _, loss = model(ids, ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return model(ids, ids)[1]
 
-    return model, step
+    return training(model, optimizer, loss)

@@ -5,9 +5,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-net = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 5)).to(
-    "cuda"
-)
+net = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.Linear(128, 5)).to("cuda")
 meta_opt = torch.optim.Adam(net.parameters(), lr=1e-3)
 
 

@@ -33,9 +33,8 @@ class Trainer:
         self.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        for callback in self.callbacks["on_batch_end"]:
-            callback(self)
         self.iter_num += 1
+        [callback(self) for callback in self.callbacks["on_batch_end"]]
 
 
 def make():

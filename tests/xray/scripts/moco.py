@@ -1,6 +1,7 @@
 """MoCo: an encoder, a slow copy of it, and a queue of keys that is a buffer."""
 
 import torch
+from gpt import training
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,12 +37,8 @@ def make():
     model = MoCo().cuda(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9, weight_decay=1e-4)
 
-    def step():
+    def loss():
         images = [torch.zeros(32, 3, 32, 32).cuda(0, non_blocking=True) for _ in range(2)]
-        output, target = model(im_q=images[0], im_k=images[1])
-        loss = F.cross_entropy(output, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        return F.cross_entropy(*model(im_q=images[0], im_k=images[1]))
 
-    return model, step
+    return training(model, optimizer, loss)

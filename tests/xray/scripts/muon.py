@@ -29,15 +29,12 @@ class Muon(torch.optim.Optimizer):
 def muon():
     model = nn.DataParallel(GPT()).to("cuda")
     matrices = [p for p in model.module.blocks.parameters() if p.ndim == 2]
-    rest = [*{*model.parameters()} - {*matrices}]
-    optimizers = [Muon(matrices), torch.optim.AdamW(rest)]
+    optimizers = [Muon(matrices), torch.optim.AdamW([*{*model.parameters()} - {*matrices}])]
 
     def step():
-        ids = torch.randint(512, (4, 64), device="cuda")
-        _, loss = model(ids, ids)
+        _, loss = model(*torch.randint(512, (2, 4, 64), device="cuda"))
         loss.mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        [optimizer.step() for optimizer in optimizers]
         model.zero_grad()
 
     return model, step
@@ -54,8 +51,4 @@ def in_backward():
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(hook)
 
-    def step():
-        ids = torch.randint(512, (4, 64), device="cuda")
-        model(ids, ids)[1].backward()
-
-    return model, step
+    return model, lambda: model(*torch.randint(512, (2, 4, 64), device="cuda"))[1].backward()

@@ -16,16 +16,14 @@ data = np.zeros(10_000, dtype=np.uint16)
 
 def get_batch():
     ix = torch.randint(len(data) - block_size, (batch_size,))
-    x = torch.stack([torch.from_numpy((data[i : i + block_size]).astype(np.int64)) for i in ix])
-    y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + block_size]).astype(np.int64)) for i in ix])
-    return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+    parts = [[torch.from_numpy(data[i + n : i + n + block_size].astype(np.int64)) for i in ix] for n in (0, 1)]
+    return [torch.stack(part).pin_memory().to(device, non_blocking=True) for part in parts]
 
 
 model = GPT()
 model.to(device)
 scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))
-decay = [p for p in model.parameters() if p.dim() >= 2]
-rest = [p for p in model.parameters() if p.dim() < 2]
+decay, rest = ([p for p in model.parameters() if (p.dim() >= 2) == large] for large in (True, False))
 groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
 X, Y = get_batch()

@@ -1,6 +1,7 @@
 """NeRF: rays from images on the host, frequencies, samples along each ray, colours composed."""
 
 import torch
+from gpt import training
 from torch import nn
 
 device = torch.device("cuda")
@@ -27,16 +28,11 @@ def render(origins, directions):
     return ((alpha * clear)[..., None] * torch.sigmoid(raw[..., :3])).sum(1)
 
 
-def iteration():
+def loss():
     pick = torch.randint(images.numel() // 3, (256,))
     target = images.reshape(-1, 3)[pick].to(device)
-    rays = torch.zeros(2, 256, 3).to(device)
-    loss = ((render(*rays) - target) ** 2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print("PSNR", -10.0 * torch.log10(loss).item())
+    return ((render(*torch.zeros(2, 256, 3).to(device)) - target) ** 2).mean()
 
 
 def make():
-    return model, iteration
+    return training(model, optimizer, loss)

@@ -1,7 +1,5 @@
 """Loops that keep something on the host: a data set, an average, masters, what autograd saves; and steps in time."""
 
-import contextlib
-
 import torch
 from torch import nn
 
@@ -13,14 +11,14 @@ def net():
 def training(model=None, masters=None, batch=None, every=1, after=lambda model: None, rows=256):
     """What make() returns: a model, and a step of a loop with what is left on the host."""
     model, calls, data = model or net(), [], torch.zeros(rows, 512, device="cuda")
-    optimizer = torch.optim.AdamW(masters(model) if masters else model.parameters())
+    optimizer = torch.optim.AdamW(masters or model.parameters())
 
     def step():
         x = data if batch is None else batch().to("cuda", non_blocking=True)
         (model(x) - x).pow(2).mean().backward()
         calls.append(1)
         if masters:
-            for master, parameter in zip(optimizer.param_groups[0]["params"], model.parameters()):
+            for master, parameter in zip(masters, model.parameters()):
                 master.grad, parameter.grad = parameter.grad.cpu(), None
         if len(calls) % every == 0:
             optimizer.step()
@@ -47,34 +45,29 @@ def average():
 
 
 def masters():
-    def update(model):
-        with torch.no_grad():
-            for master, parameter in zip(host, model.parameters()):
-                parameter.copy_(master)
-
     model = net()
     host = [parameter.detach().cpu().clone().requires_grad_() for parameter in model.parameters()]
-    return training(model, masters=lambda model: host, after=update)
+
+    @torch.no_grad()
+    def update(model):
+        for master, parameter in zip(host, model.parameters()):
+            parameter.copy_(master)
+
+    return training(model, masters=host, after=update)
 
 
-class Deep(nn.Module):
-    def __init__(self, away):
-        super().__init__()
-        self.blocks, self.away = nn.ModuleList(net() for _ in range(4)), away
-
+class Away(nn.Sequential):
     def forward(self, x):
-        with torch.autograd.graph.save_on_cpu() if self.away else contextlib.nullcontext():
-            for block in self.blocks:
-                x = x + block(x)
-        return x
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)
+
+
+def kept(kind=nn.Sequential):
+    return training(kind(*(net() for _ in range(4))), rows=4096)
 
 
 def saved():
-    return training(Deep(True), rows=4096)
-
-
-def kept():
-    return training(Deep(False), rows=4096)
+    return kept(Away)
 
 
 def every_third():
@@ -82,10 +75,9 @@ def every_third():
 
 
 def evaluates():
+    @torch.no_grad()
     def evaluate(model):
-        model.eval()
-        with torch.no_grad():
-            torch.cat([model(torch.zeros(256, 512, device="cuda")) for _ in range(200)]).mean()
+        torch.cat([model.eval()(torch.zeros(256, 512, device="cuda")) for _ in range(200)]).mean()
         model.train()
 
     return training(after=evaluate)

@@ -39,9 +39,7 @@ def make():
             with torch.no_grad():
                 action, logprob, _, values[n] = agent.get_action_and_value(next_obs)
             actions[n], logprobs[n] = action, logprob
-            next_obs, reward = env_step(action.cpu().numpy())
-            rewards[n] = torch.tensor(reward).to(device).view(-1)
-            next_obs = torch.tensor(next_obs).to(device)
+            next_obs, rewards[n] = (torch.tensor(x).to(device) for x in env_step(action.cpu().numpy()))
         b_obs, b_actions, b_logprobs, b_adv = (x.flatten(0, 1) for x in (obs, actions, logprobs, rewards - values))
         for mb in np.split(np.random.permutation(num_steps * num_envs), 4):
             _, newlogprob, entropy, newvalue = agent.get_action_and_value(b_obs[mb], b_actions.long()[mb])

@@ -14,11 +14,8 @@ parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
 
 def evaluate(model, loader, device):
     model.eval()
-    losses = []
-    for (ids,) in loader:
-        with torch.no_grad():
-            _, loss = model(ids.to(device), ids.to(device))
-        losses.append(loss.repeat(4))
+    with torch.no_grad():
+        losses = [model(ids.to(device), ids.to(device))[1].repeat(4) for (ids,) in loader]
     model.train()
     return math.exp(torch.cat(losses).mean())
 

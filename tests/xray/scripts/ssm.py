@@ -1,6 +1,7 @@
 """State space models: a complex diagonal one by FFT (S4D), and one in chunks with inputs in its states (Mamba-2)."""
 
 import torch
+from gpt import training
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,11 +13,12 @@ class S4D(nn.Module):
         self.A = nn.Parameter(torch.randn(width, states, dtype=torch.cfloat))
         self.C = nn.Parameter(torch.randn(width, states, dtype=torch.cfloat))
 
-    def forward(self, u):
-        n = u.shape[-1]
+    def forward(self, x):
+        u, n = x.transpose(1, 2), x.shape[1]
         powers = (self.A * self.log_dt.exp()[:, None])[..., None] * torch.arange(n, device=u.device)
         kernel = 2 * torch.einsum("hs,hsn->hn", self.C, powers.exp()).real
-        return torch.fft.irfft(torch.fft.rfft(u, 2 * n) * torch.fft.rfft(kernel, 2 * n), 2 * n)[..., :n]
+        y = torch.fft.irfft(torch.fft.rfft(u, 2 * n) * torch.fft.rfft(kernel, 2 * n), 2 * n)[..., :n]
+        return x + F.gelu(y).transpose(1, 2)
 
 
 class SSD(nn.Module):
@@ -34,29 +36,11 @@ class SSD(nn.Module):
         L = (decay[..., :, None] - decay[..., None, :]).masked_fill(~lower, -torch.inf).exp()
         x, B, C = (y.unflatten(1, (-1, self.chunk)) for y in (x, B, C))
         y = torch.einsum("bcln,bcsn,bchls,bcshp->bclhp", C, B, L, x.unflatten(-1, (self.heads, -1)))
-        return y.flatten(3).flatten(1, 2)
-
-
-class Model(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(100, width), nn.Linear(width, 100)
-        self.s4, self.ssd = S4D(width), SSD(width)
-
-    def forward(self, x):
-        h = self.embed(x)
-        h = h + F.gelu(self.s4(h.transpose(1, 2))).transpose(1, 2)
-        return self.head(h + self.ssd(h))
+        return u + y.flatten(3).flatten(1, 2)
 
 
 def make():
-    model = Model().to("cuda")
+    model = nn.Sequential(nn.Embedding(100, 64), S4D(64), SSD(64), nn.Linear(64, 100)).to("cuda")
+    tokens = torch.zeros(4, 64, dtype=torch.long, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step():
-        tokens = torch.zeros(4, 64, dtype=torch.long, device="cuda")
-        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return model, step
+    return training(model, optimizer, lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
