@@ -11,7 +11,7 @@ returns (model, step): step() is a step of the user's own loop.
 What a reader must hold, before the files:
 
 1. A step runs on fake tensors: sizes, no numbers. So it takes seconds, in any size, and the ledger counts it.
-2. make() is run first, without numbers if that goes. What it returns is copied, and the copies are trained.
+2. The script and make() are run without numbers if that goes. What make() returns is copied; copies are trained.
 3. To PyTorch all is the CPU's. A mark on each storage says host or card (places.py); no mark: one place.
 4. A name of PyTorch that has another function for a while (lent.py) has it for one thread; answers are for the user.
 5. On a card other tensors are kept than on a CPU: attention, dropout, autocast, scratch (card.py).

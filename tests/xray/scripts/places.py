@@ -1,5 +1,7 @@
 """Loops that keep something on the host: a data set, an average, masters, what autograd saves; and steps in time."""
 
+import functools
+
 import torch
 from torch import nn
 
@@ -66,12 +68,7 @@ def kept(kind=nn.Sequential):
     return training(kind(*(net() for _ in range(4))), rows=4096)
 
 
-def saved():
-    return kept(Away)
-
-
-def every_third():
-    return training(every=3)
+saved, every_third = functools.partial(kept, Away), functools.partial(training, every=3)
 
 
 def evaluates():
