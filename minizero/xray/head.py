@@ -19,7 +19,7 @@ from minizero.chunked_loss import cross_entropy_in_chunks
 
 CHUNKS = 8  # so many chunks: the logits of one are an eighth of all
 SAME_ROWS = {"__getitem__", "view", "reshape", "flatten", "squeeze", "unsqueeze", "float", "to", "contiguous", "clone"}
-QUESTIONS = {"size", "dim", "numel", "stride", "__get__", "is_floating_point", "detach"}
+QUESTIONS = {"size", "dim", "numel", "stride", "__get__", "is_floating_point", "detach", "untyped_storage"}
 
 
 class Head(NamedTuple):

@@ -140,7 +140,7 @@ def few_have_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     So a sampler may draw, and a list of dropout rates be read, while the weights beside them have none.
     """
     given = tensors_in((*args, *kwargs.values()))
-    if any(tensor.is_meta for tensor in given):
+    if len({tensor.is_meta for tensor in given}) == 2:
         first = 1 if func._schema.is_mutable else 0  # what it writes stays what it is
         rest = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to("meta"), (args[first:], kwargs))
         args, kwargs = (*args[:first], *rest[0]), rest[1]

@@ -149,6 +149,20 @@ def test_rows_with_an_engine_agree_with_the_plain_row_or_are_refused():
         case.run(Plan(stage=3, ranks=1))
 
 
+def test_a_loss_in_chunks_goes_on_if_the_logits_are_asked_where_they_lie():
+    def make():
+        model = nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 5000)).to("cuda")
+
+        def step():
+            logits = model(torch.zeros(999, device="cuda").long())
+            nn.functional.cross_entropy(logits, torch.zeros(999).long().to(logits.device)).backward()
+
+        return model, step
+
+    case = case_of(make, card="h100")
+    assert case.run(Plan(chunked_loss=True)).peak["total"] < case.run(Plan()).peak["total"]
+
+
 def lines_for_a_gpu(loss):
     """What scripts ask of a GPU. None of it holds memory."""
     assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and torch.accelerator.is_available()
