@@ -60,8 +60,8 @@ def hand_in(submission, answers, targets):
     submission.mkdir()
     for name, (text, _) in answers.items():
         exercise = find(name)
-        slip = wrong("slips", ("(kept << places) != significand", "((kept << places) ^ significand) & ~(1 << 20) != 0"))
-        right = stubs.answer(exercise, slip if name == "sticky" else None)
+        slip = "(kept << places) != significand", "((kept << places) ^ significand) & ~(1 << 20) != 0"
+        right = stubs.answer(exercise, wrong("slips", "", slip) if name == "sticky" else None)
         (submission / exercise.file).write_text(text.replace("TARGETS", repr(list(map(str, targets)))) + right)
 
 

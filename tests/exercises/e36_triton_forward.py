@@ -46,19 +46,18 @@ AFTER = (
     "chooses the blocks."
 )
 WRONG = [
-    wrong("rescales-the-sum-only", ("v, o * rescale[:, None], input", "v, o, input")),
-    wrong("rescales-the-output-only", ("l = l * rescale + tl.sum(p, 1)", "l = l + tl.sum(p, 1)")),
-    wrong("forgets-the-mask", ("            if part != 1:\n                s = tl.where", "            if part == 7:\n"
-                               "                s = tl.where")),
-    wrong("forgets-to-divide", ("o / l[:, None]", "o")),
-    wrong("forgets-the-maximum", ("            m = larger\n", "")),
-    wrong("each-head-its-own-keys", ("K = head_of(k_ptr, k_strides, batch, head // GROUP",
-                                     "K = head_of(k_ptr, k_strides, batch, head"),
+    wrong("rescales-the-sum-only", "", ("v, o * rescale[:, None], input", "v, o, input")),
+    wrong("rescales-the-output-only", "", ("l = l * rescale + tl.sum(p, 1)", "l = l + tl.sum(p, 1)")),
+    wrong("forgets-the-mask", "",
+          ("            if part != 1:\n                s = tl.where",
+           "            if part == 7:\n                s = tl.where")),
+    wrong("forgets-to-divide", "", ("o / l[:, None]", "o")),
+    wrong("forgets-the-maximum", "", ("            m = larger\n", "")),
+    wrong("each-head-its-own-keys", "",
+          ("K = head_of(k_ptr, k_strides, batch, head // GROUP", "K = head_of(k_ptr, k_strides, batch, head"),
           ("V = head_of(v_ptr, v_strides, batch, head // GROUP", "V = head_of(v_ptr, v_strides, batch, head")),
-    wrong("forgets-the-precision", ("o * rescale[:, None], input_precision=PRECISION)", "o * rescale[:, None])"),
-          says="multiplies-in-tf32"),
-    wrong("stores-all-rows", ("out_strides, rows, n_q, o / l", "out_strides, rows, n_q + BLOCK_Q, o / l"),
-          says="stores-outside"),
+    wrong("multiplies-in-tf32", "", ("o * rescale[:, None], input_precision=PRECISION)", "o * rescale[:, None])")),
+    wrong("stores-outside", "", ("out_strides, rows, n_q, o / l", "out_strides, rows, n_q + BLOCK_Q, o / l")),
 ]  # fmt: skip
 
 

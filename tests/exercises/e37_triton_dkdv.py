@@ -48,18 +48,16 @@ STORE = "store_block(DV, dv_strides, keys, n_k, dv, HEAD_DIM, BLOCK_D)"
 NO_MASK = """columns = tl.arange(0, BLOCK_D)[None, :]
     tl.store(DV + keys[:, None] * dv_strides[2] + columns * dv_strides[3], dv.to(DV.dtype.element_ty))"""
 WRONG = [
-    wrong("forgets-delta", ("p * (dp - delta[None, :])", "p * dp")),
-    wrong("forgets-the-scale", ("dk * scale", "dk")),
-    wrong(
-        "forgets-the-mask",
-        ("if part != 1:\n                    p = tl.where", "if part == 7:\n                    p = tl.where"),
-    ),
-    wrong("keeps-the-last-block", ("do, dv, input_precision", "do, input_precision")),
-    wrong("forgets-the-precision", ("do, dv, input_precision=PRECISION)", "do, dv)"), says="multiplies-in-tf32"),
-    wrong("stores-without-a-mask", (STORE, NO_MASK), says="stores-outside"),
-    wrong("first-head-only", ("for member in range(GROUP):", "for member in range(1):")),
-    wrong("dk-from-p", ("tl.dot(ds.to(q.dtype), q, dk", "tl.dot(p.to(q.dtype), q, dk")),
-]
+    wrong("forgets-delta", "", ("p * (dp - delta[None, :])", "p * dp")),
+    wrong("forgets-the-scale", "", ("dk * scale", "dk")),
+    wrong("forgets-the-mask", "",
+          ("if part != 1:\n                    p = tl.where", "if part == 7:\n                    p = tl.where")),
+    wrong("keeps-the-last-block", "", ("do, dv, input_precision", "do, input_precision")),
+    wrong("multiplies-in-tf32", "", ("do, dv, input_precision=PRECISION)", "do, dv)")),
+    wrong("stores-outside", "", (STORE, NO_MASK)),
+    wrong("first-head-only", "", ("for member in range(GROUP):", "for member in range(1):")),
+    wrong("dk-from-p", "", ("tl.dot(ds.to(q.dtype), q, dk", "tl.dot(p.to(q.dtype), q, dk")),
+]  # fmt: skip
 
 
 def check() -> None:

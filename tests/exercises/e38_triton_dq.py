@@ -31,23 +31,17 @@ AFTER = (
     "3.2."
 )
 WRONG = [
-    wrong("forgets-delta", ("ds = p * (dp - delta[:, None])", "ds = p * dp")),
-    wrong("forgets-the-scale", ("dq * scale", "dq")),
-    wrong(
-        "forgets-the-mask",
-        ("if part != 1:\n                p = tl.where", "if part == 7:\n                p = tl.where"),
-    ),
-    wrong("keeps-the-last-block", ("k, dq, input_precision", "k, input_precision")),
-    wrong("forgets-the-precision", ("k, dq, input_precision=PRECISION)", "k, dq)"), says="multiplies-in-tf32"),
-    wrong(
-        "begins-as-a-number",
-        ("dq = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)", "dq = 0.0"),
-        ("tl.dot(ds.to(k.dtype), k, dq, input_precision", "dq + tl.dot(ds.to(k.dtype), k, input_precision"),
-        says="does-not-compile",
-    ),
-    wrong("stores-all-columns", ("n_q, dq, HEAD_DIM,", "n_q, dq, BLOCK_D,"), says="stores-outside"),
-    wrong("dq-from-p", ("dq = tl.dot(ds.to(k.dtype)", "dq = tl.dot(p.to(k.dtype)")),
-]
+    wrong("forgets-delta", "", ("ds = p * (dp - delta[:, None])", "ds = p * dp")),
+    wrong("forgets-the-scale", "", ("dq * scale", "dq")),
+    wrong("forgets-the-mask", "",
+          ("if part != 1:\n                p = tl.where", "if part == 7:\n                p = tl.where")),
+    wrong("keeps-the-last-block", "", ("k, dq, input_precision", "k, input_precision")),
+    wrong("multiplies-in-tf32", "", ("k, dq, input_precision=PRECISION)", "k, dq)")),
+    wrong("does-not-compile", "", ("dq = tl.full([BLOCK_Q, BLOCK_D], 0.0, tl.float32)", "dq = 0.0"),
+          ("tl.dot(ds.to(k.dtype), k, dq, input_precision", "dq + tl.dot(ds.to(k.dtype), k, input_precision")),
+    wrong("stores-outside", "", ("n_q, dq, HEAD_DIM,", "n_q, dq, BLOCK_D,")),
+    wrong("dq-from-p", "", ("dq = tl.dot(ds.to(k.dtype)", "dq = tl.dot(p.to(k.dtype)")),
+]  # fmt: skip
 
 
 def check() -> None:

@@ -69,15 +69,17 @@ BUGGY = (
 )
 ORDER, NOISE = "default_rng([seed, epoch]).", "default_rng([seed, epoch, comm.rank + 1])"
 WRONG = [
-    wrong("same-numbers", *BUGGY),
-    wrong("ranks-shuffle-apart", (ORDER, "default_rng([seed, epoch, comm.rank + 1]).")),
-    wrong("same-noise-on-ranks", (NOISE, "default_rng([seed, epoch, 1])")),
-    wrong("same-noise-in-epochs", (NOISE, "default_rng([seed, comm.rank + 1])")),
-    wrong("seeds-collide", (NOISE, "default_rng(seed + epoch + comm.rank)")),
-    wrong("same-order", (ORDER, "default_rng(seed).")),
-    wrong("ignores-the-seed", (ORDER, "default_rng([1, epoch])."), (NOISE, "default_rng([1, epoch, comm.rank + 1])")),
-    wrong("forgets-on-resume", ("    means = []\n", "    means = []\n    random = np.random.default_rng([seed, "
-          "comm.rank + 1])\n"), ("        random = np.random.default_rng([seed, epoch, comm.rank + 1])\n", "")),
+    wrong("same-numbers", "", *BUGGY),
+    wrong("ranks-shuffle-apart", "", (ORDER, "default_rng([seed, epoch, comm.rank + 1]).")),
+    wrong("same-noise-on-ranks", "", (NOISE, "default_rng([seed, epoch, 1])")),
+    wrong("same-noise-in-epochs", "", (NOISE, "default_rng([seed, comm.rank + 1])")),
+    wrong("seeds-collide", "", (NOISE, "default_rng(seed + epoch + comm.rank)")),
+    wrong("same-order", "", (ORDER, "default_rng(seed).")),
+    wrong("ignores-the-seed", "", (ORDER, "default_rng([1, epoch])."),
+          (NOISE, "default_rng([1, epoch, comm.rank + 1])")),
+    wrong("forgets-on-resume", "",
+          ("    means = []\n", "    means = []\n    random = np.random.default_rng([seed, comm.rank + 1])\n"),
+          ("        random = np.random.default_rng([seed, epoch, comm.rank + 1])\n", "")),
 ]  # fmt: skip
 COUNT, EPOCHS, LONG = 24, 4, 1010
 FAR = 7 + 1000 * 2**16  # what divides by 1000, or keeps 16 bits, takes it for 7

@@ -64,14 +64,14 @@ ON_OUTPUT = "output.register_hook(output_has_gradient)"
 ALL = "if len(came) == len(unit.parameters):"
 LAST = "            unit.release()\n            unit.reduce()\n"
 WRONG = [
-    wrong("never-gathers", ("module.register_forward_pre_hook(forward_begins)", "pass")),
-    wrong("stays-after-forward", (AWAY, "pass")),
-    wrong("stays-without-backward", (AWAY, AWAY.replace("(stays and output.requires_grad)", "stays"))),
-    wrong("away-in-backward", (ON_OUTPUT, "pass")),
-    wrong("reduces-each", (ALL, "if True:"), says="reduces-too-early"),
-    wrong("never-empties", ("came.clear()", "pass")),
-    wrong("never-reduces", ("            unit.reduce()\n", "")),
-    wrong("stays-after-backward", (LAST, "            unit.reduce()\n")),
+    wrong("never-gathers", "", ("module.register_forward_pre_hook(forward_begins)", "pass")),
+    wrong("stays-after-forward", "", (AWAY, "pass")),
+    wrong("stays-without-backward", "", (AWAY, AWAY.replace("(stays and output.requires_grad)", "stays"))),
+    wrong("away-in-backward", "", (ON_OUTPUT, "pass")),
+    wrong("reduces-too-early", "", (ALL, "if True:")),
+    wrong("never-empties", "", ("came.clear()", "pass")),
+    wrong("never-reduces", "", ("            unit.reduce()\n", "")),
+    wrong("stays-after-backward", "", (LAST, "            unit.reduce()\n")),
 ]  # fmt: skip
 
 

@@ -36,17 +36,16 @@ class Diagnosis(Exception):
 class Wrong(NamedTuple):
     """An answer that students really give, as edits of the reference: pairs of old and new text.
 
-    diagnosis: the name of what the check must say about it.
+    words: what is said of an answer that does the same; empty if it is `fail` that names and says it.
     """
 
     name: str
+    words: str
     edits: tuple[tuple[str, str], ...]
-    diagnosis: str
 
 
-def wrong(name: str, *edits: tuple[str, str], says: str = "") -> Wrong:
-    """says: the name of the diagnosis that it must provoke, by default its own."""
-    return Wrong(name, edits, says or name)
+def wrong(name: str, words: str, *edits: tuple[str, str]) -> Wrong:
+    return Wrong(name, words, edits)
 
 
 def fail(name: str, words: str) -> NoReturn:
