@@ -82,17 +82,6 @@ def ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = 0.0) 
         raise cause from None
 
 
-def same(got: Any, want: torch.Tensor, tolerance: float = 0.0) -> bool:
-    """Equal in shape and, relative to the largest value, within the tolerance; NaN equals NaN."""
-    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
-        return False
-    if tolerance == 0:
-        return bool(((got.detach() == want) | (got.detach().isnan() & want.isnan())).all())
-    finite = want[want.isfinite()].abs()
-    scale = finite.amax().item() if finite.numel() else 0.0
-    return bool(torch.allclose(got.detach().to(want.dtype), want, rtol=tolerance, atol=tolerance * scale))
-
-
 class AtMost(float):
     """A number, of which less is right as well, and up to `most` times as much. least: of a peak, this must be."""
 
@@ -375,21 +364,6 @@ def _placed(function: Callable[..., Any], given: Any, outputs: Any) -> list[str]
     return [str(x.device) for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
 
 
-def recognise(
-    got: Any, want: torch.Tensor, mistakes: dict[str, tuple[Any, str]], otherwise: str, tolerance: float = 0.0
-) -> None:
-    """Do nothing if `got` is right. Else fail with the mistake that gives `got`, or say that the values are wrong.
-
-    mistakes: {name: (what it would give, what to say)}.
-    """
-    if same(got, want, tolerance):
-        return
-    for name, (value, words) in mistakes.items():
-        if same(got, torch.as_tensor(value, dtype=want.dtype), tolerance):
-            fail(name, words)
-    fail("values", f"{compare(got, want, tolerance, otherwise)}.")
-
-
 def guard_unfold(function: Callable[..., Any]) -> None:
     """Make the `unfold` that the answer calls refuse a split that would never end."""
     unfold = function.__globals__.get("unfold")
@@ -410,10 +384,3 @@ def guard_unfold(function: Callable[..., Any]) -> None:
         return unfold(stages, checked)
 
     function.__globals__["unfold"] = guarded
-
-
-def size(bytes_: float) -> str:
-    """Bytes in the unit that a person would choose."""
-    if bytes_ < 10_240:
-        return f"{bytes_:,.0f} bytes"
-    return f"{bytes_ / 2**10:,.1f} KiB" if bytes_ < 2**20 else f"{bytes_ / 2**20:,.1f} MiB"

@@ -137,7 +137,7 @@ class Known(NamedTuple):
     seed: str
     cases: list[Any]
     wanted: list[Any]  # of the cases so far
-    seconds: list[float]  # of computing that the package took: for the lesson's own check, and for each of them
+    seconds: list[float]  # of computing that the package took for each of them
     theirs: dict[tuple[str, int], Any]
 
 
@@ -162,11 +162,7 @@ class Judge:
         """Compute what is right, up to the case of this number, and how long that takes."""
         lesson = exercise.load()
         if exercise.id not in self.known or self.known[exercise.id].seed != seed:
-            start = time.process_time()
-            if hasattr(lesson, "check"):
-                lesson.check()
-            spent = [time.process_time() - start]
-            self.known[exercise.id] = Known(seed, drawn(lesson, seed), [], spent, {})
+            self.known[exercise.id] = Known(seed, drawn(lesson, seed), [], [], {})
         known = self.known[exercise.id]
         while len(known.wanted) <= min(number, len(known.cases) - 1):
             start = time.process_time()
@@ -187,7 +183,7 @@ class Judge:
             if isinstance(said, Outcome):
                 return {"verdict": dataclasses.asdict(said)}
             doubt = said
-        return {"may": runner.SECONDS + runner.SLOWER * sum(known.seconds[: number + 2]), "doubt": doubt}
+        return {"may": runner.SECONDS + runner.SLOWER * sum(known.seconds[: number + 1]), "doubt": doubt}
 
     def _said(
         self, exercise: Exercise, known: Known, number: int, seen: Any, doubt: Doubt | None
