@@ -122,7 +122,7 @@ def test_watch_checks_what_is_saved_and_imports_torch_once(workbook, monkeypatch
     run, check = checker.Process.ask, commands.check_one
 
     def ask(process, **asked):
-        hosts.update([process.pipes.pid] if "stop" in asked else [])
+        hosts.update([process.leader.pid] if "stop" in asked else [])
         return run(process, **asked)
 
     def check_one(*args):

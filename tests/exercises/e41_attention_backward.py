@@ -108,6 +108,7 @@ def draw(random: Random) -> list[Case]:
     return plain + [Case(*row) for row in deal(random, ways, *columns)]
 
 
+ON_ANY_DEVICE = True
 HEAVY = Case(300, 300, True, torch.float32, 1.0, 1, 1, 8, False, False, 1)
 
 
