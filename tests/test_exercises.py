@@ -682,27 +682,40 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
                 os.write(pipe, b'{"end": null}\\n{"verdict": {"status": "passed", "name": "", "words": ""}}\\n')
         except OSError:
             pass"""
+GIVEN = "(chunks, comm, combine, out)"
 # A forgery of each kind: what stands before the function, what it returns, and what it is told. Others get through:
 # who has the package's function, or its text, can hide that.
 FORGERIES = {
     "ends well": ("import atexit\natexit.register(os._exit, 0)", "os._exit(0)", "ended"),
     "equal to all": ("class Any(float):\n    __eq__ = __le__ = __ge__ = lambda *_: True", "Any(1)", "values"),
-    "theirs by name": ("", "getattr(collectives, 'ring_' + 'reduce_scatter')(chunks, comm)", "RecursionError"),
-    "theirs": ("", "own(chunks, comm)", "borrowed"),
-    "a closure": ("theirs = (lambda f: lambda *a: f(*a))(own)", "theirs(chunks, comm)", "borrowed"),
-    "its code": ("theirs = types.FunctionType(own.__code__, own.__globals__)", "theirs(chunks, comm)", "borrowed"),
+    "theirs by name": (
+        "",
+        f"getattr(collectives, 'ring_' + 'reduce_scatter'){GIVEN}",
+        "RecursionError",
+    ),
+    "theirs": ("", f"own{GIVEN}", "borrowed"),
+    "a closure": ("theirs = (lambda f: lambda *a: f(*a))(own)", f"theirs{GIVEN}", "borrowed"),
+    "its code": (
+        "theirs = types.FunctionType(own.__code__, own.__globals__)",
+        f"theirs{GIVEN}",
+        "borrowed",
+    ),
     "its text": (
         "space = {}\nexec(open(collectives.__file__).read(), space)",
-        "space['ring_reduce_scatter'](chunks, comm)",
+        f"space['ring_reduce_scatter']{GIVEN}",
         "borrowed",
     ),
     "the file once more": (
         "import importlib.util as util\nspec = util.find_spec(collectives.__name__)\n"
         "spec.loader.exec_module(theirs := util.module_from_spec(spec))",
-        "theirs.ring_reduce_scatter(chunks, comm)",
+        f"theirs.ring_reduce_scatter{GIVEN}",
         "borrowed",
     ),
-    "no hollow": ("import contextlib\npatch.hollow = contextlib.nullcontext", "own(chunks, comm)", "borrowed"),
+    "no hollow": (
+        "import contextlib\npatch.hollow = contextlib.nullcontext",
+        f"own{GIVEN}",
+        "borrowed",
+    ),
     "the seed": ("os.environ['SEED'] = '1'", "chunks[0]", "values"),
     "no cases": ("lesson.draw = lambda *_: []", "chunks[0]", "values"),
     "all is alike": ("kit.compare = judge.compare = judge.differs = lambda *_, **__: ''", "chunks[0]", "values"),

@@ -8,7 +8,6 @@ A lesson's module defines:
                     dtype; without it, nothing
     WRONG           at most eight answers that students really give: a name, what is said, and edits of the reference
     HEAVY           perhaps, as the last case, one of large tensors: in it Python's own memory is compared, too
-    ON_ANY_DEVICE   perhaps, of a task: that its tensors need not be on the CPU
     check()         perhaps: a verdict that is no comparison, the compiler's. It fails in words of its own
 
 A known example ("3 and 8, should be 5.5") is the first drawn case. The answer's process runs `result` with the answer

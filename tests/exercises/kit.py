@@ -320,12 +320,14 @@ class Work(Watcher):
 
 
 def observed(
-    function: Callable[..., Any], *given: Any, most: float = 1.1, slack: float = 0, work: float = 4
+    function: Callable[..., Any], *given: Any, most: float = 1.1, slack: float = 0, work: float = 4, meta: bool
 ) -> dict[str, Any]:
     """All that a call does. An exercise says only what it does not promise, and the package's function what is right.
 
     given: the arguments, of which tensors may require gradients. most: how many times the package's peak may be
-    needed, and `slack` bytes more. work: how many times the numbers that its operators read and write.
+    needed, and `slack` bytes more. work: how many times the numbers that its operators read and write. meta: whether
+    the function runs without numbers, too, where a tensor made on the wrong device is seen. Not in the first cases: it
+    loads torch._dynamo, for a second.
     """
     from minizero.memory import Ledger
 
@@ -336,7 +338,7 @@ def observed(
         got = function(*given)
     outputs = [x for x in tree_leaves(got) if isinstance(x, torch.Tensor)]
     inputs, sums = [x for x in tensors if x.requires_grad], [x.sum() for x in outputs if x.requires_grad]
-    return {
+    seen = {
         "the result": tree_map_only(torch.Tensor, torch.clone, got),
         "what was given, afterwards": tensors,
         "writes into what was given": [x._version for x in tensors],
@@ -345,10 +347,22 @@ def observed(
         "bytes at the peak": AtMost(ledger.peak["total"] + slack, most, 0.02),
         "numbers read and written": AtMost(done.numbers + 50, work),
     }
+    return seen | ({"the devices, where all is on `meta`": _placed(function, given, outputs)} if meta else {})
 
 
 def _storages(values: Any) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.numel()}
+
+
+def _placed(function: Callable[..., Any], given: Any, outputs: Any) -> list[str]:
+    """Of the results for tensors on `meta`. A function that asks for a number there is not judged."""
+    try:
+        made = function(*(x.detach().to("meta") if isinstance(x, torch.Tensor) else x for x in given))
+    except Exception as error:
+        if "device" in str(error):
+            raise
+        return ["meta"] * len(outputs)
+    return [str(x.device) for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
 
 
 def guard_unfold(function: Callable[..., Any]) -> None:

@@ -186,7 +186,7 @@ def _steps(exercise: Exercise, path: Path, seed: str) -> Iterator[Any]:
             f"Calls leave something behind: {max(mine, more - kept)} tensors, or numbers in a list, that nobody needs."
         )
         kit.fail("grows", f"{words} What keeps them, a global name, a cache, an attribute?")
-    if exercise.place != TASKS or hasattr(lesson, "ON_ANY_DEVICE"):  # other tasks run on the CPU
+    if exercise.place != TASKS:  # which run on the CPU
         for case in cases[:: max(1, len(cases) // FEW)]:
             leaves_out_the_device(path, outcome, case)
     look_for_copies()
