@@ -234,16 +234,12 @@ SET_BY_IMPORTS: dict[str, Callable[[], Any]] = {  # such as that of torch._dynam
     "os.environ": lambda: dict(os.environ),
     "the filters of warnings": lambda: list(warnings.filters),
 }
-IN_A_CALL = (
-    MODES
-    | SET_BY_IMPORTS
-    | {
-        "the train mode of a module": lambda: [
-            None for lent, was in LENT if was != [m.training for m in lent.modules()]
-        ],
-        "what a callback returned": lambda: [None for tensor, was in RETURNED if compare(tensor.detach(), was)],
-    }
-)
+IN_A_CALL = {
+    **MODES,
+    **SET_BY_IMPORTS,
+    "the train mode of a module": lambda: [None for lent, was in LENT if was != [m.training for m in lent.modules()]],
+    "what a callback returned": lambda: [None for tensor, was in RETURNED if compare(tensor.detach(), was)],
+}
 
 
 @contextlib.contextmanager
