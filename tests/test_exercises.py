@@ -24,7 +24,7 @@ from tests.exercises.workbook import Workbook
 
 POSSIBLE = [exercise for exercise in COURSE if exercise.is_possible()]
 each = pytest.mark.parametrize("exercise", POSSIBLE, ids=lambda exercise: f"{exercise.id}_{exercise.name}")
-RING = find("reduce_scatter")
+RING, SLOW = find("reduce_scatter"), pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +88,7 @@ def test_the_course_is_whole():
     assert [exercise.text()[1:4] for exercise in COURSE] == texts
     for lesson in lessons:
         names = [wrong.name for wrong in lesson.WRONG]
-        assert 4 <= len(names) <= 8 and len(set(names)) == len(names), lesson.__name__
+        assert 4 <= len(names) <= 8 and len(set(names)) == len(names), lesson.__name__  # each has a diagnosis
         assert 2 <= len(lesson.HINTS) <= 4 and all(hint.strip() for hint in lesson.HINTS), lesson.__name__
         assert lesson.PLAN and lesson.__doc__
 
@@ -142,13 +142,6 @@ def test_a_first_hint_is_no_code():
     for exercise in COURSE:
         lines = [line.strip() for line in stubs.reference(exercise).splitlines() if len(line.strip()) > 25]
         assert not [line for line in lines if line in exercise.text().hints[0]], exercise
-
-
-def test_each_check_tells_its_wrong_answers_apart():
-    """There are at least four diagnoses for the wrong answers of an exercise."""
-    for exercise in COURSE:
-        diagnoses = [wrong.diagnosis for wrong in exercise.load().WRONG]
-        assert len(set(diagnoses)) >= 4, exercise
 
 
 # As a student might write them, with the signature cut off.
@@ -674,59 +667,91 @@ def test_a_default_stays_what_it_is(tmp_path):
     assert "root is 1 if it is not given, and must be 0" in outcome.words
 
 
-PIPES = """import os
-for fd in range(3, 30):  # of the process that started this one, which passes on what is said
-    try:
-        pipe = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)
-        os.write(pipe, b'{"end": null}\\n{"verdict": {"status": "passed", "name": "", "words": ""}}\\n')
-    except OSError:
-        pass"""
-CHEATS = {
-    "the file once more": """import importlib.util as util; spec = util.find_spec("minizero.ranks.collectives")
-spec.loader.exec_module(theirs := util.module_from_spec(spec))
-BODY
-    return theirs.ring_reduce_scatter(chunks, comm)""",
-    "a closure": """from minizero.ranks import collectives
-theirs = (lambda f: lambda *a: f(*a))(collectives.ring_reduce_scatter)
-BODY
-    return theirs(chunks, comm)""",
-    "the collector": """import gc, types
-BODY
-    named = [f for f in gc.get_objects() if isinstance(f, types.FunctionType) and f.__name__ == "ring_reduce_scatter"]
-    return next(f for f in named if f.__module__ == "minizero.ranks.collectives")(chunks, comm)""",
+OWN = """
+import gc, os, types
+from minizero.ranks import collectives
+from tests.exercises import e05_reduce_scatter as lesson, kit, patch
+from tests.exercises.machine import judge, runner
+functions = [f for f in gc.get_objects() if type(f) is types.FunctionType and f.__name__ == "ring_reduce_scatter"]
+own = next(f for f in functions if f.__module__ == collectives.__name__)
+"""
+PIPES = """
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    for fd in range(3, 30):
+        try:
+            if os.getpgid(int(pid)) == os.getpgid(os.getppid()):  # of the host, and of the judge
+                pipe = os.open(f"/proc/{pid}/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)
+                os.write(pipe, b'{"end": null}\\n{"verdict": {"status": "passed", "name": "", "words": ""}}\\n')
+        except OSError:
+            pass"""
+GIVEN = "(chunks, comm, combine, out)"
+# A forgery of each kind: what stands before the function, what it returns, and what it is told. Others get through:
+# who has the package's function, or its text, can hide that.
+FORGERIES = {
+    "ends well": ("import atexit\natexit.register(os._exit, 0)", "os._exit(0)", "ended"),
+    "equal to all": ("class Any(float):\n    __eq__ = __le__ = __ge__ = lambda *_: True", "Any(1)", "values"),
+    "theirs by name": (
+        "",
+        f"getattr(collectives, 'ring_' + 'reduce_scatter'){GIVEN}",
+        "RecursionError",
+    ),
+    "theirs": ("", f"own{GIVEN}", "borrowed"),
+    "a closure": ("theirs = (lambda f: lambda *a: f(*a))(own)", f"theirs{GIVEN}", "borrowed"),
+    "its code": (
+        "theirs = types.FunctionType(own.__code__, own.__globals__)",
+        f"theirs{GIVEN}",
+        "borrowed",
+    ),
+    "its text": (
+        "space = {}\nexec(open(collectives.__file__).read(), space)",
+        f"space['ring_reduce_scatter']{GIVEN}",
+        "borrowed",
+    ),
+    "the file once more": (
+        "import importlib.util as util\nspec = util.find_spec(collectives.__name__)\n"
+        "spec.loader.exec_module(theirs := util.module_from_spec(spec))",
+        f"theirs.ring_reduce_scatter{GIVEN}",
+        "borrowed",
+    ),
+    "no hollow": (
+        "import contextlib\npatch.hollow = contextlib.nullcontext",
+        f"own{GIVEN}",
+        "borrowed",
+    ),
+    "the seed": ("os.environ['SEED'] = '1'", "chunks[0]", "values"),
+    "no cases": ("lesson.draw = lambda *_: []", "chunks[0]", "values"),
+    "all is alike": ("kit.compare = judge.compare = judge.differs = lambda *_, **__: ''", "chunks[0]", "values"),
+    "its code is alike": ("kit.compare.__code__ = (lambda *_, **__: '').__code__", "chunks[0]", "values"),
+    "outcomes are theirs": (
+        "judge.outcome_of = lambda lesson, *_: setattr(collectives, own.__name__, own) or lesson.result(lesson.HEAVY)",
+        "chunks[0]",
+        "values",
+    ),
+    "no outcomes": ("judge.outcome_of.__code__ = (lambda *_: None).__code__", "chunks[0]", "ended"),
+    "sees nothing": ("runner.observe.__code__ = (lambda *_: {'said': None}).__code__", "chunks[0]", "values"),
+    "says passed": (
+        "good = runner.Outcome('passed', 'passed', '')\nrunner.Outcome = judge.Judge.step = lambda *_, **__: good",
+        "chunks[0]",
+        "values",
+    ),
+    "no bytes": ("new = kit.AtMost.__new__\nkit.AtMost.__new__ = lambda cls, *_: new(cls, 0)", "chunks[0]", "values"),
+    "pipes": (PIPES, "chunks[0]", "values"),
 }
+QUICK = ("equal to all", "theirs", "all is alike", "says passed", "pipes")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHEATS)
-def test_the_package_s_own_function_is_not_to_be_had(name, tmp_path, host):
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [each if each in QUICK else pytest.param(each, marks=SLOW) for each in FORGERIES])
+def test_a_forgery_does_not_pass(name, tmp_path, host):
+    """The verdict is another process's, which knows what is right."""
+    before, returned, told = FORGERIES[name]
     path = tmp_path / RING.file
-    path.write_text("import torch\n" + CHEATS[name].replace("BODY", SIGNATURE))
-    assert host.check(RING, path).name == "borrowed"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        "lesson.check = print",
-        "lesson.draw = lambda *_: []",
-        "kit.compare.__code__ = (lambda *_, **__: '').__code__",
-        "good = runner.Outcome('passed', 'passed', ''); runner.Outcome = judge.Judge.verdict = lambda *_, **__: good",
-        "runner.observe.__code__ = (lambda *_: {'said': None, 'cases': []}).__code__",
-        "judge.outcome_of.__code__ = (lambda *_: None).__code__",
-        PIPES,
-        "kit.AtMost.__new__ = lambda cls, number, most=1: float.__new__(cls, 0)",
-    ],
-)
-def test_an_answer_that_changes_the_check_does_not_pass(change, tmp_path, host):
-    """The verdict is another process's. The answer here is wrong."""
-    path = tmp_path / RING.file
-    path.write_text(
-        "from tests.exercises import kit, e05_reduce_scatter as lesson\nfrom tests.exercises.machine import judge, "
-        f"runner\n{change}\n" + stubs.answer(RING, next(w for w in RING.load().WRONG if w.name == "always-adds"))
-    )
-    assert host.check(RING, path).status == "failed"
+    path.write_text(f"import torch\n{OWN}\n{before}\n\n{SIGNATURE}\n    return {returned}\n")
+    outcome = host.check(RING, path)
+    assert (outcome.status, outcome.name) == ("failed", told), outcome
+    if before == PIPES:
+        path.write_text(stubs.answer(RING))
+        assert host.check(RING, path).status == "passed", "it shifts the replies to the next one"
 
 
 @pytest.mark.slow
@@ -736,20 +761,6 @@ def test_a_child_that_lives_on_holds_nobody_up(tmp_path, host):
     path.write_text("import os, time\nif os.fork() == 0:\n    time.sleep(100)\n" + stubs.answer(RING))
     assert host.check(RING, path).status == "passed"
     assert time.monotonic() - start < 60
-
-
-@pytest.mark.slow
-def test_a_copy_of_the_package_s_text_is_seen(tmp_path, host):
-    exercise = find("sticky")
-    path = tmp_path / exercise.file
-    path.write_text(
-        "import ast, torch, precision.arithmetic as theirs\nspace = {'torch': torch, 'Tensor': torch.Tensor}\n"
-        "nodes = ast.parse(open(theirs.__file__).read()).body\n"
-        "named = [node for node in nodes if getattr(node, 'name', '') == 'shift_right']\n"
-        "exec(compile(ast.Module(named, []), 'x', 'exec'), space)\n"
-        "def shift_right(significand, places):\n    return space['shift_right'](significand, places)\n"
-    )
-    assert host.check(exercise, path).name == "borrowed"
 
 
 @pytest.mark.slow

@@ -101,28 +101,21 @@ def cells(submissions, name="gradebook.csv"):
     return dict(zip(names[1:], row[1:], strict=True))
 
 
-# One that ends what is around it, one that marks it, one that a spreadsheet would run, …; a class of 60 in soak.
-FEW = (
-    "killer",
-    "ends the others",
-    "lives on",
-    "floods",
-    "a deep default",
-    "right ",
-    "forges",
-    "=HYPERLINK(1)",
-    "holds the pipe",
-    "control",
-    "gradebook.csv",
-    "oral",
-    "right",
-    "RIGHT",
-)
+# Beside one that is right. What one that a spreadsheet would run, names that look alike, … do to each other is in FEW;
+# a class of 60 in soak.
+HOSTILE = ("killer", "ends the others", "lives on", "floods", "a deep default", "holds the pipe", "forges")
+FEW = ("killer", "right ", "=HYPERLINK(1)", "control", "gradebook.csv", "oral", "right", "RIGHT")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a child that holds the pipe would take its verdict hours
-@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(STRANGE), marks=pytest.mark.soak)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(pytest.param((name, "right"), marks=pytest.mark.timeout(120), id=name) for name in HOSTILE),
+        pytest.param(FEW, marks=pytest.mark.timeout(240), id="few"),
+        pytest.param(tuple(STRANGE), marks=[pytest.mark.soak, pytest.mark.timeout(900)], id="all"),
+    ],
+)
 def test_whatever_a_submission_is_the_marks_of_the_others_stand(names, submissions):
     strange = {name: STRANGE[name] for name in names}
     if len(names) > len(FEW):
@@ -135,11 +128,12 @@ def test_whatever_a_submission_is_the_marks_of_the_others_stand(names, submissio
     (submissions / "a link").symlink_to(submissions / "right")
     (submissions / os.fsdecode(b"caf\xe9 [late]")).mkdir()
     assert gradebook.write(submissions, None, Console(width=80, file=sys.stdout), [PAD]) == 0
-    found = cells(submissions, "gradebook-2.csv")
+    found = cells(submissions, "gradebook-2.csv" if "gradebook.csv" in names else "gradebook.csv")
     assert len(found) == len(strange) + len(UNREADABLE) + 1
     shown = {"=HYPERLINK(1)": "'=HYPERLINK(1)", "right": "right-2", "right ": "right -2", "x" * 250: "x" * 60}
     for name, (_, starts) in strange.items():
-        assert found[shown.get(name, name)].startswith(starts), (name, found)
+        name = name if len(names) == 2 else shown.get(name, name)
+        assert found[name].startswith(starts), (name, found)
     assert {found[name] for name in UNREADABLE} == {"not handed in"}
     assert found["caf\\udce9 [late]"] == "not handed in"
     assert all(character.isprintable() for cell in found.values() for character in cell)

@@ -20,9 +20,9 @@ VIEW = """mine = unit.chunk(gradient)
     reduce_scatter(gradient, self.comm, "mean", out=mine, label=unit.name)
     unit.set_gradient(mine)"""
 MORE = [
-    (ZERO2, wrong("forgot-divide", ('"mean"', '"sum"'))),
-    (ZERO2, wrong("does-not-free", (MEAN, VIEW))),
-    (ZERO3, wrong("frees-nothing", ("unit.replica.untyped_storage().resize_(0)", "pass"))),
+    (ZERO2, wrong("forgot-divide", "", ('"mean"', '"sum"'))),
+    (ZERO2, wrong("does-not-free", "", (MEAN, VIEW))),
+    (ZERO3, wrong("frees-nothing", "", ("unit.replica.untyped_storage().resize_(0)", "pass"))),
 ]
 
 

@@ -85,7 +85,7 @@ class Exercise(NamedTuple):
         return Text(about, plan, hints, after, values.get("BUGGY") or values.get("GAP", ()), values.get("TAKEAWAY", ""))
 
     def load(self) -> ModuleType:
-        """The exercise's module: PLAN, HINTS, AFTER, WRONG, draw(), result(); SAYS or check()."""
+        """The exercise's module: PLAN, HINTS, AFTER, WRONG, draw(), result()."""
         return importlib.import_module(f"tests.exercises.e{self.id}_{self.name}")
 
     def is_possible(self) -> bool:

@@ -6,9 +6,9 @@ A lesson's module defines:
     result(case)    what the package does in that case: values, bytes, …
     tolerance(case) how much, relative to the largest value, a right answer may be off, one number or a number for each
                     dtype; without it, nothing
-    WRONG, SAYS     at most eight answers that students really give, as edits of the reference; what is said of each
+    WRONG           at most eight answers that students really give: a name, what is said, and edits of the reference
     HEAVY           perhaps, as the last case, one of large tensors: in it Python's own memory is compared, too
-    check()         only where the verdict is no comparison, such as a compiler's: it fails in words of its own
+    check()         perhaps: a verdict that is no comparison, the compiler's. It fails in words of its own
 
 A known example ("3 and 8, should be 5.5") is the first drawn case. The answer's process runs `result` with the answer
 inside, the judge's process without (`machine/judge.py`), case by case, to the first one that differs. Whatever the

@@ -34,30 +34,26 @@ AFTER = (
     "minizero/engines/core.py."
 )
 WRONG = [
-    wrong("pads-a-whole-multiple", ("-tensor.shape[0] % multiple", "multiple - tensor.shape[0] % multiple")),
-    wrong("pads-the-remainder", ("-tensor.shape[0] % multiple", "tensor.shape[0] % multiple")),
-    wrong("pads-in-front", ("[tensor, tensor.new_zeros(missing, *tensor.shape[1:])]",
-                            "[tensor.new_zeros(missing, *tensor.shape[1:]), tensor]")),
-    wrong("pads-with-ones", ("new_zeros", "new_ones")),
-    wrong("loses-the-dtype", ("tensor.new_zeros(missing, *tensor.shape[1:])",
-                              "torch.zeros(missing, *tensor.shape[1:])")),
-    wrong("always-copies", (" if missing else tensor", "")),
-    wrong("powers-of-two-only", ("-tensor.shape[0] % multiple", "-tensor.shape[0] & (multiple - 1)")),
-    wrong("resizes-the-input", ("return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing "
-                                "else tensor", "if missing:\n        tensor.resize_(tensor.shape[0] + missing, "
-                                "*tensor.shape[1:])[-missing:] = 0\n    return tensor"),
-          says="overwrites-the-input"),
+    wrong("pads-a-whole-multiple", "4 rows became 8 with multiple 4, which divides 4 already: append nothing then.",
+          ("-tensor.shape[0] % multiple", "multiple - tensor.shape[0] % multiple")),
+    wrong("pads-the-remainder", "It adds as many rows as are over. It must add as many as are missing.",
+          ("-tensor.shape[0] % multiple", "tensor.shape[0] % multiple")),
+    wrong("pads-in-front", "The zeros come before the data: put them behind.",
+          ("[tensor, tensor.new_zeros(missing, *tensor.shape[1:])]",
+           "[tensor.new_zeros(missing, *tensor.shape[1:]), tensor]")),
+    wrong("pads-with-ones", "The padding is 1, and would be added to other ranks' sums: it must be 0.",
+          ("new_zeros", "new_ones")),
+    wrong("loses-the-dtype", "Other bytes. Make the zeros like the tensor.",
+          ("tensor.new_zeros(missing, *tensor.shape[1:])", "torch.zeros(missing, *tensor.shape[1:])")),
+    wrong("always-copies", "Nothing is missing, so return the tensor itself. A copy takes as much memory again.",
+          (" if missing else tensor", "")),
+    wrong("powers-of-two-only", "It works for 1, 2, 4 and 8 ranks only: any number of ranks must divide what comes "
+          "out.", ("-tensor.shape[0] % multiple", "-tensor.shape[0] & (multiple - 1)")),
+    wrong("overwrites-the-input", "The tensor that was given has another length afterwards: it is the caller's.",
+          ("return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor",
+           "if missing:\n        tensor.resize_(tensor.shape[0] + missing, *tensor.shape[1:])[-missing:] = 0\n"
+           "    return tensor")),
 ]  # fmt: skip
-SAYS = {
-    "pads-a-whole-multiple": "4 rows became 8 with multiple 4, which divides 4 already: append nothing then.",
-    "pads-the-remainder": "It adds as many rows as are over. It must add as many as are missing.",
-    "pads-in-front": "The zeros come before the data: put them behind.",
-    "pads-with-ones": "The padding is 1, and would be added to other ranks' sums: it must be 0.",
-    "loses-the-dtype": "Other bytes. Make the zeros like the tensor.",
-    "always-copies": "Nothing is missing, so return the tensor itself. A copy takes as much memory again.",
-    "powers-of-two-only": "It works for 1, 2, 4 and 8 ranks only: any number of ranks must divide what comes out.",
-    "overwrites-the-input": "The tensor that was given has another length afterwards: it is the caller's.",
-}
 
 
 class Case(NamedTuple):
@@ -84,7 +80,7 @@ def result(case: Case) -> dict[str, Any]:
     shape = case.rows, *case.other_dimensions
     given = rank_kit.whole(case.seed, shape, case.dtype, case.layout, special=special)
     given.requires_grad_(case.requires_grad and case.dtype.is_floating_point)
-    seen = observed(layout.pad, given, case.multiple, most=2.5)
+    seen = observed(layout.pad, given, case.multiple, most=2.5, meta=case.seed > 1)
     padded = layout.pad(given, case.multiple)
     return seen | {
         "the memory in which the input lies": rank_kit.memory(given),

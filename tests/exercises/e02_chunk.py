@@ -33,27 +33,19 @@ AFTER = (
     "write straight into this rank's chunk of the gradient. Read next: `reduce` in minizero/engines/zero1.py."
 )
 WRONG = [
-    wrong("copies", ("[self.comm.rank]", "[self.comm.rank].clone()")),
-    wrong("wrong-neighbour", ("[self.comm.rank]", "[(self.comm.rank + 1) % self.comm.size]")),
-    wrong("interleaves", ("flat.chunk(self.comm.size)[self.comm.rank]", "flat[self.comm.rank :: self.comm.size]")),
-    wrong("first-chunk", ("[self.comm.rank]", "[0]")),
-    wrong("wrong-group", ("flat.chunk(self.comm.size)", "flat.chunk(self.everyone.size)")),
-    wrong(
-        "fixed-number-of-ranks",
-        ("flat.chunk(self.comm.size)", "flat.chunk(4 if self.everyone.size == 4 == self.comm.size else 2)"),
-    ),
-]
-SAYS = {
-    "copies": "The chunk is a copy: it costs memory, and what is written to it never reaches the buffer.",
-    "wrong-neighbour": "A rank took its neighbour's chunk.",
-    "interleaves": "Every 4th element is no chunk: a rank owns neighbours, one after the other.",
-    "first-chunk": "Each owns another one.",
-    "wrong-group": (
-        "With a sharding factor of 2 on 4 ranks a chunk is half of the buffer, not a quarter: cut it by self.comm, "
-        "the ranks that share this unit, not by self.everyone."
-    ),
-    "fixed-number-of-ranks": "Ask self.comm.size.",
-}
+    wrong("copies", "The chunk is a copy: it costs memory, and what is written to it never reaches the buffer.",
+          ("[self.comm.rank]", "[self.comm.rank].clone()")),
+    wrong("wrong-neighbour", "A rank took its neighbour's chunk.",
+          ("[self.comm.rank]", "[(self.comm.rank + 1) % self.comm.size]")),
+    wrong("interleaves", "Every 4th element is no chunk: a rank owns neighbours, one after the other.",
+          ("flat.chunk(self.comm.size)[self.comm.rank]", "flat[self.comm.rank :: self.comm.size]")),
+    wrong("first-chunk", "Each owns another one.", ("[self.comm.rank]", "[0]")),
+    wrong("wrong-group", "With a sharding factor of 2 on 4 ranks a chunk is half of the buffer, not a quarter: cut it "
+          "by self.comm, the ranks that share this unit, not by self.everyone.",
+          ("flat.chunk(self.comm.size)", "flat.chunk(self.everyone.size)")),
+    wrong("fixed-number-of-ranks", "Ask self.comm.size.",
+          ("flat.chunk(self.comm.size)", "flat.chunk(4 if self.everyone.size == 4 == self.comm.size else 2)")),
+]  # fmt: skip
 
 
 class Unit:

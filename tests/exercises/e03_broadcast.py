@@ -43,24 +43,21 @@ AFTER = (
     "does not exist is left out. Read next: `agreement` in minizero/ranks/agreement.py."
 )
 WRONG = [
-    wrong("root-is-always-zero", ("(comm.rank - root) % comm.size", "comm.rank")),
-    wrong("root-does-all", ("if position < reach and position + reach < comm.size:\n                comm.send(result, "
-          "(comm.rank + reach) % comm.size)\n            elif reach <= position < 2 * reach:\n                "
-          "comm.recv(result, (comm.rank - reach) % comm.size)\n            reach *= 2",
-          "if position == 0:\n                comm.send(result, (comm.rank + reach) % comm.size)\n            "
-          "elif position == reach:\n                comm.recv(result, root)\n            reach += 1")),
-    wrong("overwrites-the-input", ("tensor.contiguous().clone()", "tensor.contiguous()")),
-    wrong("returns-its-own", ("return result", "return tensor")),
+    wrong("root-is-always-zero", "With another root than 0 the ranks get the wrong tensor: count positions from the "
+          "root.", ("(comm.rank - root) % comm.size", "comm.rank")),
+    wrong("root-does-all", "One rank sends to the others, one after the other. In a tree none sends more than log2 N "
+          "times, since those who have the tensor help.",
+          ("if position < reach and position + reach < comm.size:\n"
+           "                comm.send(result, (comm.rank + reach) % comm.size)\n"
+           "            elif reach <= position < 2 * reach:\n                comm.recv(result, (comm.rank - reach) % "
+           "comm.size)\n            reach *= 2", "if position == 0:\n                comm.send(result, (comm.rank + "
+           "reach) % comm.size)\n            elif position == reach:\n                comm.recv(result, root)\n"
+           "            reach += 1")),
+    wrong("overwrites-the-input", "A rank's own tensor was overwritten: receive into a copy.",
+          ("tensor.contiguous().clone()", "tensor.contiguous()")),
+    wrong("returns-its-own", "A rank returned its own tensor, not the root's: return what was received.",
+          ("return result", "return tensor")),
 ]  # fmt: skip
-SAYS = {
-    "root-does-all": (
-        "One rank sends to the others, one after the other. In a tree none sends more than log2 N times, since those "
-        "who have the tensor help."
-    ),
-    "overwrites-the-input": "A rank's own tensor was overwritten: receive into a copy.",
-    "root-is-always-zero": "With another root than 0 the ranks get the wrong tensor: count positions from the root.",
-    "returns-its-own": "A rank returned its own tensor, not the root's: return what was received.",
-}
 
 
 class Case(NamedTuple):

@@ -42,40 +42,30 @@ AFTER = (
 SOON = "comm.transport.soon([chunks[(comm.rank - step - 1) % comm.size] for step in range(comm.size - 1)], left)"
 LOOP = "for step in range(comm.size - 1):\n        # First"
 WRONG = [
-    wrong("one-step-short", (LOOP, "for step in range(comm.size - 2):\n        # First")),
-    wrong("one-step-too-many", (LOOP, "for step in range(comm.size):\n        # First")),
-    wrong("resends-its-own", ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]")),
-    wrong(
-        "fills-the-wrong-place",
-        ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[(comm.rank + step) % comm.size]"),
-        ("incoming = chunks[(comm.rank - step - 1) % comm.size]", "incoming = chunks[(comm.rank + step + 1) % "
-                                                                  "comm.size]"),
-    ),
-    wrong("extra-buffers", ("comm.send_recv(outgoing, right, incoming, left)",
-                            "fresh = torch.empty_like(incoming)\n        "
-                            "comm.send_recv(outgoing, right, fresh, left)\n        incoming.copy_(fresh)")),
-    wrong("sends-fp32", ("comm.send_recv(outgoing, right, incoming, left)",
-                         "fresh = torch.empty(incoming.shape)\n        "
-                         "comm.send_recv(outgoing.float(), right, fresh, left)\n        incoming.copy_(fresh)")),
-    wrong("announces-nothing", (SOON, "pass"), says="announces-too-few"),
-    wrong("not-a-ring", ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]"),
+    wrong("one-step-short", "A chunk is missing: N ranks need N-1 steps.",
+          (LOOP, "for step in range(comm.size - 2):\n        # First")),
+    wrong("one-step-too-many", "N-1 steps are enough: the last one brought what it had already.",
+          (LOOP, "for step in range(comm.size):\n        # First")),
+    wrong("resends-its-own", "A rank sends its own chunk again: after step 0 pass on what came in.",
+          ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]")),
+    wrong("fills-the-wrong-place", "All chunks are there, and in the wrong places: what comes from the left in step 0 "
+          "is the left rank's chunk.",
+          ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[(comm.rank + step) % comm.size]"),
+          ("incoming = chunks[(comm.rank - step - 1) % comm.size]",
+           "incoming = chunks[(comm.rank + step + 1) % comm.size]")),
+    wrong("extra-buffers", "There is memory beside the chunks: receive into the place where the chunk belongs.",
+          ("comm.send_recv(outgoing, right, incoming, left)", "fresh = torch.empty_like(incoming)\n"
+           "        comm.send_recv(outgoing, right, fresh, left)\n        incoming.copy_(fresh)")),
+    wrong("sends-fp32", "The chunks are sent as FP32: send them as they are.",
+          ("comm.send_recv(outgoing, right, incoming, left)", "fresh = torch.empty(incoming.shape)\n"
+           "        comm.send_recv(outgoing.float(), right, fresh, left)\n        incoming.copy_(fresh)")),
+    wrong("announces-too-few", "Before the loop comm.transport.soon(tensors, left) names all N-1 tensors that are to "
+          "come, in their order.", (SOON, "pass")),
+    wrong("not-a-ring", "A rank sends to several ranks. In a ring each sends to its neighbour only, always the same.",
+          ("outgoing = chunks[(comm.rank - step) % comm.size]", "outgoing = chunks[comm.rank]"),
           ("comm.send_recv(outgoing, right, incoming, left)",
            "comm.send_recv(outgoing, (right + step) % comm.size, incoming, (left - step) % comm.size)")),
 ]  # fmt: skip
-SAYS = {
-    "not-a-ring": "A rank sends to several ranks. In a ring each sends to its neighbour only, always the same.",
-    "announces-too-few": (
-        "Before the loop comm.transport.soon(tensors, left) names all N-1 tensors that are to come, in their order."
-    ),
-    "one-step-short": "A chunk is missing: N ranks need N-1 steps.",
-    "one-step-too-many": "N-1 steps are enough: the last one brought what it had already.",
-    "resends-its-own": "A rank sends its own chunk again: after step 0 pass on what came in.",
-    "fills-the-wrong-place": (
-        "All chunks are there, and in the wrong places: what comes from the left in step 0 is the left rank's chunk."
-    ),
-    "sends-fp32": "The chunks are sent as FP32: send them as they are.",
-    "extra-buffers": "There is memory beside the chunks: receive into the place where the chunk belongs.",
-}
 
 
 class Case(NamedTuple):

@@ -45,37 +45,31 @@ AFTER = (
     "never changes, so every run gives the same bits. Read next: section 3 of notebooks/01b_collectives_cost.ipynb."
 )
 WRONG = [
-    wrong("wrong-chunk", ("partial = chunks[(comm.rank - 1) % comm.size]", "partial = chunks[comm.rank]"),
+    wrong("wrong-chunk", "Begin one chunk earlier, with chunk r-1.",
+          ("partial = chunks[(comm.rank - 1) % comm.size]", "partial = chunks[comm.rank]"),
           ("chunks[(comm.rank - 2 - step) % comm.size]", "chunks[(comm.rank - 1 - step) % comm.size]")),
-    wrong("off-by-one", ("(comm.rank - 2 - step)", "(comm.rank - 1 - step)")),
-    wrong("does-not-add", ("partial = combine(incoming, mine, out=out if last and out is not None else incoming)",
-                           "partial = incoming")),
-    wrong("always-adds", ("combine(incoming,", "torch.add(incoming,")),
-    wrong("buffer-for-each-step",
+    wrong("off-by-one", "To what came in from the left at step s belongs your chunk r-2-s, not r-1-s.",
+          ("(comm.rank - 2 - step)", "(comm.rank - 1 - step)")),
+    wrong("does-not-add", "Add your own part to what comes in, and pass that on.",
+          ("partial = combine(incoming, mine, out=out if last and out is not None else incoming)",
+           "partial = incoming")),
+    wrong("always-adds", "With combine=torch.maximum it still summed: call `combine`, not +.",
+          ("combine(incoming,", "torch.add(incoming,")),
+    wrong("buffer-for-each-step", "Two buffers that take turns are enough.",
           ("count = min(comm.transport.ring_buffers(partial), comm.size - 1)", "count = comm.size - 1"),
           ("buffers[step % len(buffers)]", "buffers[step]")),
-    wrong("overwrites-the-input", ("mine = chunks[(comm.rank - 2 - step) % comm.size]",
-          "mine = chunks[(comm.rank - 2 - step) % comm.size]\n        incoming = mine.add_(incoming)\n        "
-          "mine = torch.zeros_like(mine)")),
-    wrong("ignores-out", ("out if last and out is not None else incoming", "incoming")),
-    wrong("the-lesson-s-ring", ("partial = chunks[(comm.rank - 1)", "partial = total = chunks[comm.rank"),
-          ("% comm.size]\n    # Two", "]\n    # Two"), ("return partial", "return total"),
-          ("partial = combine(incoming, mine, out=out if last and out is not None else incoming)",
+    wrong("overwrites-the-input", "`chunks` belong to the caller. Sum in the buffer.",
+          ("mine = chunks[(comm.rank - 2 - step) % comm.size]", "mine = chunks[(comm.rank - 2 - step) % comm.size]\n"
+           "        incoming = mine.add_(incoming)\n        mine = torch.zeros_like(mine)")),
+    wrong("ignores-out", "`out` was given and not filled: the last sum goes there.",
+          ("out if last and out is not None else incoming", "incoming")),
+    wrong("the-lesson-s-ring", "It passes on what came in, as the lesson's whole ring does, and so adds up chunks with "
+          "different numbers. Here the sum travels: add your own part to what came in, and pass the sum on.",
+          ("partial = chunks[(comm.rank - 1)", "partial = total = chunks[comm.rank"),
+          ("% comm.size]\n    # Two", "]\n    # Two"), ("return partial", "return total"), (
+           "partial = combine(incoming, mine, out=out if last and out is not None else incoming)",
            "total, partial = combine(total, incoming), incoming")),
 ]  # fmt: skip
-SAYS = {
-    "wrong-chunk": "Begin one chunk earlier, with chunk r-1.",
-    "off-by-one": "To what came in from the left at step s belongs your chunk r-2-s, not r-1-s.",
-    "does-not-add": "Add your own part to what comes in, and pass that on.",
-    "always-adds": "With combine=torch.maximum it still summed: call `combine`, not +.",
-    "buffer-for-each-step": "Two buffers that take turns are enough.",
-    "overwrites-the-input": "`chunks` belong to the caller. Sum in the buffer.",
-    "ignores-out": "`out` was given and not filled: the last sum goes there.",
-    "the-lesson-s-ring": (
-        "It passes on what came in, as the lesson's whole ring does, and so adds up chunks with different numbers. "
-        "Here the sum travels: add your own part to what came in, and pass the sum on."
-    ),
-}
 
 
 class Case(NamedTuple):

@@ -43,39 +43,34 @@ AFTER = (
     "notebooks/01_collectives.ipynb."
 )
 WRONG = [
-    wrong("forgot-divide", ("chunks[comm.rank].div_(divisor)", "pass")),
-    wrong("any-out", ('check_out("all_reduce", out, tensor.shape, tensor.dtype)', "pass")),
-    wrong("forgot-gather", ("ring_all_gather(chunks, comm)", "pass")),
-    wrong("gathers-everything", ("ring_reduce_scatter(chunks, comm, combine, out=chunks[comm.rank])\n            "
-          'if op == "mean":\n                chunks[comm.rank].div_(divisor)\n            '
-          'ring_all_gather(chunks, comm)',
-          "every = [torch.empty_like(flat) for _ in range(comm.size)]\n            every[comm.rank].copy_(flat)\n"
-          "            ring_all_gather(every, comm)\n            total = every[0]\n            for other in "
-          "every[1:]:\n"
-          "                total = COMBINE[op](total, other)\n            "
-          'flat.copy_(total / comm.size if op == "mean" else total)')),
-    wrong("keeps-the-padding", ("flat[: tensor.numel()].view(tensor.shape)",
-          "flat if flat.numel() > tensor.numel() else flat.view(tensor.shape)")),
-    wrong("overwrites-the-input", ("flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)\n"
-          "            flat[: tensor.numel()].copy_(tensor.reshape(-1))",
-          "flat = tensor.view(-1)\n            if flat.numel() % comm.size:\n                "
-          "flat = torch.cat([flat, flat.new_zeros(-flat.numel() % comm.size)])")),
-    wrong("always-sums", ("comm, combine, out", "comm, torch.add, out")),
-    wrong("extra-copies", ("            if op == \"mean\":", "            kept = [tensor.clone() for _ in range(3)]"
-                           "\n            if op == \"mean\":")),
+    wrong("forgot-divide", "The mean over the ranks is the sum: divide by comm.size.",
+          ("chunks[comm.rank].div_(divisor)", "pass")),
+    wrong("any-out", "An `out` of another shape or dtype must be a ValueError: check_out says so.",
+          ('check_out("all_reduce", out, tensor.shape, tensor.dtype)', "pass")),
+    wrong("forgot-gather", "A rank has its own chunk of the sum and none of the others': gather them.",
+          ("ring_all_gather(chunks, comm)", "pass")),
+    wrong("gathers-everything", "Everybody gets everything, and then adds: reduce first, then gather, and it is 2 "
+          "(N-1)/N times the tensor.",
+          ('ring_reduce_scatter(chunks, comm, combine, out=chunks[comm.rank])\n            if op == "mean":\n'
+           "                chunks[comm.rank].div_(divisor)\n            ring_all_gather(chunks, comm)",
+           "every = [torch.empty_like(flat) for _ in range(comm.size)]\n            every[comm.rank].copy_(flat)\n"
+           "            ring_all_gather(every, comm)\n            total = every[0]\n"
+           "            for other in every[1:]:\n                total = COMBINE[op](total, other)\n"
+           '            flat.copy_(total / comm.size if op == "mean" else total)')),
+    wrong("keeps-the-padding", "There are more elements than before: cut the padding off.",
+          ("flat[: tensor.numel()].view(tensor.shape)",
+           "flat if flat.numel() > tensor.numel() else flat.view(tensor.shape)")),
+    wrong("overwrites-the-input", "A rank's own tensor has other values afterwards: work on a copy.",
+          ("flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)\n"
+           "            flat[: tensor.numel()].copy_(tensor.reshape(-1))", "flat = tensor.view(-1)\n"
+           "            if flat.numel() % comm.size:\n"
+           "                flat = torch.cat([flat, flat.new_zeros(-flat.numel() % comm.size)])")),
+    wrong("always-sums", "It summed where it should have taken the largest or the smallest: COMBINE[op] says how to "
+          "combine.", ("comm, combine, out", "comm, torch.add, out")),
+    wrong("extra-copies", "One copy and two buffers of a chunk are enough.",
+          ('            if op == "mean":',
+           '            kept = [tensor.clone() for _ in range(3)]\n            if op == "mean":')),
 ]  # fmt: skip
-SAYS = {
-    "forgot-divide": "The mean over the ranks is the sum: divide by comm.size.",
-    "any-out": "An `out` of another shape or dtype must be a ValueError: check_out says so.",
-    "forgot-gather": "A rank has its own chunk of the sum and none of the others': gather them.",
-    "gathers-everything": (
-        "Everybody gets everything, and then adds: reduce first, then gather, and it is 2 (N-1)/N times the tensor."
-    ),
-    "keeps-the-padding": "There are more elements than before: cut the padding off.",
-    "overwrites-the-input": "A rank's own tensor has other values afterwards: work on a copy.",
-    "always-sums": "It summed where it should have taken the largest or the smallest: COMBINE[op] says how to combine.",
-    "extra-copies": "One copy and two buffers of a chunk are enough.",
-}
 
 
 class Case(NamedTuple):

@@ -54,30 +54,25 @@ MISSING = "-sum(len(value) for value in values) % ranks"
 CAT = "torch.cat([*values, values[0].new_zeros(missing)])"
 VIEW = "parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)"
 WRONG = [
-    wrong("ties-twice", (ONCE, "list(parameters)")),
-    wrong("memory-order", (ROWS, "parameter.detach().as_strided((parameter.numel(),), (1,))")),
-    wrong("no-padding", (MISSING, "0")),
-    wrong("pads-each", ("for parameter in distinct]\n", "for parameter in distinct]\n    values = [torch.cat([v, "
-          "v.new_zeros(-len(v) % ranks)]) for v in values]\n"), ("offset += parameter.numel()",
-          "offset += -(-parameter.numel() // ranks) * ranks")),
-    wrong("padding-first", (CAT, "torch.cat([values[0].new_zeros(missing), *values])"), ("offset = 0",
-                            "offset = missing"), says="padding-not-behind"),
-    wrong("copies", (VIEW, VIEW + ".clone()")),
-    wrong("loses-the-shape", (VIEW, VIEW.replace(".view(parameter.shape)", ""))),
-    wrong("in-the-graph", (ROWS, "parameter.reshape(-1)")),
+    wrong("ties-twice", "A tied parameter is in the buffer twice: the second place would never be read.",
+          (ONCE, "list(parameters)")),
+    wrong("memory-order", "A transposed parameter went into the buffer in the order of its memory: go row by row, in "
+          "its shape.", (ROWS, "parameter.detach().as_strided((parameter.numel(),), (1,))")),
+    wrong("no-padding", "The number of ranks does not divide the buffer: what is missing is zeros at the end.",
+          (MISSING, "0")),
+    wrong("pads-each", "Zeros stand between the parameters: pad once, at the end.",
+          ("for parameter in distinct]\n", "for parameter in distinct]\n    values = [torch.cat([v, "
+           "v.new_zeros(-len(v) % ranks)]) for v in values]\n"),
+          ("offset += parameter.numel()", "offset += -(-parameter.numel() // ranks) * ranks")),
+    wrong("padding-not-behind", "The zeros stand at the beginning: they belong to the end of the last chunk.",
+          (CAT, "torch.cat([values[0].new_zeros(missing), *values])"), ("offset = 0", "offset = missing")),
+    wrong("copies", "A parameter has memory of its own: what is written into the buffer never reaches the model.",
+          (VIEW, VIEW + ".clone()")),
+    wrong("loses-the-shape", "A parameter came out flat: view its place in the buffer in its shape.",
+          (VIEW, VIEW.replace(".view(parameter.shape)", ""))),
+    wrong("in-the-graph", "Autograd keeps the buffer's history: it is memory, no result. Copy without autograd.",
+          (ROWS, "parameter.reshape(-1)")),
 ]  # fmt: skip
-SAYS = {
-    "ties-twice": "A tied parameter is in the buffer twice: the second place would never be read.",
-    "memory-order": (
-        "A transposed parameter went into the buffer in the order of its memory: go row by row, in its shape."
-    ),
-    "no-padding": "The number of ranks does not divide the buffer: what is missing is zeros at the end.",
-    "pads-each": "Zeros stand between the parameters: pad once, at the end.",
-    "padding-not-behind": "The zeros stand at the beginning: they belong to the end of the last chunk.",
-    "copies": "A parameter has memory of its own: what is written into the buffer never reaches the model.",
-    "loses-the-shape": "A parameter came out flat: view its place in the buffer in its shape.",
-    "in-the-graph": "Autograd keeps the buffer's history: it is memory, no result. Copy without autograd.",
-}
 
 
 class Case(NamedTuple):

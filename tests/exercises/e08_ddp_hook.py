@@ -61,40 +61,26 @@ FULL = "if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.
 CALL = 'all_reduce(rows, self.comm, "mean", out=rows, label=unit.name)'
 EACH = "for dtype in list(self.backward.buckets) if unit is self.in_order[-1] else [unit.dtype]:"
 WRONG = [
-    wrong("message-for-each", (FULL, "if False:")),
-    wrong("leaves-late", (FULL, "if unit is not self.in_order[-1]:")),
-    wrong("forgets-the-last", (FULL, FULL.replace("and unit is not self.in_order[-1]", "or True"))),
-    wrong("mixes-dtypes", ("buckets.setdefault(unit.dtype, [])", "buckets.setdefault(torch.float32, [])"),
+    wrong("message-for-each", "Five units of 400 bytes with BUCKET_BYTES = 2000 became five messages. They fit one "
+          "bucket: let them wait for each other, and send one message.", (FULL, "if False:")),
+    wrong("leaves-late", "With BUCKET_BYTES = 800 two units of 400 bytes fill a bucket, and all five waited until the "
+          "end of backward: send when 800 bytes are there. (.nbytes is bytes, .numel() elements.)",
+          (FULL, "if unit is not self.in_order[-1]:")),
+    wrong("forgets-the-last", "Nothing moved: the optimizer found no gradient. A bucket that is never full must leave, "
+          "too, when the last unit of a backward has come.",
+          (FULL, FULL.replace("and unit is not self.in_order[-1]", "or True"))),
+    wrong("mixes-dtypes", "Two units of BF16 and two of FP32, of 100 elements each, are 1,200 bytes. put together they "
+          "became FP32. A bucket for each dtype.",
+          ("buckets.setdefault(unit.dtype, [])", "buckets.setdefault(torch.float32, [])"),
           (EACH, "for dtype in list(self.backward.buckets):")),
-    wrong("forgot-divide", (CALL, CALL.replace('"mean"', '"sum"'))),
-    wrong("no-communication", (CALL, "pass")),
-    wrong("reduces-the-weights", (KEEP, "bucket.append((unit, unit.replica.clone()))")),
-    wrong("keeps-every-gradient", (KEEP, KEEP + '\n    self.__dict__.setdefault("all", []).append(gradient.clone())')),
+    wrong("forgot-divide", "The gradient is the sum over the 4 ranks, 4 times too large: divide by their number.",
+          (CALL, CALL.replace('"mean"', '"sum"'))),
+    wrong("no-communication", "The ranks drift apart. Average over them, and use what comes back.", (CALL, "pass")),
+    wrong("reduces-the-weights", "What was averaged are the weights, not the gradients: `unit.replica` holds "
+          "parameters. Use `gradient`.", (KEEP, "bucket.append((unit, unit.replica.clone()))")),
+    wrong("keeps-every-gradient", "More than what the optimizer needs. Keep no second reference and no copy.",
+          (KEEP, KEEP + '\n    self.__dict__.setdefault("all", []).append(gradient.clone())')),
 ]  # fmt: skip
-SAYS = {
-    "message-for-each": (
-        "Five units of 400 bytes with BUCKET_BYTES = 2000 became five messages. They fit one bucket: let them wait "
-        "for each other, and send one message."
-    ),
-    "leaves-late": (
-        "With BUCKET_BYTES = 800 two units of 400 bytes fill a bucket, and all five waited until the end of backward: "
-        "send when 800 bytes are there. (.nbytes is bytes, .numel() elements.)"
-    ),
-    "forgets-the-last": (
-        "Nothing moved: the optimizer found no gradient. A bucket that is never full must leave, too, when the last "
-        "unit of a backward has come."
-    ),
-    "mixes-dtypes": (
-        "Two units of BF16 and two of FP32, of 100 elements each, are 1,200 bytes. put together they became FP32. A "
-        "bucket for each dtype."
-    ),
-    "forgot-divide": "The gradient is the sum over the 4 ranks, 4 times too large: divide by their number.",
-    "no-communication": "The ranks drift apart. Average over them, and use what comes back.",
-    "reduces-the-weights": (
-        "What was averaged are the weights, not the gradients: `unit.replica` holds parameters. Use `gradient`."
-    ),
-    "keeps-every-gradient": "More than what the optimizer needs. Keep no second reference and no copy.",
-}
 
 
 class Unit:

@@ -45,30 +45,21 @@ AFTER = (
 )
 MASTER = "unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()"
 WRONG = [
-    wrong("shards-nothing", (MASTER, "full")),
-    wrong("everyone-takes-chunk-0", (MASTER, "full.chunk(unit.comm.size)[0]")),
-    wrong("parameters-are-elsewhere", ("    unit.point_parameters_at(unit.replica)\n", "")),
-    wrong("copies-in-fp32", (MASTER, "unit.chunk(full).clone()")),
-    wrong("keeps-the-whole", (MASTER, "unit.chunk(full)")),
-    wrong("cut-from-the-replica", (MASTER, "unit.chunk(unit.replica)")),
-    wrong("forgets-the-shards", ("    unit.cut_shards()", "    pass"), says="no-parameters"),
+    wrong("shards-nothing", "A rank's optimizer gets all parameters, and would keep Adam's states for all of them: "
+          "unit.master must be this rank's chunk.", (MASTER, "full")),
+    wrong("everyone-takes-chunk-0", "Every rank took chunk 0: take your own.",
+          (MASTER, "full.chunk(unit.comm.size)[0]")),
+    wrong("parameters-are-elsewhere", "The module's parameters are not views of unit.replica: what is gathered there "
+          "would never be used.", ("    unit.point_parameters_at(unit.replica)\n", "")),
+    wrong("copies-in-fp32", "In FP32 the master is a view into the replica, and no copy: 4Ψ bytes are enough.",
+          (MASTER, "unit.chunk(full).clone()")),
+    wrong("keeps-the-whole", "In 16 bits a view of `full` keeps all of it alive: copy the chunk.",
+          (MASTER, "unit.chunk(full)")),
+    wrong("cut-from-the-replica", "In 16 bits the master has no more bits than the replica, which was rounded: cut it "
+          "from `full`, in FP32.", (MASTER, "unit.chunk(unit.replica)")),
+    wrong("no-parameters", "The optimizer gets no parameters at all: call unit.cut_shards().",
+          ("    unit.cut_shards()", "    pass")),
 ]  # fmt: skip
-SAYS = {
-    "shards-nothing": (
-        "A rank's optimizer gets all parameters, and would keep Adam's states for all of them: unit.master must be "
-        "this rank's chunk."
-    ),
-    "everyone-takes-chunk-0": "Every rank took chunk 0: take your own.",
-    "parameters-are-elsewhere": (
-        "The module's parameters are not views of unit.replica: what is gathered there would never be used."
-    ),
-    "copies-in-fp32": "In FP32 the master is a view into the replica, and no copy: 4Ψ bytes are enough.",
-    "keeps-the-whole": "In 16 bits a view of `full` keeps all of it alive: copy the chunk.",
-    "cut-from-the-replica": (
-        "In 16 bits the master has no more bits than the replica, which was rounded: cut it from `full`, in FP32."
-    ),
-    "no-parameters": "The optimizer gets no parameters at all: call unit.cut_shards().",
-}
 
 
 class Case(NamedTuple):

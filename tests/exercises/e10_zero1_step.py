@@ -39,27 +39,18 @@ AFTER = (
 )
 GATHER = "all_gather(mine, self.comm, out=unit.replica, label=unit.name)"
 WRONG = [
-    wrong("forgets-the-gather", (GATHER, "pass")),
-    wrong("gathers-always", ("if unit.replica_is_stale():", "if True:")),
-    wrong("forgets-to-round", ("mine.copy_(unit.master)", "pass")),
-    wrong("forgets-the-label", (GATHER, "all_gather(mine, self.comm, out=unit.replica)")),
-    wrong("sums-instead", (GATHER, "from minizero.ranks.collectives import all_reduce\n            "
-          "unit.replica.copy_(all_reduce(unit.replica, self.comm, label=unit.name))")),
+    wrong("forgets-the-gather", "After a step a rank has new values of its own chunk only: gather those of the "
+          "others.", (GATHER, "pass")),
+    wrong("gathers-always", "Gather what is stale, and then, after the gather, mark it as fresh: "
+          "unit.replica_is_fresh_now().", ("if unit.replica_is_stale():", "if True:")),
+    wrong("forgets-to-round", "In FP16 a step was taken, and the model's weights are as before: the masters moved, but "
+          "were not rounded into the replica. mine.copy_(unit.master).", ("mine.copy_(unit.master)", "pass")),
+    wrong("forgets-the-label", "all_gather got no label. With label=unit.name the ranks notice if they gather "
+          "different units.", (GATHER, "all_gather(mine, self.comm, out=unit.replica)")),
+    wrong("sums-instead", "They are gathered, not added up.",
+          (GATHER, "from minizero.ranks.collectives import all_reduce\n"
+           "            unit.replica.copy_(all_reduce(unit.replica, self.comm, label=unit.name))")),
 ]  # fmt: skip
-SAYS = {
-    "gathers-always": (
-        "Gather what is stale, and then, after the gather, mark it as fresh: unit.replica_is_fresh_now()."
-    ),
-    "forgets-to-round": (
-        "In FP16 a step was taken, and the model's weights are as before: the masters moved, but were not rounded "
-        "into the replica. mine.copy_(unit.master)."
-    ),
-    "forgets-the-label": (
-        "all_gather got no label. With label=unit.name the ranks notice if they gather different units."
-    ),
-    "sums-instead": "They are gathered, not added up.",
-    "forgets-the-gather": "After a step a rank has new values of its own chunk only: gather those of the others.",
-}
 
 
 def draw(random: Random) -> list[keep.Case]:

@@ -52,34 +52,24 @@ CALL = 'reduce_scatter(full, comm, "mean", label=name)'
 ADD = "shards[name] = shards[name].add_(mine) if name in shards else mine"
 FREE, FREE_FULL = "        del gradient\n", "    del full  # before the next one is computed\n"
 WRONG = [
-    wrong("keeps-the-last", (FREE, ""), (FREE_FULL, "\n")),
-    wrong("keeps-all", (FREE, FREE + '        backward.__dict__.setdefault("all", []).append(full)\n'),
-          says="does-not-free"),
-    wrong("forgot-divide", ('"mean"', '"sum"')),
-    wrong("no-communication", (CALL, "full.chunk(comm.size)[comm.rank].clone()")),
-    wrong("reduces-everything", (CALL, "__import__('minizero').all_reduce(full, comm, 'mean').chunk(comm.size)"
-                                 "[comm.rank].clone()")),
-    wrong("forgets-the-micro-batch-before", (ADD, "shards[name] = mine")),
-    wrong("sends-fp32", (CALL, CALL.replace("full,", "full.float(),"))),
-    wrong("adds-in-16-bits", (CALL + ".float()", CALL), (ADD, "shards[name] = (shards[name].to(mine.dtype) + mine if "
-                              "name in shards else mine).float()")),
+    wrong("keeps-the-last", "While the next gradient was computed, the full one of the unit before, or its padded "
+          "copy, was still alive: a name refers to it until it gets its next value. `del` both.", (FREE, ""),
+          (FREE_FULL, "\n")),
+    wrong("does-not-free", "Of each unit that has come only 1/N may be left. A list, or a view of a full gradient, "
+          "keeps all of it.", (FREE, FREE + '        backward.__dict__.setdefault("all", []).append(full)\n')),
+    wrong("forgot-divide", "The gradient is the sum over the ranks: take the mean.", ('"mean"', '"sum"')),
+    wrong("no-communication", "Each rank kept its own gradient of its chunk, not the average: nothing was sent. Reduce "
+          "over the ranks.", (CALL, "full.chunk(comm.size)[comm.rank].clone()")),
+    wrong("reduces-everything", "A rank needs its own chunk of the average only, and sends each gradient once.",
+          (CALL, "__import__('minizero').all_reduce(full, comm, 'mean').chunk(comm.size)[comm.rank].clone()")),
+    wrong("forgets-the-micro-batch-before", "After the second micro-batch only its own gradient is there: add it to "
+          "what the first one left.", (ADD, "shards[name] = mine")),
+    wrong("sends-fp32", "A 16-bit gradient was sent as FP32: reduce it as it comes, and make FP32 of what is left.",
+          (CALL, CALL.replace("full,", "full.float(),"))),
+    wrong("adds-in-16-bits", "In BF16 256 + 1 is rounded back to 256: turn each average into FP32 before you add it.",
+          (CALL + ".float()", CALL),
+          (ADD, "shards[name] = (shards[name].to(mine.dtype) + mine if name in shards else mine).float()")),
 ]  # fmt: skip
-
-
-SAYS = {
-    "keeps-the-last": "While the next gradient was computed, the full one of the unit before, or its padded copy, was "
-    "still alive: a name refers to it until it gets its next value. `del` both.",
-    "does-not-free": "Of each unit that has come only 1/N may be left. A list, or a view of a full gradient, keeps all "
-    "of it.",
-    "forgot-divide": "The gradient is the sum over the ranks: take the mean.",
-    "no-communication": "Each rank kept its own gradient of its chunk, not the average: nothing was sent. Reduce over "
-    "the ranks.",
-    "reduces-everything": "A rank needs its own chunk of the average only, and sends each gradient once.",
-    "forgets-the-micro-batch-before": "After the second micro-batch only its own gradient is there: add it to what the "
-    "first one left.",
-    "sends-fp32": "A 16-bit gradient was sent as FP32: reduce it as it comes, and make FP32 of what is left.",
-    "adds-in-16-bits": "In BF16 256 + 1 is rounded back to 256: turn each average into FP32 before you add it.",
-}
 
 
 class Case(NamedTuple):

@@ -62,40 +62,26 @@ GATHER = "all_gather(mine, unit.comm, out=unit.replica)"
 ROUND = "mine.copy_(unit.shard)"
 POINT = "unit.point_parameters_at(unit.replica)"
 WRONG = [
-    wrong("gathers-always", (IF, "if True:")),
-    wrong("whole-is-enough", (IF, f"if {EMPTY}:")),
-    wrong("trusts-the-version", (IF, f"if {STALE}:")),
-    wrong("parameters-dangle", (POINT, "pass")),
-    wrong("forgets-the-shard", (ROUND, "pass")),
-    wrong("gathers-into-nothing", (GATHER, "all_gather(mine, unit.comm)")),
-    wrong("another-buffer", (GATHER, "unit.replica = all_gather(mine, unit.comm)")),
-    wrong("extra-buffer", (GATHER, "unit.replica.copy_(all_gather(mine, unit.comm))")),
+    wrong("gathers-always", "The unit was whole, and nothing had changed, but it was gathered again. Remember from "
+          "which version of the shard the replica was made.", (IF, "if True:")),
+    wrong("whole-is-enough", "The optimizer has made a step, and the replica, which was whole, was left with the old "
+          "parameters: whole is not up to date. unit.shard._version says that something was written.",
+          (IF, f"if {EMPTY}:")),
+    wrong("trusts-the-version", "The replica's memory was given back after forward, and backward finds it empty: the "
+          "version of the shard is the same, but the numbers are gone. Look at the storage, too.",
+          (IF, f"if {STALE}:")),
+    wrong("parameters-dangle", "The replica is whole, and the layer's parameters are still empty: make them views of "
+          "it.", (POINT, "pass")),
+    wrong("forgets-the-shard", "Nothing of what was gathered is a parameter: first put the shard's values into this "
+          "rank's chunk of the replica.", (ROUND, "pass")),
+    wrong("gathers-into-nothing", "The replica still has only its own chunk: what was gathered went into another "
+          "tensor.", (GATHER, "all_gather(mine, unit.comm)")),
+    wrong("another-buffer", "unit.replica is another tensor now, or has another storage: what autograd has saved are "
+          "views of the old one. Give the storage that is there its memory back, and fill it.",
+          (GATHER, "unit.replica = all_gather(mine, unit.comm)")),
+    wrong("extra-buffer", "There is a second replica for a moment. Gather into the replica itself.",
+          (GATHER, "unit.replica.copy_(all_gather(mine, unit.comm))")),
 ]  # fmt: skip
-SAYS = {
-    "gathers-always": (
-        "The unit was whole, and nothing had changed, but it was gathered again. Remember from which version of the "
-        "shard the replica was made."
-    ),
-    "whole-is-enough": (
-        "The optimizer has made a step, and the replica, which was whole, was left with the old parameters: whole is "
-        "not up to date. unit.shard._version says that something was written."
-    ),
-    "trusts-the-version": (
-        "The replica's memory was given back after forward, and backward finds it empty: the version of the shard is "
-        "the same, but the numbers are gone. Look at the storage, too."
-    ),
-    "parameters-dangle": "The replica is whole, and the layer's parameters are still empty: make them views of it.",
-    "forgets-the-shard": (
-        "Nothing of what was gathered is a parameter: first put the shard's values into this rank's chunk of the "
-        "replica."
-    ),
-    "gathers-into-nothing": "The replica still has only its own chunk: what was gathered went into another tensor.",
-    "another-buffer": (
-        "unit.replica is another tensor now, or has another storage: what autograd has saved are views of the old "
-        "one. Give the storage that is there its memory back, and fill it."
-    ),
-    "extra-buffer": "There is a second replica for a moment. Gather into the replica itself.",
-}
 
 
 EMPTIED, STEP = "the memory is given back", "the optimizer writes"

@@ -59,36 +59,27 @@ BACK = "    if gradient is None:\n        return\n"
 MORE = "    if unit.uses:\n        return\n"
 FREE = f"    {EMPTY}\n    {GONE}\n"
 WRONG = [
-    wrong("frees-nothing", (EMPTY, "pass")),
-    wrong("parameters-dangle", (GONE, "pass")),
-    wrong("in-forward-only", (FREE + BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n"
-          "        return\n"), says="stays-after-backward"),
-    wrong("waits-for-the-last-use", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n"
-          "        return\n"), (MORE, f"{MORE}    {EMPTY}\n    {GONE}\n"), says="stays-between-uses"),
-    wrong("reduces-first", (FREE, ""), (BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n"
-          "        return\n"), (MORE, f"    if unit.uses:\n        {EMPTY}\n        {GONE}\n        return\n"),
+    wrong("frees-nothing", "After a use a rank still holds its whole replica: empty the storage. Autograd's views keep "
+          "it alive, and zeros take as much room.", (EMPTY, "pass")),
+    wrong("parameters-dangle", "The parameters still point into memory that is gone: make them empty, so that using "
+          "one is an error.", (GONE, "pass")),
+    wrong("stays-after-backward", "After the unit's backward its whole replica is still there: it must go after every "
+          "use.", (FREE + BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n        return\n")),
+    wrong("stays-between-uses", "One of two uses went backward, and the replica stays for the other one. Units in "
+          "between compute meanwhile: it must go, and is unsharded again.", (FREE, ""),
+          (BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n        return\n"),
+          (MORE, f"{MORE}    {EMPTY}\n    {GONE}\n")),
+    wrong("reduces-first", "While the gradient was sent, the replica was still there: nothing needs it any more. First "
+          "give memory back, then do what takes some.", (FREE, ""),
+          (BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n        return\n"),
+          (MORE, f"    if unit.uses:\n        {EMPTY}\n        {GONE}\n        return\n"),
           (KEEP, f"{EMPTY}\n    {GONE}\n    {KEEP}")),
-    wrong("loses-a-micro-batch", (KEEP, "unit.average = mean")),
-    wrong("forgot-divide", ('"mean"', '"sum"')),
-    wrong("adds-in-16-bits", (".float()", "")),
+    wrong("loses-a-micro-batch", "After the second micro-batch only its own gradient is there: add it to what the "
+          "first one left.", (KEEP, "unit.average = mean")),
+    wrong("forgot-divide", "unit.average is the sum over the ranks: take the mean.", ('"mean"', '"sum"')),
+    wrong("adds-in-16-bits", "In BF16 256 + 1 is rounded back to 256: turn each mean into FP32 before you add it.",
+          (".float()", "")),
 ]  # fmt: skip
-
-
-SAYS = {
-    "frees-nothing": "After a use a rank still holds its whole replica: empty the storage. Autograd's views keep it "
-    "alive, and zeros take as much room.",
-    "parameters-dangle": "The parameters still point into memory that is gone: make them empty, so that using one "
-    "is an error.",
-    "stays-after-backward": "After the unit's backward its whole replica is still there: it must go after every use.",
-    "stays-between-uses": "One of two uses went backward, and the replica stays for the other one. Units in between "
-    "compute meanwhile: it must go, and is unsharded again.",
-    "reduces-first": "While the gradient was sent, the replica was still there: nothing needs it any more. First give "
-    "memory back, then do what takes some.",
-    "loses-a-micro-batch": "After the second micro-batch only its own gradient is there: add it to what the first one "
-    "left.",
-    "forgot-divide": "unit.average is the sum over the ranks: take the mean.",
-    "adds-in-16-bits": "In BF16 256 + 1 is rounded back to 256: turn each mean into FP32 before you add it.",
-}
 
 
 class Case(NamedTuple):

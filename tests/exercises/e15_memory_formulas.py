@@ -41,25 +41,21 @@ AFTER = (
     "section 3.1."
 )
 WRONG = [
-    wrong("shards-everything", ("1 / shards if stage >= k else 1", "1 / shards")),
-    wrong("parameters-too-early", ('{"parameters": 4 * psi * one_in[3]', '{"parameters": 4 * psi * one_in[2]')),
-    wrong("one-moment", ('"optimizer": 8 * psi', '"optimizer": 4 * psi')),
-    wrong("forgets-the-masters", (' 12 * psi * one_in[1],\n', " 8 * psi * one_in[1],\n")),
-    wrong("gradients-in-stage-1", ('4 * psi * one_in[2], "optimizer": 8', '4 * psi * one_in[1], "optimizer": 8')),
-    wrong("ignores-the-factor", ("world_size, sharding_factor)\n", "world_size, None)\n")),
-    wrong("total-is-missing", (' | {"total": sum(parts.values())}', "")),
-    wrong("keeps-16-bit-gradients", ("working = 2 * psi if stage < 2 else 0", "working = 2 * psi")),
+    wrong("shards-everything", "Data parallelism shards nothing.", ("1 / shards if stage >= k else 1", "1 / shards")),
+    wrong("parameters-too-early", "Stages 1 and 2 shard no parameters: each rank computes with all of them.",
+          ('{"parameters": 4 * psi * one_in[3]', '{"parameters": 4 * psi * one_in[2]')),
+    wrong("one-moment", "Adam has two moments, 8 bytes a parameter.", ('"optimizer": 8 * psi', '"optimizer": 4 * psi')),
+    wrong("forgets-the-masters", "In 16 bits the optimizer keeps FP32 masters too: 4 + 8 bytes a parameter, not 8.",
+          (" 12 * psi * one_in[1],\n", " 8 * psi * one_in[1],\n")),
+    wrong("gradients-in-stage-1", "Stage 1 shards the optimizer's states, and no gradients yet.",
+          ('4 * psi * one_in[2], "optimizer": 8', '4 * psi * one_in[1], "optimizer": 8')),
+    wrong("ignores-the-factor", "With a sharding_factor a rank shares with so many ranks, whatever the world size.",
+          ("world_size, sharding_factor)\n", "world_size, None)\n")),
+    wrong("total-is-missing", "Expected parameters, gradients, optimizer and their total.",
+          (' | {"total": sum(parts.values())}', "")),
+    wrong("keeps-16-bit-gradients", "From stage 2 on no full 16-bit gradient is kept: 4Ψ/N for the FP32 shard is all.",
+          ("working = 2 * psi if stage < 2 else 0", "working = 2 * psi")),
 ]  # fmt: skip
-SAYS = {
-    "shards-everything": "Data parallelism shards nothing.",
-    "parameters-too-early": "Stages 1 and 2 shard no parameters: each rank computes with all of them.",
-    "gradients-in-stage-1": "Stage 1 shards the optimizer's states, and no gradients yet.",
-    "one-moment": "Adam has two moments, 8 bytes a parameter.",
-    "forgets-the-masters": "In 16 bits the optimizer keeps FP32 masters too: 4 + 8 bytes a parameter, not 8.",
-    "ignores-the-factor": "With a sharding_factor a rank shares with so many ranks, whatever the world size.",
-    "total-is-missing": "Expected parameters, gradients, optimizer and their total.",
-    "keeps-16-bit-gradients": "From stage 2 on no full 16-bit gradient is kept: 4Ψ/N for the FP32 shard is all.",
-}
 
 
 class Case(NamedTuple):

@@ -40,27 +40,19 @@ AFTER = (
     "comes last and gives its sign to zero, infinity and NaN as well. Read next: precision/layout.py."
 )
 WRONG = [
-    wrong("forgets-the-leading-1", ("2**fmt.mantissa_bits + mantissa, field", "mantissa, field")),
-    wrong("wrong-bias", ("field - fmt.bias - fmt", "field - fmt.bias - 1 - fmt")),
-    wrong("subnormals-as-normals", ("elif field == 0:", "elif field == 0 and mantissa == 0:")),
-    wrong("flushes-subnormals", ("if fmt.subnormals else 0.0", "if False else 0.0")),
-    wrong(
-        "subnormals-half", ("fmt.min_exponent - fmt.mantissa_bits) if", "fmt.min_exponent - 1 - fmt.mantissa_bits) if")
-    ),
-    wrong("loses-the-sign", ("-1.0 if sign else 1.0", "1.0")),
-    wrong("infinity-is-nan", ("if code == fmt.infinity_bits:", "if False:")),
-    wrong("nan-is-a-number", ("elif code > fmt.max_bits:", "elif False:")),
-]
-SAYS = {
-    "forgets-the-leading-1": "1.mantissa, the 1 is not stored.",
-    "wrong-bias": "FP16's bias is 15.",
-    "subnormals-as-normals": "With field 0 there is no leading 1.",
-    "flushes-subnormals": "This is a subnormal number, not 0.",
-    "subnormals-half": "Field 0 has the exponent of field 1.",
-    "loses-the-sign": "The highest bit is the sign.",
-    "infinity-is-nan": "0x7c00 is infinity, not NaN.",
-    "nan-is-a-number": "Field 31 holds no numbers.",
-}
+    wrong("forgets-the-leading-1", "1.mantissa, the 1 is not stored.",
+          ("2**fmt.mantissa_bits + mantissa, field", "mantissa, field")),
+    wrong("wrong-bias", "FP16's bias is 15.", ("field - fmt.bias - fmt", "field - fmt.bias - 1 - fmt")),
+    wrong("subnormals-as-normals", "With field 0 there is no leading 1.",
+          ("elif field == 0:", "elif field == 0 and mantissa == 0:")),
+    wrong("flushes-subnormals", "This is a subnormal number, not 0.",
+          ("if fmt.subnormals else 0.0", "if False else 0.0")),
+    wrong("subnormals-half", "Field 0 has the exponent of field 1.",
+          ("fmt.min_exponent - fmt.mantissa_bits) if", "fmt.min_exponent - 1 - fmt.mantissa_bits) if")),
+    wrong("loses-the-sign", "The highest bit is the sign.", ("-1.0 if sign else 1.0", "1.0")),
+    wrong("infinity-is-nan", "0x7c00 is infinity, not NaN.", ("if code == fmt.infinity_bits:", "if False:")),
+    wrong("nan-is-a-number", "Field 31 holds no numbers.", ("elif code > fmt.max_bits:", "elif False:")),
+]  # fmt: skip
 
 
 class Case(NamedTuple):

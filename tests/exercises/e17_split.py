@@ -35,23 +35,17 @@ AFTER = (
     "payload of a NaN from the same significand. Read next: `_round` in precision/fast.py."
 )
 WRONG = [
-    wrong("forgets-the-leading-1", ("mantissa + (2**52 if field else 0)", "mantissa")),
-    wrong("leading-1-always", ("(2**52 if field else 0)", "2**52")),
-    wrong("wrong-bias", ("1023", "1024")),
-    wrong("subnormal-exponent", ("max(field, 1)", "field")),
-    wrong("sign-in-the-field", ("0x7FF", "0xFFF")),
-    wrong("loses-the-sign", ("bits >> 63", "0")),
-    wrong("exponent-of-the-last-bit", ("max(field, 1) - 1023,", "max(field, 1) - 1075,")),
-]
-SAYS = {
-    "forgets-the-leading-1": "The significand has 53 bits, a 1 before the mantissa.",
-    "leading-1-always": "Field 0 has no leading 1: the smallest float64 has significand 1.",
-    "wrong-bias": "The bias is 1023.",
-    "subnormal-exponent": "Field 0 has the exponent of field 1, -1022.",
-    "sign-in-the-field": "The sign bit got into the field, which has 11 bits.",
-    "loses-the-sign": "The highest bit is the sign.",
-    "exponent-of-the-last-bit": "The exponent is that of the leading 1, not of the last bit.",
-}
+    wrong("forgets-the-leading-1", "The significand has 53 bits, a 1 before the mantissa.",
+          ("mantissa + (2**52 if field else 0)", "mantissa")),
+    wrong("leading-1-always", "Field 0 has no leading 1: the smallest float64 has significand 1.",
+          ("(2**52 if field else 0)", "2**52")),
+    wrong("wrong-bias", "The bias is 1023.", ("1023", "1024")),
+    wrong("subnormal-exponent", "Field 0 has the exponent of field 1, -1022.", ("max(field, 1)", "field")),
+    wrong("sign-in-the-field", "The sign bit got into the field, which has 11 bits.", ("0x7FF", "0xFFF")),
+    wrong("loses-the-sign", "The highest bit is the sign.", ("bits >> 63", "0")),
+    wrong("exponent-of-the-last-bit", "The exponent is that of the leading 1, not of the last bit.",
+          ("max(field, 1) - 1023,", "max(field, 1) - 1075,")),
+]  # fmt: skip
 
 
 class Case(NamedTuple):

@@ -40,30 +40,23 @@ AFTER = (
 )
 TIE = "(2 * rest == one and kept % 2 == 1)"
 WRONG = [
-    wrong("half-up", (TIE, "2 * rest == one")),
-    wrong("half-down", (f" or {TIE}", "")),
-    wrong("ties-to-odd", ("kept % 2 == 1)", "kept % 2 == 0)")),
-    wrong("truncates", (f"away = 2 * rest > one or {TIE}", "away = False")),
-    wrong("any-rest-goes-up", (f"2 * rest > one or {TIE}", "rest > 0")),
-    wrong("away-like-even", ("away = 2 * rest >= one", f"away = 2 * rest > one or {TIE}")),
-    wrong("stochastic-backwards", ("> draw", "< draw")),
-    wrong(
-        "divides-in-floats", ("2 * rest > one or (2 * rest == one and", "rest / one > 0.5 or (rest / one == 0.5 and")
-    ),
-]
-SAYS = {
-    "half-up": "1010 10 is half-way between 1010 and 1011, and went up to the odd one: ties go to the even one.",
-    "half-down": "1011 10 is half-way between 1011 and 1100, and stayed at the odd one: ties go to the even one.",
-    "ties-to-odd": "Ties went to the odd neighbour: 1011 10 stayed, 1010 10 went up. Even is what ends in 0.",
-    "truncates": "A significand of 1011 11: the rest is 3 of 4, above half, and was cut off: nearest is up.",
-    "any-rest-goes-up": "Nearest is down.",
-    "away-like-even": '"nearest-away" sends every tie away from zero, whatever is kept.',
-    "stochastic-backwards": 'A rest of 1/4 goes up with "stochastic" for a draw of 0.1 and stays for 0.5.',
-    "divides-in-floats": (
-        "With drop = 60 a rest a hair above half, or as large as the draw, was taken for another: a float has 53 "
-        "bits. Compare whole numbers, 2 * rest with 2**drop, and use Fraction for the draw."
-    ),
-}
+    wrong("half-up", "1010 10 is half-way between 1010 and 1011, and went up to the odd one: ties go to the even one.",
+          (TIE, "2 * rest == one")),
+    wrong("half-down", "1011 10 is half-way between 1011 and 1100, and stayed at the odd one: ties go to the even "
+          "one.", (f" or {TIE}", "")),
+    wrong("ties-to-odd", "Ties went to the odd neighbour: 1011 10 stayed, 1010 10 went up. Even is what ends in 0.",
+          ("kept % 2 == 1)", "kept % 2 == 0)")),
+    wrong("truncates", "A significand of 1011 11: the rest is 3 of 4, above half, and was cut off: nearest is up.",
+          (f"away = 2 * rest > one or {TIE}", "away = False")),
+    wrong("any-rest-goes-up", "Nearest is down.", (f"2 * rest > one or {TIE}", "rest > 0")),
+    wrong("away-like-even", '"nearest-away" sends every tie away from zero, whatever is kept.',
+          ("away = 2 * rest >= one", f"away = 2 * rest > one or {TIE}")),
+    wrong("stochastic-backwards", 'A rest of 1/4 goes up with "stochastic" for a draw of 0.1 and stays for 0.5.',
+          ("> draw", "< draw")),
+    wrong("divides-in-floats", "With drop = 60 a rest a hair above half, or as large as the draw, was taken for "
+          "another: a float has 53 bits. Compare whole numbers, 2 * rest with 2**drop, and use Fraction for the draw.",
+          ("2 * rest > one or (2 * rest == one and", "rest / one > 0.5 or (rest / one == 0.5 and")),
+]  # fmt: skip
 
 
 class Case(NamedTuple):

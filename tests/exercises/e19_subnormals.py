@@ -52,28 +52,22 @@ ROUND = "round(x / step) * step"
 LARGE = "abs(rounded) > fmt.max"
 SMALL = "not fmt.subnormals and abs(rounded) < fmt.smallest_normal"
 WRONG = [
-    wrong("no-subnormals", (EXPONENT, "math.frexp(x)[1] - 1")),
-    wrong("starts-an-octave-early", (EXPONENT, EXPONENT.replace("fmt.min_exponent", "fmt.min_exponent + 1"))),
-    wrong("flushes", ("not fmt.subnormals and ", "")),
-    wrong("flushes-before-rounding", (SMALL, SMALL.replace("rounded", "x"))),
-    wrong("rounds-twice", (ROUND, "round(round(x / (fine := math.ldexp(1.0, math.frexp(x)[1] - 1 - "
-          "fmt.mantissa_bits))) * fine / step) * step")),
-    wrong("overflow-before-rounding", (LARGE, LARGE.replace("rounded", "x"))),
-    wrong("saturates", ("rounded = math.inf", "rounded = fmt.max")),
-    wrong("loses-the-sign", ("math.copysign(rounded, x)", "rounded")),
+    wrong("no-subnormals", "Below the smallest normal number the step stays as it is: no number there is finer.",
+          (EXPONENT, "math.frexp(x)[1] - 1")),
+    wrong("starts-an-octave-early", "The step stays the same below the smallest normal number, and not already below "
+          "twice of it.", (EXPONENT, EXPONENT.replace("fmt.min_exponent", "fmt.min_exponent + 1"))),
+    wrong("flushes", "It is subnormal, and the format has subnormal numbers.", ("not fmt.subnormals and ", "")),
+    wrong("flushes-before-rounding", "It is rounded first: what is rounded to the smallest normal number is not "
+          "flushed.", (SMALL, SMALL.replace("rounded", "x"))),
+    wrong("rounds-twice", "It was rounded twice. Rounded once, with the step that it has in the end, it is another "
+          "number.",
+          (ROUND, "round(round(x / (fine := math.ldexp(1.0, math.frexp(x)[1] - 1 - fmt.mantissa_bits))) * fine / step) "
+           "* step")),
+    wrong("overflow-before-rounding", "It is rounded first: what is rounded to the largest number is not infinite.",
+          (LARGE, LARGE.replace("rounded", "x"))),
+    wrong("saturates", "What is too large after rounding is infinite.", ("rounded = math.inf", "rounded = fmt.max")),
+    wrong("loses-the-sign", "A zero keeps the sign.", ("math.copysign(rounded, x)", "rounded")),
 ]  # fmt: skip
-SAYS = {
-    "no-subnormals": "Below the smallest normal number the step stays as it is: no number there is finer.",
-    "starts-an-octave-early": (
-        "The step stays the same below the smallest normal number, and not already below twice of it."
-    ),
-    "flushes": "It is subnormal, and the format has subnormal numbers.",
-    "flushes-before-rounding": "It is rounded first: what is rounded to the smallest normal number is not flushed.",
-    "rounds-twice": "It was rounded twice. Rounded once, with the step that it has in the end, it is another number.",
-    "overflow-before-rounding": "It is rounded first: what is rounded to the largest number is not infinite.",
-    "saturates": "What is too large after rounding is infinite.",
-    "loses-the-sign": "A zero keeps the sign.",
-}
 
 
 ENDS = (sys.float_info.max, -sys.float_info.max, 5e-324)  # of what a float can be

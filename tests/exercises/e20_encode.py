@@ -51,31 +51,23 @@ AFTER = (
     "takes these steps for whole arrays."
 )
 WRONG = [
-    wrong("overflow-becomes-max", ("fmt.overflow_bits if to_infinity else fmt.max_bits", "fmt.max_bits")),
-    wrong("overflow-always-infinity", ("fmt.overflow_bits if to_infinity else fmt.max_bits", "fmt.overflow_bits")),
-    wrong("forgets-overflow", ("if code > fmt.max_bits:", "if False:")),
-    wrong("forgets-the-sign", ("return sign_bit | code, flags", "return code, flags")),
-    wrong("loses-the-payload", (" | (payload if fmt.infinities else 0)", "")),
-    wrong("flushes-subnormals", ("(flush_to_zero or not fmt.subnormals)", "True")),
-    wrong("rounds-twice", ("sign, exponent, significand = split(x)", "import struct\n    if abs(x) < 3e38:\n        "
-          'x = struct.unpack(">f", struct.pack(">f", x))[0]\n    sign, exponent, significand = split(x)')),
-    wrong("never-inexact", ('{"inexact"} if significand % 2**drop else set()', "set()")),
+    wrong("overflow-becomes-max", "65520 is beyond FP16's largest number, 65504: to nearest it becomes infinity.",
+          ("fmt.overflow_bits if to_infinity else fmt.max_bits", "fmt.max_bits")),
+    wrong("overflow-always-infinity", "A rounding that does not go away from 0 makes of an overflow the largest number "
+          "of its sign, and not infinity.",
+          ("fmt.overflow_bits if to_infinity else fmt.max_bits", "fmt.overflow_bits")),
+    wrong("forgets-overflow", "1e6 is too large for FP16:", ("if code > fmt.max_bits:", "if False:")),
+    wrong("forgets-the-sign", "The sign is the highest bit.", ("return sign_bit | code, flags", "return code, flags")),
+    wrong("loses-the-payload", "A NaN with payload bits became the bare one, 0x7e00: its top bits are kept.",
+          (" | (payload if fmt.infinities else 0)", "")),
+    wrong("flushes-subnormals", "1e-6 is a subnormal number of FP16, 0x0011, not 0.",
+          ("(flush_to_zero or not fmt.subnormals)", "True")),
+    wrong("rounds-twice", "1 + 2^-11 + 2^-40 lies above half-way and must go up; rounded to float32 first it is "
+          "half-way and goes to even. Round once.",
+          ("sign, exponent, significand = split(x)", "import struct\n    if abs(x) < 3e38:\n"
+           '        x = struct.unpack(">f", struct.pack(">f", x))[0]\n    sign, exponent, significand = split(x)')),
+    wrong("never-inexact", "0.1 is no FP16 number:", ('{"inexact"} if significand % 2**drop else set()', "set()")),
 ]  # fmt: skip
-SAYS = {
-    "overflow-becomes-max": "65520 is beyond FP16's largest number, 65504: to nearest it becomes infinity.",
-    "overflow-always-infinity": (
-        "A rounding that does not go away from 0 makes of an overflow the largest number of its sign, and not infinity."
-    ),
-    "forgets-overflow": "1e6 is too large for FP16:",
-    "forgets-the-sign": "The sign is the highest bit.",
-    "loses-the-payload": "A NaN with payload bits became the bare one, 0x7e00: its top bits are kept.",
-    "flushes-subnormals": "1e-6 is a subnormal number of FP16, 0x0011, not 0.",
-    "rounds-twice": (
-        "1 + 2^-11 + 2^-40 lies above half-way and must go up; rounded to float32 first it is half-way and goes to "
-        "even. Round once."
-    ),
-    "never-inexact": "0.1 is no FP16 number:",
-}
 
 
 class Case(NamedTuple):

@@ -35,22 +35,18 @@ AFTER = (
 )
 LAST = "kept | ((kept << places) != significand)"
 WRONG = [
-    wrong("forgets-sticky", (LAST, "kept")),
-    wrong("always-sticky", (LAST, "kept | 1")),
-    wrong("looks-at-one-bit", (LAST, "kept | ((significand >> (places - 1)) & 1 if not isinstance(places, "
-                                     "Tensor) else (significand >> (places - 1).clamp(min=0)) & 1)")),
-    wrong("adds-the-sticky", (LAST, "kept + ((kept << places) != significand)")),
-    wrong("forgets-negative", ("places.clamp(0,", "places.clamp(-31,")),
-    wrong("rounds", (LAST, "(significand + (1 << places >> 1)) >> places")),
+    wrong("forgets-sticky", "A 1 fell off at the right and left no trace: the last bit must become 1.", (LAST, "kept")),
+    wrong("always-sticky", "The last bit is 1 even where only zeros fell off.", (LAST, "kept | 1")),
+    wrong("looks-at-one-bit", "It looks at the highest of the lost bits only: any of them counts.",
+          (LAST, "kept | ((significand >> (places - 1)) & 1 if not isinstance(places, Tensor) else (significand >> "
+           "(places - 1).clamp(min=0)) & 1)")),
+    wrong("adds-the-sticky", "The sticky bit was added, and carried where the last bit was 1: use |.",
+          (LAST, "kept + ((kept << places) != significand)")),
+    wrong("forgets-negative", "Shifting by -2 places must change nothing: clamp `places` at 0.",
+          ("places.clamp(0,", "places.clamp(-31,")),
+    wrong("rounds", "It rounds: that comes later, and once. Here only note that something was lost.",
+          (LAST, "(significand + (1 << places >> 1)) >> places")),
 ]  # fmt: skip
-SAYS = {
-    "forgets-sticky": "A 1 fell off at the right and left no trace: the last bit must become 1.",
-    "always-sticky": "The last bit is 1 even where only zeros fell off.",
-    "looks-at-one-bit": "It looks at the highest of the lost bits only: any of them counts.",
-    "adds-the-sticky": "The sticky bit was added, and carried where the last bit was 1: use |.",
-    "forgets-negative": "Shifting by -2 places must change nothing: clamp `places` at 0.",
-    "rounds": "It rounds: that comes later, and once. Here only note that something was lost.",
-}
 
 
 class Case(NamedTuple):

@@ -37,28 +37,24 @@ AFTER = (
 )
 ALIGN = "align(unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA))"
 WRONG = [
-    wrong("forgets-to-align", (ALIGN, "unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA)")),
-    wrong("loses-guard-bits", (ALIGN, f"(n._replace(significand=n.significand >> EXTRA << EXTRA) for n in {ALIGN})")),
-    wrong("forgets-to-normalise", ("normalise(operate_add(x, y, rounding), point)", "operate_add(x, y, rounding)")),
-    wrong("infinity-minus-infinity", ("p.infinite & q.infinite & (x.sign != y.sign)", "p.nan | q.nan")),
-    wrong("all-infinities-invalid", ("& (x.sign != y.sign)", "")),
-    wrong("sign-of-the-first", ("sign = where(p.infinite, x.sign, y.sign)", "sign = x.sign")),
-    wrong("second-infinity-forgotten", ("infinite=p.infinite | q.infinite", "infinite=p.infinite")),
-    wrong("truncates", ("round(total, point, fmt, rounding), fmt", 'round(total, point, fmt, "toward-zero"), fmt')),
+    wrong("forgets-to-align", "1024 + 1 gives 2048: the two have different exponents. Align them first.",
+          (ALIGN, "unpack(a, fmt, EXTRA), unpack(b, fmt, EXTRA)")),
+    wrong("loses-guard-bits", "2048 + 3 is half-way between 2050 and 2052 and goes to the even one, 2052; the bits "
+          "that moved out at the right were lost before rounding. Unpack with EXTRA places.",
+          (ALIGN, f"(n._replace(significand=n.significand >> EXTRA << EXTRA) for n in {ALIGN})")),
+    wrong("forgets-to-normalise", "The leading 1 has moved. Normalise the sum.",
+          ("normalise(operate_add(x, y, rounding), point)", "operate_add(x, y, rounding)")),
+    wrong("infinity-minus-infinity", "∞ - ∞ has no value: it must be NaN.",
+          ("p.infinite & q.infinite & (x.sign != y.sign)", "p.nan | q.nan")),
+    wrong("all-infinities-invalid", "∞ + ∞ is ∞; only of different signs they have no sum.",
+          ("& (x.sign != y.sign)", "")),
+    wrong("sign-of-the-first", "1 + -∞ gives ∞: the sign is that of the operand that is infinite.",
+          ("sign = where(p.infinite, x.sign, y.sign)", "sign = x.sign")),
+    wrong("second-infinity-forgotten", "1 + ∞, rounded toward zero, is ∞, and gave a number: either of the two may be "
+          "∞.", ("infinite=p.infinite | q.infinite", "infinite=p.infinite")),
+    wrong("truncates", "2048 - 0.25 is nearest to 2048, and gives 2047: it was cut off, not rounded as was asked for.",
+          ("round(total, point, fmt, rounding), fmt", 'round(total, point, fmt, "toward-zero"), fmt')),
 ]  # fmt: skip
-SAYS = {
-    "forgets-to-align": "1024 + 1 gives 2048: the two have different exponents. Align them first.",
-    "loses-guard-bits": (
-        "2048 + 3 is half-way between 2050 and 2052 and goes to the even one, 2052; the bits that moved out at the "
-        "right were lost before rounding. Unpack with EXTRA places."
-    ),
-    "forgets-to-normalise": "The leading 1 has moved. Normalise the sum.",
-    "infinity-minus-infinity": "∞ - ∞ has no value: it must be NaN.",
-    "all-infinities-invalid": "∞ + ∞ is ∞; only of different signs they have no sum.",
-    "sign-of-the-first": "1 + -∞ gives ∞: the sign is that of the operand that is infinite.",
-    "second-infinity-forgotten": "1 + ∞, rounded toward zero, is ∞, and gave a number: either of the two may be ∞.",
-    "truncates": "2048 - 0.25 is nearest to 2048, and gives 2047: it was cut off, not rounded as was asked for.",
-}
 
 
 draw = number_kit.operations

@@ -29,23 +29,20 @@ AFTER = (
     "next: `divide` in precision/arithmetic.py, where a remainder makes the last bit sticky."
 )
 WRONG = [
-    wrong("point-of-a-sum", ("2 * fmt.mantissa_bits + EXTRA", "fmt.mantissa_bits + EXTRA")),
-    wrong("extra-twice", ("unpack(b, fmt)", "unpack(b, fmt, EXTRA)")),
-    wrong("forgets-to-normalise", ("normalise(operate_multiply(x, y, fmt), point)", "operate_multiply(x, y, fmt)")),
-    wrong("zero-times-infinity", ("(p.infinite & q.zero) | (p.zero & q.infinite)", "p.nan | q.nan")),
-    wrong("one-order-only", ("(p.infinite & q.zero) | (p.zero & q.infinite)", "p.infinite & q.zero")),
-    wrong("sign-of-the-first", ("sign=product.sign", "sign=x.sign")),
-    wrong("truncates", ("round(product, point, fmt, rounding), fmt", 'round(product, point, fmt, "toward-zero"), fmt')),
-]
-SAYS = {
-    "point-of-a-sum": "A product has the places of both factors behind its point.",
-    "extra-twice": "1 · 1 gives 8: both operands were unpacked with EXTRA places, 3 more than `point` says.",
-    "forgets-to-normalise": "It has two digits before the point.",
-    "zero-times-infinity": "∞ · 0 has no value: it must be NaN.",
-    "one-order-only": "∞ · 0 is NaN, and 0 · ∞ is not: look at both orders.",
-    "sign-of-the-first": "The sign is that of the product.",
-    "truncates": "1.001 · 1.003 was cut off, not rounded to nearest.",
-}
+    wrong("point-of-a-sum", "A product has the places of both factors behind its point.",
+          ("2 * fmt.mantissa_bits + EXTRA", "fmt.mantissa_bits + EXTRA")),
+    wrong("extra-twice", "1 · 1 gives 8: both operands were unpacked with EXTRA places, 3 more than `point` says.",
+          ("unpack(b, fmt)", "unpack(b, fmt, EXTRA)")),
+    wrong("forgets-to-normalise", "It has two digits before the point.",
+          ("normalise(operate_multiply(x, y, fmt), point)", "operate_multiply(x, y, fmt)")),
+    wrong("zero-times-infinity", "∞ · 0 has no value: it must be NaN.",
+          ("(p.infinite & q.zero) | (p.zero & q.infinite)", "p.nan | q.nan")),
+    wrong("one-order-only", "∞ · 0 is NaN, and 0 · ∞ is not: look at both orders.",
+          ("(p.infinite & q.zero) | (p.zero & q.infinite)", "p.infinite & q.zero")),
+    wrong("sign-of-the-first", "The sign is that of the product.", ("sign=product.sign", "sign=x.sign")),
+    wrong("truncates", "1.001 · 1.003 was cut off, not rounded to nearest.",
+          ("round(product, point, fmt, rounding), fmt", 'round(product, point, fmt, "toward-zero"), fmt')),
+]  # fmt: skip
 
 
 draw = number_kit.operations

@@ -54,33 +54,20 @@ EVEN = "abs(weight) / step % 2 == 0"
 SIDE = "up == (weight < 0)"
 IF = "towards_zero and fraction == 0.5 and exponent > fmt.min_exponent"
 WRONG = [
-    wrong("the-whole-step", ("return step / 2", "return step")),
-    wrong("proportional", (STEP, "abs(weight) * fmt.epsilon")),
-    wrong("one-side-only", (IF, "False")),
-    wrong("both-sides-of-a-power", (IF, IF.replace("towards_zero and ", ""))),
-    wrong("the-other-side", (SIDE, "up == (weight >= 0)")),
-    wrong("subnormals-shrink", (EXPONENT, "exponent - 1 if weight else fmt.min_exponent"),
-          (" and exponent > fmt.min_exponent", "")),
-    wrong("ties-are-lost", (EVEN, "True")),
-    wrong("ties-to-odd", (EVEN, EVEN.replace("== 0", "== 1"))),
+    wrong("the-whole-step", "it is half-way to the neighbour, not at it", ("return step / 2", "return step")),
+    wrong("proportional", "from 1 to 2 all neighbours are 2^-10 apart, near 1 and near 2",
+          (STEP, "abs(weight) * fmt.epsilon")),
+    wrong("one-side-only", "1 - 2^-11 is below 1, and 1 + 2^-10 above: a power of two has a nearer neighbour on the "
+          "side of zero", (IF, "False")),
+    wrong("both-sides-of-a-power", "1 - 2^-11 is below 1, and 1 + 2^-10 above: a power of two has a nearer neighbour "
+          "on the side of zero", (IF, IF.replace("towards_zero and ", ""))),
+    wrong("the-other-side", "The sides of 1.0 are exchanged:", (SIDE, "up == (weight >= 0)")),
+    wrong("subnormals-shrink", "below the smallest normal number, 2^-14, the numbers of FP16 are 2^-24 apart, all of "
+          "them", (EXPONENT, "exponent - 1 if weight else fmt.min_exponent"), (" and exponent > fmt.min_exponent", "")),
+    wrong("ties-are-lost", "A tie is not always lost: the even neighbour gets it.", (EVEN, "True")),
+    wrong("ties-to-odd", "An update by half a step is a tie. From 1.5, which ends in 0, it is lost; from the next "
+          "number, 1.5 + 2^-10, which ends in 1, it is not.", (EVEN, EVEN.replace("== 0", "== 1"))),
 ]  # fmt: skip
-SAYS = {
-    "the-whole-step": "it is half-way to the neighbour, not at it",
-    "proportional": "from 1 to 2 all neighbours are 2^-10 apart, near 1 and near 2",
-    "one-side-only": (
-        "1 - 2^-11 is below 1, and 1 + 2^-10 above: a power of two has a nearer neighbour on the side of zero"
-    ),
-    "both-sides-of-a-power": (
-        "1 - 2^-11 is below 1, and 1 + 2^-10 above: a power of two has a nearer neighbour on the side of zero"
-    ),
-    "the-other-side": "The sides of 1.0 are exchanged:",
-    "subnormals-shrink": "below the smallest normal number, 2^-14, the numbers of FP16 are 2^-24 apart, all of them",
-    "ties-to-odd": (
-        "An update by half a step is a tie. From 1.5, which ends in 0, it is lost; from the next number, 1.5 + 2^-10, "
-        "which ends in 1, it is not."
-    ),
-    "ties-are-lost": "A tie is not always lost: the even neighbour gets it.",
-}
 
 
 class Case(NamedTuple):

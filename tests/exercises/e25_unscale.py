@@ -45,35 +45,25 @@ AFTER = (
     'et al., 2018, "Mixed Precision Training", section 3.2.'
 )
 WRONG = [
-    wrong("multiplies", ("gradient.mul_(inverse)", "gradient.mul_(self._scale)")),
-    wrong("unscales-twice", ('progress.stage = "unscaled"', "pass")),
-    wrong("never-looks", ("found = found_inf(gradients)", "found = torch.zeros(())")),
-    wrong("looks-at-the-first-only", ("found_inf(gradients)", "found_inf(gradients[:1])")),
-    wrong("forgets-other-ranks", ("found if self.combine is None else self.combine(found)", "found")),
-    wrong("forgets-the-masters", ("optimizer.copy_gradients()", "pass")),
-    wrong(
-        "copies-before-it-looks",
-        (
-            '    if progress.stage == "unscaled"',
-            '    if hasattr(optimizer, "copy_gradients"):\n'
-            '        optimizer.copy_gradients()\n    if progress.stage == "unscaled"',
-        ),
-    ),
-    wrong("takes-fp16", ("any(gradient.dtype == torch.float16 for gradient in gradients)", "False")),
-]
-SAYS = {
-    "multiplies": "The gradients grew by the scale once more: divide by it.",
-    "unscales-twice": "The gradients were divided twice: note that they are unscaled already.",
-    "never-looks": "A gradient was not finite, and nobody noticed: the weights would be spoilt. Look for inf.",
-    "looks-at-the-first-only": "What is not finite stood in another tensor than the first: look at all gradients.",
-    "forgets-other-ranks": "Another rank found inf, and this one does not know: ask self.combine.",
-    "forgets-the-masters": "The masters have no gradients: MasterWeights must copy them up first.",
-    "copies-before-it-looks": (
-        "A second unscale_ was refused, but the scaled gradients were copied over the unscaled ones before. Refuse "
-        "first."
-    ),
-    "takes-fp16": "FP16 gradients were divided in FP16, where the small ones become 0 again: refuse them.",
-}
+    wrong("multiplies", "The gradients grew by the scale once more: divide by it.",
+          ("gradient.mul_(inverse)", "gradient.mul_(self._scale)")),
+    wrong("unscales-twice", "The gradients were divided twice: note that they are unscaled already.",
+          ('progress.stage = "unscaled"', "pass")),
+    wrong("never-looks", "A gradient was not finite, and nobody noticed: the weights would be spoilt. Look for inf.",
+          ("found = found_inf(gradients)", "found = torch.zeros(())")),
+    wrong("looks-at-the-first-only", "What is not finite stood in another tensor than the first: look at all "
+          "gradients.", ("found_inf(gradients)", "found_inf(gradients[:1])")),
+    wrong("forgets-other-ranks", "Another rank found inf, and this one does not know: ask self.combine.",
+          ("found if self.combine is None else self.combine(found)", "found")),
+    wrong("forgets-the-masters", "The masters have no gradients: MasterWeights must copy them up first.",
+          ("optimizer.copy_gradients()", "pass")),
+    wrong("copies-before-it-looks", "A second unscale_ was refused, but the scaled gradients were copied over the "
+          "unscaled ones before. Refuse first.",
+          ('    if progress.stage == "unscaled"', '    if hasattr(optimizer, "copy_gradients"):\n'
+           '        optimizer.copy_gradients()\n    if progress.stage == "unscaled"')),
+    wrong("takes-fp16", "FP16 gradients were divided in FP16, where the small ones become 0 again: refuse them.",
+          ("any(gradient.dtype == torch.float16 for gradient in gradients)", "False")),
+]  # fmt: skip
 
 
 class Case(NamedTuple):

@@ -35,27 +35,25 @@ AFTER = (
     'Read next: "Homework: the life of a dynamic scale" in notebooks/04_mixed_precision.ipynb.'
 )
 WRONG = [
-    wrong("never-grows", ("elif self._growth_tracker >= self.growth_interval:", "elif False:")),
-    wrong("grows-one-late", (">= self.growth_interval", "> self.growth_interval")),
-    wrong("overflow-does-not-reset", ("0 if overflow else self._growth_tracker + 1", "self._growth_tracker + 1")),
-    wrong("growth-does-not-reset", ("self.max_scale)\n        self._growth_tracker = 0", "self.max_scale)")),
-    wrong("never-backs-off", ("self._scale * self.backoff_factor", "self._scale")),
-    wrong("no-lower-bound", ("max(_float32(self._scale * self.backoff_factor), self.min_scale)",
-                             "_float32(self._scale * self.backoff_factor)")),
-    wrong("no-upper-bound", ("min(_float32(self._scale * self.growth_factor), self.max_scale)",
-                             "_float32(self._scale * self.growth_factor)")),
-    wrong("always-halves", ("self._scale * self.backoff_factor", "self._scale / 2")),
+    wrong("never-grows", "Six updates without overflow, growth_interval 3, and the scale has not grown.",
+          ("elif self._growth_tracker >= self.growth_interval:", "elif False:")),
+    wrong("grows-one-late", "With growth_interval 3 the scale must grow with the third update, not the fourth.",
+          (">= self.growth_interval", "> self.growth_interval")),
+    wrong("overflow-does-not-reset", "Two good updates, an overflow, one good: it grew. The count begins anew.",
+          ("0 if overflow else self._growth_tracker + 1", "self._growth_tracker + 1")),
+    wrong("growth-does-not-reset", "It grew with the third update and again with the fourth: begin to count anew.",
+          ("self.max_scale)\n        self._growth_tracker = 0", "self.max_scale)")),
+    wrong("never-backs-off", "After an overflow the scale must be halved, and it is as before.",
+          ("self._scale * self.backoff_factor", "self._scale")),
+    wrong("no-lower-bound", "The scale fell below min_scale.",
+          ("max(_float32(self._scale * self.backoff_factor), self.min_scale)",
+           "_float32(self._scale * self.backoff_factor)")),
+    wrong("no-upper-bound", "The scale rose above max_scale.",
+          ("min(_float32(self._scale * self.growth_factor), self.max_scale)",
+           "_float32(self._scale * self.growth_factor)")),
+    wrong("always-halves", "With backoff_factor 0.25 an overflow takes 1024 to 256: use self.backoff_factor.",
+          ("self._scale * self.backoff_factor", "self._scale / 2")),
 ]  # fmt: skip
-SAYS = {
-    "never-grows": "Six updates without overflow, growth_interval 3, and the scale has not grown.",
-    "grows-one-late": "With growth_interval 3 the scale must grow with the third update, not the fourth.",
-    "overflow-does-not-reset": "Two good updates, an overflow, one good: it grew. The count begins anew.",
-    "growth-does-not-reset": "It grew with the third update and again with the fourth: begin to count anew.",
-    "never-backs-off": "After an overflow the scale must be halved, and it is as before.",
-    "no-lower-bound": "The scale fell below min_scale.",
-    "no-upper-bound": "The scale rose above max_scale.",
-    "always-halves": "With backoff_factor 0.25 an overflow takes 1024 to 256: use self.backoff_factor.",
-}
 
 
 class Case(NamedTuple):

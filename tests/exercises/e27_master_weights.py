@@ -42,28 +42,24 @@ AFTER = (
     "section 1 of notebooks/04b_masters_sums_bytes.ipynb."
 )
 WRONG = [
-    wrong("forgets-to-round-back", ("    self._round_back()", "    pass")),
-    wrong("undoes-the-unscaling", ("        if self.taken is None:", "        if True:")),
-    wrong("never-copies", ("            self.copy_gradients()", "            pass")),
-    wrong("uses-old-gradients", ("    self.taken = None\n", "")),
-    wrong("masters-in-16-bits", ("    self._round_back()", "    self._round_back()\n    for master in self.masters:\n"
-                                                           "        master.copy_(master.half())")),
-    wrong("ignores-the-closure", ("result: Any = self.optimizer.step(lambda: self._evaluate(closure))",
-                                  "result = self.optimizer.step()")),
-    wrong("returns-nothing", ("    return result", "    return None")),
-    wrong("steps-twice", ("        result = self.optimizer.step()",
-                          "        self.optimizer.step()\n        result = self.optimizer.step()")),
+    wrong("forgets-to-round-back", "The masters moved, and the weights that the model uses did not: round back.",
+          ("    self._round_back()", "    pass")),
+    wrong("undoes-the-unscaling", "A scaler had unscaled the gradients, and step copied the scaled ones over them.",
+          ("        if self.taken is None:", "        if True:")),
+    wrong("never-copies", "A step, and the masters have not moved: they have no gradients. Copy them up first.",
+          ("            self.copy_gradients()", "            pass")),
+    wrong("uses-old-gradients", "Were the first gradients used again?", ("    self.taken = None\n", "")),
+    wrong("masters-in-16-bits", "Eight updates of 2^-12 left no trace: the masters were rounded to 16 bits as well.",
+          ("    self._round_back()",
+           "    self._round_back()\n    for master in self.masters:\n        master.copy_(master.half())")),
+    wrong("ignores-the-closure", "step(closure) never called the closure.",
+          ("result: Any = self.optimizer.step(lambda: self._evaluate(closure))", "result = self.optimizer.step()")),
+    wrong("returns-nothing", "step(closure) must return what the optimizer's step returned, the loss.",
+          ("    return result", "    return None")),
+    wrong("steps-twice", "The masters moved by twice the update.",
+          ("        result = self.optimizer.step()",
+           "        self.optimizer.step()\n        result = self.optimizer.step()")),
 ]  # fmt: skip
-SAYS = {
-    "forgets-to-round-back": "The masters moved, and the weights that the model uses did not: round back.",
-    "undoes-the-unscaling": "A scaler had unscaled the gradients, and step copied the scaled ones over them.",
-    "never-copies": "A step, and the masters have not moved: they have no gradients. Copy them up first.",
-    "uses-old-gradients": "Were the first gradients used again?",
-    "masters-in-16-bits": "Eight updates of 2^-12 left no trace: the masters were rounded to 16 bits as well.",
-    "ignores-the-closure": "step(closure) never called the closure.",
-    "returns-nothing": "step(closure) must return what the optimizer's step returned, the loss.",
-    "steps-twice": "The masters moved by twice the update.",
-}
 
 
 class Telling(torch.optim.SGD):

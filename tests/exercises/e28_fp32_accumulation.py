@@ -41,28 +41,24 @@ AFTER = (
     "products are exact, since 11 bits times 11 bits make 22. Read next: `kahan` in precision/accumulate.py."
 )
 WRONG = [
-    wrong("always-fp32", ("rounding_to(accumulator)", "rounding_to(FP32)")),
-    wrong("always-fp16", ("rounding_to(accumulator)", "rounding_to(FloatFormat(5, 10))")),
-    wrong("fp32-is-exact", ("rounding_to(accumulator)", "rounding_to(accumulator) if accumulator.width < 32 else "
-                                                        "lambda terms: terms")),
-    wrong("products-in-fp16", ("round_(x * y)", "round_(x.half() * y.half()).double()")),
-    wrong("products-not-rounded", ("round_(x * y).movedim", "(x * y).movedim")),
-    wrong("result-not-rounded", ("_as_fp16(sequential(products, products.new_zeros(products.shape[1:]), round_), a)",
-                                 "sequential(products, products.new_zeros(products.shape[1:]), round_).float()")),
-    wrong("no-error", ("x.shape[-1] == y.shape[-1]", "True")),
-    wrong("rounds-only-at-the-end", ("sequential(products, products.new_zeros(products.shape[1:]), round_)",
-                                     "round_(products.sum(0))")),
+    wrong("always-fp32", "The sum was FP32's, whatever the accumulator: use `accumulator`.",
+          ("rounding_to(accumulator)", "rounding_to(FP32)")),
+    wrong("always-fp16", "The sum was FP16's, whatever the accumulator: use `accumulator`.",
+          ("rounding_to(accumulator)", "rounding_to(FloatFormat(5, 10))")),
+    wrong("fp32-is-exact", "FP32 is not exact: round its partial sums, too.",
+          ("rounding_to(accumulator)", "rounding_to(accumulator) if accumulator.width < 32 else lambda terms: terms")),
+    wrong("products-in-fp16", "A product was rounded to FP16 before it was added: round it to the accumulator.",
+          ("round_(x * y)", "round_(x.half() * y.half()).double()")),
+    wrong("products-not-rounded", "Round the products before they are added: one may be beyond the format.",
+          ("round_(x * y).movedim", "(x * y).movedim")),
+    wrong("result-not-rounded", "The result is no number of the operands' format: round it at the end.",
+          ("_as_fp16(sequential(products, products.new_zeros(products.shape[1:]), round_), a)",
+           "sequential(products, products.new_zeros(products.shape[1:]), round_).float()")),
+    wrong("no-error", "Shapes whose last dimensions differ have no dot product: that must be a ValueError.",
+          ("x.shape[-1] == y.shape[-1]", "True")),
+    wrong("rounds-only-at-the-end", "Round each partial sum.",
+          ("sequential(products, products.new_zeros(products.shape[1:]), round_)", "round_(products.sum(0))")),
 ]  # fmt: skip
-SAYS = {
-    "always-fp32": "The sum was FP32's, whatever the accumulator: use `accumulator`.",
-    "always-fp16": "The sum was FP16's, whatever the accumulator: use `accumulator`.",
-    "fp32-is-exact": "FP32 is not exact: round its partial sums, too.",
-    "products-in-fp16": "A product was rounded to FP16 before it was added: round it to the accumulator.",
-    "products-not-rounded": "Round the products before they are added: one may be beyond the format.",
-    "result-not-rounded": "The result is no number of the operands' format: round it at the end.",
-    "no-error": "Shapes whose last dimensions differ have no dot product: that must be a ValueError.",
-    "rounds-only-at-the-end": "Round each partial sum.",
-}
 
 
 class Case(NamedTuple):

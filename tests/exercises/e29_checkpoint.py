@@ -45,34 +45,25 @@ AFTER = (
 DETACH = "[tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]"
 BACK = "torch.autograd.backward(outputs, gradients)"
 WRONG = [
-    wrong("forgets-grad-mode", ("with ctx.replay.again(), torch.enable_grad():", "with ctx.replay.again():")),
-    wrong("another-dropout", ("with ctx.replay.again(), torch.enable_grad():", "with torch.enable_grad():")),
-    wrong("does-not-detach", (DETACH, "list(ctx.saved_tensors)")),
-    wrong("ignores-the-gradients", (BACK, "torch.autograd.backward(outputs, torch.ones_like(outputs))")),
-    wrong("returns-too-few", ("return None, *(", "return (*("), ("for tensor in tensors)", "for tensor in tensors),)")),
-    wrong("keeps-the-tape", (BACK, "torch.autograd.backward(outputs, gradients, retain_graph=True)\n    "
-                                   "ctx.fn.__dict__.setdefault('kept', []).append(outputs)")),
-    wrong("runs-again", (BACK, "ctx.fn(*tensors)\n    " + BACK)),
-    wrong("requires-all-gradients", ("requires_grad_(tensor.requires_grad)", "requires_grad_(True)")),
+    wrong("forgets-grad-mode", "What the second run gave has no graph: backward runs without grad mode, so turn it "
+          "on.", ("with ctx.replay.again(), torch.enable_grad():", "with ctx.replay.again():")),
+    wrong("another-dropout", "The gradients are those of another mask, mode or autocast: the second run must draw the "
+          "same numbers, in the state that the first one found.",
+          ("with ctx.replay.again(), torch.enable_grad():", "with torch.enable_grad():")),
+    wrong("does-not-detach", "Backward went on from the block's input into the graph before it, which will go backward "
+          "by itself: cut the inputs off with detach().", (DETACH, "list(ctx.saved_tensors)")),
+    wrong("ignores-the-gradients", "The gradients that came from behind are not used: pass `gradients` on.",
+          (BACK, "torch.autograd.backward(outputs, torch.ones_like(outputs))")),
+    wrong("returns-too-few", "backward returns one gradient for each argument of forward: None for fn comes first.",
+          ("return None, *(", "return (*("), ("for tensor in tensors)", "for tensor in tensors),)")),
+    wrong("keeps-the-tape", "After backward something of the second run is still held: nothing of it may be kept.",
+          (BACK, "torch.autograd.backward(outputs, gradients, retain_graph=True)\n"
+           "    ctx.fn.__dict__.setdefault('kept', []).append(outputs)")),
+    wrong("runs-again", "The function ran once too often: once in forward, once in backward.",
+          (BACK, "ctx.fn(*tensors)\n    " + BACK)),
+    wrong("requires-all-gradients", "One of the inputs has whole numbers, or needs no gradient: each input requires "
+          "one as it did before.", ("requires_grad_(tensor.requires_grad)", "requires_grad_(True)")),
 ]  # fmt: skip
-SAYS = {
-    "forgets-grad-mode": "What the second run gave has no graph: backward runs without grad mode, so turn it on.",
-    "another-dropout": (
-        "The gradients are those of another mask, mode or autocast: the second run must draw the same numbers, in the"
-        " state that the first one found."
-    ),
-    "does-not-detach": (
-        "Backward went on from the block's input into the graph before it, which will go backward by itself: cut the "
-        "inputs off with detach()."
-    ),
-    "ignores-the-gradients": "The gradients that came from behind are not used: pass `gradients` on.",
-    "returns-too-few": "backward returns one gradient for each argument of forward: None for fn comes first.",
-    "keeps-the-tape": "After backward something of the second run is still held: nothing of it may be kept.",
-    "runs-again": "The function ran once too often: once in forward, once in backward.",
-    "requires-all-gradients": (
-        "One of the inputs has whole numbers, or needs no gradient: each input requires one as it did before."
-    ),
-}
 
 
 class Case(NamedTuple):

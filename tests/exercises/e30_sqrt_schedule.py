@@ -37,19 +37,14 @@ AFTER = (
 NEXT = "(i // k + 1) * k"
 RETURN = "return next_segment if next_segment < end else i + 1"
 WRONG = [
-    wrong("keeps-everything", (RETURN, "return i + 1")),
-    wrong("keeps-nothing-inside", (RETURN, "return next_segment if next_segment < end else end - 1")),
-    wrong("halves", (RETURN, "return (i + end) // 2")),
-    wrong("segments-of-k-plus-1", (NEXT, "(i // (k + 1) + 1) * (k + 1)")),
-    wrong("k-segments", (NEXT, "(i // -(-n // k) + 1) * -(-n // k)")),
+    wrong("keeps-everything", "All inputs are kept: that is no saving.", (RETURN, "return i + 1")),
+    wrong("keeps-nothing-inside", "Only the first input is kept: each stage is run again from there.",
+          (RETURN, "return next_segment if next_segment < end else end - 1")),
+    wrong("halves", "That was halving. Segments have k stages.", (RETURN, "return (i + end) // 2")),
+    wrong("segments-of-k-plus-1", "These are segments of k + 1 stages.", (NEXT, "(i // (k + 1) + 1) * (k + 1)")),
+    wrong("k-segments", "These are k segments, not segments of k stages.",
+          (NEXT, "(i // -(-n // k) + 1) * -(-n // k)")),
 ]  # fmt: skip
-SAYS = {
-    "keeps-everything": "All inputs are kept: that is no saving.",
-    "keeps-nothing-inside": "Only the first input is kept: each stage is run again from there.",
-    "halves": "That was halving. Segments have k stages.",
-    "segments-of-k-plus-1": "These are segments of k + 1 stages.",
-    "k-segments": "These are k segments, not segments of k stages.",
-}
 
 
 class Case(NamedTuple):

@@ -42,22 +42,20 @@ AFTER = (
 )
 LARGEST = "np.maximum(boundary[i + 1 : j] + least[i + 1 : j, j], least[i, i + 1 : j])"
 WRONG = [
-    wrong("adds-instead", (LARGEST, "boundary[i + 1 : j] + least[i + 1 : j, j] + least[i, i + 1 : j]")),
-    wrong("forgets-the-kept-input", (LARGEST, "np.maximum(least[i + 1 : j, j], least[i, i + 1 : j])")),
-    wrong("keeps-it-twice", (LARGEST, "boundary[i + 1 : j] + np.maximum(least[i + 1 : j, j], least[i, i + 1 : j])")),
-    wrong("forgets-the-chain's-input", ("total = float(boundary[0] + least[0, n])", "total = float(least[0, n])")),
-    wrong("chooses-the-worst", ("choice[i, j] = i + 1 + largest.argmin()", "choice[i, j] = i + 1 + largest.argmax()")),
-    wrong("not-the-least", ("choice[i, j] = i + 1 + largest.argmin()\n            least[i, j] = largest.min()",
-                               "choice[i, j] = (i + j) // 2\n            least[i, j] = largest[length // 2 - 1]")),
+    wrong("adds-instead", "The two parts come one after the other. The larger counts, not the sum.",
+          (LARGEST, "boundary[i + 1 : j] + least[i + 1 : j, j] + least[i, i + 1 : j]")),
+    wrong("forgets-the-kept-input", "While stages k … j-1 go backward, x_k is kept and counts.",
+          (LARGEST, "np.maximum(least[i + 1 : j, j], least[i, i + 1 : j])")),
+    wrong("keeps-it-twice", "When stages i … k-1 go backward, x_k is gone already.",
+          (LARGEST, "boundary[i + 1 : j] + np.maximum(least[i + 1 : j, j], least[i, i + 1 : j])")),
+    wrong("forgets-the-chain's-input", "The chain's own input is kept, too.",
+          ("total = float(boundary[0] + least[0, n])", "total = float(least[0, n])")),
+    wrong("chooses-the-worst", "The total is right, and its schedule needs more: remember the k that gave the least.",
+          ("choice[i, j] = i + 1 + largest.argmin()", "choice[i, j] = i + 1 + largest.argmax()")),
+    wrong("not-the-least", "Look at every k between i and j, and take the best.",
+          ("choice[i, j] = i + 1 + largest.argmin()\n            least[i, j] = largest.min()",
+           "choice[i, j] = (i + j) // 2\n            least[i, j] = largest[length // 2 - 1]")),
 ]  # fmt: skip
-SAYS = {
-    "adds-instead": "The two parts come one after the other. The larger counts, not the sum.",
-    "forgets-the-kept-input": "While stages k … j-1 go backward, x_k is kept and counts.",
-    "keeps-it-twice": "When stages i … k-1 go backward, x_k is gone already.",
-    "forgets-the-chain's-input": "The chain's own input is kept, too.",
-    "chooses-the-worst": "The total is right, and its schedule needs more: remember the k that gave the least.",
-    "not-the-least": "Look at every k between i and j, and take the best.",
-}
 
 
 class Case(NamedTuple):

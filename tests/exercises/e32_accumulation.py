@@ -59,31 +59,24 @@ GAP = (
 )
 LOOP = "loss += _backward(model, micro_batch, targets / total)"
 WRONG = [
-    wrong("mean-of-means", ("targets / total)", "1 / len(window))")),
-    wrong("sums-the-means", ("targets / total)", "1.0)")),
-    wrong("forgets-to-divide", ("targets / total)", "float(targets))")),
-    wrong("counts-ignored", ("(micro_batch, count)", "(micro_batch, lambda pair: pair[1].numel())")),
-    wrong("nan-without-targets", ("if targets:", "if True:")),
-    wrong("all-at-once", (LOOP, "loss = loss + model(*micro_batch) * (targets / total)"),
+    wrong("mean-of-means", "It is the mean of the micro-batches' means: a token in a short one weighs more. Weight by "
+          "targets.", ("targets / total)", "1 / len(window))")),
+    wrong("sums-the-means", "The means were added up, unweighted: Σ nᵢ Lᵢ / Σ nᵢ.", ("targets / total)", "1.0)")),
+    wrong("forgets-to-divide", "It is too large by the number of targets: divide by it.",
+          ("targets / total)", "float(targets))")),
+    wrong("counts-ignored", "Positions with target -100 were counted: count those that have one.",
+          ("(micro_batch, count)", "(micro_batch, lambda pair: pair[1].numel())")),
+    wrong("nan-without-targets", "A micro-batch without targets has a mean of 0/0, which is NaN. Leave it out.",
+          ("if targets:", "if True:")),
+    wrong("all-at-once", "Go backward after each micro-batch, so that its activations are gone before the next.",
+          (LOOP, "loss = loss + model(*micro_batch) * (targets / total)"),
           ("    return loss", "    loss.backward()\n    return loss.detach()")),
-    wrong("returns-the-last", ("loss += _backward", "loss = _backward")),
-    wrong("keeps-a-graph", (LOOP, LOOP.replace("+=", "= loss +") + "\n                "
-                            "loss = loss + 0 * next(model.parameters()).sum()")),
+    wrong("returns-the-last", "What is returned is the last micro-batch's share, and not the loss of the window.",
+          ("loss += _backward", "loss = _backward")),
+    wrong("keeps-a-graph", "The loss that was returned still has a graph, which keeps memory: detach it.",
+          (LOOP,
+           LOOP.replace("+=", "= loss +") + "\n                " "loss = loss + 0 * next(model.parameters()).sum()")),
 ]  # fmt: skip
-
-
-SAYS = {
-    "mean-of-means": (
-        "It is the mean of the micro-batches' means: a token in a short one weighs more. Weight by targets."
-    ),
-    "sums-the-means": "The means were added up, unweighted: Σ nᵢ Lᵢ / Σ nᵢ.",
-    "forgets-to-divide": "It is too large by the number of targets: divide by it.",
-    "counts-ignored": "Positions with target -100 were counted: count those that have one.",
-    "nan-without-targets": "A micro-batch without targets has a mean of 0/0, which is NaN. Leave it out.",
-    "all-at-once": "Go backward after each micro-batch, so that its activations are gone before the next.",
-    "returns-the-last": "What is returned is the last micro-batch's share, and not the loss of the window.",
-    "keeps-a-graph": "The loss that was returned still has a graph, which keeps memory: detach it.",
-}
 
 
 class Small(nn.Module):

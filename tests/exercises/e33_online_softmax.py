@@ -42,32 +42,26 @@ AFTER = (
 )
 OUTPUT, TOTAL = "output = rescale * output + p @ v", "total = rescale * total + p.sum().item()"
 WRONG = [
-    wrong("rescales-the-sum-only", (OUTPUT, "output = output + p @ v")),
-    wrong("rescales-the-output-only", (TOTAL, "total = total + p.sum().item()")),
-    wrong("no-maximum", ("larger = max(maximum, s.max().item())", "larger = 0.0")),
-    wrong("forgets-the-old-maximum", ("larger = max(maximum, s.max().item())", "larger = s.max().item()")),
-    wrong("forgets-to-divide", ("output / total))", "output))")),
-    wrong("divides-the-running-output", ("        maximum = larger", "        maximum = larger\n        "
-                                                                     "output = output / total"),
+    wrong("rescales-the-sum-only", "When the maximum rises, the output must be rescaled too.",
+          (OUTPUT, "output = output + p @ v")),
+    wrong("rescales-the-output-only", "When the maximum rises, the sum must be rescaled too.",
+          (TOTAL, "total = total + p.sum().item()")),
+    wrong("no-maximum", "Large scores give inf or NaN: subtract the largest score so far before exp.",
+          ("larger = max(maximum, s.max().item())", "larger = 0.0")),
+    wrong("forgets-the-old-maximum", "The maximum never falls: max(old, new).",
+          ("larger = max(maximum, s.max().item())", "larger = s.max().item()")),
+    wrong("forgets-to-divide", "Divide by the sum.", ("output / total))", "output))")),
+    wrong("divides-the-running-output", "Divide only what a Step shows; the running output stays a sum.",
+          ("        maximum = larger", "        maximum = larger\n        output = output / total"),
           ("output / total))", "output))")),
-    wrong("all-at-once", ("s, v = scores[start : start + block], values[start : start + block]",
-                          "s, v = scores[: start + block], values[: start + block]\n        total, output = 0.0, 0.0"),
+    wrong("all-at-once", "It took exp of more scores than a block has: only the block's. What came before is in the "
+          "sum and the output already.",
+          ("s, v = scores[start : start + block], values[start : start + block]",
+           "s, v = scores[: start + block], values[: start + block]\n        total, output = 0.0, 0.0"),
           ("range(start, start + len(s))", "range(start, len(s))")),
-    wrong("range-too-long", ("range(start, start + len(s))", "range(start, start + block)")),
+    wrong("range-too-long", "The last step names a key that there is not. The last block may be shorter.",
+          ("range(start, start + len(s))", "range(start, start + block)")),
 ]  # fmt: skip
-SAYS = {
-    "rescales-the-sum-only": "When the maximum rises, the output must be rescaled too.",
-    "rescales-the-output-only": "When the maximum rises, the sum must be rescaled too.",
-    "no-maximum": "Large scores give inf or NaN: subtract the largest score so far before exp.",
-    "forgets-the-old-maximum": "The maximum never falls: max(old, new).",
-    "forgets-to-divide": "Divide by the sum.",
-    "divides-the-running-output": "Divide only what a Step shows; the running output stays a sum.",
-    "all-at-once": (
-        "It took exp of more scores than a block has: only the block's. What came before is in the sum and the output"
-        " already."
-    ),
-    "range-too-long": "The last step names a key that there is not. The last block may be shorter.",
-}
 
 
 EXPONENTIALS = {"exp", "exp_", "exp2", "exp2_", "expm1", "_softmax", "_log_softmax", "logsumexp", "sigmoid", "pow"}

@@ -55,36 +55,24 @@ AFTER = (
 )
 O_LINE = "o.mul_(rescale).baddbmm_("
 WRONG = [
-    wrong("rescales-the-sum-only", (O_LINE, "o.baddbmm_(")),
-    wrong("rescales-the-output-only", ("l.mul_(rescale).add_(", "l.add_(")),
-    wrong("forgets-the-mask", ("part.hide(s, rows, keys)", "pass")),
-    wrong("forgets-to-divide", ("o.div_(l.masked_fill_(l == 0, 1))", "o")),
-    wrong("lse-without-the-maximum", ("m + l.log()", "l.log()")),
-    wrong("forgets-the-scale", (".mul_(options.scale)", "")),
-    wrong("full-scores", ("for rows in part.row_blocks():", "for rows in [range(part.n_q)]:"),
+    wrong("rescales-the-sum-only", "lse is right and the output is not: when the maximum rises, what is in the output "
+          "so far must be rescaled as the sum is.", (O_LINE, "o.baddbmm_(")),
+    wrong("rescales-the-output-only", "Each row is a multiple of the right one, and lse is off: when the maximum rises "
+          "the sum must be rescaled as well.", ("l.mul_(rescale).add_(", "l.add_(")),
+    wrong("forgets-the-mask", "A row sees keys that are hidden from it: hide them before the maximum.",
+          ("part.hide(s, rows, keys)", "pass")),
+    wrong("forgets-to-divide", "Each row is a multiple of the right one: divide by the sum l at the end.",
+          ("o.div_(l.masked_fill_(l == 0, 1))", "o")),
+    wrong("lse-without-the-maximum", "lse is m + log l.", ("m + l.log()", "l.log()")),
+    wrong("forgets-the-scale", "The scores are not scaled: multiply them (or the keys) by options.scale.",
+          (".mul_(options.scale)", "")),
+    wrong("full-scores", "The scores of all rows and keys are there at once. Only a tile may exist at a time.",
+          ("for rows in part.row_blocks():", "for rows in [range(part.n_q)]:"),
           ("for keys in part.keys_seen_by(rows):", "for keys in [range(part.n_k)]:"),
           ("scores(q_i, k_j, tile)", "q_i @ k_j.mT")),
-    wrong("nan-in-empty-rows", ("torch.finfo(l.dtype).min", 'float("-inf")')),
+    wrong("nan-in-empty-rows", "A row that sees nothing gives NaN: begin with the lowest finite number as maximum, and "
+          "divide by 1 where the sum is 0.", ("torch.finfo(l.dtype).min", 'float("-inf")')),
 ]  # fmt: skip
-SAYS = {
-    "rescales-the-sum-only": (
-        "lse is right and the output is not: when the maximum rises, what is in the output so far must be rescaled as"
-        " the sum is."
-    ),
-    "rescales-the-output-only": (
-        "Each row is a multiple of the right one, and lse is off: when the maximum rises the sum must be rescaled as "
-        "well."
-    ),
-    "forgets-the-mask": "A row sees keys that are hidden from it: hide them before the maximum.",
-    "forgets-to-divide": "Each row is a multiple of the right one: divide by the sum l at the end.",
-    "lse-without-the-maximum": "lse is m + log l.",
-    "forgets-the-scale": "The scores are not scaled: multiply them (or the keys) by options.scale.",
-    "full-scores": "The scores of all rows and keys are there at once. Only a tile may exist at a time.",
-    "nan-in-empty-rows": (
-        "A row that sees nothing gives NaN: begin with the lowest finite number as maximum, and divide by 1 where the"
-        " sum is 0."
-    ),
-}
 
 
 LARGE = (64, 64)  # rows and keys of a block, of which a tile is most of what is held

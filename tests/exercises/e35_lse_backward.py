@@ -46,25 +46,22 @@ AFTER = (
     "because two sums that should cancel are rounded in different orders. Read next: `dq_kernel` in flash/kernels.py."
 )
 WRONG = [
-    wrong("forgets-delta", ("dp.sub_(d).mul_(p)", "dp.mul_(p)")),
-    wrong("forgets-the-scale-in-dk", ("part.store(DK, keys, dk_j.mul_(options.scale))", "part.store(DK, keys, dk_j)")),
-    wrong("scales-dq-twice", ("torch.bmm(ds, k_j, out=q_i)", "torch.bmm(ds, k_j, out=q_i).mul_(options.scale)")),
-    wrong("softmax-of-a-block", ("p = exp_(s.sub_(l))", "p = s.softmax(-1)")),
-    wrong("overwrites-dq", ("part.add(DQ, rows,", "part.store(DQ, rows,")),
-    wrong("forgets-the-mask", ("part.hide(s, rows, keys)", "pass")),
-    wrong("dq-not-zeroed", ("    dq.zero_()\n", "")),
-    wrong("dk-from-p", ("dk_j.baddbmm_(ds.mT,", "dk_j.baddbmm_(p.mT,"), ("dp.sub_(d).mul_(p)", "dp.sub_(d) * p")),
+    wrong("forgets-delta", "dS is P · dP without delta: softmax's derivative also has -Σ_j P_ij dP_ij, which is "
+          "delta_i.", ("dp.sub_(d).mul_(p)", "dp.mul_(p)")),
+    wrong("forgets-the-scale-in-dk", "dK lacks the scale: S = scale · Q Kᵀ.",
+          ("part.store(DK, keys, dk_j.mul_(options.scale))", "part.store(DK, keys, dk_j)")),
+    wrong("scales-dq-twice", "dQ has the scale twice: k_j was multiplied by it when it was loaded.",
+          ("torch.bmm(ds, k_j, out=q_i)", "torch.bmm(ds, k_j, out=q_i).mul_(options.scale)")),
+    wrong("softmax-of-a-block", "A softmax of one block's scores is not the row's: P is exp(S - lse).",
+          ("p = exp_(s.sub_(l))", "p = s.softmax(-1)")),
+    wrong("overwrites-dq", "dQ has the last block of keys only: each block adds to it.",
+          ("part.add(DQ, rows,", "part.store(DQ, rows,")),
+    wrong("forgets-the-mask", "Gradients come from keys that are hidden: hide them in S as in forward.",
+          ("part.hide(s, rows, keys)", "pass")),
+    wrong("dq-not-zeroed", "dQ begins with what was in its memory: set it to zero first.", ("    dq.zero_()\n", "")),
+    wrong("dk-from-p", "dK is scale · dSᵀ Q, not Pᵀ Q.", ("dk_j.baddbmm_(ds.mT,", "dk_j.baddbmm_(p.mT,"),
+          ("dp.sub_(d).mul_(p)", "dp.sub_(d) * p")),
 ]  # fmt: skip
-SAYS = {
-    "softmax-of-a-block": "A softmax of one block's scores is not the row's: P is exp(S - lse).",
-    "forgets-delta": "dS is P · dP without delta: softmax's derivative also has -Σ_j P_ij dP_ij, which is delta_i.",
-    "forgets-the-scale-in-dk": "dK lacks the scale: S = scale · Q Kᵀ.",
-    "dk-from-p": "dK is scale · dSᵀ Q, not Pᵀ Q.",
-    "scales-dq-twice": "dQ has the scale twice: k_j was multiplied by it when it was loaded.",
-    "overwrites-dq": "dQ has the last block of keys only: each block adds to it.",
-    "dq-not-zeroed": "dQ begins with what was in its memory: set it to zero first.",
-    "forgets-the-mask": "Gradients come from keys that are hidden: hide them in S as in forward.",
-}
 
 
 def draw(random: Random) -> list[forward.Case]:

@@ -11,8 +11,7 @@ What is (rows, keys) in the formulas is (keys, rows) here, transposed:
 from typing import Any
 
 from tests.exercises import triton_kit
-from tests.exercises.kit import fail, wrong
-from tests.exercises.triton_kit import backward, compiles, expect, formulas, with_options
+from tests.exercises.kit import wrong
 
 PLAN = [
     "Where am I? place(n_k, heads // GROUP, BLOCK_K, False) gives a block of keys and a key/value head. Lengths, "
@@ -43,58 +42,25 @@ AFTER = (
     "LOG2_E: the difference of two large numbers, each rounded after a product, would be off. Read next: `sees_one` "
     "in flash/device_functions.py."
 )
-NOT_VISIBLE = "A row counts that should not: one after the last, or with causal=True one before the key. p is 0 there."
 STORE = "store_block(DV, dv_strides, keys, n_k, dv, HEAD_DIM, BLOCK_D)"
 NO_MASK = """columns = tl.arange(0, BLOCK_D)[None, :]
     tl.store(DV + keys[:, None] * dv_strides[2] + columns * dv_strides[3], dv.to(DV.dtype.element_ty))"""
 WRONG = [
-    wrong("forgets-delta", ("p * (dp - delta[None, :])", "p * dp")),
-    wrong("forgets-the-scale", ("dk * scale", "dk")),
-    wrong(
-        "forgets-the-mask",
-        ("if part != 1:\n                    p = tl.where", "if part == 7:\n                    p = tl.where"),
-    ),
-    wrong("keeps-the-last-block", ("do, dv, input_precision", "do, input_precision")),
-    wrong("forgets-the-precision", ("do, dv, input_precision=PRECISION)", "do, dv)"), says="multiplies-in-tf32"),
-    wrong("stores-without-a-mask", (STORE, NO_MASK), says="stores-outside"),
-    wrong("first-head-only", ("for member in range(GROUP):", "for member in range(1):")),
-    wrong("dk-from-p", ("tl.dot(ds.to(q.dtype), q, dk", "tl.dot(p.to(q.dtype), q, dk")),
-]
-
-
-def check() -> None:
-    (_, dk, dv), (_, want_k, want_v), (q, k, v, dout) = backward(False)
-    p, dp, ds, _ = formulas(q, k, v, dout)
-    two, *_ = formulas(q, k, v, dout, base=2.0)
-    last = p.mT[..., 32:] @ dout[:, :, 32:]
-    again = 8 * p[:, :, -1:].mT @ dout[:, :, -1:]  # 40 rows in blocks of 16
-    mistakes = {
-        "forgets-the-mask": ((p.mT @ dout + again).sum(1, keepdim=True), NOT_VISIBLE),
-        "wrong-base": (
-            (two.mT @ dout).sum(1, keepdim=True),
-            "The weights are those of 2^x: exp(x) is exp2(x · LOG2_E).",
-        ),
-        "first-head-only": (
-            (p.mT @ dout)[:, :1],
-            "Two query heads share these keys, and only the first one's rows were summed: go over the GROUP.",
-        ),
-        "keeps-the-last-block": (last[:, 1:], "dV has the last block of rows only: add each product to what is there."),
-    }
-    expect(dv, want_v, mistakes, "dV")
-    mistakes = {
-        "forgets-delta": (
-            ((p * dp).mT @ q).sum(1, keepdim=True) / 4,
-            "dS is P · dP without delta: softmax's derivative also has -Σ P dP, which is delta.",
-        ),
-        "forgets-the-scale": ((ds.mT @ q).sum(1, keepdim=True), "dK lacks the scale: S = scale · Q Kᵀ."),
-        "dk-from-p": ((p.mT @ q).sum(1, keepdim=True) / 4, "dK is scale · dSᵀ Q, not Pᵀ Q."),
-    }
-    expect(dk, want_k, mistakes, "dK")
-    (_, dk, dv), (_, want_k, want_v), _ = backward(True)
-    if (dv - want_v).abs().max() > 1e-3 or (dk - want_k).abs().max() > 1e-3:
-        fail("forgets-the-mask", NOT_VISIBLE)
-    with_options((2, 3))
-    compiles("dkdv")
+    wrong("forgets-delta", "dS is P · dP without delta: softmax's derivative also has -Σ P dP, which is delta.",
+          ("p * (dp - delta[None, :])", "p * dp")),
+    wrong("forgets-the-scale", "dK lacks the scale: S = scale · Q Kᵀ.", ("dk * scale", "dk")),
+    wrong("forgets-the-mask", "A row counts that should not: one after the last, or with causal=True one before the "
+          "key. p is 0 there.",
+          ("if part != 1:\n                    p = tl.where", "if part == 7:\n                    p = tl.where")),
+    wrong("keeps-the-last-block", "dV has the last block of rows only: add each product to what is there.",
+          ("do, dv, input_precision", "do, input_precision")),
+    wrong("multiplies-in-tf32", "", ("do, dv, input_precision=PRECISION)", "do, dv)")),
+    wrong("stores-outside", "", (STORE, NO_MASK)),
+    wrong("first-head-only", "Two query heads share these keys, and only the first one's rows were summed: go over the "
+          "GROUP.", ("for member in range(GROUP):", "for member in range(1):")),
+    wrong("dk-from-p", "dK is scale · dSᵀ Q, not Pᵀ Q.",
+          ("tl.dot(ds.to(q.dtype), q, dk", "tl.dot(p.to(q.dtype), q, dk")),
+]  # fmt: skip
 
 
 draw, tolerance = triton_kit.draw, triton_kit.tolerance
@@ -103,3 +69,7 @@ draw, tolerance = triton_kit.draw, triton_kit.tolerance
 def result(case: triton_kit.Case) -> dict[str, Any]:
     """What the kernel stores, and what it loads: nothing from beside the tensors, and no block twice."""
     return triton_kit.run_backward(case, "dkdv")
+
+
+def check() -> None:
+    triton_kit.compiles("dkdv")

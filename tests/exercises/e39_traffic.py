@@ -47,27 +47,23 @@ AFTER = (
 )
 FORWARD = "loads = q + 2 * keys_for_rows * row\n"
 WRONG = [
-    wrong("keys-only-once", (FORWARD, "loads = q + 2 * k\n")),
-    wrong("forgets-the-values", (FORWARD, "loads = q + keys_for_rows * row\n")),
-    wrong("forgets-lse", ("stores = q + heads * n_q * number\n", "stores = q\n")),
-    wrong("forgets-the-group", ('*= kv_heads if algorithm == "tiled" else heads', "*= heads")),
-    wrong("counts-elements", ("row = head_dim * itemsize", "row = head_dim")),
-    wrong("forgets-the-batch", ("        return Traffic(batch * loads, batch * stores)\n\n    # delta",
-                                "        return Traffic(loads, stores)\n\n    # delta")),
-    wrong("forgets-the-sum-of-dq", ("loads += rows_for_keys * head_dim * number", "pass")),
-    wrong("writes-the-scores", ("stores = q + heads * n_q * number\n",
-                                "stores = q + heads * n_q * number + heads * n_q * n_k * itemsize\n")),
+    wrong("keys-only-once", "K and V are loaded again for every block of rows.", (FORWARD, "loads = q + 2 * k\n")),
+    wrong("forgets-the-values", "Values are loaded with the keys.", (FORWARD, "loads = q + keys_for_rows * row\n")),
+    wrong("forgets-lse", "With the output one number for each row is stored, the logsumexp.",
+          ("stores = q + heads * n_q * number\n", "stores = q\n")),
+    wrong("forgets-the-group", "The tiled code loads keys once for all heads that share them.",
+          ('*= kv_heads if algorithm == "tiled" else heads', "*= heads")),
+    wrong("counts-elements", "A quarter. Multiply by the bytes of an element.",
+          ("row = head_dim * itemsize", "row = head_dim")),
+    wrong("forgets-the-batch", "Each sequence of the batch moves its own.",
+          ("        return Traffic(batch * loads, batch * stores)\n\n    # delta",
+           "        return Traffic(loads, stores)\n\n    # delta")),
+    wrong("forgets-the-sum-of-dq", "To add to dQ, it must be loaded first, once for every block of keys.",
+          ("loads += rows_for_keys * head_dim * number", "pass")),
+    wrong("writes-the-scores", "The scores stay in SRAM, that is the point.",
+          ("stores = q + heads * n_q * number\n",
+           "stores = q + heads * n_q * number + heads * n_q * n_k * itemsize\n")),
 ]  # fmt: skip
-SAYS = {
-    "keys-only-once": "K and V are loaded again for every block of rows.",
-    "forgets-the-values": "Values are loaded with the keys.",
-    "forgets-lse": "With the output one number for each row is stored, the logsumexp.",
-    "forgets-the-group": "The tiled code loads keys once for all heads that share them.",
-    "counts-elements": "A quarter. Multiply by the bytes of an element.",
-    "forgets-the-batch": "Each sequence of the batch moves its own.",
-    "forgets-the-sum-of-dq": "To add to dQ, it must be loaded first, once for every block of keys.",
-    "writes-the-scores": "The scores stay in SRAM, that is the point.",
-}
 
 
 class Case(NamedTuple):

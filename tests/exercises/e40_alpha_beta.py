@@ -37,25 +37,23 @@ AFTER = (
 )
 HOPS = "(members - hosts) * self.inside.latency + (hosts - 1) * self.between.latency"
 WRONG = [
-    wrong("forgets-the-fraction", ("(members - 1) / members * size", "size")),
-    wrong("twice", ("(members - 1) / members * size", "2 * (members - 1) / members * size")),
-    wrong("all-hops-inside", (HOPS, "(members - 1) * self.inside.latency")),
-    wrong("all-hops-between", (HOPS, "(members - 1) * self.between.latency")),
-    wrong("one-card", ("members // hosts * self.between.bandwidth", "self.between.bandwidth")),
-    wrong("fastest-link", ("bandwidth = min(bandwidth,", "bandwidth = max(bandwidth,")),
-    wrong("forgets-the-base", ("self.base_latency + ", "")),
-    wrong("alone-takes-time", ("if members == 1 or size == 0:", "if size == 0:")),
-]
-SAYS = {
-    "forgets-the-fraction": "8 ranks, inside a host: each sends 7/8 of the tensor, not all of it.",
-    "twice": "Twice the time: that is an all-reduce. A reduce-scatter or all-gather sends (g-1)/g of the tensor.",
-    "all-hops-inside": "Of the 31 hops of 32 ranks on 4 hosts, 3 go from host to host: count those apart.",
-    "all-hops-between": "Of the 31 hops of 32 ranks on 4 hosts, only 3 go from host to host, 28 stay inside.",
-    "one-card": "Between hosts all 8 ranks of a host send at once, each over its own card: 8 times the bandwidth.",
-    "fastest-link": "The ring is as slow as its slowest link, not as fast as its fastest.",
-    "forgets-the-base": "Every collective costs base_latency, however little it moves.",
-    "alone-takes-time": "One rank has nobody to send to, and still took time.",
-}
+    wrong("forgets-the-fraction", "8 ranks, inside a host: each sends 7/8 of the tensor, not all of it.",
+          ("(members - 1) / members * size", "size")),
+    wrong("twice", "Twice the time: that is an all-reduce. A reduce-scatter or all-gather sends (g-1)/g of the "
+          "tensor.", ("(members - 1) / members * size", "2 * (members - 1) / members * size")),
+    wrong("all-hops-inside", "Of the 31 hops of 32 ranks on 4 hosts, 3 go from host to host: count those apart.",
+          (HOPS, "(members - 1) * self.inside.latency")),
+    wrong("all-hops-between", "Of the 31 hops of 32 ranks on 4 hosts, only 3 go from host to host, 28 stay inside.",
+          (HOPS, "(members - 1) * self.between.latency")),
+    wrong("one-card", "Between hosts all 8 ranks of a host send at once, each over its own card: 8 times the "
+          "bandwidth.", ("members // hosts * self.between.bandwidth", "self.between.bandwidth")),
+    wrong("fastest-link", "The ring is as slow as its slowest link, not as fast as its fastest.",
+          ("bandwidth = min(bandwidth,", "bandwidth = max(bandwidth,")),
+    wrong("forgets-the-base", "Every collective costs base_latency, however little it moves.",
+          ("self.base_latency + ", "")),
+    wrong("alone-takes-time", "One rank has nobody to send to, and still took time.",
+          ("if members == 1 or size == 0:", "if size == 0:")),
+]  # fmt: skip
 A_GPU = GPU("any", {"float32": 1e12}, 1e9, 1e11, "made up")
 
 

@@ -57,31 +57,27 @@ AFTER = (
     "are."
 )
 WRONG = [
-    wrong("forgets-the-message", ("[total, 0, root", "[0, 0, root")),
-    wrong("frees-gradients-in-stage-1", ("        if stage >= 2:\n", "        if stage >= 1:\n")),
-    wrong("keeps-gradients-in-stage-2", ("            gradients += shard - block", "            gradients += shard")),
-    wrong("forward-order", ("reversed(blocks)", "blocks")),
-    wrong("forgets-the-chunks-of-others", ("gradients += shard - block", "gradients -= block")),
-    wrong("forgets-the-root", ("replicas = root if stage == 3 else 0", "replicas = 0")),
-    wrong("gathers-everything", ("replica = block if stage == 3 else 0", "replica = sum(blocks) if stage == 3 else 0")),
-    wrong("adds-the-peaks", ("    peak = 0\n", "    peak = most = 0\n"),
-          ("peak = max(peak, parameters + replicas + replica + gradients + shard)",
-           "peak, most = max(peak, gradients + shard), max(most, replica)"),
-          ("    peak = max(peak, parameters + replicas + gradients + message)\n",
+    wrong("forgets-the-message", "Before they are averaged, the gradients are copied into one message.",
+          ("[total, 0, root", "[0, 0, root")),
+    wrong("frees-gradients-in-stage-1", "Stage 1 keeps every unit's buffer.",
+          ("        if stage >= 2:\n", "        if stage >= 1:\n")),
+    wrong("keeps-gradients-in-stage-2", "From stage 2 on a block's whole buffer is freed when its chunk is complete.",
+          ("            gradients += shard - block", "            gradients += shard")),
+    wrong("forward-order", "Backward comes to the last block first: its chunk is there already when the block before "
+          "it is reduced.", ("reversed(blocks)", "blocks")),
+    wrong("forgets-the-chunks-of-others", "The chunks of blocks that were reduced before stay.",
+          ("gradients += shard - block", "gradients -= block")),
+    wrong("forgets-the-root", "The root's replica is there as long as the model computes.",
+          ("replicas = root if stage == 3 else 0", "replicas = 0")),
+    wrong("gathers-everything", "Only one block is gathered at a time.",
+          ("replica = block if stage == 3 else 0", "replica = sum(blocks) if stage == 3 else 0")),
+    wrong("adds-the-peaks", "The most parameters and the most gradients are not there at the same moment.",
+          ("    peak = 0\n", "    peak = most = 0\n"), (
+           "peak = max(peak, parameters + replicas + replica + gradients + shard)",
+           "peak, most = max(peak, gradients + shard), max(most, replica)"), (
+           "    peak = max(peak, parameters + replicas + gradients + message)\n",
            "    peak = max(peak, gradients + message) + parameters + replicas + most\n")),
 ]  # fmt: skip
-SAYS = {
-    "forgets-the-message": "Before they are averaged, the gradients are copied into one message.",
-    "frees-gradients-in-stage-1": "Stage 1 keeps every unit's buffer.",
-    "keeps-gradients-in-stage-2": "From stage 2 on a block's whole buffer is freed when its chunk is complete.",
-    "forward-order": (
-        "Backward comes to the last block first: its chunk is there already when the block before it is reduced."
-    ),
-    "forgets-the-chunks-of-others": "The chunks of blocks that were reduced before stay.",
-    "forgets-the-root": "The root's replica is there as long as the model computes.",
-    "gathers-everything": "Only one block is gathered at a time.",
-    "adds-the-peaks": "The most parameters and the most gradients are not there at the same moment.",
-}
 STAGES = (DDP, Zero1, Zero2, Zero3)
 
 

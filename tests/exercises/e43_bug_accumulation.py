@@ -62,34 +62,24 @@ BUGGY = (
 COUNT = "        targets = all_reduce(targets, comm)\n"
 GRADIENT, LOSS = BUGGY[3], BUGGY[4]
 WRONG = [
-    wrong("mean-of-means", *BUGGY),
-    wrong("own-targets", (COUNT, ""), GRADIENT, LOSS),
-    wrong("own-count", (COUNT, COUNT.replace("targets = ", ""))),
-    wrong("divides-by-ranks-too", GRADIENT),
-    wrong("counts-padding", ("(y != -100).sum()", "y.numel()")),
-    wrong("nan-without-targets", (BUGGY[2][0], ", ignore_index=-100) * (y != -100).sum() / targets")),
-    wrong("a-rank-skips", (COUNT, f"        if not targets:\n            losses.append(0.0)\n            continue\n"
-          f"{COUNT}")),
-    wrong("reports-its-own-loss", ('all_reduce(window_loss, comm, "sum")', "window_loss")),
+    wrong("mean-of-means", "A target of a short micro-batch counts more than one of a long one: each of the 20 should "
+          "count 1/20. A mean of means is no mean.", *BUGGY),
+    wrong("own-targets", "On one rank all targets count the same, and those of another rank do not: divide by the "
+          "targets of all ranks.", (COUNT, ""), GRADIENT, LOSS),
+    wrong("own-count", "A rank divides by its own targets. all_reduce returns the sum; its argument stays.",
+          (COUNT, COUNT.replace("targets = ", ""))),
+    wrong("divides-by-ranks-too", "All targets count the same, and too little: the mean over the ranks divides once "
+          "more.", GRADIENT),
+    wrong("counts-padding", "It counts the padding as well: a target of -100 is none.",
+          ("(y != -100).sum()", "y.numel()")),
+    wrong("nan-without-targets", "A micro-batch that is padding alone makes the run NaN: it must add nothing.",
+          (BUGGY[2][0], ", ignore_index=-100) * (y != -100).sum() / targets")),
+    wrong("a-rank-skips", "A rank has a window of padding alone, and the ranks no longer fit together: one of them "
+          "skipped a collective. Each rank calls the same ones, also if it has nothing to add.",
+          (COUNT, f"        if not targets:\n            losses.append(0.0)\n            continue\n{COUNT}")),
+    wrong("reports-its-own-loss", "What is returned is this rank's loss, or its share: it is the loss over all ranks.",
+          ('all_reduce(window_loss, comm, "sum")', "window_loss")),
 ]  # fmt: skip
-SAYS = {
-    "mean-of-means": (
-        "A target of a short micro-batch counts more than one of a long one: each of the 20 should count 1/20. A mean"
-        " of means is no mean."
-    ),
-    "own-targets": (
-        "On one rank all targets count the same, and those of another rank do not: divide by the targets of all ranks."
-    ),
-    "own-count": "A rank divides by its own targets. all_reduce returns the sum; its argument stays.",
-    "divides-by-ranks-too": "All targets count the same, and too little: the mean over the ranks divides once more.",
-    "counts-padding": "It counts the padding as well: a target of -100 is none.",
-    "nan-without-targets": "A micro-batch that is padding alone makes the run NaN: it must add nothing.",
-    "a-rank-skips": (
-        "A rank has a window of padding alone, and the ranks no longer fit together: one of them skipped a "
-        "collective. Each rank calls the same ones, also if it has nothing to add."
-    ),
-    "reports-its-own-loss": "What is returned is this rank's loss, or its share: it is the loss over all ranks.",
-}
 COUNTED = [0, 1, *range(12, 22), *range(24, 30), 36, 37]  # of 48 tokens: 2 and 10 on rank 0, 6 and 2 on rank 1
 
 

@@ -63,40 +63,28 @@ BUGGY = (
 )
 NORM = 'all_reduce(squares, comm, "sum").sqrt()'
 WRONG = [
-    wrong("local-norm", *BUGGY),
-    wrong("mean-of-norms", (NORM, 'all_reduce(squares.sqrt(), comm, "mean")')),
-    wrong("sum-of-norms", (NORM, 'all_reduce(squares.sqrt(), comm, "sum")')),
-    wrong("forgets-the-root", (NORM, 'all_reduce(squares, comm, "sum")')),
-    wrong("shares-the-threshold", BUGGY[0], (BUGGY[1][0], "        norm = torch.nn.utils.clip_grad_norm_("
-          "[mine], max_norm / comm.size**0.5)\n"), BUGGY[2]),
-    wrong("clips-before-the-average", BUGGY[0], BUGGY[1], BUGGY[2], (
-          "        mine.grad = reduce_scatter(pad(parameters_to_vector(gradients), comm.size)",
-          "        whole = parameters_to_vector(gradients)\n        whole *= (max_norm / whole.norm()).clamp(max=1.0)\n"
-          "        mine.grad = reduce_scatter(pad(whole, comm.size)"), (
-          "        optimizer.step()\n", "        norm = whole.norm()\n        optimizer.step()\n")),
-    wrong("lengthens", (".clamp(max=1.0)", "")),
-    wrong("reports-its-own-norm", ("norms.append(norm.item())", "norms.append(squares.sqrt().item())")),
+    wrong("local-norm", "Each rank cuts its own part by the norm of that part, and the gradient points elsewhere: the "
+          "norm is that of all parts together.", *BUGGY),
+    wrong("mean-of-norms", "The norm was taken for the mean of the ranks' norms. 3 and 4 make 5, not 3.5: add up "
+          "squares, and take the root.", (NORM, 'all_reduce(squares.sqrt(), comm, "mean")')),
+    wrong("sum-of-norms", "The norm was taken for the sum of the ranks' norms. 3 and 4 make 5, not 7: add up squares, "
+          "and take the root.", (NORM, 'all_reduce(squares.sqrt(), comm, "sum")')),
+    wrong("forgets-the-root", "The norm was taken for the sum of the squares, 25 where it is 5: the root is missing.",
+          (NORM, 'all_reduce(squares, comm, "sum")')),
+    wrong("shares-the-threshold", "The norm is right now, and the direction is not: the ranks' parts need one factor.",
+          BUGGY[0], (BUGGY[1][0], "        norm = torch.nn.utils.clip_grad_norm_([mine], max_norm / comm.size**0.5)\n"),
+          BUGGY[2]),
+    wrong("clips-before-the-average", "Each rank's gradient was clipped before the average: clip the average.",
+          BUGGY[0], BUGGY[1], BUGGY[2], (
+           "        mine.grad = reduce_scatter(pad(parameters_to_vector(gradients), comm.size)", "        whole = "
+           "parameters_to_vector(gradients)\n        whole *= (max_norm / whole.norm()).clamp(max=1.0)\n"
+           "        mine.grad = reduce_scatter(pad(whole, comm.size)"),
+          ("        optimizer.step()\n", "        norm = whole.norm()\n        optimizer.step()\n")),
+    wrong("lengthens", "A gradient that is short enough stays as it is: the factor is at most 1.",
+          (".clamp(max=1.0)", "")),
+    wrong("reports-its-own-norm", "The norm that is returned is that of this rank's part. It is that of all parts, "
+          "before clipping.", ("norms.append(norm.item())", "norms.append(squares.sqrt().item())")),
 ]  # fmt: skip
-SAYS = {
-    "local-norm": (
-        "Each rank cuts its own part by the norm of that part, and the gradient points elsewhere: the norm is that of"
-        " all parts together."
-    ),
-    "mean-of-norms": (
-        "The norm was taken for the mean of the ranks' norms. 3 and 4 make 5, not 3.5: add up squares, and take the "
-        "root."
-    ),
-    "sum-of-norms": (
-        "The norm was taken for the sum of the ranks' norms. 3 and 4 make 5, not 7: add up squares, and take the root."
-    ),
-    "forgets-the-root": "The norm was taken for the sum of the squares, 25 where it is 5: the root is missing.",
-    "shares-the-threshold": "The norm is right now, and the direction is not: the ranks' parts need one factor.",
-    "clips-before-the-average": "Each rank's gradient was clipped before the average: clip the average.",
-    "lengthens": "A gradient that is short enough stays as it is: the factor is at most 1.",
-    "reports-its-own-norm": (
-        "The norm that is returned is that of this rank's part. It is that of all parts, before clipping."
-    ),
-}
 
 
 class Free(nn.Module):

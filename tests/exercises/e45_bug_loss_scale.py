@@ -59,34 +59,26 @@ BUGGY = (
 )
 UNSCALE = "        scaler.unscale_(optimizer)\n"
 WRONG = [
-    wrong("clips-what-is-scaled", *BUGGY),
-    wrong("divides-twice", (UNSCALE, "        for p in model.parameters():\n"
-          "            p.grad /= scaler.get_scale()\n")),
-    wrong("does-not-clip", ("model.parameters(), max_norm)", "model.parameters(), float('inf'))")),
-    wrong("steps-past-the-scaler", ("        scaler.step(optimizer)\n        scaler.update()\n",
-                                    "        optimizer.step()\n        scaler.update()\n")),
-    wrong("drops-the-scale", ("scaler.scale(loss).backward()", "scaler.scale(loss)\n        loss.backward()"),
-          (UNSCALE, ""), ("scaler.step(optimizer)", "optimizer.step()"), ("        scaler.update()\n", "")),
-    wrong("never-updates", ("        scaler.update()\n", "        scaler._progress.clear()\n")),
-    wrong("logs-a-norm-too-small", ("norm.item()))", "norm.item() / scaler.get_scale()))")),
-    wrong("logs-the-scaled-loss", ("log.append((loss.item()", "log.append((scaler.scale(loss).item()")),
+    wrong("clips-what-is-scaled", "The gradients are still multiplied by the scale when they are clipped, so all of "
+          "them are cut: unscale first.", *BUGGY),
+    wrong("divides-twice", "The scale was taken out of the gradients twice: the scaler does not know that you "
+          "divided.", (UNSCALE, "        for p in model.parameters():\n            p.grad /= scaler.get_scale()\n")),
+    wrong("does-not-clip", "A gradient that is too long was not clipped before the step.",
+          ("model.parameters(), max_norm)", "model.parameters(), float('inf'))")),
+    wrong("steps-past-the-scaler", "A gradient overflowed in FP16, and the optimizer stepped with it: only the scaler "
+          "knows that it must not.",
+          ("        scaler.step(optimizer)\n        scaler.update()\n",
+           "        optimizer.step()\n        scaler.update()\n")),
+    wrong("drops-the-scale", "The loss is not scaled. Gradients of about 1e-8 are 0 in FP16, and the scale is there to "
+          "save them.", ("scaler.scale(loss).backward()", "scaler.scale(loss)\n        loss.backward()"), (UNSCALE, ""),
+          ("scaler.step(optimizer)", "optimizer.step()"), ("        scaler.update()\n", "")),
+    wrong("never-updates", "The scale never changes: the scaler must hear of each step.",
+          ("        scaler.update()\n", "        scaler._progress.clear()\n")),
+    wrong("logs-a-norm-too-small", "The norm in the log was divided by the scale once more.",
+          ("norm.item()))", "norm.item() / scaler.get_scale()))")),
+    wrong("logs-the-scaled-loss", "The loss in the log is the scaled one.",
+          ("log.append((loss.item()", "log.append((scaler.scale(loss).item()")),
 ]  # fmt: skip
-SAYS = {
-    "clips-what-is-scaled": (
-        "The gradients are still multiplied by the scale when they are clipped, so all of them are cut: unscale first."
-    ),
-    "divides-twice": "The scale was taken out of the gradients twice: the scaler does not know that you divided.",
-    "does-not-clip": "A gradient that is too long was not clipped before the step.",
-    "steps-past-the-scaler": (
-        "A gradient overflowed in FP16, and the optimizer stepped with it: only the scaler knows that it must not."
-    ),
-    "drops-the-scale": (
-        "The loss is not scaled. Gradients of about 1e-8 are 0 in FP16, and the scale is there to save them."
-    ),
-    "never-updates": "The scale never changes: the scaler must hear of each step.",
-    "logs-a-norm-too-small": "The norm in the log was divided by the scale once more.",
-    "logs-the-scaled-loss": "The loss in the log is the scaled one.",
-}
 RATE = 0.02
 
 

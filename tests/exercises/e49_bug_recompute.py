@@ -68,53 +68,36 @@ BUGGY = (
 CALL = BUGGY[0][0]
 BLOCKS = f"        for block in model.blocks:\n{CALL}"
 WRONG = [
-    wrong("other-numbers", *BUGGY),
-    wrong("keeps-everything", (CALL, "            hidden = block(hidden)\n")),
-    wrong("without-dropout", ("    losses = []\n", "    losses = []\n    model.eval()\n"), *BUGGY),
-    wrong("looks-for-dropout-layers", (CALL, "            draws = any(isinstance(m, torch.nn.Dropout) for m in "
-          "block.modules())\n            hidden = checkpoint(block, hidden, use_reentrant=False, "
-          "preserve_rng_state=draws)\n")),
-    wrong("one-state-for-all", BUGGY[0], ("        hidden = model.stem(x)\n", "        state = torch.get_rng_state()\n"
-          "        hidden = model.stem(x)\n"), ("        loss.backward()\n",
-          "        torch.set_rng_state(state)\n        loss.backward()\n")),
-    wrong("all-blocks-at-once", (BLOCKS, "        hidden = checkpoint(torch.nn.Sequential(*model.blocks), hidden, "
-          "use_reentrant=False)\n")),
-    wrong("same-numbers-in-each-step", (BLOCKS, "        for number, block in enumerate(model.blocks):\n"
-          "            def seeded(hidden, block=block, number=number):\n"
-          "                torch.manual_seed(number)\n                return block(hidden)\n"
-          "            hidden = checkpoint(seeded, hidden, use_reentrant=False)\n")),
-    wrong("numbers-of-its-own", (BLOCKS, "        step = len(losses)\n"
-          "        for number, block in enumerate(model.blocks):\n"
-          "            def seeded(hidden, block=block, number=number):\n"
-          "                with torch.random.fork_rng():\n                    torch.manual_seed(100 * step + number)\n"
-          "                    return block(hidden)\n"
-          "            hidden = checkpoint(seeded, hidden, use_reentrant=False)\n")),
+    wrong("other-numbers", "The block drops other numbers when it runs again in backward than it did in forward: the "
+          "loss is that of one network, its gradient that of another.", *BUGGY),
+    wrong("keeps-everything", "No block ran again in backward: what lies inside all of them is kept when forward "
+          "ends.", (CALL, "            hidden = block(hidden)\n")),
+    wrong("without-dropout", "No block drops anything: dropout is a part of the model, so leave it on.",
+          ("    losses = []\n", "    losses = []\n    model.eval()\n"), *BUGGY),
+    wrong("looks-for-dropout-layers", "A block without a layer of nn.Dropout draws random numbers too, by "
+          "torch.rand_like, and drew others in backward. What a block calls is not to be seen from outside.",
+          (CALL, "            draws = any(isinstance(m, torch.nn.Dropout) for m in block.modules())\n"
+           "            hidden = checkpoint(block, hidden, use_reentrant=False, preserve_rng_state=draws)\n")),
+    wrong("one-state-for-all", "In backward the last block comes first. With one state for the whole step it drops "
+          "what the first block dropped in forward.", BUGGY[0], ("        hidden = model.stem(x)\n",
+           "        state = torch.get_rng_state()\n        hidden = model.stem(x)\n"),
+          ("        loss.backward()\n", "        torch.set_rng_state(state)\n        loss.backward()\n")),
+    wrong("all-blocks-at-once", "In backward all blocks ran again before the first gradient of one, so what lies "
+          "inside them is there at once. Each needs a checkpoint of its own.",
+          (BLOCKS, "        hidden = checkpoint(torch.nn.Sequential(*model.blocks), hidden, use_reentrant=False)\n")),
+    wrong("same-numbers-in-each-step", "A block drops the same numbers in each step: do not seed the generator.",
+          (BLOCKS, "        for number, block in enumerate(model.blocks):\n"
+           "            def seeded(hidden, block=block, number=number):\n                torch.manual_seed(number)\n"
+           "                return block(hidden)\n            hidden = checkpoint(seeded, hidden, "
+           "use_reentrant=False)\n")),
+    wrong("numbers-of-its-own", "Both forwards of a block draw the same numbers, but not those of plain training: do "
+          "not seed the generator; and once a block has run again, set it to where it was before.",
+          (BLOCKS, "        step = len(losses)\n        for number, block in enumerate(model.blocks):\n"
+           "            def seeded(hidden, block=block, number=number):\n"
+           "                with torch.random.fork_rng():\n                    torch.manual_seed(100 * step + number)\n"
+           "                    return block(hidden)\n            hidden = checkpoint(seeded, hidden, "
+           "use_reentrant=False)\n")),
 ]  # fmt: skip
-SAYS = {
-    "other-numbers": (
-        "The block drops other numbers when it runs again in backward than it did in forward: the loss is that of one"
-        " network, its gradient that of another."
-    ),
-    "keeps-everything": "No block ran again in backward: what lies inside all of them is kept when forward ends.",
-    "without-dropout": "No block drops anything: dropout is a part of the model, so leave it on.",
-    "looks-for-dropout-layers": (
-        "A block without a layer of nn.Dropout draws random numbers too, by torch.rand_like, and drew others in "
-        "backward. What a block calls is not to be seen from outside."
-    ),
-    "one-state-for-all": (
-        "In backward the last block comes first. With one state for the whole step it drops what the first block "
-        "dropped in forward."
-    ),
-    "all-blocks-at-once": (
-        "In backward all blocks ran again before the first gradient of one, so what lies inside them is there at "
-        "once. Each needs a checkpoint of its own."
-    ),
-    "same-numbers-in-each-step": "A block drops the same numbers in each step: do not seed the generator.",
-    "numbers-of-its-own": (
-        "Both forwards of a block draw the same numbers, but not those of plain training: do not seed the generator; "
-        "and once a block has run again, set it to where it was before."
-    ),
-}
 CLASSES = 10
 
 

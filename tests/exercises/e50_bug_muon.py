@@ -72,41 +72,30 @@ UPDATE = "        update = torch.cat([orthogonal(piece.view_as(matrix)).flatten(
 MOVE = "        mine -= learning_rate * pad(update, comm.size).chunk(comm.size)[comm.rank]\n"
 STEP = "momentum = 0.9 * momentum + gradient[: sum(sizes)]"
 WRONG = [
-    wrong("averages-its-chunk", *BUGGY),
-    wrong("averages-nothing", (REDUCE, ""), (GATHER, "")),
-    wrong("gathers-what-is-not-averaged", (REDUCE, "        averaged = gradient.chunk(comm.size)[comm.rank]\n")),
-    wrong("averages-the-updates", (REDUCE, ""), (GATHER, ""), (UPDATE, UPDATE
-          + '        update = all_gather(reduce_scatter(pad(update, comm.size), comm, "mean"), comm)[: sum(sizes)]\n')),
-    wrong("orthogonal-chunk", (GATHER, ""), ("momentum = torch.zeros(sum(sizes), dtype=mine.dtype)",
-          "momentum = torch.zeros_like(mine)"), (STEP, "momentum = 0.9 * momentum + averaged"), (PAIRS, ""),
-          (UPDATE, ""), (MOVE, "        mine -= learning_rate * orthogonal(momentum.view(1, -1)).flatten()\n")),
-    wrong("one-long-matrix", (PAIRS, ""), (UPDATE, "        update = orthogonal(momentum.view(1, -1)).flatten()\n")),
-    wrong("momentum-too-late", (STEP, "pieces = gradient[: sum(sizes)].split(sizes)"), (PAIRS,
-          "        pairs = zip(pieces, matrices)\n"), (MOVE, "        momentum = 0.9 * momentum + update\n"
-          + MOVE.replace("update", "momentum"))),
-    wrong("sends-all-gradients", (REDUCE, ""), (GATHER,
-          "        gradient = all_gather(gradient, comm).view(comm.size, -1).mean(0)\n")),
+    wrong("averages-its-chunk", "Only this rank's chunk of the gradient is an average. A matrix that lies in one chunk "
+          "is right; one that is cut is not: gather the average before a matrix is made orthogonal.", *BUGGY),
+    wrong("averages-nothing", "Each rank moves its chunk by its own gradient: nothing was averaged.", (REDUCE, ""),
+          (GATHER, "")),
+    wrong("gathers-what-is-not-averaged", "Each rank has the same whole gradient, whose first part is rank 0's own and "
+          "whose second part is rank 1's: average before you gather.",
+          (REDUCE, "        averaged = gradient.chunk(comm.size)[comm.rank]\n")),
+    wrong("averages-the-updates", "The average of two orthogonal matrices is not orthogonal: average the gradients "
+          "first.", (REDUCE, ""), (GATHER, ""), (UPDATE, UPDATE + "        "
+           'update = all_gather(reduce_scatter(pad(update, comm.size), comm, "mean"), comm)[: sum(sizes)]\n')),
+    wrong("orthogonal-chunk", "A rank's chunk was taken for a matrix: `orthogonal` needs each matrix whole.",
+          (GATHER, ""), ("momentum = torch.zeros(sum(sizes), dtype=mine.dtype)", "momentum = torch.zeros_like(mine)"),
+          (STEP, "momentum = 0.9 * momentum + averaged"), (PAIRS, ""), (UPDATE, ""),
+          (MOVE, "        mine -= learning_rate * orthogonal(momentum.view(1, -1)).flatten()\n")),
+    wrong("one-long-matrix", "The whole buffer was taken for one matrix: make each matrix orthogonal by itself.",
+          (PAIRS, ""), (UPDATE, "        update = orthogonal(momentum.view(1, -1)).flatten()\n")),
+    wrong("momentum-too-late", "Momentum adds up gradients, and what is made orthogonal is the momentum: not the other "
+          "way round.", (STEP, "pieces = gradient[: sum(sizes)].split(sizes)"),
+          (PAIRS, "        pairs = zip(pieces, matrices)\n"),
+          (MOVE, "        momentum = 0.9 * momentum + update\n" + MOVE.replace("update", "momentum"))),
+    wrong("sends-all-gradients", "The numbers are right, and too many bytes go out: a rank passes on averages of "
+          "chunks, not all gradients.", (REDUCE, ""),
+          (GATHER, "        gradient = all_gather(gradient, comm).view(comm.size, -1).mean(0)\n")),
 ]  # fmt: skip
-SAYS = {
-    "averages-its-chunk": (
-        "Only this rank's chunk of the gradient is an average. A matrix that lies in one chunk is right; one that is "
-        "cut is not: gather the average before a matrix is made orthogonal."
-    ),
-    "averages-nothing": "Each rank moves its chunk by its own gradient: nothing was averaged.",
-    "gathers-what-is-not-averaged": (
-        "Each rank has the same whole gradient, whose first part is rank 0's own and whose second part is rank 1's: "
-        "average before you gather."
-    ),
-    "averages-the-updates": "The average of two orthogonal matrices is not orthogonal: average the gradients first.",
-    "orthogonal-chunk": "A rank's chunk was taken for a matrix: `orthogonal` needs each matrix whole.",
-    "one-long-matrix": "The whole buffer was taken for one matrix: make each matrix orthogonal by itself.",
-    "momentum-too-late": (
-        "Momentum adds up gradients, and what is made orthogonal is the momentum: not the other way round."
-    ),
-    "sends-all-gradients": (
-        "The numbers are right, and too many bytes go out: a rank passes on averages of chunks, not all gradients."
-    ),
-}
 
 
 class Given(nn.Module):

@@ -73,41 +73,33 @@ SEND = """            for parameter in model.parameters():
 STEP = "            optimizer.step()\n"
 BACKWARD = "        loss.backward()\n"
 WRONG = [
-    wrong("averages-the-first", *BUGGY),
-    wrong("averages-nothing", (SEND, "")),
-    wrong("steps-too-early", (LAST, "        if number % window == 0:\n")),
-    wrong("averages-the-last-alone", (BACKWARD, "        before = [p.grad for p in model.parameters()]\n"
-          f"        optimizer.zero_grad()\n{BACKWARD}"), (LAST + SEND, f"{LAST}{SEND}        for p, gradient in "
-          "zip(model.parameters(), before):\n            p.grad = p.grad if gradient is None else p.grad + gradient\n"
-          f"{LAST}")),
-    wrong("forgets-the-others", (BACKWARD, f"        optimizer.zero_grad()\n{BACKWARD}")),
-    wrong("not-divided", ("model(x, y) / window", "model(x, y)")),
-    wrong("sends-each-time", (LAST + SEND, SEND.replace("            for", "        for").replace(
-          "                assert", "            assert").replace("                parameter.grad =",
-          "            parameter.grad =") + LAST)),
-    wrong("averages-the-parameters", (SEND, ""), (STEP, STEP + """            for parameter in model.parameters():
+    wrong("averages-the-first", "The gradients are sent with the first micro-batch of a window. What comes after it "
+          "stays each rank's own: every loss falls, and the ranks drift apart.", *BUGGY),
+    wrong("averages-nothing", "Each rank steps with its own sum: nothing was averaged.", (SEND, "")),
+    wrong("steps-too-early", "The ranks agree, and are wrong: the step came after the first micro-batch, and the "
+          "others wait for the next window.", (LAST, "        if number % window == 0:\n")),
+    wrong("averages-the-last-alone", "Only the last micro-batch was averaged. All are in .grad, and must be sent "
+          "together.",
+          (BACKWARD,
+           f"        before = [p.grad for p in model.parameters()]\n        optimizer.zero_grad()\n{BACKWARD}"),
+          (LAST + SEND, f"{LAST}{SEND}        for p, gradient in "
+           "zip(model.parameters(), before):\n            p.grad = p.grad if gradient is None else p.grad + gradient\n"
+           f"{LAST}")),
+    wrong("forgets-the-others", "This is the mean of the last micro-batches alone: the others were cleared.",
+          (BACKWARD, f"        optimizer.zero_grad()\n{BACKWARD}")),
+    wrong("not-divided", "The step is too long: a mean is missing, over the window or over the ranks.",
+          ("model(x, y) / window", "model(x, y)")),
+    wrong("sends-each-time", "The numbers are right, but gradients go out with each micro-batch: accumulation saves "
+          "nothing.",
+          (LAST + SEND, SEND.replace("            for", "        for").replace(
+           "                assert", "            assert").replace("                parameter.grad =",
+           "            parameter.grad =") + LAST)),
+    wrong("averages-the-parameters", "With SGD all is well. But Adam divides each gradient by its usual size before it "
+          "steps. So the mean of two steps is not the step of the mean: average gradients, before the step.",
+          (SEND, ""), (STEP, STEP + """            for parameter in model.parameters():
                 parameter.data = all_reduce(parameter.data, comm, "mean")
 """)),
 ]  # fmt: skip
-SAYS = {
-    "averages-the-first": (
-        "The gradients are sent with the first micro-batch of a window. What comes after it stays each rank's own: "
-        "every loss falls, and the ranks drift apart."
-    ),
-    "averages-nothing": "Each rank steps with its own sum: nothing was averaged.",
-    "steps-too-early": (
-        "The ranks agree, and are wrong: the step came after the first micro-batch, and the others wait for the next "
-        "window."
-    ),
-    "averages-the-last-alone": "Only the last micro-batch was averaged. All are in .grad, and must be sent together.",
-    "forgets-the-others": "This is the mean of the last micro-batches alone: the others were cleared.",
-    "not-divided": "The step is too long: a mean is missing, over the window or over the ranks.",
-    "sends-each-time": "The numbers are right, but gradients go out with each micro-batch: accumulation saves nothing.",
-    "averages-the-parameters": (
-        "With SGD all is well. But Adam divides each gradient by its usual size before it steps. So the mean of two "
-        "steps is not the step of the mean: average gradients, before the step."
-    ),
-}
 
 
 class One(nn.Module):

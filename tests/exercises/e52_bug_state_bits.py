@@ -60,35 +60,27 @@ TAKEAWAY = (
 BUGGY = (("Numbers8 if parameter.numel() >= LARGE", "Numbers8 if len(mine) >= LARGE"),)
 KIND = "Numbers8 if parameter.numel() >= LARGE else Numbers32"
 WRONG = [
-    wrong("size-of-the-shard", *BUGGY),
-    wrong("counts-padding", (KIND, KIND.replace("parameter.numel()", "len(mine) * comm.size"))),
-    wrong("eight-for-all", (KIND, "Numbers8")),
-    wrong("fp32-for-all", (KIND, "Numbers32")),
-    wrong("beyond-the-border", (KIND, KIND.replace(">=", ">"))),
-    wrong("one-of-the-two", ("moments.append((kind(len(mine)), ", "moments.append((Numbers32(len(mine)), "),
-          says="first-moment-fp32"),
-    wrong("whole-moments", ("moments.append((kind(len(mine)), kind(len(mine))))", "length = len(mine) * comm.size\n"
-          "        moments.append((kind(length), kind(length)))"), (
-          "first.read() * 0.9", "first.read().chunk(comm.size)[comm.rank] * 0.9"), (
-          "root.read() ** 2", "root.read().chunk(comm.size)[comm.rank] ** 2"), (
-          "first.write(mean)", "first.write(all_gather(mean, comm))"), (
-          "root.write(square.sqrt())", "root.write(all_gather(square.sqrt(), comm))")),
+    wrong("size-of-the-shard", "A rank's shard decides, so on more ranks a large parameter has moments of FP32, and "
+          "two ranks keep more together than one alone. The parameter's size decides.", *BUGGY),
+    wrong("counts-padding", "A parameter of fewer elements than the border has moments of 8 bits: its padding was "
+          "counted, which depends on the number of ranks.",
+          (KIND, KIND.replace("parameter.numel()", "len(mine) * comm.size"))),
+    wrong("eight-for-all", "Small parameters have moments of 8 bits as well. They save nothing there, and keep FP32.",
+          (KIND, "Numbers8")),
+    wrong("fp32-for-all", "The moments of a large parameter are FP32: 8 bytes an element, and not 2.",
+          (KIND, "Numbers32")),
+    wrong("beyond-the-border", "A parameter of exactly as many elements as the border is large enough.",
+          (KIND, KIND.replace(">=", ">"))),
+    wrong("first-moment-fp32", "Only one of the two moments has 8 bits: both have.",
+          ("moments.append((kind(len(mine)), ", "moments.append((Numbers32(len(mine)), ")),
+    wrong("whole-moments", "A rank keeps the moments of all elements: it needs those of its chunk only.",
+          ("moments.append((kind(len(mine)), kind(len(mine))))",
+           "length = len(mine) * comm.size\n        moments.append((kind(length), kind(length)))"),
+          ("first.read() * 0.9", "first.read().chunk(comm.size)[comm.rank] * 0.9"),
+          ("root.read() ** 2", "root.read().chunk(comm.size)[comm.rank] ** 2"),
+          ("first.write(mean)", "first.write(all_gather(mean, comm))"),
+          ("root.write(square.sqrt())", "root.write(all_gather(square.sqrt(), comm))")),
 ]  # fmt: skip
-SAYS = {
-    "size-of-the-shard": (
-        "A rank's shard decides, so on more ranks a large parameter has moments of FP32, and two ranks keep more "
-        "together than one alone. The parameter's size decides."
-    ),
-    "counts-padding": (
-        "A parameter of fewer elements than the border has moments of 8 bits: its padding was counted, which depends "
-        "on the number of ranks."
-    ),
-    "eight-for-all": "Small parameters have moments of 8 bits as well. They save nothing there, and keep FP32.",
-    "fp32-for-all": "The moments of a large parameter are FP32: 8 bytes an element, and not 2.",
-    "beyond-the-border": "A parameter of exactly as many elements as the border is large enough.",
-    "first-moment-fp32": "Only one of the two moments has 8 bits: both have.",
-    "whole-moments": "A rank keeps the moments of all elements: it needs those of its chunk only.",
-}
 RATE = 0.01
 WORDS = {(8, 8): "8 bits", (32, 32): "FP32", (32, 8): "one FP32, one 8 bits", (8, 32): "one 8 bits, one FP32"}
 

@@ -64,34 +64,26 @@ SPIKE = "not loss.isfinite() or len(kept) >= 5 and loss.item() > factor * median
 SKIP = "            left_out.append(step)\n            continue\n"
 KEEP = "        kept.append(loss.item())\n"
 WRONG = [
-    wrong("rank-0-decides", *BUGGY),
-    wrong("a-rank-skips-alone", (AGREE, "spike")),
-    wrong("last-rank-decides", (AGREE, "broadcast(torch.tensor(int(spike)), comm, root=comm.size - 1)"),
-          says="one-rank-decides"),
-    wrong("all-must-agree", (AGREE, 'all_reduce(torch.tensor(int(spike)), comm, "min")')),
-    wrong("mean-hides-it", ("        spike =", '        everywhere = all_reduce(loss.detach(), comm, "mean")\n'
-          "        spike ="), (SPIKE, SPIKE.replace("loss.", "everywhere.")), (AGREE, "spike")),
-    wrong("nan-passes", ("not loss.isfinite() or ", "")),
-    wrong("remembers-the-spike", (SKIP, SKIP.replace("            continue", KEEP.replace("  kept", "      kept")
-          + "            continue"))),
-    wrong("sum-of-gradients", ('parameter.grad, comm, "mean"', 'parameter.grad, comm, "sum"')),
+    wrong("rank-0-decides", "A spike on another rank than 0 is not left out. Its gradient is on all ranks, so each "
+          "rank's loss must be asked.", *BUGGY),
+    wrong("a-rank-skips-alone", "In a run with a spike on one rank the ranks no longer fit together: that rank left "
+          "the step out, and the others wait for its gradient. All must decide the same, before the first collective "
+          "of the step.", (AGREE, "spike")),
+    wrong("one-rank-decides", "A spike on the last rank is left out now, and one on another rank is not.",
+          (AGREE, "broadcast(torch.tensor(int(spike)), comm, root=comm.size - 1)")),
+    wrong("all-must-agree", "The step is left out only if several ranks have a spike: one is enough.",
+          (AGREE, 'all_reduce(torch.tensor(int(spike)), comm, "min")')),
+    wrong("mean-hides-it", "The mean of the losses hides the spike of one rank: one rank's spike is enough.",
+          ("        spike =", '        everywhere = all_reduce(loss.detach(), comm, "mean")\n        spike ='),
+          (SPIKE, SPIKE.replace("loss.", "everywhere.")), (AGREE, "spike")),
+    wrong("nan-passes", "A loss of NaN or infinity is a spike from the first step on. (NaN is never larger than "
+          "anything.)", ("not loss.isfinite() or ", "")),
+    wrong("remembers-the-spike", "The loss of a step that is left out counts for what is usual, so a spike becomes "
+          "usual.",
+          (SKIP, SKIP.replace("            continue", KEEP.replace("  kept", "      kept") + "            continue"))),
+    wrong("sum-of-gradients", "The gradients of the ranks were added up: the step is that of their mean.",
+          ('parameter.grad, comm, "mean"', 'parameter.grad, comm, "sum"')),
 ]  # fmt: skip
-SAYS = {
-    "rank-0-decides": (
-        "A spike on another rank than 0 is not left out. Its gradient is on all ranks, so each rank's loss must be "
-        "asked."
-    ),
-    "a-rank-skips-alone": (
-        "In a run with a spike on one rank the ranks no longer fit together: that rank left the step out, and the "
-        "others wait for its gradient. All must decide the same, before the first collective of the step."
-    ),
-    "one-rank-decides": "A spike on the last rank is left out now, and one on another rank is not.",
-    "all-must-agree": "The step is left out only if several ranks have a spike: one is enough.",
-    "mean-hides-it": "The mean of the losses hides the spike of one rank: one rank's spike is enough.",
-    "nan-passes": "A loss of NaN or infinity is a spike from the first step on. (NaN is never larger than anything.)",
-    "remembers-the-spike": "The loss of a step that is left out counts for what is usual, so a spike becomes usual.",
-    "sum-of-gradients": "The gradients of the ranks were added up: the step is that of their mean.",
-}
 RATE, EPS = 0.2, 1.0  # with a small eps Adam would hide a gradient that is only too large
 
 

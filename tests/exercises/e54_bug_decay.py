@@ -69,44 +69,28 @@ BUGGY = (
 )
 EXACT, ROUND = BUGGY[0][0], "stochastic(exact, generator)"
 WRONG = [
-    wrong("decays-in-bf16", *BUGGY),
-    wrong("shrinks-the-update", (
-          EXACT, "            exact = (weight.detach().float() - update) * (1 - rate * decay)\n")),
-    wrong("weights-in-fp32", (EXACT, "            weight.data = weight.data.float() * (1 - rate * decay)\n"
-          "            exact = weight.detach() - update\n")),
-    wrong("rounds-to-nearest", (ROUND, "exact.bfloat16()")),
-    wrong("rounds-one-way", (ROUND, "(exact.view(torch.int32) & -(2**16)).view(torch.float32)")),
-    wrong("the-same-draws", (ROUND, "stochastic(exact, torch.Generator().manual_seed(0))")),
-    wrong("decays-the-gradient", (EXACT, EXACT.replace(" * (1 - rate * decay)", "")), (
-          "        for weight, gradient, (mean", "        gradients = [g.float() + decay * w.detach().float() for g, w "
-          "in zip(gradients, weights)]\n        for weight, gradient, (mean")),
-    wrong("decays-once", (EXACT, EXACT.replace(" * (1 - rate * decay)", "")), ("    return losses",
-          "    for weight in weights:\n        weight.data.copy_(stochastic(weight.detach().float() * (1 - rate * "
-          "decay) ** step, generator))\n    return losses"), says="decays-at-the-end"),
+    wrong("decays-in-bf16", "Weights whose gradient is 0 lose nothing: if 0.1 % is left out, or rounded to the "
+          "nearest, nothing is left of it, because BF16's neighbours are 0.4 to 0.8 % of a weight apart.", *BUGGY),
+    wrong("shrinks-the-update", "Decay takes its part of the weight, and not of what Adam adds.",
+          (EXACT, "            exact = (weight.detach().float() - update) * (1 - rate * decay)\n")),
+    wrong("weights-in-fp32", "There are weights in FP32, 4 bytes each. They must stay BF16.",
+          (EXACT, "            weight.data = weight.data.float() * (1 - rate * decay)\n"
+           "            exact = weight.detach() - update\n")),
+    wrong("rounds-to-nearest", "Neither decay nor a small step moves a weight: rounded to the nearest BF16 number, "
+          "each of them is lost. `stochastic` rounds so that the mean stays.", (ROUND, "exact.bfloat16()")),
+    wrong("rounds-one-way", "BF16's step is larger than what decay takes, and each weight took one in every step: "
+          "round up as well.", (ROUND, "(exact.view(torch.int32) & -(2**16)).view(torch.float32)")),
+    wrong("the-same-draws", "Some weights lost much and some nothing: each has the same luck in every step. Draw "
+          "anew.", (ROUND, "stochastic(exact, torch.Generator().manual_seed(0))")),
+    wrong("decays-the-gradient", "Adam divides a gradient by its size, so a decay inside the gradient loses its own. "
+          "AdamW takes it from the weight.", (EXACT, EXACT.replace(" * (1 - rate * decay)", "")),
+          ("        for weight, gradient, (mean", "        gradients = [g.float() + decay * w.detach().float() for g, "
+           "w in zip(gradients, weights)]\n        for weight, gradient, (mean")),
+    wrong("decays-at-the-end", "Half-way the weights have lost nothing. Each step takes its part: the next loss "
+          "depends on it.", (EXACT, EXACT.replace(" * (1 - rate * decay)", "")), ("    return losses",
+           "    for weight in weights:\n        weight.data.copy_(stochastic(weight.detach().float() * (1 - rate * "
+           "decay) ** step, generator))\n    return losses")),
 ]  # fmt: skip
-SAYS = {
-    "decays-in-bf16": (
-        "Weights whose gradient is 0 lose nothing: if 0.1 % is left out, or rounded to the nearest, nothing is left "
-        "of it, because BF16's neighbours are 0.4 to 0.8 % of a weight apart."
-    ),
-    "shrinks-the-update": "Decay takes its part of the weight, and not of what Adam adds.",
-    "weights-in-fp32": "There are weights in FP32, 4 bytes each. They must stay BF16.",
-    "rounds-to-nearest": (
-        "Neither decay nor a small step moves a weight: rounded to the nearest BF16 number, each of them is lost. "
-        "`stochastic` rounds so that the mean stays."
-    ),
-    "rounds-one-way": (
-        "BF16's step is larger than what decay takes, and each weight took one in every step: round up as well."
-    ),
-    "the-same-draws": "Some weights lost much and some nothing: each has the same luck in every step. Draw anew.",
-    "decays-the-gradient": (
-        "Adam divides a gradient by its size, so a decay inside the gradient loses its own. AdamW takes it from the "
-        "weight."
-    ),
-    "decays-at-the-end": (
-        "Half-way the weights have lost nothing. Each step takes its part: the next loss depends on it."
-    ),
-}
 
 
 class Weights(nn.Module):

@@ -77,38 +77,24 @@ REDUCE = 'reduce_scatter(full, comm, "mean")'
 NONE = "        parameter.grad = None\n"
 ZERO = ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        model.zero_grad()\n")
 WRONG = [
-    wrong("is-zero1", *BUGGY),
-    wrong("keeps-the-full", (NONE, ""), ZERO),
-    wrong("keeps-a-view", (f"shards[parameter].grad = {REDUCE}", "mine = full.chunk(comm.size)[comm.rank]\n"
-          f"        shards[parameter].grad = mine.copy_({REDUCE})")),
-    wrong("forgot-divide", (REDUCE, REDUCE.replace('"mean"', '"sum"'))),
-    wrong("no-communication", (REDUCE, "full.chunk(comm.size)[comm.rank].clone()")),
-    wrong("sends-everything", (REDUCE, "all_gather(reduce_scatter(full, comm, 'mean'), comm).chunk(comm.size)"
-                                       "[comm.rank].clone()")),
-    wrong("hooks-stay", ("    for hook in hooks:\n        hook.remove()\n", "")),
+    wrong("is-zero1", "This is ZeRO-1: at the end of backward all full gradients are there, since nothing was sent in "
+          "it, and nothing could be freed.", *BUGGY),
+    wrong("keeps-the-full", "Gradients are reduced in backward, but near its end parameters still have their full "
+          "gradient: let go of it.", (NONE, ""), ZERO),
+    wrong("keeps-a-view", "No parameter has its full gradient any more, but something else still refers to it: a list, "
+          "or a view, which keeps the whole memory.",
+          (f"shards[parameter].grad = {REDUCE}",
+           "mine = full.chunk(comm.size)[comm.rank]\n" f"        shards[parameter].grad = mine.copy_({REDUCE})")),
+    wrong("forgot-divide", "The step is as many times too large as there are ranks: take the mean.",
+          (REDUCE, REDUCE.replace('"mean"', '"sum"'))),
+    wrong("no-communication", "A rank steps with its own gradient: nothing was averaged.",
+          (REDUCE, "full.chunk(comm.size)[comm.rank].clone()")),
+    wrong("sends-everything", "The numbers are right, and too many bytes go out: a rank needs its own chunk of the "
+          "averaged gradient only.",
+          (REDUCE, "all_gather(reduce_scatter(full, comm, 'mean'), comm).chunk(comm.size)[comm.rank].clone()")),
+    wrong("hooks-stay", "In a backward after the run parameters get no gradient: something still hangs on the model. "
+          "Remove it at the end.", ("    for hook in hooks:\n        hook.remove()\n", "")),
 ]  # fmt: skip
-SAYS = {
-    "is-zero1": (
-        "This is ZeRO-1: at the end of backward all full gradients are there, since nothing was sent in it, and "
-        "nothing could be freed."
-    ),
-    "keeps-the-full": (
-        "Gradients are reduced in backward, but near its end parameters still have their full gradient: let go of it."
-    ),
-    "keeps-a-view": (
-        "No parameter has its full gradient any more, but something else still refers to it: a list, or a view, which"
-        " keeps the whole memory."
-    ),
-    "forgot-divide": "The step is as many times too large as there are ranks: take the mean.",
-    "no-communication": "A rank steps with its own gradient: nothing was averaged.",
-    "sends-everything": (
-        "The numbers are right, and too many bytes go out: a rank needs its own chunk of the averaged gradient only."
-    ),
-    "hooks-stay": (
-        "In a backward after the run parameters get no gradient: something still hangs on the model. Remove it at the"
-        " end."
-    ),
-}
 RATE = 2.0
 
 

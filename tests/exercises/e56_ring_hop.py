@@ -46,25 +46,23 @@ AFTER = (
 WEIGHT = "(lse_h.detach() - lse).exp()[..., None] * dout"
 BOTH = "(out_h, lse_h), inputs, (dout_h.to(q.dtype), dlse_h)"
 WRONG = [
-    wrong("forgets-lse", (BOTH, "out_h, inputs, dout_h.to(q.dtype)")),
-    wrong("forgets-out", ("(out_h.detach() - out)", "out_h.detach()")),
-    wrong("no-weight", (WEIGHT, "1.0 * dout")),
-    wrong("lse-without-weight", ("(dout_h * (out_h", "(dout * (out_h")),
-    wrong("wrong-sign", ("(out_h.detach() - out)", "(out - out_h.detach())")),
-    wrong("overwrites", ("total += part", "total.copy_(part)")),
-    wrong("adds-elsewhere", ("total += part", "total = total + part")),
-    wrong("forgets-the-mask", ("causal=masked", "causal=False")),
+    wrong("forgets-lse", "The gradients are those of out_h alone: a larger lse_h gives this hop more weight in out.",
+          (BOTH, "out_h, inputs, dout_h.to(q.dtype)")),
+    wrong("forgets-out", "More weight for this hop is less for the others: lse_h gets w_h dO · (out_h - out).",
+          ("(out_h.detach() - out)", "out_h.detach()")),
+    wrong("no-weight", "out_h has the weight w_h = exp(lse_h - lse) in out, and so has its gradient.",
+          (WEIGHT, "1.0 * dout")),
+    wrong("lse-without-weight", "The gradient of lse_h has the weight w_h, too.",
+          ("(dout_h * (out_h", "(dout * (out_h")),
+    wrong("wrong-sign", "The gradient of lse_h has the wrong sign: it is w_h dO · (out_h - out).",
+          ("(out_h.detach() - out)", "(out - out_h.detach())")),
+    wrong("overwrites", "What earlier hops have added to dq, dk or dv is gone: add to it.",
+          ("total += part", "total.copy_(part)")),
+    wrong("adds-elsewhere", "dq, dk and dv are as they were before: add in place.",
+          ("total += part", "total = total + part")),
+    wrong("forgets-the-mask", "Keys that are hidden at this hop have got gradients: pass `masked` on.",
+          ("causal=masked", "causal=False")),
 ]  # fmt: skip
-SAYS = {
-    "forgets-lse": "The gradients are those of out_h alone: a larger lse_h gives this hop more weight in out.",
-    "forgets-out": "More weight for this hop is less for the others: lse_h gets w_h dO · (out_h - out).",
-    "no-weight": "out_h has the weight w_h = exp(lse_h - lse) in out, and so has its gradient.",
-    "lse-without-weight": "The gradient of lse_h has the weight w_h, too.",
-    "wrong-sign": "The gradient of lse_h has the wrong sign: it is w_h dO · (out_h - out).",
-    "overwrites": "What earlier hops have added to dq, dk or dv is gone: add to it.",
-    "adds-elsewhere": "dq, dk and dv are as they were before: add in place.",
-    "forgets-the-mask": "Keys that are hidden at this hop have got gradients: pass `masked` on.",
-}
 
 
 class Case(NamedTuple):

@@ -48,25 +48,20 @@ AFTER = (
 SCALE = "math.frexp(largest)[1] - 1 - fmt.max_exponent"
 OCTAVE = "max(math.frexp(scaled)[1] - 1, fmt.min_exponent)"
 WRONG = [
-    wrong("forgets-emax", (SCALE, "math.frexp(largest)[1] - 1")),
-    wrong("largest-without-sign", ("max(abs(x) for x in numbers)", "max(numbers)")),
-    wrong("multiplies", ("math.ldexp(abs(x), -exponent)", "math.ldexp(abs(x), exponent)")),
-    wrong("not-clamped", ("min(code, fmt.max_bits)", "code")),
-    wrong("no-subnormals", (OCTAVE, "math.frexp(scaled)[1] - 1")),
-    wrong("cuts-off", ("round(math", "int(math")),
-    wrong("no-ends", ("min(max(exponent, -127), 127)", "exponent")),
-    wrong("loses-the-sign", ("math.copysign(1, x) < 0", "False")),
+    wrong("forgets-emax", "The largest number shall lie in the format's highest octave: subtract fmt.max_exponent.",
+          (SCALE, "math.frexp(largest)[1] - 1")),
+    wrong("largest-without-sign", "The largest magnitude counts, and a number may be negative.",
+          ("max(abs(x) for x in numbers)", "max(numbers)")),
+    wrong("multiplies", "A number is divided by the scale, and not multiplied.",
+          ("math.ldexp(abs(x), -exponent)", "math.ldexp(abs(x), exponent)")),
+    wrong("not-clamped", "A number above the format's largest has that one's code: nothing becomes infinite or another "
+          "code.", ("min(code, fmt.max_bits)", "code")),
+    wrong("no-subnormals", "Below the smallest normal number the steps stay as long as there.",
+          (OCTAVE, "math.frexp(scaled)[1] - 1")),
+    wrong("cuts-off", "It was cut off, not rounded.", ("round(math", "int(math")),
+    wrong("no-ends", "The scale's exponent lies between -127 and 127.", ("min(max(exponent, -127), 127)", "exponent")),
+    wrong("loses-the-sign", "The sign's bit is missing. -0.0 has one, too.", ("math.copysign(1, x) < 0", "False")),
 ]  # fmt: skip
-SAYS = {
-    "forgets-emax": "The largest number shall lie in the format's highest octave: subtract fmt.max_exponent.",
-    "largest-without-sign": "The largest magnitude counts, and a number may be negative.",
-    "multiplies": "A number is divided by the scale, and not multiplied.",
-    "not-clamped": "A number above the format's largest has that one's code: nothing becomes infinite or another code.",
-    "no-subnormals": "Below the smallest normal number the steps stay as long as there.",
-    "cuts-off": "It was cut off, not rounded.",
-    "no-ends": "The scale's exponent lies between -127 and 127.",
-    "loses-the-sign": "The sign's bit is missing. -0.0 has one, too.",
-}
 
 
 class Case(NamedTuple):

@@ -36,17 +36,16 @@ class Diagnosis(Exception):
 class Wrong(NamedTuple):
     """An answer that students really give, as edits of the reference: pairs of old and new text.
 
-    diagnosis: the name of what the check must say about it.
+    words: what is said of an answer that does the same; empty if it is `fail` that names and says it.
     """
 
     name: str
+    words: str
     edits: tuple[tuple[str, str], ...]
-    diagnosis: str
 
 
-def wrong(name: str, *edits: tuple[str, str], says: str = "") -> Wrong:
-    """says: the name of the diagnosis that it must provoke, by default its own."""
-    return Wrong(name, edits, says or name)
+def wrong(name: str, words: str, *edits: tuple[str, str]) -> Wrong:
+    return Wrong(name, words, edits)
 
 
 def fail(name: str, words: str) -> NoReturn:
@@ -81,17 +80,6 @@ def ranks(size: int, fn: Callable[..., Any], *args: Any, patience: float = 0.0) 
         if isinstance(cause, CollectiveMismatch):
             raise Diagnosis("mismatch", f"Two ranks do different things: {text}.") from cause
         raise cause from None
-
-
-def same(got: Any, want: torch.Tensor, tolerance: float = 0.0) -> bool:
-    """Equal in shape and, relative to the largest value, within the tolerance; NaN equals NaN."""
-    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
-        return False
-    if tolerance == 0:
-        return bool(((got.detach() == want) | (got.detach().isnan() & want.isnan())).all())
-    finite = want[want.isfinite()].abs()
-    scale = finite.amax().item() if finite.numel() else 0.0
-    return bool(torch.allclose(got.detach().to(want.dtype), want, rtol=tolerance, atol=tolerance * scale))
 
 
 class AtMost(float):
@@ -242,9 +230,13 @@ MODES = OF_A_THREAD | {
     "Python's limit of recursion": sys.getrecursionlimit,
     "the current folder": os.getcwd,
 }
-IN_A_CALL = MODES | {
+SET_BY_IMPORTS: dict[str, Callable[[], Any]] = {  # such as that of torch._dynamo, which some calls of PyTorch import
     "os.environ": lambda: dict(os.environ),
     "the filters of warnings": lambda: list(warnings.filters),
+}
+IN_A_CALL = {
+    **MODES,
+    **SET_BY_IMPORTS,
     "the train mode of a module": lambda: [None for lent, was in LENT if was != [m.training for m in lent.modules()]],
     "what a callback returned": lambda: [None for tensor, was in RETURNED if compare(tensor.detach(), was)],
 }
@@ -253,9 +245,10 @@ IN_A_CALL = MODES | {
 @contextlib.contextmanager
 def unchanged(modes: dict[str, Callable[[], Any]]) -> Iterator[None]:
     """A `Diagnosis` if the block leaves one of them as another one."""
-    before = {what: state() for what, state in modes.items()}
+    before, modules = {what: state() for what, state in modes.items()}, len(sys.modules)
     yield
-    if changed := [what for what, state in modes.items() if state() != before[what]]:
+    excused = SET_BY_IMPORTS if len(sys.modules) > modules else {}
+    if changed := [what for what, state in modes.items() if state() != before[what] and what not in excused]:
         torch.set_grad_enabled(before["torch's grad mode"])
         torch.set_default_dtype(before.get("torch's default dtype", torch.get_default_dtype()))
         fail("leaves-a-mode", f"After the call {changed[0]} is another one than before.")
@@ -332,13 +325,14 @@ class Work(Watcher):
 
 
 def observed(
-    function: Callable[..., Any], *given: Any, most: float = 1.1, slack: float = 0, work: float = 4, meta: bool = True
+    function: Callable[..., Any], *given: Any, most: float = 1.1, slack: float = 0, work: float = 4, meta: bool
 ) -> dict[str, Any]:
     """All that a call does. An exercise says only what it does not promise, and the package's function what is right.
 
     given: the arguments, of which tensors may require gradients. most: how many times the package's peak may be
     needed, and `slack` bytes more. work: how many times the numbers that its operators read and write. meta: whether
-    the function can run without numbers, where a tensor made on the wrong device is seen.
+    the function runs without numbers, too, where a tensor made on the wrong device is seen. Not in the first cases: it
+    loads torch._dynamo, for a second.
     """
     from minizero.memory import Ledger
 
@@ -376,21 +370,6 @@ def _placed(function: Callable[..., Any], given: Any, outputs: Any) -> list[str]
     return [str(x.device) for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
 
 
-def recognise(
-    got: Any, want: torch.Tensor, mistakes: dict[str, tuple[Any, str]], otherwise: str, tolerance: float = 0.0
-) -> None:
-    """Do nothing if `got` is right. Else fail with the mistake that gives `got`, or say that the values are wrong.
-
-    mistakes: {name: (what it would give, what to say)}.
-    """
-    if same(got, want, tolerance):
-        return
-    for name, (value, words) in mistakes.items():
-        if same(got, torch.as_tensor(value, dtype=want.dtype), tolerance):
-            fail(name, words)
-    fail("values", f"{compare(got, want, tolerance, otherwise)}.")
-
-
 def guard_unfold(function: Callable[..., Any]) -> None:
     """Make the `unfold` that the answer calls refuse a split that would never end."""
     unfold = function.__globals__.get("unfold")
@@ -411,10 +390,3 @@ def guard_unfold(function: Callable[..., Any]) -> None:
         return unfold(stages, checked)
 
     function.__globals__["unfold"] = guarded
-
-
-def size(bytes_: float) -> str:
-    """Bytes in the unit that a person would choose."""
-    if bytes_ < 10_240:
-        return f"{bytes_:,.0f} bytes"
-    return f"{bytes_ / 2**10:,.1f} KiB" if bytes_ < 2**20 else f"{bytes_ / 2**20:,.1f} MiB"

@@ -41,13 +41,13 @@ def check_checks(exercise: Exercise, which: str) -> list[Said]:
 
     wrongs = exercise.load().WRONG
     if which == "stub":
-        expected = wrongs[0].diagnosis if exercise.text().takeaway else "todo"
+        expected = wrongs[0].name if exercise.text().takeaway else "todo"
         return [say("the stub", expected, stub(exercise))]
     if which == "reference":
         return [say("the reference", "passed", answer(exercise))]
     if which == "one":
         wrongs = [wrongs[exercise.number % len(wrongs)]]
-    return [say(wrong.name, wrong.diagnosis, answer(exercise, wrong)) for wrong in wrongs]
+    return [say(wrong.name, wrong.name, answer(exercise, wrong)) for wrong in wrongs]
 
 
 def _say(exercise: Exercise, judge: Any, seed: str, name: str, expected: str, text: str) -> Said:

@@ -15,119 +15,7 @@ import torch
 
 from tests.exercises.course import ROOT
 from tests.exercises.draws import deal
-from tests.exercises.kit import AtMost, fail, same
-
-OUTPUTS = {"forward": 2, "delta": 1, "dkdv": 2, "dq": 1}  # of a kernel's tensors, the last ones
-
-
-def tensors(causal: bool, n: int = 40, heads: int = 2, kv_heads: int = 1):
-    """q, k, v, dout; what attention and its derivatives are, in FP64; options."""
-    from flash import attention_reference
-    from flash.checks import check as check_options
-
-    generator = torch.Generator().manual_seed(0)
-    q, dout = (torch.randn(1, heads, n, 16, generator=generator) for _ in range(2))
-    k, v = (torch.randn(1, kv_heads, n, 16, generator=generator) for _ in range(2))
-    options = check_options("exercise", q, k, v, causal=causal).with_lengths(n, n)
-    inputs = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = attention_reference(*inputs, causal=causal, return_lse=True)
-    gradients = torch.autograd.grad(out, inputs, dout.double())
-    return (q, k, v, dout), (out.detach(), lse.detach(), *gradients), options
-
-
-def small_blocks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call it with blocks of 16 rows and 16 keys, so that there are several. What a kernel stores outside is told."""
-    from flash.launch import Launch
-
-    launch = Launch.run
-
-    def run_in_frames(self: Launch) -> None:
-        inputs, outputs = self.tensors[: -OUTPUTS[self.name]], self.tensors[-OUTPUTS[self.name] :]
-        held = [framed(torch.full_like(x, torch.nan), i) for i, x in enumerate(outputs)]
-        launch(self._replace(tensors=(*inputs, *held)))
-        nothing_outside(held)
-        for x, stored in zip(outputs, held):
-            x.copy_(stored)
-
-    with blocks_of(16, 16), mock.patch.object(Launch, "run", run_in_frames):
-        return function(*args, **kwargs)
-
-
-def blocks_of(rows: int, keys: int) -> contextlib.AbstractContextManager[Any]:
-    from flash import launch
-
-    return mock.patch.object(launch, "choose", lambda *_: launch.Blocks(rows, keys, 4, 1))
-
-
-def backward(causal: bool):
-    """dq, dk, dv of the kernels, what they should be, and (q, k, v, dout)."""
-    from flash import kernels
-
-    (q, k, v, dout), (out, lse, *wants), options = tensors(causal)
-    dlse = torch.zeros_like(lse).float()
-    got = small_blocks(kernels.backward, dout, dlse, q, k, v, out.float(), lse.float(), options)
-    return got, wants, (q.double(), k.double(), v.double(), dout.double())
-
-
-def with_options(which: tuple[int, ...]) -> None:
-    """Windows, dropout, shared keys, other lengths, packed sequences. which: of out, dq, dk, dv, lse."""
-    from flash import flash_attention, flash_attention_varlen
-    from flash.reference import attention_reference, attention_reference_varlen
-
-    names = ("The output", "dQ", "dK", "dV", "lse")
-    cases = (
-        ((1, 2, 20, 12), (1, 1, 12, 12), {"causal": "bottom-right"}, "where the first 8 of 20 queries see no key"),
-        ((1, 1, 20, 16), (1, 1, 30, 16), {"window": (9, 4)}, "with window=(9, 4), 20 queries and 30 keys"),
-        (
-            (1, 4, 12, 16),
-            (1, 2, 12, 16),
-            {"dropout_p": 0.3, "dropout_seed": 5},
-            "with dropout and two heads for each key",
-        ),
-        (
-            (26, 2, 16),
-            (26, 1, 16),
-            {"scale": -0.3},
-            "with two packed sequences of 6 and 20 rows, and a negative scale",
-        ),
-    )
-    for rows, keys, options, words in cases:
-        generator = torch.Generator().manual_seed(1)
-        q, dout = (torch.randn(rows, generator=generator) for _ in range(2))
-        k, v = (torch.randn(keys, generator=generator) for _ in range(2))
-        lengths = torch.tensor([0, 6, 26], dtype=torch.int32)
-        packed = (lengths, lengths) if len(rows) == 3 else ()
-        results = []
-        for function, extra, dtype in (
-            (flash_attention_varlen if packed else flash_attention, {"backend": "triton"}, torch.float32),
-            (attention_reference_varlen if packed else attention_reference, {}, torch.float64),
-        ):
-            inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-            out, lse = small_blocks(function, *inputs, *packed, **options, **extra, return_lse=True)
-            results.append((out, *small_blocks(torch.autograd.grad, out, inputs, dout.to(dtype)), lse))
-        for i in which:
-            if not same(results[0][i].detach(), results[1][i].detach(), 1e-4):
-                fail("options", f"{names[i]} is right without options, and wrong {words}.")
-
-
-def formulas(q, k, v, dout, base: float = torch.e):
-    """P, dP, dS of every head, in FP64; base: of the exponential."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = q @ k.mT / q.shape[-1] ** 0.5
-    p = torch.exp(torch.log(torch.tensor(base, dtype=torch.float64)) * (s - s.logsumexp(-1, keepdim=True)))
-    dp = dout @ v.mT
-    delta = (s.softmax(-1) * dp).sum(-1, keepdim=True)
-    return p, dp, p * (dp - delta), k
-
-
-def expect(got: torch.Tensor, want: torch.Tensor, mistakes: dict[str, tuple[torch.Tensor, str]], what: str) -> None:
-    """As `recognise`, to FP32's accuracy."""
-    if same(got, want, 1e-4):
-        return
-    for name, (value, words) in mistakes.items():
-        if same(got, value, 1e-3):
-            fail(name, words)
-    fail("values", f"{what} is wrong, by {(got - want).abs().max().item():.3g} at most.")
+from tests.exercises.kit import AtMost, fail
 
 
 def compiles(kernel: str) -> None:
@@ -146,9 +34,6 @@ def compiles(kernel: str) -> None:
         fail("does-not-compile", f"The compiler for GPUs ended without a word (exit status {done.returncode}).")
     if found := json.loads(said[len(secret) :]):
         fail(*found)
-
-
-# The random stage.
 
 
 class Case(NamedTuple):
@@ -222,7 +107,10 @@ def draw(random: Random) -> list[Case]:
             for case in deal_([(False, None, False)], [lengths_], [scale], [spoilt])
         ),
     ]
+    plain = Case(False, None, False, 0.0, torch.float32, 1, (2, 1), (48, 48), 16, None, (16, 16), "nothing", 1)
     return [
+        plain,
+        plain._replace(causal=True, lengths=(40, 40)),
         *deal_(ways, lengths, [None, 0.7, -0.3, 0.0], ["nothing", "nothing", "a row of q"]),
         *(case._replace(batch=1) for case in special),
     ]
@@ -332,14 +220,16 @@ def nothing_outside(outputs: Iterable[torch.Tensor]) -> None:
 
 def run(case: Case, prepare: Callable[..., Any], **outputs: torch.Tensor) -> dict[str, Any]:
     """What the kernel stores into the outputs and beside them, and what it loads. prepare: its launch, for these."""
+    from flash import launch
+
     held = {
         name: framed(torch.full_like(like, torch.nan), case.seed + i)
         for i, (name, like) in enumerate(outputs.items(), 5)
     }
-    with blocks_of(*case.blocks):
-        launch = prepare(*held.values())
+    with mock.patch.object(launch, "choose", lambda *_: launch.Blocks(*case.blocks, 4, 1)):
+        ready = prepare(*held.values())
     with watched() as seen:
-        launch.run()
+        ready.run()
     nothing_outside(held.values())
     most = {name: AtMost(number, 1.1) for name, number in seen.items()}  # NaN in q is loaded as often as q
     return {**held, **most}

@@ -5,6 +5,9 @@
     a child of it       reads and runs one answer, within limits (where a process can fork; else the host itself)
     the judge           is given what the answer did, as data; compares it with the package's function, and speaks
 
+The host forks a judge when it has imported torch, and before there is an answer. A host behind a wall (`sandbox.py`)
+does not: all such hosts have one judge, which is outside.
+
 Each reply, of the host and of the judge, begins with a number that was drawn for the request: what else comes through
 a pipe is thrown away. No other process of the same user can open these pipes or read that memory (Linux; not root's).
 An answer that finds the number of its own child can say that it did something else. It gains nothing: it would have to
@@ -48,27 +51,19 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBL
 
 
 class Process:
-    """The host, or the judge. It is asked line by line."""
+    """The host, or the judge. It is asked line by line. leader: itself, or the host that has forked it."""
 
-    def __init__(self, role: str, wall: Sequence[str] = ()) -> None:
-        _private()
-        given = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp"} if wall else os.environ
-        command = [*wall, sys.executable, "-m", "tests.exercises.machine.checker", role]
-        self.pipes = subprocess.Popen(
-            command, cwd=ROOT, env={**given, **ENVIRONMENT},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+    def __init__(self, leader: subprocess.Popen[bytes], stdin: Any, stdout: Any) -> None:
+        self.leader, self.stdin, self.over = leader, stdin, False
         self.replies: queue.Queue[bytes] = queue.Queue(8)  # who writes more than is read must wait
-        threading.Thread(target=_read_lines, args=(self.pipes.stdout, self.replies), daemon=True).start()
-        self.over = False
+        threading.Thread(target=_read_lines, args=(stdout, self.replies), daemon=True).start()
 
     def tell(self, **asked: Any) -> str:
         """Ask. Returns the number that the reply will begin with."""
-        assert self.pipes.stdin is not None
         number = secrets.token_hex()
         with contextlib.suppress(OSError):  # it has ended: so have its replies
-            self.pipes.stdin.write(json.dumps({"number": number, **asked}).encode() + b"\n")
-            self.pipes.stdin.flush()
+            self.stdin.write(json.dumps({"number": number, **asked}).encode() + b"\n")
+            self.stdin.flush()
         return number
 
     def ask(self, **asked: Any) -> Any:
@@ -81,22 +76,41 @@ class Process:
                 break
             if (said := _said(line, number)) is not None:
                 return said
-            if line == b"":  # it has ended
-                self.over = True
-                self.pipes.wait()
+            self.over = line == b""  # it has ended
         return None
 
     def close(self) -> None:
-        """End it, and all processes of its group."""
-        _end_group(self.pipes.pid)
-        self.pipes.kill()
-        self.pipes.wait()
+        """End it, and all processes of its leader's group."""
+        _end_group(self.leader.pid)
+        self.leader.kill()
+        self.leader.wait()
         self.over = True
         with contextlib.suppress(OSError):
-            self.pipes.stdin.close()  # type: ignore[union-attr]
+            self.stdin.close()
         with contextlib.suppress(queue.Empty):
             while self.replies.get(timeout=1.0):  # so that the thread that reads comes to the end
                 pass
+
+
+def start(*words: str, wall: Sequence[str] = (), fds: Sequence[int] = ()) -> Process:
+    """The host, or the judge. words: what `main` is given."""
+    _private()
+    given = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/tmp"} if wall else os.environ
+    command = [*wall, sys.executable, "-m", "tests.exercises.machine.checker", *words]
+    started = subprocess.Popen(
+        command, cwd=ROOT, env={**given, **ENVIRONMENT}, pass_fds=fds,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    return Process(started, started.stdin, started.stdout)
+
+
+def start_both(exercise: Exercise) -> tuple[Process, Process]:
+    """A host, and the judge that it forks once it has loaded what the exercise needs."""
+    (requests, tell), (receive, send) = os.pipe(), os.pipe()
+    host = start("host", exercise.id, str(requests), str(send), fds=(requests, send))
+    os.close(requests)
+    os.close(send)
+    return host, Process(host.leader, open(tell, "wb"), open(receive, "rb"))
 
 
 class Checker:
@@ -125,15 +139,20 @@ class Checker:
             "path": str(path.absolute()),
             "seed": self.seed or str(secrets.randbelow(10**6)),
         }
-        self.host = self.host or Process("host", self.wall)
-        self.host.tell(**asked, what=what, wait=self.wait)  # it imports torch while the judge does its part
+        if self.host is None and CAN_FORK and not self.wall and not JUDGE:
+            self.host, judge = start_both(exercise)
+            JUDGE.append(judge)
+        self.host = self.host or start("host", wall=self.wall)
+        self.host.tell(**asked, what=what, wait=self.wait)  # it goes to work while the judge does its part
         said: dict[str, Any] = {"may": 4 * runner.SECONDS, "doubt": None}
         count = 0
         if what == "examine":
             said = _judged(**asked, count=0)
         while "may" in said:
             seen = self.host.ask(may=said["may"])
-            seen, count = seen if isinstance(seen, dict) else {"end": _ended(self.host.pipes.poll())}, count + 1
+            if not isinstance(seen, dict):
+                seen = {"end": _ended(self.host.leader.wait() if self.host.over else None)}
+            count += 1
             if what == "examine":
                 said = _judged(**asked, count=count, seen=seen, doubt=said["doubt"])
             else:
@@ -147,19 +166,21 @@ class Checker:
         if self.host is not None:
             self.host.close()
             sandbox.end_all(self.wall)
+            if JUDGE and JUDGE[0].leader is self.host.leader:
+                _dismiss()
         self.host = None
 
 
 JUDGE: list[Process] = []  # one for all, at most
 ONE_AT_A_TIME = threading.Lock()
+atexit.register(lambda: _dismiss())
 
 
 def _judged(**asked: Any) -> dict[str, Any]:
     """What the judge says next (`Judge.step`)."""
     with ONE_AT_A_TIME:
         if not JUDGE:
-            JUDGE.append(Process("judge"))
-            atexit.register(_dismiss)
+            JUDGE.append(start("judge"))
         if (said := JUDGE[0].ask(**asked)) is not None:
             return said
         _dismiss()
@@ -234,15 +255,22 @@ def _private() -> None:
 
 
 def main() -> None:
-    """`python -m tests.exercises.machine.checker host`, or judge: reads a request a line, and writes a reply a line."""
+    """`python -m tests.exercises.machine.checker host`, or judge: reads a request a line, and writes a reply a line.
+
+    `host 05 4 7` loads exercise 05, and forks a judge that reads from file 4, and writes to file 7.
+    """
     _private()
-    channel = os.dup(1)
-    os.dup2(2, 1)
-    os.set_inheritable(channel, False)
     import torch
 
     torch.set_num_threads(1)
-    if sys.argv[1] == "judge":
+    role, *both = sys.argv[1:]
+    if both:
+        _load(find(both[0]))
+        role = _forked(*map(int, both[1:]))
+    channel = os.dup(1)
+    os.dup2(2, 1)
+    os.set_inheritable(channel, False)
+    if role == "judge":
         _judge(channel)
     if CAN_FORK:
         import ctypes
@@ -250,6 +278,22 @@ def main() -> None:
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what an answer left behind becomes a child of the host
     for line in sys.stdin:
         _host(channel, json.loads(line))
+
+
+def _forked(requests: int, send: int) -> str:
+    """Who this is from now on: the host; or the judge, which is no child of the host's."""
+    role = "host"
+    if (child := os.fork()) == 0:
+        if os.fork():
+            os._exit(0)
+        role = "judge"
+        os.dup2(requests, 0)
+        os.dup2(send, 1)
+    else:
+        os.waitpid(child, 0)
+    os.close(requests)
+    os.close(send)
+    return role
 
 
 def _judge(channel: int) -> None:

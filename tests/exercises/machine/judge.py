@@ -2,7 +2,7 @@
 
 What an answer does in the drawn cases comes as data (`pack`: JSON, nothing that runs). The judge computes what the
 package's own function does in the same cases, compares, and speaks. Where they differ, it looks which of the exercise's
-wrong answers does in these cases what the answer did: that is the mistake, and SAYS has its sentence.
+wrong answers does in these cases what the answer did: that is the mistake, and it has a sentence.
 """
 
 import base64
@@ -137,7 +137,7 @@ class Known(NamedTuple):
     seed: str
     cases: list[Any]
     wanted: list[Any]  # of the cases so far
-    seconds: list[float]  # of computing that the package took: for the lesson's own check, and for each of them
+    seconds: list[float]  # of computing that the package took for each of them
     theirs: dict[tuple[str, int], Any]
 
 
@@ -162,11 +162,7 @@ class Judge:
         """Compute what is right, up to the case of this number, and how long that takes."""
         lesson = exercise.load()
         if exercise.id not in self.known or self.known[exercise.id].seed != seed:
-            start = time.process_time()
-            if hasattr(lesson, "check"):
-                lesson.check()
-            spent = [time.process_time() - start]
-            self.known[exercise.id] = Known(seed, drawn(lesson, seed), [], spent, {})
+            self.known[exercise.id] = Known(seed, drawn(lesson, seed), [], [], {})
         known = self.known[exercise.id]
         while len(known.wanted) <= min(number, len(known.cases) - 1):
             start = time.process_time()
@@ -187,7 +183,7 @@ class Judge:
             if isinstance(said, Outcome):
                 return {"verdict": dataclasses.asdict(said)}
             doubt = said
-        return {"may": runner.SECONDS + runner.SLOWER * sum(known.seconds[: number + 2]), "doubt": doubt}
+        return {"may": runner.SECONDS + runner.SLOWER * sum(known.seconds[: number + 1]), "doubt": doubt}
 
     def _said(
         self, exercise: Exercise, known: Known, number: int, seen: Any, doubt: Doubt | None
@@ -212,16 +208,15 @@ class Judge:
             words = self._differs(exercise, number, got)
             if not words:
                 return None
-            mistakes = [w for w in exercise.load().WRONG if w.diagnosis in says(exercise)]
-            alike = [w.name for w in mistakes if self._alike(exercise, w.name, number, got)]
+            mistakes = [mistake.name for mistake in exercise.load().WRONG if mistake.words]
+            alike = [name for name in mistakes if self._alike(exercise, name, number, got)]
             first = range(min(number, MORE))
             left = [name for name in alike if not any(self._is_wrong(exercise, name, i) for i in first)]
             doubt = Doubt(number, words, got if isinstance(got, Raised) else None, alike, left)
         elif not over:
             left = [name for name in doubt.left if self._alike(exercise, name, number, got)]
             doubt = doubt._replace(left=left or doubt.left)
-        several = len({_diagnosis(exercise, name) for name in doubt.left}) > 1
-        if several and not over and number < min(doubt.number + MORE, len(known.cases) - 1):
+        if len(doubt.left) > 1 and not over and number < min(doubt.number + MORE, len(known.cases) - 1):
             return doubt
         return self._verdict(exercise, known, doubt, default)
 
@@ -233,11 +228,12 @@ class Judge:
             f"cases again: SEED={known.seed} behind `make check`, or before `python`.)"
         )
         if doubt.left:
-            name = _diagnosis(exercise, doubt.left[0])
-            return Outcome("failed", name, " ".join([says(exercise)[name], *([] if error else [f"{words}."]), again]))
+            mistake = _named(exercise, doubt.left[0])
+            said = [mistake.words, *([] if error else [f"{words}."]), again]
+            return Outcome("failed", mistake.name, " ".join(said))
         if default is not None:
             return Outcome("failed", "changes-a-default", default)
-        likely = [f"Likely: {says(exercise)[_diagnosis(exercise, name)]}" for name in doubt.alike[:1]]
+        likely = [f"Likely: {_named(exercise, name).words}" for name in doubt.alike[:1]]
         if error:
             status = "todo" if error.kind == "todo" else "failed"
             return Outcome(status, error.kind, " ".join([error.words, *likely, again]))
@@ -269,17 +265,8 @@ class Judge:
         return self.known[exercise.id].cases[number]
 
 
-def says(exercise: Exercise) -> dict[str, str]:
-    """What is said of each wrong answer that a drawn case shows."""
-    return getattr(exercise.load(), "SAYS", {})
-
-
 def _named(exercise: Exercise, name: str) -> Wrong:
     return next(wrong for wrong in exercise.load().WRONG if wrong.name == name)
-
-
-def _diagnosis(exercise: Exercise, name: str) -> str:
-    return _named(exercise, name).diagnosis
 
 
 def differs(got: Any, want: Any, allowed: Any) -> str:

@@ -30,7 +30,7 @@ from tests.exercises.stubs import stub
 SECONDS = 5.0  # of computing that an answer may take in any case
 SLOWER = 10.0  # times what the package's function takes there and then, it may take besides
 LARGEST = 2**20  # bytes of a file that an answer may be
-LONG = 400  # characters of an exception's message
+LONG = 400  # characters of an exception's message, and of a line
 FEW, MANY = 8, 10**6  # tensors that an answer may keep; objects that are looked at
 
 
@@ -140,7 +140,7 @@ def observe(exercise: Exercise, path: Path, seed: str) -> Seen:
 
 
 def _steps(exercise: Exercise, path: Path, seed: str) -> Iterator[Any]:
-    """Load the answer, run the lesson's own check, if it has one, and then the cases, one a step."""
+    """Load the answer, and run it in the cases, one a step; then look at what no case shows."""
     from tests.exercises import kit
     from tests.exercises.machine.judge import drawn, outcome_of
     from tests.exercises.patch import found_in, function_of, hollow, patched
@@ -172,9 +172,6 @@ def _steps(exercise: Exercise, path: Path, seed: str) -> Iterator[Any]:
             return outcome_of(lesson, case, lambda error: _explain(error, path))
 
     look_for_copies()
-    if hasattr(lesson, "check"):
-        with hollow(exercise, borrowed), patched(exercise, function, at):
-            lesson.check()
     cases = drawn(lesson, seed)
     ends = cases[:: len(cases) - 1 or 1]
     yield outcome(cases[0])
@@ -193,6 +190,9 @@ def _steps(exercise: Exercise, path: Path, seed: str) -> Iterator[Any]:
         for case in cases[:: max(1, len(cases) // FEW)]:
             leaves_out_the_device(path, outcome, case)
     look_for_copies()
+    if hasattr(lesson, "check"):
+        with patched(exercise, function, at):
+            lesson.check()
 
 
 def _left_by(outcome: Callable[[Any], Any], cases: list[Any]) -> int:
@@ -314,7 +314,7 @@ def _line_in(path: Path, frame: FrameType | None) -> str:
 
 
 def _quote(path: Path, number: int) -> str:
-    return f"line {number}: {linecache.getline(str(path), number).strip()}"
+    return f"line {number}: {linecache.getline(str(path), number).strip()[:LONG]}"
 
 
 def _explain(error: BaseException, path: Path) -> str:
