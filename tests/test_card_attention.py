@@ -2,11 +2,9 @@
 
 from functools import partial
 
-import pytest
 import torch
 
 from notebooks.tools import card, card_attention
-from notebooks.tools.attention_pictures import draw_rates
 
 RECORDED = card.recorded("flash, first blocks", "h200")
 
@@ -33,18 +31,3 @@ def test_an_old_card_is_refused_in_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert card.figures("flash, first blocks", card_attention.against_length) == RECORDED
     assert "on this GPU: our kernels need" in capsys.readouterr().out
-
-
-def test_milliseconds_are_those_of_the_recorded_rates():
-    rates = card_attention.by_length(RECORDED, "backward")
-    rows = {label: its for label, *its in card_attention.milliseconds(rates, products=5)}
-    heads, texts = 2048 // 64, 16384 // 4096
-    assert rows["our kernels"][1] == pytest.approx(2.5 * 4 * 4096**2 * 64 * heads * texts / 211.5e12 * 1e3)
-    assert rows["MATH, plain in FP32"][2] == "–"  # it is not there, and neither is a point
-    assert draw_rates("a card", 774, rates).axes[0].lines
-
-
-def test_ceilings_are_of_the_same_card_or_none():
-    copy, matmul, in_fp32 = card_attention.ceilings(RECORDED)
-    assert 4e12 < copy < 4.8e12 and 770e12 < matmul < 989e12 and 50e12 < in_fp32 < 67e12
-    assert card_attention.ceilings(RECORDED._replace(card="another")) is None

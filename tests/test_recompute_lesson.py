@@ -67,16 +67,3 @@ def test_a_card_without_so_much_says_so():
     with OneGiB(free=2**20) as card, pytest.raises(RuntimeError, match="needs 2.0 GiB"), lesson.at_most(2**31):
         pass
     assert card.fraction == 0.9
-
-
-def test_what_a_card_is_given_to_do():
-    x = torch.ones(4, requires_grad=True)
-    ran = lesson.launches(lambda: (x.view(2, 2).t() * 2 + torch.empty(2, 2).fill_(1)).sum())
-    assert ran == {"mul": 1, "fill_": 1, "add": 1, "sum": 1}
-
-
-def test_the_copies_of_a_checkpoint_count():
-    """Of the first layer: three buffers, copied before its first forward and before its second. The last runs once."""
-    layers = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
-    ran = lesson.launches(lambda: depth.step_in_regions(layers, torch.randn(2, 4), 1))
-    assert ran["clone"] == 6 and ran["native_batch_norm"] == 3

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minizero import GPT, GPTConfig
@@ -153,15 +152,6 @@ def compare(ledger: Ledger, step: Step, device: torch.device) -> dict[str, Any]:
     return found | {"profiler": profiled.pop("peak"), **profiled}
 
 
-COUNTED_BY = {
-    "the ledger: tensors": "ledger",
-    "PyTorch's profiler: + scratch in operators": "profiler",
-    "the operating system: all that is resident": "process",
-    "the GPU's allocator: blocks handed out": "allocated",
-    "the GPU's allocator: + its reserve": "reserved",
-}
-
-
 def the_demo() -> dict[str, Any]:
     """A step of the demo's GPT, as everybody counts it. To be called in a process of its own."""
     return_memory_at_once()  # before anything large exists
@@ -179,17 +169,3 @@ def the_demo() -> dict[str, Any]:
     with Ledger(model, optimizer) as ledger:
         step()
     return compare(ledger, step, device)
-
-
-def main() -> None:
-    from tests.bench.__main__ import table
-
-    found = the_demo()
-    counted = {name: {"MiB": found[key] / 2**20} for name, key in COUNTED_BY.items() if found[key] is not None}
-    Console(width=100).print(table("Peak of a step above its start", [("the demo's", counted)]))
-    largest = [f"{name.removesuffix('.default')} {taken / 2**20:.2f}" for name, taken in found["scratch"].items()][:3]
-    print(f"Most scratch in one call, MiB: {', '.join(largest) or 'none'}.")
-
-
-if __name__ == "__main__":
-    main()
