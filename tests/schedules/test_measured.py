@@ -1,13 +1,12 @@
 """Real chains: sizes by hand, no traces, and `fit`, which names the least budget and meets it."""
 
-import math
 import time
 
 import pytest
 import torch
 from torch import nn
 
-from minizero.schedules import fit, optimal_schedule
+from minizero.schedules import fit
 from minizero.schedules.measured import measure_chain
 
 
@@ -76,29 +75,5 @@ def test_what_needs_no_gradient_has_no_tape():
     assert [stage.tape for stage in measure_chain(layers, torch.ones(4, 8))] == [0, 0]
     tapes = [stage.tape for stage in measure_chain(layers, torch.ones(4, 8, requires_grad=True))]
     assert tapes == [0, 2 * 4 * 8 * 4]  # what is between the two, and its gradient
-
-
-@pytest.mark.slow
-def test_fit_names_the_least_budget_and_then_meets_it():
-    layers, sample = [mlp(32) for _ in range(20)], torch.ones(64, 32)
-    with pytest.raises(ValueError, match="least feasible") as error:
-        fit(layers, sample, 1000)
-    least = int(str(error.value).split()[-1])
-    unit = 64 * 32 * 4
-    assert least == (1 + 1 + 1 + 2 + 11) * unit  # the chain's input, the running one, the output, gradients, the tape
-    tight, wide = fit(layers, sample, least), fit(layers, sample, 100 * least)
-    assert tight.peak <= least and tight.slots == 1 and tight.advances == 20 * 19 / 2
-    assert wide.slots == wide.advances == 19
-    stages, last = measure_chain(layers, sample), math.inf
-    for slots in range(1, 20):
-        schedule = optimal_schedule(stages, least + (slots - 1) * unit)
-        assert schedule.peak <= least + (slots - 1) * unit and schedule.slots <= slots and schedule.time <= last
-        last = schedule.time
-    assert schedule.advances == 19
-
-
-def test_integers_and_frozen_layers_have_no_gradient_to_keep():
-    frozen = nn.Linear(8, 8).requires_grad_(False)
-    stages = measure_chain([nn.Embedding(16, 8), frozen, mlp(8)], torch.zeros(4, 2, dtype=torch.long))
-    assert stages[0].boundary == 4 * 2 * 8 and stages[1].boundary == 4 * 2 * 8 * 4
-    assert measure_chain([frozen], torch.ones(4, 8))[0].tape == 0
+    stages = measure_chain([nn.Embedding(16, 8), layers[0], mlp(8)], torch.zeros(4, 2, dtype=torch.long))
+    assert (stages[0].boundary, stages[1].boundary, stages[1].tape) == (4 * 2 * 8, 4 * 2 * 8 * 4, 0)  # of integers
