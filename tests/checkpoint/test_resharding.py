@@ -12,7 +12,7 @@ from torch import nn
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.checkpoint import CheckpointError, load, save
 from tests.support.checkpoints import error_of, full_states, scrambled, wrap
-from tests.support.helpers import SMALL, plain, relative_error, run, same, slow, steps
+from tests.support.helpers import SMALL, run, same, slow, steps
 
 CASES = [(DDP, torch.bfloat16), (Zero3, None)]
 CASES += slow((DDP, None), (Zero1, None), (Zero2, torch.bfloat16), (Zero3, torch.bfloat16))
@@ -33,37 +33,6 @@ def test_training_goes_on_bit_for_bit(stage, dtype, tmp_path):
         assert losses == losses_again
         assert same(states, states_again)
         assert len(states) > 3 * len(GPT(SMALL).state_dict())
-
-
-PLACES = [(Zero3, 4, None), (Zero1, 3, None), (Zero3, 4, 2), (DDP, 2, None)]
-PLACES += [(Zero3, 2, 1), (Zero2, 1, None), (Zero3, 3, None)]
-
-
-@pytest.mark.accuracy
-def test_a_journey_through_stages_world_sizes_and_factors(tmp_path):
-    """A step in each place: what is loaded is bit for bit what was saved, and the losses are one process's."""
-
-    def visit(comm, at, stage, factor):
-        model, optimizer = wrap(comm, stage, scrambled if at else lambda: GPT(SMALL), factor=factor, eps=1e-4)
-        if at:
-            assert load(tmp_path, model, optimizer) == at
-        arrived = full_states(model, optimizer)
-        losses = steps(model, optimizer, [at])
-        save(tmp_path, model, optimizer, at + 1)
-        return arrived, losses, full_states(model, optimizer)
-
-    losses, left = [], None
-    for i, (stage, world_size, factor) in enumerate(PLACES):
-        results = run(world_size, visit, i, stage, factor)
-        for arrived, _, now in results:
-            assert left is None or same(arrived, left), (stage, world_size, factor)
-            assert same(now, results[0][2])
-        left = results[0][2]
-        losses += [sum(step) / world_size for step in zip(*(rank[1] for rank in results))]
-    expected, state = plain(len(PLACES), eps=1e-4)
-    assert max(abs(a - b) / b for a, b in zip(losses, expected)) < 1e-6
-    assert relative_error(left, state) < 1e-6
-    assert relative_error(left, GPT(SMALL).state_dict()) > 1e-2  # something was trained
 
 
 class Odd(nn.Module):
@@ -121,8 +90,8 @@ def odd_batch(step):
     ],
 )
 def test_odd_models_and_any_elementwise_optimizer(optimizer, options, tmp_path):
-    def job(comm, stage, at):
-        model, optimizer_here = wrap(comm, stage, Odd, optimizer, **options)
+    def job(comm, stage, factor, at):
+        model, optimizer_here = wrap(comm, stage, Odd, optimizer, factor=factor, **options)
         if at:
             with torch.no_grad():
                 for tensor in model.module.buffers():
@@ -134,17 +103,17 @@ def test_odd_models_and_any_elementwise_optimizer(optimizer, options, tmp_path):
         save(tmp_path, model, optimizer_here, at + 2)
         return arrived, full_states(model, optimizer_here), kinds, model.module.passing.tolist()
 
-    left = None
-    for at, (stage, world_size) in enumerate([(DDP, 2), (Zero3, 4), (Zero1, 3), (DDP, 1)]):
-        results = run(world_size, job, stage, 2 * at)
+    left, places = None, [(DDP, 2, None), (Zero3, 4, 2), (Zero1, 3, None), (Zero3, 2, 1), (Zero2, 1, None)]
+    for at, (stage, world_size, factor) in enumerate(places):
+        results = run(world_size, job, stage, factor, 2 * at)
         for arrived, _, kinds, passing in results:
-            assert left is None or same(arrived, left), (stage, world_size)
+            assert left is None or same(arrived, left), (stage, world_size)  # bit for bit
             assert passing == ([99, 99] if at else [0, 0])
             if at and optimizer is OnlyThis:
                 assert {"steps": int, "decay": float, "mean": torch.Tensor} in kinds
         left = results[0][1]
     if optimizer is OnlyThis:
-        assert left["scale/steps"] == 8
+        assert left["scale/steps"] == 10
 
 
 def test_units_groups_and_dtype_may_change(tmp_path):
