@@ -10,7 +10,7 @@ from minizero import DDP, GPT, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
 from minizero.recompute import checkpoint
 from tests.support.helpers import SMALL, run, slow, steps
-from tests.support.recompute_ways import nested, plain, selective, vectors, verified
+from tests.support.recompute_ways import nested, plain, selective, sequential, vectors, verified
 
 
 def train(comm, stage, recompute, dtype):
@@ -52,5 +52,5 @@ def test_a_function_of_several_units_and_verify_under_stage_3():
         return steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), range(2), lambda step: [vectors(8, 6, step)])
 
     expected = run(2, losses, Zero3, Blocks(plain))
-    for way in (checkpoint, verified, nested, selective):
+    for way in (checkpoint, verified, nested, selective, sequential):
         assert run(2, losses, Zero3, Blocks(way)) == expected

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from minizero.recompute import RecomputeMismatch, checkpoint
-from tests.support.recompute_ways import selective, vectors, verified
+from tests.support.recompute_ways import selective, sequential, vectors, verified
 
 # With `verify`, which compares values.
 
@@ -67,7 +67,7 @@ def test_verify_accepts_what_is_the_same():
 # Without it too.
 
 
-@pytest.mark.parametrize("way", [checkpoint, verified, selective])
+@pytest.mark.parametrize("way", [checkpoint, verified, selective, sequential])
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
@@ -98,11 +98,12 @@ def test_a_cache_that_grows_is_named():
 
 def test_what_is_changed_between_forward_and_backward():
     module, x = nn.Linear(8, 8), vectors().requires_grad_()
-    h = x * 1
-    y = checkpoint(lambda h: h.exp().sin(), h)
-    h.mul_(2)
-    with pytest.raises(RecomputeMismatch, match="argument of .* was changed in place between forward and backward"):
-        y.sum().backward()
+    for way in (checkpoint, sequential):
+        h = x * 1
+        y = way(lambda h: h.exp().sin(), h)
+        h.mul_(2)
+        with pytest.raises(RecomputeMismatch, match="argument of .* was changed in place between forward and backward"):
+            y.sum().backward()
 
     y = checkpoint(module, x * 1).sum()
     y.backward(retain_graph=True)

@@ -17,12 +17,13 @@ from minizero.memory.estimate import estimate
 from minizero.models.gpt import RECOMPUTE
 from minizero.recompute import checkpoint
 from minizero.recompute.frame import Stop
-from tests.support.helpers import SMALL, batch
+from tests.support.helpers import SMALL, batch, slow
 from tests.support.recompute_ways import WAYS, block, no_collector, plain, selective, vectors
 
+WAYS_TO_FREE = ["sequential", *slow("by_function", "by_hooks", "checkpoint", "verified", "selective", "nested")]
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["by_function", "by_hooks", "checkpoint", "verified", "selective", "nested"])
+
+@pytest.mark.parametrize("way", WAYS_TO_FREE)
 @pytest.mark.parametrize("backward", [True, False])
 def test_memory_returns_without_the_garbage_collector(way, backward):
     class Function:

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minizero.recompute import Checkpointed, by_function, by_hooks, checkpoint, checkpoint_selective, keep_matmuls
+from minizero.recompute import (
+    Checkpointed,
+    by_function,
+    by_hooks,
+    checkpoint,
+    checkpoint_selective,
+    checkpoint_sequential,
+    keep_matmuls,
+)
+from minizero.schedules import every_k
 
 
 def plain(fn, *args, **kwargs):
@@ -24,6 +33,11 @@ def nested(fn, x):
     return checkpoint(lambda a: checkpoint(fn, a), x)
 
 
+def sequential(fn, x):
+    """As the first layer of two: it runs without a tape, and again when the second has gone backward."""
+    return checkpoint_sequential([fn, lambda y: y.view_as(y)], x, every_k(2, 1))
+
+
 WAYS = {
     "by_function": by_function,
     "by_hooks": by_hooks,
@@ -33,6 +47,7 @@ WAYS = {
     "everything kept": partial(checkpoint_selective, lambda operator: True),
     "nested": nested,
     "wrapped": lambda fn, x: Checkpointed(fn)(x),
+    "sequential": sequential,
 }
 
 
