@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from minizero.models.gpt import GPTConfig
+from minizero.models.gpt import GPT, GPTConfig
 from minizero.models.networks import NETWORKS
 from minizero.schedules import Stage, binomial, depth, fit
 from minizero.schedules.depth import equal_layers, gpt_layers, resnet_layers, step, step_in_regions
@@ -14,8 +14,7 @@ PICTURES = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(4, 1, 12, 12, generator=torch.Generator().manual_seed(0))
 
 
-def small_gpt(layers):
-    return gpt_layers(GPTConfig(vocabulary=64, sequence_length=32, width=32, layers=layers, heads=2))
+SMALL = GPTConfig(vocabulary=64, sequence_length=32, width=32, layers=4, heads=2)
 
 
 def gradients(layers, run):
@@ -42,11 +41,18 @@ def test_a_resnet_has_6n_plus_2_layers():
         assert layers[:-1](IMAGES).shape == (4, 32, 3, 3) and layers(IMAGES).shape == (4, 10)
 
 
+def test_the_chain_of_a_gpt_is_the_gpt():
+    tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    loss = nn.functional.cross_entropy(nn.Sequential(*gpt_layers(SMALL))(x), y.flatten())
+    torch.testing.assert_close(loss, GPT(SMALL)(x, y))
+
+
 # With dropout; with batch norm; with a large tape.
 @pytest.mark.parametrize("name", ["alexnet", *slow("resnet", "gpt")])
 def test_fit_holds_its_budget(name):
     torch.manual_seed(0)
-    layers, x = (small_gpt(4)[1:-1], torch.randn(128, 32)) if name == "gpt" else (list(NETWORKS[name]()), PICTURES)
+    layers, x = (gpt_layers(SMALL)[1:-1], torch.randn(128, 32)) if name == "gpt" else (list(NETWORKS[name]()), PICTURES)
     with pytest.raises(ValueError, match="least feasible") as error:
         fit(layers, x, 1)
     least = int(str(error.value).split()[-1])
@@ -63,7 +69,12 @@ def test_fit_holds_its_budget(name):
 def test_regions_cost_one_more_forward_and_the_best_size_holds_least():
     layers = equal_layers(7, 4)
     assert [[*region] for region in depth.regions(layers, 3)] == [layers[:3], layers[3:6], layers[6:]]
-    # In time, where a backward takes two forwards: +29 % (the last region's tape is built in the first sweep).
+    ran = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: ran.append(True))
+    step_in_regions(layers, torch.ones(2, 4), 3)
+    assert len(ran) == 7 + 6  # the last region's tape is built in the first sweep
+    # In time, where a backward takes two forwards: +29 %.
     assert depth.in_regions([Stage(1, 2, boundary=1, tape=0)] * 64, 8).time == 192 + 56
     for n, w, best in ((64, 0, 8), (64, 3, 4), (100, 20, 2), (24, 22, 1)):
         peaks = [depth.in_regions([Stage(1, 2, boundary=1, tape=w)] * n, k).peak for k in range(1, n + 1)]

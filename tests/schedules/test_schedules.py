@@ -107,7 +107,7 @@ def test_the_picture_shows_every_step():
         (lambda: sqrt_n(-3), "sqrt_n: n must be at least 1"),
         (lambda: recursive_halving(-3), "n must be at least 1"),
         (lambda: binomial(4, 0), "slots must be at least 1"),
-        (lambda: optimal_schedule([UNIFORM] * 9, 4), "budget of 4; the least feasible is 5"),
+        (lambda: optimal_schedule([UNIFORM] * 2, 4), "budget of 4; the least feasible is 5"),
         (lambda: optimal_schedule([UNIFORM], 3), "least feasible is 4"),
         (lambda: optimal_schedule([UNIFORM] * 2, float("nan")), "budget of nan"),
         (lambda: sqrt_n(9).on([UNIFORM] * 8), "for 9 stages, not 8"),
