@@ -6,7 +6,7 @@
 
 It is a dispatch mode, as the ledger on a page is. It adds nothing up: a ledger reads the tape later.
 
-The recorder cannot see what an operator allocates and frees inside itself. tests/bench/allocators.py measures how much.
+The recorder cannot see what an operator allocates and frees inside itself: tests/memory/test_allocators.py measures it.
 """
 
 import contextlib

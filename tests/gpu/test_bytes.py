@@ -8,8 +8,8 @@ import torch
 from minizero import DDP, GPT, GPTConfig, World, Zero3
 from minizero.memory import Ledger
 from precision import FP16
-from tests.bench.allocators import compare
 from tests.gpu.device import CUDA, DEVICE, marks, size
+from tests.support.profiled import between_operators, profiled
 
 pytestmark = marks
 # Wide enough for what the allocator rounds up, and what operators take in passing, to be little beside it.
@@ -101,11 +101,15 @@ def test_the_ledger_and_the_profiler_agree():
     step()
     with Ledger(model, optimizer) as ledger:
         step()
-    found = compare(ledger, step, torch.device(DEVICE))
-    assert found["ledger"] == pytest.approx(found["visible"], rel=0.02)
+    seen = ledger.peak["total"] - ledger.curve[0]["total"]
+    before, _ = allocated()
+    step()
+    _, most = allocated()
+    start, visible = between_operators(lambda: step)
+    assert seen == pytest.approx(visible - start, rel=0.02)
     if CUDA:
-        assert found["allocated"] == pytest.approx(found["profiler"], rel=0.02)
-        assert 0.98 * found["ledger"] < found["allocated"] < 1.02 * found["ledger"] + max(found["scratch"].values())
+        start, handed_out = profiled(lambda: step)
+        assert most - before == pytest.approx(handed_out - start, rel=0.02) and most - before > 0.98 * seen
 
 
 # Beyond 2^31 elements: offsets that do not fit into 32 bits.
