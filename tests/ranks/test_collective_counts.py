@@ -4,7 +4,6 @@ stage 3   forward: a gather for each unit     backward: a gather for each but th
 """
 
 import contextlib
-from collections import Counter
 
 import pytest
 import torch
@@ -71,51 +70,38 @@ def bytes_of(comm, operation, label, nbytes):
     return {"all_gather": nbytes * (n - 1), "reduce_scatter": chunks, "all_reduce": 2 * chunks}[operation]
 
 
-def labels(calls, phase, operation):
-    """Of which units, in order; and there are no others."""
-    return [label for where, what, label in calls if (where, what) == (phase, operation)]
+def labels(calls):
+    """Of which units, in order: {(phase, operation): labels}."""
+    found = {}
+    for phase, operation, label in calls:
+        found.setdefault((phase, operation), []).append(label)
+    return found
 
 
-def total(calls):
-    return Counter((phase, operation) for phase, operation, _ in calls)
+GATHER, AGAIN = ("forward", "all_gather"), ("backward", "all_gather")
+SCATTER, REDUCE = ("backward", "reduce_scatter"), ("backward", "all_reduce")
+BACKWARD = BLOCKS[::-1]  # gathered again: the root stays
+REDUCED = [*BACKWARD, "root"]
+ZERO3 = {GATHER: UNITS, AGAIN: BACKWARD, SCATTER: REDUCED}
+STEPS_OF = {
+    "DDP": (DDP, {}, {REDUCE: ["root"]}),  # all units fit into one bucket
+    "Zero1": (Zero1, {}, {GATHER: UNITS, SCATTER: REDUCED}),
+    "Zero2": (Zero2, {}, {GATHER: UNITS, SCATTER: REDUCED}),
+    "Zero3": (Zero3, {"prefetch": 0}, ZERO3),
+    "ahead": (Zero3, {"prefetch": 2}, ZERO3),
+    "groups": (Zero3, {"group_by": decay}, ZERO3),
+    "BF16": (Zero3, {"dtype": torch.bfloat16}, ZERO3),
+    "offload": (Zero3, {"offload": True}, ZERO3),
+    "kept": (Zero3, {"reshard_after_forward": False}, {GATHER: UNITS, SCATTER: REDUCED}),
+    "hybrid": (Zero3, {"world_size": 4, "sharding_factor": 2}, ZERO3 | {REDUCE: REDUCED}),
+    "of one rank": (Zero3, {"sharding_factor": 1}, {REDUCE: REDUCED}),
+}
 
 
-OPTIONS = ({"prefetch": 0}, {"prefetch": 2}, {"group_by": decay}, {"dtype": torch.bfloat16}, {"offload": True})
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: str([*options]))
-def test_stage_3_gathers_units_then_all_but_the_root_and_scatters_units(options, counted):
-    calls = counted(Zero3, **options)
-    assert labels(calls, "forward", "all_gather") == UNITS
-    assert labels(calls, "backward", "all_gather") == BLOCKS[::-1]
-    assert labels(calls, "backward", "reduce_scatter") == [*BLOCKS[::-1], "root"]
-    assert sum(total(calls).values()) == 3 * len(UNITS) - 1
-
-
-def test_without_resharding_backward_gathers_nothing(counted):
-    calls = counted(Zero3, reshard_after_forward=False)
-    assert labels(calls, "forward", "all_gather") == UNITS
-    assert total(calls) == {("forward", "all_gather"): 4, ("backward", "reduce_scatter"): 4}
-
-
-def test_hybrid_adds_an_all_reduce_for_each_unit(counted):
-    calls = counted(Zero3, world_size=4, sharding_factor=2)
-    assert labels(calls, "forward", "all_gather") == UNITS
-    assert labels(calls, "backward", "all_gather") == BLOCKS[::-1]
-    assert labels(calls, "backward", "reduce_scatter") == [*BLOCKS[::-1], "root"]
-    assert labels(calls, "backward", "all_reduce") == [*BLOCKS[::-1], "root"]
-    assert sum(total(calls).values()) == 4 * len(UNITS) - 1
-    # With groups of one rank only the all-reduces are left.
-    assert total(counted(Zero3, sharding_factor=1)) == {("backward", "all_reduce"): 4}
-
-
-def test_stages_0_to_2(counted):
-    assert total(counted(DDP)) == {("backward", "all_reduce"): 1}  # all units fit into one bucket
-    for stage in (Zero1, Zero2):
-        calls = counted(stage)
-        assert labels(calls, "forward", "all_gather") == UNITS
-        assert labels(calls, "backward", "reduce_scatter") == [*BLOCKS[::-1], "root"]
-        assert sum(total(calls).values()) == 8
+@pytest.mark.parametrize("name", STEPS_OF)
+def test_a_step_takes_a_collective_for_each_unit(name, counted):
+    stage, options, expected = STEPS_OF[name]
+    assert labels(counted(stage, **options)) == expected
 
 
 class Partial(nn.Module):
@@ -135,12 +121,12 @@ class Partial(nn.Module):
 
 
 def test_what_is_frozen_is_gathered_where_a_gradient_passes_and_never_reduced(counted):
-    calls = counted(Zero3, Partial, lambda step: (torch.ones(2, 6),))
+    calls = labels(counted(Zero3, Partial, lambda step: (torch.ones(2, 6),)))
     half = ["blocks.3", "blocks.3 (frozen)"]  # what trains and what does not are two buffers
     frozen = ["blocks.0 (frozen)", "blocks.1", "blocks.2 (frozen)"]
-    assert sorted(labels(calls, "forward", "all_gather")) == sorted(["root", *frozen, *half])
-    assert sorted(labels(calls, "backward", "all_gather")) == sorted([*frozen[1:], *half])
-    assert labels(calls, "backward", "reduce_scatter") == ["blocks.3", "blocks.1", "root"]
+    assert sorted(calls[GATHER]) == sorted(["root", *frozen, *half])
+    assert sorted(calls[AGAIN]) == sorted([*frozen[1:], *half])
+    assert calls[SCATTER] == ["blocks.3", "blocks.1", "root"]
 
 
 def test_no_sync_only_gathers(counted):
@@ -149,5 +135,4 @@ def test_no_sync_only_gathers(counted):
             self.sync = False
             return super().forward(*args)
 
-    calls = counted(Quiet)
-    assert total(calls) == {("forward", "all_gather"): 4, ("backward", "all_gather"): 3}
+    assert labels(counted(Quiet)) == {GATHER: UNITS, AGAIN: BACKWARD}

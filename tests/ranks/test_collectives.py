@@ -9,7 +9,6 @@ import torch
 from minizero import CollectiveMismatch, World
 from minizero.engines.layout import pad
 from minizero.memory import Ledger
-from minizero.ranks.agreement import agreement
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.processes.transport import ProcessTransport
 from tests.support.failures import DISAGREE
@@ -103,7 +102,9 @@ def test_a_mean_in_16_bits_that_fits_is_finite_and_small_numbers_stay(dtype, siz
         assert torch.equal(chunk, pad(every, comm.size).chunk(comm.size)[comm.rank])
         return every, combined([values / 64 * (rank + 1) for rank in range(size)], "mean")
 
-    for every, varied in run(size, fn):
+    results = run(size, fn)
+    for every, varied in results:
+        assert torch.equal(every, results[0][0]), "all ranks get the same bits"
         lost = 2 * size**0.5 * limits.smallest_normal * limits.eps  # two of √N of the smallest numbers
         expected = torch.cat([values, varied]).double()
         torch.testing.assert_close(every.double(), expected, rtol=limits.eps * size, atol=lost)
@@ -200,23 +201,6 @@ def test_the_shard_may_be_a_chunk_of_out():
         return full.tolist()
 
     assert run(3, fn) == [[0.0] * 3 + [1.0] * 3 + [2.0] * 3] * 3
-
-
-@pytest.mark.parametrize("size", [2, 5])
-def test_all_ranks_get_the_same_bits(size):
-    """Sums of floats depend on their order; every rank must see the result of one and the same."""
-
-    def fn(comm):
-        generator = torch.Generator().manual_seed(comm.rank)
-        mine = torch.randn(1003, generator=generator) * 10 ** torch.randn(1003, generator=generator)
-        reduced = all_reduce(mine, comm, "mean")
-        chunk = reduce_scatter(pad(mine, comm.size), comm, "mean")
-        return reduced, all_gather(chunk, comm)[:1003]
-
-    results = run(size, fn)
-    for pair in results:
-        for result in pair:
-            assert torch.equal(result.view(torch.int32), results[0][0].view(torch.int32))
 
 
 def test_the_order_of_summation():
@@ -357,28 +341,3 @@ def test_one_collective_ahead_is_a_mismatch():
             all_reduce(torch.ones(4), comm)
 
     run(3, fn)
-
-
-def test_a_mismatch_in_a_part_counts_ranks_as_the_whole_world_does():
-    def fn(comm):
-        part = comm.split(comm.rank % 2)
-        if comm.rank % 2 == 0:
-            return None
-        with pytest.raises(CollectiveMismatch) as caught:
-            all_reduce(torch.ones(comm.rank), part)
-        return str(caught.value)
-
-    message = run(4, fn)[3]
-    assert message.startswith("rank 3 called all_reduce #1 of 3 elements")
-    assert "rank 1 called all_reduce #1 of 1 elements" in message
-
-
-def test_what_a_rank_is_in_is_forgotten_after_an_error():
-    def fn(comm):
-        with pytest.raises(ZeroDivisionError):
-            with agreement(comm, "custom"):
-                assert comm.transport.collective.name == "custom #1"
-                raise ZeroDivisionError
-        return comm.transport.collective
-
-    assert run(2, fn) == [None, None]

@@ -13,32 +13,6 @@ def on_two(first, second):
     return World(2).run(lambda comm: (first, second)[comm.rank](comm))
 
 
-def test_send_and_recv():
-    sent = torch.arange(6.0).view(2, 3)
-
-    def receive(comm):
-        tensor = torch.empty(3, 2)  # the number of elements counts, not the shape
-        comm.recv(tensor, 0)
-        return tensor
-
-    _, received = on_two(lambda comm: comm.send(sent, 1), receive)
-    assert torch.equal(received.view(2, 3), sent)
-
-
-def test_messages_of_one_pair_keep_their_order():
-    def receive(comm):
-        got = [torch.empty(1) for _ in range(50)]
-        for tensor in got:
-            comm.recv(tensor, 0)
-        return [tensor.item() for tensor in got]
-
-    def send(comm):
-        for i in range(50):
-            comm.send(torch.tensor([float(i)]), 1)
-
-    assert on_two(send, receive)[1] == list(range(50))
-
-
 def test_a_sent_tensor_may_be_changed_at_once():
     def fn(comm):
         mine, other = torch.full((1000,), float(comm.rank)), torch.empty(1000)

@@ -1,10 +1,9 @@
-"""Times of messages: the slowest rank counts, the fit finds α and β, and a function runs on processes as on threads."""
+"""Times of messages: the slowest rank counts, the fit finds α and β, and what a process says in the end."""
 
 import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from minizero import World
 from minizero.ranks import timing
@@ -65,22 +64,6 @@ def test_the_best_of_the_three_times_counts(monkeypatch):
     assert set(found["our ring"].values()) == {1.0}
 
 
-def doubled(x):
-    return 2 * x
-
-
-def double(comm):
-    return doubled(all_reduce(torch.tensor([comm.rank + 1.0]), comm))  # noqa: F821  the program imports it
-
-
-double.__module__ = doubled.__module__ = "__main__"  # as in a notebook
-
-
-@pytest.mark.soak  # notebook 06 does it, too
-def test_a_function_of_a_notebook_runs_on_processes_with_its_helpers():
-    assert [result.tolist() for result in torchrun(double, 3, doubled)] == [[12.0]] * 3
-
-
 @pytest.mark.soak
 def test_a_function_of_a_module_is_imported_and_meets_its_peer():
     first, second = torchrun(time_messages, 2)
@@ -90,5 +73,5 @@ def test_a_function_of_a_module_is_imported_and_meets_its_peer():
 def test_a_process_that_fails_is_told_with_its_output(monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="NameError: name 'doubled'\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
-    with pytest.raises(RuntimeError, match=r"double failed in a process:\nNameError: name 'doubled'$"):
-        torchrun(double, 2)
+    with pytest.raises(RuntimeError, match=r"time_messages failed in a process:\nNameError: name 'doubled'$"):
+        torchrun(time_messages, 2)
