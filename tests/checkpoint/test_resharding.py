@@ -36,7 +36,10 @@ def test_training_goes_on_bit_for_bit(stage, dtype, tmp_path):
 
 
 class Odd(nn.Module):
-    """What makes cuts hard: parameters smaller than the world, without dimensions, tied, frozen, unused; buffers."""
+    """What makes cuts hard: parameters smaller than the world, without dimensions, tied, frozen, unused; buffers.
+
+    And it counts its batches, beside its buffers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -44,14 +47,21 @@ class Odd(nn.Module):
         self.inside, self.outside = nn.Linear(3, 5, bias=False), nn.Linear(5, 5)
         self.tied, self.frozen, self.unused = nn.Linear(5, 5), nn.Linear(5, 3), nn.Linear(2, 1)
         self.norm = nn.BatchNorm1d(5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale, self.seen = nn.Parameter(torch.tensor(1.5)), 0
         self.register_buffer("passing", torch.zeros(2), persistent=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3, generator=generator)
         self.tied.weight = self.outside.weight
         self.frozen.requires_grad_(False)
 
+    def get_extra_state(self):
+        return torch.tensor(self.seen)
+
+    def set_extra_state(self, state):
+        self.seen = state.item()
+
     def forward(self, x):
+        self.seen += 1
         x = torch.tanh(self.norm(self.inside(x)))
         return (self.frozen(self.tied(self.outside(x))) * self.scale - 1).square().mean()
 
@@ -97,13 +107,14 @@ def test_odd_models_and_any_elementwise_optimizer(optimizer, options, tmp_path):
                 for tensor in model.module.buffers():
                     tensor.fill_(99)
             assert load(tmp_path, model, optimizer_here) == at
+            assert model.module.seen == at
         arrived = full_states(model, optimizer_here)
         kinds = [{k: type(v) for k, v in optimizer_here.state.get(p, {}).items()} for p in model.parameters()]
         steps(model, optimizer_here, range(at, at + 2), odd_batch)
         save(tmp_path, model, optimizer_here, at + 2)
         return arrived, full_states(model, optimizer_here), kinds, model.module.passing.tolist()
 
-    left, places = None, [(DDP, 2, None), (Zero3, 4, 2), (Zero1, 3, None), (Zero3, 2, 1), (Zero2, 1, None)]
+    left, places = None, [(DDP, 2, None), (Zero2, 1, None), (Zero3, 4, 2), (Zero1, 3, None), (Zero3, 2, 1)]
     for at, (stage, world_size, factor) in enumerate(places):
         results = run(world_size, job, stage, factor, 2 * at)
         for arrived, _, kinds, passing in results:
@@ -269,6 +280,7 @@ def test_what_no_file_could_give_back_is_named(tmp_path):
     for group, state, name in (
         ({"of": {1: 2}}, "kept", "'of'"),
         ({"decay": len}, "kept", "'decay'"),
+        ({"of": {"a": len}}, "kept", "'of'"),
         ({}, "parameter", "'parameter'"),
         ({}, "a/b", "'a/b'"),
         ({}, 4711, "4711"),
