@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flash import hbm_bytes  # before Triton: it asks for the interpreter
-from flash.options import all_visible, keys_of_rows, rows_of_keys
 from flash.traffic import Traffic
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -75,31 +74,3 @@ def test_the_kernel_on_a_page_moves_what_the_model_says_but_no_logsumexp(causal)
     shape = dict(block_q=64, block_k=64, batch=2, heads=1, causal=causal)
     assert sum(loads) == hbm_bytes(130, 16, algorithm="kernels", **shape).loads
     assert sum(stores) == q.nbytes, "the result, once, and no scores"
-
-
-@pytest.mark.accuracy
-@pytest.mark.parametrize("causal", [False, True, "bottom-right"])
-@pytest.mark.parametrize("window", [None, (40, 13), (30, None)])
-def test_only_blocks_that_need_it_are_masked(causal, window):
-    """Blocks of 16: those whose pairs are all visible go without a mask, in all three kernels."""
-    n_q, n_k, block = 58, 70, 16
-    q, k = tensors((1, 1, n_q, 16), (1, 1, n_k, 16))
-    options = options_of(q, k, k, causal=causal, window=window)
-
-    def blocks(n):
-        return [range(start, min(start + block, n)) for start in range(0, n, block)]
-
-    need_rows, need_keys = 0, 0
-    for rows in blocks(n_q):
-        for keys in blocks(n_k):
-            seen = all_visible(options, rows, keys, n_q, n_k)
-            span, back = keys_of_rows(options, rows, n_q, n_k), rows_of_keys(options, keys, n_q, n_k)
-            need_rows += keys.start < span.stop and keys.stop > span.start and not (seen and len(keys) == block)
-            need_keys += rows.start < back.stop and rows.stop > back.start and not (seen and len(rows) == block)
-    calls = []
-    visible = kernels.visible
-    with blocks_of(block, block), mock.patch.object(kernels, "visible", lambda *a: calls.append(1) or visible(*a)):
-        out, lse = kernels.forward(q, k, k, options)
-        assert len(calls) == need_rows
-        kernels.backward(q, lse, q, k, k, out, lse, options)
-    assert len(calls) - 2 * need_rows == need_keys

@@ -104,49 +104,33 @@ def test_the_wrapper_verifies():
         y.backward()
 
 
-def test_the_wrapper_shows_the_blocks_attributes():
-    block = nn.Linear(8, 4)
+def test_all_else_of_the_wrapper_is_the_blocks():
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     block.kind = "full"
     wrapped = pickle.loads(pickle.dumps(copy.deepcopy(Checkpointed(block))))
-    assert (wrapped.kind, wrapped.out_features, wrapped.verify) == ("full", 4, False)
-    assert wrapped.weight is wrapped.module.weight and list(wrapped.state_dict()) == ["module.weight", "module.bias"]
-    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'downsample'"):
+    block = wrapped.module
+    # Read, as a container too.
+    assert (wrapped.kind, wrapped.verify) == ("full", False) and (len(wrapped), [*wrapped]) == (2, [*block])
+    assert wrapped[1:][0] is wrapped[-1] is block[1] and block[0] in wrapped
+    assert Checkpointed(nn.Tanh()) and not Checkpointed(nn.Sequential())  # as without
+    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'downsample'"):
         wrapped.downsample  # noqa: B018
-
-
-def test_what_is_written_to_the_wrapper_arrives_in_the_block():
-    embedding, wrapped = nn.Embedding(4, 4), Checkpointed(nn.Linear(4, 4))
-    wrapped.weight = embedding.weight  # tied
-    wrapped.kind, wrapped.training, wrapped.extra = "full", False, nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="'Linear' has no len"):
+        len(Checkpointed(block[0]))
+    # Written, registered, deleted.
+    wrapped.training, wrapped[1] = False, nn.GELU()
     wrapped.register_buffer("mask", torch.ones(4))
     wrapped.register_parameter("scale", nn.Parameter(torch.ones(4)))
-    wrapped.add_module("more", nn.Tanh())
-    block = wrapped.module
-    assert block.weight is embedding.weight and not block.training and not wrapped.training
-    assert (block.kind, block.mask.shape, block.scale.shape, type(block.more)) == ("full", (4,), (4,), nn.Tanh)
-    assert list(block._modules) == ["extra", "more"] and list(wrapped._modules) == ["module"]
-    assert all(name.startswith("module.") for name in wrapped.state_dict())
-    del wrapped.kind
-    wrapped.train()
+    wrapped.add_module("more", nn.ReLU())
     wrapped.verify = True
-    assert not hasattr(block, "kind") and not hasattr(block, "verify") and block.training
+    del wrapped.kind, wrapped[0]
+    assert [*map(type, block)] == [nn.GELU, nn.ReLU] and not block.training and block.mask.shape == block.scale.shape
+    assert not hasattr(block, "kind") and not hasattr(block, "verify")
+    assert list(wrapped._modules) == ["module"] and list(wrapped.state_dict()) == ["module.scale", "module.mask"]
+    wrapped.train()
     wrapped.module = nn.Dropout()
     wrapped.p = 0.0
-    assert wrapped.module.p == 0.0 and not list(wrapped.parameters())
-
-
-def test_the_wrapper_of_a_container_is_one():
-    first, last = nn.Linear(4, 4), nn.Tanh()
-    wrapped = Checkpointed(nn.Sequential(first, last))
-    assert (len(wrapped), wrapped[0], wrapped[-1], [*wrapped]) == (2, first, last, [first, last])
-    assert last in wrapped and len(wrapped[1:]) == 1
-    wrapped[1] = first
-    del wrapped[0]
-    assert [*wrapped.module] == [first]
-    assert [*Checkpointed(nn.ModuleDict({"a": first}))] == ["a"]
-    assert Checkpointed(first) and not Checkpointed(nn.Sequential())  # as without
-    with pytest.raises(TypeError, match="'Linear' has no len"):
-        len(Checkpointed(first))
+    assert block.training and wrapped.module.p == 0.0
 
 
 def test_names_of_options_belong_to_the_function_too():

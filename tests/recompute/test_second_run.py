@@ -176,21 +176,6 @@ def test_the_switch_turns_all_of_it_off():
     assert calls(checkpoint) == 2
 
 
-def test_the_flag_says_when_it_is_the_second_run():
-    seen = []
-
-    def fn(x):
-        inner = checkpoint(lambda x: x.exp().sin(), x)
-        (slope,) = torch.autograd.grad(inner.sum(), x)  # which is a second run inside a second run
-        seen.append(is_recomputing())
-        return (x * slope).exp().sin()
-
-    y = checkpoint(fn, vectors().requires_grad_() * 1)
-    assert not is_recomputing()
-    y.sum().backward()
-    assert seen == [False, True] and not is_recomputing()
-
-
 # The surroundings of the first run.
 
 
