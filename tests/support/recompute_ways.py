@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import inspect
 from collections import Counter
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,14 +58,17 @@ def equal(a, b):
 
 
 def as_plain(*names):
-    """Decorator: a test that a function of a way gives in each way so named what it gives in the plain call."""
+    """Decorator: a test that a function of a way gives in each way so named what it gives in the plain call.
+
+    Its other arguments are columns of the test's table.
+    """
 
     def decorate(results):
-        def test():
-            for name in names or WAYS:
-                assert equal(results(WAYS[name]), results(plain)), name
+        def test(way, **row):
+            assert equal(results(WAYS[way], **row), results(plain, **row))
 
-        return test
+        test.__doc__, test.__signature__ = results.__doc__, inspect.signature(results)
+        return pytest.mark.parametrize("way", names or WAYS)(test)
 
     return decorate
 
