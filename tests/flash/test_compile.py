@@ -78,27 +78,19 @@ def test_every_kernel_for_every_gpu(gpu, dtype, tmp_path):
     check(rows)
 
 
+DOT = "tt.dot %k, %q : x -> tensor<{}xf32, #l>".format
+GROUP = "ttng.warp_group_dot %k, %q : x -> tensor<{}xf32, #l>".format
+
+
 @pytest.mark.parametrize(
     ("layout", "product", "copies"),
     [
-        ("nvidia_mma<{warpsPerCTA = [4, 1], instrShape = [16, 8]}>", "tt.dot %k, %q : x -> tensor<64x64xf32, #l>", 1),
-        ("nvidia_mma<{warpsPerCTA = [8, 1], instrShape = [16, 8]}>", "tt.dot %k, %q : x -> tensor<64x64xf32, #l>", 2),
-        ("nvidia_mma<{warpsPerCTA = [1, 8], instrShape = [16, 8]}>", "tt.dot %k, %q : x -> tensor<64x32xf32, #l>", 2),
-        (
-            "nvidia_mma<{warpsPerCTA = [8, 1], instrShape = [16, 32, 16]}>",
-            "ttng.warp_group_dot %k, %q : x -> tensor<64x32xf32, #l>",
-            2,
-        ),
-        (
-            "amd_mfma<{warpsPerCTA = [8, 1, 1], instrShape = [32, 32, 2]}>",
-            "tt.dot %k, %q : x -> tensor<2x32x32xf32, #l>",
-            4,
-        ),
-        (
-            "blocked<{sizePerThread = [1, 4], threadsPerWarp = [4, 8], warpsPerCTA = [8, 1]}>",
-            "tt.dot %k, %q : x -> tensor<32x32xf32, #l>",
-            1,
-        ),
+        ("nvidia_mma<{warpsPerCTA = [4, 1], instrShape = [16, 8]}>", DOT("64x64"), 1),
+        ("nvidia_mma<{warpsPerCTA = [8, 1], instrShape = [16, 8]}>", DOT("64x64"), 2),
+        ("nvidia_mma<{warpsPerCTA = [1, 8], instrShape = [16, 8]}>", DOT("64x32"), 2),
+        ("nvidia_mma<{warpsPerCTA = [8, 1], instrShape = [16, 32, 16]}>", GROUP("64x32"), 2),
+        ("amd_mfma<{warpsPerCTA = [8, 1, 1], instrShape = [32, 32, 2]}>", DOT("2x32x32"), 4),
+        ("blocked<{sizePerThread = [1, 4], threadsPerWarp = [4, 8], warpsPerCTA = [8, 1]}>", DOT("32x32"), 1),
     ],
 )
 def test_copies_are_read_from_the_layout(layout, product, copies):

@@ -20,16 +20,6 @@ def test_the_slowest_rank_counts_on_all():
     assert first == second >= 0.03
 
 
-def first_is_slow(comm):
-    calls = iter([1.0, 1.0, 0.0, 1.0])  # the first is to warm up
-    return best_seconds(lambda: time.sleep(next(calls)), comm, rounds=3)
-
-
-@pytest.mark.accuracy
-def test_the_best_round_counts():
-    assert World(2).run(first_is_slow)[0] < 1.0
-
-
 def test_the_fit_finds_what_the_times_were_made_of():
     alpha, beta = fit({n: 2e-4 + n / 3e9 for n in (2**10, 2**16, 2**22)})
     assert alpha == pytest.approx(2e-4) and beta == pytest.approx(3e9)

@@ -120,15 +120,6 @@ def test_nesting_halves_again_what_is_held():
 
 
 def test_what_is_kept_goes_when_it_has_been_used():
-    def most(way):
-        column, row = torch.ones(1000, 1, requires_grad=True), torch.ones(1, 1000)
-        y = way(lambda column: (column @ row).exp().sin(), column).sum()
-        with Ledger() as ledger:
-            y.backward()
-        return ledger.peak["total"]
-
-    contexts = partial(create_selective_checkpoint_contexts, OPERATORS)
-    assert most(selective) <= most(partial(theirs, use_reentrant=False, context_fn=contexts))
     with Ledger() as ledger:
         column, row = torch.ones(1000, 1, requires_grad=True), torch.ones(1, 1000)
         y = selective(lambda column: (column @ row).exp().sin(), column).sum()
