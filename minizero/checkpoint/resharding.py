@@ -238,7 +238,7 @@ def decided(model: Wrapped, optimizer: torch.optim.Optimizer, groups: list[dict[
         for kind, value in optimizer.state.get(shard, {}).items():
             if isinstance(value, int | float) or isinstance(value, torch.Tensor) and value.shape == () != shard.shape:
                 said[f"the optimizer's {kind} of {name}"] = value
-    return {what: str(v.item() if hasattr(v, "item") else v) for what, v in said.items()}
+    return {what: str(v.item() if getattr(v, "shape", None) in ((), (1,)) else v) for what, v in said.items()}
 
 
 def buffers(model: Wrapped) -> dict[str, torch.Tensor]:

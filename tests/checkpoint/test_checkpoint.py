@@ -162,6 +162,7 @@ ODD = {
     "group": (lambda index: index["group_of"].update(weight=7), "lack those of .*weight.*7"),
     "kind": (lambda index: index["groups"][0].update(lr="fast"), "lr is 'fast' in the checkpoint, and 0"),
     "pair": (lambda index: index["groups"][0].update(betas=[0.9]), r"hyperparameter betas is \[0.9\]"),
+    "words": (lambda index: index["groups"][0].update(betas=["a", "b"]), "hyperparameter betas is .'a', 'b'."),
     "incomplete": (lambda index: index["files"].pop("rank-1.safetensors"), "2 ranks it names rank-0.safetensors:"),
 }
 
@@ -186,9 +187,9 @@ def test_only_what_a_save_has_written_is_removed(tmp_path):
     run(1, tiny_save, tmp_path, 1)
     old = json.loads((tmp_path / "index.json").read_text())["data"]
     names = ("shards-of-step-by-step/rank-0.safetensors", "shards-of-step-3-0123abcd/thesis.tex")
-    kept = [tmp_path / name for name in names]
+    kept = [tmp_path / name for name in (*names, "shards-of-step-4-0123abcd")]  # the last is no folder
     for file in kept:
-        file.parent.mkdir()
+        file.parent.mkdir(exist_ok=True)
         file.write_text("mine")
     run(1, tiny_save, tmp_path, 2)
     assert all(file.read_text() == "mine" for file in kept) and not (tmp_path / old).exists()

@@ -281,6 +281,7 @@ def test_what_no_file_could_give_back_is_named(tmp_path):
         ({"of": {1: 2}}, "kept", "'of'"),
         ({"decay": len}, "kept", "'decay'"),
         ({"of": {"a": len}}, "kept", "'of'"),
+        ({"of": np.zeros(2)}, "kept", "'of'"),
         ({}, "parameter", "'parameter'"),
         ({}, "a/b", "'a/b'"),
         ({}, 4711, "4711"),
