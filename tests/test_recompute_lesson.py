@@ -4,11 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
-from minizero.memory import Ledger
-from minizero.schedules import depth
-from notebooks.tools import card
 from notebooks.tools import recompute as lesson
 
 
@@ -17,24 +13,6 @@ def test_the_greatest_that_fits(most):
     asked = []
     assert lesson.greatest(lambda n: asked.append(n) or n <= most) == most
     assert len(asked) < 16 and max(asked) <= max(1, 2 * most)
-
-
-@pytest.mark.slow
-def test_the_greatest_depth_is_the_last_that_fits(monkeypatch):
-    def make(n):  # each layer saves 16 times its input
-        return [nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16)) for _ in range(n)]
-
-    def peak(n, k):
-        with Ledger() as ledger:
-            depth.step_in_regions(make(n), x, k)
-        return ledger.peak["total"]
-
-    monkeypatch.setattr(card, "CUDA", False)  # the ledger counts, also beside a GPU
-    x, limit = torch.randn(128, 16), 2**20
-    plain, recompute = lesson.greatest_depths(limit, make, x).values()
-    assert recompute > 2 * plain > 0
-    assert peak(plain, plain) <= limit < peak(plain + 1, plain + 1)  # one region: nothing runs again
-    assert peak(recompute, 1) <= limit < peak(recompute + 1, 1)
 
 
 class OneGiB:

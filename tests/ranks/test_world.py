@@ -14,15 +14,12 @@ from minizero.ranks.collectives import all_reduce, barrier
 from tests.support.failures import failure_of, until
 
 
-def test_results_come_in_rank_order():
+def test_results_come_in_rank_order_and_arguments_may_have_any_name():
     def late_first(comm, base, step=1):
         time.sleep(0.02 * (comm.size - comm.rank))
         return base + step * comm.rank
 
     assert World(4).run(late_first, 100, step=10) == [100, 110, 120, 130]
-
-
-def test_arguments_may_have_any_name():
     assert World(2).run(lambda comm, fn, self: (fn, self), fn=1, self=2) == [(1, 2)] * 2
 
 
