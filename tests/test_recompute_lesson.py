@@ -34,14 +34,11 @@ class OneGiB:
         self.patch.stop()
 
 
-def test_the_cards_limit_is_given_back():
+def test_the_cards_limit_is_given_back_and_a_card_without_so_much_says_so():
     with OneGiB() as card, pytest.raises(torch.OutOfMemoryError), lesson.at_most(2**26):
         assert card.fraction == 65 / 1024  # the limit, and what is there
         raise torch.OutOfMemoryError
     assert card.fraction == 0.9
-
-
-def test_a_card_without_so_much_says_so():
     with OneGiB(free=2**20) as card, pytest.raises(RuntimeError, match="needs 2.0 GiB"), lesson.at_most(2**31):
         pass
     assert card.fraction == 0.9

@@ -68,14 +68,7 @@ def everything(comm):
         assert (a.item(), b.item()) == (2.0, 1.0)
     found["bytes"] = [(c.bytes_sent, c.bytes_received) for c in (comm, half, single, again)]
 
-    found["bad arguments"] = [
-        error_of(lambda: comm.send(torch.ones(1), comm.size)),
-        error_of(lambda: comm.recv(torch.ones(1), comm.rank)),
-        error_of(lambda: comm.send_recv(own, right, own, left)),
-        error_of(lambda: all_reduce(torch.ones(4), comm, "median")),
-        error_of(lambda: all_reduce(torch.ones(4, dtype=torch.int32), comm, "mean")),
-        error_of(lambda: reduce_scatter(torch.ones(comm.size + 1), comm)),
-    ]
+    found["bad argument"] = error_of(lambda: comm.send(torch.ones(1), comm.size))
     found["in the end"] = all_reduce(torch.ones(2), comm), comm.transport.sequence, comm.transport.collective
     return found
 

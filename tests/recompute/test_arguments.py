@@ -130,7 +130,7 @@ def test_all_else_of_the_wrapper_is_the_blocks():
     wrapped.train()
     wrapped.module = nn.Dropout()
     wrapped.p = 0.0
-    assert block.training and wrapped.module.p == 0.0
+    assert block.training and wrapped.verify and type(wrapped.module) is nn.Dropout and wrapped.module.p == 0.0
 
 
 def test_names_of_options_belong_to_the_function_too():
