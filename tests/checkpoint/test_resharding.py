@@ -166,19 +166,6 @@ def test_units_groups_and_dtype_may_change(tmp_path):
     run(3, loads, run(2, saves)[0])
 
 
-def test_before_the_first_step_there_are_no_states(tmp_path):
-    def job(comm):
-        model, optimizer = wrap(comm, Zero3)
-        save(tmp_path, model, optimizer, 0)
-        used, its_optimizer = wrap(comm, Zero2, scrambled)
-        steps(used, its_optimizer, range(2))
-        assert load(tmp_path, used, its_optimizer) == 0
-        return steps(model, optimizer, range(2)), steps(used, its_optimizer, range(2))
-
-    for fresh, again in run(2, job):
-        assert fresh == again
-
-
 @pytest.mark.parametrize("stage, world_size, factor", [(Zero1, 3, None), (Zero3, 4, 2), *slow((DDP, 4, None))])
 def test_every_element_is_written_once_and_read_only_where_it_is_held(stage, world_size, factor, tmp_path, monkeypatch):
     def job(comm):
