@@ -12,22 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from minizero import Comm, Zero3
 from minizero.checkpoint import NoCheckpoint, load, save
-from tests.support.helpers import run, same
+from tests.support.checkpoints import wrap
+from tests.support.helpers import run, same, steps
 
 STEPS = 12
 
 
 def train(comm, folder, at_step=lambda step: None):
     """Resume where there is something to resume from, save every other step; the first step, losses, and parameters."""
-    torch.manual_seed(0)
-    model = Zero3(nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 1)), comm)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    x = torch.randn(STEPS, 2, 16, 8)
-    y = x.sum(-1, keepdim=True).sin()
+    model, optimizer = wrap(comm, Zero3)
     try:
         first = load(folder, model, optimizer)
     except NoCheckpoint:
@@ -35,11 +31,7 @@ def train(comm, folder, at_step=lambda step: None):
     losses = []
     for step in range(first, STEPS):
         at_step(step)
-        loss = (model(x[step, comm.rank]) - y[step, comm.rank]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses += steps(model, optimizer, [step])
         if step % 2 == 1:
             save(folder, model, optimizer, step + 1)
     return first, losses, model.gather_state_dict()

@@ -87,15 +87,11 @@ def test_to_oneself():
 @pytest.mark.parametrize("peer", [-1, 2, 100])
 def test_peers_must_exist(peer):
     def fn(comm):
-        tensor = torch.ones(1)
-        for call in (
-            lambda: comm.send(tensor, peer),
-            lambda: comm.recv(tensor, peer),
-            lambda: comm.send_recv(tensor, peer, torch.ones(1), 0),
-            lambda: comm.send_recv(tensor, 0, torch.ones(1), peer),
-        ):
+        own, other = torch.ones(2)
+        calls = (comm.send, own, peer), (comm.recv, own, peer)
+        for call, *given in (*calls, (comm.send_recv, own, peer, other, 0), (comm.send_recv, own, 0, other, peer)):
             with pytest.raises(ValueError, match=f"rank {peer} does not exist: ranks are 0 to 1"):
-                call()
+                call(*given)
 
     World(2).run(fn)
 
@@ -104,11 +100,11 @@ def test_send_recv_needs_two_buffers():
     """Both copies run at the same time: in one buffer they would mix old values with new ones."""
 
     def fn(comm):
-        tensor = torch.ones(8)
+        tensor, peer = torch.ones(8), 1 - comm.rank
         for outgoing, incoming in ((tensor, tensor), (tensor[:5], tensor[3:])):
             with pytest.raises(ValueError, match="share memory"):
-                comm.send_recv(outgoing, 1 - comm.rank, incoming, 1 - comm.rank)
-        comm.send_recv(tensor[:4], 1 - comm.rank, tensor[4:], 1 - comm.rank)
+                comm.send_recv(outgoing, peer, incoming, peer)
+        comm.send_recv(tensor[:4], peer, tensor[4:], peer)
 
     World(2).run(fn)
 
