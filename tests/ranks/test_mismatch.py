@@ -48,18 +48,11 @@ def another_layout(model):  # the same sizes, in another order
     model._modules = {name: model._modules[name] for name in ("up", "down", "blocks")}
 
 
-# What the odd rank builds: {what: (the model's options, what is done to it, the engine's options)}.
-BUILT = {
-    "width": ({"width": 7}, None, {}),
-    "depth": ({"depth": 4}, None, {}),
-    "name": ({"name": "layers"}, None, {}),
-    "another layout": ({}, another_layout, {}),
-    "frozen": ({}, lambda model: model.blocks[1].requires_grad_(False), {}),
-    "dtype": ({}, None, {"dtype": torch.bfloat16}),
-    "units": ({}, None, {"units": []}),
-    "resharding": ({}, None, {"reshard_after_forward": False}),
-    "factor": ({}, None, {"sharding_factor": 1}),
-}
+# What the odd rank builds: another model, or one that is changed, or with other options of the engine.
+MODELS = {"width": {"width": 7}, "depth": {"depth": 4}, "name": {"name": "layers"}}
+CHANGES = {"another layout": another_layout, "frozen": lambda model: model.blocks[1].requires_grad_(False)}
+OPTIONS = {"dtype": {"dtype": torch.bfloat16}, "units": {"units": []}, "factor": {"sharding_factor": 1}}
+OPTIONS |= {"resharding": {"reshard_after_forward": False}}
 ALL_BUILD = {"bad factor": {"sharding_factor": 0}, "bad dtype": {"dtype": torch.float64}}
 # What the odd rank does between a backward and its step.
 DOES = {
@@ -97,10 +90,10 @@ FAULTS = {  # in which stages, and the first error that it may lead to
 def train(comm, fault, stage, odd, at, prefetch):
     """Three steps, that go wrong in step `at`, or before the first."""
     me = comm.rank == odd
-    shape, change, options = BUILT.get(fault if me else "", ({}, None, ALL_BUILD.get(fault, {})))
-    module = Model(**shape)
-    if change:
-        change(module)
+    built = fault if me else ""
+    module, options = Model(**MODELS.get(built, {})), OPTIONS.get(built, {}) | ALL_BUILD.get(fault, {})
+    if built in CHANGES:
+        CHANGES[built](module)
     if fault == "stage" and me:
         stage = {DDP: Zero1, Zero1: Zero3, Zero2: DDP, Zero3: Zero2}[stage]
     model = stage(module, comm, **options, **({"prefetch": prefetch} if stage is Zero3 else {}))
