@@ -6,8 +6,6 @@ import torch
 
 from notebooks.tools import card, card_attention
 
-RECORDED = card.recorded("flash, first blocks", "h200")
-
 
 def test_measured_here_it_has_the_form_of_the_recorded_part(monkeypatch):
     monkeypatch.setattr(card_attention, "LENGTHS", (16, 32, 64))
@@ -25,9 +23,10 @@ def test_measured_here_it_has_the_form_of_the_recorded_part(monkeypatch):
 
 
 def test_an_old_card_is_refused_in_a_sentence(monkeypatch, capsys):
+    recorded = card.recorded("flash, first blocks", "h200")
     monkeypatch.setattr(card, "CUDA", True)
     monkeypatch.setattr(card_attention, "CUDA", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    assert card.figures("flash, first blocks", card_attention.against_length) == RECORDED
+    assert card.figures("flash, first blocks", card_attention.against_length) == recorded
     assert "on this GPU: our kernels need" in capsys.readouterr().out

@@ -50,12 +50,6 @@ def test_the_best_of_the_three_times_counts(monkeypatch):
     assert set(found["our ring"].values()) == {1.0}
 
 
-@pytest.mark.soak
-def test_a_function_of_a_module_is_imported_and_meets_its_peer():
-    first, second = torchrun(time_messages, 2)
-    assert first == second and list(first) == ["our ring", "PyTorch's own"]
-
-
 def test_a_process_that_fails_is_told_with_its_output(monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="NameError: name 'doubled'\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
