@@ -4,19 +4,15 @@
     |  rank 0  |  rank 1  |  rank 2  |  rank 3  |      its N chunks; rank r owns chunk r
 
 One collective then moves a whole unit. A cut may fall inside a parameter. The optimizer sees a rank's chunk as one
-parameter, a shard. `group_by` gives each parameter a group (say, with or without decay); then a run of equal groups is
-a shard.
+parameter, a shard.
 Rajbhandari et al., 2019, "ZeRO", section 5; Zhao et al., 2023, "PyTorch FSDP", section 3.2.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import nn
-
-GroupBy = Callable[[str, nn.Parameter], Any]
 
 
 def pad(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -59,25 +55,3 @@ class Layout:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(self.names, self.shapes, strict=True))
-
-
-def cut(
-    layout: Layout, groups: Sequence[Any], master: torch.Tensor, start: int, trains: bool
-) -> tuple[list[nn.Parameter], list[Any]]:
-    """For any_model: `master`, which begins at `start` of the flat buffer, as shards, and the group of each.
-
-    groups: of each parameter. A group that this rank holds nothing of has an empty shard. So a step writes to
-    something of each on every rank, and all ranks agree that the replica is old (`Unit.replica_is_stale`).
-    """
-    runs: list[tuple[Any, int, int]] = []  # group, and where the run begins and ends in `master`
-    ends = [*layout.offsets[1:], layout.size]  # the padding goes with the last parameter
-    for group, low, high in zip(groups, layout.offsets, ends, strict=True):
-        low, high = max(low - start, 0), min(high - start, master.numel())
-        if low < high:  # else this rank holds nothing of the parameter
-            if runs and runs[-1][0] == group:  # one shard with the parameter before
-                low = runs.pop()[1]
-            runs.append((group, low, high))
-    held = [group for group, *_ in runs]
-    runs += [(group, 0, 0) for group in dict.fromkeys(groups) if group not in held]
-    shards = [nn.Parameter(master[low:high], requires_grad=trains) for _, low, high in runs]
-    return shards, [group for group, *_ in runs]

@@ -1,6 +1,4 @@
-"""How autograd tells an engine that a unit is needed in backward, and that a gradient is there.
-
-A *use* of a unit is one forward of its module, and the backward of that.
+"""How autograd tells an engine that a use of a unit (core.py) opens and closes, and that a gradient is there.
 
     forward     the unit begins                        a `Use` puts a hook on its inputs
                 it ends                                and one on its outputs
@@ -24,7 +22,7 @@ ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `minize
 
 
 class Use:
-    """One forward of a unit's module, and the backward of that. It holds no tensors: their hooks hold it.
+    """What an engine knows of one use. It holds no tensors: their hooks hold it.
 
     began: the number of its first operation. opened, closed: autograd's number of the last backward that opened it, and
     that closed it. (A graph may be gone through twice, or never.)

@@ -41,7 +41,7 @@ from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, n
 from minizero.engines.any_model.guards.optimizers import mark
 from minizero.engines.any_model.guards.ranks import check_ranks, digest
 from minizero.engines.any_model.guards.wrapped import Ours
-from minizero.engines.any_model.unit import Unit
+from minizero.engines.any_model.unit import GroupBy, Unit
 from minizero.engines.any_model.units import make_units, say_what_is_most
 from minizero.engines.any_model.uses import (
     Use,
@@ -52,7 +52,6 @@ from minizero.engines.any_model.uses import (
     tensors_in,
 )
 from minizero.engines.any_model.wrapped import Wrapped
-from minizero.engines.layout import GroupBy
 from minizero.engines.use import arrival
 from minizero.ranks.comm import Comm
 

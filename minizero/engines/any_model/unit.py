@@ -1,7 +1,7 @@
 """A unit of any model: what it has beside that of core.py.
 
     replica   may be in 16 bits: then `master` is FP32, memory of its own, and rounded when the replica is filled
-    shards    one, or with `group_by` several; in FP32 DDP the module's own parameters
+    shards    one, or with `group_by` one for each run of equal groups; in FP32 DDP the module's own parameters
     gradient  this rank's, while backward brings it, and longer under no_sync: a `LocalGradient` (gradient.py)
     released  parameters that are away, or old, are empty, and a use of them is an error
 
@@ -13,7 +13,7 @@ in 16 bits (ranks/combining.py). `set_gradient` makes it FP32 for the optimizer,
 lets batch norms compute in FP32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from minizero.engines import core
 from minizero.engines.any_model.gradient import LocalGradient, pieces
 from minizero.engines.any_model.guards.released import Released
 from minizero.engines.any_model.guards.shards import Piece, Shard
-from minizero.engines.layout import GroupBy, cut, pad
+from minizero.engines.layout import Layout, pad
 from minizero.memory import tag
 from minizero.ranks.comm import Comm
+
+GroupBy = Callable[[str, nn.Parameter], Any]  # a parameter's group: say, with or without weight decay
 
 
 class Unit(core.Unit):
@@ -189,3 +191,25 @@ class Unit(core.Unit):
             flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
             chunks = flat.split(self.size // self.everyone.size)
             return torch.stack([torch.linalg.vector_norm(chunk, norm_type) for chunk in chunks])
+
+
+def cut(
+    layout: Layout, groups: Sequence[Any], master: torch.Tensor, start: int, trains: bool
+) -> tuple[list[nn.Parameter], list[Any]]:
+    """`master`, which begins at `start` of the flat buffer, as shards, and the group of each.
+
+    groups: of each parameter. A group that this rank holds nothing of has an empty shard. So a step writes to
+    something of each on every rank, and all ranks agree that the replica is old (`Unit.replica_is_stale`).
+    """
+    runs: list[tuple[Any, int, int]] = []  # group, and where the run begins and ends in `master`
+    ends = [*layout.offsets[1:], layout.size]  # the padding goes with the last parameter
+    for group, low, high in zip(groups, layout.offsets, ends, strict=True):
+        low, high = max(low - start, 0), min(high - start, master.numel())
+        if low < high:  # else this rank holds nothing of the parameter
+            if runs and runs[-1][0] == group:  # one shard with the parameter before
+                low = runs.pop()[1]
+            runs.append((group, low, high))
+    held = [group for group, *_ in runs]
+    runs += [(group, 0, 0) for group in dict.fromkeys(groups) if group not in held]
+    shards = [nn.Parameter(master[low:high], requires_grad=trains) for _, low, high in runs]
+    return shards, [group for group, *_ in runs]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from minizero.engines.any_model.guards.norms import keeps_statistics
-from minizero.engines.any_model.unit import Unit
-from minizero.engines.layout import GroupBy, divide
+from minizero.engines.any_model.unit import GroupBy, Unit
+from minizero.engines.layout import divide
 from minizero.ranks.comm import Comm
 
 
