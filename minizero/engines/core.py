@@ -262,6 +262,7 @@ class Engine(nn.Module):
         raised = self.backward is not None and (self.backward.end() is None or torch_private.current_backward() == -1)
         if raised:
             self.backward = None
+            self.open_uses.clear()
         return raised
 
     def open_use(self, use: Use) -> None:
@@ -271,6 +272,8 @@ class Engine(nn.Module):
     def arrived(self, unit: Unit, number: int) -> None:
         """Autograd has written the .grad of the unit's parameter `number`."""
         gradient, unit.parameters[number].grad = unit.parameters[number].grad, None
+        if self.forget_what_raised() or self.backward is None:
+            raise RuntimeError(f"a gradient for {unit.layout.names[number]}, none for the model's output: {ELSE}")
         if gradient is not None:  # a custom Function may give none: then `end_backward` raises
             self.backward.put(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
@@ -303,5 +306,6 @@ class Engine(nn.Module):
 
     def release_all(self) -> None:
         self.open_uses.clear()
+        self.running.clear()  # what is left there never ended: an exception, or early stop in a recompute
         for unit in self.units:
             self.release(unit)

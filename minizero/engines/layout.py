@@ -8,7 +8,7 @@ parameter, a shard.
 Rajbhandari et al., 2019, "ZeRO", section 5; Zhao et al., 2023, "PyTorch FSDP", section 3.2.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -21,15 +21,19 @@ def pad(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
-def divide(module: nn.Module, blocks: Collection[str]) -> dict[str, dict[str, nn.Parameter]]:
-    """The parameters of each unit, by name: of the root, "", and of each block. blocks: their names in the module.
+def divide(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, dict[str, nn.Parameter]]:
+    """The parameters of each unit, by name: of the root, "", and of each block. blocks: by name.
 
-    A parameter belongs to the innermost block around it; one that two units share belongs to the root.
+    A parameter belongs to the innermost block around it; one that two units share belongs to the root. (A block that
+    the module has under several names, as in ALBERT, is one unit.)
     """
+    names = {block: name for name, block in blocks.items()}
+    around = {"": ""}  # by a part's name: its block's. `named_modules` gives a part after what is around it.
     homes: dict[int, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        around = [block for block in blocks if name.startswith(f"{block}.")]
-        homes.setdefault(id(parameter), set()).add(max(around, key=len, default=""))
+    for name, part in module.named_modules(remove_duplicate=False):
+        around[name] = names.get(part, around[name.rpartition(".")[0]])
+        for parameter in part.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(around[name])
     units: dict[str, dict[str, nn.Parameter]] = {name: {} for name in ("", *blocks)}
     for name, parameter in module.named_parameters():
         home, *others = homes[id(parameter)]

@@ -41,7 +41,11 @@ class CoreZero3(Engine):
         """The collective: every rank's chunk, in the computing dtype, into every rank's replica."""
         mine = unit.chunk(unit.replica)
         mine.copy_(unit.master)  # in 16 bits rounded
-        all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
+        try:
+            all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
+        except BaseException:
+            unit.version = -1  # what is there is not whole: the next `gather` begins anew
+            raise
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, and not thrown away: autograd saved views of it, and `fill` writes there again. That

@@ -1,6 +1,7 @@
 """The core trains as the public engines do, bit for bit and byte for byte; what it does not serve, it refuses."""
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from minizero import DDP, Zero1, Zero2, Zero3
+from minizero import DDP, GPT, Zero1, Zero2, Zero3, barrier
 from minizero.engines.any_model.engine import AnyModel
 from minizero.engines.ddp import CoreDDP
 from minizero.engines.zero1 import CoreZero1
@@ -16,10 +17,10 @@ from minizero.engines.zero2 import CoreZero2
 from minizero.engines.zero3 import CoreZero3
 from minizero.engines.zero3_by_hooks import shard
 from minizero.memory import Ledger
-from minizero.ranks.errors import RankFailed
+from minizero.ranks.errors import CollectiveMismatch, RankFailed
 from tests.engines import test_zero3_by_hooks
 from tests.engines.test_zero3_by_hooks import odd_batch
-from tests.support.helpers import run
+from tests.support.helpers import SMALL, batch, run
 from tests.support.small_models import PLAIN_LOOPS, Blocks, one_by_one, seeded, vectors
 
 CORES = {CoreDDP: DDP, CoreZero1: Zero1, CoreZero2: Zero2, CoreZero3: Zero3}
@@ -51,6 +52,20 @@ class Pairs(nn.Module):
         return (late + early - target).square().mean()
 
 
+class Albert(nn.Module):
+    """One block, four times."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(5, 7), nn.ModuleList([nn.Linear(7, 7)] * 4)
+
+    def forward(self, x, target):
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x - target).square().mean()
+
+
 def tied():
     """One bias is of the root and of two blocks, another of two blocks."""
     odd = copy.deepcopy(test_zero3_by_hooks.MODELS["odd"][0])
@@ -60,14 +75,14 @@ def tied():
     return odd
 
 
-MODELS = test_zero3_by_hooks.MODELS | {"pairs": (Pairs(), odd_batch), "tied": (tied(), odd_batch)}
+MODELS = test_zero3_by_hooks.MODELS | {
+    "pairs": (Pairs(), odd_batch),
+    "tied": (tied(), odd_batch),
+    "albert": (Albert(), odd_batch),
+    "recomputed": (GPT(dataclasses.replace(SMALL, recompute="full")), batch),
+}
 STEPS = 3
-ORDERS = {
-    "gpt": [()],
-    "pairs": [()],
-    "tied": [()],
-    "odd": [((0, 1, 2, 3),), ((3, 0, 1, 2, 3),)],
-}  # a block used twice; two backwards in a step
+ORDERS = dict.fromkeys(MODELS, [()]) | {"odd": [((0, 1, 2, 3),), ((3, 0, 1, 2, 3),)]}  # used twice; two backwards
 
 
 def by_hooks(module, comm):
@@ -105,6 +120,7 @@ def train(comm, wrap, stage, name):
             optimizer.step()
             optimizer.zero_grad()
         sent.append(comm.bytes_sent - before)
+        assert not model.running
         peaks.append(ledger.peak["total"] - counters)  # one for each shard: DDP's public shards are many
         curve = [s for s in ledger.curve if s.phase != "optimizer"]
         until_step.append(max(s["total"] - s["optimizer"] for s in curve))
@@ -116,7 +132,9 @@ def train(comm, wrap, stage, name):
 
 
 @pytest.mark.parametrize("core", CORES, ids=lambda core: core.__name__)
-@pytest.mark.parametrize(("name", "size"), [("gpt", 2), ("odd", 3), ("odd", 1), ("pairs", 2), ("tied", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("gpt", 2), ("odd", 3), ("odd", 1), *((name, 2) for name in list(MODELS)[2:])]
+)
 def test_it_trains_as_the_public_engine(core, name, size):
     for mine, its in zip(
         run(size, train, by_core, core, name), run(size, train, by_engine, CORES[core], name), strict=True
@@ -159,6 +177,10 @@ def a_dict(odd, _):
     odd.blocks[1].forward = lambda x: {"x": x}
 
 
+def past_the_output(odd, _):
+    odd.blocks[1].register_forward_hook(lambda _, __, output: output.sum().backward(retain_graph=True))
+
+
 def a_part_only(odd, comm):
     if comm.rank == 1:
         odd.blocks[0].forward = lambda x: odd.blocks[0][0](x)
@@ -170,6 +192,10 @@ def a_part_only(odd, comm):
         (frozen, r"first\.weight is frozen, or not FP32 .*: the core does not serve this"),
         (twice_at_once, r"a second gradient for blocks\.1\.weight in one backward: the core does not serve this"),
         (half, r"first\.weight is frozen, or not FP32"),
+        (
+            past_the_output,
+            r"a gradient for .*blocks\.1\.weight, none for the model's output: the core does not serve this",
+        ),
         (a_dict_of_the_model, "the model returned neither a tensor nor a tuple of tensors"),
         (with_a_buffer, "the buffer mean may differ between ranks"),
         (a_dict, r"blocks\.1 returned neither a tensor nor a tuple of tensors: .* take DDP, Zero1, Zero2 or Zero3"),
@@ -187,6 +213,10 @@ def test_what_it_does_not_serve_is_refused_by_name(change, words):
 
     with pytest.raises(RankFailed, match=words):
         run(2, once)
+
+
+def whole(model):
+    return [unit.replica.untyped_storage().nbytes() for unit in model.units if unit.module is not None]
 
 
 @pytest.mark.parametrize("wrap", [by_core, by_engine, by_threads])
@@ -211,15 +241,52 @@ def test_a_backward_that_raised_leaves_nothing(wrap, again):
             model.zero_grad()
         if not broken or again == "forward":
             next_loss = model(*data(1))
-            held = [unit.replica.untyped_storage().nbytes() for unit in model.units if unit.module is not None]
-            assert core is not CoreZero3 or not any(held)
+            assert core is not CoreZero3 or not any(whole(model))
+        kept = []
+        if wrap is not by_threads:  # the last gradient: all uses of blocks are closed
+            model.module.first.weight.register_hook(lambda _: kept.extend(whole(model)))
         next_loss.backward()
         del error
-        return [shard.grad for shard in model.parameters()]
+        return [shard.grad for shard in model.parameters()] + [torch.tensor(kept)]
 
     for core in CORES:
         for mine, its in zip(run(2, once, core, True), run(2, once, core, False), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+@pytest.mark.parametrize("wrap", [by_core, by_engine])
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_a_gather_that_raised_is_done_again(wrap, moment):
+    def once(comm, broken):
+        stage = CoreZero3 if wrap is by_core else Zero3
+        model, *_ = wrap(stage, copy.deepcopy(MODELS["odd"][0]), comm)
+        data = MODELS["odd"][1](0)
+        loss = model(*data) if moment == "backward" else None
+        if broken:
+            with pytest.raises(CollectiveMismatch):
+                if comm.rank == 1:
+                    barrier(comm)
+                elif moment == "forward":
+                    model(*data)
+                else:
+                    loss.backward(retain_graph=True)
+        loss = model(*data) if loss is None else loss
+        loss.backward()
+        return [loss.detach(), *(shard.grad for shard in model.parameters())]
+
+    for mine, its in zip(run(2, once, True), run(2, once, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_block_under_several_names_is_one_unit(core):
+    def names(comm):
+        mine, its = Albert(), Albert()
+        return [
+            [unit.name for unit in engine.units] for engine in (core(mine, comm, mine.blocks), CORES[core](its, comm))
+        ]
+
+    assert run(1, names) == [[["root", "blocks.0"]] * 2]
 
 
 def test_what_and_when_hide_nothing_of_each_other():

@@ -158,8 +158,6 @@ class AnyModel(Wrapped):
             check_compiled(self.name, self.module, self.units)
         if self.forget_what_raised():
             self.release_all()
-        if torch_private.current_backward() == -1:  # this is no recompute inside a backward
-            self.running.clear()  # what is left there ended by an exception
         self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
         self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.refresh()
@@ -230,6 +228,7 @@ class AnyModel(Wrapped):
 
     def open_use(self, use: Any) -> None:
         check_unchanged(self.name, use.unit, use.version, double_backward=not self.frees_replicas)
+        self.forget_what_raised()  # if this backward has not begun: it may enter past the model's output
         super().open_use(use)
 
     # Backward. A `torch.autograd.grad` of inputs, or inside the model, opens uses, but begins none: nothing is reduced.

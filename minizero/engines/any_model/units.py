@@ -28,11 +28,11 @@ def make_units(
 
     given: modules, each to be a unit; by default the repeated blocks.
     """
-    given = None if given is None else list(given)
-    paths = {id(m): path for path, m in module.named_modules()}
-    if given is not None and any(id(m) not in paths for m in given):
+    given = [block for _, block in repeated_blocks(module)] if given is None else list(given)
+    paths = {id(m): path for path, m in module.named_modules()}  # a block under several names has the first
+    if any(id(m) not in paths for m in given):
         raise ValueError("units: each must be a submodule of the wrapped module")
-    chosen = dict(repeated_blocks(module)) if given is None else {paths[id(m)]: m for m in given}
+    chosen = {paths[id(m)]: m for m in given}
     norms = {path for path, part in module.named_modules(remove_duplicate=False) if keeps_statistics(part)}
     in_norms: dict[int, bool] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
