@@ -14,7 +14,7 @@ forward to the end of its backward. A *use* of a unit is one forward of its modu
     8  close_use        it has the gradient of a unit's input           release (3)
     9  end_backward     backward is over                                release all (3)
 
-If no input of a unit has a gradient (a block that comes first), its row 8 does not come, and row 9 releases it.
+An input that is a leaf (the first block's, a reentrant checkpoint's), or in a list, brings no row 8: row 9 releases.
 
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
@@ -27,11 +27,11 @@ part of the average. `Unit.set_gradient` adds the old .grad of the unit's shard,
 `reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the replica. The
 next `before_forward` gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
 
-The core trains models in FP32. Each parameter gets a gradient in each backward; each unit returns a tensor or a tuple
-of tensors. Communication and computation never overlap. The core refuses by name what it can see of other models. It
-does not see writes in place to a unit's output, attributes that carry tensors out of a unit, units inside themselves,
-steps between forward and backward, and fused optimizers: then it trains wrongly without a word. `any_model/` lifts or
-checks all that, under the same names of moments: `from minizero import DDP, Zero1, Zero2, Zero3`.
+The core trains models in FP32, one thing at a time. Each parameter gets a gradient in each backward; each unit returns
+a tensor or a tuple of these. Of other models it refuses by name what it sees. It does not see a unit's weights read
+outside its forward; a part called alone, moved (`to`) or saved (`state_dict`); writes in place to a unit's output;
+attributes that carry tensors out of a unit; units inside themselves; steps between forward and backward; fused
+optimizers. Then it is wrong without a word. `any_model/` lifts or checks all that: `from minizero import Zero3`.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
@@ -60,8 +60,7 @@ class Unit:
         Zero1, 2    (size,)                                    this rank's chunk: a view of the replica
         Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
 
-    module: whose forward uses the unit; None for the root. master: FP32, also where any_model computes in 16 bits.
-    shards: the optimizer's parameters, views of `master`. Here it is one; in any_model one for each group.
+    module: whose forward uses the unit; None for the root. shards: the optimizer's, views of `master`: here one.
     """
 
     dtype = torch.float32  # of the replica
@@ -74,7 +73,7 @@ class Unit:
         self.parameters = list(parameters.values())
         self.layout = Layout(list(parameters), [p.shape for p in self.parameters], comm.size)
         self.size = self.layout.size  # elements of a flat buffer
-        self.version = -1  # the `_version` of `master` when the replica was last made from it
+        self.version = -1  # of `master` when the replica was last made from it: PyTorch's count of writes in place
 
     def flatten(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
         """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks, a hybrid's too."""
@@ -101,10 +100,7 @@ class Unit:
         self.shards = [nn.Parameter(self.master)]
 
     def replica_is_stale(self) -> bool:
-        """Must the replica be made from `master` (again)? `master` was written since, or the replica's memory is gone.
-
-        `_version` is PyTorch's count of in-place writes. A shard shares it, so optimizer.step() raises it.
-        """
+        """Must the replica be made anew? `master` was written, as a step does by a shard; or its own memory is gone."""
         return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
 
     def replica_is_fresh_now(self) -> None:
@@ -122,10 +118,9 @@ class Unit:
 class Backward:
     """What counts only while a backward runs.
 
-    left: the units still to be reduced, in order. owed: of each unit, the indices of its parameters that wait for a
-    gradient. gradients: by unit, its flat buffer, (size,), once one has come. buckets: gradients of DDP that wait for
-    others, by dtype. end: a weak reference to what autograd will call when this backward is over. If the backward
-    raises, autograd drops it, and `end()` is None.
+    left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters that have no gradient.
+    gradients: by unit, its flat buffer, (size,), once one has come. buckets: in DDP, those that wait for more (ddp.py).
+    end: weak, what autograd will call when this backward is over. If that raises, autograd drops it: `end()` is None.
     """
 
     def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:
@@ -149,8 +144,7 @@ class Backward:
 class Engine(nn.Module):
     """A module whose parameters live in the flat buffers of units. Base of CoreDDP, CoreZero1, CoreZero2, CoreZero3.
 
-    blocks: modules of it, each to be a unit, in the order in which the module has them. If forward's order is another,
-    gradients wait. parameters(): the shards.
+    blocks: modules of it, each to be a unit. If forward has another order than the module, gradients wait.
     """
 
     def __init__(self, module: nn.Module, comm: Comm, blocks: Iterable[nn.Module] | None) -> None:
@@ -179,6 +173,8 @@ class Engine(nn.Module):
         """The root first, then the blocks. `ValueError` that names what the core does not serve."""
         chosen = list(blocks or ())
         modules = {name: part for name, part in self.module.named_modules() if part in chosen}
+        if set(chosen) - set(modules.values()):
+            raise ValueError("blocks: each must be a module of the wrapped module")
         for name, p in self.module.named_parameters():
             if not p.requires_grad or p.dtype != torch.float32:
                 raise ValueError(f"{name} is frozen, or not FP32 (module.float() makes it so): {ELSE}")
@@ -244,7 +240,7 @@ class Engine(nn.Module):
         with_graph = [tensor for tensor in tensors_in(output, "the model") if tensor.grad_fn is not None]
         for tensor in with_graph:
             tensor.register_hook(lambda _: self.begin_backward())
-        if not with_graph:  # no backward can come
+        if not with_graph and self.backward is None:  # no backward can come, and none runs
             self.release_all()
 
     # When it does so: backward.

@@ -181,6 +181,10 @@ def past_the_output(odd, _):
     odd.blocks[1].register_forward_hook(lambda _, __, output: output.sum().backward(retain_graph=True))
 
 
+def another_models_blocks(odd, _):
+    return copy.deepcopy(odd.blocks)
+
+
 def a_part_only(odd, comm):
     if comm.rank == 1:
         odd.blocks[0].forward = lambda x: odd.blocks[0][0](x)
@@ -191,6 +195,7 @@ def a_part_only(odd, comm):
     [
         (frozen, r"first\.weight is frozen, or not FP32 .*: the core does not serve this"),
         (twice_at_once, r"a second gradient for blocks\.1\.weight in one backward: the core does not serve this"),
+        (another_models_blocks, "blocks: each must be a module of the wrapped module"),
         (half, r"first\.weight is frozen, or not FP32"),
         (
             past_the_output,
@@ -208,8 +213,7 @@ def a_part_only(odd, comm):
 def test_what_it_does_not_serve_is_refused_by_name(change, words):
     def once(comm):
         odd, data = copy.deepcopy(MODELS["odd"][0]), MODELS["odd"][1]
-        change(odd, comm)
-        CoreZero3(odd, comm, odd.blocks)(*data(0)).backward()
+        CoreZero3(odd, comm, change(odd, comm) or odd.blocks)(*data(0)).backward()
 
     with pytest.raises(RankFailed, match=words):
         run(2, once)
@@ -315,6 +319,20 @@ class PassedOn(nn.Module):
             return checkpoint(self.blocks[2], h, x, use_reentrant=False)[0]
 
 
+def evaluate_in_backward(model, x, rank):
+    """A block needs its first weights when the model has been evaluated."""
+
+    def evaluates(_):
+        with torch.no_grad():
+            model(x)
+
+    block = model.module.blocks[1]
+    handle = block[1].register_forward_hook(lambda _, __, output: output.register_hook(evaluates) and None)
+    loss = model(x).square().mean()
+    handle.remove()
+    return loss
+
+
 def forget_a_loss(model, x, rank):
     """The root is whole after the second forward, and the optimizer makes it old."""
     model(x).square().mean().backward()
@@ -323,7 +341,8 @@ def forget_a_loss(model, x, rank):
 
 @pytest.mark.parametrize("core", [*CORES, by_hooks], ids=lambda core: core.__name__)
 @pytest.mark.parametrize(
-    ("loop", "make"), [*((loop, Blocks) for loop in (*PLAIN_LOOPS, forget_a_loss)), (one_by_one, PassedOn)]
+    ("loop", "make"),
+    [*((loop, Blocks) for loop in (*PLAIN_LOOPS, forget_a_loss, evaluate_in_backward)), (one_by_one, PassedOn)],
 )
 def test_other_loops_are_the_public_engines_too(core, loop, make):
     def masters_after(comm, wrap):
@@ -335,8 +354,8 @@ def test_other_loops_are_the_public_engines_too(core, loop, make):
             optimizer.zero_grad()
         return [master.detach().clone() for master in masters], comm.bytes_sent - before
 
-    if core is by_hooks and make is PassedOn:
-        return  # a unit that returns a tuple
+    if core is by_hooks and (make is PassedOn or loop is evaluate_in_backward):
+        return  # a unit that returns a tuple; a forward inside a backward
     mine = run(2, masters_after, core if core is by_hooks else functools.partial(by_core, core))
     its = run(2, masters_after, functools.partial(by_engine, CORES.get(core, Zero3)))
     for (masters, sent), (others, its_sent) in zip(mine, its, strict=True):

@@ -195,7 +195,8 @@ class AnyModel(Wrapped):
             self.passes.add("forward")
             nodes = nodes_after(tensor.grad_fn)  # not the tensor's own, which would hold its hook, and that the node
             tensor.register_hook(lambda _, nodes=nodes: begins(nodes))
-        if not grown and self.began == torch_private.next_operation():  # no operation made a graph: no backward
+        alone = self.backward is None  # else a backward runs, and goes on
+        if alone and not grown and self.began == torch_private.next_operation():  # no operation made a graph
             self.release_all()
 
     # A use of one unit.
