@@ -75,7 +75,7 @@ class Unit:
         self.size = self.layout.size  # elements of a flat buffer
         self.version = -1  # of `master` when the replica was last made from it: PyTorch's count of writes in place
 
-    def flatten(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
+    def from_rank_0(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
         """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks, a hybrid's too."""
         full = torch.zeros(self.size, dtype=torch.float32, device=comm.device)
         for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
@@ -150,14 +150,14 @@ class Engine(nn.Module):
     def __init__(self, module: nn.Module, comm: Comm, blocks: Iterable[nn.Module] | None) -> None:
         super().__init__()
         self.module, self.comm = module, comm
-        self.running: list[Any] = []  # the uses whose forward runs now, the innermost last
+        self.in_forward: list[Any] = []  # the uses whose forward runs now, the innermost last
         self.open_uses: Counter[Unit] = Counter()  # of each unit, how many uses backward is inside of
         self.backward: Any = None  # the `Backward` that is running
         self.units = self.make_units(blocks)
         self.roots: Sequence[Unit] = [unit for unit in self.units if unit.module is None]  # one; in any_model more
         self.in_order: Sequence[Unit] = self.units[::-1]  # reduced last block first, root last
         for unit in self.units:
-            self.keep(unit, unit.flatten(comm))
+            self.keep(unit, unit.from_rank_0(comm))
             unit.replica_is_fresh_now()  # in stage 3 it is stale all the same: it has no memory
             self.watch_unit(unit)
         self.watch_model()
@@ -224,10 +224,10 @@ class Engine(nn.Module):
 
     def begin_use(self, unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.gather(unit)
-        self.running.append(Use(self, unit, [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]))
+        self.in_forward.append(Use(self, unit, [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]))
 
     def end_use(self, unit: Unit, output: Any) -> None:
-        while (use := self.running.pop()).unit is not unit:
+        while (use := self.in_forward.pop()).unit is not unit:
             pass  # a forward inside this one, which an exception ended
         self.forward_is_over(unit)
         use.end_forward(output)
@@ -273,9 +273,9 @@ class Engine(nn.Module):
         if gradient is not None:  # a custom Function may give none: then `end_backward` raises
             self.backward.put(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
-        self.reduce_complete()
+        self.reduce_what_is_complete()
 
-    def reduce_complete(self) -> None:
+    def reduce_what_is_complete(self) -> None:
         """Reduce the units that wait for nothing more, as far as the order allows."""
         while self.backward.left and not self.backward.owed[self.backward.left[0]]:
             self.reduce_next()
@@ -302,6 +302,6 @@ class Engine(nn.Module):
 
     def release_all(self) -> None:
         self.open_uses.clear()
-        self.running.clear()  # what is left there never ended: an exception, or early stop in a recompute
+        self.in_forward.clear()  # what is left there never ended: an exception, or early stop in a recompute
         for unit in self.units:
             self.release(unit)

@@ -120,7 +120,7 @@ def train(comm, wrap, stage, name):
             optimizer.step()
             optimizer.zero_grad()
         sent.append(comm.bytes_sent - before)
-        assert not model.running
+        assert not model.in_forward
         peaks.append(ledger.peak["total"] - counters)  # one for each shard: DDP's public shards are many
         curve = [s for s in ledger.curve if s.phase != "optimizer"]
         until_step.append(max(s["total"] - s["optimizer"] for s in curve))

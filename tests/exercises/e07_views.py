@@ -42,7 +42,7 @@ HINTS = [
 ]
 AFTER = (
     "In the package these are three parts. Layout (minizero/engines/layout.py) knows shapes and offsets, without "
-    "any memory, because a gradient's buffer is cut at the same places. `Unit.flatten` in minizero/engines/core.py "
+    "any memory, because a gradient's buffer is cut at the same places. `Unit.from_rank_0` in minizero/engines/core.py "
     "fills the buffer in FP32 and sends rank 0's values to all. `point_parameters_at` makes the views, and in stage"
     " 3 it does so again at each use. A parameter that is tied between two blocks belongs to neither: "
     "minizero/engines/any_model/units.py gives it to the root unit, which stays gathered while both compute. Read next:"

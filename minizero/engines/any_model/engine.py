@@ -8,7 +8,7 @@
     arrived          anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
     end_backward     anew: what got no gradient counts as zero, and is reduced; buffers become rank 0's (buffers.py)
 
-`end_use` and `close_use` are the core's. Under no_sync `reduce_complete` does nothing.
+`end_use` and `close_use` are the core's. Under no_sync `reduce_what_is_complete` does nothing.
 Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
 until before_forward.
 
@@ -206,7 +206,7 @@ class AnyModel(Wrapped):
         mark(unit, self)
 
         def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
-            for use in self.running:  # the output may leave the unit by an attribute
+            for use in self.in_forward:  # the output may leave the unit by an attribute
                 if use.unit is unit:
                     use.open_with(tensors_in(output))
 
@@ -224,7 +224,7 @@ class AnyModel(Wrapped):
     def begin_use(self, unit: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.gather(unit)
         changed = leaves_as_views(args, kwargs)
-        self.running.append(Use(self, unit, changed or (args, kwargs)))
+        self.in_forward.append(Use(self, unit, changed or (args, kwargs)))
         return changed
 
     def open_use(self, use: Any) -> None:
@@ -257,7 +257,7 @@ class AnyModel(Wrapped):
             self.begin_backward()
         self.bring(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
-        self.reduce_complete()
+        self.reduce_what_is_complete()
 
     def bring(self, unit: Any, number: int, gradient: torch.Tensor | None) -> None:
         """The gradient of the unit's parameter `number` goes to its place."""
@@ -270,9 +270,9 @@ class AnyModel(Wrapped):
             # Under no_sync many small gradients add up: in FP32.
             unit.gradient.put(number, gradient, unit.dtype if self.sends else torch.float32)
 
-    def reduce_complete(self) -> None:
+    def reduce_what_is_complete(self) -> None:
         if self.sends:
-            super().reduce_complete()
+            super().reduce_what_is_complete()
 
     def reduce_next(self) -> None:
         unit = self.backward.left.pop(0)

@@ -158,7 +158,7 @@ class Zero3(CoreZero3, AnyModel):
 
     def forward_is_over(self, unit: Unit) -> None:
         self.keep_writes(unit)
-        inside_itself = any(use.unit is unit for use in self.running)
+        inside_itself = any(use.unit is unit for use in self.in_forward)
         if not inside_itself and (self.reshard_after_forward or not torch.is_grad_enabled()):
             super().forward_is_over(unit)
 

@@ -77,8 +77,8 @@ class Unit(core.Unit):
         """Are the module's parameters empty, since the unit is away, or its replica is old?"""
         return isinstance(self.parameters[0], Released)
 
-    def flatten(self, comm: Comm, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        full = super().flatten(comm, values)
+    def from_rank_0(self, comm: Comm, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        full = super().from_rank_0(comm, values)
         if not self.trains:
             full = full.to(self.dtype)
             tag(full, "parameters")
