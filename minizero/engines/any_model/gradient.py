@@ -6,8 +6,13 @@
 Backward brings the parameters' gradients one by one, each to its place in one flat buffer, so that one collective
 reduces the whole unit. A parameter that was not used leaves zeros in its place.
 
-Under no_sync several backwards add up, and nothing is sent. Between two of them the shards' .grad are views of this
-rank's sum (with offload on a GPU: copies of it), so that zero_grad() can drop it.
+no_sync, from its first backward to the step. `Wrapped.no_sync` clears the engine's `sync`. `begin_backward` copies that
+to `sends`, which holds for the whole backward. If it is False, `bring` lets `put` add in FP32,
+`reduce_what_is_complete` does nothing, and `end_backward` sends nothing. It calls `show`: the shards' .grad become
+views of this rank's sum (with offload on a GPU: copies), so that zero_grad() can drop it. In the next backward
+`Unit.begin_gradient` looks whether they are still there, and lets the sum `go_on`, or begins anew. The first backward
+outside sends: `take` gives the sum in the unit's dtype, and that is averaged. Before then guards/no_sync.py refuses a
+step, and clipping.
 """
 
 from collections.abc import Callable, Sequence
