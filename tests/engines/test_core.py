@@ -285,10 +285,8 @@ def test_a_gather_that_raised_is_done_again(wrap, moment):
 @pytest.mark.parametrize("core", CORES)
 def test_a_block_under_several_names_is_one_unit(core):
     def names(comm):
-        mine, its = Albert(), Albert()
-        return [
-            [unit.name for unit in engine.units] for engine in (core(mine, comm, mine.blocks), CORES[core](its, comm))
-        ]
+        engines = by_core(core, Albert(), comm)[0], CORES[core](Albert(), comm)  # given, and by default
+        return [[unit.name for unit in engine.units] for engine in engines]
 
     assert run(1, names) == [[["root", "blocks.0"]] * 2]
 

@@ -93,8 +93,10 @@ class Ahead:
 
     # What the engine calls.
 
-    def begin_forward(self) -> None:
-        self.begin_pass(is_backward=False)
+    def begin_pass(self, is_backward: bool) -> None:
+        """A forward or a backward begins."""
+        self.is_backward, self.in_pass = is_backward, True
+        self.expected, self.in_turn[is_backward] = self.in_turn[is_backward], []
 
     def gather(self, unit: Unit) -> None:
         """Its gather ends. In forward those of the units after it begin here, in backward in `after_put`."""
@@ -159,11 +161,6 @@ class Ahead:
         if self.expected[len(turns) - 1 : len(turns)] != [unit]:  # a slice: the list may be shorter
             self.expected = []  # another way than last time: learn it first
         return self.expected[len(turns) : len(turns) + self.depth]
-
-    def begin_pass(self, is_backward: bool) -> None:
-        """A forward or a backward begins."""
-        self.is_backward, self.in_pass = is_backward, True
-        self.expected, self.in_turn[is_backward] = self.in_turn[is_backward], []
 
 
 def check_prefetch(prefetch: int) -> None:

@@ -180,7 +180,7 @@ class Zero3(CoreZero3, AnyModel):
 
     def refresh(self) -> None:
         if self.ahead:
-            self.ahead.begin_forward()
+            self.ahead.begin_pass(is_backward=False)
         super().refresh()
 
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
