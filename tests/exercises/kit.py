@@ -241,8 +241,10 @@ IN_A_CALL = MODES | {
 @contextlib.contextmanager
 def unchanged(modes: dict[str, Callable[[], Any]]) -> Iterator[None]:
     """A `Diagnosis` if the block leaves one of them as another one."""
-    before = {what: state() for what, state in modes.items()}
+    before, loaded = {what: state() for what, state in modes.items()}, "torch._dynamo" in sys.modules
     yield
+    if not loaded and "torch._dynamo" in sys.modules:  # PyTorch loads it when it wants to, and it changes these two
+        before |= {what: modes[what]() for what in ("os.environ", "the filters of warnings") if what in modes}
     if changed := [what for what, state in modes.items() if state() != before[what]]:
         torch.set_grad_enabled(before["torch's grad mode"])
         torch.set_default_dtype(before.get("torch's default dtype", torch.get_default_dtype()))
