@@ -126,7 +126,7 @@ def draw(random: Random) -> list[Case]:
     ways += [(n, mixed) for n in (1, 2)] * 8
     five, halves = [(100, torch.float32)] * 5, [(100, torch.bfloat16), (100, torch.float32)]
     plain = [(2000, five, 0), (2000, five[:1], 0), (800, five, 0), (2000, halves * 2, 0)]
-    plain += [(400, halves, 0), (2000, five, 1)]
+    plain += [(400, halves, 0), (2000, five, 1), (2000, [(100, torch.float16)], 0)]
     cases = [Case(4, room, units, 1, came) for room, units, came in plain]
     for number, kinds, share, count, seed in deal(random, ways, [0, 1 / 6, 1 / 4, 1 / 3, 2], [1, 2, 4, 7, 9]):
         units = [(number * random.randint(1, 30), random.choice(kinds)) for _ in range(count)]
@@ -157,6 +157,7 @@ def result(case: Case) -> dict[str, Any]:
                 seed, special = case.seed + 8 * i + comm.rank, rank_kit.SPECIAL
                 gradient = rank_kit.whole(seed, (unit.size,), unit.dtype, times=comm.size, special=special)
                 gradient[case.seed % unit.size] = rank_kit.smallest(unit.dtype)
+                gradient[(case.seed + 1) % unit.size] = 2.0**14  # in FP16 four of them are infinite
                 seen.clear()
                 DDP.reduce(engine, cast(Any, unit), gradient)
                 messages.append(len(seen))

@@ -94,7 +94,8 @@ def draw(random: Random) -> list[Case]:
     plain = Case(4, torch.float32, 2, None, False, [998, *[1000] * 8], 1)  # 4 divides padded copies of the first only
     tiny = plain._replace(dtype=torch.float16, micro_batches=1, elements=[8], values=(2.0**-23,))  # a quarter is 0
     large = plain._replace(dtype=torch.bfloat16, elements=[1000], values=(256.0, 1.0))  # their sum in BF16 is 256
-    return [plain, tiny, large] + [
+    huge = tiny._replace(values=(2.0**14,))  # four of them are infinite
+    return [plain, tiny, huge, large] + [
         Case(n, dtype, micro, absent, halves, [random.randint(1, 40) for _ in range(random.randint(2, 5))], seed)
         for n, dtype, micro, absent, halves, seed in rows
     ]

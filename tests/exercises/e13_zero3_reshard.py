@@ -102,7 +102,9 @@ def draw(random: Random) -> list[Case]:
     uses, ways = [(1, 3), (2, 1), (3, 2)], [(n,) for n in rank_kit.SIZES] * 2
     plain = Case(4, torch.float32, 300, (2, 3), False, 1)
     large = Case(4, torch.bfloat16, 250, (1, 1), False, 1, (256.0, 1.0))  # their sum in BF16 is 256
-    return [plain, large] + [Case(*row) for row in deal(random, ways, dtypes, [1, 3, 8], uses, [False, False, True])]
+    huge = large._replace(dtype=torch.float16, uses=(1,), values=(2.0**14,))  # four of them are infinite
+    rows = deal(random, ways, dtypes, [1, 3, 8], uses, [False, False, True])
+    return [plain, large, huge, *(Case(*row) for row in rows)]
 
 
 def result(case: Case) -> dict[str, Any]:
