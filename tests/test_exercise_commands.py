@@ -117,12 +117,12 @@ def test_an_assistant_is_told_to_help_and_not_to_write(workbook):
 
 @pytest.mark.slow
 def test_watch_checks_what_is_saved_and_imports_torch_once(workbook, monkeypatch, capsys):
-    """Two files are saved, one after the other; both are checked, and one process runs both answers."""
-    hosts, said = set(), []
+    """Two files are saved, one after the other; both are checked by one host, which has forked the judge."""
+    leaders, said = set(), []
     run, check = checker.Process.ask, commands.check_one
 
     def ask(process, **asked):
-        hosts.update([process.leader.pid] if "stop" in asked else [])
+        leaders.add(process.leader.pid)
         return run(process, **asked)
 
     def check_one(*args):
@@ -134,11 +134,12 @@ def test_watch_checks_what_is_saved_and_imports_torch_once(workbook, monkeypatch
         exercise, wrong = (PAD, WRONG) if not said else (find("split"), stubs.answer(find("split")))
         workbook.path(exercise).write_text(wrong)
 
+    monkeypatch.setattr(checker, "JUDGE", [])
     monkeypatch.setattr(checker.Process, "ask", ask)
     monkeypatch.setattr(commands, "check_one", check_one)
     monkeypatch.setattr(commands.time, "sleep", save)
     assert commands.main(["watch"]) == 130
-    assert said == ["failed", "passed"] and (len(hosts) == 1 or not checker.CAN_FORK)
+    assert said == ["failed", "passed"] and (len(leaders) == 1 or not checker.CAN_FORK)
     assert "Watching" in capsys.readouterr().out
 
 

@@ -230,22 +230,29 @@ MODES = OF_A_THREAD | {
     "Python's limit of recursion": sys.getrecursionlimit,
     "the current folder": os.getcwd,
 }
-IN_A_CALL = MODES | {
+SET_BY_IMPORTS: dict[str, Callable[[], Any]] = {  # such as that of torch._dynamo, which some calls of PyTorch import
     "os.environ": lambda: dict(os.environ),
     "the filters of warnings": lambda: list(warnings.filters),
-    "the train mode of a module": lambda: [None for lent, was in LENT if was != [m.training for m in lent.modules()]],
-    "what a callback returned": lambda: [None for tensor, was in RETURNED if compare(tensor.detach(), was)],
 }
+IN_A_CALL = (
+    MODES
+    | SET_BY_IMPORTS
+    | {
+        "the train mode of a module": lambda: [
+            None for lent, was in LENT if was != [m.training for m in lent.modules()]
+        ],
+        "what a callback returned": lambda: [None for tensor, was in RETURNED if compare(tensor.detach(), was)],
+    }
+)
 
 
 @contextlib.contextmanager
 def unchanged(modes: dict[str, Callable[[], Any]]) -> Iterator[None]:
     """A `Diagnosis` if the block leaves one of them as another one."""
-    before, loaded = {what: state() for what, state in modes.items()}, "torch._dynamo" in sys.modules
+    before, modules = {what: state() for what, state in modes.items()}, len(sys.modules)
     yield
-    if not loaded and "torch._dynamo" in sys.modules:  # PyTorch loads it when it wants to, and it changes these two
-        before |= {what: modes[what]() for what in ("os.environ", "the filters of warnings") if what in modes}
-    if changed := [what for what, state in modes.items() if state() != before[what]]:
+    excused = SET_BY_IMPORTS if len(sys.modules) > modules else {}
+    if changed := [what for what, state in modes.items() if state() != before[what] and what not in excused]:
         torch.set_grad_enabled(before["torch's grad mode"])
         torch.set_default_dtype(before.get("torch's default dtype", torch.get_default_dtype()))
         fail("leaves-a-mode", f"After the call {changed[0]} is another one than before.")

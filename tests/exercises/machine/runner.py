@@ -30,7 +30,7 @@ from tests.exercises.stubs import stub
 SECONDS = 5.0  # of computing that an answer may take in any case
 SLOWER = 10.0  # times what the package's function takes there and then, it may take besides
 LARGEST = 2**20  # bytes of a file that an answer may be
-LONG = 400  # characters of an exception's message
+LONG = 400  # characters of an exception's message, and of a line
 FEW, MANY = 8, 10**6  # tensors that an answer may keep; objects that are looked at
 
 
@@ -314,7 +314,7 @@ def _line_in(path: Path, frame: FrameType | None) -> str:
 
 
 def _quote(path: Path, number: int) -> str:
-    return f"line {number}: {linecache.getline(str(path), number).strip()}"
+    return f"line {number}: {linecache.getline(str(path), number).strip()[:LONG]}"
 
 
 def _explain(error: BaseException, path: Path) -> str:
