@@ -37,7 +37,7 @@ PLAN = [
     "A message leaves at once, with the unit that makes it BUCKET_BYTES or more. It never waits for one more unit.",
     "A message has one dtype, the gradients' own: units of another dtype fill another bucket.",
     "When the last unit of a backward has come, nothing waits any more, and nothing is kept: one message for each "
-    "dtype, in the same order on all ranks.",
+    "dtype that waits, in the order in which these came, which is the same on all ranks.",
     "A backward may break off: the next one begins with nothing from it.",
 ]
 HINTS = [
@@ -149,9 +149,8 @@ def result(case: Case) -> dict[str, Any]:
             unit.averages.clear()
             unit.gradient = unit.full = torch.empty(0)
         DDP.reduce(other, cast(Any, two[0]), torch.ones(comm.size))
-        seen: list[str] = []
-        comm.observers.append(lambda operation, *_: seen.append(operation))
-        before, messages = comm.bytes_sent, []
+        before, seen, messages = comm.bytes_sent, list[int](), []
+        comm.observers.append(lambda *_: seen.append(comm.bytes_sent - before))
         with Ledger() as ledger:
             for i, unit in enumerate(units):
                 seed, special = case.seed + 8 * i + comm.rank, rank_kit.SPECIAL
@@ -160,7 +159,7 @@ def result(case: Case) -> dict[str, Any]:
                 gradient[(case.seed + 1) % unit.size] = 2.0**14  # in FP16 four of them are infinite
                 seen.clear()
                 DDP.reduce(engine, cast(Any, unit), gradient)
-                messages.append(len(seen))
+                messages.append([*seen])
             del gradient
             held = ledger.current["total"]
             gradients, full = (
@@ -173,7 +172,7 @@ def result(case: Case) -> dict[str, Any]:
         DDP.reduce(other, cast(Any, two[1]), torch.full((comm.size,), 2.0 * comm.rank))
         return {
             "averages of another engine, which reduced meanwhile": [unit.averages for unit in two],
-            "messages": messages,
+            "bytes sent by the end of each message": messages,
             "sent": sent,
             "averages": [unit.averages[0] if unit.averages else [] for unit in units],
             "gradients in the end": gradients,

@@ -129,11 +129,13 @@ def draw(random: Random) -> list[Case]:
     """spoilt: what happens to a rank in a step, both drawn; "twice": to two of them; "first large": in the first 110
     steps the losses are large, and one at the end is no spike, next to these;
     "half large": so many that the usual loss is between the large and the small ones, and a large one no spike.
-    "between": it is one."""
+    "between": it is one; "uneven": a rank has large losses, and another one's spike is none beside these; "early":
+    there is no usual loss in step 4, and there is one in step 5."""
     ways = itertools.product((1, 2, 3, 4), ("no", "small", "large", "NaN", "infinite", "twice"))
     rows = deal(random, ways, [3.0, 10.0], [8, 14], [torch.float32, torch.float64])
     long, half = Case(2, "first large", 20.0, 200, torch.float32, 1), Case(2, "half large", 3.0, 8, torch.float32, 4)
     rest = [Case(6, "large", 10.0, 8, torch.float32, 1), long, half, half._replace(spoilt="between")]
+    rest += [half._replace(spoilt=spoilt) for spoilt in ("uneven", "early")]
     rest += [Case(2, "for long", 4.0, 40, torch.float32, 1), Case(4, "small", 4.0, 40, torch.float32, 4)]
     plain = [Case(n, "large", 4.0, 12, torch.float32, seed) for n, seed in ((2, 5), (2, 6))]  # rank 1, rank 0
     return [*plain, *map(Case._make, rows), *rest]
@@ -153,6 +155,10 @@ def result(case: Case) -> Any:
         spoilt = {(step, case.ranks - 1): -50.0 for step in range(12, 28)}
     if case.spoilt == "between":
         spoilt = {(step, rank): 5.0 if step == 6 else 3.0 for step in (0, 1, 2, 6) for rank in range(case.ranks)}
+    if case.spoilt == "uneven":
+        spoilt = {(step, 1): 3.0 for step in range(8)} | {(6, 0): 3.0}
+    if case.spoilt == "early":
+        spoilt = dict.fromkeys([(4, 0), (5, 1)], -40.0)
     batches = data(case.ranks, case.steps, spoilt, case.dtype, case.seed)
 
     def on_rank(comm: Any) -> dict[str, Any]:
@@ -163,7 +169,7 @@ def result(case: Case) -> Any:
         left_out = bug_spike.train_without_spikes(model, optimizer, iter(batches[comm.rank]), case.factor, comm)
         return {"left out": left_out, "parameters": parameters_to_vector(model.parameters()).detach()}
 
-    runs, meters = metered(case.ranks, on_rank)
+    runs, meters = metered(case.ranks, on_rank, slack=6000)  # whatever finds the median
     return by_rank(runs) | meters
 
 
