@@ -239,13 +239,13 @@ SET_BY_IMPORTS: dict[str, Callable[[], Any]] = {  # such as that of torch._dynam
     "os.environ": lambda: dict(os.environ),
     "the filters of warnings": lambda: list(warnings.filters),
 }
-OF_THE_GIVEN: dict[str, Callable[[], Any]] = {
-    "the train mode of a module, or what hangs on it or on a parameter,": lambda: [
-        None for model, was in LENT if was != _hung(model)
-    ],
+HANGS = "the train mode of a module, or what hangs on it or on a parameter,"
+IN_A_CALL = {
+    **MODES,
+    **SET_BY_IMPORTS,
+    HANGS: lambda: [None for model, was in LENT if was != _hung(model)],
     "what a callback returned": lambda: [None for tensor, was in RETURNED if compare(tensor.detach(), was)],
 }
-IN_A_CALL = MODES | SET_BY_IMPORTS | OF_THE_GIVEN
 
 
 @contextlib.contextmanager
