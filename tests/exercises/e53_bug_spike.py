@@ -69,8 +69,8 @@ WRONG = [
     wrong("a-rank-skips-alone", "In a run with a spike on one rank the ranks no longer fit together: that rank left "
           "the step out, and the others wait for its gradient. All must decide the same, before the first collective "
           "of the step.", (AGREE, "spike")),
-    wrong("usual-for-all", "The usual loss is the mean of all ranks' losses, beside which a rank with small ones has no "
-          "spike: it compares its own loss with its own usual loss.",
+    wrong("usual-for-all", "The usual loss is the mean of all ranks' losses, so a rank with small ones has no spike. "
+          "Each rank compares its own loss with its own usual loss.",
           (KEEP, '        kept.append(all_reduce(loss.detach(), comm, "mean").item())\n')),
     wrong("all-must-agree", "The step is left out only if several ranks have a spike: one is enough.",
           (AGREE, 'all_reduce(torch.tensor(int(spike)), comm, "min")')),

@@ -260,10 +260,6 @@ def unchanged(modes: dict[str, Callable[[], Any]]) -> Iterator[None]:
         fail("leaves-a-mode", f"After the call {changed[0]} is another one than before.")
 
 
-WITHOUT_DEVICE = (
-    "A tensor is made without a device. So it is on the CPU wherever the caller's tensors are, and on a GPU the two do "
-    "not fit. zeros_like, new_zeros, device=x.device make it where x is."
-)
 MAKERS = {torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.eye, torch.linspace}
 MAKERS |= {torch.tensor, torch.arange}
 ELSEWHERE: list[Callable[[], TorchFunctionMode]] = []  # the mode of `elsewhere`, which each rank enters for itself

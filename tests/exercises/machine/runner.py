@@ -31,6 +31,10 @@ SECONDS = 5.0  # of computing that an answer may take in any case
 SLOWER = 10.0  # times what the package's function takes there and then, it may take besides
 LARGEST = 2**20  # bytes of a file that an answer may be
 LONG = 400  # characters of an exception's message, and of a line
+WITHOUT_DEVICE = (
+    "A tensor is made without a device. So it is on the CPU wherever the caller's tensors are, and on a GPU the two do "
+    "not fit. zeros_like, new_zeros, device=x.device make it where x is."
+)
 FEW, MANY = 8, 10**6  # tensors that an answer may keep; objects that are looked at
 
 
@@ -228,7 +232,7 @@ def reached(module: Any) -> tuple[int, int]:
 
 def leaves_out_the_device(path: Path, outcome: Callable[[Any], Any], case: Any) -> None:
     """Fail if what the file makes without naming a device meets what the caller gave: on a GPU that is an error."""
-    from tests.exercises.kit import WITHOUT_DEVICE, elsewhere, fail
+    from tests.exercises.kit import elsewhere, fail
 
     with elsewhere(str(path)) as lines:
         seen = json.dumps(outcome(case))
@@ -325,7 +329,5 @@ def _explain(error: BaseException, path: Path) -> str:
         return f"A name is missing: {message}: a typo, or an import that is not there? In {line or 'the file'}"
     where = f"in {line}" if line else "in the package, which runs with your function inside"
     if "meta" in message.split():  # the device on which there are no numbers, where `kit.observed` puts all
-        from tests.exercises.kit import WITHOUT_DEVICE
-
         return f"{WITHOUT_DEVICE} It meets one of the caller's {where}"
     return f"{type(error).__name__} {where} – {message}"
