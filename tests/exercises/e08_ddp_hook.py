@@ -126,7 +126,7 @@ def draw(random: Random) -> list[Case]:
     ways += [(n, mixed) for n in (1, 2)] * 8
     five, halves = [(100, torch.float32)] * 5, [(100, torch.bfloat16), (100, torch.float32)]
     plain = [(2000, five, 0), (2000, five[:1], 0), (800, five, 0), (2000, halves * 2, 0)]
-    plain += [(400, halves, 0), (2000, five, 1), (2000, [(100, torch.float16)], 0)]
+    plain += [(400, halves, 0), (2000, five, 1), (2000, halves[::-1], 0), (2000, [(100, torch.float16)], 0)]
     cases = [Case(4, room, units, 1, came) for room, units, came in plain]
     for number, kinds, share, count, seed in deal(random, ways, [0, 1 / 6, 1 / 4, 1 / 3, 2], [1, 2, 4, 7, 9]):
         units = [(number * random.randint(1, 30), random.choice(kinds)) for _ in range(count)]
