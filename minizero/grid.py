@@ -72,7 +72,7 @@ def step_by_step(
 
     def after(method: str, *args: Any) -> None:
         if method in ("gather", "release", "reduce"):
-            tell(f"{'backward' if model.in_backward else 'forward'}: {args[0].name}")
+            tell(f"{'backward' if model.backward else 'forward'}: {args[0].name}")
 
     with around_each_call(model, lambda: None, after):
         for _ in range(steps):

@@ -226,7 +226,7 @@ OTHER_ANSWERS = {
         all_gather(unit.shard.to(unit.replica.dtype), unit.comm, out=unit.replica)
     unit.point_parameters_at(unit.replica)""",
     "zero3_reshard": """(unit, gradient):
-    unit.point_parameters_at(None)
+    unit.empty_parameters()
     unit.replica.untyped_storage().resize_(0)
     if gradient is not None:
         if unit.gradient is not None:

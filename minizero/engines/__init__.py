@@ -4,6 +4,7 @@ zero3_on_a_page.py  the whole idea, without hooks: to be read first
 zero3_by_hooks.py   four hooks, for any model: to be read second; it lists what the files below add
 
 layout.py           where each parameter lies in a flat buffer
+use.py              how autograd tells that a unit is needed, and that a gradient is there
 core.py             what the stages share: when parameters are gathered and gradients reduced; a gradient's path
 ddp.py              stage 0: replicate everything, average the gradients
 zero1.py            stage 1: shard the optimizer states

@@ -9,7 +9,7 @@ a shard.
 Rajbhandari et al., 2019, "ZeRO", section 5; Zhao et al., 2023, "PyTorch FSDP", section 3.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,22 @@ def pad(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     """`tensor` with zeros appended along dimension 0 until `multiple` divides it."""
     missing = -tensor.shape[0] % multiple
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def divide(module: nn.Module, blocks: Collection[str]) -> dict[str, dict[str, nn.Parameter]]:
+    """The parameters of each unit, by name: of the root, "", and of each block. blocks: their names in the module.
+
+    A parameter belongs to the innermost block around it; one that two units share belongs to the root.
+    """
+    homes: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        around = [block for block in blocks if name.startswith(f"{block}.")]
+        homes.setdefault(id(parameter), set()).add(max(around, key=len, default=""))
+    units: dict[str, dict[str, nn.Parameter]] = {name: {} for name in ("", *blocks)}
+    for name, parameter in module.named_parameters():
+        home, *others = homes[id(parameter)]
+        units["" if others else home][name] = parameter
+    return units
 
 
 class Layout:

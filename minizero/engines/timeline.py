@@ -3,10 +3,10 @@
     with Timeline(model, optimizer) as timeline:      # on every rank
         model(x, y).backward()
         optimizer.step()
-    from minizero.pictures import plot_timeline, save_chrome_trace
+    from minizero.pictures import chrome_trace, plot_timeline
 
-    plot_timeline(timeline.events)                    # of one rank, or of several, one list after the other
-    save_chrome_trace(timeline.events, "step.json")   # opens in Perfetto, ui.perfetto.dev
+    plot_timeline(timeline.events)  # of one rank, or of several, one list after the other
+    Path("step.json").write_text(chrome_trace(timeline.events))  # opens in Perfetto, ui.perfetto.dev
 
 If a bar of communication lies under one of computation, they overlap: that is what prefetch buys.
 """
@@ -82,7 +82,7 @@ class Timeline:
         elif method in ("release", "forward_is_over"):  # it may have been gathered for several uses
             self.in_use = [other for other in self.in_use if other is not unit]
         if self.in_use:
-            self._begin(f"{'backward' if self.model.in_backward else 'forward'} {self.in_use[-1].name}")
+            self._begin(f"{'backward' if self.model.backward else 'forward'} {self.in_use[-1].name}")
 
     def _begin(self, what: str) -> None:
         self.computing = what, time.perf_counter()

@@ -9,14 +9,14 @@ A unit is a block of the model. What lies outside the blocks is one more, the ro
 forward to the end of its backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards
 and bytes sent are those of `Zero3(prefetch=0)`.
 
-Read `core.py` next. It has these moments and five more, for all four stages. All ranks reduce in one order, and units
-may return tuples. There a unit stays until its input has its gradient: a parameter that is used as `w.detach()` is
-read in backward, and gets no gradient from there. What this page and core.py do not serve stands in the folder
-`any_model`:
+Read `core.py` next. It has these moments and five more, for all four stages. All ranks reduce in one order. Units may
+return tuples, and share parameters. A unit stays until its input has its gradient: a parameter that is used as
+`w.detach()` is read in backward, and gets no gradient from there. What this page and core.py do not serve stands in
+the folder `any_model`:
 
     parameters that get no gradient, on all ranks or on some    engine.py, gradient.py
     units that return anything but tensors                      uses.py
-    frozen parameters, and those that two units share           units.py
+    frozen parameters                                           units.py
     gradients that add up before they are sent                  gradient.py
     16 bits, with FP32 shards                                   unit.py
     what needs all shards: the gradient's norm, saving          wrapped.py

@@ -20,11 +20,11 @@ from minizero.pictures.ring import animate_ring, draw_ring
 from minizero.pictures.schedule import plot_schedule
 from minizero.pictures.shards import draw_board, draw_boards, draw_boxes, draw_numbers
 from minizero.pictures.style import COLORS, FONT, MIB, OTHER, PREDICTED
-from minizero.pictures.timeline import Event, plot_timeline, save_chrome_trace
+from minizero.pictures.timeline import Event, chrome_trace, plot_timeline
 from minizero.pictures.traffic import draw_bound, draw_busiest, draw_message_times, draw_predicted_times
 
 __all__ = ["COLORS", "FONT", "MIB", "OTHER", "PREDICTED", "Event"]
 __all__ += ["draw_curves", "draw_losses", "mark_place", "plot_curve", "draw_parts", "draw_steps"]
 __all__ += ["animate_ring", "draw_ring", "draw_board", "draw_boards", "draw_boxes", "draw_numbers"]
-__all__ += ["plot_schedule", "plot_timeline", "save_chrome_trace"]
+__all__ += ["plot_schedule", "plot_timeline", "chrome_trace"]
 __all__ += ["draw_bound", "draw_busiest", "draw_message_times", "draw_predicted_times"]

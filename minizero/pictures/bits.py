@@ -55,12 +55,10 @@ def explain(bits: int, value: float, exponent_bits: int = 5, mantissa_bits: int 
     return f"{'−' if sign else '+'} {significand} × {power(exponent)} {'≈' if '×' in result else '='} {result}"
 
 
-def draw_bits(
-    rows: Iterable[tuple[str, int, float]], exponent_bits: int = 5, mantissa_bits: int = 10, axes: Axes | None = None
-) -> Axes:
+def draw_bits(rows: Iterable[tuple[str, int, float]], exponent_bits: int = 5, mantissa_bits: int = 10) -> Axes:
     """A row of boxes for each (title, pattern, value), with words on how the value follows from the bits."""
     rows, width = list(rows), 1 + exponent_bits + mantissa_bits
-    axes = axes or new_axes(15, 0.62 * len(rows) + 0.7)
+    axes = new_axes(15, 0.62 * len(rows) + 0.7)
     colors = [SIGN] + exponent_bits * [EXPONENT] + mantissa_bits * [MANTISSA]
     for row, (title, bits, value) in enumerate(rows):
         for place, color in enumerate(colors):
@@ -77,9 +75,9 @@ def draw_bits(
     return axes
 
 
-def draw_formats(formats: Mapping[str, tuple[int, int]], axes: Axes | None = None) -> Axes:
+def draw_formats(formats: Mapping[str, tuple[int, int]]) -> Axes:
     """A row of boxes, one for each bit, for each name: (exponent bits, mantissa bits). At the right, how many."""
-    axes = axes or new_axes(15, 0.62 * len(formats) + 0.7)
+    axes = new_axes(15, 0.62 * len(formats) + 0.7)
     longest = 1 + max(map(sum, formats.values()))
     for row, (name, (exponent_bits, mantissa_bits)) in enumerate(formats.items()):
         colors = [SIGN] + exponent_bits * [EXPONENT] + mantissa_bits * [MANTISSA]
@@ -96,9 +94,9 @@ def draw_formats(formats: Mapping[str, tuple[int, int]], axes: Axes | None = Non
     return axes
 
 
-def draw_ranges(ranges: Mapping[str, tuple[float, float, float]], axes: Axes | None = None) -> Axes:
+def draw_ranges(ranges: Mapping[str, tuple[float, float, float]]) -> Axes:
     """A bar for each name: (smallest number above zero, smallest normal number, largest number), by exponents of 2."""
-    axes = axes or new_axes(15, 0.55 * len(ranges) + 1.6)
+    axes = new_axes(15, 0.55 * len(ranges) + 1.6)
     for row, numbers in enumerate(ranges.values()):
         low, normal, high = map(math.log2, numbers)
         axes.barh(-row, high - normal, 0.7, normal, color="#C4C4C4", label="" if row else "normal numbers")

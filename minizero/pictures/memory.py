@@ -35,7 +35,8 @@ def draw_curves(results: Results) -> Figure:
     """Draws what rank 0 holds during one training step: a panel for each stage of ZeRO, all on one scale."""
     panels = [(run["name"], run["curve"], run["predicted"]["total"]) for run in results["runs"]]
     title = f"Memory of rank 0 during one training step: {describe_size(results)}"
-    return draw_panels(title, panels, {"label": "predicted persistent", **PREDICTED})
+    rim = [withStroke(linewidth=4.5, foreground="white")]
+    return draw_panels(title, panels, {"label": "predicted persistent", **PREDICTED, "path_effects": rim})
 
 
 def draw_panels(title: str, runs: Sequence[tuple[str, Mapping[str, list[Any]], float]], line: Look) -> Figure:
@@ -54,8 +55,7 @@ def draw_panels(title: str, runs: Sequence[tuple[str, Mapping[str, list[Any]], f
     for panel, (name, curve, height) in enumerate(runs, start=1):
         axes = figure.add_subplot(rows, columns, panel)
         _draw_curve(axes, curve, names, longest, unit)
-        drawn = axes.axhline(height / UNITS[unit], **line)
-        drawn.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
+        axes.axhline(height / UNITS[unit], **line)
         axes.set_title(name, fontsize=FONT + 3, fontweight="bold", pad=28)
         axes.set_ylim(0, 1.2 * highest / UNITS[unit])
         axes.set_xlim(0, longest)

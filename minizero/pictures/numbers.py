@@ -114,13 +114,13 @@ def draw_blocks(rows: Mapping[str, tuple[Sequence[float], Sequence[float], float
     for axes, (title, (numbers, rounded, end)) in zip(panels, rows.items()):
         axes.axhline(0, color="black", linewidth=1)
         axes.plot(numbers, "o", color="white", markeredgecolor="black", markersize=14, label="the number")
-        places = range(len(numbers))
-        lost = [place for place in places if rounded[place] == 0 != numbers[place]]
-        kept = [place for place in places if place not in lost]
-        axes.plot(kept, [rounded[p] for p in kept], "o", color=NORMAL, markersize=9, label="in the format")
-        axes.plot(lost, [0] * len(lost), "x", color="#D55E00", markersize=11, markeredgewidth=3, label="became 0")
-        for place in (place for place in places if abs(numbers[place]) > end):
-            axes.annotate(f"{numbers[place]:.0f} ↑", (place, end), ha="center", va="top", fontsize=FONT)
+        lost = np.equal(rounded, 0) & np.not_equal(numbers, 0)
+        axes.plot(np.where(lost, np.nan, rounded), "o", color=NORMAL, markersize=9, label="in the format")
+        zeros = np.where(lost, 0, np.nan)
+        axes.plot(zeros, "x", color="#D55E00", markersize=11, markeredgewidth=3, label="became 0")
+        for place, number in enumerate(numbers):
+            if abs(number) > end:
+                axes.annotate(f"{number:.0f} ↑", (place, end), ha="center", va="top", fontsize=FONT)
         label_axes(axes, "", "", xlim=(-0.7, len(numbers) - 0.3), ylim=(-end, end))
         axes.set_title(title, fontsize=FONT, loc="left")
     panels[0].legend(fontsize=FONT, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))

@@ -68,8 +68,9 @@ def draw_steps(steps: Mapping[str, Sequence[Any]]) -> list[Axes]:
         (dot,) = axes.lines
         ((when,), (peak,)) = dot.get_data()
         # A peak that lasts one operator is narrower than a pixel: here it is drawn as a needle.
-        length = axes.get_xlim()[1]
-        _stack(axes, when, peaks[name], list(peaks[name])[:-1], MIB, None, width=length / 250)
+        length = 1.03 * axes.get_xlim()[1]  # room for a peak at the very end
+        axes.set_xlim(0, length)
+        _stack(axes, when, peaks[name], list(peaks[name])[:-1], MIB, None, width=length / 100)
         (words,) = [text for text in axes.texts if text.get_text().startswith("peak")]
         words.set_text(f"peak {peak:.1f} MiB")  # with one decimal, as above its bar
         axes.hlines(peak, when, length, color="black", linestyle="dotted", linewidth=1.5)
@@ -97,7 +98,8 @@ def _stack(
     below = 0.0
     for name in names:
         height = held.get(name, 0) / unit
-        axes.bar(place, height, width, below, color=COLORS.get(name, OTHER), label=name)
+        front = 3 if highest is None else 1  # a needle stands before the lines that part phases
+        axes.bar(place, height, width, below, color=COLORS.get(name, OTHER), label=name, zorder=front)
         if highest is not None and height > smallest * highest:
             dark = name in ("parameters", "optimizer", "communication")
             look: Look = {"color": "white" if dark else "black", "fontsize": FONT - 1}

@@ -6,7 +6,6 @@ If a bar of communication lies under one of computation, they overlap. That is w
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.axes import Axes
 
@@ -59,11 +58,6 @@ def plot_timeline(events: Iterable[Event], ax: Axes | None = None) -> Axes:
     colors |= {lane: LANES[lane] for lane in lanes if lane != "compute"}
     keys(ax, colors, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT - 2)
     return ax
-
-
-def save_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
-    """Writes `chrome_trace`."""
-    Path(path).write_text(chrome_trace(events))
 
 
 def chrome_trace(events: Iterable[Event]) -> str:

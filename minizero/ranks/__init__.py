@@ -3,7 +3,8 @@
 To be read first:
 
 comm.py         what a rank sees of the others: send, recv, send_recv, split
-collectives.py  the rings: all-gather, reduce-scatter, all-reduce; broadcast, barrier
+collectives.py  the rings: all-gather, reduce-scatter, all-reduce; barrier
+tree.py         broadcast
 world.py        N ranks as threads of one process, that end together
 one_of_many.py  one rank of N without the others, to count bytes
 

@@ -21,10 +21,9 @@ from minizero import torch_private
 from minizero.memory import tag
 from minizero.ranks.agreement import agreement
 from minizero.ranks.arguments import as_summand, check_dimension, check_op, check_out
+from minizero.ranks.combining import COMBINE, combining
 from minizero.ranks.comm import Comm
-from minizero.ranks.means import adding_parts, part_before
-
-COMBINE: dict[str, Callable] = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
+from minizero.ranks.tree import broadcast as broadcast
 
 
 def ring_all_gather(chunks: list[Tensor], comm: Comm) -> None:
@@ -97,10 +96,9 @@ def reduce_scatter(
         chunks = list(tensor.contiguous().chunk(comm.size))
         if not tensor.numel() or comm.size == 1:
             return chunks[comm.rank].clone() if out is None else out.copy_(chunks[comm.rank])
-        part = part_before(op, tensor, comm.size)  # not 1 for means in 16 bits only (means.py)
-        combine = COMBINE[op] if part == 1 else adding_parts(part)
+        combine, divisor = combining(op, tensor, comm.size)
         result = ring_reduce_scatter(chunks, comm, combine, out)
-    return result.div_(part * comm.size) if op == "mean" else result
+    return result.div_(divisor) if op == "mean" else result
 
 
 @torch.no_grad()
@@ -122,34 +120,12 @@ def all_reduce(tensor: Tensor, comm: Comm, op: str = "sum", *, out: Tensor | Non
             flat = out.copy_(tensor).view(-1)
         if tensor.numel() and comm.size > 1:
             chunks = list(flat.chunk(comm.size))
-            part = part_before(op, tensor, comm.size)
-            combine = COMBINE[op] if part == 1 else adding_parts(part)
+            combine, divisor = combining(op, tensor, comm.size)
             ring_reduce_scatter(chunks, comm, combine, out=chunks[comm.rank])
             if op == "mean":
-                chunks[comm.rank].div_(part * comm.size)
+                chunks[comm.rank].div_(divisor)
             ring_all_gather(chunks, comm)
     return flat[: tensor.numel()].view(tensor.shape)
-
-
-@torch.no_grad()
-def broadcast(tensor: Tensor, comm: Comm, root: int = 0, *, label: str = "") -> Tensor:
-    """Rank `root`'s tensor, on every rank. The other ranks' tensors give shape and dtype.
-
-    A binomial tree: in step k each of the 2^k ranks that have the tensor sends it to one more: log2 N steps suffice.
-    """
-    if not 0 <= root < comm.size:
-        raise ValueError(f"broadcast: root {root} does not exist: ranks are 0 to {comm.size - 1}")
-    with agreement(comm, "broadcast", tensor, root=root, label=label):
-        result = tensor.contiguous().clone()
-        position = (comm.rank - root) % comm.size  # the root stands at 0
-        reach = 1
-        while reach < comm.size and tensor.numel():
-            if position < reach and position + reach < comm.size:
-                comm.send(result, (comm.rank + reach) % comm.size)
-            elif reach <= position < 2 * reach:
-                comm.recv(result, (comm.rank - reach) % comm.size)
-            reach *= 2
-    return result
 
 
 def barrier(comm: Comm) -> None:

@@ -135,6 +135,17 @@ def by_length(run, which, lengths=None):
     return {label: {n: its[n] for n in its if its[n]} for label, its in found.items() if any(its.values())}
 
 
+def searched(*rows):
+    """Of the recorded search of blocks: by name, the rows of a block of 64 keys, and the most operations a second.
+
+    Forward of heads of 64, 4,096 tokens, no mask.
+    """
+    timed, case = recorded("sweep", "h200").figures["rows"], ["forward", 64, False]
+    names = {its: f"{LABELS['flash']}, {its}×64" for its in rows}
+    best = {its: max(each[-2] or 0 for each in timed if each[:3] == case and each[3][:2] == [its, 64]) for its in rows}
+    return {names[its]: its for its in rows}, {names[its]: 1e12 * best[its] for its in rows}
+
+
 def milliseconds(rates, products=2):
     """Rows of a table, from TFLOP/s by length. products: those that are counted, 2 of forward, 5 of backward."""
     work = {n: products / 2 * operations(n) / 1e9 for n in LENGTHS}

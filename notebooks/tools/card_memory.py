@@ -240,16 +240,36 @@ def draw_runs(*names):
     return draw_panels(f"{run.card}: rank 0 of four that share the card", panels, ALLOCATOR)
 
 
-def show_prices(*names):
-    """A table of the same runs: the seconds of a step, against the first run's, and rank 0's peak."""
-    if (run := figures("memory", lambda: runs(names), names)) is None:
+# Each switch: the run without it, and the run with it. Offload was recorded on one rank.
+PAIRS = {
+    "ZeRO-1": ("DDP", "Zero1"),
+    "ZeRO-2": ("DDP", "Zero2"),
+    "ZeRO-3": ("DDP", "Zero3"),
+    "recompute": ("Zero3", "Zero3, recompute"),
+    "FlashAttention": ("Zero3", "Zero3, flash"),
+    "16 bits": ("Zero3", "Zero3, FP16"),
+    "offload": ("resident", "offload"),
+    "offload, prefetch": ("resident", "offload, prefetch"),
+}
+
+
+def prices():
+    """{switch: (card, the run without it, its seconds a step, the seconds with it)}; {} if no run is recorded."""
+    names = list(cases(HALF_BILLION))
+    four, one = figures("memory", lambda: runs(names), names), recorded("train", needs=["offload"])
+    if four is None or one is None:
+        return {}
+    seconds = {name: run.get("seconds") for name, run in (four.figures | one.figures["offload"]).items()}
+    return {name: (four.card, without, seconds[without], seconds[its]) for name, (without, its) in PAIRS.items()}
+
+
+def show_prices(found):
+    """A table of `prices`: the seconds of a step without and with each switch, and how many times as long it takes."""
+    if not found:
         return None
-    first = run.figures[names[0]]["seconds"]
-    rows = []
-    for name in names:
-        seconds, peak = run.figures[name]["seconds"], run.figures[name]["peak"]["total"]
-        rows.append([name, f"{seconds:.3f}", f"{100 * (seconds / first - 1):+.0f} %", peak / GIB])
-    return table([run.card, "seconds a step", f"against {names[0]}", "GiB of rank 0"], rows)
+    rows = [[name, without, f"{a:.3f}", f"{b:.3f}", b / a] for name, (_, without, a, b) in found.items()]
+    card = next(iter(found.values()))[0]
+    return table([card, "beside", "seconds a step without", "with", "times as long"], rows)
 
 
 GAPS = {"gpt2, fp32, no dropout": "GPT-2, 8 × 1,024 tokens", "vit-b": "ViT-B, 32 pictures"}
@@ -268,11 +288,11 @@ def show_gap():
 # Why the X-ray as on a CPU is off, if it is.
 REASONS = {
     "gpt2, fp32, dropout": "on a CPU dropout keeps numbers, and attention its scores",
-    "gpt2, fp32, no dropout": "",
+    "gpt2, fp32, no dropout": "workspaces",
     "gpt2, autocast bf16, no dropout": "on a GPU autocast computes more in FP32",
     "llama 300M, fp32": "FP32 with grouped heads has no fused kernel on a GPU: scores are kept",
-    "llama 300M, bf16 weights": "",
-    "llama, autocast bf16": "",
+    "llama 300M, bf16 weights": "workspaces",
+    "llama, autocast bf16": "workspaces",
     "llama, gradient checkpointing": "the scores of one layer at a time",
     "bert mlm, fp32, dropout": "as GPT-2 with dropout",
     "vit-b": "workspaces, a second copy of the batch, scratch",
@@ -287,9 +307,7 @@ def show_all():
     rows = []
     for name, why in REASONS.items():
         counted, asked = (xray.figures[name][key] for key in ("xray", "requested"))
-        rows.append(
-            [name, f"{counted / MIB:,.0f}", f"{asked / MIB:,.0f}", f"{counted / asked:.2f}", why or "workspaces"]
-        )
+        rows.append([name, f"{counted / MIB:,.0f}", f"{asked / MIB:,.0f}", f"{counted / asked:.2f}", why])
     return table([f"{xray.card} (MiB)", "X-ray, as on a CPU", "asked for", "ratio", "what differs"], rows)
 
 

@@ -319,7 +319,8 @@ def draw_budgets(families, shown, points):
         axes.plot(*zip(*places), label="regions of k", **{**REGIONS, "linestyle": "none"})
         for k, place in zip(shown, places):
             name = f"{k}" if k < max(shown) else f"{k}: keep everything"
-            note(axes, name, place, (0, -24), "center" if k < max(shown) else "right")
+            beside = 9 if k == 1 else 0  # regions of 1 and of 2 may lie close together
+            note(axes, name, place, (beside, -24), "center" if k < max(shown) else "right")
         for name, where in points.items():
             axes.plot(*where[number], **{**ONE_TAPE, "linestyle": "none", "markeredgecolor": "black"})
             note(axes, name, where[number], (10, 6))

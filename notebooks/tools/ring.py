@@ -80,9 +80,10 @@ def draw_tiles(ways):
         for rank, (mine, (color, ink)) in enumerate(zip(tiles, RANKS.items())):
             for (row, column), hop in mine.items():
                 box(axes, column, -row - 1, 1, 1, color, str(hop), size=FONT - 1, ink=ink)
-                rows[-row - 0.5] = f"rank {rank}"
+                rows[row] = rank
         axes.tick_params(length=0)
-        limits = {"xlim": (0, 8.1), "ylim": (-8.1, 0.1), "xticks": [], "yticks": [*rows], "yticklabels": rows.values()}
-        label_axes(axes, "keys; in a tile: its hop", "queries of", aspect="equal", title=title, **limits)
+        limits = {"xlim": (0, 8.1), "ylim": (-8.1, 0.1), "yticks": [-row - 0.5 for row in rows]}
+        limits |= {"xticks": [row + 0.5 for row in rows], "xticklabels": rows.values(), "yticklabels": rows.values()}
+        label_axes(axes, "keys of rank; in a tile: its hop", "queries of rank", aspect="equal", title=title, **limits)
         axes.spines[:].set_visible(False)
     return panels[0].figure

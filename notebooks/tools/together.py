@@ -113,7 +113,7 @@ def draw_ladder(steps, usable):
         parts = dict(step.parts)
         parts["temporary"] = parts.get("temporary", 0) + parts.pop("communication", 0)
         bars[name.replace("Attention", "-\nAttention").replace("micro-", "micro-\n")] = parts
-    axes = draw_parts(bars, new_axes(17, 7.5), unit=(GIB, "GiB on a card, at the peak"), limit=usable, smallest=0.025)
+    axes = draw_parts(bars, new_axes(17, 7.5), unit=(GIB, "GiB on a card, at the peak"), limit=usable, smallest=0.03)
     axes.lines[0].set_zorder(0)
     note(axes, f"{usable / GIB:.1f} GiB may be used", (len(bars) - 0.55, usable / GIB), (0, 6), "right")
 

@@ -11,7 +11,7 @@ from minizero import GPT, Zero3, all_reduce
 from minizero.engines.timeline import Timeline
 from minizero.grid import STATES, draw_text, step_by_step
 from minizero.grid import main as grid
-from minizero.pictures.timeline import LANES, Event, plot_timeline, save_chrome_trace
+from minizero.pictures.timeline import LANES, Event, chrome_trace, plot_timeline
 from tests.support.helpers import SMALL, STAGES, batch, run
 
 matplotlib.use("Agg")
@@ -88,10 +88,9 @@ def test_every_stage_can_be_recorded(stage):
     assert clean and {"compute", "optimizer"} < lanes and lanes & {"all-reduce", "reduce-scatter"}
 
 
-def test_the_trace_and_the_drawing_hold_the_same_bars(tmp_path):
+def test_the_trace_and_the_drawing_hold_the_same_bars():
     events = sum((found[0] for found in run(2, record, Zero3)), [])
-    save_chrome_trace(events, tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    trace = json.loads(chrome_trace(events))["traceEvents"]
     bars = [entry for entry in trace if entry["ph"] == "X"]
     assert len(bars) == len(events)
     first = min(event.start for event in events)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minizero.memory import Ledger
-from minizero.ranks import collectives
+from minizero.ranks import tree
 from tests.exercises import rank_kit
 from tests.exercises.draws import deal
 from tests.exercises.kit import AtMost, Diagnosis, ranks, wrong
@@ -97,7 +97,7 @@ def result(case: Case) -> Any:
         mine, other = (rank_kit.whole(seed + i, case.shape, case.dtype, case.layout, special=special) for i in (0, 1))
         mine.requires_grad_(case.requires_grad and case.dtype.is_floating_point)
         mine = mine[None] if case.differ_in == "the shape" and comm.rank == 0 else mine
-        earlier = collectives.broadcast(other, comm)
+        earlier = tree.broadcast(other, comm)
         told: list[tuple[str, str]] = []
         comm.observers.append(lambda operation, label, _: told.append((operation, label)))
         watch = rank_kit.Watch(comm, times)
@@ -105,7 +105,7 @@ def result(case: Case) -> Any:
         label = f"rank {comm.rank}" if case.differ_in == "the label" else "all ranks"
         try:
             with Ledger() as ledger:
-                got = collectives.broadcast(mine, comm, root, label=label)
+                got = tree.broadcast(mine, comm, root, label=label)
         except ValueError as error:
             return type(error).__name__
         return {

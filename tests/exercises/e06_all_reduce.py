@@ -45,7 +45,7 @@ AFTER = (
 )
 WRONG = [
     wrong("forgot-divide", "The mean over the ranks is the sum: divide by comm.size.",
-          ("chunks[comm.rank].div_(part * comm.size)", "pass")),
+          ("chunks[comm.rank].div_(divisor)", "pass")),
     wrong("any-out", "An `out` of another shape or dtype must be a ValueError: check_out says so.",
           ('check_out("all_reduce", out, tensor.shape, tensor.dtype)', "pass")),
     wrong("forgot-gather", "A rank has its own chunk of the sum and none of the others': gather them.",
@@ -53,7 +53,7 @@ WRONG = [
     wrong("gathers-everything", "Everybody gets everything, and then adds: reduce first, then gather, and it is 2 "
           "(N-1)/N times the tensor.",
           ('ring_reduce_scatter(chunks, comm, combine, out=chunks[comm.rank])\n            if op == "mean":\n'
-           "                chunks[comm.rank].div_(part * comm.size)\n            ring_all_gather(chunks, comm)",
+           "                chunks[comm.rank].div_(divisor)\n            ring_all_gather(chunks, comm)",
            "every = [torch.empty_like(flat) for _ in range(comm.size)]\n            every[comm.rank].copy_(flat)\n"
            "            ring_all_gather(every, comm)\n            total = every[0]\n"
            "            for other in every[1:]:\n                total = COMBINE[op](total, other)\n"

@@ -92,7 +92,7 @@ def unit_of(case: Case, comm: Any, inside: Any, module: torch.nn.Module) -> tupl
     """A unit of one linear layer, and all of its values."""
     module, by_dimension = copy.deepcopy(module), (lambda _, p: p.dim()) if case.grouped else None
     unit = Unit("drawn", module, dict(module.named_parameters()), comm, inside, case.dtype, by_dimension)
-    full = unit.flatten()
+    full = unit.flatten(comm)
     return unit, full.to(unit.dtype) if case.frozen else full
 
 

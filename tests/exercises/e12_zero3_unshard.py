@@ -125,7 +125,7 @@ def result(case: Case) -> dict[str, Any]:
             if event == EMPTIED:
                 unit.replica.untyped_storage().resize_(0)
             elif event == LET_GO:
-                unit.point_parameters_at(None)
+                unit.empty_parameters()
             elif event == ELSEWHERE:
                 unit.point_parameters_at(torch.zeros_like(unit.replica))
             elif event == STEP:

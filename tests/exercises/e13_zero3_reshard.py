@@ -8,7 +8,7 @@ backward. A unit may be used twice, with others in between: forward 0 1 2 1, bac
     unit.uses         in backward: how many uses are still to go, without this one
     unit.gradient     yours: what waits of this micro-batch; None at its beginning
     unit.average      what the optimizer will see: this rank's chunk, FP32; None after a step
-    unit.point_parameters_at(None)          makes the layer's parameters empty: using one is an error then
+    unit.empty_parameters()                 makes the layer's parameters empty: using one is an error then
     reduce_scatter(full, unit.comm, op)     this rank's chunk; it needs buffers of its own
     x.untyped_storage()                     .nbytes() is its size in bytes, .resize_(bytes) changes it
 """
@@ -49,31 +49,31 @@ AFTER = (
     " input has its own, so `reduce` comes before `release`, and both are in memory for a moment. Ahead "
     "(minizero/engines/any_model/prefetch.py) gives the gradient to another thread and lets backward go on. Nothing "
     "counts uses beforehand there: autograd adds the gradients of all uses by itself and calls a hook when the "
-    "sum of a parameter is complete (minizero/engines/core.py). Read next: minizero/engines/any_model/uses.py, and "
+    "sum of a parameter is complete (minizero/engines/core.py). Read next: minizero/engines/use.py, and "
     '"Who holds what, inside a step of stage 3" in notebooks/02b_zero_engines.ipynb.'
 )
 EMPTY = "unit.replica.untyped_storage().resize_(0)"
-POINT = "unit.point_parameters_at(None)"
+GONE = "unit.empty_parameters()"
 KEEP = "unit.average = mean if unit.average is None else unit.average.add_(mean)"
 BACK = "    if gradient is None:\n        return\n"
 MORE = "    if unit.uses:\n        return\n"
-FREE = f"    {EMPTY}\n    {POINT}\n"
+FREE = f"    {EMPTY}\n    {GONE}\n"
 WRONG = [
     wrong("frees-nothing", "After a use a rank still holds its whole replica: empty the storage. Autograd's views keep "
           "it alive, and zeros take as much room.", (EMPTY, "pass")),
     wrong("parameters-dangle", "The parameters still point into memory that is gone: make them empty, so that using "
-          "one is an error.", (POINT, "pass")),
+          "one is an error.", (GONE, "pass")),
     wrong("stays-after-backward", "After the unit's backward its whole replica is still there: it must go after every "
-          "use.", (FREE + BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n        return\n")),
+          "use.", (FREE + BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n        return\n")),
     wrong("stays-between-uses", "One of two uses went backward, and the replica stays for the other one. Units in "
           "between compute meanwhile: it must go, and is unsharded again.", (FREE, ""),
-          (BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n        return\n"),
-          (MORE, f"{MORE}    {EMPTY}\n    {POINT}\n")),
+          (BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n        return\n"),
+          (MORE, f"{MORE}    {EMPTY}\n    {GONE}\n")),
     wrong("reduces-first", "While the gradient was sent, the replica was still there: nothing needs it any more. First "
           "give memory back, then do what takes some.", (FREE, ""),
-          (BACK, f"    if gradient is None:\n        {EMPTY}\n        {POINT}\n        return\n"),
-          (MORE, f"    if unit.uses:\n        {EMPTY}\n        {POINT}\n        return\n"),
-          (KEEP, f"{EMPTY}\n    {POINT}\n    {KEEP}")),
+          (BACK, f"    if gradient is None:\n        {EMPTY}\n        {GONE}\n        return\n"),
+          (MORE, f"    if unit.uses:\n        {EMPTY}\n        {GONE}\n        return\n"),
+          (KEEP, f"{EMPTY}\n    {GONE}\n    {KEEP}")),
     wrong("loses-a-micro-batch", "After the second micro-batch only its own gradient is there: add it to what the "
           "first one left.", (KEEP, "unit.average = mean")),
     wrong("forgot-divide", "unit.average is the sum over the ranks: take the mean.", ('"mean"', '"sum"')),

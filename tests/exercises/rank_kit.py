@@ -54,7 +54,7 @@ def whole(
 def smallest(dtype: torch.dtype) -> float:
     """The smallest number above 0. If all ranks have it, it is the mean; divided before it is sent, it is 0.
 
-    In 16 bits a normal one: there a part of the division may come first (ranks/means.py).
+    In 16 bits a normal one: there a part of the division may come first (ranks/combining.py).
     """
     return torch.finfo(dtype).smallest_normal * (1 if dtype.itemsize == 2 else torch.finfo(dtype).eps)
 

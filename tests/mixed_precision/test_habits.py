@@ -40,7 +40,7 @@ def test_a_run_is_drawn_up_to_its_nan():
     axes = mixed.plot_runs({"lives": [3.0, 2.0, 1.0], "dies": [3.0, math.nan, math.nan]}, window=2)
     lives, dies, cross = axes.lines
     assert list(lives.get_ydata()) == [3, 2.5, 1.5] and list(dies.get_ydata()) == [3]
-    assert list(cross.get_xdata()) == [1] and "NaN from step 2 on" in words(axes)
+    assert list(cross.get_xdata()) == [0] and "NaN from step 1 on" in words(axes)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lives", "dies"]
     assert cross.get_label() == "dies" and dies.get_label() != "dies", "a line of one point cannot be seen"
 
@@ -48,7 +48,7 @@ def test_a_run_is_drawn_up_to_its_nan():
 def test_the_scale_and_its_skipped_steps():
     axes = mixed.plot_scale([16.0, 8.0, 8.0, 16.0], [0])
     assert list(axes.lines[0].get_ydata()) == [4, 3, 3, 4]
-    assert list(axes.lines[1].get_xdata()) == [1] and list(axes.lines[1].get_ydata()) == [4]
+    assert list(axes.lines[1].get_xdata()) == [0] and list(axes.lines[1].get_ydata()) == [4]
 
 
 def test_columns_of_bytes_add_up_and_have_the_colours_of_all_pictures():

@@ -55,7 +55,7 @@ SHORTER = {
         "(size, device=device)": "(size, sequences=128, device=device)",
         "torchrun(tools.race, 2)": "World(2).run(tools.race, 1)",
     },
-    "07_flash_attention": {"repeats=5 * 2048 // n": "repeats=1", "repeats=10": "repeats=1"},
+    "07_flash_attention": {"repeats=10 * 2048 // n": "repeats=1", "repeats=10)": "repeats=1)"},
     "07b_flash_backward": {"repeats=2)": "repeats=1)", "repeats=3 * 2048 // n": "repeats=1", "range(60)": "range(1)"},
 }
 

@@ -4,7 +4,7 @@
     engine.py       each moment, for any model and loop
 
     uses.py         units that take and return anything; weights that are used and get no gradient
-    units.py        frozen and tied parameters; repeated blocks at any depth
+    units.py        frozen parameters; repeated blocks at any depth
     buffers.py      buffers that forward writes
     unit.py         16 bits with FP32 masters; several shards (`group_by`); hooks on shards
     gradient.py     parameters that get no gradient; sums under no_sync

@@ -1,16 +1,14 @@
 """*When*, for any model and any loop: each moment of core.py, and what is added to it.
 
-    begin_forward    anew: clears up what an exception left; several roots (frozen parameters, norms in FP32)
-    begin_use        anew: inputs of any kind (uses.py); a unit called inside itself; copies of a module
-    end_use          anew: `forward_is_over`: keeps what forward wrote to parameters; stage 3 releases
-    end_forward      anew: outputs of any kind
-    begin_backward   anew: under no_sync the sum goes on, or begins (gradient.py)
-    open_use         anew: refuses parameters that were written to since forward
+    begin_forward    anew: checks; several roots (frozen parameters, norms in FP32)
+    begin_use        anew: inputs of any kind (uses.py)
+    end_forward      anew: keeps what forward wrote to parameters; outputs of any kind
+    begin_backward   adds: under no_sync the sum goes on, or begins (gradient.py)
+    open_use         adds: refuses parameters that were written to since forward
     arrived          anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
-    reduce_complete  calls the core's, but does nothing under no_sync
-    close_use        anew: counts, since a `torch.autograd.grad` inside the model opens uses without a backward
     end_backward     anew: what got no gradient counts as zero, and is reduced; buffers become rank 0's (buffers.py)
 
+`end_use` and `close_use` are the core's. Under no_sync `reduce_complete` does nothing.
 Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
 until before_forward.
 
@@ -19,8 +17,7 @@ A gradient goes its way as in core.py. Its buffer is a `LocalGradient` (gradient
 """
 
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +25,6 @@ from torch import nn
 
 from minizero import torch_private
 from minizero.engines.any_model.buffers import Buffers
-from minizero.engines.any_model.gradient import Backward
 from minizero.engines.any_model.guards.modules import (
     check_compiled,
     check_complete,
@@ -57,6 +53,7 @@ from minizero.engines.any_model.uses import (
 )
 from minizero.engines.any_model.wrapped import Wrapped
 from minizero.engines.layout import GroupBy
+from minizero.engines.use import arrival
 from minizero.ranks.comm import Comm
 
 
@@ -98,9 +95,8 @@ class AnyModel(Wrapped):
         check_module(self.name, module, comm, dtype)
         self.dtype, self.group_by = dtype, group_by
         self.sync = True  # False under no_sync
+        self.sends = True  # does the backward that runs reduce? As `sync` was when it began
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
-        self.running: list[tuple[Unit, Use]] = []  # forwards of units, the innermost last
-        self.open_uses: Counter[Unit] = Counter()  # that autograd is inside of, in a backward or a torch.autograd.grad
         self.digest: str | None = None if not self.frees_replicas else ""  # for `check_ranks`, as `stepped`
         self.stepped = False
         self.told = not self.reshard_after_forward or comm.rank > 0 or comm.size == 1  # `say_what_autocast_keeps`
@@ -133,9 +129,6 @@ class AnyModel(Wrapped):
         """Keep what forward wrote to the parameters: stage 3 copies it, other stages have it in the master already."""
         check_writes(self.name, unit)
 
-    def forward_is_over(self, unit: Unit) -> None:
-        """The unit's forward is over: stage 3 frees its parameters."""
-
     def finish(self) -> None:
         """Backward is over: what runs beside the computation, if anything, ends."""
 
@@ -154,37 +147,27 @@ class AnyModel(Wrapped):
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
     def watch_model(self) -> None:
-        def begins(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if module is self.module:  # and no copy of it, which has its hooks, too
-                self.begin_forward()
-                return leaves_as_views(args, kwargs)
+        def begins(args: Any, kwargs: Any) -> Any:
+            self.begin_forward()
+            return leaves_as_views(args, kwargs)
 
-        def ends(module: nn.Module, _: Any, output: Any) -> None:
-            if module is self.module:
-                self.end_forward(output)
-
-        self.module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(Ours(ends))
+        call_around(self.module, begins, self.end_forward)
 
     @torch_private.never_compiled  # there is nothing to compute
     def begin_forward(self) -> None:
         check_complete(self.name, self.module, self.as_wrapped, self.units)
         if self.frees_replicas:
             check_compiled(self.name, self.module, self.units)
-        if torch_private.current_backward() == -1:  # no backward runs here, so this is no recompute inside one
-            if self.backward is not None:  # the last backward raised
-                self.backward = None
-                self.release_all()
-                for unit in self.in_order:  # .grad stays as it was, but for units that were reduced already
-                    unit.gradient = None  # what this backward had brought, and the sum of no_sync
+        if self.forget_what_raised():
+            self.release_all()
+        if torch_private.current_backward() == -1:  # this is no recompute inside a backward
             self.running.clear()  # what is left there ended by an exception
         self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
         self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.refresh()
         if self.digest != "":  # no backward has compared it yet
             self.digest = digest(self.units)
-        for unit in self.roots:
-            self.gather(unit)
+        self.gather_roots()
 
     def refresh(self) -> None:
         """Bring replicas up to date, and make parameters views of them again: a step empties them (`mark_as_old`)."""
@@ -202,13 +185,15 @@ class AnyModel(Wrapped):
         versions = {unit: unit.version for unit in self.roots}  # of masters; `open_use` checks other units'
 
         def begins(nodes: list[Any]) -> None:
+            self.forget_what_raised()
             if self.backward is None:
                 for unit, version in versions.items():
                     check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
                 if asks_for_parameters(nodes):
                     self.begin_backward()
                 else:  # `torch.autograd.grad` of an input: nothing is reduced
-                    self.begin_gradient_of_inputs()
+                    self.gather_roots()
+                    torch_private.call_at_end_of_backward(self.release_all)
 
         for tensor in grown:
             self.passes.add("forward")
@@ -217,42 +202,19 @@ class AnyModel(Wrapped):
         if not grown and self.began == torch_private.next_operation():  # no operation made a graph: no backward
             self.release_all()
 
-    def release_all(self) -> None:
-        self.open_uses.clear()
-        super().release_all()
-
     # A use of one unit.
 
     def watch_unit(self, unit: Unit) -> None:
         """Hooks on the unit's module, on parts of that which hold its parameters, and on these."""
         mark(unit, self)
 
-        def begin_use(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if module is not unit.module:  # a copy
-                return None
-            self.gather(unit)
-            changed, version = leaves_as_views(args, kwargs), unit.version  # of the master behind the replica
-            use = Use(changed or (args, kwargs), lambda: self.open_use(unit, version), lambda: self.close_use(unit))
-            self.running.append((unit, use))
-            return changed
-
         def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
-            for running, use in self.running:  # the output may leave the unit by an attribute
-                if running is unit:
-                    use.opens_with(output)
-
-        def end_use(module: nn.Module, _: Any, output: Any) -> None:
-            if module is not unit.module:
-                return
-            while (ended := self.running.pop())[0] is not unit:  # what lies above it ended by an exception
-                pass
-            if all(running is not unit for running, _ in self.running):  # else it was called inside itself
-                self.forward_is_over(unit)
-            ended[1].watch(output, unit.module if self.frees_replicas else None)
+            for use in self.running:  # the output may leave the unit by an attribute
+                if use.unit is unit:
+                    use.open_with(tensors_in(output))
 
         if unit.module is not None:
-            unit.module.register_forward_pre_hook(begin_use, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(Ours(end_use))
+            call_around(unit.module, lambda *given: self.begin_use(unit, *given), lambda out: self.end_use(unit, out))
             its = {id(parameter) for parameter in unit.parameters}
             for part in unit.module.modules() if self.frees_replicas else ():
                 if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
@@ -262,69 +224,67 @@ class AnyModel(Wrapped):
                 unit.nodes.append(put_aside(unit, number))
             parameter.register_post_accumulate_grad_hook(arrival(self, unit, number))
 
-    def open_use(self, unit: Unit, version: int) -> None:
-        check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
-        self.open_uses[unit] += 1
+    def begin_use(self, unit: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.gather(unit)
+        changed = leaves_as_views(args, kwargs)
+        self.running.append(Use(self, unit, changed or (args, kwargs)))
+        return changed
 
-    def close_use(self, unit: Unit) -> None:
-        self.open_uses[unit] -= 1
-        if not self.open_uses[unit]:  # no other use of the same unit is open
-            self.release(unit)
+    def open_use(self, use: Any) -> None:
+        check_unchanged(self.name, use.unit, use.version, double_backward=not self.frees_replicas)
+        super().open_use(use)
 
     # Backward. A `torch.autograd.grad` of inputs, or inside the model, opens uses, but begins none: nothing is reduced.
 
-    @property
-    def in_backward(self) -> bool:
-        """Is a backward running? Also True from a backward that raised until the next forward notices."""
-        return self.backward is not None
-
     def begin_backward(self) -> None:
-        self.backward = Backward(self.in_order, sends=self.sync)
+        super().begin_backward()
+        self.sends = self.sync
         self.passes.add("backward")
         for unit in self.in_order:
             check_untouched(unit)
             unit.begin_gradient()
             unit.note_gradients()
-        self.gather_roots()
-        torch_private.call_at_end_of_backward(self.end_backward)
 
-    def begin_gradient_of_inputs(self) -> None:
-        self.gather_roots()
-        torch_private.call_at_end_of_backward(self.release_all)
-
-    def gather_roots(self) -> None:
-        for unit in self.roots:  # an earlier backward of the same forward may have released them
-            self.gather(unit)
+    def forget_what_raised(self) -> bool:
+        raised = super().forget_what_raised()
+        for unit in self.in_order if raised else ():
+            unit.gradient = None  # what that backward had brought, and the sum of no_sync
+        return raised
 
     def arrived(self, unit: Unit, number: int) -> None:
         parameter = unit.parameters[number]
         gradient, parameter.grad = parameter.grad, unit.aside.pop(number, None)
+        self.forget_what_raised()
         if self.backward is None:
             self.begin_backward()
         self.bring(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
         self.reduce_complete()
 
-    def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
+    def bring(self, unit: Any, number: int, gradient: torch.Tensor | None) -> None:
         """The gradient of the unit's parameter `number` goes to its place."""
         # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
         away = self.reshard_after_forward and unit.module is not None and not self.open_uses[unit]
-        again = self.backward.sends and unit not in self.backward.left
+        again = self.sends and unit not in self.backward.left
         check_gradient(self.name, unit, gradient, again=again, gathered=not away)
         self.backward.owed[unit].discard(number)
         if gradient is not None:  # a custom Function may give None, which is zero
-            self.backward.put(unit, number, gradient)
+            # Under no_sync many small gradients add up: in FP32.
+            unit.gradient.put(number, gradient, unit.dtype if self.sends else torch.float32)
 
     def reduce_complete(self) -> None:
-        if self.backward.sends:
+        if self.sends:
             super().reduce_complete()
 
+    def reduce_next(self) -> None:
+        unit = self.backward.left.pop(0)
+        self.reduce(unit, unit.gradient.take(unit.dtype, unit.everyone.device))
+
     def end_backward(self) -> None:
-        while self.backward.sends and self.backward.left:  # what was not used has a gradient of zero
-            self.reduce(*self.backward.take())
+        while self.sends and self.backward.left:  # what was not used has a gradient of zero
+            self.reduce_next()
         self.finish()
-        if self.backward.sends:
+        if self.sends:
             check_ranks(self)
             self.digest, self.stepped = "", False
             self.its_buffers.become_rank_0s()
@@ -335,17 +295,18 @@ class AnyModel(Wrapped):
         self.backward = None
 
 
-def arrival(engine: AnyModel, unit: Unit, number: int) -> Any:
-    """`engine.arrived` as a parameter's hook. If the engine is gone, it does nothing."""
-    weak = weakref.ref(engine), weakref.ref(unit)  # autograd hides the hook from the garbage collector
+def call_around(module: nn.Module, begin: Callable[..., Any], end: Callable[[Any], None]) -> None:
+    """Call `begin` and `end` around each forward of the module, but not of its copies, which have its hooks, too."""
 
-    def arrived(_: torch.Tensor) -> None:
-        engine, unit = weak[0](), weak[1]()
-        if engine is not None and unit is not None:
-            engine.arrived(unit, number)
+    def begins(which: nn.Module, args: Any, kwargs: Any) -> Any:
+        return begin(args, kwargs) if which is module else None
 
-    arrived.ours = True  # type: ignore[attr-defined]
-    return arrived
+    def ends(which: nn.Module, _: Any, output: Any) -> None:
+        if which is module:
+            end(output)
+
+    module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+    module.register_forward_hook(Ours(ends))
 
 
 def put_aside(unit: Unit, number: int) -> Any:

@@ -11,12 +11,10 @@ rank's sum (with offload on a GPU: copies of it), so that zero_grad() can drop i
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minizero.engines import core
 from minizero.engines.layout import Layout
 from minizero.memory import tag
 
@@ -87,21 +85,3 @@ def pieces(flat: Tensor, shards: Sequence[nn.Parameter]) -> list[Tensor]:
     """A flat buffer cut into pieces of the shards' shapes. Padding at its end belongs to no shard, and is left out."""
     sizes = [shard.numel() for shard in shards]
     return [piece.view(shard.shape) for piece, shard in zip(flat[: sum(sizes)].split(sizes), shards, strict=True)]
-
-
-class Backward(core.Backward):
-    """sends: are the gradients reduced at its end? Not under no_sync. Its units' buffers are their `gradient`."""
-
-    left: list[Any]
-
-    def __init__(self, in_order: Sequence[Any], *, sends: bool) -> None:
-        super().__init__(in_order)
-        self.sends = sends
-
-    def put(self, unit: Any, number: int, gradient: Tensor) -> None:
-        # Under no_sync many small gradients add up: in FP32.
-        unit.gradient.put(number, gradient, unit.dtype if self.sends else torch.float32)
-
-    def take(self) -> tuple[Any, Tensor]:
-        unit = self.left.pop(0)
-        return unit, unit.gradient.take(unit.dtype, unit.everyone.device)

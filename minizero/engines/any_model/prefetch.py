@@ -82,7 +82,7 @@ class Ahead:
         self.engine = engine
         self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
-        self.reducing: tuple[Unit, Callable[[], torch.Tensor]] | None = None
+        self.reducing: tuple[Any, Unit, Callable[[], torch.Tensor]] | None = None  # in which backward
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # by is_backward: so far, or the last one
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.is_backward = self.in_pass = False  # this pass; is there one?
@@ -94,9 +94,6 @@ class Ahead:
     # What the engine calls.
 
     def begin_forward(self) -> None:
-        if self.reducing is not None and not self.engine.in_backward:  # a backward raised
-            (_, wait), self.reducing = self.reducing, None
-            wait()
         self.begin_pass(is_backward=False)
 
     def gather(self, unit: Unit) -> None:
@@ -105,7 +102,7 @@ class Ahead:
         self.wait_for(unit)
         self.following = self.what_follows(unit)
         # In backward gradients begin them; but a frozen unit has none, and the root only in the end.
-        if not (self.engine.in_backward and unit.trains and unit.module is not None):
+        if not (self.engine.backward and unit.trains and unit.module is not None):
             self.start_following()
 
     def before_put(self, unit: Unit) -> None:
@@ -122,7 +119,7 @@ class Ahead:
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         """Its reduction begins. The one before it ends."""
         self.finish()
-        self.reducing = unit, self.reductions.start(self.engine.average, unit, gradient)
+        self.reducing = self.engine.backward, unit, self.reductions.start(self.engine.average, unit, gradient)
 
     # Its own part: what comes next, and when it begins.
 
@@ -146,12 +143,14 @@ class Ahead:
     def finish(self) -> None:
         """The reduction that is under way, if any, ends, and the shards have their average."""
         if self.reducing is not None:
-            (unit, wait), self.reducing = self.reducing, None
-            unit.set_gradient(wait())
+            (backward, unit, wait), self.reducing = self.reducing, None
+            average = wait()
+            if backward is self.engine.backward:  # else that one raised
+                unit.set_gradient(average)
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""
-        if self.engine.in_backward and not (self.is_backward and self.in_pass):
+        if self.engine.backward and not (self.is_backward and self.in_pass):
             self.begin_pass(is_backward=True)
         if not self.in_pass:  # a block is called by itself
             return []

@@ -155,9 +155,9 @@ class Zero3(CoreZero3, AnyModel):
 
     def forward_is_over(self, unit: Unit) -> None:
         self.keep_writes(unit)
-        away = self.reshard_after_forward or not torch.is_grad_enabled()
-        if away and not self.open_uses[unit]:  # else a recompute inside its backward
-            self.release(unit)
+        inside_itself = any(use.unit is unit for use in self.running)
+        if not inside_itself and (self.reshard_after_forward or not torch.is_grad_enabled()):
+            super().forward_is_over(unit)
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         if self.ahead:
@@ -190,7 +190,7 @@ class Zero3(CoreZero3, AnyModel):
     def end_forward(self, output: Any) -> None:
         super().end_forward(output)
         if self.ahead:
-            self.ahead.in_pass = self.in_backward  # in a second run, the backward goes on
+            self.ahead.in_pass = self.backward is not None  # in a second run, the backward goes on
 
     def finish(self) -> None:
         if self.ahead:

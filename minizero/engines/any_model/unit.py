@@ -9,7 +9,7 @@ The master of a frozen unit has the computing dtype.
 
 16 bits, from input to step: `AnyModel.forward` casts the inputs. The replica is rounded from the master (`keep`,
 `before_forward`, `fill` of the stages). A gradient's buffer is 16-bit, under no_sync FP32 (gradient.py). It is averaged
-in 16 bits (ranks/means.py). `set_gradient` makes it FP32 for the optimizer, which steps the master. guards/norms.py
+in 16 bits (ranks/combining.py). `set_gradient` makes it FP32 for the optimizer, which steps the master. guards/norms.py
 lets batch norms compute in FP32.
 """
 
@@ -26,7 +26,6 @@ from minizero.engines.any_model.guards.released import Released
 from minizero.engines.any_model.guards.shards import Shard, watch
 from minizero.engines.layout import GroupBy, cut, pad
 from minizero.memory import tag
-from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
 
 
@@ -76,15 +75,11 @@ class Unit(core.Unit):
         """Are the module's parameters empty, since the unit is away, or its replica is old?"""
         return isinstance(self.parameters[0], Released)
 
-    def flatten(self, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Rank 0's values (by default the parameters') in one flat FP32 buffer on this rank's device."""
-        full = torch.zeros(self.size, dtype=torch.float32, device=self.comm.device)
-        for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
-            view.copy_(value.detach())
-        # The ranks compare labels: two with different parameters of the same total size raise, and mix nothing.
-        full = broadcast(full, self.everyone, label=f"{self.name} of {self.layout}")
-        full = full if self.trains else full.to(self.dtype)
-        tag(full, "parameters")
+    def flatten(self, comm: Comm, values: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        full = super().flatten(comm, values)
+        if not self.trains:
+            full = full.to(self.dtype)
+            tag(full, "parameters")
         return full
 
     def point_parameters_at(self, flat: torch.Tensor) -> None:

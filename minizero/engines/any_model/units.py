@@ -9,7 +9,7 @@ from torch import nn
 
 from minizero.engines.any_model.guards.norms import keeps_statistics
 from minizero.engines.any_model.unit import Unit
-from minizero.engines.layout import GroupBy
+from minizero.engines.layout import GroupBy, divide
 from minizero.ranks.comm import Comm
 
 
@@ -26,8 +26,7 @@ def make_units(
     Parameters that are frozen, and those of norms that compute in FP32 while the rest does not, form units of their
     own.
 
-    given: modules, each to be a unit; by default the repeated blocks. A parameter belongs to the
-    innermost unit around it; one that is tied across units belongs to the root.
+    given: modules, each to be a unit; by default the repeated blocks.
     """
     given = None if given is None else list(given)
     paths = {id(m): path for path, m in module.named_modules()}
@@ -35,19 +34,14 @@ def make_units(
         raise ValueError("units: each must be a submodule of the wrapped module")
     chosen = dict(repeated_blocks(module)) if given is None else {paths[id(m)]: m for m in given}
     norms = {path for path, part in module.named_modules(remove_duplicate=False) if keeps_statistics(part)}
-    owners: dict[int, set[str]] = {}
     in_norms: dict[int, bool] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        around = [path for path in chosen if path and name.startswith(path + ".")]
-        owners.setdefault(id(parameter), set()).add(max(around, key=len, default=""))
         in_norms[id(parameter)] = name.rpartition(".")[0] in norms and in_norms.get(id(parameter), True)
     contents: dict[tuple[str, bool, torch.dtype], dict[str, nn.Parameter]] = {}
-    for path in ["", *chosen]:
-        for name, parameter in module.named_parameters():
-            owner = owners[id(parameter)]
-            if (owner.copy().pop() if len(owner) == 1 else "") == path:
-                its = torch.float32 if in_norms[id(parameter)] else dtype
-                contents.setdefault((path, parameter.requires_grad, its), {})[name] = parameter
+    for path, named in divide(module, chosen).items():
+        for name, parameter in named.items():
+            its = torch.float32 if in_norms[id(parameter)] else dtype
+            contents.setdefault((path, parameter.requires_grad, its), {})[name] = parameter
     units = []
     for (path, trains, its), named in contents.items():
         name = (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)")

@@ -1,17 +1,7 @@
-"""The hooks that notice when a unit is used: on its module, and on the module's inputs and outputs.
-
-    forward     the unit begins                        a `Use` notes its inputs
-                it ends                                and watches its outputs
-    backward    the gradient of an output has come     the use opens
-                the gradient of an input has come      the use closes
-
-Autograd goes back through the newest operation first. What made a unit's input is older than all that the unit did.
-So when the gradient of an input has come, the unit's own operations are done.
-"""
+"""What units may be given and return, beside tensors and tuples of them; and whether a backward is for parameters."""
 
 import dataclasses
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,61 +11,25 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minizero import torch_private
+from minizero.engines import use
 
 
-class Use:
-    """One use of a unit in a forward, and the hooks by which autograd opens and closes it in backward.
+class Use(use.Use):
+    """One use of a unit that is given anything, and returns anything."""
 
-    given: what the unit is given. opens, closes: called at most once in each backward.
+    def __init__(self, engine: Any, unit: Any, given: Any) -> None:
+        super().__init__(engine, unit, tensors_in(given))
+        self.version = unit.version  # of the master behind the replica
 
-    It must hold no tensors: their hooks hold it, and nobody would free the cycle. A recompute may also leave a forward
-    by an exception, before anything could clear it. A graph can be gone through twice, also by `torch.autograd.grad`
-    inside a forward, so `opened` and `closed` are autograd's numbers of a pass.
-    """
-
-    def __init__(self, given: Any, opens: Callable[[], None], closes: Callable[[], None]) -> None:
-        self.opens, self.closes = opens, closes
-        self.began = torch_private.next_operation()  # a thread numbers its operations, one after the other
-        self.inputs = [(weakref.ref(x), x._version) for x in tensors_in(given) if x.grad_fn is not None]
-        self.opened = self.closed = -1  # no pass has this number
-
-    def watch(self, output: Any, module: nn.Module | None) -> None:
-        """The forward is over. module: its attributes may hold tensors that reach the loss; None: ignore them."""
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                # Tensor hooks, such as the next unit's `close`, run first: that one is released, this one gathered.
-                tensor.grad_fn.register_prehook(self.open)
-                # An in-place write to a view changes its grad_fn; backward then reaches the grad_fn of its base first.
-                if self.made(tensor._base):
-                    tensor._base.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
-            elif tensor.requires_grad:
+    def end_forward(self, output: Any) -> None:
+        outputs = list(tensors_in(output))
+        # An in-place write to a view changes its grad_fn; backward then reaches the grad_fn of its base first.
+        bases = [tensor._base for tensor in outputs if tensor._base is not None]
+        # If the unit will be away, attributes count, too: they may hold tensors that reach the loss.
+        self.open_with([*outputs, *bases, *kept_in(self.unit.module if self.engine.frees_replicas else None)])
+        for tensor in outputs:
+            if tensor.is_leaf and tensor.requires_grad:
                 tensor.register_hook(self.open)
-        self.opens_with(kept_in(module))
-        for reference, version in self.inputs:  # without any, this use ends with the backward
-            given = reference()
-            if given is not None and given._version == version:  # what the unit wrote in place is its own work
-                given.register_hook(self.close)
-
-    def opens_with(self, value: Any) -> None:
-        """The gradient of a tensor in `value` opens the use, if the use made the tensor."""
-        for tensor in tensors_in(value):
-            if self.made(tensor):
-                tensor.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
-
-    def made(self, tensor: torch.Tensor | None) -> bool:
-        """Did an operation of this use, or a later one, make the tensor?"""
-        return tensor is not None and torch_private.operation_of(tensor) >= self.began
-
-    def open(self, _: Any) -> None:
-        this = torch_private.current_backward()
-        if self.opened != this:  # one of several outputs is the first
-            self.opened = this
-            self.opens()
-
-    def close(self, _: Any) -> None:
-        if self.opened == torch_private.current_backward() != self.closed:
-            self.closed = self.opened
-            self.closes()
 
 
 def asks_for_parameters(nodes: list[Any]) -> bool:

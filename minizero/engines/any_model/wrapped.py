@@ -148,7 +148,7 @@ class Wrapped(Refuses):
         for name, buffer in buffers.items():
             buffer.copy_(broadcast(state[name].to(buffer), self.comm, label=name))
         for unit in self.units:
-            full = unit.flatten([state[names_of[id(parameter)][0]] for parameter in unit.parameters])
+            full = unit.flatten(self.comm, [state[names_of[id(parameter)][0]] for parameter in unit.parameters])
             unit.master.copy_(full if unit.unsharded else unit.chunk(full))
             if not unit.original:
                 unit.empty_parameters()  # old until the next forward

@@ -37,11 +37,15 @@ class Unit:
         self.gradient: torch.Tensor | None = None
         self.average: torch.Tensor | None = None
 
-    def point_parameters_at(self, flat: torch.Tensor | None) -> None:
-        """Make the parameters views of `flat`; with None, empty, so that using one is an error."""
-        views = [self.replica.new_empty(0)] * len(self.parameters) if flat is None else self.layout.views(flat)
-        for parameter, view in zip(self.parameters, views, strict=True):
+    def point_parameters_at(self, flat: torch.Tensor) -> None:
+        """Make the parameters views of `flat`."""
+        for parameter, view in zip(self.parameters, self.layout.views(flat), strict=True):
             parameter.data = view
+
+    def empty_parameters(self) -> None:
+        """The replica is away: nobody may use a parameter."""
+        for parameter in self.parameters:
+            parameter.data = self.replica.new_empty(0)
 
 
 def unshard(unit: Unit) -> None:
@@ -62,7 +66,7 @@ def reshard(unit: Unit, gradient: torch.Tensor | None) -> None:
     """
     # The storage is emptied, not only the parameters: autograd still holds views of it.
     unit.replica.untyped_storage().resize_(0)
-    unit.point_parameters_at(None)
+    unit.empty_parameters()
     if gradient is None:
         return
     unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)

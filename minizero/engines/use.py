@@ -1,0 +1,82 @@
+"""How autograd tells an engine that a unit is needed in backward, and that a gradient is there.
+
+A *use* of a unit is one forward of its module, and the backward of that.
+
+    forward     the unit begins                        a `Use` puts a hook on its inputs
+                it ends                                and one on its outputs
+    backward    the gradient of an output has come     the use opens
+                the gradient of an input has come      the use closes
+
+Autograd numbers its operations, and goes back through the newest first. What made a unit's input is older than all that
+the unit did. So when the gradient of an input has come, the unit's own operations are done. The hooks of a tensor are
+called before those of the operation that made it.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from minizero import torch_private
+
+ELSE = "the core does not serve this: take DDP, Zero1, Zero2 or Zero3 of `minizero`"  # each refusal ends so
+
+
+class Use:
+    """One forward of a unit's module, and the backward of that. It holds no tensors: their hooks hold it.
+
+    began: the number of its first operation. opened, closed: autograd's number of the last backward that opened it, and
+    that closed it. (A graph may be gone through twice, or never.)
+    """
+
+    def __init__(self, engine: Any, unit: Any, inputs: Iterable[Tensor]) -> None:
+        self.engine, self.unit = engine, unit
+        self.began = torch_private.next_operation()
+        self.opened = self.closed = -1
+        for tensor in inputs:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self.close)
+
+    def end_forward(self, output: Any) -> None:
+        self.open_with(tensors_in(output, self.unit.name))
+
+    def open_with(self, tensors: Iterable[Tensor]) -> None:
+        """The gradient of any of these will open the use, if the use made the tensor: a unit may return its input."""
+        for tensor in tensors:
+            if torch_private.operation_of(tensor) >= self.began:
+                # A prehook comes after the hooks of the tensor itself: the unit that used it in forward closes first.
+                tensor.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
+
+    def open(self, _: Any) -> None:
+        this = torch_private.current_backward()
+        if self.opened != this:  # else another output opened it
+            self.opened = this
+            self.engine.open_use(self)
+
+    def close(self, _: Any) -> None:
+        # Each input is older than all operations of the use. So if one has its gradient, these are done.
+        if self.opened == torch_private.current_backward() != self.closed:
+            self.closed = self.opened
+            self.engine.close_use(self)
+
+
+def arrival(engine: Any, unit: Any, number: int) -> Any:
+    """`engine.arrived` as a parameter's hook. Autograd hides it from the garbage collector, so it holds both weakly."""
+    weak = weakref.ref(engine), weakref.ref(unit)
+
+    def arrived(_: Tensor) -> None:
+        engine, unit = weak[0](), weak[1]()
+        if engine is not None and unit is not None:
+            engine.arrived(unit, number)
+
+    arrived.ours = True  # type: ignore[attr-defined]  # and no user's
+    return arrived
+
+
+def tensors_in(value: Any, name: str = "") -> list[Tensor]:
+    """The tensors of a tuple, or the one. With the name of a module that returned it: `TypeError` if it is neither."""
+    parts = value if isinstance(value, tuple) else (value,)
+    if name and not all(isinstance(part, Tensor) for part in parts):
+        raise TypeError(f"{name} returned neither a tensor nor a tuple of tensors: {ELSE}")
+    return [part for part in parts if isinstance(part, Tensor)]
