@@ -200,9 +200,9 @@ OTHER_ANSWERS = {
         name, gradient = next(arrivals, (None, None))
         if name is None:
             return
-        gradient = reduce_scatter(pad(gradient, comm.size), comm)
-        before = shards.get(name, torch.zeros(gradient.shape))
-        shards[name] = before + gradient.float() / comm.size
+        gradient = reduce_scatter(pad(gradient, comm.size), comm, "mean")
+        before = shards.get(name, gradient.new_zeros(gradient.shape).float())
+        shards[name] = before + gradient.float()
         del gradient""",
     "views": """(parameters, ranks):
     places, offset = {}, 0
@@ -233,7 +233,7 @@ OTHER_ANSWERS = {
             gradient += unit.gradient
         unit.gradient = gradient
         if unit.uses == 0:
-            mine = reduce_scatter(gradient, unit.comm).float() / unit.comm.size
+            mine = reduce_scatter(gradient, unit.comm, "mean").float()
             unit.average = mine if unit.average is None else unit.average + mine
             unit.gradient = None""",
     "zero3_hooks": """(unit, module, stays):

@@ -32,7 +32,8 @@ from tests.exercises.draws import deal
 from tests.exercises.kit import AtMost, ranks, wrong
 
 PLAN = [
-    "In the end each unit has the average over the ranks: not the sum, not its own gradient.",
+    "In the end each unit has the average over the ranks, even if the sum is infinite in FP16: not the sum, not its "
+    "own gradient.",
     "As long as what waits of one dtype is smaller than BUCKET_BYTES, none of it is sent.",
     "A message leaves at once, with the unit that makes it BUCKET_BYTES or more. It never waits for one more unit.",
     "A message has one dtype, the gradients' own: units of another dtype fill another bucket.",

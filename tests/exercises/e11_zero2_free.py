@@ -28,7 +28,8 @@ PLAN = [
     "While the next gradient is computed, no full one is alive, and nothing as long as one: of each unit only 1/N.",
     "That holds in every micro-batch: no full sum waits for the last one.",
     "N may not divide a gradient. Chunks are equal all the same.",
-    "Between the ranks goes the gradient's own dtype. What is kept and added up is FP32.",
+    "Between the ranks goes the gradient's own dtype, and the average is right even if the sum is infinite in FP16. "
+    "What is kept and added up is FP32.",
     "Each gradient is sent once, (N-1)/N of its bytes.",
 ]
 HINTS = [

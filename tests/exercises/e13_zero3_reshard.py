@@ -31,8 +31,8 @@ PLAN = [
     "That holds between two uses, too: other units compute in between.",
     "The gradient of a unit is the sum over its uses. It waits in its own dtype. It is sent once, when it is complete.",
     "While it is sent, the replica's memory is free already: the ring needs buffers.",
-    "At the end of the micro-batch no full gradient is left. unit.average has the mean over the ranks; if an earlier "
-    "micro-batch left something there, the sum of both, in FP32.",
+    "At the end of the micro-batch no full gradient is left. unit.average has the mean over the ranks, even if their "
+    "sum is infinite in FP16; if an earlier micro-batch left something there, the sum of both, in FP32.",
     "A sum of two full gradients needs no third one.",
 ]
 HINTS = [
