@@ -358,11 +358,7 @@ def observed(
         "bytes at the peak": AtMost(ledger.peak["total"] + slack, most, 0.02),
         "numbers read and written": AtMost(done.numbers + 50, work),
     }
-    return seen | (
-        {"the devices of the results, if what is given is on another one": _placed(function, given, outputs)}
-        if meta
-        else {}
-    )
+    return seen | ({"the device, if what is given is on another": _placed(function, given, outputs)} if meta else {})
 
 
 def _storages(values: Any) -> set[int]:
