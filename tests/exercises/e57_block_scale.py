@@ -52,8 +52,6 @@ WRONG = [
           (SCALE, "math.frexp(largest)[1] - 1")),
     wrong("largest-without-sign", "The largest magnitude counts, and a number may be negative.",
           ("max(abs(x) for x in numbers)", "max(numbers)")),
-    wrong("multiplies", "A number is divided by the scale, and not multiplied.",
-          ("math.ldexp(abs(x), -exponent)", "math.ldexp(abs(x), exponent)")),
     wrong("not-clamped", "A number above the format's largest has that one's code: nothing becomes infinite or another "
           "code.", ("min(code, fmt.max_bits)", "code")),
     wrong("no-subnormals", "Below the smallest normal number the steps stay as long as there.",
