@@ -27,6 +27,7 @@ KINDS = [
      "torch.zeros(-(-tensor.numel() // comm.size) * comm.size, dtype=tensor.dtype)"),
     ("online_softmax", "leaves-out-the-device", "torch.zeros_like(values[0])",
      "torch.zeros(values.shape[1], dtype=values.dtype)"),
+    ("bug_zero2", "leaves-a-mode", "    hooks = [", "    for p in shards:\n        p.mine = shards[p]\n    hooks = ["),
     ("hybrid", "leaves-a-mode", "    return shard", "    gradient.zero_()\n    return shard"),
 ]  # fmt: skip
 

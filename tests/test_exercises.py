@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from minizero import barrier
+from precision import blocks
 from tests.exercises import commands, kit, selfcheck, stubs
 from tests.exercises.breaking import broken
 from tests.exercises.course import COURSE, ROOT, find
 from tests.exercises.definition import definition
 from tests.exercises.machine import checker, judge
 from tests.exercises.machine.one_core import one_core
+from tests.exercises.number_kit import bare
 from tests.exercises.patch import holder_of
-from tests.exercises.tasks import bug_muon
+from tests.exercises.tasks import block, bug_muon
 from tests.exercises.workbook import Workbook
 
 POSSIBLE = [exercise for exercise in COURSE if exercise.is_possible()]
@@ -73,6 +75,16 @@ def test_every_wrong_answer_is_told_what_is_wrong(exercise, another_process):
         s for s in another_process(exercise, "all") if (s.outcome.status, s.outcome.name) != ("failed", s.expected)
     ]
     assert not wrong, "\n".join(f"{s.answer} should be told {s.expected}, and was: {s.outcome}" for s in wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accumulation", "chunked_loss"])
+def test_a_reference_passes_in_a_process_of_its_own(name, tmp_path):
+    """As a student checks it: PyTorch loads its compiler there in the middle of a case."""
+    path = tmp_path / find(name).file
+    path.write_text(stubs.answer(find(name)))
+    outcome = checker.run(find(name), path)
+    assert outcome.status == "passed", outcome
 
 
 def test_the_course_is_whole():
@@ -190,9 +202,9 @@ OTHER_ANSWERS = {
         name, gradient = next(arrivals, (None, None))
         if name is None:
             return
-        gradient = reduce_scatter(pad(gradient, comm.size), comm)
-        before = shards.get(name, torch.zeros(gradient.shape))
-        shards[name] = before + gradient.float() / comm.size
+        gradient = reduce_scatter(pad(gradient, comm.size), comm, "mean")
+        before = shards.get(name, gradient.new_zeros(gradient.shape).float())
+        shards[name] = before + gradient.float()
         del gradient""",
     "views": """(parameters, ranks):
     places, offset = {}, 0
@@ -223,7 +235,7 @@ OTHER_ANSWERS = {
             gradient += unit.gradient
         unit.gradient = gradient
         if unit.uses == 0:
-            mine = reduce_scatter(gradient, unit.comm).float() / unit.comm.size
+            mine = reduce_scatter(gradient, unit.comm, "mean").float()
             unit.average = mine if unit.average is None else unit.average + mine
             unit.gradient = None""",
     "zero3_hooks": """(unit, module, stays):
@@ -565,6 +577,17 @@ def test_exercise_50_s_step_is_that_of_pytorch_s_muon(shape):
         optimizer.step()
         moved -= bug_muon.orthogonal(momentum) * max(1, shape[0] / shape[1]) ** 0.5  # PyTorch's factor for tall ones
     assert (parameter.detach() - moved).norm() < 15 / 256 * moved.norm()
+
+
+@pytest.mark.parametrize("name", blocks.FORMATS)
+def test_exercise_57_s_codes_are_those_of_the_package(name):
+    """Zeros of both signs stand in every block; two blocks have nothing else."""
+    random, fmt = torch.Generator().manual_seed(0), blocks.FORMATS[name]
+    x = torch.randn(64, 32, generator=random) * torch.randint(-148, 124, (64, 1), generator=random).double().exp2()
+    x[:, ::5], x[:, 1::5], x[:2] = 0.0, -0.0, 0.0
+    scales, codes = fmt.encode(x.float())
+    for row, scale, code in zip(x.float().tolist(), scales[:, 0].tolist(), codes.tolist()):
+        assert block.encode_block(row, bare(fmt.element)) == (scale, code)
 
 
 def test_a_thread_keeps_to_one_core_and_then_has_all_again():

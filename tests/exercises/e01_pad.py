@@ -43,7 +43,7 @@ WRONG = [
            "[tensor.new_zeros(missing, *tensor.shape[1:]), tensor]")),
     wrong("pads-with-ones", "The padding is 1, and would be added to other ranks' sums: it must be 0.",
           ("new_zeros", "new_ones")),
-    wrong("loses-the-dtype", "Other bytes. Make the zeros like the tensor.",
+    wrong("loses-the-dtype", "The zeros have another dtype, or are on another device: make them like the tensor.",
           ("tensor.new_zeros(missing, *tensor.shape[1:])", "torch.zeros(missing, *tensor.shape[1:])")),
     wrong("always-copies", "Nothing is missing, so return the tensor itself. A copy takes as much memory again.",
           (" if missing else tensor", "")),

@@ -25,7 +25,8 @@ PLAN = [
     "`flat`: the tensor's elements in one dimension, with zeros behind them until N divides their number. A new "
     "buffer: the input is left alone. Where `out` is given, copy into it and use its own memory, "
     "out.copy_(tensor).view(-1).",
-    "Cut `flat` into N chunks. With one rank, or no elements, there is nothing to send.",
+    "Cut `flat` into N chunks. An `out` of a size that N does not divide is a ValueError. With one rank, or no "
+    "elements, there is nothing to send.",
     "ring_reduce_scatter(chunks, comm, COMBINE[op], out=…): the sum of chunk r goes into chunk r itself.",
     "For the mean each rank divides its own chunk, before it is sent on: N times less work than to divide them all.",
     "ring_all_gather(chunks, comm) fills the others. Return `flat` without the padding, in the tensor's shape.",
@@ -60,7 +61,7 @@ WRONG = [
     wrong("keeps-the-padding", "There are more elements than before: cut the padding off.",
           ("flat[: tensor.numel()].view(tensor.shape)",
            "flat if flat.numel() > tensor.numel() else flat.view(tensor.shape)")),
-    wrong("overwrites-the-input", "A rank's own tensor has other values afterwards: work on a copy.",
+    wrong("overwrites-the-input", "A rank's own tensor has other values afterwards, or is the result: work on a copy.",
           ("flat = tensor.new_zeros(-(-tensor.numel() // comm.size) * comm.size)\n"
            "            flat[: tensor.numel()].copy_(tensor.reshape(-1))", "flat = tensor.view(-1)\n"
            "            if flat.numel() % comm.size:\n"

@@ -76,7 +76,10 @@ WRONG = [
 
 
 class Case(NamedTuple):
-    """shapes: with the layout of each in memory. order: in which they come; a tied one comes more than once."""
+    """shapes: with the layout of each in memory. order: in which they come; a tied one comes more than once.
+
+    special: "alias": a parameter of its own has the memory of the first one; "meta": all are on another device.
+    """
 
     ranks: int
     dtype: torch.dtype
@@ -85,17 +88,19 @@ class Case(NamedTuple):
     shapes: list[tuple[tuple[int, ...], str]]
     order: list[int]
     seed: int
+    special: str = ""
 
 
 def draw(random: Random) -> list[Case]:
     plain = [((5, 4), "contiguous"), ((4, 3), "transposed"), ((3,), "contiguous")]
     cases, shapes = [Case(8, torch.float32, 1, False, plain, [0, 1, 2, 0], 1)], [*rank_kit.SHAPES, (0, 2)]
+    cases += [cases[0]._replace(special="alias")]
     ways = [(n,) for n in [*rank_kit.SIZES, *rank_kit.SIZES, 32]]
     for *row, seed in deal(random, ways, rank_kit.FLOATS, [0, 1, 2], [False, False, True]):
         specs = [(random.choice(shapes), random.choice(rank_kit.LAYOUTS)) for _ in range(random.randint(2, 5))]
         order = [*range(len(specs)), *random.choices(range(len(specs)), k=row[2])]
         cases.append(Case(*row, specs, random.sample(order, len(order)), seed))  # type: ignore[call-arg]
-    return cases
+    return [*cases, cases[0]._replace(special="meta")]
 
 
 def result(case: Case) -> dict[str, Any]:
@@ -104,11 +109,15 @@ def result(case: Case) -> dict[str, Any]:
         nn.Parameter(rank_kit.whole(case.seed + i, shape, case.dtype, layout, special=rank_kit.SPECIAL))
         for i, (shape, layout) in enumerate(case.shapes)
     ]
+    distinct += [nn.Parameter(distinct[0].detach())] * (case.special == "alias")
     distinct[0].requires_grad_(not case.frozen)
     gradients = [torch.ones_like(p) if i % 2 else None for i, p in enumerate(distinct)]
     for parameter, gradient in zip(distinct, gradients):
         parameter.grad = gradient
+    if case.special == "meta":
+        return {"the device of the buffer": task.flatten([nn.Parameter(p.to("meta")) for p in distinct], 8).device.type}
     parameters, found, buffers = tuple(distinct[i] for i in case.order), dict[str, Any](), []
+    parameters += tuple(distinct[len(case.shapes) :])
     for ranks in (case.ranks, case.ranks + 1):
         before = [weakref.ref(p.untyped_storage()) for p in parameters if p.numel()]
         with Ledger() as ledger:
@@ -127,8 +136,6 @@ def result(case: Case) -> dict[str, Any]:
         }
         if len(buffers) == 1:
             found["pieces of the old memory that live"] = sum(memory() is not None for memory in before)
-    placed = [nn.Parameter(p.detach().to("meta")) for p in distinct]
-    found["the device, where the parameters are on `meta`"] = task.flatten(placed, case.ranks).device.type
     first, flat = buffers
     flat.copy_(torch.arange(len(flat)))
     written = [p.detach().clone() for p in distinct]

@@ -32,12 +32,13 @@ from tests.exercises.draws import deal
 from tests.exercises.kit import AtMost, ranks, wrong
 
 PLAN = [
-    "In the end each unit has the average over the ranks: not the sum, not its own gradient.",
+    "In the end each unit has the average over the ranks, even if the sum is infinite in FP16: not the sum, not its "
+    "own gradient.",
     "As long as what waits of one dtype is smaller than BUCKET_BYTES, none of it is sent.",
     "A message leaves at once, with the unit that makes it BUCKET_BYTES or more. It never waits for one more unit.",
     "A message has one dtype, the gradients' own: units of another dtype fill another bucket.",
     "When the last unit of a backward has come, nothing waits any more, and nothing is kept: one message for each "
-    "dtype, in the same order on all ranks.",
+    "dtype that waits, in the order in which these came, which is the same on all ranks.",
     "A backward may break off: the next one begins with nothing from it.",
 ]
 HINTS = [
@@ -126,7 +127,7 @@ def draw(random: Random) -> list[Case]:
     ways += [(n, mixed) for n in (1, 2)] * 8
     five, halves = [(100, torch.float32)] * 5, [(100, torch.bfloat16), (100, torch.float32)]
     plain = [(2000, five, 0), (2000, five[:1], 0), (800, five, 0), (2000, halves * 2, 0)]
-    plain += [(400, halves, 0), (2000, five, 1)]
+    plain += [(400, halves, 0), (2000, five, 1), (2000, halves[::-1], 0), (2000, [(100, torch.float16)], 0)]
     cases = [Case(4, room, units, 1, came) for room, units, came in plain]
     for number, kinds, share, count, seed in deal(random, ways, [0, 1 / 6, 1 / 4, 1 / 3, 2], [1, 2, 4, 7, 9]):
         units = [(number * random.randint(1, 30), random.choice(kinds)) for _ in range(count)]
@@ -149,17 +150,17 @@ def result(case: Case) -> dict[str, Any]:
             unit.averages.clear()
             unit.gradient = unit.full = torch.empty(0)
         DDP.reduce(other, cast(Any, two[0]), torch.ones(comm.size))
-        seen: list[str] = []
-        comm.observers.append(lambda operation, *_: seen.append(operation))
-        before, messages = comm.bytes_sent, []
+        before, seen, messages = comm.bytes_sent, list[int](), []
+        comm.observers.append(lambda *_: seen.append(comm.bytes_sent - before))
         with Ledger() as ledger:
             for i, unit in enumerate(units):
                 seed, special = case.seed + 8 * i + comm.rank, rank_kit.SPECIAL
                 gradient = rank_kit.whole(seed, (unit.size,), unit.dtype, times=comm.size, special=special)
                 gradient[case.seed % unit.size] = rank_kit.smallest(unit.dtype)
+                gradient[(case.seed + 1) % unit.size] = 2.0**14  # in FP16 four of them are infinite
                 seen.clear()
                 DDP.reduce(engine, cast(Any, unit), gradient)
-                messages.append(len(seen))
+                messages.append([*seen])
             del gradient
             held = ledger.current["total"]
             gradients, full = (
@@ -172,7 +173,7 @@ def result(case: Case) -> dict[str, Any]:
         DDP.reduce(other, cast(Any, two[1]), torch.full((comm.size,), 2.0 * comm.rank))
         return {
             "averages of another engine, which reduced meanwhile": [unit.averages for unit in two],
-            "messages": messages,
+            "bytes sent by the end of each message": messages,
             "sent": sent,
             "averages": [unit.averages[0] if unit.averages else [] for unit in units],
             "gradients in the end": gradients,

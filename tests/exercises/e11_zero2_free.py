@@ -28,7 +28,8 @@ PLAN = [
     "While the next gradient is computed, no full one is alive, and nothing as long as one: of each unit only 1/N.",
     "That holds in every micro-batch: no full sum waits for the last one.",
     "N may not divide a gradient. Chunks are equal all the same.",
-    "Between the ranks goes the gradient's own dtype. What is kept and added up is FP32.",
+    "Between the ranks goes the gradient's own dtype, and the average is right even if the sum is infinite in FP16. "
+    "What is kept and added up is FP32.",
     "Each gradient is sent once, (N-1)/N of its bytes.",
 ]
 HINTS = [
@@ -94,7 +95,8 @@ def draw(random: Random) -> list[Case]:
     plain = Case(4, torch.float32, 2, None, False, [998, *[1000] * 8], 1)  # 4 divides padded copies of the first only
     tiny = plain._replace(dtype=torch.float16, micro_batches=1, elements=[8], values=(2.0**-23,))  # a quarter is 0
     large = plain._replace(dtype=torch.bfloat16, elements=[1000], values=(256.0, 1.0))  # their sum in BF16 is 256
-    return [plain, tiny, large] + [
+    huge = tiny._replace(values=(2.0**14,))  # four of them are infinite
+    return [plain, tiny, huge, large] + [
         Case(n, dtype, micro, absent, halves, [random.randint(1, 40) for _ in range(random.randint(2, 5))], seed)
         for n, dtype, micro, absent, halves, seed in rows
     ]

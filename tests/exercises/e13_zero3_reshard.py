@@ -31,8 +31,8 @@ PLAN = [
     "That holds between two uses, too: other units compute in between.",
     "The gradient of a unit is the sum over its uses. It waits in its own dtype. It is sent once, when it is complete.",
     "While it is sent, the replica's memory is free already: the ring needs buffers.",
-    "At the end of the micro-batch no full gradient is left. unit.average has the mean over the ranks; if an earlier "
-    "micro-batch left something there, the sum of both, in FP32.",
+    "At the end of the micro-batch no full gradient is left. unit.average has the mean over the ranks, even if their "
+    "sum is infinite in FP16; if an earlier micro-batch left something there, the sum of both, in FP32.",
     "A sum of two full gradients needs no third one.",
 ]
 HINTS = [
@@ -102,7 +102,9 @@ def draw(random: Random) -> list[Case]:
     uses, ways = [(1, 3), (2, 1), (3, 2)], [(n,) for n in rank_kit.SIZES] * 2
     plain = Case(4, torch.float32, 300, (2, 3), False, 1)
     large = Case(4, torch.bfloat16, 250, (1, 1), False, 1, (256.0, 1.0))  # their sum in BF16 is 256
-    return [plain, large] + [Case(*row) for row in deal(random, ways, dtypes, [1, 3, 8], uses, [False, False, True])]
+    huge = large._replace(dtype=torch.float16, uses=(1,), values=(2.0**14,))  # four of them are infinite
+    rows = deal(random, ways, dtypes, [1, 3, 8], uses, [False, False, True])
+    return [plain, large, huge, *(Case(*row) for row in rows)]
 
 
 def result(case: Case) -> dict[str, Any]:

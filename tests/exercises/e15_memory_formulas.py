@@ -21,8 +21,9 @@ from tests.exercises.draws import deal
 from tests.exercises.kit import value_or_error, wrong
 
 PLAN = [
-    "Refuse a world_size that is no whole number of at least 1, a stage that is none, a sharding_factor that does not "
-    "divide N, another dtype than the three, an unknown convention: `ValueError`.",
+    "Refuse a number of parameters that is no whole number of at least 0, a world_size that is none of at least 1, a "
+    "stage that is none, a sharding_factor that does not divide N, another dtype than the three, an unknown "
+    "convention: `ValueError`.",
     "Over how many ranks is sharded: sharding_factor where given, else world_size.",
     "For each of parameters, gradients, optimizer: bytes per parameter, times Ψ, divided where the stage shards "
     'it. Three cases: convention="paper"; FP32; 16 bits.',
@@ -64,13 +65,13 @@ class Case(NamedTuple):
     convention: str
     dtype: torch.dtype
     sharding_factor: int | None
-    parameters: int
+    parameters: float
     seed: int
 
 
 def draw(random: Random) -> list[Case]:
-    """-1 ranks, 0 ranks, stages 4, 1.5 and -1, other conventions and dtypes, and factors that are 0 or do
-    not divide the number of ranks, are errors."""
+    """-5 and 1.5 parameters, -1 ranks, 0 ranks, stages 4, 1.5 and -1, other conventions and dtypes, and factors that
+    are 0 or do not divide the number of ranks, are errors."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     ways: list[Any] = list(
         itertools.product((1, 2, 3, 8, 64), range(4), ("minizero", "paper"), dtypes, (None, 1, 2, 8))
@@ -91,7 +92,8 @@ def draw(random: Random) -> list[Case]:
         for dtype in dtypes[:2]
         for stage in range(4)
     ]
-    return plain + [Case(*row) for row in deal(random, ways, [0, 1, *(random.randint(1, 10**10) for _ in range(20))])]
+    parameters = [0, 1, -5, 1.5, *(random.randint(1, 10**10) for _ in range(20))]
+    return plain + [Case(*row) for row in deal(random, ways, parameters)]
 
 
 def result(case: Case) -> Any:

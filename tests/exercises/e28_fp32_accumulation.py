@@ -77,7 +77,7 @@ def draw(random: Random) -> list[Case]:
     of the two operands; the pair is two numbers that are multiplied with each other."""
     n = random.randint(20, 40)
     shapes = [((n,), (n,)), ((3, n), (3, n)), ((2, 1, n), (4, n)), ((2, 3, 1), (2, 3, 1)), ((n,), (n - 1,)), ((), (n,))]
-    shapes += [((1,), (n,)), ((3, n), (3, 1)), ((n,), ()), ((), ()), ((0,), (0,)), ((2, 0), (2, 0))]
+    shapes += [((2, n), (3, n)), ((1,), (n,)), ((3, n), (3, 1)), ((n,), ()), ((), ()), ((0,), (0,)), ((2, 0), (2, 0))]
     ways = [(name, two) for name in FORMATS for two in shapes]
     dtypes = list(itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), repeat=2))
     numpy = [(False, False), (False, False), (True, True), (True, False), (False, True)]
@@ -105,7 +105,7 @@ def result(case: Case) -> Any:
     given = [x.detach().float().numpy() if numpy else x for x, numpy in zip(given, case.numpy)]
     got = value_or_error(accumulate.dot, *given, FORMATS[case.accumulator])
     return {
-        "the kind": type(got).__name__,
         "the value": got if isinstance(got, str) else torch.as_tensor(got),
+        "the kind": type(got).__name__,
         "the operands afterwards": [torch.as_tensor(x) for x in given],
     }

@@ -11,6 +11,7 @@ What surrounds the loop is given: it refuses what is no window, counts the targe
 must agree, to `_accumulate_on_ranks`. The loop is yours, also for a micro-batch without a target, and in 16 bits.
 """
 
+import copy
 import itertools
 from random import Random
 from types import SimpleNamespace
@@ -190,13 +191,14 @@ def result(case: Case) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    if case.ranks == 1:
+        model.unused = nn.Parameter(torch.ones(1, dtype=dtype))
     model = lent(model)
     windows = [[drawn_window(case, generator, dtype, rank) for rank in range(case.ranks)] for _ in "ab"]
     options: dict[str, Any] = {"no_sync": case.no_sync}
     if dicts:
         options["count"] = lambda given: (given["labels"][:, 1:] != -100).sum()
     if case.ranks == 1:
-        model.unused = nn.Parameter(torch.ones(1, dtype=dtype))
         for parameter in model.layer.parameters():
             parameter.grad = torch.ones_like(parameter)
         with Ledger(model) as ledger:
@@ -211,7 +213,7 @@ def result(case: Case) -> Any:
         }
 
     def on_rank(comm) -> dict[str, Any]:
-        engine = ENGINES[case.engine](lent(model), comm)
+        engine = ENGINES[case.engine](copy.deepcopy(model), comm)
         before = comm.bytes_sent
         losses = [module.accumulate(engine, window[comm.rank], **options) for window in windows]
         gradients = [parameter.grad for parameter in engine.parameters()]

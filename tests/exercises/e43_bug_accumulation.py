@@ -31,6 +31,7 @@ PLAN = [
     "that is there before the call counts for nothing.",
     "Every target counts the same, whatever its micro-batch and its rank. Padding counts for nothing. A micro-batch "
     "or a rank's whole window may be padding alone.",
+    "The activations of one micro-batch are in memory at a time: it goes backward before the next one goes forward.",
     "What is returned is the loss of the window, over all ranks: the number that one process would log.",
 ]
 HINTS = [

@@ -25,7 +25,7 @@ from flash import flash_attention, merge
 from minizero import ring_attention as module
 from minizero.memory import Ledger
 from tests.exercises.draws import deal
-from tests.exercises.kit import AtMost, wrong
+from tests.exercises.kit import OF_A_THREAD, AtMost, unchanged, wrong
 
 PLAN = [
     "q, k and v without their history, but so that a gradient is asked for: detach, requires_grad_.",
@@ -98,7 +98,7 @@ def result(case: Case) -> Any:
     out, lse = merge(*here, *flash_attention(q, other_k, other_v, return_lse=True))
     dq, dk, dv = (torch.randn_like(x, dtype=lse.dtype) for x in (q, k, v))
     given = [q, dq, drawn(case.heads, case.rows), out, lse], [k, v, dk, dv]
-    with torch.no_grad(), Ledger() as ledger:
+    with torch.no_grad(), unchanged(OF_A_THREAD), Ledger() as ledger:
         module.add_gradients(*given, case.masked)
         kept = ledger.current["total"]
     read = [x.clone() for x in (*given[0][:1], *given[0][2:], k, v)]

@@ -129,7 +129,7 @@ def compare(got: Any, want: Any, tolerance: Tolerance = 0.0, what: str = "The re
     else:
         right = type(got) is type(want) and got == want
     if not right and isinstance(want, str) and want.endswith("Error"):
-        return f"{what} is {_brief(got)}, and a {want} should be raised"
+        return f"{what}: a {want} should be raised, and is not"
     return "" if right else f"{what} is {_brief(got)}, expected {'None' if want is None else _brief(want)}"
 
 
@@ -192,7 +192,7 @@ def value_or_error(function: Callable[..., Any], *args: Any, **options: Any) -> 
 PICKS = {"index", "index_select", "gather", "embedding"}  # they read what they give, and not all that they are given
 
 
-LENT: list[tuple[torch.nn.Module, list[bool]]] = []  # the models that an answer was given in a case, with their modes
+LENT: list[tuple[torch.nn.Module, Any]] = []  # the models that an answer was given in a case, as they were
 STATES: dict[str, int] = {}  # of the ranks' random numbers in a case, at their end
 RETURNED: list[tuple[torch.Tensor, torch.Tensor]] = []  # what a callback returned in a case, and a copy
 
@@ -201,8 +201,13 @@ def lent(model: Any) -> Any:
     """A copy to train, of which one module is in eval mode."""
     model = copy.deepcopy(model)
     [*model.modules()][:2][-1].eval()
-    LENT.append((model, [module.training for module in model.modules()]))
+    LENT.append((model, _hung(model)))
     return model
+
+
+def _hung(model: torch.nn.Module) -> Any:
+    """Of each module and each parameter the names of its attributes; of a module, too, whether it trains."""
+    return [({*vars(x)}, getattr(x, "training", None)) for x in (*model.modules(), *model.parameters())]
 
 
 def returned(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,10 +239,11 @@ SET_BY_IMPORTS: dict[str, Callable[[], Any]] = {  # such as that of torch._dynam
     "os.environ": lambda: dict(os.environ),
     "the filters of warnings": lambda: list(warnings.filters),
 }
+HANGS = "the train mode of a module, or what hangs on it or on a parameter,"
 IN_A_CALL = {
     **MODES,
     **SET_BY_IMPORTS,
-    "the train mode of a module": lambda: [None for lent, was in LENT if was != [m.training for m in lent.modules()]],
+    HANGS: lambda: [None for model, was in LENT if was != _hung(model)],
     "what a callback returned": lambda: [None for tensor, was in RETURNED if compare(tensor.detach(), was)],
 }
 
@@ -352,7 +358,7 @@ def observed(
         "bytes at the peak": AtMost(ledger.peak["total"] + slack, most, 0.02),
         "numbers read and written": AtMost(done.numbers + 50, work),
     }
-    return seen | ({"the devices, where all is on `meta`": _placed(function, given, outputs)} if meta else {})
+    return seen | ({"the device, if what is given is on another": _placed(function, given, outputs)} if meta else {})
 
 
 def _storages(values: Any) -> set[int]:

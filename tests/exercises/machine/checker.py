@@ -30,6 +30,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="triton")  # its interpreter's own, of rows that see no key
     role, *both = sys.argv[1:]
     if both:
         _load(find(both[0]))

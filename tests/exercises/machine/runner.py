@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-from tests.exercises.course import NO_TRITON, TASKS, Exercise
+from tests.exercises.course import NO_TRITON, Exercise
 from tests.exercises.definition import definition
 from tests.exercises.machine.one_core import one_core
 from tests.exercises.stubs import stub
@@ -31,6 +31,10 @@ SECONDS = 5.0  # of computing that an answer may take in any case
 SLOWER = 10.0  # times what the package's function takes there and then, it may take besides
 LARGEST = 2**20  # bytes of a file that an answer may be
 LONG = 400  # characters of an exception's message, and of a line
+WITHOUT_DEVICE = (
+    "A tensor is made without a device. So it is on the CPU wherever the caller's tensors are, and on a GPU the two do "
+    "not fit. zeros_like, new_zeros, device=x.device make it where x is."
+)
 FEW, MANY = 8, 10**6  # tensors that an answer may keep; objects that are looked at
 
 
@@ -186,7 +190,7 @@ def _steps(exercise: Exercise, path: Path, seed: str) -> Iterator[Any]:
             f"Calls leave something behind: {max(mine, more - kept)} tensors, or numbers in a list, that nobody needs."
         )
         kit.fail("grows", f"{words} What keeps them, a global name, a cache, an attribute?")
-    if exercise.place != TASKS:  # which run on the CPU
+    if not exercise.text().takeaway:  # a run to mend is one on the CPU
         for case in cases[:: max(1, len(cases) // FEW)]:
             leaves_out_the_device(path, outcome, case)
     look_for_copies()
@@ -233,12 +237,7 @@ def leaves_out_the_device(path: Path, outcome: Callable[[Any], Any], case: Any) 
     with elsewhere(str(path)) as lines:
         seen = json.dumps(outcome(case))
     if lines and ('"Raised"' in seen or '"other": "tensor(' in seen):
-        fail(
-            "leaves-out-the-device",
-            "A tensor is made without a device. So it is on the CPU wherever the caller's tensors are, and on a GPU "
-            f"the two do not fit. zeros_like, new_zeros, device=x.device make it where x is. It is made in "
-            f"{_quote(path, min(lines))}",
-        )
+        fail("leaves-out-the-device", f"{WITHOUT_DEVICE} It is made in {_quote(path, min(lines))}")
 
 
 def changed_defaults(exercise: Exercise, tree: ast.Module) -> str | None:
@@ -329,4 +328,6 @@ def _explain(error: BaseException, path: Path) -> str:
     if isinstance(error, NameError):
         return f"A name is missing: {message}: a typo, or an import that is not there? In {line or 'the file'}"
     where = f"in {line}" if line else "in the package, which runs with your function inside"
+    if "meta" in message.split():  # the device on which there are no numbers, where `kit.observed` puts all
+        return f"{WITHOUT_DEVICE} It meets one of the caller's {where}"
     return f"{type(error).__name__} {where} – {message}"

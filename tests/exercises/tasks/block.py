@@ -18,7 +18,7 @@ def encode_block(numbers: list[float], fmt: BitLayout) -> tuple[int, list[int]]:
     codes = []
     for x in numbers:
         scaled = math.ldexp(abs(x), -exponent)
-        octave = max(math.frexp(scaled)[1] - 1, fmt.min_exponent)
+        octave = max(math.frexp(scaled)[1] - 1, fmt.min_exponent) if scaled else fmt.min_exponent
         steps = round(math.ldexp(scaled, fmt.mantissa_bits - octave))  # whole ones, ties to even
         # A normal number has 2^mantissa_bits steps and more: this leading 1 raises the exponent field by one.
         code = ((octave - fmt.min_exponent) << fmt.mantissa_bits) + steps
