@@ -14,7 +14,7 @@ forward to the end of its backward. A *use* of a unit is one forward of its modu
     8  close_use        it has the gradient of a unit's input           release (3)
     9  end_backward     backward is over                                release all (3)
 
-An input that is a leaf (the first block's, a reentrant checkpoint's), or in a list, brings no row 8: row 9 releases.
+Row 8 needs an input that an operation made. For a leaf (the first block's input), or one in a list, row 9 releases.
 
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
@@ -100,7 +100,7 @@ class Unit:
         self.shards = [nn.Parameter(self.master)]
 
     def replica_is_stale(self) -> bool:
-        """Must the replica be made anew? `master` was written, as a step does by a shard; or its own memory is gone."""
+        """Make the replica anew? A step wrote a shard (`master` shares its count of writes), or it has no memory."""
         return self.master._version != self.version or not self.replica.untyped_storage().nbytes()
 
     def replica_is_fresh_now(self) -> None:
@@ -120,7 +120,7 @@ class Backward:
 
     left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters that have no gradient.
     gradients: by unit, its flat buffer, (size,), once one has come. buckets: in DDP, those that wait for more (ddp.py).
-    end: weak, what autograd will call when this backward is over. If that raises, autograd drops it: `end()` is None.
+    end: a weakref to what autograd calls after this backward. If it raises, autograd drops that: `end()` is None.
     """
 
     def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:
@@ -228,7 +228,7 @@ class Engine(nn.Module):
 
     def end_use(self, unit: Unit, output: Any) -> None:
         while (use := self.in_forward.pop()).unit is not unit:
-            pass  # a forward inside this one, which an exception ended
+            pass  # a forward inside this one that did not end: it raised, or a recompute stopped early
         self.forward_is_over(unit)
         use.end_forward(output)
 
@@ -254,7 +254,7 @@ class Engine(nn.Module):
             self.gather_roots()  # an evaluation, or another backward, may have released them
 
     def forget_what_raised(self) -> bool:
-        """If a backward raised, drop what it brought. Did one? (What it reduced stays in .grad.)"""
+        """If a backward raised, drop what it brought. Did one? (-1: none runs now. What it reduced stays in .grad.)"""
         raised = self.backward is not None and (self.backward.end() is None or torch_private.current_backward() == -1)
         if raised:
             self.backward = None

@@ -55,7 +55,7 @@ class Unit:
             all_gather(self.shard, self.comm, out=self.replica, label=self.name)
 
     def release(self) -> None:
-        """Free the memory. Autograd's views stay, with their own count of writes: the next `gather` fills them."""
+        """Free the memory. What autograd saved stays, with its own count of writes: the next `gather` fills it."""
         self.replica.untyped_storage().resize_(0)
 
     def reduce(self) -> None:
