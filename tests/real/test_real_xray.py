@@ -9,7 +9,7 @@ import torch
 from minizero.models.networks import NETWORKS
 from minizero.xray.__main__ import main
 from minizero.xray.case import Case, NotPossible
-from minizero.xray.hugging_face import Quantized
+from minizero.xray.hugging_face import RANK, Quantized
 from minizero.xray.plan import Plan
 from minizero.xray.techniques import name_of, plans
 from tests.real.real_models import MODELS, built
@@ -207,7 +207,7 @@ def test_a_configuration_is_counted_or_refused_in_a_short_sentence(entries, stat
 def test_a_quantized_matrix_is_counted_in_its_bits_and_made_whole_while_it_is_used(bits):
     layer = torch.nn.Linear(512, 512, bias=False)
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Sequential(layer)).requires_grad_(False)
-    model[1] = Quantized(layer, bits)
+    model[1] = Quantized(layer, bits, RANK)
     peak = Case(WithLoss(model), (torch.ones(4, 512), torch.zeros(4, dtype=torch.long))).run(Plan()).peak
     n, adapters = 512 * 512, 4 * 2 * 16 * 512
     assert peak["buffers"] == (n // 2 + n // 64 + n // 2**12 if bits == 4 else n + 4 * 512)
