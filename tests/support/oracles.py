@@ -4,92 +4,29 @@ softfloat    Berkeley SoftFloat, in the wheel of softfloatpy: FP16
 by_float64   one operation in float64, then `encode`: any format of at most 16 bits
 """
 
-import ctypes
-import functools
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
-
 import numpy as np
 
 ROUNDINGS = ("nearest-even", "nearest-away", "toward-zero", "up", "down")
 FLAGS = ("inexact", "underflow", "overflow", "divide_by_zero", "invalid")  # SoftFloat's bits 0 to 4
 
 
-# SoftFloat. From Python a call takes a microsecond, which is too long for ten million. The wheel exports the
-# functions of the C library, though, and a loop in C around them takes a few nanoseconds.
-
-LOOP = """
-#include <stddef.h>
-#include <stdint.h>
-typedef struct { uint16_t bits; } f16;
-void loop(void *function, int operands, size_t count, const uint16_t *a, const uint16_t *b, const uint16_t *c,
-          uint16_t *result, uint8_t *flags, volatile uint8_t *raised) {
-    for (size_t i = 0; i < count; i++) {
-        f16 x = {a[i]}, y = {b[i]}, z = {c[i]};
-        *raised = 0;
-        f16 r = operands == 1   ? ((f16 (*)(f16))function)(x)
-                : operands == 2 ? ((f16 (*)(f16, f16))function)(x, y)
-                                : ((f16 (*)(f16, f16, f16))function)(x, y, z);
-        result[i] = r.bits;
-        flags[i] = *raised;
-    }
-}
-"""
-SOFTFLOAT = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "sqrt": "sqrt", "fma": "mulAdd"}
+SOFTFLOAT = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "sqrt": "sqrt", "fma": "mul_add"}
 
 
-@functools.cache
-def softfloat_loop():
-    """The C loop as a function of Python; None without a C compiler, or where the wheel hides its library."""
-    import softfloatpy
-
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
-    try:
-        library = ctypes.CDLL(softfloatpy._core.__file__)
-        raised = ctypes.addressof(ctypes.c_uint8.in_dll(library, "softfloat_exceptionFlags"))
-        with tempfile.TemporaryDirectory() as folder:
-            source, binary = Path(folder, "loop.c"), Path(folder, "loop.so")
-            source.write_text(LOOP)
-            subprocess.run([compiler, "-O2", "-shared", "-fPIC", source, "-o", binary], check=True, capture_output=True)
-            loop = ctypes.CDLL(str(binary)).loop
-    except (TypeError, OSError, ValueError, AttributeError, subprocess.CalledProcessError):
-        return None
-
-    def run(operation, operands):
-        function = ctypes.cast(getattr(library, f"f16_{SOFTFLOAT[operation]}"), ctypes.c_void_p)
-        result, flags = np.empty_like(operands[0]), np.empty(operands[0].shape, np.uint8)
-        a, b, c = (ctypes.c_void_p(x.ctypes.data) for x in (*operands, operands[0], operands[0])[:3])
-        outputs = (ctypes.c_void_p(x.ctypes.data) for x in (result, flags))
-        loop(function, len(operands), ctypes.c_size_t(result.size), a, b, c, *outputs, ctypes.c_void_p(raised))
-        return result, flags
-
-    return run
-
-
-def softfloat_calls(operation, operands):
-    """The same by softfloatpy's own functions, one call for each result."""
-    import softfloatpy
-
-    function = getattr(softfloatpy, f"f16_{'mul_add' if operation == 'fma' else SOFTFLOAT[operation]}")
-    result, flags = np.empty_like(operands[0]), np.empty(operands[0].shape, np.uint8)
-    for i, numbers in enumerate(zip(*operands)):
-        softfloatpy.set_exception_flags(0)
-        number = function(*(softfloatpy.Float16.from_bytes(int(x).to_bytes(2, "big")) for x in numbers))
-        result[i], flags[i] = int.from_bytes(number.to_bytes(), "big"), softfloatpy.get_exception_flags()
-    return result, flags
-
-
-def softfloat(operation, rounding, *operands, run=softfloat_calls):
+def softfloat(operation, rounding, *operands):
     """(bits, flags by name) of contiguous uint16 arrays of one length; tininess is judged after rounding."""
     import softfloatpy
 
     modes = ("NEAR_EVEN", "NEAR_MAX_MAG", "MIN_MAG", "MAX", "MIN")
     softfloatpy.set_tininess_mode(softfloatpy.TininessMode.AFTER_ROUNDING)
     softfloatpy.set_rounding_mode(softfloatpy.RoundingMode[modes[ROUNDINGS.index(rounding)]])
-    bits, flags = run(operation, operands)
-    return bits, {name: (flags >> i & 1).astype(bool) for i, name in enumerate(FLAGS)}
+    function = getattr(softfloatpy, f"f16_{SOFTFLOAT[operation]}")
+    result, flags = np.empty_like(operands[0]), np.empty(operands[0].shape, np.uint8)
+    for i, numbers in enumerate(zip(*operands)):
+        softfloatpy.set_exception_flags(0)
+        number = function(*(softfloatpy.Float16.from_bytes(int(x).to_bytes(2, "big")) for x in numbers))
+        result[i], flags[i] = int.from_bytes(number.to_bytes(), "big"), softfloatpy.get_exception_flags()
+    return result, {name: (flags >> i & 1).astype(bool) for i, name in enumerate(FLAGS)}
 
 
 # float64.
