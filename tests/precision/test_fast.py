@@ -350,6 +350,11 @@ def test_patterns_without_values_have_no_value_to_check():
     assert FP16.decode(bits).is_meta and multiply(bits, bits).shape == (2, 3)
 
 
+FINITE = FloatFormat(2, 1, infinities=False, nans=False)
+TOO_LARGE = [(FP16, 65536), (FP16, -1), (FP16, 2**70), (FP16, np.uint64(2**64 - 1)), (FP32, np.int64(2**32))]
+TOO_LARGE += [(FloatFormat(2, 3), np.uint8(64)), (TF32, 2**19)]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -361,6 +366,10 @@ def test_patterns_without_values_have_no_value_to_check():
         *[
             (lambda bits=bits: FP16.decode(bits), TypeError, "decode: bits is (float|bool).*which are integers")
             for bits in (0.5, np.float16([1]), torch.ones(2), True)
+        ],
+        *[
+            (lambda fmt=fmt, x=x: fmt.decode(x), ValueError, f"holds {int(x)}: patterns of {fmt.width} bits")
+            for fmt, x in TOO_LARGE
         ],
         (lambda: FP16.decode(torch.tensor([1, -2], dtype=torch.int16)), ValueError, "holds -2: patterns.*unsigned"),
         (lambda: FP16.decode([7, 65536, 65535]), ValueError, "holds 65536: "),
@@ -374,22 +383,6 @@ def test_patterns_without_values_have_no_value_to_check():
 def test_what_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-TOO_LARGE = [(FP16, 65536), (FP16, -1), (FP16, 2**70), (FP16, np.uint64(2**64 - 1)), (FP32, np.int64(2**32))]
-
-
-@pytest.mark.parametrize(("fmt", "bits"), [*TOO_LARGE, (FloatFormat(2, 3), np.uint8(64)), (TF32, 2**19)])
-def test_patterns_of_too_many_bits(fmt, bits):
-    with pytest.raises(ValueError, match=f"holds {int(bits)}: patterns of {fmt.width} bits"):
-        fmt.decode(bits)
-
-
-FINITE = FloatFormat(2, 1, infinities=False, nans=False)
-
-
-def test_without_infinity_and_nan_the_largest_stands_for_both():
-    assert FINITE.decode(FINITE.encode(np.array([np.inf, -9.0]))).tolist() == [6, -6]
 
 
 # What it costs.

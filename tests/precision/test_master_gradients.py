@@ -21,32 +21,26 @@ def test_zero_grad_empties_both():
     assert all(parameter.grad is None and master.grad is None for parameter, master in pairs)
 
 
-def test_a_gradient_that_was_unscaled_is_not_copied_again():
-    weight = nn.Parameter(torch.tensor([1.0]).half())
-    weights = MasterWeights([weight], torch.optim.SGD, lr=1.0)
-    for start in (1.0, 0.75):
-        weight.grad = torch.tensor([8.0]).half()
-        weights.copy_gradients()
-        weights.masters[0].grad.div_(32)
-        weights.step()
-        assert weight.item() == start - 0.25
-    weights.step()  # nobody copied since: 8 again
-    assert weight.item() == -7.5
-
-
-def test_after_zero_grad_or_a_loaded_state_gradients_are_copied_anew():
+def test_a_gradient_is_copied_once_and_anew_when_it_was_emptied_or_a_state_loaded():
     weight = nn.Parameter(torch.tensor([1.0]).half())
     weights = MasterWeights([weight], torch.optim.SGD, lr=1.0)
     state = weights.state_dict()
-    forgets = weights.zero_grad, lambda: weights.zero_grad(set_to_none=False), lambda: weights.load_state_dict(state)
-    for forget in forgets:
+
+    def step(gradient=None):
+        before = weight.item()
+        weight.grad = weight.grad if gradient is None else torch.tensor([gradient]).half()
+        weights.step()
+        return before - weight.item()
+
+    for forget in (weights.zero_grad, lambda: weights.zero_grad(False), lambda: weights.load_state_dict(state)):
         weight.grad = torch.tensor([8.0]).half()
         weights.copy_gradients()
+        weights.masters[0].grad.div_(32)
+        assert step() == 0.25, "what was unscaled stays"
+        assert step() == 8, "nobody copied since"
+        weights.copy_gradients()
         forget()
-        weight.grad = torch.tensor([0.25]).half()
-        before = weight.item()
-        weights.step()
-        assert weight.item() == before - 0.25
+        assert step(0.25) == 0.25
 
 
 def test_grad_scaler_works_on_it_once_gradients_are_copied():

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from precision.master import MasterWeights
 from precision.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 
 BOUNDS = {"min_scale": 2.0**-120, "max_scale": 2.0**120}  # out of reach
@@ -157,29 +156,20 @@ def test_scale_takes_iterables():
             scaler.scale(wrong)
 
 
-def test_sparse_gradients_as_grad_scaler():
+def test_sparse_and_empty_gradients_as_grad_scaler():
     for bad in (1.0, math.inf):
         sides = []
         for scaler in (torch.amp.GradScaler(device="cpu", init_scale=8.0), DynamicLossScaler(8.0)):
             torch.manual_seed(0)
-            table = nn.Embedding(5, 2, sparse=True)
-            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-            scaler.scale(table(torch.tensor([1, 1, 3])).sum() * bad).backward()
+            table, empty = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(0, 3))
+            optimizer = torch.optim.SGD([table.weight, empty], lr=1.0)
+            scaler.scale(table(torch.tensor([1, 1, 3])).sum() * bad + empty.sum()).backward()
             scaler.unscale_(optimizer)
-            gradient = table.weight.grad.to_dense()
+            gradient = table.weight.grad.to_dense().tolist()
             scaler.step(optimizer)
             scaler.update()
-            sides.append((gradient, table.weight.detach(), scaler.get_scale()))
-        assert torch.equal(sides[0][0], sides[1][0]) and torch.equal(sides[0][1], sides[1][1])
-        assert sides[0][2] == sides[1][2] == (8.0 if bad == 1.0 else 4.0)
-
-
-def test_empty_gradients_as_grad_scaler():
-    for scaler in (torch.amp.GradScaler(device="cpu"), DynamicLossScaler()):
-        weights = [one_weight(1.0, 1.0), nn.Parameter(torch.ones(0, 3))]
-        scaler.scale(weights[1].sum()).backward()
-        scaler.step(torch.optim.SGD(weights, lr=65536.0))
-        assert weights[0].item() == 0
+            sides.append((gradient, table.weight.tolist(), scaler.get_scale()))
+        assert sides[0] == sides[1] and sides[0][2] == (8.0 if bad == 1.0 else 4.0)
 
 
 def test_states_go_from_grad_scaler_and_back():
@@ -262,27 +252,6 @@ def test_combine_is_asked_once_for_each_optimizer():
     scaler.update()
     assert asked == [(0, (), torch.float32), (1, (), torch.float32)]
     assert weights[0].item() == 1  # nothing of its own, but another rank overflowed
-
-
-# With FP16 weights.
-
-
-@pytest.mark.parametrize("scale, learns", [(1.0, False), (1024.0, True)])
-def test_a_scale_saves_what_fp16_would_round_to_zero(scale, learns):
-    """Each gradient is near 2^-26: without a scale it is zero."""
-    torch.manual_seed(1)
-    model, scaler = nn.Linear(8, 1, bias=False).half(), StaticLossScaler(scale)
-    optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=2.0**20)
-    x = torch.randn(64, 8).half()
-    target, losses = x.float() @ torch.linspace(-1, 1, 8), []
-    for _ in range(30):
-        loss = (model(x).float().squeeze() - target).square().mean() * 2.0**-23
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 1e-3 * losses[0] if learns else losses[-1] == losses[0]
 
 
 # Misuse and bad input. What else is refused is refused in the programs above, too, as GradScaler refuses it.
