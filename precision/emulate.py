@@ -230,8 +230,7 @@ _STATISTICS = frozenset({"running_mean", "running_var"})
 
 # PyTorch's 16-bit kernels round a Python number before these: 0.1 is 0.099976 in FP16, and x % 0.1 another number. To
 # a product or quotient it goes in FP32; what is filled or clamped with it is rounded afterwards, which is the same.
-_ROUND_NUMBERS = {"remainder", "fmod", "pow", "eq", "ne", "lt", "le", "gt", "ge"}
-_ROUND_NUMBERS |= {"hardshrink", "hardshrink_backward"}
+_ROUND_NUMBERS = {"remainder", "fmod", "pow", "eq", "ne", "lt", "le", "gt", "ge", "hardshrink", "hardshrink_backward"}
 
 
 @functools.cache

@@ -58,6 +58,8 @@ def test_value_and_gradients_are_those_of_plain_cross_entropy(chunk, mark, reduc
     targets[targets == -100] = mark
     options = {"reduction": reduction, "ignore_index": mark}
     expected = both(tensors, targets, at_once, **options)
+    with torch.no_grad():
+        tensors[0][targets == mark] = torch.nan  # which nobody looks at
     found = both(tensors, targets, cross_entropy_in_chunks, chunk=chunk, **options)
     assert difference(found, expected) < 1e-13
     assert found[0].dtype == torch.float64 and found[0].shape == ()
@@ -103,14 +105,6 @@ def test_without_any_target_the_loss_and_its_gradients_are_zero(reduction):
     assert no_width.item() == pytest.approx(math.log(WORDS))
 
 
-def test_a_token_without_target_may_have_no_number():
-    *tensors, targets = numbers()
-    hidden = tensors[0].detach().clone()
-    expected = at_once(hidden, tensors[1], targets)
-    hidden[4] = torch.nan
-    assert torch.allclose(cross_entropy_in_chunks(hidden, tensors[1], targets, chunk=4), expected)
-
-
 # 16 bits.
 
 
@@ -131,12 +125,6 @@ def test_the_weights_gradient_adds_up_in_fp32():
     targets = torch.zeros(many, dtype=torch.long)
     cross_entropy_in_chunks(hidden, weight, targets, bias=bias, chunk=1, reduction="sum").backward()
     assert weight.grad.tolist() == [[-many / 2], [many / 2]] and bias.grad.tolist() == [-many / 2, many / 2]
-
-    one = torch.tensor(0.5, dtype=torch.bfloat16)
-    naive = torch.zeros((), dtype=torch.bfloat16)
-    for _ in range(many):
-        naive += one
-    assert naive <= 256
 
 
 def test_a_loss_scale_saves_what_fp16_would_lose():
@@ -161,21 +149,13 @@ def test_the_loss_may_be_multiplied_by_what_is_no_16_bit_number():
     assert hidden.grad.tolist() == [[2.0**-17], [2.0**-17]]
 
 
-def test_under_autocast_a_layer_with_the_same_weight_still_learns():
-    hidden, weight, _, targets = numbers(torch.float32)
-    for loss_of, options in ((at_once, {}), (cross_entropy_in_chunks, {"chunk": 4})):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(hidden, weight, targets, **options)
-            other = F.linear(hidden, weight).float().sum()
-        (gradient,) = torch.autograd.grad(other, weight)
-        assert gradient.abs().sum() > 0 and loss > 0
-
-
 def test_under_autocast_it_is_what_a_linear_layer_and_cross_entropy_are():
     *tensors, targets = numbers(torch.float32, tokens=100, ignored=(3,))
     with torch.autocast("cpu", torch.bfloat16):
         expected = both(tensors, targets, at_once)
         found = both(tensors, targets, cross_entropy_in_chunks, chunk=32)
+        other = F.linear(*tensors[:2]).float().sum()
+    assert torch.autograd.grad(other, tensors[1])[0].any(), "a layer with the same weight still learns"
     assert {g.dtype for g in found[1]} == {torch.float32} and found[0].dtype == torch.float32
     assert difference(found, expected) < 5e-3
     in_fp32 = both(tensors, targets, at_once)

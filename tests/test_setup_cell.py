@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -117,43 +118,32 @@ def test_a_bare_checkout_names_what_else_is_missing(tmp_path):
     assert says_one_line(done) == "rich, safetensors, ipywidgets" and "published" not in done.stderr
 
 
-def test_what_is_installed_is_taken(tmp_path):
-    elsewhere = package(tmp_path / "elsewhere")
-    elsewhere.mkdir()
-    done = opened(elsewhere, "minizero", *OTHERS, repository=NOWHERE, pip="open('../ran', 'w')")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not (tmp_path / "ran").exists()
+NOT_RUN, UNSET = "open('../ran', 'w')", f"https://example.org{setup_cell.NOBODY}minizero"
+INSTALLS = f"""import os, pathlib, sys
+assert sys.argv[1:] == ['install', '--quiet', 'git+{NOWHERE}']
+folder = pathlib.Path(os.environ['SITE'], 'minizero')
+folder.mkdir()
+(folder / '__init__.py').touch()
+"""
 
 
-def test_elsewhere_without_an_address_it_says_so_in_one_line(tmp_path):
-    unset = f"https://example.org{setup_cell.NOBODY}minizero"
+@pytest.mark.parametrize(
+    "found, repository, pip, says, fails",
+    [
+        (["minizero", *OTHERS], NOWHERE, NOT_RUN, "", ""),
+        (OTHERS, UNSET, NOT_RUN, "", "No copy is published"),
+        (OTHERS, NOWHERE, INSTALLS, "Installing, which takes some minutes", ""),
+        pytest.param(OTHERS, NOWHERE, None, "Installing, which", "ERROR: |fatal: ", marks=pytest.mark.slow),
+    ],
+    ids=["what is installed is taken", "no address is one line", "an address is installed", "no network: pip says so"],
+)
+def test_elsewhere(found, repository, pip, says, fails, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    done = opened(tmp_path / "elsewhere", *OTHERS, repository=unset, pip="open('../ran', 'w')")
-    assert says_one_line(done) == "minizero" and "No copy is published" in done.stderr
-    assert not (tmp_path / "ran").exists(), "pip has nothing to install from"
-
-
-@pytest.mark.slow
-def test_elsewhere_without_a_network_it_shows_what_pip_says(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    done = opened(tmp_path / "elsewhere", *OTHERS, repository=NOWHERE)
-    assert done.returncode == 1 and done.stdout.startswith("Installing, which takes some minutes")
-    *errors, last = done.stderr.splitlines()
-    assert any(line.startswith("ERROR: ") or "fatal: " in line for line in errors), done.stderr
-    assert last.startswith("Not found: minizero.")
-
-
-def test_elsewhere_with_an_address_it_installs(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    pip = (
-        "import os, pathlib, sys\n"
-        f"assert sys.argv[1:] == ['install', '--quiet', 'git+{NOWHERE}']\n"
-        "folder = pathlib.Path(os.environ['SITE'], 'minizero')\n"
-        "folder.mkdir()\n"
-        "(folder / '__init__.py').touch()\n"
-    )
-    done = opened(tmp_path / "elsewhere", *OTHERS, repository=NOWHERE, pip=pip)
-    assert (done.returncode, done.stderr) == (0, "")
-    said, found = done.stdout.splitlines()
-    assert said.startswith("Installing, which takes some minutes")
-    assert Path(found).parent == tmp_path / "site" / "minizero"
+    done = opened(tmp_path / "elsewhere", *found, repository=repository, pip=pip)
+    assert done.stdout.startswith(says or ("" if fails else str(tmp_path / "site"))) and not (tmp_path / "ran").exists()
+    assert re.search(fails, done.stderr) if fails else done.stderr == ""
+    if fails:
+        assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("Not found: minizero.")
+        assert says or says_one_line(done) == "minizero"
+    else:
+        assert done.returncode == 0 and Path(done.stdout.splitlines()[-1]).parent == tmp_path / "site" / "minizero"

@@ -99,12 +99,7 @@ BAD = [
     (([1.0], Q, Q), {}, TypeError, r"q must be a tensor \(batch, heads, sequence, head dim\), not list"),
     ((torch.zeros(1, 1, 2, 257),) * 3, {}, ValueError, "head dimension 257; expected 1 to 256"),
     ((torch.zeros(1, 1, 2, 0),) * 3, {}, ValueError, "head dimension 0; expected 1 to 256"),
-    (
-        (Q, Q, Q),
-        dict(window=(-1, 2)),
-        ValueError,
-        r"window is \(-1, 2\); each side must be a whole number of at least 0",
-    ),
+    ((Q, Q, Q), dict(window=(-1, 2)), ValueError, r"window is \(-1, 2\); each side must be a whole number of at least"),
     ((Q, Q, Q), dict(window=(1.5, 2)), ValueError, r"window is \(1.5, 2\); each side must be a whole number"),
     ((Q, Q, Q), dict(window=7), ValueError, r"window is 7; expected \(left, right\) or None"),
     ((Q, Q, Q), dict(causal="top-left"), ValueError, "causal is 'top-left'; expected False, True .* or 'bottom-right'"),
@@ -147,16 +142,12 @@ BAD_PACKED = [
 
 
 @pytest.mark.parametrize("attention", [attention_reference_varlen, flash_attention_varlen])
-def test_a_bad_option_of_packed_sequences(attention):
-    with pytest.raises(ValueError, match=f"^{attention.__name__}: window_diagonal is 'left'"):
-        attention(P, P, P, cu(9), cu(9), window=(1, 0), window_diagonal="left")
-
-
-@pytest.mark.parametrize("attention", [attention_reference_varlen, flash_attention_varlen])
 @pytest.mark.parametrize(("arguments", "kind", "words"), BAD_PACKED, ids=[bad[2][:30] for bad in BAD_PACKED])
 def test_bad_packed_input(attention, arguments, kind, words):
     with pytest.raises(kind, match=f"^{attention.__name__}: {words}"):
         attention(*arguments)
+    with pytest.raises(ValueError, match=f"^{attention.__name__}: window_diagonal is 'left'"):
+        attention(P, P, P, cu(9), cu(9), window=(1, 0), window_diagonal="left")
 
 
 @pytest.mark.parametrize("backend", ["cuda", None, "Triton"])

@@ -55,7 +55,9 @@ def draw(operation, fmt, count, seed=0):
 
     def mixed():
         is_any = generator.random(count) < 0.5
-        return np.where(is_any, generator.integers(2**fmt.width, size=count), generator.choice(near, count)).astype(dtype)
+        return np.where(is_any, generator.integers(2**fmt.width, size=count), generator.choice(near, count)).astype(
+            dtype
+        )
 
     drawn = [mixed() for _ in range(OPERANDS[operation])]
     if operation == "fma":
