@@ -219,7 +219,7 @@ def _round(fmt: FloatFormat, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == dtype or (fmt == FP32 and tensor.dtype != torch.float64):
         return tensor
     if dtype is not None and tensor.dtype == torch.float32:
-        # PyTorch's own conversion gives the numbers of `quantize` (a test compares them) in a tenth of the time.
+        # PyTorch's own conversion gives the numbers of `quantize` (tests compare them) in a tenth of the time.
         return tensor.to(dtype).float()
     return fmt.quantize(tensor)
 

@@ -55,22 +55,14 @@ def test_by_hand():
     """Four rows of 2 elements of 4 bytes in two blocks: Q once, K and V twice; out and lse once."""
     case = dict(n_q=4, head_dim=2, itemsize=4, block_q=2, block_k=1)
     assert hbm_bytes(**case) == Traffic(32 + 2 * (32 + 32), 32 + 16)
-    assert hbm_bytes(**case).total == 208
-    # Causal: rows 0 and 1 see two keys, rows 2 and 3 four.
-    assert hbm_bytes(**case, causal=True) == Traffic(32 + (2 + 4) * 2 * 8, 48)
     # Backward kernels: delta; per key block K, V, and Q, dO, lse, delta of all rows; per row block the reverse.
     loads = (2 * 32 + 16) + (2 * 32 + 4 * (2 * 32 + 2 * 16)) + (2 * 32 + 2 * 16 + 2 * (32 + 32))
     assert hbm_bytes(**case, algorithm="kernels", backward=True) == Traffic(loads, 16 + 3 * 32)
-    assert hbm_bytes(**case, algorithm="naive") == Traffic(32 + 32 + 64 + 64 + 32, 64 + 64 + 32)
-    assert theorem_bytes(2**15, 64, 2**17) == 2**30 * 64**2 / 2**16 * 2
-    # Three heads that share keys: the tiled code loads those once for all three, a program per head three times.
-    grouped = dict(heads=3, kv_heads=1, **case)
-    assert hbm_bytes(**grouped) == Traffic(3 * 32 + 2 * 64, 3 * 48)
-    assert hbm_bytes(**grouped, algorithm="kernels").loads == 3 * hbm_bytes(**case).loads
-
-
-def test_what_a_tile_holds_by_hand():
-    """2 rows, 3 keys, 5 elements of 2 bytes: Q and, in float32, O; K and V; S in float32."""
+    # Three heads that share keys: a program per head loads those three times.
+    grouped = hbm_bytes(heads=3, kv_heads=1, algorithm="kernels", **case)
+    assert grouped.loads == 3 * hbm_bytes(**case).loads
+    assert Traffic(160, 48).total == 208 and theorem_bytes(2**15, 64, 2**17) == 2**30 * 64**2 / 2**16 * 2
+    # A tile of 2 rows, 3 keys, 5 elements of 2 bytes: Q and, in float32, O; K and V; S in float32.
     assert sram_needed(2, 3, 5, 2) == 2 * 5 * (2 + 4) + 2 * (3 * 5 * 2) + 2 * 3 * 4
 
 

@@ -31,16 +31,3 @@ def assert_same(ours, theirs, fmt, operands):
                 f"{bits[i]:#x} {[n for n in FLAGS if flags[n][i]]}, expected {expected[i]:#x} "
                 f"{[n for n in FLAGS if expected_flags[n][i]]}"
             )
-
-
-def half_way(fmt):
-    """For every number a: half of its last place, the last place and a quarter of it, and the neighbours of each."""
-    a = np.arange(2**fmt.width)
-    exponent = ((a >> fmt.mantissa_bits) % 2**fmt.exponent_bits).clip(1) - fmt.bias
-    pairs = []
-    for octaves in (fmt.mantissa_bits, fmt.mantissa_bits + 1, fmt.mantissa_bits + 2):
-        half = fmt.encode(np.ldexp(1.0, exponent - octaves)).astype(int)
-        for step in (-1, 0, 1):
-            for sign in (0, 1):
-                pairs.append((a, np.clip(half + step, 0, None) | sign << (fmt.width - 1)))
-    return [np.concatenate(side).astype(np.uint16) for side in zip(*pairs)]
