@@ -75,6 +75,8 @@ def test_a_sum_that_is_not_there(capsys):
         ("-0.1 --rounding down", "-0.10003662109375", "inexact"),
         ("1 - 1 --rounding down", "-0.0", "none"),
         ("0 + 0 --rounding down", "0.0", "none"),
+        ("1 - 1", "0.0", "none"),
+        ("0 * 1 --rounding down", "0.0", "none"),
     ],
 )
 def test_expressions(capsys, expression, value, flags):
