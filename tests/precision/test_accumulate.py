@@ -184,11 +184,7 @@ def test_values_are_rounded_to_fp16_first_and_last():
         (lambda: accumulate.sum(np.ones(3), method="neumaier"), ValueError, "unknown method 'neumaier'.*pairwise"),
         (lambda: accumulate.sum(np.ones(3), dim=1), ValueError, r"no dimension 1 in shape \(3,\)"),
         (lambda: accumulate.sum(np.float16(1)), ValueError, "no dimension -1"),
-        (
-            lambda: accumulate.sum(np.ones((2, 3)), dim=(0, -2)),
-            ValueError,
-            r"sum: .* different dimensions, not \(0, -2",
-        ),
+        (lambda: accumulate.sum(np.ones((2, 3)), dim=(0, -2)), ValueError, r"sum: .* dimensions, not \(0, -2"),
         (lambda: accumulate.sum(np.ones((2, 3)), dim=()), ValueError, "sum: .* different dimensions"),
         (lambda: accumulate.sum(np.ones(3), dim=0.0), TypeError, "sum: .* a whole number or a tuple of them, not 0.0"),
         (lambda: softmax(np.ones((2, 3)), dim=(0, 1)), TypeError, r"softmax: .* a whole number, not \(0, 1\)"),

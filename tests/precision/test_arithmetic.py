@@ -54,10 +54,8 @@ def draw(operation, fmt, count, seed=0):
     near = boundaries(fmt)
 
     def mixed():
-        is_any = generator.random(count) < 0.5
-        return np.where(is_any, generator.integers(2**fmt.width, size=count), generator.choice(near, count)).astype(
-            dtype
-        )
+        anything = generator.integers(2**fmt.width, size=count)
+        return np.where(generator.random(count) < 0.5, anything, generator.choice(near, count)).astype(dtype)
 
     drawn = [mixed() for _ in range(OPERANDS[operation])]
     if operation == "fma":

@@ -43,6 +43,7 @@ def test_a_tenth(capsys):
 def test_a_sum_that_is_not_there(capsys):
     output = run(capsys, "2048", "+", "1")
     assert fact(output, "2048.0 + 1.0") == "2049.0   2048.0"
+    assert fact(run(capsys, "1 + 0.1"), "0.1").split() == ["0.1", "0.0999755859375"], "what came in is rounded, too"
     assert fact(output, "rounding error") == "-1 = -0.5 ulp"
     assert fact(output, "next below") == "2047.0" and fact(output, "next above") == "2050.0"
 
