@@ -75,9 +75,10 @@ def draw_roofline(name, bytes_per_second, operations_per_second, points, measure
     axes.plot(x, np.minimum(x * bytes_per_second, operations_per_second) / 1e12, color="black", linewidth=3)
     top = 2.6 * operations_per_second / 1e12
     bottom = min([low * bytes_per_second, *(0.5 * each for each in (measured or {}).values())]) / 1e12
+    whose = "FP16 " if measured else ""  # numbers of 4 bytes have the second line
     for left, right, color, words in ((low, ridge, HBM, "waits for bytes"), (ridge, high, "#F5DFA8", "computes")):
         axes.axvspan(left, right, color=color, alpha=0.45, linewidth=0)
-        axes.text((left * right) ** 0.5, top / 1.35, words, ha="center", fontsize=FONT + 3, weight="bold")
+        axes.text((left * right) ** 0.5, top / 1.35, whose + words, ha="center", fontsize=FONT + 3, weight="bold")
     for title, each in points.items():
         at_most = min(each * bytes_per_second, operations_per_second) / 1e12
         reached = measured[title] / 1e12 if measured else at_most
