@@ -10,7 +10,7 @@ from notebooks.tools.card_steps import COLUMNS, DTYPES, ROWS
 def draw_steps(run):
     """A step's time and the bytes that it takes, in each format that was measured."""
     steps = {name: run.figures["step"][name] for name in DTYPES if name in run.figures["step"]}
-    panels = new_axes(16, 1 + 0.9 * len(steps), 1, 2)
+    panels = new_axes(16, 1 + 1.2 * len(steps), 1, 2)
     parts = {"seconds": (1e3, 1, "a training step (ms)"), "bytes": (1 / GIB, 2, "peak beside the states (GiB)")}
     colors = [GREY if DTYPES[name] is None else PINK for name in steps]
     for axes, (key, (scale, digits, label)) in zip(panels, parts.items()):
