@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import time
 
 import torch
@@ -126,7 +127,7 @@ class Pauses(nn.Module):
 
 
 def talk(no_sync, pieces=4):
-    """A window on two ranks of a machine of pauses: what both did when."""
+    """A window on two ranks of a machine of pauses: what both did when. Each block's pass is one event."""
 
     def step(comm):
         engine = DDP(Pauses(), comm)
@@ -135,7 +136,12 @@ def talk(no_sync, pieces=4):
         barrier(comm)
         with Timeline(engine) as timeline:
             accumulate(engine, window, no_sync=no_sync)
-        return [event for event in timeline.events if event.name != "accumulate"]  # counts: scalars
+        computed = sorted(
+            (event for event in timeline.events if event.lane == "compute"), key=lambda event: event.start
+        )
+        passes = [next(its) for _, its in itertools.groupby(computed, lambda event: event.name)]
+        talks = [event for event in timeline.events if event.lane == "all-reduce" and event.name != "accumulate"]
+        return passes + talks  # "accumulate" counts: scalars
 
     with slow_link(40e6):
         return [event for events in World(2).run(step) for event in events]
