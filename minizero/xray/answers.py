@@ -75,7 +75,7 @@ def of_dtype(dtype: torch.dtype) -> type:
 
 
 # Names of torch.cuda: what does nothing and returns nothing; what returns a number of bytes; classes that do nothing.
-NOTHING = """synchronize empty_cache set_device manual_seed manual_seed_all seed seed_all init ipc_collect set_stream
+NOTHING = """set_device manual_seed manual_seed_all seed seed_all init ipc_collect set_stream
 reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats
 set_per_process_memory_fraction"""
 NO_BYTES = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved utilization"

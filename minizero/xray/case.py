@@ -143,14 +143,12 @@ class Case:
 
         An engine knows one device. `ValueError` if the plain step has something on the host.
         """
-        if self.card is None or not copier.on_card:
+        if self.card is None or not any(hasattr(storage, "place") for storage in copier.storages.values()):
             return False
         if plan.stage is not None or plan.dtype is not None:
             if isinstance(plain := self.found.get(Plan()), Result) and plain.peak["host"] >= WORTH_A_LINE:
                 raise ValueError("it has tensors on the host, and this row is run as if all were on the card")
             return False
-        for storage in copier.on_card:
-            storage.place = CARD  # type: ignore[attr-defined]
         with having(marks=True):
             if not self.loops:  # the loop is ours, and brings the model and its batch to the card
                 for tensor in (*module.parameters(), *module.buffers(), *tensors_of(inputs)):

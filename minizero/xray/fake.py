@@ -85,7 +85,6 @@ class Copier(pickle.Pickler):
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode, self.file = mode, io.BytesIO()
         self.storages: dict[int, torch.UntypedStorage] = {}  # by the number of the storage that was copied
-        self.on_card: list[torch.UntypedStorage] = []  # copies of those that lie there
         self.namespaces: dict[int, dict[str, Any]] = {}  # copies of the users' globals, by the number of the first
         self.made: list[Any] = []  # what is there before the copy is put together
         self.get = self.made.__getitem__
@@ -106,7 +105,7 @@ class Copier(pickle.Pickler):
         new = torch.empty(old.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
         new = self.storages.setdefault(torch_private.storage_id(old), new)
         if getattr(old, "place", HOST) == CARD:
-            self.on_card.append(new)
+            new.place = CARD  # type: ignore[attr-defined]
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         bare = torch.empty(0, dtype=tensor.dtype, device="meta").set_(new, *place)
         known = not tensor.is_meta and tensor.dtype in (torch.int64, torch.int32) and tensor.numel() <= FEW  # a size?
@@ -231,7 +230,8 @@ class Pretend(Watcher, FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
             return HOST
-        return (marking if here.marks else call)(self.answer, func, args, kwargs or {})
+        arguments = func, args, kwargs or {}
+        return marking(self.answer, *arguments) if here.marks else self.answer(*arguments)
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator returns."""
@@ -259,11 +259,6 @@ class Pretend(Watcher, FakeTensorMode):
         return self.from_outside.from_real_tensor(self, tensor) if real else tensor
 
 
-def call(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Run an operator if all tensors are in one place."""
-    return run(*arguments)
-
-
 def device_of(tensor: FakeTensor, asked: Any = FakeTensor.device.fget) -> torch.device:  # type: ignore[attr-defined]
     """What a fake tensor says to its user: where it lies. To PyTorch it lies on the CPU."""
     return CARD if here.marks and not here.inside and place_of(tensor) == CARD else asked(tensor)
@@ -289,7 +284,8 @@ def pretend() -> Iterator[Pretend]:
         stack.enter_context(mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", FEW))
         stack.enter_context(OneDevice("cpu"))
         stack.enter_context(moves())
-        stack.enter_context(lent((FakeTensor, "numpy", numbers), (FakeTensor, "tolist", numbers_in_lists)))
+        in_lists = FakeTensor, "tolist", lambda before, tensor: numbers(before, tensor).tolist()
+        stack.enter_context(lent((FakeTensor, "numpy", numbers), in_lists))
         yield stack.enter_context(Pretend())
 
 
@@ -361,11 +357,6 @@ def numbers(before: Any, tensor: FakeTensor, **_: Any) -> Any:
         if (number := one_number(tensor)) is None:
             raise DataDependentOutputException(aten._local_scalar_dense.default)
         return torch.full(tensor.shape, number, dtype=tensor.dtype).numpy()
-
-
-def numbers_in_lists(before: Any, tensor: FakeTensor) -> Any:
-    """`tolist`, likewise."""
-    return numbers(before, tensor).tolist()
 
 
 OWN_ANSWERS: dict[Any, Callable[..., Any]] = {

@@ -249,8 +249,8 @@ def moves() -> contextlib.AbstractContextManager:
 
 
 def with_numbers(before: Callable[..., None], *args: Any) -> None:
-    """Execute the file of a module that is imported."""
-    with torch.device("cpu"), having(imports=True):
+    """Execute the file of a module that is imported, and of those that it imports."""
+    with contextlib.nullcontext() if here.imports else torch.device("cpu"), having(imports=True):
         before(*args)
 
 

@@ -31,6 +31,14 @@ class Calls(nn.Linear):
         return super().forward(x).sum() + sum(tensor.sum() for tensor in tree_leaves(self.function()))
 
 
+class Reads(nn.Linear):
+    """Splits its batch by sizes, and picks samples by their numbers, as models do that read images."""
+
+    def forward(self, x, sizes, numbers):
+        parts = torch.split(super().forward(x), sizes.tolist())
+        return sum(part.square().mean() for part in parts) + parts[0][numbers[: len(parts[0])] > 1].sum()
+
+
 def calls(function):
     return Calls(function), torch.ones(1)
 
@@ -55,10 +63,12 @@ CASES = {
 }
 IN_MAKE_TEST = ("LSTM", "UNet", "resnet")
 MAKES = OWN | {name: functools.partial(calls, function) for name, function in CASES.items()}
+QUICK = "GPT", "small whole numbers", *CASES
+MAKES["small whole numbers"] = lambda: (Reads(8, 8), (torch.ones(7, 8), torch.tensor([5, 2]), torch.arange(7)))
 OTHERS = {name: pytest.mark.slow if name in IN_MAKE_TEST else pytest.mark.real for name in OWN if name != "GPT"}
 
 
-@pytest.mark.parametrize("name", ["GPT", *CASES, *(pytest.param(name, marks=mark) for name, mark in OTHERS.items())])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=mark) for name, mark in OTHERS.items())])
 def test_every_moment_of_the_curve_is_real(name):
     """New releases of PyTorch are watched by this, too."""
     module, inputs = MAKES[name]()
@@ -115,19 +125,6 @@ def test_what_looks_at_a_number_while_it_is_built_is_built_for_real():
     assert built == [5000.0, 5.0] and model.weight.is_meta  # few numbers are there
 
 
-class Reads(nn.Linear):
-    """Splits its batch by sizes, and picks samples by their numbers, as models do that read images."""
-
-    def forward(self, x, sizes, numbers):
-        parts = torch.split(super().forward(x), sizes.tolist())
-        return sum(part.square().mean() for part in parts) + parts[0][numbers[: len(parts[0])] > 1].sum()
-
-
-def test_small_tensors_of_whole_numbers_keep_them():
-    make = lambda: (Reads(8, 8), (torch.ones(7, 8), torch.tensor([5, 2]), torch.arange(7)))  # noqa: E731
-    assert fake(make, Plan()) == real(make, Plan())
-
-
 def test_a_script_is_imported_without_numbers_and_what_it_imports_has_them(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "imported_beside.py").write_text("import torch\nONES = torch.ones(5000)\n")
@@ -147,8 +144,7 @@ def test_a_script_is_imported_without_numbers_and_what_it_imports_has_them(tmp_p
     assert sys.modules.pop("imported_beside").ONES.sum() == 5000
 
 
-def test_what_a_distribution_looks_at_is_allowed():
-    """It looks at its numbers, unless it is told not to."""
+def test_a_distribution_looks_at_no_number():
     make = functools.partial(calls, lambda: torch.distributions.Normal(leaf(*X), 1.0).rsample())
     assert fake(make, Plan()) == real(make, Plan())
 

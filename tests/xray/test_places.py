@@ -31,14 +31,7 @@ MAKES += ["run_clm.py:make", "muon.py:muon", "muon.py:in_backward", *(f"places.p
 def on_another_device():
     if not POSSIBLE:
         pytest.skip(f"PyTorch {torch.__version__} has no backend in Python for another device")
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.support.other_device",
-        *(f"{SCRIPTS}/{make}" for make in MAKES),
-    ]
+    command = [sys.executable, "-m", "tests.support.other_device", *(f"{SCRIPTS}/{make}" for make in MAKES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {Path(make).name: found for make, found in json.loads(done.stdout.splitlines()[-1]).items()}
@@ -101,12 +94,8 @@ def test_a_tensor_says_where_it_lies_and_its_gradient_goes_back():
         host = torch.ones(8, 8, requires_grad=True)
         there = host.to("cuda", torch.float16)
         assert (place_of(host), there.device, there.is_cuda, there.get_device()) == (HOST, CARD, True, 0)
-        assert [place_of(x) for x in (there + 1, there[0], there.cpu(), torch.zeros_like(there))] == [
-            CARD,
-            CARD,
-            HOST,
-            CARD,
-        ]
+        made = there + 1, there[0], there.cpu(), torch.zeros_like(there)
+        assert [*map(place_of, made)] == [CARD, CARD, HOST, CARD]
         assert place_of(torch.zeros(3, device=there.device)) == CARD != place_of(torch.zeros(3))
         assert place_of(there * torch.tensor(2.0)) == CARD and place_of(there[torch.tensor([0])]) == CARD
         (there.cpu().sum() + there.sum().cpu()).backward()
@@ -279,14 +268,25 @@ def test_a_loop_keeps_its_mode():
         case_of(lambda: (model, torch.ones(3, 8))).run(Plan())
 
 
-def test_what_fit_tries_of_a_loop_is_told_and_what_it_leaves(tmp_path, capfd):
-    file = tmp_path / "train.py"
-    file.write_text(f"{FLAT}def make(): return model, step")
-    assert main([str(file), "--no-table", "--fit", "1MiB"]) == 0
-    out = " ".join(capfd.readouterr().out.split())
-    assert "Tried: as it is 65.00 MiB" in out and "loss in chunks: not possible: no linear layer leads" in out
+@pytest.fixture
+def command(tmp_path, capfd):
+    """Runs the command on a flat script with these lines at its end; returns its status, and what it says."""
+
+    def run(last, *options):
+        (tmp_path / "train.py").write_text(FLAT + last)
+        status, said = main([str(tmp_path / "train.py"), *options]), capfd.readouterr()
+        return status, " ".join((said.err if status else said.out).split())
+
+    return run
+
+
+def test_what_fit_tries_of_a_loop_is_told_and_what_it_leaves(command):
+    status, out = command(MAKE, "--no-table", "--fit", "1MiB")
+    assert status == 0 and "Tried: as it is 65.00 MiB" in out
+    assert "loss in chunks: not possible: no linear layer leads" in out
     assert "make() has returned a loop. What changes a loop is not tried: smaller batches, BF16" in out
-    assert main([str(file), "--largest"]) == 2 and "which makes its own batch" in capfd.readouterr().err
+    status, error = command(MAKE, "--largest")
+    assert status == 2 and "which makes its own batch" in error
 
 
 FLAT = """import torch
@@ -296,6 +296,7 @@ def step():
     model(torch.ones(4, 8, device="cuda")).mean().backward()
     optimizer.step()
 """
+MAKE = "def make(): return model, step"
 LINES = "a script that trains as it is read needs four lines: def step... above .* def make.*: return model, step"
 
 
@@ -303,27 +304,22 @@ LINES = "a script that trains as it is read needs four lines: def step... above 
     "last, words",
     [
         ("for _ in range(10): step()", rf"cannot be imported: {LINES} .train.py:6."),
+        ("import nowhere", r"cannot be imported: No module named 'nowhere' .train.py:7."),
         ("import sys; sys.exit('no data')", r"cannot be imported: no data .train.py:7."),
         ("", rf"has no function make.*: {LINES}"),
     ],
 )
-def test_a_flat_script_is_told_the_lines_that_it_needs(last, words, tmp_path, capfd):
-    file = tmp_path / "train.py"
-    file.write_text(FLAT + last)
-    assert main([str(file)]) == 2
-    error = capfd.readouterr().err
-    assert re.search(words, error) and len(error) < 600
-    file.write_text(FLAT + "def make(): return model, step")
-    assert main([str(file), "--no-table"]) == 0
+def test_a_flat_script_is_told_the_lines_that_it_needs(last, words, command):
+    status, error = command(last)
+    assert status == 2 and re.search(words, error) and len(error) < 600
 
 
-def test_what_others_have_of_the_card_is_left_to_them(tmp_path, capfd):
-    file = tmp_path / "mem.py"
-    file.write_text(f"{FLAT}def make(): return torch.nn.Linear(8, 1), torch.ones(1, 8)")
-    command = [f"{file}:make", "--no-table", "--card", "t4", "--fit"]
-    assert main([*command, "--taken", "3GiB"]) == 0 and main([*command, "--taken", "15GiB"]) == 2
-    out, error = capfd.readouterr()
-    assert "1 × 11.56 GiB: the cheapest" in out and "--taken: 15.00 GiB of 14.56 GiB leaves nothing" in error
+def test_what_others_have_of_the_card_is_left_to_them(command):
+    options = "--no-table", "--card", "t4", "--fit", "--taken"
+    status, out = command(MAKE, *options, "3GiB")
+    assert status == 0 and "1 × 11.56 GiB: the cheapest" in out
+    status, error = command(MAKE, *options, "15GiB")
+    assert status == 2 and "--taken: 15.00 GiB of 14.56 GiB leaves nothing" in error
 
 
 class Recurrent(nn.Module):

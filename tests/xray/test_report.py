@@ -193,13 +193,6 @@ def test_the_command_shows_a_model_of_the_users(tmp_path, capfd):
     assert error == "" and "mine.py:7" in out and "1 × 2.00 MiB: the cheapest that fits" in out and "as it is" in out
 
 
-def test_a_file_that_cannot_be_imported_is_told_with_its_line(tmp_path, capfd):
-    (tmp_path / "mine.py").write_text("import torch\nimport nowhere_to_be_found\n")
-    assert main([f"{tmp_path / 'mine.py'}:make"]) == 2
-    error = capfd.readouterr().err
-    assert "mine.py cannot be imported: No module named 'nowhere_to_be_found' (mine.py:2)" in error
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
