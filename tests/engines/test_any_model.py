@@ -112,23 +112,6 @@ def test_a_parameter_that_only_some_ranks_use():
     check(seeded(Chosen), forward=forward, parts=3)
 
 
-def test_buffers_stay_and_come_back_from_rank_zero():
-    class Norm(Blocks):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(7)
-            self.register_buffer("scale", torch.tensor(2.0), persistent=False)
-
-        def forward(self, x):
-            return super().forward(self.norm(x) * self.scale)
-
-    states = [run(2, fit, stage, seeded(Norm)) for stage in STAGES]
-    for ranks in states:
-        assert "scale" not in ranks[0] and int(ranks[0]["norm.num_batches_tracked"]) == 2
-        for name in ranks[0]:
-            assert torch.equal(ranks[0][name], ranks[1][name]) and torch.equal(ranks[0][name], states[0][0][name])
-
-
 def test_units_are_found_or_given():
     def names(comm, make, units=None):
         module = make()

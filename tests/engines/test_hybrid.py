@@ -20,7 +20,7 @@ def factored(factor, **options):
     return lambda module, comm, **more: Zero3(module, comm, sharding_factor=factor, **options, **more)
 
 
-MORE = slow((4, 1, None), (4, 2, 0.5), (6, 2, None), (6, 3, None))
+MORE = slow((2, 2, None), (4, 1, None), (4, 2, 0.5), (6, 2, None), (6, 3, None))
 
 
 @pytest.mark.parametrize("size, factor, clip", [(4, 2, None), *MORE])
@@ -31,30 +31,6 @@ def test_the_training_is_the_same(size, factor, clip):
     assert torch.tensor([r[0] for r in results]).mean(0).tolist() == pytest.approx(losses, rel=1e-5)
     for _, state, _ in results:
         assert same(state, results[0][1]) and relative_error(state, expected) < 1e-5
-
-
-@pytest.mark.accuracy
-def test_a_factor_of_all_ranks_is_stage_3_to_the_bit():
-    expected = run(2, train, Zero3, 3)[0]
-    for stage in (factored(2), factored(None, reshard_after_forward=False)):
-        losses, state, _ = run(2, train, stage, 3)[0]
-        assert losses == expected[0] and same(state, expected[1])
-
-
-def test_the_shards_of_replicas_are_the_same_bits_and_the_norm_counts_them_once():
-    def work(comm, stage):
-        model = stage(GPT(SMALL), comm)
-        model(*batch(comm.rank)).backward()
-        norms = [model.clip_grad_norm_(1e9, norm_type).item() for norm_type in (1.0, 2.0, float("inf"))]
-        return norms, torch.cat([shard.grad for shard in model.parameters()])
-
-    expected = run(4, work, Zero1)[0][0]
-    results = run(4, work, factored(2))
-    for norms, _ in results:
-        assert norms == pytest.approx(expected, rel=1e-6)
-    gradients = [gradient for _, gradient in results]
-    assert torch.equal(gradients[0], gradients[2]) and torch.equal(gradients[1], gradients[3])
-    assert not torch.equal(gradients[0][:100], gradients[1][:100])
 
 
 def measure(comm, stage, steps=2):

@@ -3,7 +3,9 @@
 import copy
 import gc
 import re
+import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch.nn import functional as F
 from minizero import DDP, RankFailed, Zero1, Zero2, Zero3, all_reduce, barrier, checkpoint
 from minizero.engines.any_model.units import repeated_blocks
 from minizero.recompute import checkpoint as recompute
+from tests.support.failures import until
 from tests.support.helpers import STAGES, relative_error, run
-from tests.support.small_models import SHARDED, Blocks, seeded, vectors
+from tests.support.small_models import SAME_BITS, SHARDED, Blocks, seeded, vectors, wrapped
 
 
 def both(stage, loop, make=Blocks):
@@ -65,6 +68,32 @@ def now_and_then(gradient):
             model(x).square().mean().backward()
 
     return loop
+
+
+class Guided(Blocks):
+    """Goes down an energy, as a sampler does, and then on."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (slope,) = grad(self.blocks[1](self.blocks[0](inner)).square().sum(), inner)
+        return super().forward(x - 0.1 * slope)
+
+
+@pytest.mark.parametrize(("stage", "options"), SAME_BITS)
+def test_a_gradient_inside_a_forward_reduces_nothing(stage, options):
+    @wrapped(stage, seeded(Guided), **options)
+    def _(model, comm):
+        sent = comm.bytes_sent
+        model(vectors(0))
+        assert all(shard.grad is None for shard in model.parameters()), "no backward of the model has run"
+        if stage is not Zero3:  # which has to gather for it
+            assert comm.bytes_sent == sent
+            if comm.rank == 0:  # alone: say, it draws which inputs matter
+                x = vectors(0).requires_grad_()
+                assert grad(model.module.blocks[0](x).sum(), x)[0].any()
+        model(vectors(0)).sum().backward()
+        assert all(shard.grad.any() for shard in model.parameters())
 
 
 # Norms of shards: what becomes of parameters and gradients.
@@ -182,6 +211,7 @@ def twice(model, x, step):
 
 STAY = (by_a_norm_summed_over_ranks, printed, one_by_one, averaged)
 AS_PLAIN = [(f"gradient {name}", now_and_then(f), Blocks, STAGES) for name, f in GRADIENTS.items()]
+AS_PLAIN += [("gradient inside a forward", once, Guided, STAGES)]
 AS_PLAIN += [(f"norm {f.__name__}", changing(f), Blocks, STAGES) for f in STAY]
 AS_PLAIN += [(f"norm {name}", changing(f), Blocks, (DDP,)) for name, f in REFUSED.items()]
 AS_PLAIN += [(f"penalty {name}", with_penalty(f), Blocks, (Zero1, Zero3)) for name, f in SUMS.items()]
@@ -447,6 +477,22 @@ def test_experts_that_only_one_rank_uses_are_told_to_go_with_the_module_around_t
 
 
 # What would grow.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_that_nobody_holds_goes_with_its_memory_and_its_threads(stage):
+    gone, before = [], set(threading.enumerate())
+
+    @wrapped(stage)
+    def _(model, comm):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(vectors(0)).sum().backward()
+        optimizer.step()
+        gone.extend([weakref.ref(model), weakref.ref(model.units[0].master)])
+
+    gc.collect()
+    assert len(gone) == 4 and all(reference() is None for reference in gone)
+    assert until(lambda: set(threading.enumerate()) <= before), threading.enumerate()
 
 
 def test_nothing_is_noted_of_calls_of_a_block_and_nothing_kept_of_an_engine():

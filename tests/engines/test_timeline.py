@@ -13,6 +13,7 @@ from minizero.grid import STATES, draw_text, step_by_step
 from minizero.grid import main as grid
 from minizero.pictures.timeline import LANES, Event, chrome_trace, plot_timeline
 from tests.support.helpers import SMALL, STAGES, batch, run
+from tests.support.small_models import Blocks, vectors, wrapped
 
 matplotlib.use("Agg")
 BLOCKS = [f"blocks.{i}" for i in range(3)]
@@ -79,6 +80,29 @@ def test_to_wait_for_the_last_reduction_is_no_computation():
         return overlap([spans[-1], *(event for event in timeline.events if event.lane == "compute")])
 
     assert all(seconds < 0.2 for seconds in run(2, work))
+
+
+def test_no_computation_is_recorded_after_the_last_use_of_a_unit_that_is_used_twice():
+    def use_twice(model):
+        model.forward = lambda x: (model.blocks[0](x) * model.blocks[0](2 * x)).sum()  # both uses end together
+
+    @wrapped(Zero3, lambda: Blocks(use_twice), prefetch=0)
+    def _(model, comm):
+        with Timeline(model) as timeline:
+            model(vectors(0)).backward()
+        assert (timeline.in_use, timeline.computing) == ([], None)
+
+
+def test_one_timeline_inside_another():
+    @wrapped(Zero3)
+    def _(model, comm):
+        with Timeline(model) as outer:
+            with Timeline(model) as inner:
+                model(vectors(0)).sum().backward()
+            seen = len(inner.events)
+            model(vectors(0)).sum().backward()
+        assert 0 < seen == len(inner.events) < len(outer.events)
+        assert not set(vars(model)) & {"gather", "reduce", "release"}
 
 
 @pytest.mark.parametrize("stage", STAGES)
