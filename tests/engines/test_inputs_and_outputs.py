@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from minizero import DDP, Zero3
-from tests.support.helpers import STAGES, run, slow
-from tests.support.small_models import Blocks, check, fit, seeded
+from tests.support.helpers import STAGES, run, same, slow
+from tests.support.small_models import Blocks, check, fit, seeded, wrapped
 
 
 @dataclasses.dataclass
@@ -20,48 +20,43 @@ class Output:
     note: str
 
 
-class Structured(Blocks):
-    def forward(self, x, kind="dict"):
-        out = super().forward(x["a"][0])
-        loss = out.square().mean()
-        unseen = {"closure": (torch.arange(2), lambda: loss), "iterator": iter([loss])}
-        seen = {"dict": {"loss": loss, "n": 3}, "tuple": (None, [loss]), "dataclass": Output(loss, "hi")}
-        return (seen | unseen)[kind]
+OUTPUTS = {  # what a forward makes of the loss, and how the loop gets the loss from it
+    "dict": (lambda loss: {"loss": loss, "n": 3}, lambda out: out["loss"]),
+    "closure": (lambda loss: (torch.arange(2), lambda: loss), lambda out: out[1]()),
+    "tuple": (lambda loss: (None, [loss]), lambda out: out[1][0]),
+    "dataclass": (lambda loss: Output(loss, "hi"), lambda out: out.loss),
+    "iterator": (lambda loss: iter([loss]), next),
+}
 
 
 @pytest.mark.parametrize("kind", ["dict", "closure", *slow("tuple", "dataclass", "iterator")])
 def test_structured_inputs_and_outputs(kind):
-    def forward(model, x, rank):
-        out = model({"a": (x, 1)}, kind=kind)
-        unseen = {"closure": lambda: out[1](), "iterator": lambda: next(out)}
-        seen = {"dict": lambda: out["loss"], "tuple": lambda: out[1][0], "dataclass": lambda: out.loss}
-        return (seen | unseen)[kind]()
+    put, get = OUTPUTS[kind]
 
-    check(seeded(Structured), forward=forward, stages=(DDP, Zero3))
+    class Structured(Blocks):
+        def forward(self, x):
+            return put(super().forward(x["a"][0]).square().mean())
+
+    check(seeded(Structured), forward=lambda model, x, rank: get(model({"a": (x, 1)})), stages=(DDP, Zero3))
 
 
-def test_sixteen_bits_cast_floating_inputs_only():
-    class Probe(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+@pytest.mark.parametrize("stage", STAGES)
+def test_sixteen_bits_cast_floating_inputs_only(stage):
+    class Probe(nn.Linear):
         def forward(self, x, index, scale=None):
             assert x.dtype == scale["s"].dtype == torch.bfloat16 and index.dtype == torch.int64
-            return self.linear(x).float()
+            return super().forward(x).float()
 
-    def probe(comm, stage):
-        model = stage(Probe(), comm, dtype=torch.bfloat16)
+    @wrapped(stage, lambda: Probe(4, 4), dtype=torch.bfloat16)
+    def _(model, comm):
         out = model(torch.randn(2, 4), torch.arange(2), scale={"s": torch.ones(1)})
         out.sum().backward()
-        return out.dtype, {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
-
-    for stage in STAGES:
-        assert run(2, probe, stage)[0] == (torch.float32, {torch.float32}, {torch.float32})
+        assert {out.dtype, *(d for p in model.parameters() for d in (p.dtype, p.grad.dtype))} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_what_a_module_writes_into_its_arguments_comes_back(dtype):
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_module_writes_into_its_arguments_comes_back(stage, dtype):
     class Collects(nn.Linear):
         def forward(self, x, *boxes, more):
             y = super().forward(x)
@@ -69,65 +64,62 @@ def test_what_a_module_writes_into_its_arguments_comes_back(dtype):
                 box.append(y.mean()) if isinstance(box, list) else box.update(y=y.mean())
             return y
 
-    def collect(comm, stage):
+    @wrapped(stage, lambda: Collects(7, 7), dtype=dtype)
+    def _(model, comm):
         boxes, ids, more = [], {"ids": torch.arange(2)}, {"box": [], "x": torch.ones(1)}
-        stage(Collects(7, 7), comm, dtype=dtype)(torch.ones(2, 7), boxes, ids, more=more)
-        return len(boxes), "y" in ids, len(more["box"])
+        model(torch.ones(2, 7), boxes, ids, more=more)
+        assert (len(boxes), "y" in ids, len(more["box"])) == (1, True, 1)
 
-    for stage in STAGES:
-        assert run(2, collect, stage)[0] == (1, True, 1)
+
+# How a unit hands out what it makes: what it returns, or keeps where; and how to get it.
+WAYS = {
+    "attribute": (lambda block, y, side: setattr(block, "side", side) or y, lambda block, out: (out, block.side)),
+    "list": (lambda block, y, side: setattr(block, "side", [(side,)]) or y, lambda block, out: (out, block.side[0][0])),
+    "buffer": (
+        lambda block, y, side: block._buffers.update(side=side) or y,
+        lambda block, out: (out, block._buffers.pop("side")),
+    ),
+    "namespace": (lambda _, y, side: types.SimpleNamespace(y=y, side=side), lambda _, out: (out.y, out.side)),
+    "mapping": (lambda _, y, side: collections.UserDict(y=y, side=side), lambda _, out: (out["y"], out["side"])),
+    "view": (lambda block, y, _: (y * block.lin.bias.view(1, 8)).view(-1, 8), lambda _, out: (out, 0.0)),
+}
 
 
 class Gain(nn.Module):
-    """A unit that hands out what it makes in one of several ways; `fixed` is a frozen unit of its own."""
+    """`fixed` is a frozen unit of its own."""
 
-    def __init__(self, way):
+    def __init__(self, put):
         super().__init__()
-        self.way, self.lin = way, nn.Linear(8, 8)
+        self.put, self.lin = put, nn.Linear(8, 8)
         self.fixed = nn.Parameter(torch.randn(8, 8), requires_grad=False)
 
     def forward(self, x):
         y = self.lin(x).tanh()
-        side = ((y @ self.fixed).sin() * self.lin.bias).square().mean()
-        if self.way == "view":
-            return (y * self.lin.bias.view(1, 8)).view(-1, 8)
-        if self.way == "attribute":
-            self.side = side
-        if self.way == "list":
-            self.side = [(side,)]
-        if self.way == "buffer":
-            self._buffers["side"] = side
-        if self.way == "namespace":
-            return types.SimpleNamespace(y=y, side=side)
-        return collections.UserDict(y=y, side=side) if self.way == "mapping" else y
+        return self.put(self, y, ((y @ self.fixed).sin() * self.lin.bias).square().mean())
 
 
 class Handed(nn.Module):
     def __init__(self, way):
         super().__init__()
-        self.way, self.first, self.blocks = way, nn.Linear(7, 8), nn.ModuleList(Gain(way) for _ in range(3))
+        self.way, self.first = way, nn.Linear(7, 8)
+        self.blocks = nn.ModuleList(Gain(WAYS[way][0]) for _ in range(3))
 
     def forward(self, x):
         x, loss = self.first(x), 0.0
         for block in self.blocks:
-            before, x = x, block(x)
+            before, (x, side) = x, WAYS[self.way][1](block, block(x))
+            loss = loss + side
             if self.way == "view":
                 x += before
-            elif self.way in ("attribute", "list"):
-                loss = loss + (block.side if self.way == "attribute" else block.side[0][0])
-            elif self.way == "buffer":
-                loss = loss + block._buffers.pop("side")
-            else:
-                x, loss = (x.y, loss + x.side) if self.way == "namespace" else (x["y"], loss + x["side"])
         return x.square().mean() + loss
 
 
-@pytest.mark.parametrize("way", ["view", "attribute", "list", "buffer", "namespace", "mapping"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("prefetch", [0, *slow(3)])
 def test_whatever_leaves_a_unit_gathers_it_in_backward(way, prefetch):
     stages = [DDP, functools.partial(Zero3, prefetch=prefetch)]
     expected, found = (run(2, fit, stage, seeded(functools.partial(Handed, way)))[0] for stage in stages)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(found, expected)
 
 
 def test_what_leaves_a_unit_unseen_is_an_error_with_its_name():
@@ -137,10 +129,8 @@ def test_what_leaves_a_unit_unseen_is_an_error_with_its_name():
             self.get = lambda: side
             return super().forward(x)
 
-    def work(comm):
-        model = Zero3(nn.Sequential(Secretive(8, 8), Secretive(8, 8)), comm)
+    @wrapped(Zero3, lambda: nn.Sequential(Secretive(8, 8), Secretive(8, 8)))
+    def _(model, comm):
         model(torch.ones(2, 8))
         with pytest.raises(RuntimeError, match="Zero3: backward reached 1 while it was not gathered: .*: return it"):
             model.module[1].get().backward()
-
-    run(2, work)

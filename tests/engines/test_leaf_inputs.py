@@ -11,55 +11,44 @@ from tests.support.helpers import run
 class Block(nn.Module):
     """Weights are multiples of 64 bytes, so that a view of a flat buffer is aligned as a tensor of its own is."""
 
-    def __init__(self):
+    def __init__(self, way):
         super().__init__()
-        self.early, self.late = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.own = nn.Parameter(torch.empty(4, 16))
+        self.way, self.early, self.late = way, nn.Linear(16, 16), nn.Linear(16, 16)
+        self.own, self.attention = nn.Parameter(torch.empty(4, 16)), nn.MultiheadAttention(16, 2)
+
+    def forward(self, *args, **kwargs):
+        return self.way(self, *args, **kwargs)
 
 
-class Chain(Block):
-    def forward(self, x):
-        return self.late(self.early(x).tanh()) + x
+def plain(self, x):
+    return self.late(self.early(x).tanh()) + x
 
 
-class Last(Block):
+def late(self, x, scale=2.0):
     """The gradient of x is complete before the early layer has begun."""
-
-    def forward(self, x, scale=2.0):
-        return self.late(self.early(self.own).tanh() + x) * scale
+    return self.late(self.early(self.own).tanh() + x) * scale
 
 
-class Either(Block):
-    def forward(self, x):
-        return self.late(x).tanh() + self.early(self.own)
+def either(self, x):
+    return self.late(x).tanh() + self.early(self.own)
 
 
-class InPlace(Block):
+def in_place(self, x, h):
     """What it returns as x has the first gradient of all."""
-
-    def forward(self, x, h):
-        x += self.early(h).tanh()
-        return x, self.late(h)
+    x += self.early(h).tanh()
+    return x, self.late(h)
 
 
-class Caches(Block):
+def caches(self, x, keys):
     """Its keys, which later blocks use, get into an argument."""
-
-    def forward(self, x, keys):
-        keys.append(self.early(x).tanh())
-        return sum(keys) + self.late(x)
+    keys.append(self.early(x).tanh())
+    return sum(keys) + self.late(x)
 
 
-class Attends(nn.Module):
-    """It computes otherwise where query, key and value are one tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2)
-
-    def forward(self, x):
-        assert x.requires_grad
-        return self.attention(x, x, x)[0]
+def attends(self, x):
+    """Attention computes otherwise where query, key and value are one tensor."""
+    assert x.requires_grad
+    return self.attention(x, x, x)[0]
 
 
 def chain(model, x):
@@ -103,16 +92,15 @@ def recomputed(model, x):
     return x
 
 
-OPTIONS = ({}, {"prefetch": 0}, {"offload": True}, {"sharding_factor": 2})
-ENGINES = [(Zero2, {}), *((Zero3, options) for options in OPTIONS)]
-CASES = [(block, use) for block in (Chain, Last, Either) for use in (chain, several, with_others, own_leaf)]
-CASES += [(Chain, recomputed), (Attends, several), (InPlace, two_inputs), (Caches, in_a_list)]
+ENGINES = [(Zero2, {}), (Zero3, {}), (Zero3, {"prefetch": 0}), (Zero3, {"offload": True, "sharding_factor": 2})]
+CASES = [(way, use) for way in (plain, late, either) for use in (chain, several, with_others, own_leaf)]
+CASES += [(plain, recomputed), (attends, several), (in_place, two_inputs), (caches, in_a_list)]
 
 
 class Model(nn.Module):
-    def __init__(self, block, use):
+    def __init__(self, way, use):
         super().__init__()
-        self.blocks, self.use = nn.ModuleList(block() for _ in range(3)), use
+        self.blocks, self.use = nn.ModuleList(Block(way) for _ in range(3)), use
         self.into, self.out, self.query = nn.Linear(16, 16), nn.Linear(16, 16), nn.Parameter(torch.empty(4, 16))
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
@@ -131,15 +119,15 @@ def gradients(model):
 
 
 @pytest.mark.accuracy
-@pytest.mark.parametrize("block, use", CASES, ids=lambda part: part.__name__)
-def test_an_input_that_is_a_leaf_has_the_plain_runs_gradient(block, use):
+@pytest.mark.parametrize("way, use", CASES, ids=lambda part: part.__name__)
+def test_an_input_that_is_a_leaf_has_the_plain_runs_gradient(way, use):
     def work(comm, stage, options):
-        model = stage(Model(block, use), comm, **options)
+        model = stage(Model(way, use), comm, **options)
         return gradients(model), model.clip_grad_norm_(1e9).item()
 
-    plain = Model(block, use)
-    expected = gradients(plain)
-    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+    alone = Model(way, use)
+    expected = gradients(alone)
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 1e9).item()
     for stage, options in ENGINES:
         for found, found_norm in run(2, work, stage, options):
             assert all(map(torch.equal, found, expected)), f"{stage.__name__} {options}"
@@ -151,7 +139,7 @@ def test_no_unit_stays_gathered_longer_than_it_computes(use):
     """Neither for a leaf nor for a second input, whose gradient comes in the end."""
 
     def work(comm):
-        model = Zero3(Model(Caches if use is in_a_list else Chain, use), comm, prefetch=0)
+        model = Zero3(Model(caches if use is in_a_list else plain, use), comm, prefetch=0)
         gather, whole = model.gather, []
 
         def watched(unit):

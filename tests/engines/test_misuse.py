@@ -53,6 +53,15 @@ def sparse(kind=nn.Embedding):
     return nn.Sequential(kind(10, 4, sparse=True), nn.Linear(4, 4))
 
 
+def renormed(kind):
+    return nn.Sequential(kind(10, 4, max_norm=1.0), nn.Linear(4, 4))
+
+
+def frozen(module):
+    module[0].requires_grad_(False)
+    return module
+
+
 UNWRAPPABLE = [
     (nn.ReLU, "no parameters that train"),
     (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameters that train"),
@@ -73,7 +82,18 @@ UNWRAPPABLE = [
     (lambda: sliced(((slice(None), slice(4)), (slice(None), slice(3, 6)))), "1.weight and 0.weight are two parameters"),
     (sparse, "0 gives sparse gradients, shards are dense: sparse=False"),
     (lambda: sparse(nn.EmbeddingBag), "0 gives sparse gradients"),
+    (lambda: renormed(nn.Embedding), "0 has a max_norm: its forward writes in place"),
+    (lambda: renormed(nn.EmbeddingBag), "0 has a max_norm: its forward writes in place"),
     (lambda: World(1, "cpu").run(lambda comm: DDP(nn.Linear(2, 2), comm))[0].module, "weight is wrapped in DDP"),
+]
+
+
+WRAPPABLE = [
+    (1, lambda: renormed(nn.Embedding)),
+    (2, lambda: frozen(renormed(nn.Embedding))),
+    (2, lambda: frozen(sparse())),
+    (2, lambda: sliced((slice(0, 4), slice(4, 8)))),
+    (2, lambda: sliced(((slice(None), slice(3)), (slice(None), slice(3, 6))))),
 ]
 
 
@@ -81,39 +101,13 @@ UNWRAPPABLE = [
 def test_modules_that_cannot_be_wrapped(stage):
     for make, words in UNWRAPPABLE:
         with pytest.raises(RankFailed) as failure:
-            run(1, lambda comm, make=make: stage(make(), comm))
+            run(2, lambda comm, make=make: stage(make(), comm))
         assert type(failure.value.__cause__) is ValueError
         assert f"{stage.__name__}: " in str(failure.value) and words in str(failure.value)
     with pytest.raises(RankFailed, match="dtype must be"):
         run(1, lambda comm: stage(nn.Linear(2, 2), comm, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_that_forward_writes_to(kind):
-    def wrap(comm, trains):
-        embedding = kind(10, 4, max_norm=1.0)
-        embedding.weight.requires_grad_(trains)
-        DDP(nn.Sequential(embedding, nn.Linear(4, 4)), comm)
-
-    run(2, wrap, False)
-    run(1, wrap, True)
-    with pytest.raises(RankFailed, match="0 has a max_norm: its forward writes in place"):
-        run(2, wrap, True)
-
-
-def test_parameters_side_by_side_in_one_memory():
-    for places in (slice(0, 4), slice(4, 8)), ((slice(None), slice(3)), (slice(None), slice(3, 6))):
-        run(1, lambda comm, places=places: DDP(sliced(places), comm))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_sparse_gradients_of_what_is_frozen_do_no_harm(stage):
-    def backward(comm):
-        module = sparse()
-        module[0].requires_grad_(False)
-        stage(module, comm)(torch.tensor([[3]])).sum().backward()
-
-    run(2, backward)
+    for size, make in WRAPPABLE:
+        run(size, lambda comm, make=make: stage(make(), comm))
 
 
 class LooksUp(nn.Linear):
@@ -167,6 +161,27 @@ def test_what_would_be_silently_wrong_is_refused(stage):
             change(bad)
             with pytest.raises(ValueError, match=message):
                 model.load_full_state_dict(bad)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_move_to_where_it_is_changes_nothing_and_another_one_is_refused(stage, dtype):
+    @wrapped(stage, lambda: nn.Conv2d(2, 2, 2), dtype=dtype)
+    def _(model, comm):
+        model.module.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        here = dtype or torch.float32
+        for whole in (model, nn.Sequential(model)):
+            for moved in (whole.to("cpu"), whole.cpu(), whole.to(here), whole.to(torch.empty(0, dtype=here))):
+                assert moved is whole
+        for move in (
+            lambda: model.to("meta"),
+            lambda: model.to(memory_format=torch.channels_last),
+            lambda: model.to_empty(device="cpu"),
+            model.double,
+            model.share_memory,
+        ):
+            with pytest.raises(RuntimeError, match=f"{stage.__name__}: (move or cast|cannot be shared)"):
+                move()
 
 
 def test_a_released_unit_cannot_be_used_by_accident():
@@ -360,24 +375,22 @@ def test_double_backward_is_refused_where_parameters_come_and_go():
         x = vectors(0).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         slope.square().sum().backward()
+        return model
 
     def norm(model, comm):
-        penalty(model)
-        return model.clip_grad_norm_(1e9).item()
+        return penalty(model).clip_grad_norm_(1e9).item()
 
     def backward(model, comm):
         model(vectors(0)).square().sum().backward(create_graph=True)
 
-    module = seeded(Blocks)()
-    penalty(module)
-    expected = nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
-    for stage in (DDP, Zero1, Zero2):
-        assert wrapped(stage)(norm) == pytest.approx(expected, rel=1e-5)
-        with pytest.raises(RankFailed, match="an average over ranks.* use torch.autograd.grad"):
-            wrapped(stage)(backward)
-    for use in (norm, backward):
-        with pytest.raises(RankFailed, match="double backward.* use DDP, Zero1 or Zero2"):
-            wrapped(Zero3)(use)
+    plain = penalty(seeded(Blocks)()).parameters()
+    expected = pytest.approx(nn.utils.clip_grad_norm_(plain, 1e9).item(), rel=1e-5)
+    assert [wrapped(stage)(norm) for stage in (DDP, Zero1, Zero2)] == [expected] * 3
+    alone, any_ = "an average over ranks.* use torch.autograd.grad", "double backward.* use DDP, Zero1 or Zero2"
+    refused = [(DDP, backward, alone), (Zero1, backward, alone), (Zero2, backward, alone)]
+    for stage, use, words in (*refused, (Zero3, backward, any_), (Zero3, norm, any_)):
+        with pytest.raises(RankFailed, match=words):
+            wrapped(stage)(use)
 
 
 def test_reentrant_recompute_of_a_shared_unit_is_refused():
@@ -446,18 +459,15 @@ def test_what_derives_from_a_refused_optimizer_is_refused_too(model, comm):
 
 def test_an_optimizer_of_whole_tensors_works_where_there_are_some():
     @wrapped(DDP)
-    def loss(model, comm):
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
-
+    def _(model, comm):
         def closure():
             optimizer.zero_grad()
             loss = model(vectors(0)).square().mean()
             loss.backward()
             return loss
 
-        return optimizer.step(closure).item()
-
-    assert loss > 0
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+        assert optimizer.step(closure) > 0
 
 
 class Foreign(torch.optim.AdamW):

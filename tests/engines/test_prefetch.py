@@ -8,8 +8,17 @@ import torch
 from torch import nn
 
 from minizero import GPT, RankFailed, World, Zero3, all_reduce
+from tests.support.failures import failure_of
 from tests.support.helpers import SMALL, batch, run, same, slow, train
+from tests.support.small_models import seeded, wrapped
 from tests.support.stage_bytes import BLOCK, ROOT, TOTAL, measure
+
+
+def watch(thing, method, before=lambda unit: None, after=lambda unit: None):
+    """Call `before` and `after` around each `thing.method(unit)`."""
+    call = getattr(thing, method)
+    setattr(thing, method, lambda unit: (before(unit), call(unit), after(unit))[1])
+
 
 ahead = functools.partial(functools.partial, Zero3)  # with these options, as a stage for `helpers.train`
 
@@ -28,73 +37,53 @@ def test_neither_prefetch_nor_offload_changes_bits_or_traffic(size, options, dty
             assert mine[0] == theirs[0] and mine[2] == theirs[2] and same(mine[1], theirs[1])
 
 
-def gathers(comm, prefetch, steps=3):
-    """What the last step gathered, in order, how many of them overlapped computation, and the most under way."""
-    model = Zero3(GPT(SMALL), comm, prefetch=prefetch)
-    lane = model.ahead
-    fill, start, gather = model.fill, lane.start, lane.gather
-    log, early, most = [], set(), 0
-
-    def slow(unit):
-        log.append(unit.name)
-        time.sleep(0.01)
-        fill(unit)
-
-    def counted(unit):
-        nonlocal most
-        start(unit)
-        most = max(most, len(lane.gathering))
-
-    def watched(unit):
-        if unit in lane.gathering:
-            early.add(unit.name)
-        gather(unit)
-
-    model.fill, lane.start, lane.gather = slow, counted, watched
-    for _ in range(steps):
-        log.clear()
-        early.clear()
-        most = 0
-        model(*batch(comm.rank, size=2)).backward()
-        model.zero_grad()
-    return log, early, most
-
-
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_the_next_units_are_under_way_while_this_one_computes(prefetch):
-    names, early, most = run(2, gathers, prefetch)[0]
-    blocks = [f"blocks.{i}" for i in range(3)]
-    assert names == ["root", *blocks, *reversed(blocks)], "each once in forward and in backward, the root once"
-    assert early == set(blocks) and most == prefetch
+    """Each is gathered once in forward and once in backward, the root once."""
+
+    @wrapped(Zero3, lambda: GPT(SMALL), prefetch=prefetch)
+    def _(model, comm):
+        lane, log, early, under_way = model.ahead, [], set(), []
+
+        def before_fill(unit):
+            log.append(unit.name)
+            time.sleep(0.01)
+
+        watch(model, "fill", before=before_fill)
+        watch(lane, "start", after=lambda unit: under_way.append(len(lane.gathering)))
+        watch(lane, "gather", before=lambda unit: early.add(unit.name) if unit in lane.gathering else None)
+        for _ in range(3):
+            for seen in (log, early, under_way):
+                seen.clear()
+            model(*batch(comm.rank, size=2)).backward()
+            model.zero_grad()
+        blocks = [f"blocks.{i}" for i in range(3)]
+        assert log == ["root", *blocks, *reversed(blocks)] and early == {*blocks} and max(under_way) == prefetch
 
 
 def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_missing():
     """By then most of its activations are gone, whose place the replica takes. And the last reduction has ended."""
 
-    def work(comm):
-        model = Zero3(GPT(SMALL), comm)
-        start, before_put, missing = model.ahead.start, model.ahead.before_put, []
+    @wrapped(Zero3, lambda: GPT(SMALL))
+    def _(model, comm):
+        missing = []
 
         def begins(unit):
-            before_put(unit)
-            assert unit.gradient.full is not None or model.ahead.reducing is None
-
-        def watched(unit):
             begun = [u for u in model.units if u.module and u.gradient is not None and u.gradient.full is not None]
             if begun and unit.replica_is_stale():
                 owed = model.backward.owed[begun[0]]
                 missing.append(sum(begun[0].parameters[number].numel() for number in owed) / begun[0].size)
-            start(unit)
 
-        model.ahead.start, model.ahead.before_put = watched, begins
+        def puts(unit):
+            assert unit.gradient.full is not None or model.ahead.reducing is None
+
+        watch(model.ahead, "start", before=begins)
+        watch(model.ahead, "before_put", after=puts)
         for _ in range(2):
             missing.clear()
             model(*batch(comm.rank, size=2)).backward()
             model.zero_grad()
-        return missing
-
-    missing = run(2, work)[0]
-    assert len(missing) == 2 and all(0 < share <= 1 / 3 for share in missing)
+        assert len(missing) == 2 and all(0 < share <= 1 / 3 for share in missing)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -112,25 +101,18 @@ def test_the_peak_is_three_units_and_prefetch_adds_none(prefetch):
 
 
 def test_other_collectives_of_the_user_do_not_meet_the_lanes():
-    class Chatty(nn.Module):
-        def __init__(self, comm):
-            super().__init__()
-            self.comm, self.linear = comm, nn.Linear(50, 50)
-
-        def forward(self, x):
-            return self.linear(all_reduce(x, self.comm, "mean"))
-
     def work(comm, prefetch):
-        torch.manual_seed(0)
-        model = Zero3(nn.Sequential(*(Chatty(comm) for _ in range(4))), comm, prefetch=prefetch)
+        model = Zero3(seeded(lambda: nn.Sequential(*(nn.Linear(50, 50) for _ in range(4))))(), comm, prefetch=prefetch)
+        for layer in model.module:
+            layer.register_forward_pre_hook(lambda _, args: all_reduce(args[0], comm, "mean"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
             model(torch.ones(2, 50) * (comm.rank + step)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return torch.cat([value.view(-1) for value in model.gather_state_dict().values()])
+        return model.gather_state_dict()
 
-    assert torch.equal(run(2, work, 0)[0], run(2, work, 2)[0])
+    assert same(run(2, work, 0)[0], run(2, work, 2)[0])
 
 
 class Branching(nn.Module):
@@ -138,23 +120,18 @@ class Branching(nn.Module):
 
     def __init__(self):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator) / 3
-        self.calls = 0
+        self.blocks, self.calls = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), 0
 
     def forward(self, x):
         self.calls += 1
-        order = [[0, 1, 2, 3], [3, 1], [2, 2, 0], [0, 1, 2, 3, 1], [1]][self.calls % 5]
-        for index in order:
+        for index in [[0, 1, 2, 3], [3, 1], [2, 2, 0], [0, 1, 2, 3, 1], [1]][self.calls % 5]:
             x = torch.tanh(self.blocks[index](x))
         return x.square().mean()
 
 
 def test_an_order_that_changes_is_learnt_anew():
     def work(comm, prefetch):
-        model = Zero3(Branching(), comm, prefetch=prefetch)
+        model = Zero3(seeded(Branching)(), comm, prefetch=prefetch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         losses = []
         for step in range(12):
@@ -174,85 +151,55 @@ def test_an_order_that_changes_is_learnt_anew():
         assert run(2, work, prefetch) == expected
 
 
-def extra_gathers(comm, prefetch):
-    """Gathers of the forward that goes another way, and of the next one, which goes that way again."""
-    model = Zero3(Branching(), comm, prefetch=prefetch)
-    fill, filled = model.fill, []
-    model.fill = lambda unit: (filled.append(unit.name), fill(unit))
-    counts = []
-    for calls in (0, 0, 1, 1):  # blocks 3, 1 twice, then 2, 2, 0 twice
-        model.module.calls = calls
-        filled.clear()
-        with torch.no_grad():
-            model(torch.ones(1, 6))
-        counts.append(len(filled))
-    return counts
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_wrong_guess_costs_no_more_than_was_gathered_ahead(prefetch):
+    """It is found out when block 2 is used: then nothing more is guessed in that pass."""
 
-
-def test_a_wrong_guess_costs_no_more_than_was_gathered_ahead():
-    right = [2, 2, 3, 3]
-    assert run(2, extra_gathers, 0)[0] == right
-    # The wrong one is found out when block 2 is used: then nothing more is guessed in that pass.
-    assert run(2, extra_gathers, 1)[0] == run(2, extra_gathers, 2)[0] == right
+    @wrapped(Zero3, Branching, prefetch=prefetch)
+    def _(model, comm):
+        filled, counts = [], []
+        watch(model, "fill", before=filled.append)
+        for calls in (0, 0, 1, 1):  # blocks 3, 1 twice, then 2, 2, 0 twice
+            model.module.calls = calls
+            filled.clear()
+            with torch.no_grad():
+                model(torch.ones(1, 6))
+            counts.append(len(filled))
+        assert counts == [2, 2, 3, 3]
 
 
 def test_memory_is_not_taken_from_a_gather_that_is_under_way():
-    def work(comm):
-        model = Zero3(GPT(SMALL), comm)
+    @wrapped(Zero3, lambda: GPT(SMALL))
+    def _(model, comm):
         model(*batch(comm.rank, size=2)).backward()
-        fill, release, log = model.fill, model.release, []
-
-        def slow(unit):
-            time.sleep(0.05)
-            fill(unit)
-            log.append(unit.name)
+        release, filled = model.release, []
 
         def watched(unit):
             under_way = unit in model.ahead.gathering
             release(unit)
-            assert not under_way or unit.name in log
+            assert not under_way or unit.name in filled
 
-        def fails(*_):
-            raise ArithmeticError("here")
-
-        model.fill, model.release = slow, watched
-        model.module.blocks[0].attention.register_forward_hook(fails)
-        with pytest.raises(ArithmeticError):
+        watch(model, "fill", before=lambda unit: time.sleep(0.05), after=lambda unit: filled.append(unit.name))
+        model.release = watched
+        model.module.blocks[0].attention.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             model(*batch(comm.rank, size=2))
-        return "blocks.1" in log, sum(unit.replica.untyped_storage().nbytes() for unit in model.units)
-
-    assert run(2, work) == [(True, 0)] * 2
+        assert "blocks.1" in filled and not any(unit.replica.untyped_storage().nbytes() for unit in model.units)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_rank_that_fails_ends_the_others_and_the_lanes(where):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, rank):
-            ctx.rank = rank
-            if where == "forward" and rank == 1:
-                raise ArithmeticError("here")
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if ctx.rank == 1:
-                raise ArithmeticError("here")
-            return gradient, None
-
     def work(comm):
         model = Zero3(nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), comm, prefetch=2)
         for step in range(3):
-            x = torch.ones(2, 8)
-            for index, layer in enumerate(model.module):
-                fails = index == step == 2
-                layer.register_forward_hook(lambda _, __, out, f=fails: Fails.apply(out, comm.rank) if f else out)
-            model(x).sum().backward()
+            if comm.rank == 1 and step == 2:
+                fails = lambda _, __, out: 1 / 0 if where == "forward" else out.register_hook(lambda _: 1 / 0) and None  # noqa: E731
+                model.module[2].register_forward_hook(fails)
+            model(torch.ones(2, 8)).sum().backward()
             model.zero_grad()
 
-    with pytest.raises(RankFailed) as failed:  # and no CommTimeout: nobody waits in vain
-        World(3, device="cpu").run(work)
-    assert failed.value.rank == 1 and isinstance(failed.value.__cause__, ArithmeticError)
+    failed = failure_of(World(3, device="cpu"), work)  # and no CommTimeout: nobody waits in vain
+    assert failed.rank == 1 and isinstance(failed.__cause__, ZeroDivisionError)
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, "2"])

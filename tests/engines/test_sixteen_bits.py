@@ -6,9 +6,7 @@ from torch import nn
 
 from minizero import DDP, Zero2, Zero3, checkpoint
 from tests.support.helpers import STAGES, relative_error, run, same, slow
-from tests.support.small_models import SAME_BITS
-
-dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+from tests.support.small_models import SAME_BITS, Blocks, vectors, wrapped
 
 
 class Bottleneck(nn.Module):
@@ -82,24 +80,21 @@ def by_hand(dtype, freeze):
 
 
 @pytest.mark.accuracy
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("freeze", [False, True])
 def test_batch_norms_train_in_all_stages_with_the_same_bits(dtype, freeze):
-    first, start = by_hand(dtype, freeze), ResNet().state_dict()
-    expected = None
-    for stage, options in SAME_BITS:
-        losses, state = run(2, fit, stage, options, dtype, freeze)[0]
-        expected = expected or (losses, state)
-        assert losses == expected[0] and same(state, expected[1])
-    assert losses[0] == first
+    start = ResNet().state_dict()
+    (losses, state), *others = (run(2, fit, *engine, dtype, freeze)[0] for engine in SAME_BITS)
+    for other_losses, other_state in others:
+        assert losses == other_losses and same(state, other_state)
+    assert losses[0] == by_hand(dtype, freeze)
     for name, parameter in ResNet(freeze).named_parameters():
-        assert expected[1][name].dtype == torch.float32
+        assert state[name].dtype == torch.float32
         if parameter.requires_grad:
-            assert relative_error({name: expected[1][name]}, {name: start[name]}) > 1e-3
+            assert relative_error({name: state[name]}, {name: start[name]}) > 1e-3
         else:
             in_norm = any(part in name for part in (".norm.", "convolutions.0.", "convolutions.3."))
-            kept = start[name] if in_norm else start[name].to(dtype).float()
-            assert torch.equal(expected[1][name], kept), name
+            assert torch.equal(state[name], start[name] if in_norm else start[name].to(dtype).float()), name
 
 
 def test_a_norm_that_is_a_unit_itself():
@@ -113,71 +108,54 @@ def test_a_norm_that_is_a_unit_itself():
     assert len({found for stage in STAGES for found in run(2, work, stage)}) == 1
 
 
-class Running(nn.Module):
-    """A running average of its own, and parts that are no norms: those compute in 16 bits."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("running_loss", torch.zeros(()))
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_running_average_beside_children_makes_no_norm(stage):
-    def work(comm):
-        return stage(Running(), comm, dtype=torch.bfloat16)(torch.ones(2, 4)).dtype
+    def running():
+        module = nn.Sequential(nn.Linear(4, 4))
+        module.register_buffer("running_loss", torch.zeros(()))
+        return module
 
-    assert run(2, work) == [torch.bfloat16] * 2
+    @wrapped(stage, running, dtype=torch.bfloat16)
+    def _(model, comm):
+        assert model(torch.ones(2, 4)).dtype == torch.bfloat16
 
 
 def test_shards_are_fp32_whatever_the_default_dtype():
-    def work(comm):
-        return {shard.dtype for shard in Zero3(Running().float(), comm).parameters()}
-
     torch.set_default_dtype(torch.float64)
     try:
-        assert run(2, work) == [{torch.float32}] * 2
+        found = run(2, lambda comm: {shard.dtype for shard in Zero3(nn.Linear(4, 4).float(), comm).parameters()})
     finally:
         torch.set_default_dtype(torch.float32)
+    assert found == [{torch.float32}] * 2
 
 
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.blocks.requires_grad_(False)
-        self.head = nn.Linear(64, 1)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def frozen():
+    module = Blocks()
+    module.blocks.requires_grad_(False)
+    return module
 
 
-FROZEN = sum(p.numel() for p in Frozen().blocks.parameters())
+FROZEN = sum(p.numel() for p in frozen().blocks.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)])
 def test_frozen_parameters_cost_two_bytes_and_are_saved_as_fp32(tmp_path, dtype):
     def work(comm, stage, options):
-        model = stage(Frozen(), comm, dtype=dtype, **options)
+        model = stage(frozen(), comm, dtype=dtype, **options)
         storages = {}
         for unit in (unit for unit in model.units if not unit.trains):
             for tensor in (unit.replica, unit.master, *unit.shards):
                 storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        before, output = model.gather_state_dict(), model(torch.ones(1, 64))
+        before, output = model.gather_state_dict(), model(vectors(0))
         checkpoint.save(tmp_path / "state", model, optimizer, 1)
         model.load_full_state_dict({name: 0 * value for name, value in before.items()})
-        zero = model(torch.ones(1, 64))
+        zero = model(vectors(0))
         checkpoint.load(tmp_path / "state", model, optimizer)
-        assert not torch.equal(zero, output) and torch.equal(model(torch.ones(1, 64)), output)
+        assert not torch.equal(zero, output) and torch.equal(model(vectors(0)), output)
         after = model.gather_state_dict()
         assert all(torch.equal(after[name], value) and value.dtype == torch.float32 for name, value in before.items())
-        assert torch.equal(before["blocks.0.weight"], before["blocks.0.weight"].to(dtype).float())
+        assert torch.equal(before["blocks.0.0.weight"], before["blocks.0.0.weight"].to(dtype).float())
         return sum(storages.values())
 
     for stage, options in ((DDP, {}), (Zero2, {}), (Zero3, {}), (Zero3, {"offload": True})):
