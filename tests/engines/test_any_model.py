@@ -12,7 +12,7 @@ from torch import nn
 from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
 from tests.support.helpers import SMALL, STAGES, batch, run, slow
-from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, vectors, wrapped
+from tests.support.small_models import SHARDED, Blocks, check, fit, seeded, trains, vectors, wrapped
 
 
 @pytest.mark.accuracy
@@ -24,18 +24,11 @@ def test_odd_shapes_and_more_ranks_than_some_parameters():
 
 def test_tied_inside_a_unit_and_across_units():
     def tie(model):
+        model.blocks[1] = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+        model.blocks[1][0].bias = model.blocks[1][2].bias  # inside
         model.blocks[2][2].weight = model.blocks[0][2].weight  # across
-        model.blocks[1][0].bias = model.blocks[1][2].bias = nn.Parameter(torch.zeros(1))  # inside
 
-    def build():
-        model = Blocks(tie)
-        model.blocks[1][0].bias = nn.Parameter(torch.zeros(5))
-        model.blocks[1][2].bias = nn.Parameter(torch.zeros(7))
-        return model
-
-    check(seeded(build))
-    state = run(2, fit, Zero3, seeded(build))[0]
-    assert torch.equal(state["blocks.0.2.weight"], state["blocks.2.2.weight"])
+    check(seeded(lambda: Blocks(tie)))
 
 
 def test_frozen_parameters_do_not_move_and_are_not_the_optimizers():
@@ -47,9 +40,6 @@ def test_frozen_parameters_do_not_move_and_are_not_the_optimizers():
 
     make = seeded(lambda: Blocks(freeze))
     check(make)
-    state = run(2, fit, Zero3, make)[0]
-    for name, parameter in make().named_parameters():
-        assert torch.equal(state[name], parameter) != parameter.requires_grad
 
     def trained(comm, stage):
         return sum(p.numel() for p in stage(make(), comm).parameters())
@@ -59,20 +49,13 @@ def test_frozen_parameters_do_not_move_and_are_not_the_optimizers():
         assert total <= sum(run(2, trained, stage)) <= total + 8
 
 
-def test_unused_parameters_have_gradient_zero_in_every_stage():
-    def forward(model, x, rank):
-        return model(x, order=(0, 2)).square().mean()
-
-    check(seeded(Blocks), forward=forward)
-
-    def gradients(comm, stage):
-        model = stage(seeded(Blocks)(), comm)
+@pytest.mark.parametrize("stage", STAGES)
+def test_unused_parameters_have_gradient_zero(stage):
+    @wrapped(stage)
+    def _(model, comm):
         model(vectors(0), order=(0, 2)).sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    for stage in STAGES:
-        for found in run(2, gradients, stage):
-            assert all(g is not None for g in found) and any((g == 0).all() for g in found)
+        gradients = [p.grad for p in model.parameters()]
+        assert all(g is not None for g in gradients) and any((g == 0).all() for g in gradients)
 
 
 def test_a_branch_that_only_some_ranks_take():
@@ -85,31 +68,21 @@ def test_a_branch_that_only_some_ranks_take():
         run(3, fit, Zero3, seeded(Blocks), forward=forward)
 
 
-def test_a_parameter_that_only_some_ranks_use():
+def layers():
+    return {name: nn.Linear(7, 7) for name in "abc"}
+
+
+class Either(nn.ModuleDict):
+    def forward(self, x):
+        return self[self.takes](x).tanh()
+
+
+@trains(lambda: Blocks(lambda net: setattr(net, "blocks", nn.ModuleList(Either(layers()) for _ in range(3)))), parts=3)
+def test_a_parameter_that_only_some_ranks_use(model, x, rank):
     """All ranks use the unit, so stage 3 can gather it; gradients are None on some ranks."""
-
-    class Either(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleDict({name: nn.Linear(7, 7) for name in "abc"})
-
-        def forward(self, x, name):
-            return self.layers[name](x).tanh()
-
-    class Chosen(Blocks):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Either() for _ in range(3))
-
-        def forward(self, x, names):
-            for block, name in zip(self.blocks, names):
-                x = x + block(x, name)
-            return self.out(x)
-
-    def forward(model, x, rank):
-        return model(x, names=("aba", "aab", "bac")[rank]).square().mean()  # nobody takes c in the first, say
-
-    check(seeded(Chosen), forward=forward, parts=3)
+    for block, takes in zip(getattr(model, "module", model).blocks, ("aba", "aab", "bac")[rank]):
+        block.takes = takes  # nobody takes c in the first, say
+    return model(x).square().mean()
 
 
 def test_units_are_found_or_given():
@@ -117,14 +90,11 @@ def test_units_are_found_or_given():
         module = make()
         return [unit.name for unit in Zero3(module, comm, units=units and units(module)).units]
 
-    assert run(1, names, Blocks)[0] == ["root", "blocks.0", "blocks.1", "blocks.2"]
-    assert run(1, names, lambda: GPT(SMALL))[0] == ["root", "blocks.0", "blocks.1", "blocks.2"]
-    assert run(1, names, lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))[0] == ["0", "1"]
-    assert run(1, names, lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))[0] == ["root"]
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    assert run(1, names, Blocks)[0] == run(1, names, lambda: GPT(SMALL))[0] == ["root", *blocks]
     given = run(1, names, Blocks, lambda m: [m.blocks[1], m.out, m.blocks[1][0]])[0]
     assert given == ["root", "blocks.1", "out", "blocks.1.0"]
     assert run(1, names, Blocks, lambda m: [])[0] == ["root"]
-    check(seeded(Blocks), units=None)
     with pytest.raises(RankFailed, match="submodule"):
         run(1, names, Blocks, lambda m: [nn.Linear(2, 2)])
 
@@ -142,10 +112,10 @@ class Gate(nn.Module):
 
 def test_units_are_kept_until_their_inputs_have_their_gradients():
     class Gates(nn.Module):
-        def __init__(self):
+        def __init__(self, frozen):
             super().__init__()
-            self.gates = nn.ModuleList(Gate() for _ in range(3))
-            self.into = nn.Linear(7, 7)
+            self.gates, self.into = nn.ModuleList(Gate() for _ in range(3)), nn.Linear(7, 7)
+            self.gates[0].requires_grad_(not frozen)
 
         def forward(self, x):
             x = self.into(x)
@@ -153,13 +123,8 @@ def test_units_are_kept_until_their_inputs_have_their_gradients():
                 x = gate(x)
             return 30 * x
 
-    def freeze():
-        module = Gates()
-        module.gates[0].requires_grad_(False)
-        return module
-
-    check(seeded(Gates))
-    check(seeded(freeze))
+    for frozen in (False, True):
+        check(seeded(functools.partial(Gates, frozen)))
 
 
 def test_buffers_that_share_memory_go_on_sharing_it():

@@ -4,6 +4,7 @@ Five steps of AdamW, losses relative and each parameter by ‖Δ‖/‖p‖, to 
 differs. Adam's eps is 1e-4, or it would blow up gradients that are nothing but rounding.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from minizero import DDP, GPT, Zero3
-from tests.support.helpers import SMALL, batch
+from tests.support.helpers import SMALL, batch, steps
 from tests.support.processes import run
 from tests.support.small_models import Blocks, vectors
 
@@ -79,11 +80,7 @@ CASES = {
     "frozen and unused": (Partial, rows, 0.0),
     "frozen and unused, decayed": (Partial, rows, WEIGHT_DECAY),
 }
-OURS = {
-    "DDP": lambda module, comm: DDP(module, comm),
-    "Zero3": lambda module, comm: Zero3(module, comm),
-    "hybrid": lambda module, comm: Zero3(module, comm, sharding_factor=2),
-}
+OURS = {"DDP": DDP, "Zero3": Zero3, "hybrid": functools.partial(Zero3, sharding_factor=2)}
 THEIRS = ("DistributedDataParallel", "fully_shard", "hybrid fully_shard")
 WORLD_SIZE = 4  # hybrid engines need it
 
@@ -107,14 +104,8 @@ def their_engine(name, module, comm):
 
 def train(model, comm, batches, weight_decay):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4, weight_decay=weight_decay)
-    losses = []
-    for step in range(STEPS):
-        loss = model(*(part.chunk(comm.size)[comm.rank] for part in batches(step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    mine = lambda step: [part.chunk(comm.size)[comm.rank] for part in batches(step)]  # noqa: E731
+    return steps(functools.partial(model), optimizer, range(STEPS), mine)
 
 
 def every_case(comm):
@@ -127,12 +118,11 @@ def every_case(comm):
         for name in (*OURS, *their_names(case)):
             module = make()
             module.load_state_dict(start)
+            model = OURS[name](module, comm) if name in OURS else their_engine(name, module, comm)
+            losses = train(model, comm, batches, weight_decay)
             if name in OURS:
-                model = OURS[name](module, comm)
-                losses = train(model, comm, batches, weight_decay)
                 found[case, name] = losses, model.gather_state_dict()
             else:
-                losses = train(their_engine(name, module, comm), comm, batches, weight_decay)
                 full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.state_dict().items()}
                 found[case, name] = losses, {n: p.detach().clone() for n, p in full.items()}
     return found

@@ -419,6 +419,8 @@ UNITS = [
     (lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), ["1.0", "1.1"]),
     (lambda: nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)]), ["0.0", "1"]),
     (lambda: nn.ModuleList([bare(), nn.Linear(2, 2)]), ["0.inner.0", "1"]),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0", "1"]),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), []),
     (lambda: nn.ModuleList(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Tanh()) for _ in "ab"), ["0", "1"]),
 ]
 

@@ -1,5 +1,7 @@
 """A full state has every name, loads by any of them, and is PyTorch's own under DDP."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -7,23 +9,26 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from minizero import DDP, checkpoint
 from tests.support.helpers import STAGES
-from tests.support.small_models import SHARDED, Blocks, seeded, vectors, wrapped
+from tests.support.small_models import SHARDED, Blocks, refused, seeded, vectors, wrapped
+
+
+class Named(Blocks):
+    """A tied weight, and a buffer that all blocks share."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2][2].weight = self.blocks[0][2].weight
+        table = torch.arange(3.0)
+        for block in self.blocks:
+            block.register_buffer("table", table)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_name_of_a_tied_parameter_or_shared_buffer_suffices(stage):
-    class Tied(Blocks):
-        def __init__(self):
-            super().__init__()
-            self.blocks[2][2].weight = self.blocks[0][2].weight
-            table = torch.zeros(3)
-            for block in self.blocks:
-                block.register_buffer("table", table)
-
-    @wrapped(stage, seeded(Tied))
+    @wrapped(stage, seeded(Named))
     def _(model, comm):
         full = model.gather_state_dict()
-        assert full.keys() == Tied().state_dict().keys()
+        assert full.keys() == Named().state_dict().keys()
         for value, gone in ((1.0, 0), (2.0, 2)):
             removed = (f"blocks.{gone}.2.weight", f"blocks.{gone}.table", "blocks.1.table")
             state = {name: torch.full_like(t, value) for name, t in full.items() if name not in removed}
@@ -31,8 +36,9 @@ def test_one_name_of_a_tied_parameter_or_shared_buffer_suffices(stage):
             model.load_full_state_dict(state)
             assert list(state) == names and all((t == value).all() for t in model.gather_state_dict().values())
         got = model.gather_state_dict()
-        with pytest.raises(ValueError, match="blocks.0.2.weight, blocks.2.2.weight are one tensor: give one value"):
-            model.load_full_state_dict(got | {"blocks.2.2.weight": got["blocks.0.2.weight"] + 1})
+        two = got | {"blocks.2.2.weight": got["blocks.0.2.weight"] + 1}
+        words = "blocks.0.2.weight, blocks.2.2.weight are one tensor: give one value"
+        refused(words, lambda: model.load_full_state_dict(two), error=ValueError)
         diverged = {name: torch.full_like(value, torch.nan) for name, value in got.items()}
         model.load_full_state_dict(diverged)
 
@@ -41,13 +47,11 @@ def test_one_name_of_a_tied_parameter_or_shared_buffer_suffices(stage):
 def test_a_state_dict_of_a_part_is_refused(stage):
     @wrapped(stage)
     def _(model, comm):
-        for module in (model, model.module, model.module.blocks[0], nn.Sequential(model)):
-            with pytest.raises(RuntimeError, match=f"{stage.__name__}: each rank holds a part: call gather_state_dict"):
-                module.state_dict()
-        state = seeded(Blocks)().state_dict()
-        for module, given in ((model, {}), (model.module, state), (model.module.out, {}), (nn.Sequential(model), {})):
-            with pytest.raises(RuntimeError, match=f"{stage.__name__}: call load_full_state_dict"):
-                module.load_state_dict(given)
+        around, state = nn.Sequential(model), seeded(Blocks)().state_dict()
+        saves = (part.state_dict for part in (model, model.module, model.module.blocks[0], around))
+        refused(f"{stage.__name__}: each rank holds a part: call gather_state_dict", *saves)
+        for part, given in ((model, {}), (model.module, state), (model.module.out, {}), (around, {})):
+            refused(f"{stage.__name__}: call load_full_state_dict", functools.partial(part.load_state_dict, given))
 
 
 class Saves(Blocks):
@@ -102,15 +106,6 @@ def test_a_full_state_is_the_modules_own(stage, tmp_path):
             same(model.gather_state_dict())
 
 
-class Named(Blocks):
-    """A tied weight and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[2][2].weight = self.blocks[0][2].weight
-        self.register_buffer("table", torch.arange(3.0))
-
-
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 def test_ddps_state_dict_is_pytorchs(dtype):
     @wrapped(DDP, seeded(Named), dtype=dtype)
@@ -155,9 +150,8 @@ def test_ddps_state_dict_is_pytorchs(dtype):
         missing, unexpected = model.module.load_state_dict(given, strict=False)
         assert "out.weight" in missing and unexpected == ["x"] and model.gather_state_dict()["out.bias"] == 0
         larger = target | {"out.bias": torch.zeros(2)}
-        for wrong, message in (({}, "Missing key"), (larger, "size mismatch for out.bias")):
-            with pytest.raises(RuntimeError, match=message):
-                model.module.load_state_dict(wrong)
+        refused("Missing key", lambda: model.module.load_state_dict({}))
+        refused("size mismatch for out.bias", lambda: model.module.load_state_dict(larger))
         for module, prefix in ((model, "module."), (model.module, "")):
-            with pytest.raises(ValueError, match="assign=True would replace"):
-                module.load_state_dict({prefix + name: value for name, value in target.items()}, assign=True)
+            load = functools.partial(module.load_state_dict, {prefix + n: value for n, value in target.items()})
+            refused("assign=True would replace", functools.partial(load, assign=True), error=ValueError)

@@ -100,6 +100,13 @@ def refuses(words, stages=STAGES, make=None, error=RuntimeError, **options):
     return decorate
 
 
+def refused(words, *uses, error=RuntimeError):
+    """Each of these calls raises an error with these words."""
+    for use in uses:
+        with pytest.raises(error, match=words):
+            use()
+
+
 def seeded(build):
     """A module that is the same at each call, whatever other ranks draw from torch's generator."""
 
