@@ -19,26 +19,18 @@ def compile_blocks(model, backend):
     return model
 
 
-def compile_blocks_in_place(model, backend):
-    for block in model.blocks:
-        block.compile(backend=backend)
-    return model
-
-
-def compile_in_place(model, backend):
-    model.compile(backend=backend)
-    return model
-
-
-def compile_around(model, backend):
-    return torch.compile(model, backend=backend)
-
-
 def nothing(model, backend):
     return model
 
 
-REFUSED = {"blocks in place": compile_blocks_in_place, "in place": compile_in_place, "around": compile_around}
+WHOLE = {
+    "in place": lambda model, backend: model.compile(backend=backend) or model,
+    "around": lambda model, backend: torch.compile(model, backend=backend),
+}
+LATE = {
+    "blocks in place": lambda model, backend: any(block.compile(backend=backend) for block in model.blocks) or model,
+    "in place": WHOLE["in place"],
+}
 
 
 def losses(comm, stage, before=nothing, between=nothing, after=nothing, backend="aot_eager"):
@@ -62,20 +54,21 @@ def run_one(*args, **kwargs):
 def test_compiled_blocks_and_a_compiled_engine(stage, backend):
     plain = run_one(stage)
     assert run_one(stage, before=compile_blocks, backend=backend) == plain
-    for after in (compile_around, compile_in_place):
+    for after in WHOLE.values():
         assert run_one(stage, after=after, backend=backend) == plain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("how", LATE | WHOLE)
 def test_what_was_compiled_before_wrapping(how):
+    how = (LATE | WHOLE)[how]
     assert run_one(Zero2, before=how) == run_one(Zero2)
     with pytest.raises(RankFailed, match="Zero3: a compiled .* contains units.* for each block"):
         run(1, lambda comm: Zero3(how(GPT(SMALL), "aot_eager"), comm))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [compile_blocks_in_place, compile_in_place])
+@pytest.mark.parametrize("how", LATE.values(), ids=LATE)
 def test_what_is_compiled_after_wrapping_is_refused_in_the_next_forward(how):
     with pytest.raises(RankFailed, match="Zero3: a compiled .* contains units.* for each block"):
         run_one(Zero3, between=how)

@@ -1,13 +1,12 @@
 """Sharding factor and resharding: the same training, other bytes and another traffic, each as the formula says."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from minizero import GPT, GPTConfig, Zero1, Zero3
+from minizero import GPT, GPTConfig, Zero3
 from minizero.memory import Ledger, predict, predict_sent
 from tests.support.helpers import SMALL, batch, plain, relative_error, run, same, slow, train
+from tests.support.small_models import Blocks, fit, fit_plain, held_back, seeded
 
 WIDE = GPTConfig(vocabulary=64, sequence_length=16, width=96, layers=4, heads=2)
 TOTAL = sum(p.numel() for p in GPT(WIDE).parameters())
@@ -79,20 +78,10 @@ def test_without_resharding_parameters_are_gathered_once_and_kept_until_backward
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_no_sync_and_states_as_in_other_stages(factor):
-    def work(comm, stage):
-        model = stage(GPT(dataclasses.replace(SMALL, seed=comm.rank)), comm)  # rank 0's counts
-        sent = comm.bytes_sent
-        with model.no_sync():
-            model(*batch(comm.rank)).backward()
-        model.load_full_state_dict(state := model.gather_state_dict())
-        model(*batch(10 + comm.rank)).backward()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer.step()
-        return state, model.gather_state_dict(), comm.bytes_sent - sent
-
-    expected, (start, state, _) = run(4, work, Zero1)[0], run(4, work, factored(factor))[1]
-    assert relative_error(start, expected[0]) == 0 and relative_error(state, expected[1]) < 1e-5
+def test_what_no_sync_holds_back_is_the_same(factor):
+    expected = fit_plain(seeded(Blocks), forward=held_back)
+    for state in run(4, fit, Zero3, seeded(Blocks), forward=held_back, sharding_factor=factor):
+        assert relative_error(state, expected) < 1e-5
 
 
 def test_a_factor_that_does_not_divide_the_ranks_is_refused():

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
-from minizero import DDP, Zero3, all_reduce, recompute
+from minizero import DDP, Zero3, all_reduce
 from precision.scaling import DynamicLossScaler
 from tests.support.helpers import SLOW, relative_error, run, same
-from tests.support.small_models import EDGES, ENGINES, LOOPS, OPTIONS, Blocks, fit, fit_plain, seeded
+from tests.support.small_models import EDGES, LOOPS, OPTIONS, Blocks, fit, fit_plain, seeded
 
 WORLD_SIZE = 4
 MOST = ("two ahead", "kept until backward", "offload", "groups of 2, offload, kept")
@@ -36,28 +35,6 @@ def test_what_a_loop_may_do(name, use):
         assert same(states[0], run(size, fit, Zero3, make, forward=use, prefetch=0)[0])
     for name in ("blocks.1.0.weight", "blocks.0.0.weight", "blocks.0.0.bias", "spare.weight", "spare.bias"):
         assert torch.equal(states[0][name], start[name]), f"{name} is frozen or unused"
-
-
-class Recomputed(Blocks):
-    """Both packages' checkpoint; backward comes through the units' forward again."""
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            x = x + recompute.checkpoint(block, x)
-        return self.out(x)
-
-
-@pytest.mark.accuracy
-def test_recompute_inside_units():
-    def without(model, x, rank):
-        return model(x, order=(0, 0, 1, 1, 2, 2)).square().mean()
-
-    expected = fit_plain(seeded(Blocks), forward=without)
-    bits = run(WORLD_SIZE, fit, DDP, seeded(Blocks), forward=without)[0]
-    for name, (stage, options) in ENGINES.items():
-        state = run(WORLD_SIZE, fit, stage, seeded(Recomputed), **options)[0]
-        assert relative_error(state, expected) < 1e-5 and (same(state, bits) or "groups" in name), name
 
 
 def overflow(comm, stage, at, **options):

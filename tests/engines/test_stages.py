@@ -89,18 +89,19 @@ def test_backward_twice_adds_averages_and_zero_grad_drops_them_and_what_no_sync_
     assert twice == pytest.approx(2 * once, rel=1e-6) and again == [once, once]
 
 
-def test_the_initial_parameters_and_buffers_are_rank_zeros():
-    def start(comm, stage):
+@pytest.mark.parametrize("factor", [*STAGES, 1, 2], ids=str)
+def test_the_initial_parameters_and_buffers_are_rank_zeros(factor):
+    """factor: Zero3's, or a stage."""
+
+    def start(comm):
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         with torch.no_grad():
             for tensor in module.state_dict().values():
                 tensor.fill_(comm.rank + 5)
-        model = stage(module, comm)
-        return model.gather_state_dict(), dict(model.module.named_buffers())
+        model = Zero3(module, comm, sharding_factor=factor) if isinstance(factor, int) else factor(module, comm)
+        return [*model.gather_state_dict().values(), *model.module.buffers()]
 
-    for stage in STAGES:
-        for state, buffers in run(3, start, stage):
-            assert all((tensor == 5).all() for tensor in [*state.values(), *buffers.values()])
+    assert all((tensor == 5).all() for tensors in run(4, start) for tensor in tensors)
 
 
 @pytest.mark.parametrize("stage", STAGES)

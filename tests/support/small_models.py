@@ -1,12 +1,14 @@
 """A small model of odd shapes, and its training in every stage and on one process."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
-from minizero import Zero1, Zero2, Zero3
+from minizero import Zero1, Zero2, Zero3, recompute
 from tests.support.helpers import STAGES, relative_error, run, same
 
 SHARDED = (Zero1, Zero2, Zero3)
@@ -131,9 +133,9 @@ class Blocks(nn.Module):
         if change:
             change(self)
 
-    def forward(self, x, order=(0, 1, 2)):
+    def forward(self, x, order=(0, 1, 2), call=lambda block, x: block(x)):
         for index in order:
-            x = x + self.blocks[index](x)
+            x = x + call(self.blocks[index], x)
         return self.out(x)
 
 
@@ -233,6 +235,12 @@ def raises_in_forward(model, x, rank):
     return model(x).square().mean()
 
 
+def recomputed(model, x, rank):
+    """By both packages; backward comes through the units' forward again."""
+    theirs = model(x, call=functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
+    return (theirs + model(x, order=(0, 0, 1, 2), call=recompute.checkpoint)).square().mean()
+
+
 LOOPS = (twice, several_forwards, one_by_one, held_back, broken_off_and_dropped, raises_in_forward)
-EDGES = (one_graph_twice, adapters_off, evaluation_between, broken_off)
+EDGES = (one_graph_twice, adapters_off, evaluation_between, broken_off, recomputed)
 PLAIN_LOOPS = (twice, several_forwards, one_by_one, one_graph_twice, evaluation_between)  # of forwards and backwards
