@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import DDP, RankFailed, Zero1, Zero2, Zero3, all_reduce, barrier, checkpoint
+from minizero import DDP, CollectiveMismatch, RankFailed, Zero1, Zero2, Zero3, all_reduce, barrier, checkpoint
 from minizero.engines.any_model.units import repeated_blocks
 from minizero.recompute import checkpoint as recompute
 from tests.support.failures import until
 from tests.support.helpers import STAGES, relative_error, run
-from tests.support.small_models import SAME_BITS, SHARDED, Blocks, seeded, vectors, wrapped
+from tests.support.small_models import SAME_BITS, SHARDED, Blocks, refuses, seeded, vectors, wrapped
 
 
 def both(stage, loop, make=Blocks):
@@ -259,23 +259,18 @@ def test_a_norm_that_torch_distributed_sums_stays(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_whose_output_reaches_no_parameter_goes_on_with_the_others(stage):
-    def job(comm):
-        model = stage(Gate(), comm)
-        for step in range(2):
-            model(vectors(step).requires_grad_(), use=comm.rank == step).sum().backward()
-        return [p.grad.any() for p in model.parameters() if p.numel()]
-
-    assert all(all(found) for found in run(2, job))
-
-
 class Gate(nn.Linear):
-    def __init__(self):
-        super().__init__(7, 7)
-
     def forward(self, x, use):
         return super().forward(x) if use else 2 * x
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_whose_output_reaches_no_parameter_goes_on_with_the_others(stage):
+    @wrapped(stage, lambda: Gate(7, 7))
+    def _(model, comm):
+        for step in range(2):
+            model(vectors(step).requires_grad_(), use=comm.rank == step).sum().backward()
+        assert all(p.grad.any() for p in model.parameters() if p.numel())
 
 
 # Buffers that forward writes.
@@ -461,21 +456,19 @@ def test_stage_3_says_once_what_it_cannot_free(make, options, autocast, words):
     assert len(said) == (words is not None) and all(re.search(words, each) for each in said)
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
-
+class Experts(nn.ModuleList):
     def forward(self, x, which):
-        return F.relu(self.experts[which](x))
+        return F.relu(self[which](x))
 
 
-def test_experts_that_only_one_rank_uses_are_told_to_go_with_the_module_around_them():
-    def job(comm):
-        model = Zero3(nn.ModuleDict({"a": Experts()}), comm)
-        model.module["a"](vectors(0), comm.rank).sum().backward()
-
-    assert "name a module around them all in units=" in error_of(lambda: run(2, job))
+@refuses(
+    r"label=[01].*name a module around them all in units=",
+    [Zero3],
+    make=lambda: Experts(nn.Linear(7, 7) for _ in "ab"),
+    error=CollectiveMismatch,
+)
+def test_experts_that_only_one_rank_uses_are_told_to_go_with_the_module_around_them(model, comm):
+    model(vectors(0), comm.rank).sum().backward()
 
 
 # What would grow.

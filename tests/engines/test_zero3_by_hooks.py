@@ -142,7 +142,6 @@ def branch(model, comm):
     ],
 )
 def test_what_it_does_not_serve_is_an_error(what, error, words):
-    with pytest.raises(RankFailed) as failure:
+    with pytest.raises(RankFailed, match=words) as failure:
         run(2, lambda comm: what(copy.deepcopy(MODELS["odd"][0]), comm))
-    with pytest.raises(error, match=words):
-        raise failure.value.__cause__
+    assert type(failure.value.__cause__) is error
