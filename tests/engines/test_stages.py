@@ -85,16 +85,17 @@ def test_backward_twice_adds_averages_and_zero_grad_drops_them_and_what_no_sync_
         assert norm() == once
 
 
-@pytest.mark.parametrize("factor", [*STAGES, 1, 2], ids=str)
-def test_the_initial_parameters_and_buffers_are_rank_zeros(factor):
-    """factor: Zero3's, or a stage."""
+HYBRID = [(Zero3, {"sharding_factor": factor}) for factor in (1, 2)]
 
+
+@pytest.mark.parametrize("stage, options", [*((stage, {}) for stage in STAGES), *HYBRID])
+def test_the_initial_parameters_and_buffers_are_rank_zeros(stage, options):
     def start(comm):
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         with torch.no_grad():
             for tensor in module.state_dict().values():
                 tensor.fill_(comm.rank + 5)
-        model = Zero3(module, comm, sharding_factor=factor) if isinstance(factor, int) else factor(module, comm)
+        model = stage(module, comm, **options)
         return [*model.gather_state_dict().values(), *model.module.buffers()]
 
     assert all((tensor == 5).all() for tensors in run(4, start) for tensor in tensors)
