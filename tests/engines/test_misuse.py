@@ -304,6 +304,12 @@ def test_what_no_sync_holds_back_is_neither_stepped_nor_clipped(stage):
         optimizer.step()
 
 
+@refuses("the norm over all ranks is non-finite")
+def test_a_norm_that_is_not_finite_on_one_rank_is_told_if_asked(model, comm):
+    model(vectors(0) * (torch.inf if comm.rank else 1)).sum().backward()
+    model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
 @refuses("hook on out.bias would see this rank's gradient", error=ValueError)
 def test_a_hook_that_would_see_a_part_of_the_gradient(model, comm):
     model.module.out.bias.register_post_accumulate_grad_hook(print)
