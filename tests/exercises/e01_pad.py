@@ -30,7 +30,7 @@ AFTER = (
     "The package counts the missing rows with `-rows % multiple`: in Python the result is never below 0. If nothing "
     "is missing, it returns the tensor itself, so a tensor that fits costs no copy. `new_zeros` takes dtype and "
     "device from the tensor, so nobody has to name them. The engines need no `pad` for their parameters: they know "
-    "the padded size before, and make the buffer of that size at once. Read next: `flatten` in "
+    "the padded size before, and make the buffer of that size at once. Read next: `from_rank_0` in "
     "minizero/engines/core.py."
 )
 WRONG = [
