@@ -4,6 +4,7 @@ To be read first:
 
 comm.py         what a rank sees of the others: send, recv, send_recv, split
 collectives.py  the rings: all-gather, reduce-scatter, all-reduce; barrier
+combining.py    what a ring does with a chunk that comes in; a mean in 16 bits
 tree.py         broadcast
 world.py        N ranks as threads of one process, that end together
 one_of_many.py  one rank of N without the others, to count bytes
