@@ -37,7 +37,8 @@ class Watched:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function.__name__, kwargs or {}
         if name in ("__get__", "__set__"):
-            name = f".{function.__self__.__name__}"  # an attribute
+            attribute = function.__self__
+            name = f".{getattr(attribute, 'fget', attribute).__name__}"  # of a property that of its function
         if cls is Shard and name in ("dim", "ndimension", ".ndim"):
             raise RuntimeError(
                 "a shard has not the dimensions of a parameter: initialise the module before wrapping it. An optimizer "
