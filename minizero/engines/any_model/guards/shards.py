@@ -94,6 +94,7 @@ class Number(Watched, torch.Tensor):
 
 
 def is_real(value: Any) -> bool:
+    """Is it a tensor of real numbers?"""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
