@@ -508,3 +508,16 @@ def test_nothing_is_noted_of_calls_of_a_block_and_nothing_kept_of_an_engine():
         return len(comm.parts), comm.bytes_sent == sent
 
     assert run(2, job) == [(0, True)] * 2
+
+
+def test_an_attribute_of_a_shard_may_be_replaced_by_a_property(monkeypatch):
+    """As a tool does that follows gradients."""
+    getter, setter = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.grad.__set__
+    monkeypatch.setattr(torch.Tensor, "grad", property(getter, setter), raising=False)
+
+    def work(comm):
+        model = Zero1(nn.Linear(3, 1), comm)
+        model(torch.ones(2, 3)).sum().backward()
+        return [tuple(shard.grad.shape) for shard in model.parameters()]
+
+    assert run(2, work) == [[(2,)]] * 2
