@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from minizero.cli import Parser, positive, run_command
 from minizero.engines import STAGES, Zero3
 from minizero.engines.any_model.engine import AnyModel
-from minizero.engines.any_model.unit import Unit
 from minizero.engines.timeline import around_each_call
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.pictures.shards import STATES
@@ -38,17 +37,14 @@ Holding = dict[str, dict[str, float]]  # by unit, then by state: a share, from 0
 
 def holding(model: AnyModel, optimizer: torch.optim.Optimizer) -> Holding:
     """What share of each unit this rank holds: bytes of its tensors / bytes of the whole, in FP32 with Adam."""
-    return {unit.name: dict(zip(STATES, held(unit, optimizer))) for unit in model.units}
-
-
-def held(unit: Unit, optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """The shares of one unit's parameters, gradients and optimizer states that this rank holds."""
-    gradients = [shard.grad for shard in unit.shards]
-    gradients += [getattr(gradient, "full", None) for gradient in (unit.gradient, *gradients)]
-    states = [value for shard in unit.shards for value in optimizer.state.get(shard, {}).values()]
-    whole = 4 * unit.size
-    sizes = storage_bytes([unit.replica, unit.master]), storage_bytes(gradients), storage_bytes(states) / 2
-    return tuple(min(size / whole, 1.0) for size in sizes)
+    shares = {}
+    for unit in model.units:
+        gradients = [shard.grad for shard in unit.shards]
+        gradients += [getattr(gradient, "full", None) for gradient in (unit.gradient, *gradients)]
+        states = [value for shard in unit.shards for value in optimizer.state.get(shard, {}).values()]
+        held = storage_bytes([unit.replica, unit.master]), storage_bytes(gradients), storage_bytes(states) / 2
+        shares[unit.name] = {state: min(size / (4 * unit.size), 1.0) for state, size in zip(STATES, held)}
+    return shares
 
 
 def storage_bytes(tensors: list[Any]) -> int:
@@ -94,22 +90,17 @@ def frame(board: list[tuple[str, Holding]]) -> Group | Text:
 
 def draw_text(board: list[tuple[str, Holding]]) -> Table:
     """The board as a table for a terminal. board: for each rank, what happened last, and its holding."""
-    table = Table(pad_edge=False)
-    table.add_column("")
-    names = list(next((units for _, units in board if units), {}))
-    for name in names:
-        table.add_column(name.removeprefix("blocks."), justify="center")
+    names = board[0][1]
+    table = Table("", *(Column(name.removeprefix("blocks."), justify="center") for name in names), pad_edge=False)
     for rank, (_, units) in enumerate(board):
-        cells = []
-        for name in names:
-            cell = Text()
-            for state in STATES:
-                share = units.get(name, {}).get(state, 0.0)
-                level = max(round(share * (len(LEVELS) - 1)), share > 0)  # the smallest share is still seen
-                cell.append(LEVELS[level] * 2 + " ", style=COLORS[state])
-            cells.append(cell)
+        cells = (Text.assemble(*((bar(units[name][s]), COLORS[s]) for s in STATES)) for name in names)
         table.add_row(f"rank {rank}", *cells)
     return table
+
+
+def bar(share: float) -> str:
+    """The smallest share is still seen."""
+    return 2 * LEVELS[max(round(share * (len(LEVELS) - 1)), share > 0)] + " "
 
 
 def run(argv: list[str] | None, console: Console) -> None:
@@ -144,10 +135,8 @@ def run(argv: list[str] | None, console: Console) -> None:
         elif not options.by_hand:
             time.sleep(options.delay)
 
-    if options.by_hand:
-        World(options.world_size, "cpu").run(step_by_step, options.stage, config, options.steps, show)
-        return
-    with Live(get_renderable=lambda: frame(board), console=console, refresh_per_second=20):
+    live = Live(get_renderable=lambda: frame(board), console=console, refresh_per_second=20)
+    with contextlib.nullcontext() if options.by_hand else live:
         World(options.world_size, "cpu").run(step_by_step, options.stage, config, options.steps, show)
 
 

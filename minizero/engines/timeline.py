@@ -46,7 +46,7 @@ def around_each_call(model: AnyModel, before: Callable[[], Any], after: Callable
         yield
 
 
-class Timeline:
+class Timeline(contextlib.ExitStack):
     """Records what this rank's engine and its optimizer do while the block runs. Times are the host's, in seconds.
 
     Computation is what lies between two calls of the engine: its bar ends when the engine is called next. A GPU
@@ -54,6 +54,7 @@ class Timeline:
     """
 
     def __init__(self, model: AnyModel, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().__init__()  # what it undoes at the end of the block
         self.model, self.optimizer = model, optimizer
         self.rank = model.comm.ranks[model.comm.rank]  # in the whole world
         self.events: list[Event] = []
@@ -61,19 +62,15 @@ class Timeline:
         self.computing: tuple[str, float] | None = None  # what, since when
 
     def __enter__(self) -> "Timeline":
-        self.open = contextlib.ExitStack()
         # The engine is called, so what was computed until now is over.
-        self.open.enter_context(around_each_call(self.model, lambda: self._end("compute"), self._after))
+        self.enter_context(around_each_call(self.model, lambda: self._end("compute"), self._after))
         self.model.comm.observers.append(self._observe)
-        self.open.callback(self.model.comm.observers.remove, self._observe)
+        self.callback(self.model.comm.observers.remove, self._observe)
         if self.optimizer is not None:
             begin, end = lambda *_: self._begin("optimizer step"), lambda *_: self._end("optimizer")
-            self.open.callback(self.optimizer.register_step_pre_hook(begin).remove)
-            self.open.callback(self.optimizer.register_step_post_hook(end).remove)
+            self.callback(self.optimizer.register_step_pre_hook(begin).remove)
+            self.callback(self.optimizer.register_step_post_hook(end).remove)
         return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.open.close()
 
     def _after(self, method: str, unit: Unit | None = None, *_: Any) -> None:
         """The engine has done something, and computation goes on."""

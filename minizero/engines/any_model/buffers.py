@@ -28,23 +28,19 @@ class Buffers:
         """Collective. Whatever has become of a rank's buffers, all ranks bring the same number of bytes."""
         if not self.kinds:
             return
-        now, device = dict(self.module.named_buffers()), self.comm.device
-        held = []  # None: another one now
-        for name, kind in self.kinds.items():
-            buffer = now.get(name)
-            same = buffer is not None and (buffer.shape, buffer.dtype) == kind and not buffer.is_inference()
-            held.append(buffer if same else None)
-        parts = [torch.ones(len(held), dtype=torch.uint8, device=device)]  # which of rank 0's are still these
-        for number, (buffer, (shape, dtype)) in enumerate(zip(held, self.kinds.values(), strict=True)):
-            if buffer is None:
-                parts[0][number] = 0
-            value = torch.zeros(shape, dtype=dtype) if buffer is None else buffer.detach()
+        device, here = self.comm.device, {}
+        for name, buffer in self.module.named_buffers():
+            if self.kinds.get(name) == (buffer.shape, buffer.dtype) and not buffer.is_inference():
+                here[name] = buffer.detach()
+        parts = [torch.tensor([name in here for name in self.kinds], dtype=torch.uint8, device=device)]
+        for name, (shape, dtype) in self.kinds.items():
+            value = here[name] if name in here else torch.zeros(shape, dtype=dtype)
             parts.append(value.to(device).contiguous().view(-1).view(torch.uint8))
         valid, *values = broadcast(torch.cat(parts), self.comm, label="buffers").split([len(part) for part in parts])
-        for on_rank_0, buffer, value in zip(valid.bool(), held, values, strict=True):
-            if buffer is not None:
-                new = value.clone().view(buffer.dtype).view(buffer.shape)
-                write(buffer, torch.where(on_rank_0, new, buffer.detach().to(device)))
+        for name, on_rank_0, value in zip(self.kinds, valid.bool(), values, strict=True):
+            if name in here:
+                new = value.clone().view(here[name].dtype).view(here[name].shape)
+                write(here[name], torch.where(on_rank_0, new, here[name].to(device)))
 
 
 def start_buffers(module: nn.Module, comm: Comm) -> None:

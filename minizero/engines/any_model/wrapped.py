@@ -143,7 +143,8 @@ class Wrapped(Refuses):
         if wrong := [f"{n} {tuple(state[n].shape)}, here {tuple(s)}" for n, s in shapes.items() if state[n].shape != s]:
             raise ValueError(f"load_full_state_dict: shapes differ: {'; '.join(wrong)}")
         for first, *more in (names for names in names_of.values() if names[0] in shapes):
-            if any(state[n] is not state[first] and not same_values(state[first], state[n]) for n in more):
+            one, again = state[first], [state[n] for n in more if state[n] is not state[first]]
+            if not all(torch.allclose(one, x.to(one), rtol=0.0, atol=0.0, equal_nan=True) for x in again):
                 raise ValueError(f"load_full_state_dict: {first}, {', '.join(more)} are one tensor: give one value")
         for name, buffer in buffers.items():
             buffer.copy_(broadcast(state[name].to(buffer), self.comm, label=name))
@@ -185,8 +186,3 @@ class Wrapped(Refuses):
     def part_loads(self, part: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> None:
         """A part of the module is about to load its parameters from `state`."""
         self.load_state_dict()
-
-
-def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Are all elements equal, NaN to NaN?"""
-    return torch.allclose(one, other.to(one), rtol=0.0, atol=0.0, equal_nan=True)

@@ -5,7 +5,7 @@ ranks that use other experts. fairscale#642: weights that autograd keeps in anot
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,39 +21,45 @@ from minizero.ranks.comm import Comm
 
 def check_module(stage: str, module: nn.Module, comm: Comm, dtype: torch.dtype | None) -> None:
     """`ValueError` if `module` cannot be wrapped: it must have FP32 parameters that train, on one device."""
-    parameters = dict(module.named_parameters())
-    buffers = dict(module.named_buffers())
-    for name, tensor in [*parameters.items(), *buffers.items()]:
-        if is_lazy(tensor):
-            raise ValueError(f"{stage}: {name} is lazy, and has no shape yet: run one forward before wrapping")
-        if tensor.is_meta:
-            raise ValueError(
-                f"{stage}: {name} is on the meta device, and has no values: module.to_empty(device=...), then "
-                "initialise it or load a state dict, then wrap it"
-            )
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{stage}: {name} is {tensor.layout}, not a dense tensor: call to_dense() first")
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"{stage}: dtype must be torch.float32, float16 or bfloat16, not {dtype}")
+    for fault in faults(module, comm):
+        raise ValueError(f"{stage}: {fault}")
+    for name, parameter in module.named_parameters():
+        check_hooks(stage, name, parameter)
+
+
+def faults(module: nn.Module, comm: Comm) -> Iterator[str]:
+    """Why `module` cannot be wrapped on this rank, and what to do."""
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    for name, tensor in [*parameters.items(), *buffers.items()]:
+        if is_lazy(tensor):
+            yield f"{name} is lazy, and has no shape yet: run one forward before wrapping"
+        if tensor.is_meta:
+            advice = "module.to_empty(device=...), then initialise it or load a state dict, then wrap it"
+            yield f"{name} is on the meta device, and has no values: {advice}"
+        if tensor.layout != torch.strided:
+            yield f"{name} is {tensor.layout}, not a dense tensor: call to_dense() first"
     if not any(p.requires_grad for p in parameters.values()):
-        raise ValueError(f"{stage}: the module has no parameters that train")
+        yield "the module has no parameters that train"
     for name, part in module.named_modules():
+        name, clips = name or "the module", getattr(part, "max_norm", None) is not None
+        looks_up = isinstance(part, nn.Embedding | nn.EmbeddingBag) or clips
+        trains = looks_up and getattr(getattr(part, "weight", None), "requires_grad", False)
         if isinstance(part, nn.SyncBatchNorm):
-            raise ValueError(
-                f"{stage}: {name} is a SyncBatchNorm, whose collectives would meet the engine's: use BatchNorm, "
-                "or a norm that does not look at the batch, such as GroupNorm"
-            )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
-            raise ValueError(f"{stage}: {name or 'the module'} gives sparse gradients, shards are dense: sparse=False")
-        if getattr(part, "max_norm", None) is not None and part.weight.requires_grad and comm.size > 1:
-            raise ValueError(
-                f"{stage}: {name or 'the module'} has a max_norm: its forward writes in place to the rows that this "
-                "rank looks up. It would be right if all ranks looked up the same rows in each forward, which nobody "
-                "can see here: leave it out, or scale what it returns"
+            advice = "use BatchNorm, or a norm that does not look at the batch, such as GroupNorm"
+            yield f"{name} is a SyncBatchNorm, whose collectives would meet the engine's: {advice}"
+        if trains and getattr(part, "sparse", False):
+            yield f"{name} gives sparse gradients, shards are dense: sparse=False"
+        if trains and clips and comm.size > 1:
+            yield (
+                f"{name} has a max_norm: its forward writes in place to the rows that this rank looks up. It would be "
+                "right if all ranks looked up the same rows in each forward, which nobody can see here: leave it out, "
+                "or scale what it returns"
             )
     if len(devices := sorted({str(p.device) for p in parameters.values()})) > 1:
-        raise ValueError(f"{stage}: parameters on mixed devices ({', '.join(devices)}): move the module to one")
-    owners: dict[Any, list[str]] = {}  # by memory
+        yield f"parameters on mixed devices ({', '.join(devices)}): move the module to one"
+    by_memory: dict[Any, dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         if parameter.dtype != torch.float32:
             if parameter.is_complex():
@@ -62,40 +68,28 @@ def check_module(stage: str, module: nn.Module, comm: Comm, dtype: torch.dtype |
                 advice = "make it a buffer (register_buffer): only floating-point numbers are trained"
             else:
                 advice = "call module.float(); dtype= makes the engine compute in 16 bits"
-            raise ValueError(f"{stage}: parameters must be float32, {name} is {parameter.dtype}: {advice}")
-        check_hooks(stage, name, parameter)
+            yield f"parameters must be float32, {name} is {parameter.dtype}: {advice}"
         if hasattr(parameter, "wrapped_in"):
-            raise ValueError(f"{stage}: {name} is wrapped in {parameter.wrapped_in[-1]} already: wrap a fresh module")
+            yield f"{name} is wrapped in {parameter.wrapped_in[-1]} already: wrap a fresh module"
         if vars(parameter).setdefault("claimed_by", comm.rank) != comm.rank:
-            raise ValueError(f"{stage}: {name} is another rank's: let each thread build or copy.deepcopy() the module")
+            yield f"{name} is another rank's: let each thread build or copy.deepcopy() the module"
         if parameter.numel() == 0:
-            raise ValueError(f"{stage}: {name} has no elements: take it out of the module")
-        owners.setdefault(torch_private.storage_id(parameter.untyped_storage()), []).append(name)
-    for names in owners.values():
-        check_apart(stage, {name: parameters[name] for name in names})
-    memories = {memory: names[0] for memory, names in owners.items()}
+            yield f"{name} has no elements: take it out of the module"
+        by_memory.setdefault(torch_private.place(parameter)[0], {})[name] = parameter
     for name, buffer in buffers.items():
-        if shared := memories.get(torch_private.storage_id(buffer.untyped_storage())):
-            raise ValueError(
-                f"{stage}: the buffer {name} lies in the memory of {shared}, which moves into a flat buffer: "
-                "compute it from the parameter in forward"
-            )
-
-
-def check_apart(stage: str, parameters: dict[str, nn.Parameter]) -> None:
-    """`ValueError` if two parameters of one memory have an element in common."""
-    if len(parameters) == 1:
-        return
-    elements = next(iter(parameters.values())).untyped_storage().nbytes() // torch.float32.itemsize
-    owners = torch.zeros(elements, dtype=torch.int32)  # of each element: the number of its parameter, or 0
-    for number, (name, parameter) in enumerate(parameters.items(), start=1):
-        place = owners.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
-        if other := int(place.max()):
-            raise ValueError(
-                f"{stage}: {name} and {[*parameters][other - 1]} are two parameters in one memory, and would be "
-                "trained apart: tie them by assigning the same nn.Parameter to both, or slice one in forward"
-            )
-        owners[torch.arange(elements).as_strided(place.shape, place.stride(), place.storage_offset())] = number
+        if shared := by_memory.get(torch_private.place(buffer)[0]):
+            advice = "compute it from the parameter in forward"
+            yield f"the buffer {name} lies in the memory of {[*shared][0]}, which moves into a flat buffer: {advice}"
+    for together in (each for each in by_memory.values() if len(each) > 1):
+        elements = next(iter(together.values())).untyped_storage().nbytes() // torch.float32.itemsize
+        owners = torch.zeros(elements, dtype=torch.int32)  # of each element: the number of its parameter, or 0
+        for number, (name, p) in enumerate(together.items(), start=1):
+            its = torch.arange(elements).as_strided(p.shape, p.stride(), p.storage_offset())
+            if other := int(owners[its].max()):
+                advice = "tie them by assigning the same nn.Parameter to both, or slice one in forward"
+                both = f"{name} and {[*together][other - 1]}"
+                yield f"{both} are two parameters in one memory, and would be trained apart: {advice}"
+            owners[its] = number
 
 
 def check_complete(stage: str, module: nn.Module, complete: dict[str, int], units: Sequence[Unit]) -> None:

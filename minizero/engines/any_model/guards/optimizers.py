@@ -30,16 +30,17 @@ def mark(unit: Unit, engine: Any) -> None:
         shard.shard_of = Ours(lambda: (weak[0](), weak[1]()))  # type: ignore[attr-defined]
         shard.cut_at = torch_private.place(shard)  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
-            shard.register_hook(own_gradient_comes(weakref.ref(shard), weakref.ref(unit)))
+            shard.register_hook(own_gradient_comes(weakref.ref(shard)))
             if not unit.unsharded:
                 watch(shard, watched=True)
 
 
-def own_gradient_comes(weak_shard: Any, weak_unit: Any) -> Callable[[torch.Tensor], None]:
+def own_gradient_comes(weak: Any) -> Callable[[torch.Tensor], None]:
     """The hook of a shard that autograd calls if the loss uses the shard itself, in a penalty over `parameters()`."""
 
     def comes(_: torch.Tensor) -> None:
-        shard, unit = weak_shard(), weak_unit()
+        shard = weak()
+        unit, _ = shard.shard_of()
         if any(torch_private.gradient_hooks(shard)):
             raise RuntimeError(
                 "a hook on a shard, and a loss that uses the shard itself (a penalty over parameters()): the hook "
