@@ -81,21 +81,17 @@ def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
 def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called before every optimizer step in this process: may it step what it holds?"""
     held = list(shards_of(optimizer))
-    for shard, unit, engine in held:
+    for shard, _, engine in held:
         if type(shard) is Shard:
             watch(shard, watched=False)
         check_place(engine.name, shard)
         check_averaged(engine.name, shard)
-        if not unit.original:
-            check_elementwise(optimizer, engine.name)
-    for _, unit, engine in held[:1]:
+    for engine, unit in {engine: unit for _, unit, engine in held if not unit.original}.items():
+        check_elementwise(optimizer, engine.name)
         check_states(optimizer, engine.name, unit)
-    waiting = [engine.name for _, unit, engine in held if engine.passes == {"forward"} and not unit.original]
-    if waiting and all(shard.grad is None for shard, *_ in held):
-        raise RuntimeError(
-            f"{waiting[0]}: a step without a backward. Had it inputs=? Shards are in no graph, so no gradient "
-            "comes: leave it out"
-        )
+        if engine.passes == {"forward"} and all(shard.grad is None for shard, *_ in held):
+            advice = "Had it inputs=? Shards are in no graph, so no gradient comes: leave it out"
+            raise RuntimeError(f"{engine.name}: a step without a backward. {advice}")
 
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -115,7 +111,7 @@ SHARDS_OF = "shards_of"  # a key of an optimizer's groups: it goes where the sta
 def check_states(optimizer: Optimizer, stage: str, unit: Unit) -> None:
     """`RuntimeError` if the optimizer's states were loaded from another rank's shards."""
     mine = "all ranks" if unit.unsharded else f"rank {unit.comm.rank} of {unit.comm.size}"
-    for group in () if unit.original else optimizer.param_groups:
+    for group in optimizer.param_groups:
         if (other := group.setdefault(SHARDS_OF, mine)) != mine:
             raise RuntimeError(
                 f"{stage}: the optimizer's states are of the shards of {other}, its shards are of {mine}: "
