@@ -69,6 +69,9 @@ def same(state, other):
     return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
 
 
+exactly = functools.partial(torch.testing.assert_close, rtol=0, atol=0)  # of nested lists, too
+
+
 def run(world_size, fn, *args, **kwargs):
     """On threads of this process."""
     return World(world_size, device="cpu").run(fn, *args, **kwargs)
