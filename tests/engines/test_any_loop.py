@@ -4,46 +4,23 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
 
 from minizero import DDP, GPT, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
 from tests.support.helpers import SMALL, STAGES, batch, relative_error, run, slow
 from tests.support.small_models import (
-    EDGES,
     ENGINES,
-    LOOPS,
     SHARDED,
     Blocks,
     check,
     decay,
     fit,
     fit_plain,
-    one_graph_twice,
     refuses,
     seeded,
-    trains,
     vectors,
     wrapped,
 )
-
-# Forwards and backwards.
-
-
-@pytest.mark.parametrize("loop", [*LOOPS, *slow(*EDGES)])
-def test_what_a_loop_may_do(loop):
-    check(seeded(Blocks), 3, forward=loop)  # the fewest ranks of which a sum has an order, and that need padding
-
-
-@trains(parts=3)
-def test_batches_of_other_sizes_on_other_ranks(model, x, rank):
-    """The engine takes the mean of the ranks' losses, whatever each is a mean of; see accumulate for the other."""
-    return model(x[: 4 - rank]).square().mean()
-
-
-@trains(lambda: nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
-def test_two_backwards_through_one_graph_without_a_root(model, x, rank):
-    return one_graph_twice(model, x, rank)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,59 +9,26 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
+from minizero import GPT, RankFailed, Zero3
 from minizero.memory import Ledger
 from tests.support.helpers import SMALL, STAGES, batch, run, slow
-from tests.support.small_models import SHARDED, Blocks, check, seeded, trains, vectors, wrapped
+from tests.support.small_models import EDGES, LOOPS, SHARDED, Blocks, check, one_graph_twice, seeded, vectors, wrapped
+
+but = functools.partial(functools.partial, Blocks)  # with a change
 
 
-@pytest.mark.accuracy
-def test_odd_shapes_and_more_ranks_than_some_parameters():
-    for world_size in (3, 6):
-        check(seeded(Blocks), world_size)
-    check(seeded(lambda: nn.Linear(7, 1, bias=False)), 12)  # 7 elements on 12 ranks
+def tied(net):
+    """Inside a unit, and across units."""
+    net.blocks[1] = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+    net.blocks[1][0].bias = net.blocks[1][2].bias
+    net.blocks[2][2].weight = net.blocks[0][2].weight
 
 
-def test_tied_inside_a_unit_and_across_units():
-    def tie(model):
-        model.blocks[1] = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
-        model.blocks[1][0].bias = model.blocks[1][2].bias  # inside
-        model.blocks[2][2].weight = model.blocks[0][2].weight  # across
-
-    check(seeded(lambda: Blocks(tie)))
-
-
-def test_frozen_parameters_do_not_move_and_are_not_the_optimizers():
-    def freeze(model):
-        model.blocks[0].requires_grad_(False)  # a whole unit, with nothing that trains before it
-        model.blocks[2].requires_grad_(False)  # one that gradients have to pass
-        model.blocks[1][0].weight.requires_grad_(False)  # part of one
-        model.out.bias.requires_grad_(False)
-
-    make = seeded(lambda: Blocks(freeze))
-    check(make)
-
-    def trained(comm, stage):
-        return sum(p.numel() for p in stage(make(), comm).parameters())
-
-    total = sum(p.numel() for p in make().parameters() if p.requires_grad)
-    for stage in SHARDED:
-        assert total <= sum(run(2, trained, stage)) <= total + 8
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_unused_parameters_have_gradient_zero(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        model(vectors(0), order=(0, 2)).sum().backward()
-        gradients = [p.grad for p in model.parameters()]
-        assert all(g is not None for g in gradients) and any((g == 0).all() for g in gradients)
-
-
-@trains(parts=3, stages=(DDP, Zero1, Zero2))
-def test_a_branch_that_only_some_ranks_take(model, x, rank):
-    """Stage 3 gathers in forward, where all ranks have to come: test_reports.py has its error."""
-    return model(x, order=(0, 1) if rank % 2 else (0, 2)).square().mean()
+def frozen(net):
+    net.blocks[0].requires_grad_(False)  # a whole unit, with nothing that trains before it
+    net.blocks[2].requires_grad_(False)  # one that gradients have to pass
+    net.blocks[1][0].weight.requires_grad_(False)  # part of one
+    net.out.bias.requires_grad_(False)
 
 
 class Either(nn.ModuleDict):
@@ -73,12 +40,190 @@ def choosing(net):
     net.blocks = nn.ModuleList(Either({name: nn.Linear(7, 7) for name in "abc"}) for _ in range(3))
 
 
-@trains(lambda: Blocks(choosing), parts=3)
-def test_a_parameter_that_only_some_ranks_use(model, x, rank):
+def choose(model, x, rank):
     """All ranks use the unit, so stage 3 can gather it; gradients are None on some ranks."""
     for block, takes in zip(getattr(model, "module", model).blocks, ("aba", "aab", "bac")[rank]):
         block.takes = takes  # nobody takes c in the first, say
     return model(x).square().mean()
+
+
+def branch(model, x, rank):
+    """Stage 3 gathers in forward, where all ranks have to come: test_reports.py has its error."""
+    return model(x, order=(0, 1) if rank % 2 else (0, 2)).square().mean()
+
+
+def other_sizes(model, x, rank):
+    """The engine takes the mean of the ranks' losses, whatever each is a mean of; see accumulate for the other."""
+    return model(x[: 4 - rank]).square().mean()
+
+
+class Gate(nn.Module):
+    """Its parameter's gradient is complete before its backward has used the parameter for the last time."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        return (x * self.gain.detach()).tanh() * self.gain
+
+
+class Gates(nn.Module):
+    """Units are kept until their inputs have their gradients."""
+
+    def __init__(self, freeze):
+        super().__init__()
+        self.gates, self.into = nn.ModuleList(Gate() for _ in range(3)), nn.Linear(7, 7)
+        self.gates[0].requires_grad_(not freeze)
+
+    def forward(self, x):
+        x = self.into(x)
+        for gate in (*self.gates, self.gates[2], self.gates[0], self.gates[0]):
+            x = gate(x)
+        return 30 * x
+
+
+class Shared(Blocks):
+    """Buffers that share memory go on sharing it."""
+
+    def __init__(self):
+        super().__init__()
+        ring = torch.zeros(8)
+        self.register_buffer("ring", ring)
+        self.register_buffer("first", ring[:7])
+        self.register_buffer("wide", torch.ones(1).expand(7))
+        self.column = ring[:7].view(7, 1)  # no buffer
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.ring.add_(1)
+        return super().forward(x + self.first * self.wide + self.column.mean())
+
+
+class Tree(nn.Sequential):
+    """Calls itself."""
+
+    def forward(self, x, depth=2):
+        return super().forward(self(x, depth - 1) + self(x * 0.5, depth - 1) if depth else x)
+
+
+class Nested(nn.Sequential):
+    """Calls itself, and the outer use is still open when the inner one closes."""
+
+    def forward(self, x, depth=2):
+        x = x * 0.5 + self[2](self[0](x).tanh())
+        return x + self(x, depth - 1) if depth else x
+
+
+class Writes(nn.Sequential):
+    """Its forward writes to its weights."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self[0].weight.clamp_(max=0.2)
+            self[2].weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class Keeps(nn.Sequential):
+    """What it made is kept somewhere, and the loss uses it."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.raw = nn.Parameter(torch.empty(5, 5))
+
+    def forward(self, x):
+        x = self[0](x)
+        self.gate = nn.functional.linear(x, self.raw)  # its own weight, in no module's output
+        self.box = {"inside": x.tanh(), "list": collections.deque([self.gate])}
+        del self.gate
+        return self[2](x)
+
+
+def use_what_is_kept(model, x, rank):
+    caught, blocks = [], getattr(model, "module", model).blocks
+    hooks = [block[0].register_forward_hook(lambda _, __, out: caught.append(out)) for block in blocks]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    kept = [block.box["inside"] for block in blocks] + [block.box["list"][0] for block in blocks]
+    return sum(tensor.square().mean() for tensor in kept + caught)
+
+
+class Times(torch.autograd.Function):
+    """It has no gradient for a weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.saved_tensors[0].T, None
+
+
+def by_times(net):
+    net.fixed = nn.Parameter(torch.empty(7, 7))
+    net.register_forward_pre_hook(lambda net, args: (Times.apply(args[0], net.fixed), *args[1:]))
+
+
+def of(kind):
+    """`Blocks`, but each of this kind."""
+    return but(lambda net: setattr(net, "blocks", nn.ModuleList(kind(*block) for block in net.blocks)))
+
+
+def writing():
+    net = of(Writes)()
+    net.out = Writes(net.out, nn.Tanh(), nn.Linear(1, 1))
+    return net
+
+
+OTHERS = [functools.partial(Zero3, **{n: v}) for n, v in (("prefetch", 0), ("offload", True))]
+OTHERS += [functools.partial(Zero3, reshard_after_forward=False)]
+TRAINS = [  # a model; how it is called; ranks, and more
+    *(
+        (Blocks, loop, {"world_size": 3}) for loop in LOOPS
+    ),  # the fewest of which a sum has an order, and that need padding
+    *slow(*((Blocks, loop, {"world_size": 3}) for loop in EDGES)),
+    *slow(*((Blocks, None, {"world_size": size}) for size in (3, 6))),
+    *slow((lambda: nn.Linear(7, 1, bias=False), None, {"world_size": 12})),  # 7 elements on 12 ranks
+    (lambda: nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), one_graph_twice, {}),  # without a root
+    (Blocks, other_sizes, {"parts": 3}),
+    (Blocks, branch, {"parts": 3, "stages": STAGES[:3]}),
+    (but(choosing), choose, {"parts": 3}),
+    (but(tied), None, {}),
+    (but(frozen), None, {}),
+    *((functools.partial(Gates, freeze), None, {}) for freeze in (False, True)),
+    (Shared, None, {}),
+    *slow((of(Tree), None, {})),
+    (of(Nested), None, {}),
+    (writing, None, {"stages": [*STAGES, *OTHERS]}),
+    (but(by_times), None, {}),
+    (of(Keeps), use_what_is_kept, {}),
+]
+
+
+@pytest.mark.parametrize("make, loop, options", TRAINS)
+def test_it_trains_as_on_one_process(make, loop, options):
+    check(seeded(make), forward=loop, **options)
+
+
+def test_frozen_parameters_are_not_the_optimizers():
+    make = but(frozen)
+    total = sum(p.numel() for p in make().parameters() if p.requires_grad)
+    for stage in SHARDED:
+        held = run(2, lambda comm, stage=stage: sum(p.numel() for p in stage(make(), comm).parameters()))
+        assert total <= sum(held) <= total + 8
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_unused_parameters_have_gradient_zero(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        model(vectors(0), order=(0, 2)).sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        assert all(g is not None for g in gradients) and any((g == 0).all() for g in gradients)
 
 
 def test_units_are_found_or_given():
@@ -95,91 +240,6 @@ def test_units_are_found_or_given():
         run(1, names, Blocks, lambda m: [nn.Linear(2, 2)])
 
 
-class Gate(nn.Module):
-    """Its parameter's gradient is complete before its backward has used the parameter for the last time."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(7))
-
-    def forward(self, x):
-        return (x * self.gain.detach()).tanh() * self.gain
-
-
-def test_units_are_kept_until_their_inputs_have_their_gradients():
-    class Gates(nn.Module):
-        def __init__(self, frozen):
-            super().__init__()
-            self.gates, self.into = nn.ModuleList(Gate() for _ in range(3)), nn.Linear(7, 7)
-            self.gates[0].requires_grad_(not frozen)
-
-        def forward(self, x):
-            x = self.into(x)
-            for gate in (*self.gates, self.gates[2], self.gates[0], self.gates[0]):
-                x = gate(x)
-            return 30 * x
-
-    for frozen in (False, True):
-        check(seeded(functools.partial(Gates, frozen)))
-
-
-def test_buffers_that_share_memory_go_on_sharing_it():
-    class Shared(Blocks):
-        def __init__(self):
-            super().__init__()
-            ring = torch.zeros(8)
-            self.register_buffer("ring", ring)
-            self.register_buffer("first", ring[:7])
-            self.register_buffer("wide", torch.ones(1).expand(7))
-            self.column = ring[:7].view(7, 1)  # no buffer
-
-        def forward(self, x):
-            with torch.no_grad():
-                self.ring.add_(1)
-            return super().forward(x + self.first * self.wide + self.column.mean())
-
-    check(seeded(Shared))
-
-
-@pytest.mark.parametrize("computes_first", [*slow(False), True])
-def test_a_unit_that_calls_itself(computes_first):
-    class Node(nn.Sequential):
-        def forward(self, x, depth=2):
-            if computes_first:  # so the outer use is still open when the inner one closes
-                x = x * 0.5 + self[2](self[0](x).tanh())
-                return x + self(x, depth - 1) if depth else x
-            return super().forward(self(x, depth - 1) + self(x * 0.5, depth - 1) if depth else x)
-
-    class Trees(Blocks):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Node(*block) for block in self.blocks)
-
-    check(seeded(Trees))
-
-
-class Writes(nn.Sequential):
-    """Its forward writes to its weights."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            self[0].weight.clamp_(max=0.2)
-            self[2].weight.data.mul_(0.9)
-        return super().forward(x)
-
-
-def writing():
-    module = Blocks()
-    module.blocks = nn.ModuleList(Writes(*block) for block in module.blocks)
-    module.out = Writes(module.out, nn.Tanh(), nn.Linear(1, 1))
-    return module
-
-
-def test_a_write_in_forward_is_kept():
-    options = ({"prefetch": 0}, {"offload": True}, {"reshard_after_forward": False})
-    check(seeded(writing), stages=[*STAGES, *(functools.partial(Zero3, **option) for option in options)])
-
-
 @pytest.mark.parametrize(
     "dtype, words", [(None, "was given other memory"), (torch.bfloat16, "its FP32 master was not")]
 )
@@ -193,55 +253,6 @@ def test_a_write_that_the_masters_cannot_have_is_refused(stage, dtype, words):
         model.module.blocks[1].register_forward_pre_hook(moves)
         with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*\.\d\.weight.*{words}"):
             model(vectors(0))
-
-
-def test_a_function_that_has_no_gradient_for_a_weight():
-    class Times(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(weight)
-            return x @ weight
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient @ ctx.saved_tensors[0].T, None
-
-    class Odd(Blocks):
-        def __init__(self):
-            super().__init__()
-            self.fixed = nn.Parameter(torch.empty(7, 7))
-
-        def forward(self, x):
-            return super().forward(Times.apply(x, self.fixed))
-
-    check(seeded(Odd))
-
-
-def test_the_loss_may_use_what_a_unit_made_wherever_it_is_kept():
-    class Keeps(nn.Sequential):
-        def forward(self, x):
-            x = self[0](x)
-            self.gate = nn.functional.linear(x, self.raw)  # its own weight, in no module's output
-            self.box = {"inside": x.tanh(), "list": collections.deque([self.gate])}
-            del self.gate
-            return self[2](x)
-
-    def keeps(net):
-        net.blocks = nn.ModuleList(Keeps(*block) for block in net.blocks)
-        for block in net.blocks:
-            block.raw = nn.Parameter(torch.empty(5, 5))
-
-    def forward(model, x, rank):
-        caught = []
-        blocks = getattr(model, "module", model).blocks
-        hooks = [block[0].register_forward_hook(lambda _, __, out: caught.append(out)) for block in blocks]
-        model(x)
-        for hook in hooks:
-            hook.remove()
-        kept = [block.box["inside"] for block in blocks] + [block.box["list"][0] for block in blocks]
-        return sum(tensor.square().mean() for tensor in kept + caught)
-
-    check(seeded(lambda: Blocks(keeps)), forward=forward)
 
 
 @pytest.mark.parametrize("hook", ["register_full_backward_hook", *slow("register_full_backward_pre_hook")])

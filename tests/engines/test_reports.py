@@ -16,29 +16,8 @@ from minizero import DDP, CollectiveMismatch, RankFailed, Zero1, Zero2, Zero3, a
 from minizero.engines.any_model.units import repeated_blocks
 from minizero.recompute import checkpoint as recompute
 from tests.support.failures import until
-from tests.support.helpers import STAGES, relative_error, run
-from tests.support.small_models import SAME_BITS, SHARDED, Blocks, refuses, seeded, vectors, wrapped
-
-
-def both(stage, loop, make=Blocks):
-    """Train by `loop(model, x, step)` and a step, on ranks, and on one process with all their data: how far apart?"""
-    make = seeded(make)
-
-    def steps(model, x):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for step in range(4):
-            loop(model, x(step), step)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def job(comm):
-        model = stage(make(), comm)
-        steps(model, lambda step: vectors(step).chunk(comm.size)[comm.rank])
-        return model.gather_state_dict()
-
-    plain = make()
-    steps(plain, vectors)
-    return max(relative_error(state, plain.state_dict()) for state in run(2, job))
+from tests.support.helpers import STAGES, run
+from tests.support.small_models import SAME_BITS, SHARDED, Blocks, check, fit, refuses, seeded, vectors, wrapped
 
 
 def error_of(call):
@@ -62,10 +41,10 @@ GRADIENTS = {
 
 
 def now_and_then(gradient):
-    def loop(model, x, step):
+    def loop(model, x, rank):
         gradient(model, x.clone().requires_grad_())
-        if step % 2 == 0:
-            model(x).square().mean().backward()
+        vars(model)["turns"] = turns = vars(model).get("turns", 0) + 1
+        return model(x).square().mean() if turns % 2 else None
 
     return loop
 
@@ -142,8 +121,8 @@ REFUSED = {
 
 
 def changing(change):
-    def loop(model, x, step):
-        once(model, x, step)
+    def loop(model, x, rank):
+        model(x).square().mean().backward()
         parameters = list(model.parameters())
         with torch.no_grad():
             change(model, parameters, [p.grad for p in parameters])
@@ -152,10 +131,7 @@ def changing(change):
 
 
 def with_penalty(term):
-    def loop(model, x, step):
-        (model(x).square().mean() + 0.05 * sum(map(term, model.parameters()))).mean().backward()
-
-    return loop
+    return lambda model, x, rank: (model(x).square().mean() + 0.05 * sum(map(term, model.parameters()))).mean()
 
 
 SUMS = {
@@ -200,13 +176,13 @@ class WritesGrad(nn.Module):
         return self.out(x)
 
 
-def once(model, x, step):
-    model(x).square().mean().backward()
+def once(model, x, rank):
+    return model(x).square().mean()
 
 
-def twice(model, x, step):
-    once(model, x, step)
-    once(model, x, step)
+def twice(model, x, rank):
+    once(model, x, rank).backward()
+    return once(model, x, rank)
 
 
 STAY = (by_a_norm_summed_over_ranks, printed, one_by_one, averaged)
@@ -232,12 +208,12 @@ def each_stage(rows):
 
 @pytest.mark.parametrize("stage, loop, make", each_stage(AS_PLAIN))
 def test_a_loop_is_as_in_the_plain_module(stage, loop, make):
-    assert both(stage, loop, make) < 1e-5
+    check(seeded(make), forward=loop, steps=4, stages=[stage])
 
 
 @pytest.mark.parametrize("stage, loop, words", each_stage(NAMED))
 def test_a_loop_is_refused_by_name(stage, loop, words):
-    assert words in error_of(lambda: both(stage, loop))
+    assert words in error_of(lambda: run(2, fit, stage, seeded(Blocks), 4, loop))
 
 
 def test_a_norm_that_torch_distributed_sums_stays(tmp_path):
