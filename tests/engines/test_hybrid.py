@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from minizero import GPT, GPTConfig, Zero3
+from minizero import GPT, Zero3
 from minizero.memory import Ledger, predict, predict_sent
-from tests.support.helpers import SMALL, batch, plain, relative_error, run, same, slow, train
+from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, same, slow, train
 from tests.support.small_models import Blocks, fit, fit_plain, held_back, seeded
-
-WIDE = GPTConfig(vocabulary=64, sequence_length=16, width=96, layers=4, heads=2)
-TOTAL = sum(p.numel() for p in GPT(WIDE).parameters())
-BLOCK = sum(p.numel() for p in GPT(WIDE).blocks[0].parameters())
-ROOT = TOTAL - 4 * BLOCK
+from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure, most
 
 
 def factored(factor, **options):
@@ -32,46 +28,38 @@ def test_the_training_is_the_same(size, factor, clip):
         assert same(state, results[0][1]) and relative_error(state, expected) < 1e-5
 
 
-def measure(comm, stage, steps=2):
-    """Of the last step: bytes at its end, the most of parameters in forward, bytes sent in all and across groups."""
-    model = stage(GPT(WIDE), comm)
-    optimizer = torch.optim.AdamW(model.parameters())
-    across = getattr(model, "across", None) or comm
-    x, y = batch(comm.rank, size=2, config=WIDE)
-    for _ in range(steps):
-        before = comm.bytes_sent, across.bytes_sent
-        with Ledger(model, optimizer) as ledger:
-            model(x, y).backward()
-            optimizer.step()
-            held = ledger.current
-            optimizer.zero_grad()
-        sent = comm.bytes_sent - before[0], across.bytes_sent - before[1]
-    return held, ledger.peak_by_phase["forward"]["parameters"], sent
+BF16 = torch.bfloat16
+FORMULAS = [(0, 3, None, None), (1, 3, None, BF16), (2, 3, None, None), (3, 3, None, BF16), (3, 4, 2, None)]
 
 
-@pytest.mark.parametrize("world_size, factor", [(4, 2), *slow((4, 1), (4, 4), (8, 4))])
-def test_bytes_and_traffic_are_the_formulas(world_size, factor):
-    held, _, (sent, across) = run(world_size, measure, factored(factor))[3]
-    for category, expected in predict(TOTAL, world_size, 3, sharding_factor=factor).items():
+@pytest.mark.parametrize(
+    "stage, size, factor, dtype", [*FORMULAS, *slow((3, 4, 1, None), (3, 4, 4, None), (3, 8, 4, None))]
+)
+def test_bytes_and_traffic_are_the_formulas(stage, size, factor, dtype):
+    """But for padding, and Adam's counts of steps."""
+    held, _, sent, across = run(size, measure, factored(factor) if stage == 3 else STAGES[stage], dtype)[-1]
+    for category, expected in predict(TOTAL, size, stage, dtype=dtype or torch.float32, sharding_factor=factor).items():
         if category != "total":
-            assert held[category] == pytest.approx(expected, rel=5e-3), category  # padding, and Adam's step counts
-    assert sent == pytest.approx(predict_sent(TOTAL, world_size, 3, n_root=ROOT, sharding_factor=factor), rel=1e-3)
-    if factor < world_size:  # 2 M (W - G) / (G W), Zhao et al., 2023
-        assert across == pytest.approx(4 * 2 * TOTAL * (world_size - factor) / (factor * world_size), rel=1e-3)
+            assert held[category] == pytest.approx(expected, rel=5e-3), category
+    options = {"bytes_each": 2 if dtype else 4, "sharding_factor": factor}
+    assert sent == pytest.approx(predict_sent(TOTAL, size, stage, n_root=ROOT, **options), rel=1e-3)
+    if factor and factor < size:  # 2 M (W - G) / (G W), Zhao et al., 2023
+        assert across == pytest.approx(4 * 2 * TOTAL * (size - factor) / (factor * size), rel=1e-3)
 
 
 def test_without_resharding_parameters_are_gathered_once_and_kept_until_backward():
     kept, one = factored(None, reshard_after_forward=False, prefetch=0), factored(None, prefetch=0)
-    (held, peak, (sent, _)), (held3, peak3, (sent3, _)) = (run(2, measure, stage)[0] for stage in (kept, one))
+    (held, curve, sent, _), (held3, curve3, sent3, _) = (run(2, measure, stage)[0] for stage in (kept, one))
     assert sent == predict_sent(TOTAL, 2, 3, n_root=ROOT, reshard_after_forward=False)
     assert sent == pytest.approx(sent3 * 2 / 3, rel=0.03)
     assert held == held3
+    peak, peak3 = (most(each, "parameters", "forward") for each in (curve, curve3))
     assert peak - peak3 == pytest.approx(4 * 3 * BLOCK, rel=0.01)  # all four blocks at once, not one
 
     def evaluate(comm):
-        model = Zero3(GPT(WIDE), comm, reshard_after_forward=False)
+        model = Zero3(GPT(CONFIG), comm, reshard_after_forward=False)
         with Ledger(model) as ledger, torch.no_grad():
-            model(*batch(0, size=2, config=WIDE))
+            model(*batch(0, size=2, config=CONFIG))
         return ledger.peak["parameters"]
 
     assert run(2, evaluate)[0] < peak3 + 1000  # no backward will come: nothing is kept

@@ -11,7 +11,7 @@ from minizero import GPT, RankFailed, World, Zero3, all_reduce
 from tests.support.failures import failure_of
 from tests.support.helpers import SMALL, batch, run, same, slow, train
 from tests.support.small_models import Blocks, seeded, vectors, wrapped
-from tests.support.stage_bytes import BLOCK, ROOT, TOTAL, measure
+from tests.support.stage_bytes import BLOCK, ROOT, TOTAL, measure, most
 
 
 def watch(thing, method, before=lambda unit: None, after=lambda unit: None):
@@ -88,15 +88,16 @@ def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_mi
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_the_peak_is_three_units_and_prefetch_adds_none(prefetch):
-    _, _, curve = run(4, measure, ahead(prefetch=prefetch))[0]
+    _, curve, *_ = run(4, measure, ahead(prefetch=prefetch))[0]
     shards = TOTAL  # FP32, a quarter of the parameters
     for sample in curve:
         beyond = sample["parameters"] + sample["gradients"] - shards - 4 * ROOT * 2
         assert beyond <= 3 * 4 * BLOCK + shards
     for phase in ("forward", "backward"):
-        most = max(s["parameters"] for s in curve if s.phase == phase)
         units = (1 + prefetch) * BLOCK + ROOT
-        assert most - shards == pytest.approx(4 * units, rel=1e-3), "this block and the next"
+        assert most(curve, "parameters", phase) - shards == pytest.approx(4 * units, rel=1e-3), (
+            "this block and the next"
+        )
     assert 0 < max(s["communication"] for s in curve) <= 2 * BLOCK + 64, "the lane's buffers are counted too"
 
 

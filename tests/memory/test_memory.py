@@ -17,7 +17,7 @@ from minizero.memory.tape import holders, moments
 from minizero.models.gpt import Attention, Block
 from tests.support.by_module import by_module
 from tests.support.helpers import STAGES, run, slow, soak
-from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure
+from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure, most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float16, mark=pytest.mark.slow), *soak(torch.bfloat16)])
@@ -26,7 +26,7 @@ def test_persistent_bytes_are_the_formulas(world_size, dtype):
     for number, stage in enumerate(STAGES):
         expected = predict(TOTAL, world_size, number, dtype=dtype)
         padding = 16 * world_size * (CONFIG.layers + 1)
-        for current, _, _ in filter(None, run(world_size, measure, stage, None if dtype == torch.float32 else dtype)):
+        for current, *_ in filter(None, run(world_size, measure, stage, None if dtype == torch.float32 else dtype)):
             for category in ("parameters", "gradients", "optimizer"):
                 over = current[category] - expected[category]
                 slack = 0.001 * expected[category] + padding
@@ -37,22 +37,18 @@ def test_persistent_bytes_are_the_formulas(world_size, dtype):
 
 def test_each_stage_frees_what_it_should():
     one_at_a_time = functools.partial(Zero3, prefetch=0)  # whose peaks are the same in every run
-    curves = {stage: run(4, measure, one_at_a_time if stage is Zero3 else stage)[0][2] for stage in STAGES}
-
-    def most(stage, category, phase):
-        return max(sample[category] for sample in curves[stage] if sample.phase == phase)
-
+    curves = {stage: run(4, measure, one_at_a_time if stage is Zero3 else stage)[0][1] for stage in STAGES}
     for stage in (DDP, Zero1):
-        assert most(stage, "gradients", "optimizer") == pytest.approx(4 * TOTAL, rel=1e-3)
+        assert most(curves[stage], "gradients", "optimizer") == pytest.approx(4 * TOTAL, rel=1e-3)
     for stage in (Zero2, Zero3):  # never more than the shards and one unit's full gradient
-        assert most(stage, "gradients", "backward") <= TOTAL + 4 * BLOCK + 4 * ROOT
-        assert most(stage, "gradients", "optimizer") == pytest.approx(TOTAL, rel=1e-3)
-    assert most(Zero3, "parameters", "optimizer") == pytest.approx(TOTAL, rel=1e-3)
+        assert most(curves[stage], "gradients", "backward") <= TOTAL + 4 * BLOCK + 4 * ROOT
+        assert most(curves[stage], "gradients", "optimizer") == pytest.approx(TOTAL, rel=1e-3)
+    assert most(curves[Zero3], "parameters", "optimizer") == pytest.approx(TOTAL, rel=1e-3)
     for stage in (Zero1, Zero2, Zero3):  # a ring receives into two chunks of one unit at most
-        assert 0 < most(stage, "communication", "backward") <= 2 * BLOCK + 64
+        assert 0 < most(curves[stage], "communication", "backward") <= 2 * BLOCK + 64
     # DDP averages in buckets: for a moment it holds the gradients twice, and two chunks of the bucket.
-    assert 2 * BLOCK < most(DDP, "communication", "backward") <= 2 * TOTAL
-    assert most(DDP, "gradients", "backward") == pytest.approx(2 * 4 * TOTAL, rel=1e-3)
+    assert 2 * BLOCK < most(curves[DDP], "communication", "backward") <= 2 * TOTAL
+    assert most(curves[DDP], "gradients", "backward") == pytest.approx(2 * 4 * TOTAL, rel=1e-3)
 
 
 def test_a_frozen_unit_is_released_in_backward_too():

@@ -1,4 +1,4 @@
-"""What a small GPT holds in training, by stage, as the ledger measures it."""
+"""What a small GPT holds and sends in training, by stage, as the ledger measures it."""
 
 import contextlib
 
@@ -14,16 +14,23 @@ ROOT = TOTAL - CONFIG.layers * BLOCK
 
 
 def measure(comm, stage, dtype=None, steps=2, config=CONFIG):
-    """Bytes after the step and before zero_grad, the peaks and the curve of the last step."""
+    """Of the last step: bytes before zero_grad, the curve, bytes sent in all, and across groups."""
     model = stage(GPT(config), comm, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.zeros(1, config.sequence_length, dtype=torch.long)
     # Two ranks are enough to look at: a ledger in every thread makes them queue up for the interpreter.
     watched = comm.rank in (0, comm.size - 1)
+    counted = comm, getattr(model, "across", None) or comm
     for _ in range(steps):
+        before = [each.bytes_sent for each in counted]
         optimizer.zero_grad()
         with Ledger(model, optimizer) if watched else contextlib.nullcontext() as ledger:
             model(tokens, tokens).backward()
             optimizer.step()
             current = ledger and ledger.current
-    return (current, ledger.peak, ledger.curve) if watched else None
+    sent = [each.bytes_sent - number for each, number in zip(counted, before)]
+    return (current, ledger.curve, *sent) if watched else None
+
+
+def most(curve, category, phase):
+    return max(sample[category] for sample in curve if sample.phase == phase)
