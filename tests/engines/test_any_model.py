@@ -217,15 +217,6 @@ def test_frozen_parameters_are_not_the_optimizers():
         assert total <= sum(held) <= total + 8
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_unused_parameters_have_gradient_zero(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        model(vectors(0), order=(0, 2)).sum().backward()
-        gradients = [p.grad for p in model.parameters()]
-        assert all(g is not None for g in gradients) and any((g == 0).all() for g in gradients)
-
-
 def test_units_are_found_or_given():
     def names(comm, make, units=None):
         module = make()

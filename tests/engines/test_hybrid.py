@@ -72,12 +72,15 @@ def test_what_no_sync_holds_back_is_the_same(factor):
         assert relative_error(state, expected) < 1e-5
 
 
-def test_a_factor_that_does_not_divide_the_ranks_is_refused():
+def test_a_factor_that_does_not_divide_the_ranks_and_what_is_no_number_of_units_are_refused():
     def work(comm):
         for factor in (0, -1, 3, 5, 2.0, 4.0, "2"):
             with pytest.raises(ValueError, match="does not divide 4 ranks: use 1, 2, 4"):
                 Zero3(GPT(SMALL), comm, sharding_factor=factor)
+        for prefetch in (-1, 1.5, "2"):
+            with pytest.raises(ValueError, match="prefetch: .* whole number of units"):
+                Zero3(GPT(SMALL), comm, prefetch=prefetch)
         model = Zero3(GPT(SMALL), comm, sharding_factor=2)
-        return type(model) is Zero3 and (model.inside.size, model.across.size) == (2, 2)
+        return model.inside.size, model.across.size
 
-    assert all(run(4, work))
+    assert run(4, work) == [(2, 2)] * 4

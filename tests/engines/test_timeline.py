@@ -93,18 +93,6 @@ def test_no_computation_is_recorded_after_the_last_use_of_a_unit_that_is_used_tw
         assert (timeline.in_use, timeline.computing) == ([], None)
 
 
-def test_one_timeline_inside_another():
-    @wrapped(Zero3)
-    def _(model, comm):
-        with Timeline(model) as outer:
-            with Timeline(model) as inner:
-                model(vectors(0)).sum().backward()
-            seen = len(inner.events)
-            model(vectors(0)).sum().backward()
-        assert 0 < seen == len(inner.events) < len(outer.events)
-        assert not set(vars(model)) & {"gather", "reduce", "release"}
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_can_be_recorded(stage):
     events, clean = run(2, record, stage)[1]
