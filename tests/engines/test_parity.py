@@ -42,9 +42,7 @@ class ConvNet(nn.Module):
             nn.init.normal_(block[1].bias, std=0.5)
 
     def forward(self, x, y):
-        for block in self.blocks:
-            x = block(x)
-        return F.mse_loss(self.out(x.mean((-1, -2))), y)
+        return F.mse_loss(self.out(nn.Sequential(*self.blocks)(x).mean((-1, -2))), y)
 
 
 class Partial(Blocks):
@@ -73,39 +71,37 @@ def images(step):
     return torch.randn(12, 3, 8, 8, generator=generator), torch.randn(12, 3, generator=generator)
 
 
-# name: model, batches, weight decay
-CASES = {
+CASES = {  # model, batches, weight decay
     "GPT": (lambda: GPT(SMALL), batch, WEIGHT_DECAY),
     "conv net": (ConvNet, images, WEIGHT_DECAY),
     "frozen and unused": (Partial, rows, 0.0),
     "frozen and unused, decayed": (Partial, rows, WEIGHT_DECAY),
 }
-OURS = {"DDP": DDP, "Zero3": Zero3, "hybrid": functools.partial(Zero3, sharding_factor=2)}
-THEIRS = ("DistributedDataParallel", "fully_shard", "hybrid fully_shard")
 WORLD_SIZE = 4  # hybrid engines need it
+
+
+def sharded(**mesh):
+    def wrap(module, comm):
+        ranks = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        for block in module.blocks:
+            fully_shard(block, mesh=ranks)
+        return fully_shard(module, mesh=ranks)
+
+    return wrap
+
+
+def replicated(module, comm):
+    return DistributedDataParallel(module, find_unused_parameters=isinstance(module, Partial))
+
+
+OURS = {"DDP": DDP, "Zero3": Zero3, "hybrid": functools.partial(Zero3, sharding_factor=2)}
+THEIRS = {"DistributedDataParallel": replicated, "fully_shard": sharded(shard=4)}
+THEIRS["hybrid fully_shard"] = sharded(replicate=2, shard=2)
 
 
 def their_names(case):
     """PyTorch's hybrid engine takes the GPT's time."""
     return [name for name in THEIRS if name != "hybrid fully_shard" or case == "GPT"]
-
-
-def their_engine(name, module, comm):
-    if name == "DistributedDataParallel":
-        return DistributedDataParallel(module, find_unused_parameters=isinstance(module, Partial))
-    if name == "fully_shard":
-        mesh = init_device_mesh("cpu", (comm.size,))
-    else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for block in module.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
-
-
-def train(model, comm, batches, weight_decay):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4, weight_decay=weight_decay)
-    mine = lambda step: [part.chunk(comm.size)[comm.rank] for part in batches(step)]  # noqa: E731
-    return steps(functools.partial(model), optimizer, range(STEPS), mine)
 
 
 def every_case(comm):
@@ -114,17 +110,17 @@ def every_case(comm):
     for case, (make, batches, weight_decay) in CASES.items():
         torch.manual_seed(0)
         start = {name: value.clone() for name, value in make().state_dict().items()}
-        found[case, "start"] = [], start
+        found[case, "start"] = [0.0] * STEPS, start
         for name in (*OURS, *their_names(case)):
             module = make()
             module.load_state_dict(start)
-            model = OURS[name](module, comm) if name in OURS else their_engine(name, module, comm)
-            losses = train(model, comm, batches, weight_decay)
-            if name in OURS:
-                found[case, name] = losses, model.gather_state_dict()
-            else:
-                full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.state_dict().items()}
-                found[case, name] = losses, {n: p.detach().clone() for n, p in full.items()}
+            model = (OURS | THEIRS)[name](module, comm)
+            optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, eps=1e-4, weight_decay=weight_decay)
+            mine = lambda step, batches=batches: [part.chunk(comm.size)[comm.rank] for part in batches(step)]  # noqa: E731
+            losses = steps(functools.partial(model), optimizer, range(STEPS), mine)
+            state = model.gather_state_dict() if name in OURS else module.state_dict()
+            full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in state.items()}
+            found[case, name] = losses, {n: p.detach().clone() for n, p in full.items()}
     return found
 
 
@@ -150,7 +146,7 @@ def test_losses_and_parameters_are_those_of_pytorchs_engines(tmp_path):
                 tensors = {n: d for n, d in tensors.items() if "running" not in n}
             worst_loss, worst_tensor = max(worst_loss, loss), max(worst_tensor, *tensors.values())
             assert loss < 1e-6 and max(tensors.values()) < 1e-6, f"{case}, {mine} beside {peer}, rank {rank}: {tensors}"
-        _, moved = difference(([0.0] * STEPS, ranks[0][case, "start"][1]), ranks[0][case, "Zero3"])
+        _, moved = difference(ranks[0][case, "start"], ranks[0][case, "Zero3"])
         assert max(moved.values()) > 1e-2, f"{case}: nothing was trained"
         print(f"{case}: losses within {worst_loss:.1e}, parameters within {worst_tensor:.1e}")
 

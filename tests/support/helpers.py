@@ -42,12 +42,13 @@ def steps(model, optimizer, which, data=batch, clip=None):
     return losses
 
 
-def train(comm, stage, number, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, dtype=None, clip=None, **options):
+def train(comm, stage, number, make=lambda: GPT(SMALL), optimizer=torch.optim.AdamW, dtype=None, data=batch, **options):
     """Train like everybody; returns this rank's losses, the full parameters and the bytes of the last step."""
+    clip = options.pop("clip", None)
     model = stage(make(), comm, dtype=dtype)
     optimizer = optimizer(model.parameters(), **({"lr": 1e-3} | options))
-    losses, before = steps(model, optimizer, range(number - 1), clip=clip), comm.bytes_sent
-    losses += steps(model, optimizer, [number - 1], clip=clip)
+    losses, before = steps(model, optimizer, range(number - 1), data, clip), comm.bytes_sent
+    losses += steps(model, optimizer, [number - 1], data, clip)
     sent = comm.bytes_sent - before
     return losses, model.gather_state_dict(), sent
 
