@@ -19,10 +19,6 @@ def compile_blocks(model, backend):
     return model
 
 
-def nothing(model, backend):
-    return model
-
-
 WHOLE = {
     "in place": lambda model, backend: model.compile(backend=backend) or model,
     "around": lambda model, backend: torch.compile(model, backend=backend),
@@ -33,19 +29,22 @@ LATE = {
 }
 
 
-def losses(comm, stage, before=nothing, between=nothing, after=nothing, backend="aot_eager"):
+def losses(comm, stage, before=None, between=None, after=None, backend="aot_eager"):
     """before, after: of the module, wrapped and not. between: of its parts, once it is wrapped."""
     torch._dynamo.reset()
     module = GPT(TWO)
-    engine = stage(before(module, backend), comm)
-    between(module, backend)
-    call = after(engine, backend)
+    engine = stage(before(module, backend) if before else module, comm)
+    if between:
+        between(module, backend)
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
-    return steps(call, optimizer, range(2), functools.partial(batch, size=2))
+    return steps(after(engine, backend) if after else engine, optimizer, range(2), functools.partial(batch, size=2))
 
 
 def run_one(*args, **kwargs):
     return World(1, device="cpu", timeout=120).run(losses, *args, **kwargs)[0]
+
+
+REFUSED = "Zero3: a compiled .* contains units.* for each block"
 
 
 @pytest.mark.slow
@@ -59,18 +58,17 @@ def test_compiled_blocks_and_a_compiled_engine(stage, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", LATE | WHOLE)
+@pytest.mark.parametrize("how", (LATE | WHOLE).values(), ids=LATE | WHOLE)
 def test_what_was_compiled_before_wrapping(how):
-    how = (LATE | WHOLE)[how]
     assert run_one(Zero2, before=how) == run_one(Zero2)
-    with pytest.raises(RankFailed, match="Zero3: a compiled .* contains units.* for each block"):
+    with pytest.raises(RankFailed, match=REFUSED):
         run(1, lambda comm: Zero3(how(GPT(SMALL), "aot_eager"), comm))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", LATE.values(), ids=LATE)
 def test_what_is_compiled_after_wrapping_is_refused_in_the_next_forward(how):
-    with pytest.raises(RankFailed, match="Zero3: a compiled .* contains units.* for each block"):
+    with pytest.raises(RankFailed, match=REFUSED):
         run_one(Zero3, between=how)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from minizero import Zero2, Zero3, recompute
-from tests.support.helpers import run
+from tests.support.helpers import exactly, run
 
 
 class Block(nn.Module):
@@ -130,7 +130,7 @@ def test_an_input_that_is_a_leaf_has_the_plain_runs_gradient(way, use):
     norm = nn.utils.clip_grad_norm_(alone.parameters(), 1e9).item()
     for stage, options in ENGINES:
         for found, found_norm in run(2, work, stage, options):
-            assert all(map(torch.equal, found, expected)), f"{stage.__name__} {options}"
+            exactly(found, expected)
             assert found_norm == pytest.approx(norm, rel=1e-5), "the parameters'"
 
 

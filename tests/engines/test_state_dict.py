@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from minizero import DDP, checkpoint
-from tests.support.helpers import STAGES
+from tests.support.helpers import STAGES, exactly
 from tests.support.small_models import SHARDED, Blocks, refused, seeded, vectors, wrapped
 
 
@@ -91,8 +91,8 @@ def test_a_full_state_is_the_modules_own(stage, tmp_path):
     @wrapped(stage, seeded(Saves))
     def _(model, comm):
         def same(state):
-            assert [*state] == [*expected] and state["_extra_state"] == expected["_extra_state"]
-            assert all(name == "_extra_state" or torch.equal(state[name], value) for name, value in expected.items())
+            assert [*state] == [*expected]
+            exactly(state, expected)
 
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model(vectors(0)).square().mean().backward()
@@ -115,16 +115,15 @@ def test_ddps_state_dict_is_pytorchs(dtype):
         optimizer.step()  # from here to the next forward, 16-bit replicas are old
         full = model.gather_state_dict()
 
-        def same(state, prefix):
-            names = [name for name in full if name.startswith(prefix)]
-            assert [*state] == [name.removeprefix(prefix) for name in names]
-            for name, value in zip(names, state.values(), strict=True):
-                assert value.dtype == full[name].dtype == torch.float32 and torch.equal(value, full[name]), name
+        def is_full(state, before="", after=""):
+            """`before` names begin so here, `after` in the whole model's state."""
+            expected = {before + name.removeprefix(after): v for name, v in full.items() if name.startswith(after)}
+            assert [*state] == [*expected] and {value.dtype for value in state.values()} == {torch.float32}
+            exactly({**state}, expected)
 
-        same({name.removeprefix("module."): value for name, value in model.state_dict().items()}, "")
-        assert [*model.state_dict()] == [f"module.{name}" for name in full]
-        same(model.module.state_dict(), "")
-        same(model.module.blocks[0].state_dict(), "blocks.0.")
+        is_full(model.state_dict(), before="module.")
+        is_full(model.module.state_dict())
+        is_full(model.module.blocks[0].state_dict(), after="blocks.0.")
         if dtype is None:
             assert model.module.state_dict(keep_vars=True)["out.bias"] is model.module.out.bias
 
@@ -137,8 +136,7 @@ def test_ddps_state_dict_is_pytorchs(dtype):
         ):
             model.load_full_state_dict({name: torch.zeros_like(value) for name, value in full.items()})
             assert str(load()) == "<All keys matched successfully>"
-            got = model.gather_state_dict()
-            assert all(torch.equal(got[name], value) for name, value in target.items())
+            exactly(model.gather_state_dict(), {**target})
             expected = seeded(Named)()
             expected.load_state_dict(target)
             expected.to(dtype)
