@@ -1,18 +1,31 @@
 """A model of any shape trains as on one process: odd sizes, tied, frozen and unused parameters, buffers."""
 
-import collections
+import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from minizero import GPT, RankFailed, Zero3
+from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
-from tests.support.helpers import SMALL, STAGES, batch, run, slow
-from tests.support.small_models import EDGES, LOOPS, SHARDED, Blocks, check, one_graph_twice, seeded, vectors, wrapped
+from tests.support.helpers import SMALL, STAGES, batch, exactly, relative_error, run, slow
+from tests.support.small_models import (
+    EDGES,
+    LOOPS,
+    SHARDED,
+    Blocks,
+    check,
+    decay,
+    one_graph_twice,
+    refuses,
+    seeded,
+    vectors,
+    wrapped,
+)
 
 but = functools.partial(functools.partial, Blocks)  # with a change
 
@@ -125,31 +138,6 @@ class Writes(nn.Sequential):
         return super().forward(x)
 
 
-class Keeps(nn.Sequential):
-    """What it made is kept somewhere, and the loss uses it."""
-
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.raw = nn.Parameter(torch.empty(5, 5))
-
-    def forward(self, x):
-        x = self[0](x)
-        self.gate = nn.functional.linear(x, self.raw)  # its own weight, in no module's output
-        self.box = {"inside": x.tanh(), "list": collections.deque([self.gate])}
-        del self.gate
-        return self[2](x)
-
-
-def use_what_is_kept(model, x, rank):
-    caught, blocks = [], getattr(model, "module", model).blocks
-    hooks = [block[0].register_forward_hook(lambda _, __, out: caught.append(out)) for block in blocks]
-    model(x)
-    for hook in hooks:
-        hook.remove()
-    kept = [block.box["inside"] for block in blocks] + [block.box["list"][0] for block in blocks]
-    return sum(tensor.square().mean() for tensor in kept + caught)
-
-
 class Times(torch.autograd.Function):
     """It has no gradient for a weight."""
 
@@ -179,8 +167,27 @@ def writing():
     return net
 
 
-OTHERS = [functools.partial(Zero3, **{n: v}) for n, v in (("prefetch", 0), ("offload", True))]
-OTHERS += [functools.partial(Zero3, reshard_after_forward=False)]
+def penalty(first, hold, model, x, rank):
+    """Over the parameters, in each backward: before or after the forward. no_sync may hold it back."""
+    for last in (False, False, True):
+        terms = [lambda: model(x).square().mean(), lambda: 0.05 * sum(p.square().sum() for p in model.parameters())]
+        one, other = terms[::-1] if first else terms
+        loss = one() + other()
+        with model.no_sync() if hold and hasattr(model, "no_sync") else contextlib.nullcontext():
+            if not last:
+                loss.backward()
+    return loss
+
+
+def schedule(optimizer):
+    """One that is made of others."""
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[1])
+
+
+OTHERS = ({"prefetch": 0}, {"offload": True}, {"reshard_after_forward": False})
+MOST = [*STAGES, *(functools.partial(Zero3, **options) for options in OTHERS)]
 TRAINS = [  # a model; how it is called; ranks, and more
     *(
         (Blocks, loop, {"world_size": 3}) for loop in LOOPS
@@ -198,9 +205,14 @@ TRAINS = [  # a model; how it is called; ranks, and more
     (Shared, None, {}),
     *slow((of(Tree), None, {})),
     (of(Nested), None, {}),
-    (writing, None, {"stages": [*STAGES, *OTHERS]}),
+    (writing, None, {"stages": MOST}),
     (but(by_times), None, {}),
-    (of(Keeps), use_what_is_kept, {}),
+    *(
+        (Blocks, functools.partial(penalty, first, hold), {"stages": [stage]})  # each adds in another order
+        for first, hold in itertools.product((False, True), repeat=2)
+        for stage in (*MOST, functools.partial(Zero3, group_by=decay))
+    ),
+    (Blocks, None, {"schedule": schedule}),
 ]
 
 
@@ -274,3 +286,95 @@ def test_a_recompute_that_ends_early_leaves_no_inputs_behind(stage):
         return [reference() is not None for reference in given], left[1] - left[0]
 
     assert run(2, work)[0] == ([False] * 4 * SMALL.layers, 0)  # each block ran twice in each step
+
+
+# Hooks, groups, and what broke off.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(stage):
+    @wrapped(stage)
+    def use(model, comm):
+        x = vectors(0).chunk(comm.size)[comm.rank]
+        model(x).square().mean().backward()
+        average = [p.grad.clone() for p in model.parameters()]
+        with model.no_sync():
+            model(2 * x).square().mean().backward()
+        out = model(x)
+        model.module.out.weight.register_hook(lambda _: 1 / 0)  # the root's: every block has yet to come
+        with pytest.raises(ZeroDivisionError):
+            out.square().mean().backward()
+        assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), average, strict=True))
+        return True
+
+
+@pytest.mark.parametrize("stage", [Zero3, *slow(Zero1, Zero2)])
+def test_an_optimizer_in_backward_steps_once_with_the_average_and_frees_it(stage):
+    def trained(comm, in_backward):
+        model, steps = stage(GPT(SMALL), comm), []
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+        def step(shard):
+            steps.append(shard)
+            optimizers[shard].step()
+            optimizers[shard].zero_grad()
+
+        for shard in optimizers if in_backward else ():
+            shard.register_post_accumulate_grad_hook(step)
+        for number in range(2):
+            with Ledger(model) as ledger:
+                model(*(part.chunk(comm.size)[comm.rank] for part in batch(number))).backward()
+            for shard in () if in_backward else optimizers:
+                step(shard)
+        assert len(steps) == 2 * len(optimizers)
+        return model.gather_state_dict(), ledger.peak["gradients"]
+
+    (expected, all_at_once), (state, one_by_one) = (run(2, trained, in_backward)[0] for in_backward in (False, True))
+    exactly(state, expected)
+    assert one_by_one < 0.7 * all_at_once
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_a_hook_on_a_shard_changes_its_average(stage):
+    @wrapped(stage)
+    def _(model, comm):
+        model(vectors(comm.rank)).square().mean().backward()
+        averages = [p.grad.clone() for p in model.parameters()]
+        for shard in model.parameters():
+            shard.register_hook(lambda average: average.clamp(-0.01, 0.01))
+        model(vectors(comm.rank)).square().mean().backward()
+        for shard, average in zip(model.parameters(), averages, strict=True):
+            assert torch.equal(shard.grad, average.clamp(-0.01, 0.01) + average)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_group_by_never_mixes_values_in_a_shard(stage):
+    def step(model, x, groups):
+        groups = [{"params": groups["matrices"], "weight_decay": 0.5}, {"params": groups["vectors"]}]
+        model(x).square().mean().backward()
+        torch.optim.SGD(groups, lr=0.1).step()
+
+    def grouped(comm):
+        model = stage(seeded(Blocks)(), comm, group_by=decay)
+        groups = model.parameter_groups()  # every rank has each
+        step(model, vectors(0).chunk(comm.size)[comm.rank], groups)
+        assert {*model.parameters()} == {shard for shards in groups.values() for shard in shards}
+        return model.gather_state_dict(), {group: sum(p.numel() for p in shards) for group, shards in groups.items()}
+
+    module = seeded(Blocks)()
+    parts = {kind: [p for n, p in module.named_parameters() if decay(n, p) == kind] for kind in ("matrices", "vectors")}
+    step(module, vectors(0), parts)
+    for world_size in (2, 3, 6):
+        ranks = run(world_size, grouped)
+        assert relative_error(ranks[0][0], module.state_dict()) < 1e-5
+        for group, part in parts.items():
+            found = sum(rank[1][group] for rank in ranks) // (world_size if stage is DDP else 1)
+            assert 0 <= found - sum(p.numel() for p in part) <= 4 * world_size
+
+
+@refuses("was written to between backwards", [Zero1])
+def test_a_write_to_what_no_sync_shows_is_told_if_a_penalty_comes_first(model, comm):
+    with model.no_sync():
+        model(vectors(0)).sum().backward()
+        next(model.parameters()).grad.mul_(2)
+        sum(p.square().sum() for p in model.parameters()).backward()

@@ -407,19 +407,6 @@ def test_what_derives_from_a_refused_optimizer_is_refused_too(model, comm):
     Mine(model.parameters()).step()
 
 
-def test_an_optimizer_of_whole_tensors_works_where_there_are_some():
-    @wrapped(DDP)
-    def _(model, comm):
-        def closure():
-            optimizer.zero_grad()
-            loss = model(vectors(0)).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
-        assert optimizer.step(closure) > 0
-
-
 class Foreign(torch.optim.AdamW):
     """It may do anything in `step`: only its user knows."""
 
@@ -433,7 +420,10 @@ def test_a_foreign_optimizer_is_asked_about_once(stage, options):
         optimizer.elementwise = True
         optimizer.step()
 
-    wrapped(DDP)(lambda model, comm: Foreign(model.parameters()).step())  # DDP in FP32 gives whole tensors
+    @wrapped(DDP)
+    def _(model, comm):  # in FP32 it gives whole tensors
+        Foreign(model.parameters()).step()
+        torch.optim.LBFGS(model.parameters()).step(lambda: model(vectors(0)).square().mean())
 
 
 @refuses(

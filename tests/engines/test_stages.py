@@ -48,28 +48,6 @@ def test_clipping_takes_the_norm_over_all_ranks_and_counts_every_number_once(wor
     assert untouched == pytest.approx((one, most, two, two), rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_backward_twice_adds_averages_and_zero_grad_drops_them_and_what_no_sync_gathered(stage):
-    @wrapped(stage, world_size=3)
-    def _(model, comm):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-        def norm():
-            model(vectors(comm.rank)).square().sum().backward()
-            return model.clip_grad_norm_(1e9).item()
-
-        once = norm()
-        assert norm() == pytest.approx(2 * once, rel=1e-6)
-        optimizer.zero_grad(set_to_none=False)
-        assert norm() == once
-        optimizer.zero_grad()
-        with model.no_sync():
-            model(vectors(5)).sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
-        optimizer.zero_grad()
-        assert norm() == once
-
-
 HYBRID = [(Zero3, {"sharding_factor": factor}) for factor in (1, 2)]
 
 
@@ -118,19 +96,3 @@ def test_unused_parameters_have_gradient_zero(stage, monkeypatch):
         model(vectors(0), order=(0, 2)).sum().backward()
         gradients = [p.grad for p in model.parameters()]
         assert all(g.isfinite().all() for g in gradients) and any((g == 0).all() for g in gradients)
-
-
-class Scale(nn.PReLU):
-    def forward(self, x):
-        return self.weight * x
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_first_gradient_is_copied_not_added_to_zeros(stage, dtype):
-    """0 + -0 is 0. And in 16 bits an addition takes three times as long as a copy."""
-
-    @wrapped(stage, lambda: Scale(4), dtype=dtype)
-    def _(model, comm):
-        model(-torch.zeros(4)).sum().backward()
-        assert all((p.grad == 0).all() and p.grad.signbit().all() for p in model.parameters())

@@ -181,6 +181,18 @@ def held_back(model, x, rank):
     return model(x, order=(0, 2)).square().mean()
 
 
+def dropped(model, x, rank):
+    """By zero_grad: an average, and what no_sync has gathered."""
+    model(3 * x).mean().backward()
+    model.zero_grad(set_to_none=False)
+    model(x).mean().backward()
+    model.zero_grad()
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+        model(3 * x).mean().backward()
+    model.zero_grad()
+    return model(x).square().mean()
+
+
 def adapters_off(model, x, rank):
     """For a reference, as PEFT does."""
     adapters = list(getattr(model, "module", model).blocks[1].parameters())
@@ -236,6 +248,6 @@ def recomputed(model, x, rank):
     return (theirs + model(x, order=(0, 0, 1, 2), call=recompute.checkpoint)).square().mean()
 
 
-LOOPS = (twice, several_forwards, one_by_one, held_back, broken_off_and_dropped, raises_in_forward)
+LOOPS = (twice, several_forwards, one_by_one, held_back, dropped, broken_off_and_dropped, raises_in_forward)
 EDGES = (one_graph_twice, adapters_off, evaluation_between, broken_off, recomputed)
 PLAIN_LOOPS = (twice, several_forwards, one_by_one, one_graph_twice, evaluation_between)  # of forwards and backwards
