@@ -21,7 +21,6 @@ from tests.support.small_models import (
     check,
     decay,
     one_graph_twice,
-    refuses,
     seeded,
     vectors,
     wrapped,
@@ -370,11 +369,3 @@ def test_group_by_never_mixes_values_in_a_shard(stage):
         for group, part in parts.items():
             found = sum(rank[1][group] for rank in ranks) // (world_size if stage is DDP else 1)
             assert 0 <= found - sum(p.numel() for p in part) <= 4 * world_size
-
-
-@refuses("was written to between backwards", [Zero1])
-def test_a_write_to_what_no_sync_shows_is_told_if_a_penalty_comes_first(model, comm):
-    with model.no_sync():
-        model(vectors(0)).sum().backward()
-        next(model.parameters()).grad.mul_(2)
-        sum(p.square().sum() for p in model.parameters()).backward()

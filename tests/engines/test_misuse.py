@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3, barrier
 from tests.support.helpers import SMALL, STAGES, relative_error, run, same, train
-from tests.support.small_models import SHARDED, Blocks, fit, refused, refuses, seeded, vectors, wrapped
+from tests.support.small_models import SHARDED, Blocks, refused, seeded, vectors, wrapped
 
 # Modules that cannot be wrapped.
 
@@ -90,16 +90,6 @@ def test_modules_that_cannot_be_wrapped(stage):
         run(1, lambda comm: stage(nn.Linear(2, 2), comm, dtype=torch.float64))
     for size, make in WRAPPABLE:
         run(size, lambda comm, make=make: stage(make(), comm))
-
-
-class LooksUp(nn.Linear):
-    def forward(self, x):
-        return F.embedding(x, self.weight, sparse=True)
-
-
-@refuses("root: sparse gradients are not supported: use sparse=False", make=lambda: LooksUp(4, 4))
-def test_sparse_gradients_that_no_module_announces(model, comm):
-    model(torch.tensor([3])).sum().backward()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -217,23 +207,6 @@ def test_what_was_changed_after_wrapping_is_named(stage, words):
         refused(f"{stage.__name__}: .*({words})", lambda: (CHANGES[words](model), model(vectors(0))))
 
 
-@refuses("STAGE: a shard no longer lies in its unit's memory")
-def test_a_shard_that_was_given_other_memory_is_not_stepped(model, comm):
-    shards = list(model.parameters())
-    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(shards).detach().clone(), shards)
-    torch.optim.SGD(shards, lr=0.1).step()
-
-
-@refuses(
-    "STAGE: .*same dtype.*torch.float32: cast blocks.1.shift",
-    make=lambda: Blocks(lambda module: module.blocks[1].register_buffer("shift", torch.ones(7))),
-    dtype=torch.bfloat16,
-)
-def test_a_buffer_that_does_not_go_with_16_bits_is_named(model, comm):
-    model.module.blocks[1].register_forward_pre_hook(lambda block, given: given[0] + block.shift)
-    model(vectors(0))
-
-
 # Loops.
 
 
@@ -301,25 +274,6 @@ def test_what_no_sync_holds_back_is_neither_stepped_nor_clipped(stage):
         optimizer.step()
 
 
-@refuses("the norm over all ranks is non-finite")
-def test_a_norm_that_is_not_finite_on_one_rank_is_told_if_asked(model, comm):
-    model(vectors(0) * (torch.inf if comm.rank else 1)).sum().backward()
-    model.clip_grad_norm_(1.0, error_if_nonfinite=True)
-
-
-@refuses("hook on out.bias would see this rank's gradient", error=ValueError)
-def test_a_hook_that_would_see_a_part_of_the_gradient(model, comm):
-    model.module.out.bias.register_post_accumulate_grad_hook(print)
-    model(vectors(0))
-
-
-@refuses("a hook on a shard, and a loss that uses the shard", [Zero2])
-def test_a_hook_that_would_be_called_for_two_parts_of_the_gradient(model, comm):
-    shards = list(model.parameters())
-    shards[0].register_hook(lambda gradient: 2 * gradient)
-    (model(vectors(0)).sum() + shards[0].square().sum()).backward()
-
-
 def test_double_backward_is_refused_where_parameters_come_and_go():
     def penalty(model):
         x = vectors(0).requires_grad_()
@@ -341,18 +295,6 @@ def test_double_backward_is_refused_where_parameters_come_and_go():
     for stage, use, words in (*refused, (Zero3, backward, any_), (Zero3, norm, any_)):
         with pytest.raises(RankFailed, match=words):
             wrapped(stage)(use)
-
-
-def test_reentrant_recompute_of_a_shared_unit_is_refused():
-    class Reentrant(Blocks):
-        def forward(self, x):
-            x = self.out(x) + x
-            for _ in range(2):
-                x = checkpoint(self.blocks[2], x, use_reentrant=True)
-            return 30 * x
-
-    with pytest.raises(RankFailed, match="use_reentrant=False"):
-        run(2, fit, Zero1, seeded(Reentrant))
 
 
 # Optimizers. A shard is a piece of a flat buffer: it serves where every number is updated by itself.
@@ -398,15 +340,6 @@ def test_every_optimizer_of_torch_gives_ddps_bits_or_is_refused(kind):
                 optimizer.step(lambda: None) if kind is torch.optim.LBFGS else optimizer.step()
 
 
-class Mine(torch.optim.Adafactor):
-    pass
-
-
-@refuses("Mine needs whole tensors, Zero3 gives it flat shards: use DDP", [Zero3])
-def test_what_derives_from_a_refused_optimizer_is_refused_too(model, comm):
-    Mine(model.parameters()).step()
-
-
 class Foreign(torch.optim.AdamW):
     """It may do anything in `step`: only its user knows."""
 
@@ -426,13 +359,103 @@ def test_a_foreign_optimizer_is_asked_about_once(stage, options):
         torch.optim.LBFGS(model.parameters()).step(lambda: model(vectors(0)).square().mean())
 
 
-@refuses(
-    "not STAGE's shards.* from a module around the wrapped model.* from the .* of the STAGE itself", [Zero1, Zero3]
-)
-def test_an_optimizer_of_a_module_around_the_wrapped_model_is_told_so(model, comm):
-    around = (
-        nn.ModuleDict({"engine": model, "head": nn.Linear(2, 2)})
-        if comm.rank
-        else torch.compile(model, backend="eager")
-    )
+# Single calls of (model, comm).
+
+
+class LooksUp(nn.Linear):
+    """Sparse gradients that no module announces."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return F.embedding(x, self.weight, sparse=True)
+
+
+class Reentrant(Blocks):
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.blocks[2], self.out(x) + x, use_reentrant=True)
+        return x
+
+
+class Experts(nn.ModuleList):
+    def forward(self, x, which):
+        return F.relu(self[which](x))
+
+
+class Mine(torch.optim.Adafactor):
+    """What derives from a refused optimizer is refused, too."""
+
+
+def another_memory(model, comm):
+    shards = list(model.parameters())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(shards).detach().clone(), shards)
+    torch.optim.SGD(shards, lr=0.1).step()
+
+
+def shifted_in_fp32(model, comm):
+    model.module.blocks[1].register_buffer("shift", torch.ones(7))
+    model.module.blocks[1].register_forward_pre_hook(lambda block, given: given[0] + block.shift)
+    model(vectors(0))
+
+
+def infinite_on_rank_1(model, comm):
+    model(vectors(0) * (torch.inf if comm.rank else 1)).sum().backward()
+    model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def hook_on_a_parameter(model, comm):
+    model.module.out.bias.register_post_accumulate_grad_hook(print)
+    model(vectors(0))
+
+
+def hook_and_penalty(model, comm):
+    shards = list(model.parameters())
+    shards[0].register_hook(lambda gradient: 2 * gradient)
+    (model(vectors(0)).sum() + shards[0].square().sum()).backward()
+
+
+def written_before_a_penalty(model, comm):
+    with model.no_sync():
+        model(vectors(0)).sum().backward()
+        next(model.parameters()).grad.mul_(2)
+        sum(p.square().sum() for p in model.parameters()).backward()
+
+
+def around_the_model(model, comm):
+    dictionary = nn.ModuleDict({"engine": model, "head": nn.Linear(2, 2)})
+    around = dictionary if comm.rank else torch.compile(model, backend="eager")
     torch.optim.SGD(around.parameters(), lr=0.1).step()
+
+
+AROUND = "not STAGE's shards.* from a module around the wrapped model.* from the .* of the STAGE itself"
+TWO_LINEAR = {"make": lambda: Experts(nn.Linear(7, 7) for _ in "ab")}
+REFUSED = [  # the call, its words, in which stages, how it is wrapped
+    (lambda m, _: m(torch.tensor([3])).sum().backward(), "root: sparse .* use sparse=False", STAGES, {"make": LooksUp}),
+    (another_memory, "STAGE: a shard no longer lies in its unit's memory", STAGES, {}),
+    (shifted_in_fp32, "STAGE: .*same dtype.*: cast blocks.1.shift", STAGES, {"dtype": torch.bfloat16}),
+    (infinite_on_rank_1, "the norm over all ranks is non-finite", STAGES, {}),
+    (hook_on_a_parameter, "hook on out.bias would see this rank's gradient", STAGES, {}),
+    (hook_and_penalty, "a hook on a shard, and a loss that uses the shard", [Zero2], {}),
+    (written_before_a_penalty, "was written to between backwards", [Zero1], {}),
+    (lambda m, _: m(vectors(0)).sum().backward(), "use_reentrant=False", [Zero1], {"make": Reentrant}),
+    (
+        lambda m, comm: m(vectors(0), comm.rank),
+        "label=[01].*name a module around them all in units=",
+        [Zero3],
+        TWO_LINEAR,
+    ),
+    (lambda m, _: Mine(m.parameters()).step(), "Mine needs whole tensors, STAGE gives it flat", [Zero3], {}),
+    (around_the_model, AROUND, [Zero1, Zero3], {}),
+]
+
+
+@pytest.mark.parametrize(
+    "stage, call, words, options", [(stage, *row[:2], row[3]) for row in REFUSED for stage in row[2]]
+)
+def test_a_call_is_refused_by_name(stage, call, words, options):
+    error = {hook_on_a_parameter: ValueError}.get(call, RuntimeError)
+    wrapped(stage, **options)(
+        lambda *given: refused(words.replace("STAGE", stage.__name__), lambda: call(*given), error=error)
+    )

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import DDP, CollectiveMismatch, RankFailed, Zero1, Zero2, Zero3, all_reduce, barrier, checkpoint
+from minizero import DDP, RankFailed, Zero1, Zero2, Zero3, all_reduce, barrier, checkpoint
 from minizero.engines.any_model.units import repeated_blocks
 from minizero.recompute import checkpoint as recompute
 from tests.support.failures import until
 from tests.support.helpers import STAGES, run
-from tests.support.small_models import SAME_BITS, SHARDED, Blocks, check, fit, refuses, seeded, vectors, wrapped
+from tests.support.small_models import SAME_BITS, SHARDED, Blocks, check, fit, seeded, vectors, wrapped
 
 
 def error_of(call):
@@ -430,21 +430,6 @@ def test_stage_3_says_once_what_it_cannot_free(make, options, autocast, words):
         run(2, job)
     said = [str(each.message) for each in told if "Zero3" in str(each.message)]
     assert len(said) == (words is not None) and all(re.search(words, each) for each in said)
-
-
-class Experts(nn.ModuleList):
-    def forward(self, x, which):
-        return F.relu(self[which](x))
-
-
-@refuses(
-    r"label=[01].*name a module around them all in units=",
-    [Zero3],
-    make=lambda: Experts(nn.Linear(7, 7) for _ in "ab"),
-    error=CollectiveMismatch,
-)
-def test_experts_that_only_one_rank_uses_are_told_to_go_with_the_module_around_them(model, comm):
-    model(vectors(0), comm.rank).sum().backward()
 
 
 # What would grow.

@@ -78,25 +78,6 @@ def check(make, world_size=None, forward=None, parts=1, stages=STAGES, **options
     assert relative_error(expected, make().state_dict()) > 1e-4  # something was trained
 
 
-def refuses(words, stages=STAGES, make=None, error=RuntimeError, **options):
-    """Decorator: a test that a function of (model, comm) raises an error with these words on each rank.
-
-    STAGE stands for the stage's name.
-    """
-
-    def decorate(use):
-        @pytest.mark.parametrize("stage", stages)
-        def test(stage):
-            @wrapped(stage, make, **options)
-            def _(model, comm):
-                with pytest.raises(error, match=words.replace("STAGE", stage.__name__)):
-                    use(model, comm)
-
-        return test
-
-    return decorate
-
-
 def refused(words, *uses, error=RuntimeError):
     """Each of these calls raises an error with these words."""
     for use in uses:
