@@ -20,6 +20,7 @@ from tests.support.small_models import (
     Blocks,
     check,
     decay,
+    on_ranks,
     one_graph_twice,
     seeded,
     vectors,
@@ -290,21 +291,19 @@ def test_a_recompute_that_ends_early_leaves_no_inputs_behind(stage):
 # Hooks, groups, and what broke off.
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(stage):
-    @wrapped(stage)
-    def use(model, comm):
-        x = vectors(0).chunk(comm.size)[comm.rank]
-        model(x).square().mean().backward()
-        average = [p.grad.clone() for p in model.parameters()]
-        with model.no_sync():
-            model(2 * x).square().mean().backward()
-        out = model(x)
-        model.module.out.weight.register_hook(lambda _: 1 / 0)  # the root's: every block has yet to come
-        with pytest.raises(ZeroDivisionError):
-            out.square().mean().backward()
-        assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), average, strict=True))
-        return True
+@on_ranks()
+def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(model, comm):
+    x = vectors(0).chunk(comm.size)[comm.rank]
+    model(x).square().mean().backward()
+    average = [p.grad.clone() for p in model.parameters()]
+    with model.no_sync():
+        model(2 * x).square().mean().backward()
+    out = model(x)
+    model.module.out.weight.register_hook(lambda _: 1 / 0)  # the root's: every block has yet to come
+    with pytest.raises(ZeroDivisionError):
+        out.square().mean().backward()
+    assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), average, strict=True))
+    return True
 
 
 @pytest.mark.parametrize("stage", [Zero3, *slow(Zero1, Zero2)])
@@ -333,17 +332,15 @@ def test_an_optimizer_in_backward_steps_once_with_the_average_and_frees_it(stage
     assert one_by_one < 0.7 * all_at_once
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_a_hook_on_a_shard_changes_its_average(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        model(vectors(comm.rank)).square().mean().backward()
-        averages = [p.grad.clone() for p in model.parameters()]
-        for shard in model.parameters():
-            shard.register_hook(lambda average: average.clamp(-0.01, 0.01))
-        model(vectors(comm.rank)).square().mean().backward()
-        for shard, average in zip(model.parameters(), averages, strict=True):
-            assert torch.equal(shard.grad, average.clamp(-0.01, 0.01) + average)
+@on_ranks(SHARDED)
+def test_a_hook_on_a_shard_changes_its_average(model, comm):
+    model(vectors(comm.rank)).square().mean().backward()
+    averages = [p.grad.clone() for p in model.parameters()]
+    for shard in model.parameters():
+        shard.register_hook(lambda average: average.clamp(-0.01, 0.01))
+    model(vectors(comm.rank)).square().mean().backward()
+    for shard, average in zip(model.parameters(), averages, strict=True):
+        assert torch.equal(shard.grad, average.clamp(-0.01, 0.01) + average)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -11,7 +11,7 @@ from torch import nn
 
 from minizero import DDP, Zero3
 from tests.support.helpers import STAGES, exactly, run, slow
-from tests.support.small_models import Blocks, check, fit, seeded, wrapped
+from tests.support.small_models import Blocks, check, fit, on_ranks, seeded
 
 
 @dataclasses.dataclass
@@ -40,35 +40,35 @@ def test_structured_inputs_and_outputs(kind):
     check(seeded(Structured), forward=lambda model, x, rank: get(model({"a": (x, 1)})), stages=(DDP, Zero3))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_sixteen_bits_cast_floating_inputs_only(stage):
-    class Probe(nn.Linear):
-        def forward(self, x, index, scale=None):
-            assert x.dtype == scale["s"].dtype == torch.bfloat16 and index.dtype == torch.int64
-            return super().forward(x).float()
-
-    @wrapped(stage, lambda: Probe(4, 4), dtype=torch.bfloat16)
-    def _(model, comm):
-        out = model(torch.randn(2, 4), torch.arange(2), scale={"s": torch.ones(1)})
-        out.sum().backward()
-        assert {out.dtype, *(d for p in model.parameters() for d in (p.dtype, p.grad.dtype))} == {torch.float32}
+class Probe(nn.Linear):
+    def forward(self, x, index, scale=None):
+        assert x.dtype == scale["s"].dtype == torch.bfloat16 and index.dtype == torch.int64
+        return super().forward(x).float()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_a_module_writes_into_its_arguments_comes_back(stage, dtype):
-    class Collects(nn.Linear):
-        def forward(self, x, *boxes, more):
-            y = super().forward(x)
-            for box in (*boxes, more["box"]):
-                box.append(y.mean()) if isinstance(box, list) else box.update(y=y.mean())
-            return y
+@on_ranks(make=lambda: Probe(4, 4), dtype=torch.bfloat16)
+def test_sixteen_bits_cast_floating_inputs_only(model, comm):
+    out = model(torch.randn(2, 4), torch.arange(2), scale={"s": torch.ones(1)})
+    out.sum().backward()
+    assert {out.dtype, *(d for p in model.parameters() for d in (p.dtype, p.grad.dtype))} == {torch.float32}
 
-    @wrapped(stage, lambda: Collects(7, 7), dtype=dtype)
-    def _(model, comm):
-        boxes, ids, more = [], {"ids": torch.arange(2)}, {"box": [], "x": torch.ones(1)}
-        model(torch.ones(2, 7), boxes, ids, more=more)
-        assert (len(boxes), "y" in ids, len(more["box"])) == (1, True, 1)
+
+class Collects(nn.Linear):
+    def forward(self, x, *boxes, more):
+        y = super().forward(x)
+        for box in (*boxes, more["box"]):
+            box.append(y.mean()) if isinstance(box, list) else box.update(y=y.mean())
+        return y
+
+
+@on_ranks(
+    [functools.partial(stage, dtype=dtype) for stage in STAGES for dtype in (None, torch.bfloat16)],
+    make=lambda: Collects(7, 7),
+)
+def test_what_a_module_writes_into_its_arguments_comes_back(model, comm):
+    boxes, ids, more = [], {"ids": torch.arange(2)}, {"box": [], "x": torch.ones(1)}
+    model(torch.ones(2, 7), boxes, ids, more=more)
+    assert (len(boxes), "y" in ids, len(more["box"])) == (1, True, 1)
 
 
 # How a unit hands out what it makes: what it returns, or keeps where; and how to get it.
@@ -129,15 +129,15 @@ def test_whatever_leaves_a_unit_gathers_it_in_backward(way, prefetch):
     exactly(*(run(2, fit, stage, seeded(functools.partial(Handed, way))) for stage in stages))
 
 
-def test_what_leaves_a_unit_unseen_is_an_error_with_its_name():
-    class Secretive(nn.Linear):
-        def forward(self, x):
-            side = (x + self.bias).sum()
-            self.get = lambda: side
-            return super().forward(x)
+class Secretive(nn.Linear):
+    def forward(self, x):
+        side = (x + self.bias).sum()
+        self.get = lambda: side
+        return super().forward(x)
 
-    @wrapped(Zero3, lambda: nn.Sequential(Secretive(8, 8), Secretive(8, 8)))
-    def _(model, comm):
-        model(torch.ones(2, 8))
-        with pytest.raises(RuntimeError, match="Zero3: backward reached 1 while it was not gathered: .*: return it"):
-            model.module[1].get().backward()
+
+@on_ranks([Zero3], make=lambda: nn.Sequential(Secretive(8, 8), Secretive(8, 8)))
+def test_what_leaves_a_unit_unseen_is_an_error_with_its_name(model, comm):
+    model(torch.ones(2, 8))
+    with pytest.raises(RuntimeError, match="Zero3: backward reached 1 while it was not gathered: .*: return it"):
+        model.module[1].get().backward()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3, barrier
 from tests.support.helpers import SMALL, STAGES, relative_error, run, same, train
-from tests.support.small_models import SHARDED, Blocks, refused, seeded, vectors, wrapped
+from tests.support.small_models import SHARDED, Blocks, on_ranks, refused, seeded, vectors, wrapped
 
 # Modules that cannot be wrapped.
 
@@ -107,77 +107,72 @@ def test_ranks_with_different_models_are_told_so():
 # Modules that were changed, moved, copied or read.
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_would_be_silently_wrong_is_refused(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        refused(stage.__name__, model.half, lambda: copy.deepcopy(model))
-        for whole in (model, model.module, model.module.out, list(model.parameters())):
-            refused("gather_state_dict", functools.partial(pickle.dumps, whole))
-        for outer in (model, nn.Sequential(model)):
-            refused(f"{stage.__name__}: initialise the module before wrapping", functools.partial(outer.apply, print))
-        state = model.gather_state_dict()
-        for change, message in (
-            (lambda s: s.pop("out.bias"), "missing or unknown: out.bias"),
-            (lambda s: s.update(extra=torch.zeros(1)), "missing or unknown: extra"),
-            (lambda s: s.update({"out.bias": torch.zeros(2)}), r"out.bias \(2,\), here \(1,\)"),
-        ):
-            bad = dict(state)
-            change(bad)
-            refused(message, functools.partial(model.load_full_state_dict, bad), error=ValueError)
+@on_ranks()
+def test_what_would_be_silently_wrong_is_refused(model, comm):
+    refused(type(model).__name__, model.half, lambda: copy.deepcopy(model))
+    for whole in (model, model.module, model.module.out, list(model.parameters())):
+        refused("gather_state_dict", functools.partial(pickle.dumps, whole))
+    for outer in (model, nn.Sequential(model)):
+        refused(f"{type(model).__name__}: initialise the module before wrapping", functools.partial(outer.apply, print))
+    state = model.gather_state_dict()
+    for change, message in (
+        (lambda s: s.pop("out.bias"), "missing or unknown: out.bias"),
+        (lambda s: s.update(extra=torch.zeros(1)), "missing or unknown: extra"),
+        (lambda s: s.update({"out.bias": torch.zeros(2)}), r"out.bias \(2,\), here \(1,\)"),
+    ):
+        bad = dict(state)
+        change(bad)
+        refused(message, functools.partial(model.load_full_state_dict, bad), error=ValueError)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_move_to_where_it_is_changes_nothing_and_another_one_is_refused(stage, dtype):
-    @wrapped(stage, lambda: nn.Conv2d(2, 2, 2), dtype=dtype)
-    def _(model, comm):
-        model.module.register_buffer("count", torch.zeros(1, dtype=torch.int64))
-        here = dtype or torch.float32
-        for whole in (model, nn.Sequential(model)):
-            for moved in (whole.to("cpu"), whole.cpu(), whole.to(here), whole.to(torch.empty(0, dtype=here))):
-                assert moved is whole
-        refused(
-            f"{stage.__name__}: (move or cast|cannot be shared)",
-            lambda: model.to("meta"),
-            lambda: model.to(memory_format=torch.channels_last),
-            lambda: model.to_empty(device="cpu"),
-            model.double,
-            model.share_memory,
-        )
+@on_ranks(
+    [functools.partial(stage, dtype=dtype) for stage in STAGES for dtype in (None, torch.float16)],
+    make=lambda: nn.Conv2d(2, 2, 2),
+)
+def test_a_move_to_where_it_is_changes_nothing_and_another_one_is_refused(model, comm):
+    model.module.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+    here = model.dtype or torch.float32
+    for whole in (model, nn.Sequential(model)):
+        for moved in (whole.to("cpu"), whole.cpu(), whole.to(here), whole.to(torch.empty(0, dtype=here))):
+            assert moved is whole
+    refused(
+        f"{type(model).__name__}: (move or cast|cannot be shared)",
+        lambda: model.to("meta"),
+        lambda: model.to(memory_format=torch.channels_last),
+        lambda: model.to_empty(device="cpu"),
+        model.double,
+        model.share_memory,
+    )
 
 
-def test_a_released_unit_cannot_be_used_by_accident():
-    @wrapped(Zero3)
-    def _(model, comm):
-        weight = model.module.blocks[0][0].weight
-        assert weight.untyped_storage().nbytes() == 0 and "Parameter" in repr(weight) and weight.numel() == 35
-        refused(
-            r"Zero3: blocks\.0\.0\.weight, of the unit blocks\.0, is empty",
-            lambda: F.linear(vectors(0), weight),
-            lambda: torch.zeros(8, 8).lerp_(weight, 0.5),
-            lambda: copy.deepcopy(model.module.blocks),
-            lambda: nn.init.ones_(weight),
-            lambda: weight.data,
-            lambda: weight.T,
-            lambda: weight.double(),
-            lambda: setattr(weight, "data", torch.ones(8, 8)),
-        )
+@on_ranks([Zero3])
+def test_a_released_unit_cannot_be_used_by_accident(model, comm):
+    weight = model.module.blocks[0][0].weight
+    assert weight.untyped_storage().nbytes() == 0 and "Parameter" in repr(weight) and weight.numel() == 35
+    refused(
+        r"Zero3: blocks\.0\.0\.weight, of the unit blocks\.0, is empty",
+        lambda: F.linear(vectors(0), weight),
+        lambda: torch.zeros(8, 8).lerp_(weight, 0.5),
+        lambda: copy.deepcopy(model.module.blocks),
+        lambda: nn.init.ones_(weight),
+        lambda: weight.data,
+        lambda: weight.T,
+        lambda: weight.double(),
+        lambda: setattr(weight, "data", torch.ones(8, 8)),
+    )
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_old_replicas_are_not_read_between_a_step_and_the_next_forward(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        average = AveragedModel(seeded(Blocks)())
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model(vectors(0)).sum().backward()
-        optimizer.step()
-        for read in (copy.deepcopy, average.update_parameters, lambda module: module.out(vectors(0))):
-            refused(rf"{stage.__name__}: .*is empty.*gather_state_dict", functools.partial(read, model.module))
-        model(vectors(0))
-        model.load_full_state_dict(model.gather_state_dict())
-        refused("is empty", lambda: copy.deepcopy(model.module))
+@on_ranks(SHARDED)
+def test_old_replicas_are_not_read_between_a_step_and_the_next_forward(model, comm):
+    average = AveragedModel(seeded(Blocks)())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(vectors(0)).sum().backward()
+    optimizer.step()
+    for read in (copy.deepcopy, average.update_parameters, lambda module: module.out(vectors(0))):
+        refused(rf"{type(model).__name__}: .*is empty.*gather_state_dict", functools.partial(read, model.module))
+    model(vectors(0))
+    model.load_full_state_dict(model.gather_state_dict())
+    refused("is empty", lambda: copy.deepcopy(model.module))
 
 
 def moved(model):
@@ -210,25 +205,23 @@ def test_what_was_changed_after_wrapping_is_named(stage, words):
 # Loops.
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_uses_that_would_train_something_else_are_refused(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        first, second = model(vectors(0)).sum(), model(vectors(1)).sum()
-        first.backward()
-        optimizer.step()
-        refused("changed between its forward and its backward", second.backward)
-        optimizer.zero_grad()
-        with model.no_sync():
-            model(vectors(0)).sum().backward()
-        optimizer.zero_grad(set_to_none=False)
-        refused("set_to_none=True", lambda: model(vectors(0)).sum().backward())
-        model.module.out.bias.requires_grad_(False)
-        refused("requires_grad changed in root: .* or use no_grad", lambda: model(vectors(0)))
-        refused("before wrapping", lambda: model.requires_grad_(False))
-        refused("norm_type", lambda: model.clip_grad_norm_(1.0, 0), error=ValueError)
-        refused("model.no_sync", lambda: setattr(model, "require_backward_grad_sync", False))
+@on_ranks(SHARDED)
+def test_uses_that_would_train_something_else_are_refused(model, comm):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    first, second = model(vectors(0)).sum(), model(vectors(1)).sum()
+    first.backward()
+    optimizer.step()
+    refused("changed between its forward and its backward", second.backward)
+    optimizer.zero_grad()
+    with model.no_sync():
+        model(vectors(0)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    refused("set_to_none=True", lambda: model(vectors(0)).sum().backward())
+    model.module.out.bias.requires_grad_(False)
+    refused("requires_grad changed in root: .* or use no_grad", lambda: model(vectors(0)))
+    refused("before wrapping", lambda: model.requires_grad_(False))
+    refused("norm_type", lambda: model.clip_grad_norm_(1.0, 0), error=ValueError)
+    refused("model.no_sync", lambda: setattr(model, "require_backward_grad_sync", False))
 
 
 @pytest.mark.parametrize("stage", SHARDED)
@@ -259,19 +252,17 @@ def test_what_does_not_reach_the_shards_is_refused(stage):
             refused("of rank 0 of 2, its shards are of rank 1 of 2: .*checkpoint", optimizer.step)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_no_sync_holds_back_is_neither_stepped_nor_clipped(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+@on_ranks()
+def test_what_no_sync_holds_back_is_neither_stepped_nor_clipped(model, comm):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(vectors(0)).sum().backward()
+    with model.no_sync():
         model(vectors(0)).sum().backward()
-        with model.no_sync():
-            model(vectors(0)).sum().backward()
-        held = rf"{stage.__name__}: no_sync\(\) holds the gradients back"
-        refused(held, optimizer.step, lambda: model.clip_grad_norm_(1.0))
-        model(vectors(0)).sum().backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
+    held = rf"{type(model).__name__}: no_sync\(\) holds the gradients back"
+    refused(held, optimizer.step, lambda: model.clip_grad_norm_(1.0))
+    model(vectors(0)).sum().backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
 
 
 def test_double_backward_is_refused_where_parameters_come_and_go():

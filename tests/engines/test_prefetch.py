@@ -10,7 +10,7 @@ from torch import nn
 from minizero import GPT, World, Zero3, all_reduce
 from tests.support.failures import failure_of
 from tests.support.helpers import SMALL, batch, exactly, run, slow, train
-from tests.support.small_models import Blocks, fit, seeded, vectors, wrapped
+from tests.support.small_models import Blocks, fit, on_ranks, seeded, vectors
 from tests.support.stage_bytes import BLOCK, ROOT, TOTAL, measure, most
 
 
@@ -36,53 +36,48 @@ def test_neither_prefetch_nor_offload_changes_bits_or_traffic(size, options, dty
         exactly(run(size, train, stage, 3, clip=0.5, dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("prefetch", [1, 2])
-def test_the_next_units_are_under_way_while_this_one_computes(prefetch):
+@on_ranks([ahead(prefetch=number) for number in (1, 2)], make=lambda: GPT(SMALL))
+def test_the_next_units_are_under_way_while_this_one_computes(model, comm):
     """Each is gathered once in forward and once in backward, the root once."""
+    lane, log, early, under_way = model.ahead, [], set(), []
 
-    @wrapped(Zero3, lambda: GPT(SMALL), prefetch=prefetch)
-    def _(model, comm):
-        lane, log, early, under_way = model.ahead, [], set(), []
+    def before_fill(unit):
+        log.append(unit.name)
+        time.sleep(0.01)
 
-        def before_fill(unit):
-            log.append(unit.name)
-            time.sleep(0.01)
-
-        watch(model, "fill", before=before_fill)
-        watch(lane, "start", after=lambda unit: under_way.append(len(lane.gathering)))
-        watch(lane, "gather", before=lambda unit: early.add(unit.name) if unit in lane.gathering else None)
-        for _ in range(3):
-            for seen in (log, early, under_way):
-                seen.clear()
-            model(*batch(comm.rank, size=2)).backward()
-            model.zero_grad()
-        blocks = [f"blocks.{i}" for i in range(3)]
-        assert log == ["root", *blocks, *reversed(blocks)] and early == {*blocks} and max(under_way) == prefetch
+    watch(model, "fill", before=before_fill)
+    watch(lane, "start", after=lambda unit: under_way.append(len(lane.gathering)))
+    watch(lane, "gather", before=lambda unit: early.add(unit.name) if unit in lane.gathering else None)
+    for _ in range(3):
+        for seen in (log, early, under_way):
+            seen.clear()
+        model(*batch(comm.rank, size=2)).backward()
+        model.zero_grad()
+    blocks = [f"blocks.{i}" for i in range(3)]
+    assert log == ["root", *blocks, *reversed(blocks)] and early == {*blocks} and max(under_way) == lane.depth
 
 
-def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_missing():
+@on_ranks([Zero3], make=lambda: GPT(SMALL))
+def test_in_backward_the_next_unit_comes_when_little_of_this_ones_gradient_is_missing(model, comm):
     """By then most of its activations are gone, whose place the replica takes. And the last reduction has ended."""
+    missing = []
 
-    @wrapped(Zero3, lambda: GPT(SMALL))
-    def _(model, comm):
-        missing = []
+    def begins(unit):
+        begun = [u for u in model.units if u.module and u.gradient is not None and u.gradient.full is not None]
+        if begun and unit.replica_is_stale():
+            owed = model.backward.owed[begun[0]]
+            missing.append(sum(begun[0].parameters[number].numel() for number in owed) / begun[0].size)
 
-        def begins(unit):
-            begun = [u for u in model.units if u.module and u.gradient is not None and u.gradient.full is not None]
-            if begun and unit.replica_is_stale():
-                owed = model.backward.owed[begun[0]]
-                missing.append(sum(begun[0].parameters[number].numel() for number in owed) / begun[0].size)
+    def puts(unit):
+        assert unit.gradient.full is not None or model.ahead.reducing is None
 
-        def puts(unit):
-            assert unit.gradient.full is not None or model.ahead.reducing is None
-
-        watch(model.ahead, "start", before=begins)
-        watch(model.ahead, "before_put", after=puts)
-        for _ in range(2):
-            missing.clear()
-            model(*batch(comm.rank, size=2)).backward()
-            model.zero_grad()
-        assert len(missing) == 2 and all(0 < share <= 1 / 3 for share in missing)
+    watch(model.ahead, "start", before=begins)
+    watch(model.ahead, "before_put", after=puts)
+    for _ in range(2):
+        missing.clear()
+        model(*batch(comm.rank, size=2)).backward()
+        model.zero_grad()
+    assert len(missing) == 2 and all(0 < share <= 1 / 3 for share in missing)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -110,39 +105,38 @@ def test_other_collectives_of_the_user_do_not_meet_the_lanes():
     exactly(run(2, work, 0), run(2, work, 2))
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_a_wrong_guess_costs_no_more_than_was_gathered_ahead(prefetch):
+@on_ranks(
+    [ahead(prefetch=number) for number in (0, 1, 2)],
+    make=lambda: Blocks(lambda net: setattr(net, "out", nn.Identity())),
+)
+def test_a_wrong_guess_costs_no_more_than_was_gathered_ahead(model, comm):
     """It is found out when block 0 is used: then nothing more is guessed in that pass."""
-
-    @wrapped(Zero3, lambda: Blocks(lambda net: setattr(net, "out", nn.Identity())), prefetch=prefetch)
-    def _(model, comm):
-        filled, counts = [], []
-        watch(model, "fill", before=filled.append)
-        for order in ((2, 1), (2, 1), (0, 0, 1), (0, 0, 1)):
-            filled.clear()
-            with torch.no_grad():
-                model(vectors(0), order=order)
-            counts.append(len(filled))
-        assert counts == [2, 2, 3, 3]
+    filled, counts = [], []
+    watch(model, "fill", before=filled.append)
+    for order in ((2, 1), (2, 1), (0, 0, 1), (0, 0, 1)):
+        filled.clear()
+        with torch.no_grad():
+            model(vectors(0), order=order)
+        counts.append(len(filled))
+    assert counts == [2, 2, 3, 3]
 
 
-def test_memory_is_not_taken_from_a_gather_that_is_under_way():
-    @wrapped(Zero3, lambda: GPT(SMALL))
-    def _(model, comm):
-        model(*batch(comm.rank, size=2)).backward()
-        release, filled = model.release, []
+@on_ranks([Zero3], make=lambda: GPT(SMALL))
+def test_memory_is_not_taken_from_a_gather_that_is_under_way(model, comm):
+    model(*batch(comm.rank, size=2)).backward()
+    release, filled = model.release, []
 
-        def watched(unit):
-            under_way = unit in model.ahead.gathering
-            release(unit)
-            assert not under_way or unit.name in filled
+    def watched(unit):
+        under_way = unit in model.ahead.gathering
+        release(unit)
+        assert not under_way or unit.name in filled
 
-        watch(model, "fill", before=lambda unit: time.sleep(0.05), after=lambda unit: filled.append(unit.name))
-        model.release = watched
-        model.module.blocks[0].attention.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(*batch(comm.rank, size=2))
-        assert "blocks.1" in filled and not any(unit.replica.untyped_storage().nbytes() for unit in model.units)
+    watch(model, "fill", before=lambda unit: time.sleep(0.05), after=lambda unit: filled.append(unit.name))
+    model.release = watched
+    model.module.blocks[0].attention.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(*batch(comm.rank, size=2))
+    assert "blocks.1" in filled and not any(unit.replica.untyped_storage().nbytes() for unit in model.units)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -1,14 +1,12 @@
 """Sixteen bits: norms with running statistics compute in FP32, and what is frozen has no master."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 
 from minizero import DDP, Zero2, Zero3, checkpoint
 from tests.support.helpers import STAGES, exactly, relative_error, run, slow, train
-from tests.support.small_models import SAME_BITS, Blocks, vectors, wrapped
+from tests.support.small_models import SAME_BITS, Blocks, on_ranks, vectors
 
 
 class Bottleneck(nn.Module):
@@ -74,9 +72,7 @@ def by_hand(dtype, freeze):
 def test_batch_norms_train_in_all_stages_with_the_same_bits(dtype, freeze):
     start = ResNet().state_dict()
     options = {"make": lambda: ResNet(freeze), "dtype": dtype, "data": images, "clip": 1.0, "lr": 1e-2, "eps": 1e-4}
-    (losses, state, _), *others = (
-        run(2, train, functools.partial(stage, **more), 3, **options)[0] for stage, more in SAME_BITS
-    )
+    (losses, state, _), *others = (run(2, train, engine, 3, **options)[0] for engine in SAME_BITS)
     exactly([other[:2] for other in others], [(losses, state)] * len(others))
     assert losses[0] == by_hand(dtype, freeze)
     for name, parameter in ResNet(freeze).named_parameters():
@@ -99,16 +95,15 @@ def test_a_norm_that_is_a_unit_itself():
     assert len({found for stage in STAGES for found in run(2, work, stage)}) == 1
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_running_average_beside_children_makes_no_norm(stage):
-    def running():
-        module = nn.Sequential(nn.Linear(4, 4))
-        module.register_buffer("running_loss", torch.zeros(()))
-        return module
+def running():
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.register_buffer("running_loss", torch.zeros(()))
+    return module
 
-    @wrapped(stage, running, dtype=torch.bfloat16)
-    def _(model, comm):
-        assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+
+@on_ranks(make=running, dtype=torch.bfloat16)
+def test_a_running_average_beside_children_makes_no_norm(model, comm):
+    assert model(torch.ones(2, 4)).dtype == torch.bfloat16
 
 
 def test_shards_are_fp32_whatever_the_default_dtype():

@@ -1,12 +1,14 @@
 """The four stages compute the same numbers as each other, as one process, and as PyTorch's own engines."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from minizero import DDP, GPT, Zero3
 from tests.support.helpers import SMALL, STAGES, exactly, plain, relative_error, run, slow, train
-from tests.support.small_models import SAME_BITS, Blocks, seeded, vectors, wrapped
+from tests.support.small_models import SAME_BITS, Blocks, on_ranks, seeded, vectors, wrapped
 
 
 @pytest.mark.parametrize("world_size, steps", [(2, 6), *slow((4, 20))])
@@ -26,8 +28,7 @@ def test_clipping_takes_the_norm_over_all_ranks_and_counts_every_number_once(wor
     """Each norm in turn, and each makes the gradients a third of what they were."""
 
     def clip(comm, engine, times):
-        stage, options = engine
-        model, found = stage(seeded(Blocks)(), comm, **options), []
+        model, found = engine(seeded(Blocks)(), comm), []
         model(vectors(0)).sum().backward()
         for turn, (norm_type, norm) in enumerate(expected.items()):
             most = times * norm / 3**turn
@@ -40,44 +41,38 @@ def test_clipping_takes_the_norm_over_all_ranks_and_counts_every_number_once(wor
     everywhere = [clipped for engine in SAME_BITS for clipped in run(world_size, clip, engine, 1 / 3)]
     assert len(set(everywhere)) == 1  # all stages, all ranks, bit for bit
     for factor in (1, 2):
-        everywhere += run(4, clip, (Zero3, {"sharding_factor": factor}), 1 / 3)
+        everywhere += run(4, clip, functools.partial(Zero3, sharding_factor=factor), 1 / 3)
     one, most, two = expected.values()
     for found in everywhere:
         assert found == pytest.approx((one, most / 3, two / 9, two / 27), rel=1e-4)
-    untouched = run(2, clip, (Zero3, {}), 10)[0]
+    untouched = run(2, clip, Zero3, 10)[0]
     assert untouched == pytest.approx((one, most, two, two), rel=1e-5)
 
 
-HYBRID = [(Zero3, {"sharding_factor": factor}) for factor in (1, 2)]
-
-
-@pytest.mark.parametrize("stage, options", [*((stage, {}) for stage in STAGES), *HYBRID])
-def test_the_initial_parameters_and_buffers_are_rank_zeros(stage, options):
+@pytest.mark.parametrize("engine", [*STAGES, *(functools.partial(Zero3, sharding_factor=factor) for factor in (1, 2))])
+def test_the_initial_parameters_and_buffers_are_rank_zeros(engine):
     def start(comm):
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         with torch.no_grad():
             for tensor in module.state_dict().values():
                 tensor.fill_(comm.rank + 5)
-        model = stage(module, comm, **options)
+        model = engine(module, comm)
         return [*model.gather_state_dict().values(), *model.module.buffers()]
 
     assert all((tensor == 5).all() for tensors in run(4, start) for tensor in tensors)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_no_sync_sends_nothing_and_adds_up_in_fp32(stage):
+@on_ranks(make=lambda: nn.Linear(1, 1, bias=False), dtype=torch.bfloat16)
+def test_no_sync_sends_nothing_and_adds_up_in_fp32(model, comm):
     """256 + 1 is 256 in bfloat16, however often one adds 1."""
-
-    @wrapped(stage, lambda: nn.Linear(1, 1, bias=False), dtype=torch.bfloat16)
-    def _(model, comm):
-        sent = comm.bytes_sent
-        with model.no_sync():
-            for x in [256.0] + 8 * [1.0]:
-                model(torch.tensor([[x]])).sum().backward()
-        assert (comm.bytes_sent > sent) == (stage is Zero3)  # which has to gather parameters
-        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-        model(torch.zeros(1, 1)).sum().backward()
-        assert comm.rank or sum(p.grad.sum() for p in model.parameters()) == 264
+    sent = comm.bytes_sent
+    with model.no_sync():
+        for x in [256.0] + 8 * [1.0]:
+            model(torch.tensor([[x]])).sum().backward()
+    assert (comm.bytes_sent > sent) == isinstance(model, Zero3)  # which has to gather parameters
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    model(torch.zeros(1, 1)).sum().backward()
+    assert comm.rank or sum(p.grad.sum() for p in model.parameters()) == 264
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from minizero import DDP, checkpoint
 from tests.support.helpers import STAGES, exactly
-from tests.support.small_models import SHARDED, Blocks, refused, seeded, vectors, wrapped
+from tests.support.small_models import SHARDED, Blocks, on_ranks, refused, seeded, vectors, wrapped
 
 
 class Named(Blocks):
@@ -23,35 +23,31 @@ class Named(Blocks):
             block.register_buffer("table", table)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_name_of_a_tied_parameter_or_shared_buffer_suffices(stage):
-    @wrapped(stage, seeded(Named))
-    def _(model, comm):
-        full = model.gather_state_dict()
-        assert full.keys() == Named().state_dict().keys()
-        for value, gone in ((1.0, 0), (2.0, 2)):
-            removed = (f"blocks.{gone}.2.weight", f"blocks.{gone}.table", "blocks.1.table")
-            state = {name: torch.full_like(t, value) for name, t in full.items() if name not in removed}
-            names = list(state)
-            model.load_full_state_dict(state)
-            assert list(state) == names and all((t == value).all() for t in model.gather_state_dict().values())
-        got = model.gather_state_dict()
-        two = got | {"blocks.2.2.weight": got["blocks.0.2.weight"] + 1}
-        words = "blocks.0.2.weight, blocks.2.2.weight are one tensor: give one value"
-        refused(words, lambda: model.load_full_state_dict(two), error=ValueError)
-        diverged = {name: torch.full_like(value, torch.nan) for name, value in got.items()}
-        model.load_full_state_dict(diverged)
+@on_ranks(make=seeded(Named))
+def test_one_name_of_a_tied_parameter_or_shared_buffer_suffices(model, comm):
+    full = model.gather_state_dict()
+    assert full.keys() == Named().state_dict().keys()
+    for value, gone in ((1.0, 0), (2.0, 2)):
+        removed = (f"blocks.{gone}.2.weight", f"blocks.{gone}.table", "blocks.1.table")
+        state = {name: torch.full_like(t, value) for name, t in full.items() if name not in removed}
+        names = list(state)
+        model.load_full_state_dict(state)
+        assert list(state) == names and all((t == value).all() for t in model.gather_state_dict().values())
+    got = model.gather_state_dict()
+    two = got | {"blocks.2.2.weight": got["blocks.0.2.weight"] + 1}
+    words = "blocks.0.2.weight, blocks.2.2.weight are one tensor: give one value"
+    refused(words, lambda: model.load_full_state_dict(two), error=ValueError)
+    diverged = {name: torch.full_like(value, torch.nan) for name, value in got.items()}
+    model.load_full_state_dict(diverged)
 
 
-@pytest.mark.parametrize("stage", SHARDED)
-def test_a_state_dict_of_a_part_is_refused(stage):
-    @wrapped(stage)
-    def _(model, comm):
-        around, state = nn.Sequential(model), seeded(Blocks)().state_dict()
-        saves = (part.state_dict for part in (model, model.module, model.module.blocks[0], around))
-        refused(f"{stage.__name__}: each rank holds a part: call gather_state_dict", *saves)
-        for part, given in ((model, {}), (model.module, state), (model.module.out, {}), (around, {})):
-            refused(f"{stage.__name__}: call load_full_state_dict", functools.partial(part.load_state_dict, given))
+@on_ranks(SHARDED)
+def test_a_state_dict_of_a_part_is_refused(model, comm):
+    around, state = nn.Sequential(model), seeded(Blocks)().state_dict()
+    saves = (part.state_dict for part in (model, model.module, model.module.blocks[0], around))
+    refused(f"{type(model).__name__}: each rank holds a part: call gather_state_dict", *saves)
+    for part, given in ((model, {}), (model.module, state), (model.module.out, {}), (around, {})):
+        refused(f"{type(model).__name__}: call load_full_state_dict", functools.partial(part.load_state_dict, given))
 
 
 class Saves(Blocks):

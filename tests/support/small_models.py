@@ -22,9 +22,9 @@ OPTIONS = {
     "groups of 2, offload, kept": {"sharding_factor": 2, "offload": True, "reshard_after_forward": False},
     "groups of 1": {"sharding_factor": 1},
 }
-# All engines, as (class, options); those in groups sum in another order, and need 4 ranks.
-ENGINES = {stage.__name__: (stage, {}) for stage in STAGES}
-ENGINES |= {f"Zero3, {name}": (Zero3, options) for name, options in OPTIONS.items()}
+# All engines; those in groups sum in another order, and need 4 ranks.
+ENGINES = {stage.__name__: stage for stage in STAGES}
+ENGINES |= {f"Zero3, {name}": functools.partial(Zero3, **options) for name, options in OPTIONS.items()}
 SAME_BITS = [engine for name, engine in ENGINES.items() if "groups" not in name]
 
 
@@ -76,6 +76,19 @@ def check(make, world_size=None, forward=None, parts=1, stages=STAGES, **options
         assert relative_error(state, expected) < 1e-5, stage
         assert same(state, states[0]), f"{stage}: not bit-identical"
     assert relative_error(expected, make().state_dict()) > 1e-4  # something was trained
+
+
+def on_ranks(stages=STAGES, make=None, **options):
+    """Decorator: a test that calls a function of (model, comm) on two ranks, in each of these stages."""
+
+    def decorate(use):
+        @pytest.mark.parametrize("stage", stages)
+        def test(stage):
+            wrapped(stage, make, **options)(use)
+
+        return test
+
+    return decorate
 
 
 def refused(words, *uses, error=RuntimeError):
