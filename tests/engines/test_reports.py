@@ -16,8 +16,19 @@ from minizero import DDP, RankFailed, Zero1, Zero2, Zero3, all_reduce, barrier, 
 from minizero.engines.any_model.units import repeated_blocks
 from minizero.recompute import checkpoint as recompute
 from tests.support.failures import until
-from tests.support.helpers import STAGES, run
-from tests.support.small_models import SAME_BITS, SHARDED, Blocks, check, fit, on_ranks, seeded, vectors, wrapped
+from tests.support.helpers import STAGES, exactly, run
+from tests.support.small_models import (
+    SAME_BITS,
+    SHARDED,
+    Blocks,
+    check,
+    fit,
+    held_back,
+    on_ranks,
+    seeded,
+    vectors,
+    wrapped,
+)
 
 
 def error_of(call):
@@ -178,7 +189,7 @@ def once(model, x, rank):
     return model(x).square().mean()
 
 
-def twice(model, x, rank):
+def again(model, x, rank):
     once(model, x, rank).backward()
     return once(model, x, rank)
 
@@ -191,7 +202,7 @@ AS_PLAIN += [(f"norm {name}", changing(f), Blocks, (DDP,)) for name, f in REFUSE
 AS_PLAIN += [(f"penalty {name}", with_penalty(f), Blocks, (Zero1, Zero3)) for name, f in SUMS.items()]
 AS_PLAIN += [
     (f"{' '.join(uses)} {loop.__name__}", loop, lambda uses=uses: WritesGrad(uses), STAGES)
-    for loop in (once, twice)
+    for loop in (once, again)
     for uses in (("fused",), ("fused", "fused"), ("fused", "plain", "fused"))
 ]
 NAMED = [(f"norm {name}", changing(f), "norm of a shard changes a shard", SHARDED) for name, f in REFUSED.items()]
@@ -259,7 +270,7 @@ class Writes(nn.Module):
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool), persistent=False)
         self.register_buffer("longest", torch.zeros(1))
 
-    def forward(self, x):
+    def forward(self, x, **_):
         x = self.norm(self.layer(x))
         if self.training:
             self.queue[0] = x.detach()[0, ::2]
@@ -269,48 +280,32 @@ class Writes(nn.Module):
         return x + self.queue.mean() + self.seen.sum()
 
 
-def held_back(model, x):
-    with model.no_sync():
-        model(x).square().mean().backward()
-    return model(x).square().mean()
-
-
 WAYS = {
-    "plain": lambda model, x: model(x).square().mean(),
-    "grows": lambda model, x: model(x).square().mean(),
+    "plain": once,
+    "grows": once,
     "no_sync": held_back,
-    "recompute": lambda model, x: recompute(model, x).square().mean(),
+    "recompute": lambda model, x, rank: recompute(model, x).square().mean(),
 }
 
 
 @pytest.mark.parametrize("stage, way", [*((stage, "plain") for stage in STAGES), *((Zero2, w) for w in WAYS)])
-def test_buffers_are_rank_0s_after_a_backward(stage, way, keep=True):
-    def job(comm):
+def test_buffers_are_rank_0s_after_a_backward_unless_asked_and_their_bytes_are_those_of_the_docstring(stage, way):
+    def job(comm, keep):
         model = stage(seeded(lambda: Writes(way))(), comm, broadcast_buffers=keep)
+        before = comm.bytes_sent
         for step in range(2):
-            WAYS[way](model, vectors(step).chunk(comm.size)[comm.rank]).backward()
+            WAYS[way](model, vectors(step).chunk(comm.size)[comm.rank], comm.rank).backward()
             if comm.rank == 0 and stage is DDP:  # alone
                 model.eval()(vectors(0))
                 model.train()
-        return {name: b.clone() for name, b in model.module.named_buffers() if name != "longest" or way != "grows"}
+        named = model.module.named_buffers()
+        return [b.clone() for n, b in named if n != "longest" or way != "grows"], comm.bytes_sent - before
 
-    ranks = run(3, job)
-    same = [all(torch.equal(ranks[0][name], rank[name]) for name in ranks[0]) for rank in ranks[1:]]
-    assert all(same) if keep else not any(same)
-
-
-def test_buffers_are_each_ranks_own_if_asked_and_their_bytes_are_those_of_the_docstring():
-    test_buffers_are_rank_0s_after_a_backward(DDP, "plain", keep=False)
-
-    def sent(comm, keep):
-        model = DDP(Writes("plain"), comm, broadcast_buffers=keep)
-        loss, before = model(vectors(0)).sum(), comm.bytes_sent
-        loss.backward()
-        return comm.bytes_sent - before
-
-    with_them, without = (sum(run(4, sent, keep)) for keep in (True, False))
-    buffers = [*Writes("plain").buffers()]
-    assert with_them - without == 3 * (sum(b.numel() * b.itemsize for b in buffers) + len(buffers))
+    (kept, sent), (own, less) = (zip(*run(4, job, keep)) for keep in (True, False))
+    exactly(kept[1:], kept[:1] * 3)
+    assert not any(all(map(torch.equal, own[0], rank)) for rank in own[1:])
+    buffers = [*Writes(way).buffers()]
+    assert sum(sent) - sum(less) == 2 * 3 * (sum(b.numel() * b.itemsize for b in buffers) + len(buffers))
 
 
 # What one rank does by itself. Each `act(model, comm, folder)` ends in words that name it.
