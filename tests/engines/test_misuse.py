@@ -158,6 +158,7 @@ def test_a_released_unit_cannot_be_used_by_accident(model, comm):
         lambda: weight.data,
         lambda: weight.T,
         lambda: weight.double(),
+        lambda: weight.to(dtype=torch.float16),
         lambda: setattr(weight, "data", torch.ones(8, 8)),
     )
 

@@ -113,6 +113,12 @@ def averaged(model, ps, gs):
         p.copy_(one.lerp_(p * 1.5, 0.5) - other.mul_(0.25))
 
 
+def in_the_second_step(model, ps, gs):
+    if hasattr(model, "turns"):
+        [g.mul_(g.norm()) for g in gs]
+    model.turns = 1
+
+
 def by_a_norm_by_hand(model, ps, gs):
     total = torch.cat([(1.0 * g).flatten() for g in gs]).pow(2).sum().sqrt()
     for p, g in zip(ps, gs, strict=True):
@@ -124,6 +130,7 @@ REFUSED = {
     "by hand": by_a_norm_by_hand,
     "each": lambda model, ps, gs: [g.data.mul_(norm(p.detach()) / g.data.norm(2)) for p, g in zip(ps, gs, strict=True)],
     "a float": lambda model, ps, gs: torch._foreach_add_(ps, gs, alpha=float(-0.05 / nn.utils.get_total_norm(gs))),
+    "in the second step": in_the_second_step,
     "mean": lambda model, ps, gs: [g.sub_(g.mean()) for g in gs],
     "normalized": lambda model, ps, gs: [p.sub_(0.1 * F.normalize(g, dim=0)) for p, g in zip(ps, gs, strict=True)],
 }
@@ -145,6 +152,7 @@ def with_penalty(term):
 
 SUMS = {
     "squared norm": lambda p: p.norm() ** 2 / 2,
+    "squared norm, by default": lambda p: norm(p) ** 2,
     "magnitudes": lambda p: norm(p, ord=1),
     "sum of squares": lambda p: 3 - p.square().sum(),
     "Huber": lambda p: torch.tensor(0.5) * F.smooth_l1_loss(p, torch.zeros_like(p), reduction="sum"),

@@ -56,6 +56,9 @@ def test_the_initial_parameters_and_buffers_are_rank_zeros(engine):
         with torch.no_grad():
             for tensor in module.state_dict().values():
                 tensor.fill_(comm.rank + 5)
+        module.register_buffer("wide", torch.full((1,), comm.rank + 5.0).expand(7))
+        with torch.inference_mode():
+            module.register_buffer("table", torch.full((8,), comm.rank + 5.0)[4:])
         model = engine(module, comm)
         return [*model.gather_state_dict().values(), *model.module.buffers()]
 
