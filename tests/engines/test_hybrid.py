@@ -1,11 +1,14 @@
-"""Sharding factor and resharding: the same training, other bytes and another traffic, each as the formula says."""
+"""Sharding factor, resharding, offload: the same training, other bytes and another traffic, as the formulas say."""
+
+import functools
 
 import pytest
 import torch
 
 from minizero import GPT, Zero3
+from minizero.accumulate import accumulate
 from minizero.memory import Ledger, predict, predict_sent
-from tests.support.helpers import SMALL, STAGES, batch, plain, relative_error, run, same, slow, train
+from tests.support.helpers import SMALL, STAGES, batch, exactly, plain, relative_error, run, same, slow, soak, train
 from tests.support.small_models import Blocks, fit, fit_plain, held_back, seeded
 from tests.support.stage_bytes import BLOCK, CONFIG, ROOT, TOTAL, measure, most
 
@@ -84,3 +87,40 @@ def test_a_factor_that_does_not_divide_the_ranks_and_what_is_no_number_of_units_
         return model.inside.size, model.across.size
 
     assert run(4, work) == [(2, 2)] * 4
+
+
+@pytest.mark.parametrize("dtype", [None, *slow(BF16)])
+def test_states_under_offload_are_on_the_host_and_no_total_contains_them(dtype):
+    (held, curve, *_), (without, device, *_) = (
+        run(2, measure, functools.partial(Zero3, **options), dtype)[0] for options in ({"offload": True}, {})
+    )
+    states = predict(TOTAL, 2, 3, dtype=dtype or torch.float32)["total"]
+    assert held["host"] == pytest.approx(states, rel=0.01) and without["host"] == 0 and held["total"] <= 8
+    assert all(held[category] == 0 for category in ("parameters", "gradients", "optimizer"))
+    assert max(s["optimizer"] for s in curve) == 0 < max(s["optimizer"] for s in device)
+    before = states - predict(TOTAL, 2, 3)["gradients"]  # of which few are there when the device holds most
+    assert max(s["total"] for s in curve) <= max(s["total"] for s in device) - 0.95 * before
+
+
+OPTIONS = [*soak({"sharding_factor": 2}), {"offload": True}, {"offload": True, "sharding_factor": 2}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.slow
+def test_accumulation_reduces_once_or_with_every_micro_batch(options):
+    """One gradient to rounding; the full one is held, or it is not."""
+
+    def gradient(comm, no_sync, **options):
+        model = Zero3(GPT(CONFIG), comm, **options)
+        with Ledger(model) as ledger:
+            accumulate(model, [batch(10 * comm.rank + i, 2, CONFIG) for i in range(3)], no_sync=no_sync)
+        return torch.cat([shard.grad for shard in model.parameters()]), ledger.peak["gradients"]
+
+    size = options.get("sharding_factor", 1) * 2
+    (once, most_of_once), (each, most_of_each) = (
+        run(size, gradient, no_sync, **options)[0] for no_sync in (True, False)
+    )
+    if "sharding_factor" not in options:
+        exactly(once, run(size, gradient, True)[0][0])
+    torch.testing.assert_close(each, once, rtol=1e-4, atol=1e-6)
+    assert most_of_each < 0.9 * 4 * TOTAL <= 0.9 * most_of_once

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from minizero import Zero2, Zero3, recompute
-from tests.support.helpers import exactly, run
+from tests.support.helpers import exactly, run, slow
 
 
 class Block(nn.Module):
@@ -134,12 +134,18 @@ def test_an_input_that_is_a_leaf_has_the_plain_runs_gradient(way, use):
             assert found_norm == pytest.approx(norm, rel=1e-5), "the parameters'"
 
 
-@pytest.mark.parametrize("use", [chain, recomputed, in_a_list])
+HOOKS = ("register_full_backward_hook", *slow("register_full_backward_pre_hook"))
+
+
+@pytest.mark.parametrize("use", [chain, recomputed, in_a_list, *HOOKS])
 def test_no_unit_stays_gathered_longer_than_it_computes(use):
-    """Neither for a leaf nor for a second input, whose gradient comes in the end."""
+    """Neither for a leaf nor for a second input, whose gradient comes in the end, nor for a hook."""
 
     def work(comm):
-        model = Zero3(Model(caches if use is in_a_list else plain, use), comm, prefetch=0)
+        module = Model(caches if use is in_a_list else plain, chain if isinstance(use, str) else use)
+        for block in module.blocks if isinstance(use, str) else ():
+            getattr(block, use)(lambda *_: None)
+        model = Zero3(module, comm, prefetch=0)
         gather, whole = model.gather, []
 
         def watched(unit):

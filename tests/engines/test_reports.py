@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero import DDP, RankFailed, Zero1, Zero2, Zero3, all_reduce, barrier, checkpoint
+from minizero import DDP, GPT, RankFailed, Zero1, Zero2, Zero3, all_reduce, barrier, checkpoint
 from minizero.engines.any_model.units import repeated_blocks
 from minizero.recompute import checkpoint as recompute
 from tests.support.failures import until
-from tests.support.helpers import STAGES, exactly, run
+from tests.support.helpers import SMALL, STAGES, exactly, run
 from tests.support.small_models import (
     SAME_BITS,
     SHARDED,
@@ -385,6 +385,8 @@ def bare():
 
 
 UNITS = [
+    (Blocks, ["blocks.0", "blocks.1", "blocks.2"]),
+    (lambda: GPT(SMALL), ["blocks.0", "blocks.1", "blocks.2"]),
     (lambda: nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2), nn.Tanh()]), ["0", "1"]),
     (lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), ["1.0", "1.1"]),
     (lambda: nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)]), ["0.0", "1"]),
@@ -398,6 +400,16 @@ UNITS = [
 @pytest.mark.parametrize("make, paths", UNITS)
 def test_the_children_of_a_list_are_units_whatever_their_types(make, paths):
     assert [path for path, _ in repeated_blocks(make())] == paths
+
+
+def test_units_are_given():
+    def names(comm, choose):
+        module = Blocks()
+        return [unit.name for unit in Zero3(module, comm, units=choose(module)).units]
+
+    given = run(1, names, lambda m: [m.blocks[1], m.out, m.blocks[1][0]])[0]
+    assert given == ["root", "blocks.1", "out", "blocks.1.0"] and run(1, names, lambda m: [])[0] == ["root"]
+    assert "submodule" in error_of(lambda: run(1, names, lambda m: [nn.Linear(2, 2)]))
 
 
 def mixed():
