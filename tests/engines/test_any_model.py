@@ -181,7 +181,8 @@ def penalty(first, hold, model, x, rank):
 
 def slope(model, x, rank):
     """A double backward, which stage 3 refuses."""
-    (gradient,) = torch.autograd.grad(model(x := x.clone().requires_grad_()).square().sum(), x, create_graph=True)
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     return gradient.square().mean()
 
 
