@@ -28,13 +28,20 @@ ENGINES |= {f"Zero3, {name}": functools.partial(Zero3, **options) for name, opti
 SAME_BITS = [engine for name, engine in ENGINES.items() if "groups" not in name]
 
 
-def fit(comm, stage, make, steps=2, forward=None, dtype=None, schedule=lambda optimizer: None, **options):
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, weight_decay=0.0)
+
+
+def nothing(optimizer):
+    """No learning rate scheduler."""
+
+
+def fit(comm, stage, make, steps=2, forward=None, dtype=None, schedule=nothing, optimizer=ADAMW, **options):
     """Train `make()` on random vectors, each rank on its part of a batch of 12; the full state.
 
     In the second step an engine knows the order of its units, and its replicas are old.
     """
     model = stage(make(), comm, dtype=dtype, **options)
-    descend(model, steps, forward, schedule, lambda x: {comm.rank: x.chunk(comm.size)[comm.rank]})
+    descend(model, steps, forward, schedule, optimizer, lambda x: {comm.rank: x.chunk(comm.size)[comm.rank]})
     return model.gather_state_dict()
 
 
@@ -42,17 +49,17 @@ def vectors(step):
     return torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
 
 
-def fit_plain(make, steps=2, forward=None, parts=1, schedule=lambda optimizer: None):
+def fit_plain(make, steps=2, forward=None, parts=1, schedule=nothing, optimizer=ADAMW):
     """The same on one process; with `parts`, the mean over that many ranks' losses."""
     module = make()
-    descend(module, steps, forward, schedule, lambda x: dict(enumerate(x.chunk(parts))))
+    descend(module, steps, forward, schedule, optimizer, lambda x: dict(enumerate(x.chunk(parts))))
     return module.state_dict()
 
 
-def descend(model, steps, forward, schedule, parts_of):
+def descend(model, steps, forward, schedule, optimizer, parts_of):
     """parts_of: of a batch, the parts that are computed here, by rank."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4, weight_decay=0.0)
+    optimizer = optimizer(trained)
     scheduler = schedule(optimizer)
     for step in range(steps):
         parts = parts_of(vectors(step))
