@@ -1,5 +1,7 @@
 """Gradients for inputs, as leaves and otherwise: the plain run's bits, and no unit is kept longer than it computes."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -92,7 +94,12 @@ def recomputed(model, x):
     return x
 
 
-ENGINES = [(Zero2, {}), (Zero3, {}), (Zero3, {"prefetch": 0}), (Zero3, {"offload": True, "sharding_factor": 2})]
+ENGINES = [
+    Zero2,
+    Zero3,
+    functools.partial(Zero3, prefetch=0),
+    functools.partial(Zero3, offload=True, sharding_factor=2),
+]
 CASES = [(way, use) for way in (plain, late, either) for use in (chain, several, with_others, own_leaf)]
 CASES += [(plain, recomputed), (attends, several), (in_place, two_inputs), (caches, in_a_list)]
 
@@ -121,15 +128,15 @@ def gradients(model):
 @pytest.mark.accuracy
 @pytest.mark.parametrize("way, use", CASES, ids=lambda part: part.__name__)
 def test_an_input_that_is_a_leaf_has_the_plain_runs_gradient(way, use):
-    def work(comm, stage, options):
-        model = stage(Model(way, use), comm, **options)
+    def work(comm, engine):
+        model = engine(Model(way, use), comm)
         return gradients(model), model.clip_grad_norm_(1e9).item()
 
     alone = Model(way, use)
     expected = gradients(alone)
     norm = nn.utils.clip_grad_norm_(alone.parameters(), 1e9).item()
-    for stage, options in ENGINES:
-        for found, found_norm in run(2, work, stage, options):
+    for engine in ENGINES:
+        for found, found_norm in run(2, work, engine):
             exactly(found, expected)
             assert found_norm == pytest.approx(norm, rel=1e-5), "the parameters'"
 

@@ -1,5 +1,6 @@
 """What a rank does when, and what it holds meanwhile: recorded truly, drawn, and written as a trace."""
 
+import functools
 import json
 import time
 
@@ -13,7 +14,7 @@ from minizero.grid import STATES, draw_text, step_by_step
 from minizero.grid import main as grid
 from minizero.pictures.timeline import LANES, Event, chrome_trace, plot_timeline
 from tests.support.helpers import SMALL, STAGES, batch, run
-from tests.support.small_models import Blocks, vectors, wrapped
+from tests.support.small_models import Blocks, on_ranks, vectors
 
 matplotlib.use("Agg")
 BLOCKS = [f"blocks.{i}" for i in range(3)]
@@ -82,15 +83,15 @@ def test_to_wait_for_the_last_reduction_is_no_computation():
     assert all(seconds < 0.2 for seconds in run(2, work))
 
 
-def test_no_computation_is_recorded_after_the_last_use_of_a_unit_that_is_used_twice():
-    def use_twice(model):
-        model.forward = lambda x: (model.blocks[0](x) * model.blocks[0](2 * x)).sum()  # both uses end together
+def use_twice(model):
+    model.forward = lambda x: (model.blocks[0](x) * model.blocks[0](2 * x)).sum()  # both uses end together
 
-    @wrapped(Zero3, lambda: Blocks(use_twice), prefetch=0)
-    def _(model, comm):
-        with Timeline(model) as timeline:
-            model(vectors(0)).backward()
-        assert (timeline.in_use, timeline.computing) == ([], None)
+
+@on_ranks([functools.partial(Zero3, prefetch=0)], make=lambda: Blocks(use_twice))
+def test_no_computation_is_recorded_after_the_last_use_of_a_unit_that_is_used_twice(model, comm):
+    with Timeline(model) as timeline:
+        model(vectors(0)).backward()
+    assert (timeline.in_use, timeline.computing) == ([], None)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -126,21 +127,10 @@ def test_a_predicted_timeline_is_drawn_alike():
     assert first[0] == 0 and first[2] == 500 and second[0] == 250 and second[2] == 750
 
 
-def boards(stage):
-    """All that rank 1 of 4 showed."""
-    shown = []
-
-    def show(rank, what, units):
-        if rank == 1:
-            shown.append((what, units))
-
-    run(4, step_by_step, stage, SMALL, 2, show)
-    return shown
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_the_grid_shows_what_the_stage_shards(stage):
-    shown = boards(stage)
+    shown = []  # all that rank 1 of 4 showed
+    run(4, step_by_step, stage, SMALL, 2, lambda rank, *now: shown.append(now) if rank == 1 else None)
     last = dict(shown)["optimizer step"]
     share = {"parameters": 1 if stage < 3 else 1 / 4, "gradients": 1 if stage < 2 else 1 / 4}
     for units in last.values():
