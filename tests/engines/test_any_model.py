@@ -24,7 +24,6 @@ from tests.support.small_models import (
     one_graph_twice,
     seeded,
     vectors,
-    wrapped,
 )
 
 but = functools.partial(functools.partial, Blocks)  # with a change
@@ -230,26 +229,10 @@ def test_it_trains_as_on_one_process(make, loop, options):
 
 
 def test_frozen_parameters_are_not_the_optimizers():
-    make = but(frozen)
-    total = sum(p.numel() for p in make().parameters() if p.requires_grad)
+    total = sum(p.numel() for p in but(frozen)().parameters() if p.requires_grad)
     for stage in SHARDED:
-        held = run(2, lambda comm, stage=stage: sum(p.numel() for p in stage(make(), comm).parameters()))
+        held = run(2, lambda comm, stage=stage: sum(p.numel() for p in stage(but(frozen)(), comm).parameters()))
         assert total <= sum(held) <= total + 8
-
-
-@pytest.mark.parametrize(
-    "dtype, words", [(None, "was given other memory"), (torch.bfloat16, "its FP32 master was not")]
-)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_write_that_the_masters_cannot_have_is_refused(stage, dtype, words):
-    def moves(module, _):
-        module[2].weight.data = module[2].weight.data * 0.9
-
-    @wrapped(stage, seeded(Blocks if dtype is None else writing), dtype=dtype)
-    def _(model, comm):
-        model.module.blocks[1].register_forward_pre_hook(moves)
-        with pytest.raises(RuntimeError, match=rf"{stage.__name__}: .*\.\d\.weight.*{words}"):
-            model(vectors(0))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -282,8 +265,7 @@ def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(mo
     model.module.out.weight.register_hook(lambda _: 1 / 0)  # the root's: every block has yet to come
     with pytest.raises(ZeroDivisionError):
         out.square().mean().backward()
-    assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), average, strict=True))
-    return True
+    exactly([p.grad for p in model.parameters()], average)
 
 
 @pytest.mark.parametrize("stage", [Zero3, *slow(Zero1, Zero2)])

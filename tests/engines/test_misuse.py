@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from minizero import DDP, GPT, RankFailed, World, Zero1, Zero2, Zero3, barrier
-from tests.engines.test_any_model import slope
+from tests.engines.test_any_model import slope, writing
 from tests.support.helpers import SMALL, STAGES, exactly, relative_error, run, train
 from tests.support.small_models import SHARDED, Blocks, on_ranks, refused, seeded, vectors, wrapped
 
@@ -312,19 +312,18 @@ class Foreign(torch.optim.AdamW):
     """It may do anything in `step`: only its user knows."""
 
 
-@pytest.mark.parametrize("stage, options", [(Zero1, {}), (Zero3, {}), (DDP, {"dtype": torch.bfloat16})])
-def test_a_foreign_optimizer_is_asked_about_once(stage, options):
-    @wrapped(stage, **options)
-    def _(model, comm):
-        optimizer = Foreign(model.parameters())
-        refused(f"{stage.__name__} gives Foreign flat shards.*elementwise = True", optimizer.step)
-        optimizer.elementwise = True
-        optimizer.step()
+@on_ranks([Zero1, Zero3, functools.partial(DDP, dtype=torch.bfloat16)])
+def test_a_foreign_optimizer_is_asked_about_once(model, comm):
+    optimizer = Foreign(model.parameters())
+    refused(f"{type(model).__name__} gives Foreign flat shards.*elementwise = True", optimizer.step)
+    optimizer.elementwise = True
+    optimizer.step()
 
-    @wrapped(DDP)
-    def _(model, comm):  # in FP32 it gives whole tensors
-        Foreign(model.parameters()).step()
-        torch.optim.LBFGS(model.parameters()).step(lambda: model(vectors(0)).square().mean())
+
+@on_ranks([DDP])
+def test_any_optimizer_steps_whole_tensors(model, comm):
+    Foreign(model.parameters()).step()
+    torch.optim.LBFGS(model.parameters()).step(lambda: model(vectors(0)).square().mean())
 
 
 # Single calls of (model, comm).
@@ -372,6 +371,14 @@ def shifted_in_fp32(model, comm):
     model(vectors(0))
 
 
+def memory_swapped_in_forward(model, comm):
+    def moves(module, _):
+        module[2].weight.data = module[2].weight.data * 0.9
+
+    model.module.blocks[1].register_forward_pre_hook(moves)
+    model(vectors(0))
+
+
 def infinite_on_rank_1(model, comm):
     model(vectors(0) * (torch.inf if comm.rank else 1)).sum().backward()
     model.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -409,6 +416,13 @@ REFUSED = [  # the call, its words, in which stages, how it is wrapped
     (backward_with_graph, "double backward.* use DDP, Zero1 or Zero2", [Zero3], {}),
     (lambda m, _: slope(m, vectors(0), 0).backward(), "double backward.* use DDP, Zero1 or Zero2", [Zero3], {}),
     (another_memory, "STAGE: a shard no longer lies in its unit's memory", STAGES, {}),
+    (memory_swapped_in_forward, r"STAGE: .*\.\d\.weight.* was given other memory", STAGES, {}),
+    (
+        lambda m, _: m(vectors(0)),
+        r"STAGE: .*\.\d\.weight.*its FP32 master was not",
+        STAGES,
+        {"make": writing, "dtype": torch.bfloat16},
+    ),
     (shifted_in_fp32, "STAGE: .*same dtype.*: cast blocks.1.shift", STAGES, {"dtype": torch.bfloat16}),
     (infinite_on_rank_1, "the norm over all ranks is non-finite", STAGES, {}),
     (hook_on_a_parameter, "hook on out.bias would see this rank's gradient", STAGES, {}),
