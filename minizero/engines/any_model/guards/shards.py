@@ -63,11 +63,12 @@ class Watched:
             result = function(*args, **kwargs)
             if numbers and isinstance(result, float) and result:
                 floats.append(abs(result))
-            made = [x for x in (result if isinstance(result, list | tuple) else [result]) if x is None or is_real(x)]
+            made = result if isinstance(result, list | tuple) else [result]
+            made = [x for x in made if x is None or isinstance(x, torch.Tensor) and x.is_floating_point()]
             pieces = [x for x in given if isinstance(x, Shard | Piece)]
-            if pieces and (numbers or any(isinstance(x, float) and abs(x) in floats for x in given)):
-                if any(new is None or new.shape in [piece.shape for piece in pieces] for new in made):
-                    raise RuntimeError(f"the norm of a shard changes a shard or its gradient: {ADVICE}")
+            by_numbers = numbers or any(isinstance(x, float) and abs(x) in floats for x in given)
+            if pieces and by_numbers and any(new is None or new.shape in [p.shape for p in pieces] for new in made):
+                raise RuntimeError(f"the norm of a shard changes a shard or its gradient: {ADVICE}")
             if name.startswith(("new_", "copy_")) or "_like" in name:  # whose result is no function of this tensor
                 return result
             flat = any(piece.dim() for piece in pieces)
@@ -91,11 +92,6 @@ class Number(Watched, torch.Tensor):
     """This rank's. power: these powers of all ranks' numbers add up, 1 of sums, p of p-norms; None: nobody knows."""
 
     power: Any
-
-
-def is_real(value: Any) -> bool:
-    """Is it a tensor of real numbers?"""
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def power_of(name: str, args: Any, kwargs: Any, numbers: list[Any]) -> float | None:
