@@ -23,7 +23,7 @@ from minizero.engines.any_model.engine import AnyModel
 from minizero.engines.any_model.unit import Unit
 from minizero.pictures.timeline import LANES, Event
 
-METHODS = ("before_forward", "gather", "forward_is_over", "release", "reduce", "finish")  # of a stage
+METHODS = ("refresh", "gather", "forward_is_over", "release", "reduce", "finish")  # of a stage
 
 
 @contextlib.contextmanager
@@ -74,7 +74,9 @@ class Timeline(contextlib.ExitStack):
 
     def _after(self, method: str, unit: Unit | None = None, *_: Any) -> None:
         """The engine has done something, and computation goes on."""
-        if method == "gather" and unit is not None:
+        if method == "refresh":
+            self.in_use = []
+        elif method == "gather" and unit is not None:
             self.in_use.append(unit)
         elif method in ("release", "forward_is_over"):  # it may have been gathered for several uses
             self.in_use = [other for other in self.in_use if other is not unit]

@@ -39,6 +39,10 @@ class Use:
     def end_forward(self, output: Any) -> None:
         self.open_with(tensors_in(output, self.unit.name))
 
+    def has_graph(self) -> bool:
+        """Has its forward made an operation that a backward can go through?"""
+        return torch_private.next_operation() > self.began
+
     def open_with(self, tensors: Iterable[Tensor]) -> None:
         """The gradient of any of these will open the use, if the use made the tensor: a unit may return its input."""
         for tensor in tensors:
@@ -74,8 +78,8 @@ def arrival(engine: Any, unit: Any, number: int) -> Any:
 
 
 def tensors_in(value: Any, name: str = "") -> list[Tensor]:
-    """The tensors of a tuple, or the one. With the name of a module that returned it: `TypeError` if it is neither."""
+    """The tensors of a tuple, or the one. With the name of a unit that returned it: `TypeError` if it is neither."""
     parts = value if isinstance(value, tuple) else (value,)
     if name and not all(isinstance(part, Tensor) for part in parts):
-        raise TypeError(f"{name} returned neither a tensor nor a tuple of tensors: {ELSE}")
+        raise TypeError(f"the unit {name} returned neither a tensor nor a tuple of tensors: {ELSE}")
     return [part for part in parts if isinstance(part, Tensor)]

@@ -26,13 +26,12 @@ class CoreZero2(Engine):
         unit.master = unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 
-    def before_forward(self) -> None:
-        for unit in self.units:
-            if unit.replica_is_stale():
-                mine = unit.chunk(unit.replica)
-                mine.copy_(unit.master)  # in 16 bits rounded; in FP32 they are one memory
-                all_gather(mine, self.comm, out=unit.replica, label=unit.name)
-                unit.replica_is_fresh_now()
+    def gather(self, unit: Unit) -> None:
+        if unit.replica_is_stale():
+            mine = unit.chunk(unit.replica)
+            mine.copy_(unit.master)  # in 16 bits rounded; in FP32 they are one memory
+            all_gather(mine, self.comm, out=unit.replica, label=unit.name)
+            unit.replica_is_fresh_now()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after the reduction: its memory is free for the next unit's.

@@ -25,7 +25,6 @@ class CoreZero3(Engine):
         unit.point_parameters_at(unit.replica)
         unit.master = unit.chunk(full).clone()
         unit.cut_shards()
-        self.release(unit)
 
     def gather(self, unit: Unit) -> None:
         if unit.replica_is_stale():
@@ -33,24 +32,21 @@ class CoreZero3(Engine):
             self.fill(unit)
 
     def make_room(self, unit: Unit) -> None:
-        """Allocate the replica's memory: it is not stale from here on. (any_model/prefetch.py calls `fill` later.)"""
+        """Allocate the replica's memory. (any_model/prefetch.py lets another thread `fill` it.)"""
         unit.replica.untyped_storage().resize_(unit.size * unit.dtype.itemsize)
-        unit.replica_is_fresh_now()
 
     def fill(self, unit: Unit) -> None:
         """The collective: every rank's chunk, in the computing dtype, into every rank's replica."""
         mine = unit.chunk(unit.replica)
         mine.copy_(unit.master)  # in 16 bits rounded
-        try:
-            all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
-        except BaseException:
-            unit.version = -1  # what is there is not whole: the next `gather` begins anew
-            raise
+        all_gather(mine, unit.comm, out=unit.replica, label=unit.name)
+        unit.replica_is_fresh_now()
 
     def release(self, unit: Unit) -> None:
         # The storage is emptied, and not thrown away: autograd saved views of it, and `fill` writes there again. That
         # is no error for autograd: a parameter set by `.data =` has its own count of writes.
         unit.replica.untyped_storage().resize_(0)
+        unit.version = -1
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         # Nothing refers to the full gradient after the reduction: its memory is free for the next unit's.

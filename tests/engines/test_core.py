@@ -134,7 +134,7 @@ def train(comm, wrap, name, orders):
             optimizer.step()
             optimizer.zero_grad()
         sent.append(comm.bytes_sent - before)
-        assert not getattr(model, "in_forward", ())
+        assert not any(getattr(unit, "uses", ()) for unit in getattr(model, "units", ()))
         peaks.append(ledger.peak["total"] - counters)  # one for each shard: DDP's public shards are many
         curve = [s for s in ledger.curve if s.phase != "optimizer"]
         until_step.append(max(s["total"] - s["optimizer"] for s in curve))
@@ -185,11 +185,11 @@ REFUSED = [  # on rank 1; what it does to the model
     (twice_at_once, rf"a second gradient for blocks\.1\.weight in one backward{ELSE}"),
     (
         lambda odd: odd.blocks[1].register_forward_hook(lambda _, __, out: out.sum().backward(retain_graph=True)),
-        rf"a gradient for blocks\.1\.weight, none for the model's output{ELSE}",
+        rf"a gradient for blocks\.1\.weight, none for what its unit returned{ELSE}",
     ),
     (
         lambda odd: odd.register_forward_hook(lambda _, __, loss: {"loss": loss}),
-        rf"the model returned neither a tensor nor a tuple of tensors{ELSE}",
+        rf"the unit root returned neither a tensor nor a tuple of tensors{ELSE}",
     ),
     (
         lambda odd: setattr(odd.blocks[1], "forward", lambda x: {"x": x}),
@@ -214,7 +214,7 @@ def test_what_it_does_not_serve_is_refused_by_name(change, words):
 
 
 def whole(model):
-    return [unit.replica.untyped_storage().nbytes() for unit in model.units if unit.module is not None]
+    return [unit.replica.untyped_storage().nbytes() for unit in model.units if unit.module is not model.module]
 
 
 @pytest.mark.parametrize("wrap", [by_core, by_engine, by_threads])

@@ -94,12 +94,12 @@ class AnyModel(Wrapped):
         check_module(self.name, module, comm, dtype)
         self.dtype, self.group_by = dtype, group_by
         self.sync = True  # False under no_sync
-        self.sends = True  # does the backward that runs reduce? As `sync` was when it began
+        self.sends: bool | None = None  # does the backward that runs reduce? As `sync` was; None: it brings nothing
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.done: dict[str, Any] = {}  # since the last backward, by this rank: all must have (guards/ranks.py)
         self.told = not self.reshard_after_forward or comm.rank > 0 or comm.size == 1  # `say_what_autocast_keeps`
-        self.began = -1  # autograd's number of the operation that the last forward began with
         super().__init__(module, comm, units)
+        call_around(module, lambda *_: self.begin_forward(), self.end_forward)  # before its root's use, and after
         if not broadcast_buffers:
             self.its_buffers.kinds.clear()  # they are rank 0's now; none will be so again
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]
@@ -144,60 +144,40 @@ class AnyModel(Wrapped):
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
-    def watch_model(self) -> None:
-        def begins(args: Any, kwargs: Any) -> Any:
-            self.begin_forward()
-            return leaves_as_views(args, kwargs)
-
-        call_around(self.module, begins, self.end_forward)
-
     @torch_private.never_compiled  # there is nothing to compute
     def begin_forward(self) -> None:
         check_complete(self.name, self.module, self.as_wrapped, self.units)
         if self.frees_replicas:
             check_compiled(self.name, self.module, self.units)
-        if self.forget_what_raised():
+        if self.last_backward and not self.backward:
             self.release_all()
+            self.drop_what_raised()
         self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
-        self.began = torch_private.next_operation()  # of this forward, if it makes a graph
         self.refresh()
         if "backward" not in self.passes and not self.frees_replicas:
             self.done["parameters"] = digest(self.units)
-        self.gather_roots()
 
     def refresh(self) -> None:
         """Bring replicas up to date, and make parameters views of them again: a step empties them (`mark_as_old`)."""
-        kept = [] if self.frees_replicas else self.units
-        old = [unit for unit in kept if unit.replica_is_stale() or unit.is_empty]
-        self.before_forward()
-        for unit in old:
-            unit.point_parameters_at(unit.replica)
+        for unit in () if self.frees_replicas else self.units:
+            if unit.replica_is_stale() or unit.is_empty:
+                self.gather(unit)
+                unit.point_parameters_at(unit.replica)
 
     def end_forward(self, output: Any) -> None:
         for unit in self.units:
             if not unit.is_empty:
                 self.keep_writes(unit)
-        grown = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        versions = {unit: unit.version for unit in self.roots}  # of masters; `open_use` checks other units'
 
         def begins(nodes: list[Any]) -> None:
-            self.forget_what_raised()
-            if self.backward is None:
-                for unit, version in versions.items():
-                    check_unchanged(self.name, unit, version, double_backward=not self.frees_replicas)
-                if asks_for_parameters(nodes):
-                    self.begin_backward()
-                else:  # `torch.autograd.grad` of an input: nothing is reduced
-                    self.gather_roots()
-                    torch_private.call_at_end_of_backward(self.release_all)
+            if asks_for_parameters(nodes):
+                self.begin_gradients()
 
-        for tensor in grown:
-            self.passes.add("forward")
-            nodes = nodes_after(tensor.grad_fn)  # not the tensor's own, which would hold its hook, and that the node
-            tensor.register_hook(lambda _, nodes=nodes: begins(nodes))
-        alone = self.backward is None  # else a backward runs, and goes on
-        if alone and not grown and self.began == torch_private.next_operation():  # no operation made a graph
-            self.release_all()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                self.passes.add("forward")
+                nodes = nodes_after(tensor.grad_fn)  # not its own, which would hold the hook, and that the node
+                tensor.register_hook(lambda _, nodes=nodes: begins(nodes))
 
     # A use of one unit.
 
@@ -206,16 +186,14 @@ class AnyModel(Wrapped):
         mark(unit, self)
 
         def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
-            for use in self.in_forward:  # the output may leave the unit by an attribute
-                if use.unit is unit:
-                    use.open_with(tensors_in(output))
+            for use in unit.uses:  # the output may leave the unit by an attribute
+                use.open_with(tensors_in(output))
 
-        if unit.module is not None:
-            call_around(unit.module, lambda *given: self.begin_use(unit, *given), lambda out: self.end_use(unit, out))
-            its = {id(parameter) for parameter in unit.parameters}
-            for part in unit.module.modules() if self.frees_replicas else ():
-                if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
-                    part.register_forward_hook(Ours(part_is_over))
+        call_around(unit.module, lambda *given: self.begin_use(unit, *given), lambda out: self.end_use(unit, out))
+        its = {id(parameter) for parameter in unit.parameters}
+        for part in unit.module.modules() if self.frees_replicas and unit.module is not self.module else ():
+            if part is not unit.module and any(id(p) in its for p in part.parameters(recurse=False)):
+                part.register_forward_hook(Ours(part_is_over))
         for number, parameter in enumerate(unit.parameters if unit.trains else ()):
             if unit.original:
                 unit.nodes.append(put_aside(unit, number))
@@ -224,37 +202,43 @@ class AnyModel(Wrapped):
     def begin_use(self, unit: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.gather(unit)
         changed = leaves_as_views(args, kwargs)
-        self.in_forward.append(Use(self, unit, changed or (args, kwargs)))
+        unit.uses.append(Use(self, unit, changed or (args, kwargs)))
         return changed
 
     def open_use(self, use: Any) -> None:
         check_unchanged(self.name, use.unit, use.version, double_backward=not self.frees_replicas)
-        self.forget_what_raised()  # if this backward has not begun: it may enter past the model's output
         super().open_use(use)
 
-    # Backward. A `torch.autograd.grad` of inputs, or inside the model, opens uses, but begins none: nothing is reduced.
+    # Backward.
 
     def begin_backward(self) -> None:
-        super().begin_backward()
-        self.sends = self.sync
-        self.passes.add("backward")
-        for unit in self.in_order:
-            check_untouched(unit)
-            unit.begin_gradient()
-            unit.note_gradients()
+        if self.backward is None:
+            self.drop_what_raised()
+            super().begin_backward()
+            self.sends = None
 
-    def forget_what_raised(self) -> bool:
-        raised = super().forget_what_raised()
-        for unit in self.in_order if raised else ():
-            unit.gradient = None  # what that backward had brought, and the sum of no_sync
-        return raised
+    def begin_gradients(self) -> None:
+        """The backward that runs is for parameters, too. (Else it is `torch.autograd.grad` of inputs.)"""
+        self.begin_backward()
+        if self.sends is None:
+            self.sends = self.sync
+            self.passes.add("backward")
+            for unit in self.in_order:
+                check_untouched(unit)
+                unit.begin_gradient()
+                unit.note_gradients()
+
+    def drop_what_raised(self) -> None:
+        """What a backward had brought that raised, and the sum of no_sync."""
+        if self.last_backward and not self.backward:
+            self.last_backward = None
+            for unit in self.in_order:
+                unit.gradient = None
 
     def arrived(self, unit: Unit, number: int) -> None:
         parameter = unit.parameters[number]
         gradient, parameter.grad = parameter.grad, unit.aside.pop(number, None)
-        self.forget_what_raised()
-        if self.backward is None:
-            self.begin_backward()
+        self.begin_gradients()
         self.bring(unit, number, gradient)
         del gradient  # copied; its memory must be free before the ring needs some
         self.reduce_what_is_complete()
@@ -262,7 +246,7 @@ class AnyModel(Wrapped):
     def bring(self, unit: Any, number: int, gradient: torch.Tensor | None) -> None:
         """The gradient of the unit's parameter `number` goes to its place."""
         # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
-        away = self.reshard_after_forward and unit.module is not None and not self.open_uses[unit]
+        away = self.reshard_after_forward and unit.module is not self.module and not self.is_open(unit)
         again = self.sends and unit not in self.backward.left
         check_gradient(self.name, unit, gradient, again=again, gathered=not away)
         self.backward.owed[unit].discard(number)
@@ -285,11 +269,11 @@ class AnyModel(Wrapped):
         if self.sends:
             check_ranks(self.name, self.comm, self.done)
             self.its_buffers.become_rank_0s()
-        self.release_all()
-        for unit in self.in_order:
+        self.backward.left.clear()
+        super().end_backward()
+        for unit in self.in_order if self.sends is not None else ():
             unit.show_gradient()  # what no_sync holds
             unit.before.clear()
-        self.backward = None
 
 
 def call_around(module: nn.Module, begin: Callable[..., Any], end: Callable[[Any], None]) -> None:

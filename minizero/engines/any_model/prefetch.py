@@ -104,7 +104,7 @@ class Ahead:
         self.wait_for(unit)
         self.following = self.what_follows(unit)
         # In backward gradients begin them; but a frozen unit has none, and the root only in the end.
-        if not (self.engine.backward and unit.trains and unit.module is not None):
+        if not (self.engine.backward and unit.trains and unit.module is not self.engine.module):
             self.start_following()
 
     def before_put(self, unit: Unit) -> None:
@@ -133,7 +133,7 @@ class Ahead:
 
     def start(self, unit: Unit) -> None:
         """Let the gather of a unit begin, unless it has."""
-        if unit.replica_is_stale():
+        if unit.replica_is_stale() and unit not in self.gathering:
             self.engine.make_room(unit)  # by this thread, whose ledger counts it
             self.gathering[unit] = self.gathers.start(self.engine.fill, unit)
 

@@ -26,6 +26,7 @@ from minizero.engines.any_model.unit import Unit
 from minizero.engines.ddp import CoreDDP
 from minizero.engines.zero1 import CoreZero1
 from minizero.engines.zero2 import CoreZero2
+from minizero.engines.use import Use
 from minizero.engines.zero3 import CoreZero3
 from minizero.ranks.collectives import reduce_scatter
 from minizero.ranks.comm import Comm
@@ -44,11 +45,10 @@ class DDP(CoreDDP, AnyModel):
         if unit.replica is full:
             unit.shards, unit.groups = unit.parameters, unit.group_of
 
-    def before_forward(self) -> None:
-        for unit in self.units:
-            if unit.replica_is_stale():
-                unit.replica.copy_(unit.master)  # rounded to the computing dtype
-                unit.replica_is_fresh_now()
+    def gather(self, unit: Unit) -> None:
+        if unit.replica_is_stale():
+            unit.replica.copy_(unit.master)  # rounded to the computing dtype
+            unit.replica_is_fresh_now()
 
     # Each rank holds everything, so these work as in PyTorch's DDP, also on `module` and its parts; each rank calls
     # them by itself. In 16 bits the FP32 masters are saved and loaded: the next forward copies them to the replica.
@@ -156,11 +156,11 @@ class Zero3(CoreZero3, AnyModel):
         if unit.dtype == unit.master.dtype:  # `.data` is not counted: a counted write makes replicas stale
             unit.master.data.copy_(unit.chunk(unit.replica))
 
-    def forward_is_over(self, unit: Unit) -> None:
-        self.keep_writes(unit)
-        inside_itself = any(use.unit is unit for use in self.in_forward)
+    def forward_is_over(self, use: Use) -> None:
+        self.keep_writes(use.unit)
+        inside_itself = bool(use.unit.uses)
         if not inside_itself and (self.reshard_after_forward or not torch.is_grad_enabled()):
-            super().forward_is_over(unit)
+            super().forward_is_over(use)
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         if self.ahead:

@@ -41,7 +41,7 @@ class Unit(core.Unit):
     def __init__(
         self,
         name: str,
-        module: nn.Module | None,
+        module: nn.Module,
         parameters: dict[str, nn.Parameter],
         everyone: Comm,
         comm: Comm,

@@ -45,7 +45,7 @@ def make_units(
     units = []
     for (path, trains, its), named in contents.items():
         name = (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)")
-        units.append(Unit(name, chosen[path] if path else None, named, comm, inside, its, group_by))
+        units.append(Unit(name, chosen[path] if path else module, named, comm, inside, its, group_by))
     return units
 
 

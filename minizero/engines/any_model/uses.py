@@ -26,7 +26,8 @@ class Use(use.Use):
         # An in-place write to a view changes its grad_fn; backward then reaches the grad_fn of its base first.
         bases = [tensor._base for tensor in outputs if tensor._base is not None]
         # If the unit will be away, attributes count, too: they may hold tensors that reach the loss.
-        self.open_with([*outputs, *bases, *kept_in(self.unit.module if self.engine.frees_replicas else None)])
+        away = self.engine.frees_replicas and self.unit.module is not self.engine.module
+        self.open_with([*outputs, *bases, *(kept_in(self.unit.module) if away else ())])
         for tensor in outputs:
             if tensor.is_leaf and tensor.requires_grad:
                 tensor.register_hook(self.open)
@@ -88,10 +89,9 @@ CONTAINERS = (list, tuple, set, deque, Mapping, types.SimpleNamespace)
 NOT_KEPT = vars(nn.Module()).keys() - {"_buffers"}  # what every module has: parameters, parts, hooks
 
 
-def kept_in(module: nn.Module | None) -> list[torch.Tensor]:
+def kept_in(module: nn.Module) -> list[torch.Tensor]:
     """The tensors that are attributes of the module or its parts, or in containers that are."""
-    parts = [] if module is None else module.modules()
-    kept = (value for part in parts for name, value in vars(part).items() if name not in NOT_KEPT)
+    kept = (value for part in module.modules() for name, value in vars(part).items() if name not in NOT_KEPT)
     return list(tensors_in([v for v in kept if isinstance(v, torch.Tensor) or isinstance(v, CONTAINERS) and v]))
 
 
