@@ -9,7 +9,7 @@ A unit is a block of the model. What lies outside the blocks is one more, the ro
 forward to the end of its backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards
 and bytes sent are those of the package's `Zero3`, if nothing is gathered ahead of its use (`prefetch=0`).
 
-Read `core.py` next. It has these moments and five more, for all four stages. All ranks reduce in one order. Units may
+Read `core.py` next. It has these moments and two more, for all four stages. All ranks reduce in one order. Units may
 return tuples, and share parameters. There a unit is reduced first. It is released when its input has its gradient:
 backward may read `w.detach()` after w has its gradient. What this page and core.py do not serve stands in
 the folder `any_model`:

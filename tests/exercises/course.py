@@ -105,7 +105,7 @@ _rows = [
     ("views", "Parameters as views of a flat buffer", TASKS, "flatten", 20, False),
     ("ddp_hook", "DDP: average in backward, in buckets", "minizero.engines", "CoreDDP.reduce", 40, True),
     ("zero1_keep", "ZeRO-1: what a rank keeps", "minizero.engines", "CoreZero1.keep", 20, False),
-    ("zero1_step", "ZeRO-1: after the step", "minizero.engines", "CoreZero1.before_forward", 20, False),
+    ("zero1_step", "ZeRO-1: after the step", "minizero.engines", "CoreZero1.gather", 20, False),
     ("zero2_free", "ZeRO-2: reduce, and free", TASKS, "backward", 25, True),
     ("zero3_unshard", "ZeRO-3: unshard a unit", TASKS, "unshard", 40, True),
     ("zero3_reshard", "ZeRO-3: reshard it", TASKS, "reshard", 25, False),

@@ -1,6 +1,6 @@
-"""ZeRO stage 1: the optimizer has updated this rank's chunk of every unit; the others' chunks of the replica
-are old. So before the next forward all ranks gather all chunks: an all-gather of parameters, where DDP had one
-of gradients.
+"""ZeRO stage 1: the optimizer has updated this rank's chunk of a unit; the others' chunks of the replica are old.
+So before the unit's next forward all ranks gather all its chunks: an all-gather of parameters, where DDP had one of
+gradients.
 
     unit.master     this rank's chunk, FP32, updated      unit.replica    the replica, in the computing dtype
     unit.replica_is_stale()      has the master been written since?       unit.replica_is_fresh_now()    remembers it
@@ -21,7 +21,7 @@ from tests.exercises import rank_kit
 from tests.exercises.kit import fail, ranks, wrong
 
 PLAN = [
-    "For each unit in self.units whose replica is stale, and only for those:",
+    "Only if the unit's replica is stale:",
     "`mine` is this rank's chunk of unit.replica. Round the master into it: copy_ does.",
     "Gather all ranks' chunks into the unit.replica that is there: all_gather(mine, self.comm, out=…, "
     "label=unit.name).",
@@ -49,7 +49,7 @@ WRONG = [
           "different units.", (GATHER, "all_gather(mine, self.comm, out=unit.replica)")),
     wrong("sums-instead", "They are gathered, not added up.",
           (GATHER, "from minizero.ranks.collectives import all_reduce\n"
-           "            unit.replica.copy_(all_reduce(unit.replica, self.comm, label=unit.name))")),
+           "        unit.replica.copy_(all_reduce(unit.replica, self.comm, label=unit.name))")),
 ]  # fmt: skip
 
 
@@ -81,7 +81,8 @@ def result(case: keep.Case) -> dict[str, Any]:
                     unit.master[:1] = torch.nan if number == 1 else unit.master[:1]
             before = inside.bytes_sent
             with Ledger() as ledger:
-                Zero1.before_forward(engine)
+                for unit in engine.units:
+                    Zero1.gather(engine, unit)
             if "" in labels:
                 fail(
                     "forgets-the-label",

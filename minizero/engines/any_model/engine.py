@@ -1,16 +1,17 @@
 """*When*, for any model and any loop: each moment of core.py, and what is added to it.
 
-    begin_forward    anew: checks; several roots (frozen parameters, norms in FP32)
-    begin_use        anew: inputs of any kind (uses.py)
-    end_forward      anew: keeps what forward wrote to parameters; outputs of any kind
-    begin_backward   adds: under no_sync the sum goes on, or begins (gradient.py)
-    open_use         adds: refuses parameters that were written to since forward
-    arrived          anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
-    end_backward     anew: what got no gradient counts as zero, and is reduced; buffers become rank 0's (buffers.py)
+    begin_forward      new: the model is called. Checks; stages 1 and 2 gather all units, used or not
+    begin_use          anew: inputs of any kind (uses.py)
+    end_forward        new: the model has returned. Keeps what forward wrote to parameters
+    open_use           adds: refuses parameters that were written to since forward
+    begin_gradients    new: this backward is for parameters. Under no_sync the sum goes on, or begins (gradient.py)
+    arrived            anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
+    end_backward       adds: what got no gradient counts as zero, and is reduced; buffers become rank 0's (buffers.py)
 
-`end_use` and `close_use` are the core's. Under no_sync `reduce_what_is_complete` does nothing.
+`end_use` and `close_use` are the core's. Under no_sync `reduce_what_is_complete` does nothing. Several units may have
+one module: its frozen parameters are a unit of their own.
 Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
-until before_forward.
+until begin_forward.
 
 A gradient goes its way as in core.py. Its buffer is a `LocalGradient` (gradient.py), since it may outlive a backward.
 `Zero3.reduce` may run beside the computation (prefetch.py). `Unit.set_gradient` (unit.py) also calls the shards' hooks.

@@ -4,7 +4,7 @@ Python looks a method up from left to right, and `super()` goes on to the right:
 
     Zero3 (here)           CoreZero3 (zero3.py)        AnyModel (engine.py, wrapped.py)    core.Engine (core.py)
     gather, release, …     gather, release, …          -                                   (empty)              what
-    -                      -                           begin_forward, …                    begin_forward, …     when
+    -                      -                           begin_use, …                        begin_use, …         when
 
 A stage's own file and engine.py never define the same name, so neither hides the other. What is here adds to a method
 on its right, and calls it: to a stage's own, and, so that prefetch.py knows where a pass is, to some of engine.py.

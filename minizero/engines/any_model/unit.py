@@ -8,7 +8,7 @@
 The master of a frozen unit has the computing dtype.
 
 16 bits, from input to step: `AnyModel.forward` casts the inputs. The replica is rounded from the master (`keep`,
-`before_forward`, `fill` of the stages). A gradient's buffer is 16-bit, under no_sync FP32 (gradient.py). It is averaged
+`gather` and `fill` of the stages). A gradient's buffer is 16-bit, under no_sync FP32 (gradient.py). It is averaged
 in 16 bits (ranks/combining.py). `set_gradient` makes it FP32 for the optimizer, which steps the master. guards/norms.py
 lets batch norms compute in FP32.
 """
