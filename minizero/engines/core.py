@@ -29,7 +29,8 @@ The core trains models in FP32, one thing at a time. Each parameter gets a gradi
 in use; each unit returns a tensor or a tuple of these. Of other models it refuses by name what it sees. It does not see
 a module moved (`to`) or saved (`state_dict`); writes in place to a unit's output; units inside themselves; a forward
 that uses a block's weights beside the block; steps between forward and backward; fused optimizers. Then it is wrong
-without a word. `any_model/` lifts or checks all that: `from minizero import Zero3`.
+without a word. `any_model/` lifts or checks all that: `from minizero import Zero3`. It uses the stages' files as they
+are, so these say what becomes of 16 bits.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
@@ -59,11 +60,11 @@ class Unit:
         Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
 
     module: whose forward uses the unit. shards: the optimizer's, views of `master`: here one.
-    version: of `master` when the replica was made from it: PyTorch's count of writes in place, such as a step; -1:
-    there is no replica. uses: those whose forward runs now.
+    version: PyTorch's count of writes in place to `master`, such as the optimizer's step, when the replica was made
+    from it; -1: the replica is away. uses: those whose forward runs now.
     """
 
-    dtype = torch.float32  # of the replica
+    dtype = torch.float32  # of the replica; in any_model it may be a 16-bit one
     replica: Tensor
     master: Tensor
     shards: list[nn.Parameter]
@@ -121,13 +122,12 @@ class Backward:
 
     left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters that have no gradient.
     gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
-    inside of. around: the units inside of whose forward this backward runs; mostly none. buckets: in DDP, the gradients
-    that wait for more (ddp.py). end: a weakref to what autograd calls after this backward. If this backward raises,
-    autograd drops that: `end()` is None.
+    inside of. buckets: in DDP, the gradients that wait for more (ddp.py). end: a weakref to what autograd calls after
+    this backward. If this backward raises, autograd drops that: `end()` is None.
     """
 
-    def __init__(self, in_order: Sequence[Unit], around: Sequence[Unit], end: Callable[[], Any]) -> None:
-        self.around, self.end = around, end
+    def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:
+        self.end = end
         self.left = list(in_order)
         self.owed = {unit: set(range(len(unit.parameters))) for unit in in_order}
         self.gradients: dict[Unit, Tensor] = {}
@@ -237,7 +237,7 @@ class Engine(nn.Module):
     def begin_backward(self) -> None:
         if self.backward is None:
             end = functools.partial(self.end_backward)  # an object that only autograd will hold
-            self.last_backward = Backward(self.in_order, [unit for unit in self.units if unit.uses], weakref.ref(end))
+            self.last_backward = Backward(self.in_order, weakref.ref(end))
             torch_private.call_at_end_of_backward(end)
 
     def open_use(self, use: Use) -> None:
@@ -266,18 +266,17 @@ class Engine(nn.Module):
 
     def close_use(self, use: Use) -> None:
         self.backward.open_uses[use.unit] -= 1
-        if not self.is_open(use.unit) and use.unit not in self.backward.around:
+        if not self.is_open(use.unit):
             self.release(use.unit)
 
     def end_backward(self) -> None:
         owed = [unit.layout.names[number] for unit in self.backward.left for number in self.backward.owed[unit]]
-        around, self.last_backward = self.backward.around, None
-        self.release_all(around)
+        self.last_backward = None
+        self.release_all()
         if owed:
             raise RuntimeError(f"no gradient came of {', '.join(owed)}: {ELSE}")
 
-    def release_all(self, but: Sequence[Unit] = ()) -> None:
+    def release_all(self) -> None:
         for unit in self.units:
-            if unit not in but:
-                unit.uses.clear()  # of a forward that raised, or that a recompute stopped early
-                self.release(unit)
+            unit.uses.clear()  # of a forward that raised, or that a recompute stopped early
+            self.release(unit)

@@ -96,6 +96,7 @@ class AnyModel(Wrapped):
         self.dtype, self.group_by = dtype, group_by
         self.sync = True  # False under no_sync
         self.sends: bool | None = None  # does the backward that runs reduce? As `sync` was; None: it brings nothing
+        self.around: list[Unit] = []  # the units inside of whose forward a backward runs
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.done: dict[str, Any] = {}  # since the last backward, by this rank: all must have (guards/ranks.py)
         self.told = not self.reshard_after_forward or comm.rank > 0 or comm.size == 1  # `say_what_autocast_keeps`
@@ -138,6 +139,7 @@ class AnyModel(Wrapped):
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
+            self.around = []
             self.release_all()
             name_buffers(self.name, self.module, self.dtype, error)
             raise
@@ -216,7 +218,7 @@ class AnyModel(Wrapped):
         if self.backward is None:
             self.drop_what_raised()
             super().begin_backward()
-            self.sends = None
+            self.sends, self.around = None, [unit for unit in self.units if unit.uses]
 
     def begin_gradients(self) -> None:
         """The backward that runs is for parameters, too. (Else it is `torch.autograd.grad` of inputs.)"""
@@ -248,12 +250,21 @@ class AnyModel(Wrapped):
         """The gradient of the unit's parameter `number` goes to its place."""
         # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
         away = self.reshard_after_forward and unit.module is not self.module and not self.is_open(unit)
-        again = self.sends and unit not in self.backward.left
+        again = bool(self.sends) and unit not in self.backward.left
         check_gradient(self.name, unit, gradient, again=again, gathered=not away)
         self.backward.owed[unit].discard(number)
         if gradient is not None:  # a custom Function may give None, which is zero
             # Under no_sync many small gradients add up: in FP32.
             unit.gradient.put(number, gradient, unit.dtype if self.sends else torch.float32)
+
+    def is_open(self, unit: Any) -> bool:
+        return unit in self.around or super().is_open(unit)
+
+    def release_all(self) -> None:
+        for unit in self.units:
+            if unit not in self.around:
+                unit.uses.clear()
+                self.release(unit)
 
     def reduce_what_is_complete(self) -> None:
         if self.sends:
@@ -272,6 +283,7 @@ class AnyModel(Wrapped):
             self.its_buffers.become_rank_0s()
         self.backward.left.clear()
         super().end_backward()
+        self.around = []
         for unit in self.in_order if self.sends is not None else ():
             unit.show_gradient()  # what no_sync holds
             unit.before.clear()

@@ -24,9 +24,9 @@ from minizero.engines.any_model.offload import to_host
 from minizero.engines.any_model.prefetch import Ahead, check_prefetch
 from minizero.engines.any_model.unit import Unit
 from minizero.engines.ddp import CoreDDP
+from minizero.engines.use import Use
 from minizero.engines.zero1 import CoreZero1
 from minizero.engines.zero2 import CoreZero2
-from minizero.engines.use import Use
 from minizero.engines.zero3 import CoreZero3
 from minizero.ranks.collectives import reduce_scatter
 from minizero.ranks.comm import Comm
