@@ -11,13 +11,13 @@ A *use* of a unit is one forward of its module, and the backward of that (use.py
     5  close_use      backward has the gradient of a unit's input        release (3)
     6  end_backward   backward is over                                   release all (3)
 
-The root's use is around all others, so it stays whole from forward to backward. Row 5 needs an input that an operation
-made. For a leaf (the model's input), or one in a list, row 6 releases.
+The root's use is around all others, so it stays whole from forward to backward. Row 5 comes for an argument that an
+operation made. It does not come for a leaf, such as the model's input, or for a tensor in a list: then row 6 releases.
 
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
 
-The path of one gradient, of a unit with n numbers, in stage 2. Autograd writes a parameter's .grad, and calls
+The path of one gradient, of a unit with n elements, in stage 2. Autograd writes a parameter's .grad, and calls
 `arrived`, which takes it away. `Backward.put` copies it to its place in the unit's flat buffer of 4n bytes. When the
 buffer is full, and it is the unit's turn, the stage's `reduce` gets it. In zero2.py a ring reduce-scatter sends
 4n (N-1)/N bytes to the right neighbour, through two more buffers of 4n/N. One of them becomes the result: this rank's
@@ -25,10 +25,14 @@ part of the average. `Unit.set_gradient` adds the old .grad of the unit's shard,
 `reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the replica. The
 unit's next use gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
 
-The core trains models in FP32, one thing at a time. Each parameter gets a gradient in each backward, while its unit is
-in use; each unit returns a tensor or a tuple of these. Of other models it refuses by name what it sees. It does not see
-a module moved (`to`) or saved (`state_dict`); writes in place to a unit's output; units inside themselves; a forward
-that uses a block's weights beside the block; steps between forward and backward; fused optimizers. Then it is wrong
+If a backward raises, autograd drops what it was to call at the end, so `backward` is None, and nothing that it counted
+matters. What it gathered is released when it is used next. The averages that shards have stay until zero_grad().
+
+The core trains models in FP32. Communication and computation take turns. Each parameter gets a gradient in each
+backward, while its unit is in use; each unit returns a tensor or a tuple of these. Other models it refuses, and says
+why, if it sees it. It does not see that a module is moved (`to`) or saved (`state_dict`); that an output of a unit is
+written to in place; that a unit calls itself; that a block's weight is read without a call of the block; that a step
+comes between forward and backward; or the writes of fused optimizers, which PyTorch does not count. Then it is wrong
 without a word. `any_model/` lifts or checks all that: `from minizero import Zero3`. It uses the stages' files as they
 are, so these say what becomes of 16 bits.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
@@ -59,9 +63,13 @@ class Unit:
         Zero1, 2    (size,)                                    this rank's chunk: a view of the replica
         Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
 
-    module: whose forward uses the unit. shards: the optimizer's, views of `master`: here one.
-    version: PyTorch's count of writes in place to `master`, such as the optimizer's step, when the replica was made
-    from it; -1: the replica is away. uses: those whose forward runs now.
+    module: whose forward uses the unit. shards: the optimizer's, views of `master`: here one. uses: those whose forward
+    runs now.
+
+    When is a replica old? PyTorch counts the writes in place to a tensor: `_version`. A view, and a parameter made of
+    the tensor, share its count. What `.data` gives has the same memory, and a count of its own. So the optimizer's step
+    counts for `master`, and a gather into the replica does not. version: `master`'s count when the replica was made
+    from it; -1: the replica is away.
     """
 
     dtype = torch.float32  # of the replica; in any_model it may be a 16-bit one
@@ -78,7 +86,7 @@ class Unit:
         self.uses: list[Any] = []
 
     def from_rank_0(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
-        """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks, a hybrid's too."""
+        """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks."""
         full = torch.zeros(self.size, dtype=torch.float32, device=comm.device)
         for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
@@ -102,7 +110,7 @@ class Unit:
         self.shards = [nn.Parameter(self.master)]
 
     def replica_is_stale(self) -> bool:
-        """Must the replica be made anew? It is away, or a step wrote to a shard: `master` shares its count."""
+        """Must the replica be made anew? It is away, or a step has written to the shard, and so to `master`."""
         return self.master._version != self.version
 
     def replica_is_fresh_now(self) -> None:
@@ -110,7 +118,7 @@ class Unit:
         self.version = self.master._version
 
     def set_gradient(self, average: Tensor, full: Tensor | None = None) -> None:
-        """Add the average to the shard's .grad. full: the buffer it is in (stages 0, 1), for the memory ledger."""
+        """Add the average to the shard's .grad. full: the buffer it is a view of (stages 0, 1), for the ledger."""
         tag(average, "gradients")
         (shard,) = self.shards
         shard.grad = (average if shard.grad is None else average.add_(shard.grad)).view_as(shard)
@@ -120,10 +128,10 @@ class Unit:
 class Backward:
     """What counts only while a backward runs.
 
-    left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters that have no gradient.
-    gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
-    inside of. buckets: in DDP, the gradients that wait for more (ddp.py). end: a weakref to what autograd calls after
-    this backward. If this backward raises, autograd drops that: `end()` is None.
+    left: the units still to be reduced, in order. owed: by unit, which of its parameters have no gradient yet; they are
+    numbered. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses
+    backward is inside of. buckets: in DDP, the gradients that wait for more (ddp.py). end: a weakref to what autograd
+    calls after this backward. Nothing else holds that. If this backward raises, autograd drops it: `end()` is None.
     """
 
     def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:
@@ -215,12 +223,13 @@ class Engine(nn.Module):
 
     def end_use(self, unit: Unit, output: Any) -> None:
         use = unit.uses.pop()
-        use.end_forward(output)
+        use.watch(output)
         self.forward_is_over(use)
 
     def forward_is_over(self, use: Use) -> None:
-        waits = use.unit.module is self.module and use.has_graph()  # the root, for its backward
-        if not waits and not self.is_open(use.unit):  # else backward runs this forward again: checkpointing
+        root_waits = use.unit.module is self.module and use.has_graph()  # for its backward
+        run_again = self.is_open(use.unit)  # by backward, which needs the unit: checkpointing
+        if not root_waits and not run_again:
             self.release(use.unit)
 
     # When it does so: backward.
@@ -236,7 +245,7 @@ class Engine(nn.Module):
 
     def begin_backward(self) -> None:
         if self.backward is None:
-            end = functools.partial(self.end_backward)  # an object that only autograd will hold
+            end = functools.partial(self.end_backward)
             self.last_backward = Backward(self.in_order, weakref.ref(end))
             torch_private.call_at_end_of_backward(end)
 

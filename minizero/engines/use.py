@@ -5,9 +5,10 @@
     backward    the gradient of an output has come     the use opens
                 the gradient of an input has come      the use closes
 
-Autograd numbers its operations, and goes back through the newest first. What made a unit's input is older than all that
-the unit did. So when the gradient of an input has come, the unit's own operations are done. A tensor's
-hooks run when the operation that made it begins, before that operation's prehooks.
+Autograd numbers the operations of forward. In backward it takes, of those that are ready, the newest first; but before
+all others it writes a .grad that is complete. What made a unit's input is older than all that the unit did. So when the
+gradient of an input has come, the unit's own operations are done, and their gradients are written.
+In backward a tensor's hooks run just before the operation that made it, and before that operation's prehooks.
 """
 
 import weakref
@@ -30,13 +31,14 @@ class Use:
 
     def __init__(self, engine: Any, unit: Any, inputs: Iterable[Tensor]) -> None:
         self.engine, self.unit = engine, unit
-        self.began = torch_private.next_operation()
+        self.began = torch_private.next_operation()  # the number that the next one will get
         self.opened = self.closed = -1
         for tensor in inputs:
             if tensor.grad_fn is not None:
                 tensor.register_hook(self.close)
 
-    def end_forward(self, output: Any) -> None:
+    def watch(self, output: Any) -> None:
+        """The forward is over: from here on its outputs tell when backward comes."""
         self.open_with(tensors_in(output, self.unit.name))
 
     def has_graph(self) -> bool:

@@ -3,9 +3,9 @@
     per rank (FP32, Adam)   parameters 4Ψ   gradients 4Ψ/N   optimizer 8Ψ/N   = 4Ψ + 12Ψ/N bytes, for Ψ parameters
     sent per step           8Ψ (N-1)/N bytes: reduce-scatter of gradients, all-gather of parameters
 
-The difference from stage 1 is what is not kept: a unit's full gradient is dropped as soon as it is
-reduced: before backward goes on, if it need not wait for its turn. (The root is reduced last: its full gradient
-lives from its first part to the end of backward.) What is kept and gathered is as in zero1.py.
+The difference from stage 1 is what is not kept. A unit's full gradient is dropped as soon as it is reduced. That is
+before backward goes on, if it need not wait for its turn. (The root is reduced last. Its full gradient lives from its
+first part to the end of backward.) What is kept and gathered is as in zero1.py.
 Rajbhandari et al., 2019, "ZeRO", section 5.2 (P_os+g).
 """
 

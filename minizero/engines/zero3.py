@@ -6,6 +6,7 @@
     at the peak             its shards, the root, one unit's parameters, and the gradients of both
 
 A unit's replica exists only while it is used, in forward and in backward: `gather` fills and `release` empties it.
+unit.comm: the ranks that share the unit; here all.
 Rajbhandari et al., 2019, "ZeRO", section 5.3 (P_os+g+p); Zhao et al., 2023, "PyTorch FSDP".
 """
 
@@ -54,4 +55,4 @@ class CoreZero3(Engine):
 
     def average(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
         """The collective: this rank's chunk of the mean gradient."""
-        return reduce_scatter(gradient, self.comm, "mean", label=unit.name)
+        return reduce_scatter(gradient, unit.comm, "mean", label=unit.name)

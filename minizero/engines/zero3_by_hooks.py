@@ -10,16 +10,12 @@ forward to the end of its backward. The training loop is PyTorch's, with any opt
 and bytes sent are those of the package's `Zero3`, if nothing is gathered ahead of its use (`prefetch=0`).
 
 Read `core.py` next. It has these moments and two more, for all four stages. All ranks reduce in one order. Units may
-return tuples, and share parameters. There a unit is reduced first. It is released when its input has its gradient:
-backward may read `w.detach()` after w has its gradient. What this page and core.py do not serve stands in
-the folder `any_model`:
+return tuples, and share parameters. One thing is the other way round: the core reduces when the last gradient has come,
+and releases later, when the unit's input has its gradient. The folder `any_model` serves what neither does: parameters
+without a gradient, frozen ones, units that return anything, sums under no_sync, 16 bits, saving.
 
-    parameters that get no gradient, on all ranks or on some    engine.py, gradient.py
-    units that return anything but tensors                      uses.py
-    frozen parameters                                           units.py
-    gradients that add up before they are sent                  gradient.py
-    16 bits, with FP32 shards                                   unit.py
-    what needs all shards: the gradient's norm, saving          wrapped.py
+    shards = shard(model, model.blocks, comm)      # on each rank
+    optimizer = torch.optim.AdamW(shards)          # and the loop of any model follows
 
 Zhao et al., 2023, "PyTorch FSDP", section 4.3.
 """
@@ -55,7 +51,7 @@ class Unit:
             all_gather(self.shard, self.comm, out=self.replica, label=self.name)
 
     def release(self) -> None:
-        """Free the memory. What autograd saved stays, with its own count of writes: the next `gather` fills it."""
+        """Free the memory. The tensors stay, empty, also those that autograd saved; the next `gather` fills them."""
         self.replica.untyped_storage().resize_(0)
 
     def reduce(self) -> None:
@@ -91,7 +87,8 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
         unit.gather()
 
     # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit
-    # (one operation gives the gradients of its weight and of its input), unless a parameter was used detached.
+    # (Linear's backward gives the gradients of its weight and of its input at once), unless a parameter was used
+    # detached: then core.py's later release is needed.
     def parameter_has_gradient(parameter: nn.Parameter) -> None:
         came.append(parameter)
         if len(came) == len(unit.parameters):

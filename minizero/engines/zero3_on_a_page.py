@@ -42,7 +42,7 @@ def step(layers: list, shards: list, x: torch.Tensor, loss_of: Callable, comm: C
     """One step of SGD on this rank's part x of the batch; returns its loss. It updates `shards` in place."""
     inputs = []
     for layer, mine in zip(layers, shards):
-        vector_to_parameters(all_gather(mine, comm), layer.parameters())  # views of it, but for the padding
+        vector_to_parameters(all_gather(mine, comm), layer.parameters())  # they become views
         inputs.append(x)
         with torch.no_grad():
             x = layer(x)
@@ -56,5 +56,5 @@ def step(layers: list, shards: list, x: torch.Tensor, loss_of: Callable, comm: C
         *gradients, gradient = torch.autograd.grad(layer(x), [*layer.parameters(), x], gradient)
         drop(layer)
         full = pad(parameters_to_vector(gradients), comm.size)
-        mine -= learning_rate * reduce_scatter(full, comm, "mean")  # of the mean only this rank's part
+        mine -= learning_rate * reduce_scatter(full, comm, "mean")  # its part of the mean
     return loss.item()

@@ -21,7 +21,7 @@ class Use(use.Use):
         super().__init__(engine, unit, tensors_in(given))
         self.version = unit.version  # of the master behind the replica
 
-    def end_forward(self, output: Any) -> None:
+    def watch(self, output: Any) -> None:
         outputs = list(tensors_in(output))
         # An in-place write to a view changes its grad_fn; backward then reaches the grad_fn of its base first.
         bases = [tensor._base for tensor in outputs if tensor._base is not None]
