@@ -32,9 +32,10 @@ The core trains models in FP32. Communication and computation take turns. Each p
 backward, while its unit is in use; each unit returns a tensor or a tuple of these. Other models it refuses, and says
 why, if it sees it. It does not see that a module is moved (`to`) or saved (`state_dict`); that an output of a unit is
 written to in place; that a unit calls itself; that a block's weight is read without a call of the block; that a step
-comes between forward and backward; or the writes of fused optimizers, which PyTorch does not count. Then it is wrong
-without a word. `any_model/` lifts or checks all that: `from minizero import Zero3`. It uses the stages' files as they
-are, so these say what becomes of 16 bits.
+comes between forward and backward; or the writes of fused optimizers, which PyTorch does not count. It does not look at
+the training loop. There only an elementwise optimizer may read the shards, which have no parameter's shape, norm or
+hooks; and nothing may read the module's own parameters. Else it is wrong without a word. `any_model/` lifts or checks
+all that: `from minizero import Zero3`. It uses the stages' files as they are, so these say what becomes of 16 bits.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 

@@ -27,7 +27,7 @@ class CoreDDP(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        unit.master = full  # in FP32 the replica itself: there is nothing to gather
+        unit.master = full  # in FP32 the replica itself; else any_model/stages.py has a `gather`
         unit.cut_shards()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:

@@ -8,8 +8,10 @@
     arrived            anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
     end_backward       adds: what got no gradient counts as zero, and is reduced; buffers become rank 0's (buffers.py)
 
-`end_use` and `close_use` are the core's. Under no_sync `reduce_what_is_complete` does nothing. Several units may have
-one module: its frozen parameters are a unit of their own.
+`end_use` and `close_use` are the core's. Under no_sync `reduce_what_is_complete` does nothing. `reduce_next` takes a
+unit's `LocalGradient`. Several units may have one module: its frozen parameters are a unit of their own. A backward may
+run inside of a unit's forward, for gradients of inputs: `around` has these units, which `is_open` and `release_all`
+leave whole.
 Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
 until begin_forward.
 
@@ -74,6 +76,7 @@ class AnyModel(Wrapped):
     or dict is copied only if a tensor in it changes: else the caller finds there what the module writes into it.
 
     The training loop is PyTorch's: an optimizer over `parameters()`, which are the shards; backward; step; zero_grad.
+    A parameter that no rank has used gets a gradient of zeros, and not None: weight decay reaches it.
     Hooks on the shards (`register_hook`, `register_post_accumulate_grad_hook`) are called with the average.
     """
 
@@ -105,6 +108,7 @@ class AnyModel(Wrapped):
         if not broadcast_buffers:
             self.its_buffers.kinds.clear()  # they are rank 0's now; none will be so again
         self.in_order = [unit for unit in reversed(self.units) if unit.trains]
+        self.its_parameters = {id(parameter) for unit in self.in_order for parameter in unit.parameters}
         let_norms_compute_in_fp32(module, dtype)
         self.watch_state_dicts()
 
@@ -139,8 +143,9 @@ class AnyModel(Wrapped):
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            self.around = []
-            self.release_all()
+            if self.backward is None:  # else it goes on: a recompute was stopped early
+                self.around = []
+                self.release_all()
             name_buffers(self.name, self.module, self.dtype, error)
             raise
 
@@ -152,6 +157,9 @@ class AnyModel(Wrapped):
         check_complete(self.name, self.module, self.as_wrapped, self.units)
         if self.frees_replicas:
             check_compiled(self.name, self.module, self.units)
+        if self.backward is None and not any(unit.uses for unit in self.units if unit.module is self.module):
+            for unit in self.units:
+                unit.uses.clear()  # of a part that was called by itself, and raised
         if self.last_backward and not self.backward:
             self.release_all()
             self.drop_what_raised()
@@ -173,7 +181,7 @@ class AnyModel(Wrapped):
                 self.keep_writes(unit)
 
         def begins(nodes: list[Any]) -> None:
-            if asks_for_parameters(nodes):
+            if asks_for_parameters(nodes, self.its_parameters):
                 self.begin_gradients()
 
         for tensor in tensors_in(output):

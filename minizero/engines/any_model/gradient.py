@@ -6,8 +6,8 @@
 Backward brings the parameters' gradients one by one, each to its place in one flat buffer, so that one collective
 reduces the whole unit. A parameter that was not used leaves zeros in its place.
 
-no_sync, from its first backward to the step. `Wrapped.no_sync` clears the engine's `sync`. `begin_backward` copies that
-to `sends`, which holds for the whole backward. If it is False, `bring` lets `put` add in FP32,
+no_sync, from its first backward to the step. `Wrapped.no_sync` clears the engine's `sync`. `begin_gradients` copies
+that to `sends`, which holds for the whole backward. If it is False, `bring` lets `put` add in FP32,
 `reduce_what_is_complete` does nothing, and `end_backward` sends nothing. It calls `show`: the shards' .grad become
 views of this rank's sum (with offload on a GPU: copies), so that zero_grad() can drop it. In the next backward
 `Unit.begin_gradient` looks whether they are still there, and lets the sum `go_on`, or begins anew. The first backward
@@ -16,6 +16,7 @@ step, and clipping.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +79,17 @@ class LocalGradient:
         for shard, piece in zip(self.shards, pieces(mine, self.shards), strict=True):
             shard.grad = piece.to(shard.device)
             shard.grad.held_back = True  # type: ignore[attr-defined]  # an optimizer may not step with it
-        self.shown = [shard.grad._version for shard in self.shards]  # type: ignore[union-attr]
+        self.views: list[Any] = [shard.grad for shard in self.shards]
+        self.shown = [view._version for view in self.views]
 
     def go_on(self) -> None:
         """The next backward begins. Until its end .grad is that of before the sum."""
-        self.shown = []
-        for shard, before in zip(self.shards, self.before, strict=True):
-            shard.grad = before
+        for shard, view, before in zip(self.shards, self.views, self.before, strict=True):
+            dropped = shard.grad is None and not self.chunk
+            if not self.chunk and shard.grad is not view:  # all of the sum is shown: what the loop made of it counts
+                view.copy_(0 if dropped else shard.grad)
+            shard.grad = None if dropped else before
+        self.shown, self.views = [], []
 
 
 def pieces(flat: Tensor, shards: Sequence[nn.Parameter]) -> list[Tensor]:

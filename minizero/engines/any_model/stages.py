@@ -8,6 +8,8 @@ Python looks a method up from left to right, and `super()` goes on to the right:
 
 A stage's own file and engine.py never define the same name, so neither hides the other. What is here adds to a method
 on its right, and calls it: to a stage's own, and, so that prefetch.py knows where a pass is, to some of engine.py.
+Three take its place: DDP's `gather` rounds masters in 16 bits, its `state_dict` is PyTorch's, and Zero3's `average`
+knows hybrid sharding, prefetch and offload.
 """
 
 from collections.abc import Iterator
@@ -153,7 +155,8 @@ class Zero3(CoreZero3, AnyModel):
 
     def keep_writes(self, unit: Unit) -> None:
         super().keep_writes(unit)
-        if unit.dtype == unit.master.dtype:  # `.data` is not counted: a counted write makes replicas stale
+        if unit.dtype == unit.master.dtype and not unit.replica_is_stale():  # else the shard has what is new
+            # `.data` is not counted: a counted write makes replicas stale.
             unit.master.data.copy_(unit.chunk(unit.replica))
 
     def forward_is_over(self, use: Use) -> None:
@@ -193,6 +196,8 @@ class Zero3(CoreZero3, AnyModel):
     def end_forward(self, output: Any) -> None:
         super().end_forward(output)
         if self.ahead:
+            for unit in [*self.ahead.gathering]:  # which this forward did not use
+                self.release(unit)
             self.ahead.in_pass = self.backward is not None  # in a second run, the backward goes on
 
     def finish(self) -> None:

@@ -33,11 +33,11 @@ class Use(use.Use):
                 tensor.register_hook(self.open)
 
 
-def asks_for_parameters(nodes: list[Any]) -> bool:
+def asks_for_parameters(nodes: list[Any], parameters: set[int]) -> bool:
     """Is the backward that runs now for parameters, too? Not so in `torch.autograd.grad(loss, inputs)`.
 
-    nodes: autograd's, from which it goes on. A plain backward may reach no parameter on this rank: it leaves out
-    nothing that it can reach.
+    nodes: autograd's, from which it goes on. parameters: their ids. A plain backward may reach no parameter on this
+    rank: it leaves out nothing that it can reach.
     """
     nodes, seen, all_run = list(nodes), set(), True
     while nodes:
@@ -46,7 +46,7 @@ def asks_for_parameters(nodes: list[Any]) -> bool:
         seen.add(node)
         if not torch_private.will_write(node):
             all_run = False
-        elif hasattr(getattr(node, "variable", None), "wrapped_in"):  # it writes the .grad of a parameter of ours
+        elif id(getattr(node, "variable", None)) in parameters:  # it writes the .grad of one
             return True
         else:
             nodes += nodes_after(node)
