@@ -26,20 +26,25 @@ part of the average. `Unit.set_gradient` adds the old .grad of the unit's shard,
 unit's next use gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
 
 If a backward raises, autograd drops what it was to call at the end, so `backward` is None, and nothing that it counted
-matters. What it gathered is released when it is used next. The averages that shards have stay until zero_grad().
+matters. (Its buffers go when the next one begins.) What it gathered is released after its next use. The averages that
+shards have got stay until zero_grad().
 
-The core trains models in FP32. Communication and computation take turns. Each parameter gets a gradient in each
-backward, while its unit is in use; each unit returns a tensor or a tuple of these. Other models it refuses, and says
-why, if it sees it. It does not see that a module is moved (`to`) or saved (`state_dict`); that an output of a unit is
-written to in place; that a unit calls itself; that a block's weight is read without a call of the block; that a step
-comes between forward and backward; or the writes of fused optimizers, which PyTorch does not count. It does not look at
-the training loop. There only an elementwise optimizer may read the shards, which have no parameter's shape, norm or
-hooks; and nothing may read the module's own parameters. Else it is wrong without a word. `any_model/` lifts or checks
-all that: `from minizero import Zero3`. It uses the stages' files as they are, so these say what becomes of 16 bits.
+The core trains in FP32; communication and computation take turns. Its limits:
+
+    refused, with the reason                           not seen: wrong without a word
+    a parameter that is frozen or not FP32             the module is moved (`to`) or saved (`state_dict`)
+    a buffer                                           a unit's output is written to in place
+    a unit returns no tensor and no tuple of these     a unit calls itself
+    a parameter gets no gradient, or a second one      a step comes between forward and backward
+    a gradient comes while its unit is not in use      an optimizer is fused: PyTorch does not count its writes
+                                                       shards are read by shape, norm, name or hook
+                                                       the module's parameters are read outside of a forward
+
+`any_model/` lifts or checks all that: `from minizero import Zero3`. It uses the stages' files as they are, so these say
+what becomes of 16 bits.
 Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch FSDP", section 4.
 """
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,8 +69,8 @@ class Unit:
         Zero1, 2    (size,)                                    this rank's chunk: a view of the replica
         Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
 
-    module: whose forward uses the unit. shards: the optimizer's, views of `master`: here one. uses: those whose forward
-    runs now.
+    module: whose forward uses the unit. shards: the optimizer's, views of `master`: here one. running: its uses
+    whose forward runs now.
 
     When is a replica old? PyTorch counts the writes in place to a tensor: `_version`. A view, and a parameter made of
     the tensor, share its count. What `.data` gives has the same memory, and a count of its own. So the optimizer's step
@@ -84,10 +89,13 @@ class Unit:
         self.layout = Layout(list(parameters), [p.shape for p in self.parameters], comm.size)
         self.size = self.layout.size  # elements of a flat buffer
         self.version = -1
-        self.uses: list[Any] = []
+        self.running: list[Any] = []
 
     def from_rank_0(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
-        """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks."""
+        """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks.
+
+        any_model gives other values, and shares some units between fewer ranks.
+        """
         full = torch.zeros(self.size, dtype=torch.float32, device=comm.device)
         for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
@@ -220,10 +228,10 @@ class Engine(nn.Module):
 
     def begin_use(self, unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.gather(unit)
-        unit.uses.append(Use(self, unit, [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]))
+        unit.running.append(Use(self, unit, [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]))
 
     def end_use(self, unit: Unit, output: Any) -> None:
-        use = unit.uses.pop()
+        use = unit.running.pop()
         use.watch(output)
         self.forward_is_over(use)
 
@@ -246,7 +254,7 @@ class Engine(nn.Module):
 
     def begin_backward(self) -> None:
         if self.backward is None:
-            end = functools.partial(self.end_backward)
+            end = self.end_backward  # a new object, which only autograd will hold
             self.last_backward = Backward(self.in_order, weakref.ref(end))
             torch_private.call_at_end_of_backward(end)
 
@@ -288,5 +296,5 @@ class Engine(nn.Module):
 
     def release_all(self) -> None:
         for unit in self.units:
-            unit.uses.clear()  # of a forward that raised, or that a recompute stopped early
+            unit.running.clear()  # of a forward that raised, or that a recompute stopped early
             self.release(unit)

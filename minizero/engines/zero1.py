@@ -5,7 +5,7 @@
 
 DDP's all-reduce is a reduce-scatter and an all-gather. Put the optimizer between the two: after the
 reduce-scatter a rank has the averaged gradient of its chunk, which is all it needs to update that
-chunk. The next forward begins with the all-gather, of parameters instead of gradients: the same
+chunk. The unit's next forward begins with the all-gather, of parameters instead of gradients: the same
 traffic, 1/N of the states. (zero2.py repeats these lines on purpose: what differs there is the lesson.)
 Rajbhandari et al., 2019, "ZeRO", section 5.1 (P_os).
 """

@@ -6,13 +6,8 @@
                 its last parameter has its gradient    release, reduce
 
 A unit is a block of the model. What lies outside the blocks is one more, the root: it stays whole from the model's
-forward to the end of its backward. The training loop is PyTorch's, with any optimizer over the shards. Losses, shards
-and bytes sent are those of the package's `Zero3`, if nothing is gathered ahead of its use (`prefetch=0`).
-
-Read `core.py` next. It has these moments and two more, for all four stages. All ranks reduce in one order. Units may
-return tuples, and share parameters. One thing is the other way round: the core reduces when the last gradient has come,
-and releases later, when the unit's input has its gradient. The folder `any_model` serves what neither does: parameters
-without a gradient, frozen ones, units that return anything, sums under no_sync, 16 bits, saving.
+forward to the end of its backward. The training loop is PyTorch's, with any optimizer over the shards.
+`core.py` comes next: two more moments, all four stages, units that return tuples and share parameters.
 
     shards = shard(model, model.blocks, comm)      # on each rank
     optimizer = torch.optim.AdamW(shards)          # and the loop of any model follows
@@ -51,7 +46,10 @@ class Unit:
             all_gather(self.shard, self.comm, out=self.replica, label=self.name)
 
     def release(self) -> None:
-        """Free the memory. The tensors stay, empty, also those that autograd saved; the next `gather` fills them."""
+        """Free the memory. The tensors stay, empty, also those that autograd saved; the next `gather` fills them.
+
+        Autograd does not take that for a change: a parameter that was set by `.data =` counts its own writes.
+        """
         self.replica.untyped_storage().resize_(0)
 
     def reduce(self) -> None:
@@ -71,7 +69,9 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     # `gather` skips what is whole, so it is released first.
     def forward_begins(*_: Any) -> None:
         if came:
-            raise RuntimeError(f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3")
+            raise RuntimeError(
+                f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3 (or it raised)"
+            )
         unit.release()
         unit.gather()
 
@@ -87,8 +87,8 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
         unit.gather()
 
     # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit
-    # (Linear's backward gives the gradients of its weight and of its input at once), unless a parameter was used
-    # detached: then core.py's later release is needed.
+    # (Linear's backward gives the gradients of its weight and of its input at once). One thing may: a use of
+    # `w.detach()` brings w no gradient, and its backward reads w, perhaps later. core.py releases later, too.
     def parameter_has_gradient(parameter: nn.Parameter) -> None:
         came.append(parameter)
         if len(came) == len(unit.parameters):
@@ -120,3 +120,8 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], comm: Comm) -> list[nn.
             watch(unit, module, stays=module is model)
             shards.append(unit.shard)
     return shards
+
+
+# Read core.py next. One thing is the other way round there: it reduces when the last gradient has come, and releases
+# when the unit's input has its gradient. The folder any_model serves what neither does: parameters without a gradient,
+# frozen ones, units that return anything, sums under no_sync, 16 bits, saving.

@@ -245,7 +245,7 @@ def test_a_recompute_that_ends_early_leaves_no_inputs_behind(stage):
         left = []
         for _ in range(2):
             model(*batch(0)).backward()
-            left.append(sum(len(unit.uses) for unit in model.units))  # of forwards that recompute stopped early
+            left.append(sum(len(unit.running) for unit in model.units))  # of forwards that recompute stopped early
         return [reference() is not None for reference in given], left[1] - left[0]
 
     assert run(2, work)[0] == ([False] * 4 * SMALL.layers, 0)  # each block ran twice in each step

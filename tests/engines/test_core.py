@@ -134,7 +134,7 @@ def train(comm, wrap, name, orders):
             optimizer.step()
             optimizer.zero_grad()
         sent.append(comm.bytes_sent - before)
-        assert not any(getattr(unit, "uses", ()) for unit in getattr(model, "units", ()))
+        assert not any(getattr(unit, "running", ()) for unit in getattr(model, "units", ()))
         peaks.append(ledger.peak["total"] - counters)  # one for each shard: DDP's public shards are many
         curve = [s for s in ledger.curve if s.phase != "optimizer"]
         until_step.append(max(s["total"] - s["optimizer"] for s in curve))

@@ -157,9 +157,9 @@ class AnyModel(Wrapped):
         check_complete(self.name, self.module, self.as_wrapped, self.units)
         if self.frees_replicas:
             check_compiled(self.name, self.module, self.units)
-        if self.backward is None and not any(unit.uses for unit in self.units if unit.module is self.module):
+        if self.backward is None and not any(unit.running for unit in self.units if unit.module is self.module):
             for unit in self.units:
-                unit.uses.clear()  # of a part that was called by itself, and raised
+                unit.running.clear()  # of a part that was called by itself, and raised
         if self.last_backward and not self.backward:
             self.release_all()
             self.drop_what_raised()
@@ -197,7 +197,7 @@ class AnyModel(Wrapped):
         mark(unit, self)
 
         def part_is_over(_: nn.Module, __: Any, output: Any) -> None:
-            for use in unit.uses:  # the output may leave the unit by an attribute
+            for use in unit.running:  # the output may leave the unit by an attribute
                 use.open_with(tensors_in(output))
 
         call_around(unit.module, lambda *given: self.begin_use(unit, *given), lambda out: self.end_use(unit, out))
@@ -213,7 +213,7 @@ class AnyModel(Wrapped):
     def begin_use(self, unit: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.gather(unit)
         changed = leaves_as_views(args, kwargs)
-        unit.uses.append(Use(self, unit, changed or (args, kwargs)))
+        unit.running.append(Use(self, unit, changed or (args, kwargs)))
         return changed
 
     def open_use(self, use: Any) -> None:
@@ -226,7 +226,7 @@ class AnyModel(Wrapped):
         if self.backward is None:
             self.drop_what_raised()
             super().begin_backward()
-            self.sends, self.around = None, [unit for unit in self.units if unit.uses]
+            self.sends, self.around = None, [unit for unit in self.units if unit.running]
 
     def begin_gradients(self) -> None:
         """The backward that runs is for parameters, too. (Else it is `torch.autograd.grad` of inputs.)"""
@@ -271,7 +271,7 @@ class AnyModel(Wrapped):
     def release_all(self) -> None:
         for unit in self.units:
             if unit not in self.around:
-                unit.uses.clear()
+                unit.running.clear()
                 self.release(unit)
 
     def reduce_what_is_complete(self) -> None:

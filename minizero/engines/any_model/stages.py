@@ -161,7 +161,7 @@ class Zero3(CoreZero3, AnyModel):
 
     def forward_is_over(self, use: Use) -> None:
         self.keep_writes(use.unit)
-        inside_itself = bool(use.unit.uses)
+        inside_itself = bool(use.unit.running)
         if not inside_itself and (self.reshard_after_forward or not torch.is_grad_enabled()):
             super().forward_is_over(use)
 
