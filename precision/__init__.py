@@ -12,9 +12,8 @@ Reading order:
     arrays         NumPy arrays and torch tensors on one path, in pieces
     fast           the four steps on arrays of integers
     exact          what an emulation must leave alone
-    conversions    encode, decode and quantize of arrays: checks and pieces around `fast`
     pairs          encode under torch.compile, two numbers at a time
-    formats        the class FloatFormat, and FP16, BF16, TF32, FP32, FP8_E4M3, FP8_E5M2
+    formats        encode, decode and quantize: the class FloatFormat, and FP16, BF16, TF32, FP32, FP8_E4M3, FP8_E5M2
     blocks         one scale for 32 numbers: FP8, FP6 and FP4 as OCP's Microscaling has them
     operands       the patterns that arithmetic takes: checks and pieces
     arithmetic     add, multiply, divide, fma, square root, compare on bits
@@ -33,8 +32,7 @@ Micikevicius et al., 2018, "Mixed Precision Training" (the three habits).
 
 from precision import accumulate
 from precision.arithmetic import add, compare, divide, fma, multiply, sqrt, subtract
-from precision.conversions import Flags
-from precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat
+from precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Flags, FloatFormat
 from precision.histogram import Histogram, exponent_histogram
 from precision.master import MasterWeights
 from precision.scaling import DynamicLossScaler, StaticLossScaler

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from precision.arrays import as_numbers
-from precision.exact import exactly
+from precision.exact import exact
 from precision.formats import FP16, FP32, FloatFormat
 
 Round = Callable[[Tensor], Tensor]
@@ -76,7 +76,7 @@ METHODS: dict[str, Method] = {"sequential": sequential, "pairwise": pairwise, "k
 # are no FP16 values are rounded first. `TypeError` for other dtypes, `ValueError` for shapes that do not fit.
 
 
-@exactly
+@exact()
 def sum(x: Any, dim: int | tuple[int, ...] = -1, accumulator: FloatFormat = FP32, method: str = "sequential") -> Any:
     """The sum over dimension `dim`, or a tuple of them; partial results are rounded to `accumulator`, the sum to FP16.
 
@@ -88,7 +88,7 @@ def sum(x: Any, dim: int | tuple[int, ...] = -1, accumulator: FloatFormat = FP32
     return _as_fp16(METHODS[method](terms, terms.new_zeros(terms.shape[1:]), round_), x)
 
 
-@exactly
+@exact()
 def dot(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
     """a · b over the last dimension: (…, n) and (…, n) to (…), as an element of `matmul` is computed."""
     x, y = _values("dot", a), _values("dot", b)
@@ -99,7 +99,7 @@ def dot(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
     return _as_fp16(sequential(products, products.new_zeros(products.shape[1:]), round_), a)
 
 
-@exactly
+@exact()
 def matmul(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
     """a @ b: (…, m, k) and (…, k, n) to (…, m, n). Products are rounded to `accumulator` and added in the order of k.
 
@@ -111,7 +111,7 @@ def matmul(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
     return _as_fp16(outer_products(rounding_to(accumulator), x, y), a)
 
 
-@exactly
+@exact()
 def softmax(x: Any, dim: int = -1, accumulator: FloatFormat = FP32) -> Any:
     """exp(x - max x) / Σ exp(x - max x) over dimension `dim`; difference, exp, partial sums and quotient are rounded.
 
@@ -126,7 +126,7 @@ def softmax(x: Any, dim: int = -1, accumulator: FloatFormat = FP32) -> Any:
     return _as_fp16(round_(powers / total).movedim(0, dim), x)
 
 
-@exactly
+@exact()
 def batch_norm_statistics(x: Any, accumulator: FloatFormat = FP32) -> tuple[Any, Any]:
     """Mean and variance of each channel: (N, C, …) to (C,) twice: float32 with values of `accumulator`.
 

@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, where
 
-from precision.conversions import Flags
-from precision.formats import FP16, FloatFormat
+from precision.formats import FP16, Flags, FloatFormat
 from precision.operands import on_bits, run
 
 EXTRA = 3  # guard, round and sticky
@@ -301,4 +300,4 @@ def compare(a: Any, b: Any, fmt: FloatFormat = FP16) -> Any:
         y = where(q.zero, 0, where(b < half, b, half - b))
         return [where(p.nan | q.nan, 2, (x > y).to(torch.int8) - (x < y).to(torch.int8))]
 
-    return run("compare", order, (a, b), fmt, [torch.int8])[0]
+    return run("compare", order, (a, b), fmt, ["int8"])[0]

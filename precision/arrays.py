@@ -4,7 +4,7 @@ Operators, slices, `clip`, `any` and `max` are the same in both. With these few 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,6 @@ def local(x: Array) -> Array:
     """For a tensor on the CPU a NumPy array in the same memory, since NumPy is faster there; else x itself."""
     on_cpu = isinstance(x, torch.Tensor) and x.device.type == "cpu" and not torch.compiler.is_compiling()
     return x.numpy() if on_cpu else x
-
-
-def put(target: Array, index: Any, values: Array) -> None:
-    """target[index] = values, which may be `local`."""
-    mixed = isinstance(target, torch.Tensor) and isinstance(values, np.ndarray)
-    target[index] = torch.from_numpy(values) if mixed else values
 
 
 def can_look(x: Array) -> bool:
@@ -123,6 +117,20 @@ def in_shape_of(x: Any, result: Array) -> Array:
     return result if np.ndim(x) else result[0]
 
 
+def by_pieces(steps: Callable[..., Sequence[Array]], operands: Sequence[Array], dtypes: Sequence[str]) -> list[Array]:
+    """The results of `steps(start, *parts)`, whole: arrays of these dtypes, like the first of the operands.
+
+    The operands have one shape, and go through in pieces that a processor's cache holds. That is faster than sending
+    everything through memory at each step, and bounds what is needed beside them, whatever the size. start: a piece's.
+    """
+    results = [empty_like(operands[0], dtype) for dtype in dtypes]
+    for start, index in pieces(operands[0]):
+        for result, part in zip(results, steps(start, *(operand[index] for operand in operands))):
+            from_local = isinstance(result, torch.Tensor) and isinstance(part, np.ndarray)
+            result[index] = torch.from_numpy(part) if from_local else part
+    return results
+
+
 def pieces(x: Array) -> Iterator[tuple[int, Any]]:
     """Cut x, of at least one dimension, into blocks: (position of the first number in row-major order, index).
 
@@ -146,24 +154,20 @@ def _pieces(shape: tuple[int, ...], limit: int, start: int, index: tuple) -> Ite
             yield start + i * row, (*index, slice(i, i + limit // row))
 
 
-def random_bits(like: Array, start: int, key: int, bits: int) -> Array:
+def random_bits(like: Array, start: int, seed: int, bits: int) -> Array:
     """A random whole number below 2^bits (bits at most 63) for each number of an array: int64, of its shape.
 
-    It depends on nothing but the key and the number's position, counted from `start` in row-major order: so the
-    device and the size of the pieces change nothing.
+    It depends on nothing but the seed and the number's position, counted from `start` in row-major order: so the
+    device and the size of the pieces change nothing. Neighbouring seeds have keys that have nothing in common.
     Steele et al., 2014, "Fast splittable pseudorandom number generators" (SplitMix64).
     """
     stop = start + math.prod(like.shape)
     position: Array = np.arange(start, stop)
     if isinstance(like, torch.Tensor):
         position = torch.arange(start, stop, device=like.device)
+    key = int(_mix(np.array([_signed(seed % 2**64)]))[0])
     mixed = _mix(position.reshape(like.shape) * _signed(0x9E3779B97F4A7C15) + key)
     return (mixed >> (64 - bits)) & (2**bits - 1)
-
-
-def random_key(seed: int) -> int:
-    """The key of a seed, for `random_bits`. Neighbouring seeds have keys that have nothing in common."""
-    return int(_mix(np.array([_signed(seed % 2**64)]))[0])
 
 
 def _mix(z: Array) -> Array:

@@ -16,7 +16,7 @@ The two short ways ask for the largest number first, so they are for NumPy. Read
 from collections.abc import Callable
 from typing import NamedTuple
 
-from precision.arrays import Array, can_look, cast, random_bits, view, where
+from precision.arrays import Array, can_look, cast, dtype_of, local, random_bits, view, where
 from precision.layout import BitLayout
 
 
@@ -53,15 +53,25 @@ FP32 = BitLayout(8, 23)  # float32 as a format, for conversions between the two
 
 
 class Options(NamedTuple):
-    """What `encode` was asked for. key: the seed's, for `random_bits`."""
+    """What `encode` was asked for."""
 
     rounding: str
-    key: int
+    seed: int
     flush_to_zero: bool
     return_flags: bool = False
 
 
 # Encoding.
+
+
+def integers(x: Array, fmt: BitLayout) -> Array:
+    """The bits of float32 or float64 numbers as int32 or int64; those of other numbers are float32's."""
+    is_float64 = dtype_of(x) == "float64"
+    x = cast(x, "float64" if is_float64 else "float32")
+    # A format of more range than float32 has normal numbers where float32 has subnormals or none.
+    if not is_float64 and (fmt.min_exponent < -126 or fmt.max_exponent > 127):
+        x = widened(x)
+    return local(view(x, f"int{8 * x.itemsize}"))
 
 
 def encode_integers(bits: Array, start: int, fmt: BitLayout, options: Options) -> tuple[Array, list[Array]]:
@@ -190,7 +200,7 @@ def _round(
 
     # Align: each octave below the normal numbers costs one more bit.
     drop = (carrier.mantissa_bits - fmt.mantissa_bits) - octave.clip(-carrier.infinity, 0)
-    draw = random_bits(magnitude, start, options.key, carrier.width - 1) if options.rounding == "stochastic" else None
+    draw = random_bits(magnitude, start, options.seed, carrier.width - 1) if options.rounding == "stochastic" else None
     # Round off.
     kept, rest = _round_off(significand, drop, negative, options.rounding, draw, carrier)
     # Pack, by addition: the leading 1 of `kept` makes the field 1 higher (`one_number.pack`).

@@ -8,14 +8,42 @@
     FP8_E5M2        1        5          2      57344         2^-2
     FP8_E4M3        1        4          3      448           2^-3      no infinities: one more octave of numbers
 
-What a format is: `layout`. How one number is converted: `one_number`, to be read first. Arrays: `conversions`.
+What a format is: `layout`. How one number is converted: `one_number`, to be read first. Here are whole arrays:
+
+    encode    check → for each piece: bits of float32 or float64 → `fast.encode_integers` → the result's place
+    decode    check → for each piece: patterns → `fast.decode_integers` → the result's place
 """
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from precision import conversions
+import torch
+
+from precision.arrays import Array, as_numbers, as_patterns, by_pieces, dtype_of, in_shape_of, local
+from precision.exact import exact
+from precision.fast import FLOAT32, FLOAT64, Options, decode_integers, encode_integers, integers, is_within_float32
 from precision.layout import BitLayout
+from precision.one_number import ROUNDINGS
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What rounding did to each number: boolean arrays of the result's shape, NumPy's or torch's as the result is.
+
+    inexact: the result differs from what was rounded.
+    overflow: rounded as if exponents had no end, the result is beyond the largest number.
+    underflow: it is below the smallest normal one, and inexact.
+    invalid: a signalling NaN came in, or the operation has no value.
+    divide_by_zero: a finite number other than 0 was divided by 0.
+    """
+
+    inexact: Any
+    underflow: Any
+    overflow: Any
+    invalid: Any
+    divide_by_zero: Any
 
 
 @dataclass(frozen=True)  # once more, so that Python names FloatFormat when an argument is missing
@@ -26,6 +54,7 @@ class FloatFormat(BitLayout):
     The defaults are IEEE 754's. `ValueError` for a format that cannot exist.
     """
 
+    @exact()
     def encode(
         self,
         x: Any,
@@ -47,21 +76,75 @@ class FloatFormat(BitLayout):
         A NaN keeps its sign and the top bits of its payload, and is quiet afterwards.
         `TypeError` for integers and complex numbers, `ValueError` for a NaN if the format has none.
         """
-        return conversions.encode(x, self, rounding, return_flags=return_flags, seed=seed, flush_to_zero=flush_to_zero)
+        options = _options("encode", rounding, seed, flush_to_zero, return_flags)
+        numbers = as_numbers("encode", x)
+        if self.width in range(9, 17) and _goes_in_pairs(numbers, options):
+            # Not at the top: it imports torch's compiler, and so Triton, before `flash` could ask for its interpreter.
+            from precision.pairs import encode_pairs
 
+            return encode_pairs(numbers, self, options).reshape(x.shape)
+
+        def steps(start: int, part: Array) -> Sequence[Array]:
+            code, flags = encode_integers(integers(part, self), start, self, options)
+            return [code, *flags]
+
+        dtype = f"uint{8 if self.width <= 8 else 16 if self.width <= 16 else 32}"
+        bits, *flags = (in_shape_of(x, r) for r in by_pieces(steps, [numbers], [dtype, *["bool"] * 5 * return_flags]))
+        return (bits, Flags(*flags)) if return_flags else bits
+
+    @exact()
     def decode(self, bits: Any) -> Any:
         """The numbers that bits (integers, any shape, NumPy or torch) stand for, exactly.
 
         float32, or float64 if the format has numbers that float32 has not. `TypeError` for bits that are not
         integers, `ValueError` for patterns wider than the format.
         """
-        return conversions.decode(bits, self)
+        patterns = as_patterns("decode: bits", bits, self.width)
+        carrier = FLOAT32 if is_within_float32(self) else FLOAT64
+        steps = lambda _, part: [decode_integers(local(part), self, carrier)]  # noqa: E731
+        return in_shape_of(bits, *by_pieces(steps, [patterns], [carrier.floating]))
 
+    @exact()
     def quantize(
         self, x: Any, rounding: str = "nearest-even", *, seed: int | None = None, flush_to_zero: bool = False
     ) -> Any:
         """x rounded to numbers of this format, in x's own dtype: `decode(encode(x))`. No gradient flows through."""
-        return conversions.quantize(x, self, rounding, seed=seed, flush_to_zero=flush_to_zero)
+        options = _options("quantize", rounding, seed, flush_to_zero)
+        numbers = as_numbers("quantize", x)
+        carrier = FLOAT64 if dtype_of(numbers) == "float64" else FLOAT32
+
+        def steps(start: int, part: Array) -> Sequence[Array]:
+            code, _ = encode_integers(integers(part, self), start, self, options)
+            return [decode_integers(code, self, carrier)]
+
+        return in_shape_of(x, *by_pieces(steps, [numbers], [dtype_of(numbers)]))
+
+
+def _goes_in_pairs(numbers: Array, options: Options) -> bool:
+    """Whether `encode_pairs` may be used: under torch.compile, on a CPU, from float32, without flags."""
+    return (
+        isinstance(numbers, torch.Tensor)
+        and torch.compiler.is_compiling()
+        and numbers.device.type == "cpu"
+        and numbers.dtype == torch.float32
+        and numbers.is_contiguous()
+        and numbers.numel() % 2 == 0
+        and options.rounding != "stochastic"
+        and not options.return_flags
+    )
+
+
+def _options(
+    function: str, rounding: str, seed: int | None, flush_to_zero: bool, return_flags: bool = False
+) -> Options:
+    """The options, checked. `ValueError` for an unknown rounding, and for a seed that no rounding would use."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{function}: unknown rounding {rounding!r}: use one of {', '.join(ROUNDINGS)}")
+    if rounding == "stochastic":
+        seed = int(torch.randint(2**62, ())) if seed is None else operator.index(seed)
+    elif seed is not None:
+        raise ValueError(f"{function}: seed={seed!r} is for rounding='stochastic', not for {rounding!r}")
+    return Options(rounding, seed or 0, flush_to_zero, return_flags)
 
 
 FP16 = FloatFormat(5, 10)

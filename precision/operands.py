@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from precision.arrays import as_patterns, pieces
-from precision.conversions import Flags
-from precision.formats import FloatFormat
+from precision.arrays import as_patterns, by_pieces, cast
+from precision.formats import Flags, FloatFormat
 from precision.one_number import ROUNDINGS
 
 
@@ -45,7 +44,7 @@ def on_bits(operation: Callable[..., tuple[Tensor, Flags]]) -> Any:
                 raise ValueError(f"{name}: some results have no value, such as 0 / 0 or ∞ - ∞, and {fmt} has no NaN")
             return [bits, *vars(flags).values()] if return_flags else [bits]
 
-        bits, *flags = run(name, steps, operands, fmt, [None] + [torch.bool] * 5 * return_flags)
+        bits, *flags = run(name, steps, operands, fmt, [""] + ["bool"] * 5 * return_flags)
         return (bits, Flags(*flags)) if return_flags else bits
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
@@ -57,9 +56,9 @@ def run(
     steps: Callable[..., Sequence[Tensor]],
     operands: Sequence[Any],
     fmt: FloatFormat,
-    dtypes: Sequence[torch.dtype | None],
+    dtypes: Sequence[str],
 ) -> list[Any]:
-    """The results of `steps` on the operands, piece by piece. dtypes: theirs, None for that of `fmt`'s patterns.
+    """The results of `steps` on the operands, piece by piece. dtypes: theirs, "" for that of `fmt`'s patterns.
 
     The results are torch tensors if an operand is one, whole numbers if all operands are, else NumPy arrays.
     """
@@ -67,11 +66,15 @@ def run(
         raise TypeError(f"{name}: fmt must be a FloatFormat such as FP16, not {fmt!r}")
     if fmt.width > 16:
         raise ValueError(f"{name}: {fmt} has {fmt.width} bits: arithmetic is for formats of at most 16")
-    own_dtype = torch.uint8 if fmt.width <= 8 else torch.uint16
+    own_dtype = "uint8" if fmt.width <= 8 else "uint16"
     # All steps fit in 32 bits up to 11 bits of mantissa: the largest number is a square root's, 2·11 + 8 bits.
     working_dtype = torch.int32 if fmt.mantissa_bits <= 11 else torch.int64
     device = next((x.device for x in operands if isinstance(x, Tensor)), None)
-    tensors = [_as_tensor(f"{name}: operand {i}", x, fmt, own_dtype) for i, x in enumerate(operands, 1)]
+    tensors = []
+    for i, x in enumerate(operands, 1):
+        patterns = as_patterns(f"{name}: operand {i}", x, fmt.width)
+        patterns = patterns if isinstance(x, Tensor) else torch.from_numpy(patterns.astype(own_dtype))
+        tensors.append(cast(patterns, own_dtype).reshape(np.shape(x)))
     try:
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     except RuntimeError:
@@ -79,21 +82,13 @@ def run(
         raise ValueError(f"{name}: shapes {shapes} do not broadcast") from None
     tensors = [torch.atleast_1d(tensor.to(device).expand(shape)) for tensor in tensors]
 
-    results = [torch.empty(tensors[0].shape, dtype=dtype or own_dtype, device=device) for dtype in dtypes]
-    for _, index in pieces(results[0]):
-        for result, part in zip(results, steps(*(tensor[index].to(working_dtype) for tensor in tensors))):
-            result[index] = part
+    def work(_: int, *parts: Tensor) -> Sequence[Tensor]:
+        return steps(*(part.to(working_dtype) for part in parts))
+
+    results = by_pieces(work, tensors, [dtype or own_dtype for dtype in dtypes])
     results = [result.reshape(shape) for result in results]
     if device is not None:
         return results
     if all(isinstance(x, int) for x in operands):
         return [result.item() for result in results]
     return [result.numpy()[()] for result in results]  # [()]: a scalar where there is no dimension, as NumPy does
-
-
-def _as_tensor(name: str, x: Any, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """The patterns x, checked, as a tensor of x's shape. name: of the operand, for errors."""
-    patterns = as_patterns(name, x, fmt.width)
-    if isinstance(patterns, Tensor):
-        return patterns.to(dtype).reshape(x.shape)
-    return torch.from_numpy(patterns.astype(str(dtype).removeprefix("torch."))).reshape(np.shape(x))
