@@ -125,7 +125,7 @@ def by_pieces(steps: Callable[..., Sequence[Array]], operands: Sequence[Array], 
     """
     results = [empty_like(operands[0], dtype) for dtype in dtypes]
     for start, index in pieces(operands[0]):
-        for result, part in zip(results, steps(start, *(operand[index] for operand in operands))):
+        for result, part in zip(results, steps(start, *[operand[index] for operand in operands])):
             from_local = isinstance(result, torch.Tensor) and isinstance(part, np.ndarray)
             result[index] = torch.from_numpy(part) if from_local else part
     return results

@@ -78,7 +78,7 @@ class FloatFormat(BitLayout):
         """
         options = _options("encode", rounding, seed, flush_to_zero, return_flags)
         numbers = as_numbers("encode", x)
-        if self.width in range(9, 17) and _goes_in_pairs(numbers, options):
+        if _goes_in_pairs(numbers, options) and 8 < self.width <= 16:
             # Not at the top: it imports torch's compiler, and so Triton, before `flash` could ask for its interpreter.
             from precision.pairs import encode_pairs
 
