@@ -14,6 +14,7 @@ from collections.abc import Callable, Set
 from fractions import Fraction
 from typing import NoReturn
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -61,16 +62,13 @@ def literal(node: ast.Constant, text: str) -> Number:
 
 
 def operate(function: Callable, left: float, right: float, rounding: str) -> Number:
-    """The exact result of an operation. Infinities, NaNs and divisions by zero follow IEEE 754."""
-    if function is operator.pow and left == 0 and right < 0:
-        function, left, right = operator.truediv, 1.0, left if right % 2 else 0.0
-    if function is operator.truediv and right == 0:
-        signs = math.copysign(1, left) * math.copysign(1, right)
-        return math.nan if left == 0 or math.isnan(left) else signs * math.inf
-    if not (math.isfinite(left) and math.isfinite(right)):
-        result = function(left, right)
+    """The exact result of an operation. Infinities, NaNs and divisions by zero follow IEEE 754, as NumPy does."""
+    try:
+        exact = function(Fraction(left), Fraction(right))
+    except (ValueError, OverflowError, ZeroDivisionError):  # of NaN, of infinity, by zero
+        with np.errstate(all="ignore"):
+            result = float(function(np.float64(left), np.float64(right)))
         return math.nan if math.isnan(result) else result  # whose sign is the processor's whim
-    exact = function(Fraction(left), Fraction(right))
     if exact:
         return exact
     if rounding == "down" and function in (operator.add, operator.sub):

@@ -73,8 +73,9 @@ def convolution_backward(
     of_x = of_weight = of_bias = None
     if wants_x:
         columns = outer_products(round_, weight.flatten(1).t(), flat)
-        # Where windows overlap, a pixel gets one term from each place in the kernel.
-        of_x = sequential(_folded(columns, x, weight, geometry), torch.zeros_like(x), round_)
+        # Where windows overlap, a pixel gets one term from each place in the kernel. What lies on the border is 0 here.
+        places = F.unfold((places_in(x) + 1).double(), **geometry).long()
+        of_x = add_at(round_, torch.zeros_like(x), places[places > 0] - 1, columns[places > 0])
     if wants_weight:
         columns = F.unfold(x, **geometry)
         pairs = flat.transpose(0, 1).flatten(1), columns.transpose(1, 2).flatten(0, 1)
@@ -82,15 +83,6 @@ def convolution_backward(
     if wants_bias:
         of_bias = add_up(round_, gradient, (0, 2, 3))
     return of_x, of_weight, of_bias
-
-
-def _folded(columns: Tensor, x: Tensor, weight: Tensor, geometry: dict[str, Any]) -> Any:
-    """For each place in the kernel: an x that holds, at each pixel, what the windows' columns have for it there."""
-    places = weight[0, 0].numel()
-    for place in range(places):
-        alone = torch.zeros_like(columns)
-        alone[:, place::places] = columns[:, place::places]
-        yield F.fold(alone, x.shape[2:], **geometry)
 
 
 def _geometry(x: Tensor, weight: Tensor, shape: Sequence[Any]) -> dict[str, Any]:
@@ -181,11 +173,11 @@ def run(fmt: FloatFormat, accumulator: FloatFormat, func: Any, args: Sequence[An
     `NotImplementedError` from others that add up or multiply matrices.
     """
     name = func._schema.name.removeprefix("aten::")
-    operator = name.removesuffix("_")
+    operator, given = name.removesuffix("_"), [*args, *kwargs.values()]
     dtypes = [kwargs["dtype"]] if kwargs.get("dtype") else [x.dtype for x in args if isinstance(x, Tensor)]
     dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
-    reductions = {each for each in (*args, *kwargs.values()) if isinstance(each, str)}
-    if dtypes and (_REFUSED.search(operator) or (operator in _REDUCTIONS[0] and reductions & _REDUCTIONS[1])):
+    by_name = operator in _REDUCTIONS[0] and any(isinstance(each, str) and each in _REDUCTIONS[1] for each in given)
+    if dtypes and (_REFUSED.search(operator) or by_name):
         raise NotImplementedError(
             f"emulate: {func} would add in FP32, not in the accumulator: write it with sums, means and products of "
             "matrices, or leave the accumulator at FP32"
@@ -198,11 +190,12 @@ def run(fmt: FloatFormat, accumulator: FloatFormat, func: Any, args: Sequence[An
 
     # In FP64 one operation on two numbers of few bits comes out as if it were rounded once (see `accumulate`). So does
     # a sum of two FP32 numbers, unless one is below 2^-52 of the other, and the other half-way between two numbers.
-    wide = (cast(value, torch.float64) for value in args)
+    wide = [cast(value, torch.float64) for value in args]
     options = {option: value for option, value in kwargs.items() if option != "out"}
+    target = kwargs.get("out", args[0] if operator != name else None)
     result = _OPERATORS[operator](rounding_to(accumulator, terms=fmt), *wide, **options)
     if result is NotImplemented:
         return func(*args, **kwargs)
-    if operator != name or "out" in kwargs:
-        return (kwargs["out"] if operator == name else args[0]).resize_(result.shape).copy_(result)
+    if target is not None:
+        return target.resize_(result.shape).copy_(result)
     return tuple(cast(value, dtypes[0]) for value in result) if isinstance(result, tuple) else cast(result, dtypes[0])
