@@ -21,8 +21,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,30 +58,12 @@ def emulate(fmt: FloatFormat = FP16, accumulator: FloatFormat = FP32) -> Iterato
     emulation, outer = _Emulation(fmt, accumulator), getattr(_thread, "innermost", None)
     _thread.innermost = emulation
     try:
-        with emulation, Islands(emulation), torch.autograd.graph.saved_tensors_hooks(emulation.pack, emulation.unpack):
+        with emulation, Islands(emulation), torch.autograd.graph.saved_tensors_hooks(emulation.pack, lambda get: get()):
             yield
     finally:
         _thread.innermost = outer
         if outer is not None:
             outer.born.clear()  # other values may have been written into them meanwhile
-
-
-class _Kept(NamedTuple):
-    """A tensor that autograd keeps as it is: shared, not copied."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-class _Packed(NamedTuple):
-    """A tensor that autograd keeps in the format's bits, and how to see it in them.
-
-    The bits are float16 or bfloat16 if the format is one of these, else integers.
-    """
-
-    bits: torch.Tensor
-    dtype: torch.dtype
-    view: tuple[Any, Any, Any] | None  # size, stride and offset in the bits; None: they are the tensor
 
 
 class _Emulation(TorchDispatchMode):
@@ -113,8 +95,7 @@ class _Emulation(TorchDispatchMode):
             untouched = written | _STATISTICS
             args = [value if name in untouched else self.read(value) for name, value in zip(names, args)]
             kwargs = {name: value if name in untouched else self.read(value) for name, value in kwargs.items()}
-            odd = _odd_ones(list(given.values()))
-            wide = any(map(self.is_wide, _tensors(list(given.values())) + odd))
+            wide = any(map(self.is_wide, _tensors(list(given.values()))))
             if func._schema.name.removeprefix("aten::").removesuffix("_") in _ROUND_NUMBERS and not wide:
                 reals = any(tensor.dtype != torch.float64 for tensor in _tensors(args))
                 args = [self.number(value) if reals else value for value in args]
@@ -122,17 +103,16 @@ class _Emulation(TorchDispatchMode):
                 result = func(*args, **kwargs)
             else:
                 result = partial_sums.run(self.fmt, self.accumulator, func, args, kwargs)
-            for name in written - _STATISTICS:
-                for tensor in [each for each in _tensors(given.get(name)) if not self.is_wide(each)]:
-                    tensor.copy_(_round(self.fmt, tensor))
             results = result if isinstance(result, tuple | list) else (result,)
-            _refuse(func, odd + _odd_ones(results), wide)
+            _refuse(func, [*given.values(), *results], wide)
+            for name in written - _STATISTICS:
+                for tensor in [each for each in _tensors(given.get(name)) if _rounds(each) and not self.is_wide(each)]:
+                    tensor.copy_(_round(self.fmt, tensor))
             results = [value for value, born in zip(results, births * len(results)) if born]
-            results = _tensors(results) + (_odd_ones(results) if wide else [])
-            for tensor in [each for each in results if each.untyped_storage() not in self.born]:
+            for tensor in [each for each in _tensors(results) if each.untyped_storage() not in self.born]:
                 if wide:
                     self.wide.add(tensor.untyped_storage())
-                else:
+                elif _rounds(tensor):
                     tensor.copy_(_round(self.fmt, tensor))
                     self.born.add(tensor.untyped_storage())
         return result
@@ -141,7 +121,7 @@ class _Emulation(TorchDispatchMode):
         """An argument as the operator sees it: tensors that come from outside the block are rounded."""
         if isinstance(value, list | tuple):
             return [self.read(each) for each in value]
-        if not _tensors(value) or value.untyped_storage() in self.born or self.is_wide(value):
+        if not _rounds(value) or value.untyped_storage() in self.born or self.is_wide(value):
             return value
         return _round(self.fmt, value)
 
@@ -170,14 +150,17 @@ class _Emulation(TorchDispatchMode):
 
     # What autograd keeps from forward to backward.
 
-    def pack(self, tensor: torch.Tensor) -> _Kept | _Packed:
-        """What to keep of `tensor`: the format's bits. Parameters live on anyhow, and are kept as they are."""
+    def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """What to keep of `tensor`, the format's bits, in the function that backward gets it from.
+
+        Parameters live on anyhow, and are kept as they are.
+        """
         base = tensor if tensor._base is None else tensor._base
         parameter = base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter))
         dtype = _DTYPES.get(self.fmt)
-        packs = self.fmt.width <= 16 and tensor.dtype != dtype and _tensors(tensor)
+        packs = self.fmt.width <= 16 and tensor.dtype != dtype and _rounds(tensor)
         if parameter or self.is_wide(tensor) or not packs:
-            return _Kept(tensor.detach(), tensor._version)
+            return functools.partial(self.kept, tensor.detach(), tensor._version)
         with exact():
             storage, view = tensor.untyped_storage(), None
             part = tensor.detach()
@@ -190,23 +173,28 @@ class _Emulation(TorchDispatchMode):
             bits = known.get(key)
             if bits is None:
                 known[key] = bits = self.fmt.encode(part) if dtype is None else _round(self.fmt, part).to(dtype)
-            return _Packed(bits, tensor.dtype, view)
+            return functools.partial(self.unpacked, bits, tensor.dtype, view)
 
-    def unpack(self, kept: _Kept | _Packed) -> torch.Tensor:
-        """The tensor that backward reads, from what `pack` kept. `RuntimeError` if that was changed in place."""
+    def unpacked(self, bits: torch.Tensor, dtype: torch.dtype, view: tuple[Any, Any, Any] | None) -> torch.Tensor:
+        """A tensor from its bits: float16 or bfloat16 if the format is one of these, else integers.
+
+        view: its size, stride and offset in the bits; None: they are the tensor.
+        """
         with exact():
-            if isinstance(kept, _Kept):
-                if kept.tensor._version != kept.version:
-                    raise RuntimeError(
-                        f"emulate: a tensor of shape {tuple(kept.tensor.shape)} that backward needs was changed in "
-                        f"place (version {kept.version} expected, found {kept.tensor._version}): "
-                        "call backward before optimizer.step()"
-                    )
-                return self.read(kept.tensor) if _tensors(kept.tensor) else kept.tensor
-            bits = kept.bits if kept.view is None else kept.bits.as_strided(*kept.view)
-            values = (bits if bits.is_floating_point() else self.fmt.decode(bits)).to(kept.dtype)
+            bits = bits if view is None else bits.as_strided(*view)
+            values = (bits if bits.is_floating_point() else self.fmt.decode(bits)).to(dtype)
             self.born.add(values.untyped_storage())
             return values
+
+    def kept(self, tensor: torch.Tensor, version: int) -> torch.Tensor:
+        """A tensor that is shared, not copied. `RuntimeError` if it was changed in place."""
+        if tensor._version != version:
+            raise RuntimeError(
+                f"emulate: a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place (version "
+                f"{version} expected, found {tensor._version}): call backward before optimizer.step()"
+            )
+        with exact():
+            return self.read(tensor)
 
 
 # PyTorch has these two itself: their bits are stored under their own names.
@@ -251,23 +239,21 @@ def _is_composite(func: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value`, an argument or a result, that have values to round."""
+    """The tensors of real or complex numbers in `value`, an argument or a result."""
     if isinstance(value, list | tuple):
         return [tensor for each in value for tensor in _tensors(each)]
-    rounds = isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
-    return [value] if rounds else []
+    numbers = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return [value] if numbers else []
 
 
-def _odd_ones(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value` whose numbers nobody rounds: complex ones, and those that are not strided."""
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in _odd_ones(each)]
-    odd = isinstance(value, torch.Tensor) and not _tensors(value) and (value.is_complex() or value.is_floating_point())
-    return [value] if odd else []
+def _rounds(value: Any) -> bool:
+    """Whether it is a tensor whose values are rounded."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
 
 
-def _refuse(func: Any, odd: list[torch.Tensor], wide: bool) -> None:
+def _refuse(func: Any, values: list[Any], wide: bool) -> None:
     """`NotImplementedError` if there are tensors that nobody rounds. Complex ones may be a model's own FP32 numbers."""
+    odd = [tensor for tensor in _tensors(values) if not _rounds(tensor)]
     harmless = wide or func is torch.ops.aten.clone.default  # which writes out a conjugate
     if odd and not (harmless and all(tensor.layout == torch.strided for tensor in odd)):
         kind = odd[0].dtype if odd[0].is_complex() else odd[0].layout
