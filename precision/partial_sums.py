@@ -23,8 +23,8 @@ from precision.accumulate import Round, outer_products, rounding_to, sequential
 from precision.formats import FloatFormat
 
 
-def add_up(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """aten.sum, over all dimensions or over some; `run` sees to the dtype."""
+def add_up(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False) -> Tensor:
+    """aten.sum, over all dimensions or over some."""
     if terms.dim() == 0:
         return round_(terms)
     dims = sorted(dim % terms.dim() for dim in dims) if dims else list(range(terms.dim()))
@@ -44,7 +44,7 @@ def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: floa
     return beta * c + alpha * outer_products(round_, a, b) if beta else alpha * outer_products(round_, a, b)
 
 
-def mean(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def mean(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False) -> Tensor:
     """aten.mean, likewise."""
     total = add_up(round_, terms, dims, keepdim)
     return total / (terms.numel() // max(total.numel(), 1))
@@ -191,7 +191,7 @@ def run(fmt: FloatFormat, accumulator: FloatFormat, func: Any, args: Sequence[An
     # In FP64 one operation on two numbers of few bits comes out as if it were rounded once (see `accumulate`). So does
     # a sum of two FP32 numbers, unless one is below 2^-52 of the other, and the other half-way between two numbers.
     wide = [cast(value, torch.float64) for value in args]
-    options = {option: value for option, value in kwargs.items() if option != "out"}
+    options = {option: value for option, value in kwargs.items() if option not in ("out", "dtype")}
     target = kwargs.get("out", args[0] if operator != name else None)
     result = _OPERATORS[operator](rounding_to(accumulator, terms=fmt), *wide, **options)
     if result is NotImplemented:

@@ -159,7 +159,7 @@ class Job:
     seed: int | None
 
 
-def work(job: Job, plan: Runs) -> float:
+def work(plan: Runs, job: Job) -> float:
     """Measures a job: an accuracy, bits per byte, or the bytes of the activations."""
     torch.set_num_threads(1)  # the same numbers on any number of cores
     if job.seed is None:
@@ -175,13 +175,11 @@ def measure(plan: Runs, processes: int, done: Callable[[Job, float], None] = lam
     jobs = [Job(network, mixed, seed) for network in plan.networks[::-1] for seed in seeds for mixed in (True, False)]
     found = {}
     with contextlib.ExitStack() as stack:
-        results: Iterator[tuple[Job, float]]
-        if processes == 1:
-            results = map(functools.partial(_with_job, plan), jobs)
-        else:
+        one_by_one: Callable[..., Iterator[float]] = map
+        if processes > 1:
             pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(processes, _let_the_parent_end_us))
-            results = pool.imap_unordered(functools.partial(_with_job, plan), jobs)
-        for job, value in results:
+            one_by_one = pool.imap
+        for job, value in zip(jobs, one_by_one(functools.partial(work, plan), jobs)):
             found[job] = value
             done(job, value)
     rows = [
@@ -199,10 +197,6 @@ def measure(plan: Runs, processes: int, done: Callable[[Job, float], None] = lam
     where = crossover(plan.batch_sizes, held["baseline"], held["mixed"])
     memory = {"network": plan.memory, "batch_sizes": plan.batch_sizes, **held, "crossover": where}
     return {"rows": rows, "memory": memory, "plan": dataclasses.asdict(plan)}
-
-
-def _with_job(plan: Runs, job: Job) -> tuple[Job, float]:
-    return job, work(job, plan)
 
 
 def _let_the_parent_end_us() -> None:
