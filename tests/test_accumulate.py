@@ -11,62 +11,12 @@ from torch.nn import functional as F
 from minizero import DDP, GPT, GPTConfig, RankFailed, Zero3
 from minizero.accumulate import accumulate
 from minizero.memory import Ledger, predict_sent
-from tests.support.helpers import SMALL, STAGES, batch, relative_error, run, same
+from tests.support.helpers import STAGES, batch, relative_error, run, same
 
 IGNORED = -100
 
 
-def ragged(sizes=((3, 16), (2, 5), (1, 1), (4, 9)), seed=0):
-    """A window whose micro-batches differ in sequences and in targets: pairs (x, y)."""
-    window = []
-    for number, (sequences, targets) in enumerate(sizes):
-        x, y = batch(100 * seed + number, size=sequences)
-        y = y.clone()
-        y[:, targets:] = IGNORED
-        window.append((x, y))
-    return window
-
-
-def gradients(model):
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-def whole(window, make=lambda: GPT(SMALL)):
-    """Loss and gradients of all micro-batches as one batch."""
-    model = make()
-    if isinstance(window[0], dict):
-        loss = model(**{key: torch.cat([part[key] for part in window]) for key in window[0]}).loss
-    else:
-        loss = model(*map(torch.cat, zip(*window)))
-    loss.backward()
-    return loss.item(), gradients(model)
-
-
-def assert_whole(loss, gradient, window, make=lambda: GPT(SMALL)):
-    expected_loss, expected = whole(window, make)
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert relative_error(gradient, expected) < 1e-5
-
-
-def test_ragged_micro_batches_are_the_full_batch():
-    window = ragged()
-    model = GPT(SMALL)
-    measured = accumulate(model, (pair for pair in window))  # a generator will do
-    assert not measured.requires_grad
-    assert_whole(measured.item(), gradients(model), window)
-
-
-def test_gradients_that_were_there_before_stay():
-    first, second = ragged(seed=2), ragged(seed=3)
-    expected, other = whole(first)[1], whole(second)[1]
-    model = GPT(SMALL)
-    accumulate(model, first)
-    accumulate(model, second)
-    total = {name: expected[name] + other[name] for name in expected}
-    assert relative_error(gradients(model), total) < 1e-5
-
-
-# Micro-batches without a target; models that take keyword arguments, or count otherwise.
+# Models, and their windows.
 
 
 class OwnMean(nn.Module):
@@ -131,6 +81,37 @@ def rows(lengths, seed=0):
         labels[:, length:] = IGNORED
         window.append({"inputs": torch.randn(2, 6, 8, generator=generator), "labels": labels})
     return window
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def whole(window, make=OwnMean):
+    """Loss and gradients of all micro-batches as one batch."""
+    model = make()
+    if isinstance(window[0], dict):
+        loss = model(**{key: torch.cat([part[key] for part in window]) for key in window[0]}).loss
+    else:
+        loss = model(*map(torch.cat, zip(*window)))
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def assert_whole(loss, gradient, window, make):
+    expected_loss, expected = whole(window, make)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert relative_error(gradient, expected) < 1e-5
+
+
+def test_ragged_micro_batches_are_the_full_batch_and_gradients_that_were_there_stay():
+    window, model = numbers([6, 5, 0, 1, 3]), OwnMean()
+    measured = accumulate(model, (pair for pair in window))  # a generator will do
+    assert not measured.requires_grad
+    once = gradients(model)
+    assert_whole(measured.item(), once, window, OwnMean)
+    accumulate(model, window)
+    assert relative_error(gradients(model), {name: 2 * gradient for name, gradient in once.items()}) < 1e-5
 
 
 # Of each kind: three windows of micro-batches, some without a target, in the third all.
@@ -217,12 +198,11 @@ def test_gradients_are_sent_once():
 
 
 def test_no_sync_around_a_window_holds_its_gradients_back():
-    windows = [ragged(seed=6), ragged(seed=7)]
+    windows = [numbers([5, 2], seed) for seed in (6, 7)]
     first, second = (whole(window)[1] for window in windows)
-    expected = {name: first[name] + second[name] for name in first}
 
     def work(comm):
-        model = DDP(GPT(SMALL), comm)
+        model = DDP(OwnMean(), comm)
         sent = comm.bytes_sent
         with model.no_sync():
             accumulate(model, windows[0])
@@ -231,7 +211,7 @@ def test_no_sync_around_a_window_holds_its_gradients_back():
         return gradients(model.module), sent
 
     (gradient, sent), _ = run(2, work)
-    assert relative_error(gradient, expected) < 1e-5
+    assert relative_error(gradient, {name: first[name] + second[name] for name in first}) < 1e-5
     assert 0 < sent < 100  # counts and the loss
 
 

@@ -1,5 +1,7 @@
 """Arithmetic on bit patterns: its steps, the results against two other implementations, and what it accepts."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,30 @@ def test_every_format_is_float64_rounded_once(name, count, operation):
         operands = [x.ravel() for x in np.meshgrid(*[patterns] * len(operands), indexing="ij")]
     for rounding in ROUNDINGS:
         assert_as_float64(operation, fmt, rounding, *operands)
+
+
+def compiled(operation):
+    """The steps of `operation` as one loop of machine code, bits to bits; as they are without a C++ compiler."""
+
+    def steps(a, b):
+        return operation.__wrapped__(a, b)[0]
+
+    return torch.compile(steps) if shutil.which("g++") or shutil.which("clang++") else steps
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operation, own", [("add", torch.add), ("multiply", torch.mul)], ids=["add", "multiply"])
+def test_every_pair(operation, own):
+    """torch computes in float32 and rounds that: products are exact there, and sums have 24 ≥ 2 · 11 + 2 bits."""
+    steps, rows = compiled(getattr(arithmetic, operation)), 16
+    patterns = torch.arange(2**16, dtype=torch.int32)
+    numbers = patterns.to(torch.uint16).view(torch.float16)
+    for start in range(0, 2**16, rows):
+        block = slice(start, start + rows)
+        expected = own(numbers[block, None], numbers)
+        expected = expected.view(torch.int16).masked_fill_(expected.isnan(), 0x7E00)
+        bits = steps(patterns[block, None], patterns).to(torch.int16)
+        assert torch.equal(bits, expected), f"{operation}: rows {start} to {start + rows}"
 
 
 @pytest.mark.parametrize("name", ["FP16", "E4M3", "BF16 flushing"])

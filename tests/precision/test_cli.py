@@ -8,6 +8,8 @@ from precision.__main__ import Evaluation, as_powers, main, neighbour, to_odd
 from precision.formats import FP16, FP32
 from precision.one_number import ROUNDINGS, decode_one, encode_one
 
+OPTION = re.compile(r" (?=--)|(?<=--rounding) |(?<=--format) |(?<=--colour) ")  # what stands before and behind its name
+
 
 def run(capsys, *arguments):
     main(list(arguments))
@@ -16,15 +18,6 @@ def run(capsys, *arguments):
 
 def fact(output, name):
     return re.search(rf"^{re.escape(name)} +(.*?) *$", output, re.MULTILINE).group(1)
-
-
-def refusal(capsys, *arguments):
-    with pytest.raises(SystemExit) as stopped:
-        main(list(arguments))
-    captured = capsys.readouterr()
-    assert stopped.value.code == 2 and not captured.out and captured.err.count("\n") == 1
-    assert captured.err.startswith("python -m precision: ")
-    return captured.err
 
 
 def test_a_tenth(capsys):
@@ -81,8 +74,7 @@ def test_a_sum_that_is_not_there(capsys):
     ],
 )
 def test_expressions(capsys, expression, value, flags):
-    expression, *option = re.split(" (?=--)|(?<=rounding) |(?<=format) ", expression)
-    output = run(capsys, expression, *option)
+    output = run(capsys, *OPTION.split(expression))
     assert fact(output, "value").split(" = ")[0] == value and fact(output, "flags") == flags
     assert value != "nan" or fact(output, "bits").startswith("0 ")
 
@@ -129,18 +121,19 @@ def test_the_ends_have_no_neighbour(capsys):
         ("abs(1" + "+1" * 1500 + ")", "nested too deeply"),
         ("1" + "-" * 1200 + "1", "nested too deeply"),
         ("1" + "+1*1" * 999, "nested too deeply"),
+        ("1 --format fp4", "unknown format 'FP4': use one of FP16, BF16, "),
+        ("1 --rounding even", "unknown rounding 'even': use one of nearest-even, "),
+        ("1 --rounding stochastic", "unknown rounding 'stochastic'"),
+        ("1 --colour red", "unrecognized arguments"),
+        (None, "arguments are required: expression"),
     ],
 )
 def test_what_is_refused(capsys, expression, message):
-    assert message in refusal(capsys, expression)
-
-
-def test_unknown_names(capsys):
-    assert "unknown format 'FP4': use one of FP16, BF16, " in refusal(capsys, "1", "--format", "fp4")
-    assert "unknown rounding 'even': use one of nearest-even, " in refusal(capsys, "1", "--rounding", "even")
-    assert "unknown rounding 'stochastic'" in refusal(capsys, "1", "--rounding", "stochastic")
-    assert "arguments are required: expression" in refusal(capsys)
-    assert "unrecognized arguments" in refusal(capsys, "1", "--colour", "red")
+    with pytest.raises(SystemExit) as stopped:
+        main([] if expression is None else OPTION.split(expression))
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2 and not captured.out and captured.err.count("\n") == 1
+    assert captured.err.startswith("python -m precision: ") and message in captured.err
 
 
 def test_colours(capsys, monkeypatch):

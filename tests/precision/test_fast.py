@@ -157,6 +157,15 @@ def test_float32_as_torch(fmt, dtype):
     assert fmt != FP16 or np.array_equal(ours, theirs)  # torch keeps the payload of FP16's NaNs only
 
 
+@pytest.mark.exhaustive
+def test_all_float32_to_fp16_as_torch():
+    """Bit for bit, the payloads of NaNs too."""
+    for start in range(0, 2**32, 2**22):
+        x = np.arange(start, start + 2**22, dtype=np.uint32).view(np.float32)
+        theirs = torch.from_numpy(x).half().view(torch.int16).numpy()
+        assert np.array_equal(FP16.encode(x).view(np.int16), theirs), hex(start)
+
+
 @TORCHS
 def test_decode_every_code_as_torch(fmt, dtype):
     """Bits of float32, those of NaNs as well where torch keeps them."""
