@@ -27,6 +27,15 @@ def backward(model, step, scale=1.0):
     return loss
 
 
+def trained(model, optimizer, steps):
+    """The masters after these steps."""
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [master.clone() for master in optimizer.masters]
+
+
 OPTIMIZERS: dict = dict.fromkeys(["Adam", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam"], {"lr": 0.01})
 OPTIMIZERS |= dict.fromkeys(["RMSprop", "Rprop", "Adafactor", "Muon"], {"lr": 0.01})
 OPTIMIZERS |= {"SGD": {"lr": 0.01, "momentum": 0.9, "nesterov": True}, "AdamW": {"lr": 0.01, "weight_decay": 0.1}}
@@ -53,13 +62,9 @@ def test_around_any_optimizer(name, dtype):
     model = nn.Sequential(*(nn.Linear(n, m, bias=name != "Muon") for n, m in [(6, 8), (8, 1)])).to(dtype)
     other = copy.deepcopy(model)
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    weights = MasterWeights(model.parameters(), getattr(torch.optim, name), **OPTIMIZERS[name])
-    for step in range(5):
-        backward(model, step)
-        weights.step()
-        weights.zero_grad()
+    found = trained(model, MasterWeights(model.parameters(), getattr(torch.optim, name), **OPTIMIZERS[name]), range(5))
     masters = by_hand(name, other, 5, **OPTIMIZERS[name])
-    for parameter, mine, theirs, old in zip(model.parameters(), weights.masters, masters, start, strict=True):
+    for parameter, mine, theirs, old in zip(model.parameters(), found, masters, start, strict=True):
         assert mine.dtype == torch.float32 and mine.shape == parameter.shape
         assert torch.equal(mine, theirs) and torch.equal(parameter, mine.to(dtype))
         assert not torch.equal(mine, old.float()) and not torch.equal(mine, parameter.float())  # more than it shows
@@ -139,24 +144,19 @@ def test_a_group_added_later_has_masters_too():
 @pytest.mark.parametrize("scheduler", [(lr_scheduler.StepLR, 2, 0.5), (lr_scheduler.CyclicLR, 0.01, 0.1)])
 def test_schedulers_work_on_it(scheduler):
     """And say nothing of a step that they did not see."""
-    rates, (kind, *arguments) = [], scheduler
-    for masters in (True, False):
-        model, options = network(), {"lr": 0.1, "momentum": 0.9}
-        if masters:
-            optimizer = MasterWeights(model.parameters(), SGD, **options)
-        else:
-            optimizer = SGD(model.float().parameters(), **options)
-        with warnings.catch_warnings(action="error"):
+    kind, *arguments = scheduler
+    model, plain = network(), nn.Linear(1, 1)
+    weights = MasterWeights(model.parameters(), SGD, lr=0.1, momentum=0.9)
+    rates = []
+    with warnings.catch_warnings(action="error"):
+        for optimizer in (weights, SGD(plain.parameters(), lr=0.1, momentum=0.9)):
             schedule = kind(optimizer, *arguments)
             for step in range(5):
-                backward(model, step)
-                weight = optimizer.param_groups[0]["params"][0]
-                before = weight.detach().clone()
-                optimizer.step()
+                before = weights.masters[0].clone()
+                trained(model, weights, [step]) if optimizer is weights else optimizer.step()
                 schedule.step()
-                optimizer.zero_grad()
                 rates.append(optimizer.param_groups[0]["lr"])
-                assert not torch.equal(before, weight)
+                assert torch.equal(before, weights.masters[0]) == (optimizer is not weights)
     assert rates[:5] == rates[5:] and len(set(rates)) > 1
 
 
@@ -185,32 +185,23 @@ def test_an_fp32_parameter_is_its_own_master():
 
 
 def test_states_keep_what_16_bits_cannot():
-    def run(model, weights, steps):
-        for step in steps:
-            backward(model, step)
-            weights.step()
-            weights.zero_grad()
-        return [master.clone() for master in weights.masters]
-
-    straight = network()
-    expected = run(straight, MasterWeights(straight.parameters(), torch.optim.Adam, lr=1e-3), range(6))
-    model = network()
+    straight, model = network(), network()
+    expected = trained(straight, MasterWeights(straight.parameters(), torch.optim.Adam, lr=1e-3), range(6))
     weights = MasterWeights(model.parameters(), torch.optim.Adam, lr=1e-3)
-    run(model, weights, range(3))
+    trained(model, weights, range(3))
     saved = copy.deepcopy([model.state_dict(), weights.state_dict()])
 
-    model = network()
+    model, rounded = network(), network()
     weights = MasterWeights(model.parameters(), torch.optim.Adam, lr=5.0)
     model.load_state_dict(saved[0])  # after the optimizer was made, as is the custom
     weights.load_state_dict(saved[1])
     assert weights.param_groups is weights.optimizer.param_groups and weights.param_groups[0]["lr"] == 1e-3
     schedule = lr_scheduler.LambdaLR(weights, lambda _: 1.0)  # on the loaded groups
-    got = run(model, weights, range(3, 6))
+    got = trained(model, weights, range(3, 6))
     schedule.step()
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
-    rounded = network()
     rounded.load_state_dict(saved[0])
-    again = run(rounded, MasterWeights(rounded.parameters(), torch.optim.Adam, lr=1e-3), range(3, 6))
+    again = trained(rounded, MasterWeights(rounded.parameters(), torch.optim.Adam, lr=1e-3), range(3, 6))
     assert not all(torch.equal(a, b) for a, b in zip(again, expected))  # what the weights alone would give
 
 
@@ -218,19 +209,13 @@ def test_states_keep_what_16_bits_cannot():
 def test_a_copy_goes_on_alone(kind):
     model = network()
     weights = MasterWeights(model.parameters(), torch.optim.Adam, lr=0.1)
-    backward(model, 0)
-    weights.step()
+    start = trained(model, weights, [0])
     other, others = kind((model, weights))
     assert others.param_groups is others.optimizer.param_groups and others.state is others.optimizer.state
-    start = [master.clone() for master in weights.masters]
-    for net, optimizer in ((other, others), (model, weights)):
-        assert all(torch.equal(old, master) for old, master in zip(start, optimizer.masters))
-        optimizer.zero_grad()
-        backward(net, 1)
-        optimizer.step()
-    for a, b in zip([*model.parameters(), *weights.masters], [*other.parameters(), *others.masters], strict=True):
-        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
-    assert not torch.equal(start[0], weights.masters[0])
+    ends = [trained(other, others, [1]), trained(model, weights, [1])]
+    for old, mine, theirs, parameter in zip(start, *ends, other.parameters(), strict=True):
+        assert torch.equal(mine, theirs) and torch.equal(parameter, mine.half()) and not torch.equal(old, mine)
+    assert not {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in other.parameters()}
 
 
 @pytest.mark.gpu
@@ -269,17 +254,16 @@ def test_who_writes_writes_to_the_masters(copies):
 # Gradients are copied to the masters once for each backward, whoever unscales or empties them.
 
 
-def test_zero_grad_empties_both():
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad_empties_both(set_to_none):
     model = network()
     weights = MasterWeights(model.parameters(), SGD, lr=0.1)
     backward(model, 0)
     weights.copy_gradients()
-    pairs = list(zip(model.parameters(), weights.masters))
-    assert all(torch.equal(master.grad, parameter.grad.float()) for parameter, master in pairs)
-    weights.zero_grad(set_to_none=False)
-    assert all(not parameter.grad.any() and not master.grad.any() for parameter, master in pairs)
-    weights.zero_grad()
-    assert all(parameter.grad is None and master.grad is None for parameter, master in pairs)
+    assert all(torch.equal(m.grad, p.grad.float()) for p, m in zip(model.parameters(), weights.masters))
+    weights.zero_grad(set_to_none)
+    for tensor in (*model.parameters(), *weights.masters):
+        assert tensor.grad is None if set_to_none else not tensor.grad.any()
 
 
 def test_a_gradient_is_copied_once_and_anew_when_it_was_emptied_or_a_state_loaded():
@@ -401,9 +385,7 @@ def test_a_weight_written_behind_the_masters_back(write, unscales):
     """The step would undo it: a checkpoint loaded too late, weights clamped in place. Most of these are not counted."""
     model = network()
     weights = MasterWeights(model.parameters(), SGD, lr=0.1)
-    backward(model, 0)
-    weights.step()
-    weights.zero_grad()
+    trained(model, weights, [0])
     write(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
