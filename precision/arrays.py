@@ -54,11 +54,6 @@ def local(x: Array) -> Array:
     return x.numpy() if on_cpu else x
 
 
-def can_look(x: Array) -> bool:
-    """Whether a question about the data is answered at once: a GPU must be waited for, torch.compile has no data."""
-    return isinstance(x, np.ndarray)
-
-
 def as_array(name: str, x: Any) -> Array:
     """x as a tensor or an array of at least one dimension; `in_shape_of` gives a result x's own shape again.
 
@@ -100,7 +95,9 @@ def as_patterns(name: str, x: Any, width: int) -> Array:
     has_values = isinstance(x, np.ndarray) or not x.is_meta
     for _, index in pieces(x) if has_values and dtype != f"uint{width}" else ():
         part = local(x[index])
-        part = part if can_look(part) else cast(part, "int64")  # torch lacks min and max for some of the others
+        part = (
+            cast(part, "int64") if isinstance(part, torch.Tensor) else part
+        )  # torch lacks min and max for some others
         outside = [int(end) for end in (part.min(), part.max()) if not 0 <= end < 2**width]
         if outside:
             raise ValueError(

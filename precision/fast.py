@@ -16,7 +16,9 @@ The two short ways ask for the largest number first, so they are for NumPy. Read
 from collections.abc import Callable
 from typing import NamedTuple
 
-from precision.arrays import Array, can_look, cast, dtype_of, local, random_bits, view, where
+import numpy as np
+
+from precision.arrays import Array, cast, dtype_of, local, random_bits, view, where
 from precision.layout import BitLayout
 
 
@@ -31,11 +33,6 @@ class Carrier(NamedTuple):
     def infinity(self) -> int:
         """The bits of infinity. The NaNs lie above. It is the mask of the exponent field, too."""
         return (2 * self.bias + 1) << self.mantissa_bits
-
-    @property
-    def one(self) -> int:
-        """The leading 1 of a significand, in units of its last place."""
-        return 2**self.mantissa_bits
 
     @property
     def floating(self) -> str:
@@ -82,7 +79,8 @@ def encode_integers(bits: Array, start: int, fmt: BitLayout, options: Options) -
     carrier = FLOAT64 if bits.itemsize == 8 else FLOAT32
     # Without the sign bit, bits as integers are in the order of the magnitudes that they stand for.
     magnitude = bits & (2 ** (carrier.width - 1) - 1)
-    largest = int(magnitude.max()) if can_look(bits) else None
+    # For a GPU's answer the processor would wait, and while torch.compile looks on there are no numbers.
+    largest = int(magnitude.max()) if isinstance(bits, np.ndarray) else None
     way = _short_way(fmt, carrier, options)
     flags: list[Array] = []
     if way is not None and largest is not None:
@@ -106,7 +104,7 @@ def _with_nans(code: Array, bits: Array, fmt: BitLayout, carrier: Carrier) -> Ar
         if nan.any():
             raise ValueError(f"{fmt} has no NaN: replace NaNs first (nan_to_num in NumPy and in torch)")
         return code
-    payload = (bits & (carrier.one - 1)) >> (carrier.mantissa_bits - fmt.mantissa_bits)
+    payload = (bits & (2**carrier.mantissa_bits - 1)) >> (carrier.mantissa_bits - fmt.mantissa_bits)
     return where(nan, (payload if fmt.infinities else 0) | fmt.nan_bits, code)
 
 
@@ -232,7 +230,7 @@ def _round(
     finer, _ = _round_off(significand, drop - 1, negative, options.rounding, draw, carrier)
     is_tiny = (magnitude < smallest_normal) & (finer < 2 ** (fmt.mantissa_bits + 1))
     underflow = flushed | (is_tiny & inexact)
-    invalid = nan & (magnitude & (carrier.one // 2) == 0)
+    invalid = nan & (magnitude & 2 ** (carrier.mantissa_bits - 1) == 0)
     return code, [inexact, underflow, overflow, invalid, nan & False]
 
 
@@ -290,7 +288,7 @@ def decode_integers(bits: Array, fmt: BitLayout, carrier: Carrier) -> Array:
             result = where(code < 2 ** (-1022 - lowest), code << (lowest + 1074), result)
     # Above the largest number.
     if fmt.infinities or fmt.nans:
-        quiet_nan = carrier.infinity | carrier.one // 2 | mantissa
+        quiet_nan = carrier.infinity | 2 ** (carrier.mantissa_bits - 1) | mantissa
         result = where(code > fmt.max_bits, quiet_nan, result)
         if fmt.infinities:
             result = where(code == fmt.infinity_bits, carrier.infinity, result)

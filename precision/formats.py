@@ -8,10 +8,7 @@
     FP8_E5M2        1        5          2      57344         2^-2
     FP8_E4M3        1        4          3      448           2^-3      no infinities: one more octave of numbers
 
-What a format is: `layout`. How one number is converted: `one_number`, to be read first. Here are whole arrays:
-
-    encode    check → for each piece: bits of float32 or float64 → `fast.encode_integers` → the result's place
-    decode    check → for each piece: patterns → `fast.decode_integers` → the result's place
+What a format is: `layout`. How one number is converted: `one_number`, to be read first. How many are: `fast`.
 """
 
 import operator

@@ -18,8 +18,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-# Other float types are widened to one of these, exactly: (the integers of the same width, mantissa bits, bias).
-LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+from precision.exact import exact
+from precision.fast import FLOAT32, FLOAT64
+
 LOWEST, HIGHEST = -1074, 1023  # exponents of FP64, the widest
 NORMAL, SMALLEST, END = -14, -24, 16  # FP16: exponents of its smallest normal and subnormal; 2^16 overflows
 
@@ -94,13 +95,14 @@ def exponent_histogram(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Histog
     return Histogram({e: count for e, count in enumerate(counts, start=LOWEST) if count}, zeros, nonfinite)
 
 
+@exact()
 @torch.no_grad()
 def bins(tensor: torch.Tensor) -> torch.Tensor:
     """The bin of each value, (n,): 0 for zeros, e - LOWEST + 1 for exponent e, the last for inf and NaN."""
     values = tensor.to_dense().resolve_neg().flatten()
-    if values.dtype not in LAYOUT:
-        values = values.float()
-    integers, mantissa_bits, bias = LAYOUT[values.dtype]
+    carrier = FLOAT64 if values.dtype == torch.float64 else FLOAT32
+    values = values.to(getattr(torch, carrier.floating))  # of 16 bits and fewer: widened, exactly
+    integers, (_, mantissa_bits, bias) = getattr(torch, carrier.integer), carrier
     magnitude = values.view(integers) & torch.iinfo(integers).max  # without the sign
     exponent_field = magnitude >> mantissa_bits
     # A subnormal number is mantissa · 2^(1 - bias - mantissa_bits). Converted to a float, the mantissa alone is a

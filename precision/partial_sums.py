@@ -34,14 +34,16 @@ def add_up(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False
     return sequential(rows, rows.new_zeros(rows.shape[1:]), round_).view(shape)
 
 
-def product_with_vector(round_: Round, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for (..., k) and (k,): a matrix or a vector by a vector."""
+def product(round_: Round, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, of matrices or of batches; a vector is a matrix of one row, or of one column."""
+    if b.dim() > 1:
+        return outer_products(round_, a, b)
     return outer_products(round_, torch.atleast_2d(a), b[:, None]).view(a.shape[:-1])
 
 
-def matmul_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def product_and_add(round_: Round, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta · c + alpha · a @ b; c broadcasts."""
-    return beta * c + alpha * outer_products(round_, a, b) if beta else alpha * outer_products(round_, a, b)
+    return beta * c + alpha * product(round_, a, b) if beta else alpha * product(round_, a, b)
 
 
 def mean(round_: Round, terms: Tensor, dims: Any = None, keepdim: bool = False) -> Tensor:
@@ -134,14 +136,8 @@ def gradient_of_embedding(
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
-    "mm": outer_products,
-    "bmm": outer_products,
-    "mv": product_with_vector,
-    "dot": product_with_vector,
-    "vdot": product_with_vector,
-    "addmm": matmul_and_add,
-    "baddbmm": matmul_and_add,
-    "addmv": lambda round_, c, a, b, **k: matmul_and_add(round_, c[..., None], a, b[:, None], **k)[:, 0],
+    **dict.fromkeys(["mm", "bmm", "mv", "dot", "vdot"], product),
+    **dict.fromkeys(["addmm", "baddbmm", "addmv"], product_and_add),
     "sum": add_up,
     "nansum": lambda round_, x, *rest, **k: add_up(round_, x.where(~x.isnan(), 0), *rest, **k),
     "trace": lambda round_, x: add_up(round_, x.diagonal()),

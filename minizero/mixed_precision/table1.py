@@ -16,7 +16,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -240,7 +239,3 @@ def run(options: argparse.Namespace, console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns 0; with one line on standard error 2 if the input was wrong, and 130 after Ctrl-C."""
     return run_command("python -m minizero.mixed_precision", lambda: run(parse(argv), Console()), "--processes")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
