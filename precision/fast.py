@@ -162,12 +162,11 @@ def _round_by_adding(magnitude: Array, largest: int, fmt: BitLayout, carrier: Ca
     """
     drop, codes = carrier.mantissa_bits - fmt.mantissa_bits, 2**fmt.width
     smallest_normal = _carried(2**fmt.mantissa_bits, fmt, carrier)
-    beyond = _carried((fmt.max_exponent + fmt.bias + 1) << fmt.mantissa_bits, fmt, carrier)  # 2^(max_exponent + 1)
-    # Whatever is larger overflows like `beyond`, and its power of two might not exist.
-    if largest > beyond:
-        magnitude = magnitude.clip(0, beyond)
+    overflows = largest > _carried(fmt.max_bits, fmt, carrier)
+    if overflows:  # as 2^(max_exponent + 1) does; of what is larger the power of two might not exist
+        magnitude = magnitude.clip(0, _carried((fmt.max_exponent + fmt.bias + 1) << fmt.mantissa_bits, fmt, carrier))
     # 2^e of each number: its exponent field, with zeros for the mantissa.
-    exponent = magnitude.clip(smallest_normal, beyond)
+    exponent = magnitude.clip(smallest_normal, carrier.infinity)
     exponent &= carrier.infinity
     # 2^(e + drop): add `drop` to the exponent field. Fold the change of bias into the power's low bits, which are
     # fmt's last places: it comes out of the sum together with the significand. It is even, so ties still go to even.
@@ -179,7 +178,6 @@ def _round_by_adding(magnitude: Array, largest: int, fmt: BitLayout, carrier: Ca
     exponent >>= drop
     code = magnitude
     code += exponent
-    overflows = largest > _carried(fmt.max_bits, fmt, carrier)
     if overflows or fmt.width not in (8, 16):  # else storing the code in 8 or 16 bits cuts
         code &= codes - 1
     return code.clip(0, fmt.overflow_bits) if overflows else code
