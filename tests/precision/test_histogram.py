@@ -124,14 +124,14 @@ class WithLoss(nn.Module):
         return self.used(x).square().mean()
 
 
-MODELS = {
-    "contains others": (WithLoss(), 4, 4 * 3 + 4),
-    "hands on": (nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Dropout(0.5).eval()), 4, 4 * 3 + 4),
-    "in place": (nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1)), 4 + 4 + 1, 4 * 3 + 4 + 5),
-}
+MODELS = [
+    (WithLoss(), 4, 4 * 3 + 4),
+    (nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Dropout(0.5).eval()), 4, 4 * 3 + 4),  # hand on
+    (nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1)), 4 + 4 + 1, 4 * 3 + 4 + 5),
+]
 
 
-@pytest.mark.parametrize(("model", "outputs", "in_use"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("model", "outputs", "in_use"), MODELS)
 def test_each_output_and_each_parameter_in_use_is_counted_once_a_step(model, outputs, in_use):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = seen_in(model, optimizer, lambda: model(torch.randn(5, 3)).sum().backward(), steps=3)

@@ -182,9 +182,10 @@ def test_a_loaded_scaler_goes_on_where_the_saved_one_was():
     saved = DynamicLossScaler(4.0, growth_interval=3, max_scale=16.0)
     optimizer = torch.optim.SGD([one_weight()], lr=0.1)
     iterate(saved, optimizer, [1.0, 1.0])
-    for loaded in (DynamicLossScaler(), pickle.loads(pickle.dumps(saved)), copy.deepcopy(saved)):
-        loaded.load_state_dict(saved.state_dict())
-        assert iterate(loaded, optimizer, [1.0] * 7) == [8, 8, 8, 16, 16, 16, 16]
+    loaded = DynamicLossScaler()
+    loaded.load_state_dict(saved.state_dict())
+    for scaler in (loaded, pickle.loads(pickle.dumps(saved)), copy.deepcopy(saved)):
+        assert iterate(scaler, optimizer, [1.0] * 7) == [8, 8, 8, 16, 16, 16, 16]
 
 
 # What GradScaler has not: bounds, and ranks that agree (more of them in tests/engines/test_stage3_options.py).
@@ -255,10 +256,6 @@ def test_misuse_is_refused_as_grad_scaler_refuses_it():
             scaler.unscale_(optimizer)
         with pytest.raises(RuntimeError, match="already"):
             scaler.step(optimizer)
-        with pytest.raises(RuntimeError, match="empty"):
-            scaler.load_state_dict({})
-        with pytest.raises(KeyError, match="scale"):
-            scaler.load_state_dict({"growth_factor": 2.0})
     with pytest.raises(RuntimeError, match="closure"):
         scaler.step(optimizer, lambda: None)
 
@@ -299,21 +296,29 @@ def test_bad_options_are_named(wrong, says):
         DynamicLossScaler(**wrong)
 
 
-def test_bad_states_and_types_leave_the_scaler_as_it_was():
+STATE = DynamicLossScaler(max_scale=2.0**18).state_dict()
+BAD_STATES = [
+    (STATE | {"scale": 2.0**20}, ValueError, "max_scale"),
+    *[(STATE | {"_growth_tracker": n}, ValueError, "_growth_tracker must be a whole number") for n in (-1, 1.5, "7")],
+    ({}, RuntimeError, "empty"),
+    ({"growth_factor": 2.0}, KeyError, "scale"),
+]
+
+
+@pytest.mark.parametrize("state, error, says", BAD_STATES)
+def test_a_bad_state_leaves_the_scaler_as_it_was(state, error, says):
     scaler = DynamicLossScaler(max_scale=2.0**18)
-    state = DynamicLossScaler(2.0**20).state_dict()
-    del state["max_scale"]
-    before = scaler.state_dict()
-    with pytest.raises(ValueError, match="max_scale"):
+    with pytest.raises(error, match=says):
         scaler.load_state_dict(state)
-    for tracker in (-1, 1.5, "7"):
-        with pytest.raises(ValueError, match="_growth_tracker must be a whole number"):
-            scaler.load_state_dict(before | {"_growth_tracker": tracker})
-    assert scaler.state_dict() == before
-    with pytest.raises(TypeError, match="'8'"):
-        StaticLossScaler("8")
-    with pytest.raises(ValueError, match="positive"):
-        StaticLossScaler(-8.0)
+    assert scaler.state_dict() == STATE
+
+
+def test_a_static_scale_is_a_positive_number():
+    for wrong, error in (("8", TypeError), (-8.0, ValueError)):
+        with pytest.raises(error, match=f"number, not {wrong!r}"):
+            StaticLossScaler(wrong)
+    with pytest.raises(KeyError, match="scale"):
+        StaticLossScaler(8.0).load_state_dict({"growth_factor": 2.0})
     assert not hasattr(LossScaler, "state_dict")  # the base is none of its own
 
 
