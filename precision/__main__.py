@@ -88,7 +88,7 @@ def to_odd(exact: Number) -> float:
     try:
         nearest = float(exact)
     except OverflowError:
-        return math.copysign(sys.float_info.max, exact)
+        return sys.float_info.max if exact > 0 else -sys.float_info.max
     if abs(Fraction(nearest)) > abs(exact):
         nearest = math.nextafter(nearest, 0.0)
     cut = Fraction(nearest) != exact
@@ -193,7 +193,7 @@ def facts(evaluation: Evaluation) -> Table:
         table.add_row("next below", "none" if below is None else repr(below))
         table.add_row("next above", "none" if above is None else repr(above))
         table.add_row("spacing (ulp)", f"{spacing!r} = 2^{int(math.log2(spacing))}")
-        if not isinstance(exact, float) or math.isfinite(exact):
+        if math.isfinite(to_odd(exact)):
             error = Fraction(value) - Fraction(exact)
             table.add_row("exact", show(exact))
             table.add_row("rounding error", f"{to_odd(error):.6g} = {to_odd(error / Fraction(spacing)):.4g} ulp")
@@ -216,7 +216,7 @@ def side_by_side(text: str, rounding: str) -> Table:
     for name, fmt in FORMATS.items():
         _, exact, bits, _ = Evaluation(text, fmt, rounding).steps[-1]
         value = decode_one(bits, fmt)
-        finite = math.isfinite(value) and math.isfinite(exact)
+        finite = math.isfinite(value) and math.isfinite(to_odd(exact))
         error = f"{to_odd(Fraction(value) - Fraction(exact)):.2g}" if finite else ""
         table.add_row(name, colored(bits, fmt), f"{value:.9g}", error)
     return table

@@ -1,6 +1,8 @@
 """python -m precision: what is printed, and what is refused in one line."""
 
 import re
+import runpy
+import sys
 
 import pytest
 
@@ -20,8 +22,10 @@ def fact(output, name):
     return re.search(rf"^{re.escape(name)} +(.*?) *$", output, re.MULTILINE).group(1)
 
 
-def test_a_tenth(capsys):
-    output = run(capsys, "0.1")
+def test_a_tenth(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["precision", "0.1"])
+    runpy.run_path(Evaluation.__init__.__code__.co_filename, run_name="__main__")
+    output = capsys.readouterr().out
     assert fact(output, "bits") == "0 01011 1001100110   0x2E66"
     assert fact(output, "value") == "0.0999755859375 = +1.1001100110 × 2^-4"
     assert fact(output, "next below") == "0.09991455078125"
@@ -71,6 +75,8 @@ def test_a_sum_that_is_not_there(capsys):
         ("0 + 0 --rounding down", "0.0", "none"),
         ("1 - 1", "0.0", "none"),
         ("0 * 1 --rounding down", "0.0", "none"),
+        ("1 + 1e9", "inf", "none"),
+        ("1000 ** 1000 --format FP32", "inf", "inexact, overflow"),
     ],
 )
 def test_expressions(capsys, expression, value, flags):
@@ -97,6 +103,7 @@ def test_the_ends_have_no_neighbour(capsys):
     assert fact(run(capsys, "65504"), "next above") == "none"
     assert fact(run(capsys, "-448", "--format", "fp8_e4m3"), "next below") == "none"
     assert fact(run(capsys, "0"), "next below") == "-5.960464477539063e-08"
+    assert fact(run(capsys, "-0"), "next above") == "5.960464477539063e-08"
     assert "next" not in run(capsys, "1e9")
 
 

@@ -235,6 +235,7 @@ def test_what_is_no_format(wrong):
         (lambda x: torch.fft.rfft(x), "complex64"),
         (lambda x: torch.view_as_complex(x) * 2, "complex64"),
         (lambda x: x.to_sparse(), "sparse_coo"),
+        (lambda x: x.float().to_sparse(), "sparse_coo"),
         (lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged) * 2, "jagged"),
     ],
 )

@@ -196,6 +196,7 @@ def test_stochastic_is_proportional_and_seeded():
     assert np.array_equal(bits[:99], FP16.encode(x[:99], "stochastic", seed=3)) and len(np.unique(bits[:99])) == 2
     # SplitMix64 goes on by this number from draw to draw: as a seed it must not give the same draws, one place on.
     assert not np.array_equal(FP16.encode(x, "stochastic", seed=3 + 0x9E3779B97F4A7C15)[:-1], bits[1:])
+    assert len(np.unique(FP16.encode(x, "stochastic", seed=2**63))) == 2
     exact = FP16.decode(np.arange(0x7C00))
     assert np.array_equal(FP16.quantize(exact, "stochastic", seed=0), exact)
     assert FP16.encode(np.float32(1e-38), "stochastic", seed=0) == 0

@@ -228,6 +228,7 @@ def test_the_bands_are_where_fp16_is_and_where_it_is_after_scaling():
     assert "30 % below" in texts(axes) and "5 %\ntoo large" in texts(axes)
     axes = histogram.plot(scale=8)
     assert bands(axes)[2:] == [(-27, -17), (-17, 13)]
+    assert Histogram({0: 1}).plot(scale=8).get_xlim()[0] < -27, "a band is not cut off"
     assert "FP16 after scaling by 8" in texts(axes) and "10 % below" in texts(axes)
     assert "30 %\ntoo large" in texts(axes)
     assert "about 5 % below" not in texts(axes)
