@@ -162,19 +162,14 @@ def random_bits(like: Array, start: int, seed: int, bits: int) -> Array:
     position: Array = np.arange(start, stop)
     if isinstance(like, torch.Tensor):
         position = torch.arange(start, stop, device=like.device)
-    key = int(_mix(np.array([_signed(seed % 2**64)]))[0])
-    mixed = _mix(position.reshape(like.shape) * _signed(0x9E3779B97F4A7C15) + key)
+    key = int(_mix(np.array([seed % 2**64], np.uint64).astype(np.int64))[0])
+    mixed = _mix(position.reshape(like.shape) * (0x9E3779B97F4A7C15 - 2**64) + key)
     return (mixed >> (64 - bits)) & (2**bits - 1)
 
 
 def _mix(z: Array) -> Array:
     """SplitMix64's last step: each bit of z changes about half of the result's bits."""
-    # Shifting a signed integer to the right fills it with copies of the sign; the masks take them away.
-    z = (z ^ (z >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB)
+    # Integers are signed here. Shifting one to the right fills it with copies of the sign; the masks take them away.
+    z = (z ^ (z >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ (z >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
     return z ^ (z >> 31 & 2**33 - 1)
-
-
-def _signed(word: int) -> int:
-    """The signed integer that has the same 64 bits."""
-    return word - 2**64 if word >= 2**63 else word
