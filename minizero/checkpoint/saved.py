@@ -38,7 +38,6 @@ from minizero.checkpoint.resharding import (
 )
 from minizero.engines.any_model.wrapped import Wrapped
 from minizero.ranks.agreement import words_of_all
-from minizero.ranks.collectives import all_gather, all_reduce
 from minizero.ranks.comm import Comm
 
 # What a rank may say instead of a result.
@@ -182,12 +181,9 @@ def together(comm: Comm, what: str, do: Callable[[], str], file: Path | None = N
 
 def check_alike(comm: Comm, said: dict[str, str]) -> None:
     """`CheckpointError` that names what the ranks say differently. Collective."""
-    mine = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8, device=comm.device)
-    longest = all_reduce(torch.tensor([len(mine)], device=comm.device), comm, "max", label="checkpoint decided")
-    padded = torch.cat([mine, mine.new_full((int(longest) - len(mine),), ord(" "))])
     first: dict[str, tuple[int, str]] = {}
-    for rank, words in enumerate(all_gather(padded, comm, label="checkpoint decided").chunk(comm.size)):
-        for what, value in json.loads(bytes(words.tolist())).items():
+    for rank, words in enumerate(words_of_all(comm, "checkpoint decided", json.dumps(said))):
+        for what, value in json.loads(words).items():
             other, theirs = first.setdefault(what, (rank, value))
             if value != theirs:
                 raise CheckpointError(

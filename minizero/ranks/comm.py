@@ -12,7 +12,6 @@ deadlock; use `send_recv`. The collectives are made of these three calls, DDP an
 
 import atexit
 import contextlib
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +35,6 @@ class Comm(contextlib.AbstractContextManager):
         self.size = transport.size
         self.device = transport.device
         self.ranks = transport.ranks
-        self.parts: weakref.WeakSet[Comm] = weakref.WeakSet()  # made by `split`, and in use
-        self.whole: Comm | None = None  # that was split
         self.observers = [] if observers is None else observers  # called after each collective, also of the parts
         self.leaving = contextlib.ExitStack()  # what there is to be done at its end
 
@@ -88,21 +85,17 @@ class Comm(contextlib.AbstractContextManager):
         mine = [rank for rank, other in enumerate(colors) if other == colors[self.rank]]
         # `sequence` counts the collectives: no two splits have one name.
         name = f"{self.transport.sequence}:{colors[self.rank]}"
-        part = Comm(self.transport.subgroup(mine, name), self.observers)
-        self.parts.add(part)
-        part.whole = self
-        weakref.finalize(part, self.transport.add, part.transport)
-        return part
+        return Comm(self.transport.subgroup(mine, name), self.observers)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of the tensors that this rank has sent, also through what `split` made."""
-        return self.transport.sent + sum(part.bytes_sent for part in self.parts)
+        return self.transport.sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes of the tensors that this rank has received, also through what `split` made."""
-        return self.transport.received + sum(part.bytes_received for part in self.parts)
+        return self.transport.received
 
     @property
     def timeout(self) -> float:

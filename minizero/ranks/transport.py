@@ -10,6 +10,7 @@ waits until all ranks have agreed (agreement.py).
 
 import abc
 import dataclasses
+import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 from minizero import torch_private
 from minizero.ranks.errors import CollectiveMismatch
+
+COUNTING = threading.Lock()  # two threads of a rank may talk at once: one of them gathers ahead
 
 
 @dataclasses.dataclass
@@ -47,7 +50,8 @@ class Transport(abc.ABC):
         self.timeout = timeout
         self.common = common
         self.name = name  # which of the splits this is; "" before any split
-        self.sent = self.received = 0  # bytes of payload
+        self.whole: Transport | None = None  # that was split
+        self.sent = self.received = 0  # bytes of payload, also of what was split from this
         self.sequence = 0  # collectives begun
         self.collective: Collective | None = None  # the one under way; other threads read it
 
@@ -66,7 +70,9 @@ class Transport(abc.ABC):
     def subgroup(self, ranks: list[int], name: str) -> "Transport":
         """The transport of these ranks, of which this rank is one."""
         mine, chosen, name = ranks.index(self.rank), [self.ranks[rank] for rank in ranks], f"{self.name}/{name}"
-        return type(self)(mine, chosen, self.device, self.timeout, name, *self.common)
+        part = type(self)(mine, chosen, self.device, self.timeout, name, *self.common)
+        part.whole = self
+        return part
 
     def soon(self, tensors: list[torch.Tensor], src: int) -> None:  # noqa: B027
         """Hint: the next tensors to be received from `src`, in this order.
@@ -110,8 +116,7 @@ class Transport(abc.ABC):
             if outgoing is not None and target is not None and _overlap(outgoing, target):
                 raise ValueError("send_recv: outgoing and incoming share memory: receive into another tensor")
             self.transfer(outgoing, dst, target, src)
-            self.sent += 0 if outgoing is None else outgoing.nbytes
-            self.received += 0 if target is None else target.nbytes
+            self.count(0 if outgoing is None else outgoing.nbytes, 0 if target is None else target.nbytes)
         if target is not incoming:
             incoming.detach().copy_(target)  # type: ignore[union-attr, arg-type]
 
@@ -122,10 +127,13 @@ class Transport(abc.ABC):
             f"{theirs}: did the ranks build different models, or take different branches?"
         )
 
-    def add(self, part: "Transport") -> None:
-        """A part that a split made is gone: its bytes are this one's."""
-        self.sent += part.sent
-        self.received += part.received
+    def count(self, sent: int, received: int) -> None:
+        """Adds up bytes of payload. Those of a part that a split made are the whole's, too."""
+        with COUNTING:
+            self.sent += sent
+            self.received += received
+        if self.whole is not None:
+            self.whole.count(sent, received)
 
     def where(self, verb: str, peers: str) -> str:
         """A wait, for messages: "all_gather #17: recv from rank 2"."""

@@ -2,7 +2,7 @@
 
 A layer becomes a `Stage` by one taped forward and backward. Its tape is the larger of two sizes:
 
-    what autograd saved                        beyond the layer's input and output (parameters live anyway)
+    what is there when forward is over         beyond the layer's input and output (parameters live anyway)
     what backward's worst moment holds         beyond input, output and their gradients
 
 The second is there because a layer of several operators has gradients inside, and a budget has to cover them.
@@ -69,24 +69,15 @@ def _dry_run(layer: Layer, x: torch.Tensor, i: int) -> torch.Tensor:
 
 def _measure_bytes(layer: Layer, x: torch.Tensor) -> int:
     """The layer's tape in bytes, as above."""
-    saved: dict[int, int] = {}  # bytes of each saved storage, by its address
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an output that the layer saves would hold itself for ever
-
     with Ledger() as ledger:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = layer(x)
-        for counted in (x, output, *_tensors(layer, "parameters"), *_tensors(layer, "buffers")):
-            saved.pop(counted.untyped_storage().data_ptr(), None)
+        output = layer(x)
+        saved = ledger.current["total"] - _bytes(output)  # below 0 if the output is a view
         gradients = _backward(layer, x, output)
         for gradient in gradients[x.requires_grad :]:
             if gradient is not None:
                 tag(gradient, "gradients")
         worst = max(sample["activations"] + sample["temporary"] for sample in ledger.curve)
-    return max(sum(saved.values()), worst - _bytes(x) - 2 * _bytes(output))
+    return max(0, saved, worst - _bytes(x) - 2 * _bytes(output))
 
 
 def _backward(layer: Layer, x: torch.Tensor, output: torch.Tensor) -> Sequence[torch.Tensor | None]:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
     columns = "{task.fields[name]}", BarColumn(20), MofNCompleteColumn(), "{task.fields[status]}"
     with contextlib.ExitStack() as stack:
-        comm = stack.enter_context(Comm.from_process_group()) if processes else None
-        world = None if processes else World(world_size, options.device)
-        device = comm.device if comm else world.device  # type: ignore[union-attr]
+        if processes:
+            comm = stack.enter_context(Comm.from_process_group())
+            device, run_stage = comm.device, partial(train, comm)
+        else:
+            world = World(world_size, options.device)
+            device, run_stage = world.device, lambda *given: world.run(train, *given)[0]
         if options.device not in ("auto", device.type):
             raise ValueError(f"--device {options.device}: under torchrun the ranks run on {device.type}: leave it out")
         progress = stack.enter_context(Progress(*columns, console=console, disable=own_rank() > 0))
@@ -117,10 +121,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 progress.update(task, completed=step, status=status)
 
             try:
-                if comm is not None:
-                    runs.append(train(comm, stage, text, job, show))
-                else:
-                    runs.append(world.run(train, stage, text, job, show)[0])  # type: ignore[union-attr]
+                runs.append(run_stage(stage, text, job, show))
             except KeyboardInterrupt:  # of a user who has seen enough: what is finished is reported
                 if not runs:
                     raise

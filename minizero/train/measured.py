@@ -5,6 +5,7 @@ step, on one rank at a time, and the steps between give the time.
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from minizero.memory import CATEGORIES, Ledger
-from minizero.ranks.collectives import all_gather
+from minizero.ranks.agreement import words_of_all
 from minizero.ranks.comm import Comm
 
 KEYS = (*CATEGORIES, "total")
@@ -60,13 +61,13 @@ class Measured:
     def results(self) -> dict[str, Any]:
         """As `report` describes them. Collective."""
         assert self.ledger is not None
-        mine = torch.tensor([[held[key] for key in KEYS] for held in (self.persistent, self.peak)])
-        rows = all_gather(mine.to(self.comm.device), self.comm).view(self.comm.size, 2, len(KEYS)).tolist()
+        both = {"persistent": self.persistent, "peak": self.peak}
+        mine = {name: {key: held[key] for key in KEYS} for name, held in both.items()}
         curve = self.ledger.curve
         return {
             "step_seconds": median(self.unwatched) if self.unwatched else None,
             "bytes_sent": self.sent,
-            "ranks": [dict(zip(("persistent", "peak"), (dict(zip(KEYS, row)) for row in rank))) for rank in rows],
+            "ranks": [*map(json.loads, words_of_all(self.comm, "measured", json.dumps(mine)))],
             "curve": {"phase": [sample.phase for sample in curve], "number": [sample.number for sample in curve]}
             | {key: [sample[key] for sample in curve] for key in KEYS},
         }

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 
 import torch
-from torch.nn import functional as F
 
 from minizero.engines.any_model.engine import AnyModel
 from minizero.engines.timeline import Timeline
 from minizero.pictures.timeline import Event
-from minizero.ranks.collectives import all_gather, all_reduce, barrier
+from minizero.ranks.agreement import words_of_all
+from minizero.ranks.collectives import barrier
 from minizero.ranks.comm import Comm
 
 
@@ -27,7 +27,6 @@ def recorded(model: AnyModel, optimizer: torch.optim.Optimizer, comm: Comm) -> I
     with Timeline(model, optimizer) as timeline:
         yield everyones
     mine = [(event.rank, event.lane, event.name, event.start - start, event.end - start) for event in timeline.events]
-    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(comm.device)
-    longest = int(all_reduce(torch.tensor(len(text), device=comm.device), comm, "max"))
-    texts = all_gather(F.pad(text, (0, longest - len(text)), value=ord(" "))[None], comm)
-    everyones += (Event(*event) for line in texts.cpu().numpy() for event in json.loads(bytes(line)))
+    everyones += (
+        Event(*event) for words in words_of_all(comm, "trace", json.dumps(mine)) for event in json.loads(words)
+    )

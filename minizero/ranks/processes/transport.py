@@ -22,7 +22,6 @@ from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.ranks.processes.watch import STUCK_SECONDS, Watch
 from minizero.ranks.transport import Collective, Transport
 
-WORDS_BYTES = 256  # of one rank's words in an exchange
 AHEAD_BYTES = 2**20  # of small messages that a ring may expect at once
 TAGS = 0x7FFFFFFF  # gloo's tags have 31 bits
 AGREEMENT = "agreement with"
@@ -97,10 +96,12 @@ class ProcessTransport(Transport):
             self.collective.agreed = True
 
     def exchange(self, words: str) -> list[str]:
-        boards = torch.empty(self.size, WORDS_BYTES, dtype=torch.uint8)
-        boards[self.rank] = _encode(words)
-        self._swap(list(boards))
-        return [bytes(board).rstrip(b"\0").decode() for board in boards.numpy()]
+        mine = torch.tensor(list(words.encode()), dtype=torch.uint8)
+        lengths = torch.full((self.size, 1), len(mine))
+        self._swap(list(lengths))
+        everyones = [mine if rank == self.rank else mine.new_empty(int(lengths[rank])) for rank in range(self.size)]
+        self._swap(everyones)
+        return [bytes(letters.tolist()).decode() for letters in everyones]
 
     def _tag_of(self, tensor: torch.Tensor) -> int:
         return self.collective.tag if self.collective else _hash(f"{self.name} {tensor.numel()} {tensor.dtype}")
@@ -108,7 +109,7 @@ class ProcessTransport(Transport):
     def _swap(self, rows: list[torch.Tensor]) -> None:
         """Fill in the other ranks' rows. All send to all: in one trip, and each rank sees who is missing."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        tag = _hash(f"{self.collective.tag if self.collective else self.name} {rows[0].numel()} words")
+        tag = _hash(f"{self.collective.tag if self.collective else self.name} {rows[0].numel()} {rows[0].dtype} words")
         pending = [self._post(AGREEMENT, self.gloo.send, rows[self.rank], rank, tag) for rank in others]
         self._finish(pending + [self._post(AGREEMENT, self.gloo.recv, rows[rank], rank, tag) for rank in others])
 
@@ -173,10 +174,3 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _hash(words: str) -> int:
     return zlib.crc32(words.encode()) & TAGS
-
-
-def _encode(words: str) -> torch.Tensor:
-    raw = words.encode()
-    if len(raw) > WORDS_BYTES:  # a long name is cut, but a checksum of the whole still tells two apart
-        raw = raw[: WORDS_BYTES - 12].decode(errors="ignore").encode() + f" {zlib.crc32(raw):08x}".encode()
-    return torch.frombuffer(bytearray(raw.ljust(WORDS_BYTES, b"\0")), dtype=torch.uint8)
