@@ -6,7 +6,6 @@ import dataclasses
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     with contextlib.ExitStack() as stack:
         if processes:
             comm = stack.enter_context(Comm.from_process_group())
-            device, run_stage = comm.device, partial(train, comm)
+            device, run_stage = comm.device, lambda *given: train(comm, *given)
         else:
             world = World(world_size, options.device)
             device, run_stage = world.device, lambda *given: world.run(train, *given)[0]
