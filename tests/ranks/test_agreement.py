@@ -1,6 +1,5 @@
 """Processes agree by the tags of their messages: at no cost, and those that disagree are told so."""
 
-import functools
 import time
 import types
 
@@ -12,7 +11,7 @@ from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcas
 from minizero.ranks.comm import Comm
 from minizero.ranks.processes.watch import Watch
 from minizero.ranks.transport import Collective
-from tests.support.failures import DISAGREE, SOON, error_of, timed, wait_for
+from tests.support.failures import DISAGREE, SOON, error_of, timed
 from tests.support.helpers import soak
 from tests.support.processes import run
 
@@ -120,28 +119,6 @@ def test_what_a_mismatch_was_about_stays_for_those_who_come_later():
     transport.collective = Collective(8, "gather #8", "gather #8")  # the program goes on
     watch.compare(transport)
     assert watch.store.get(" 0") == b"7 gather #7"
-
-
-def raises_inside(folder, comm):
-    """Rank 1 fails, and its process lives on: the others do not wait for its end."""
-    try:
-        with Comm.from_process_group() as own:
-            barrier(own)
-            if own.rank == 1:
-                raise ArithmeticError
-            found = timed(lambda: all_gather(torch.ones(1), own))
-            (folder / f"{comm.rank} has failed").touch()
-            return found
-    except ArithmeticError:
-        wait_for(folder / "0 has failed", folder / "2 has failed")
-
-
-@pytest.mark.slow
-def test_a_rank_that_raises_inside_ends_the_others(tmp_path):
-    found = run(functools.partial(raises_inside, tmp_path), 3, tmp_path)
-    for rank in (0, 2):
-        kind, message, blamed, seconds = found[rank]
-        assert (kind, blamed) == ("RankFailed", 1) and seconds < SOON, message
 
 
 def long_words(comm):

@@ -1,6 +1,7 @@
 """The hand-written collectives on threads: values, bytes, bits, and what happens when ranks disagree."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -60,14 +61,30 @@ def test_every_dtype_and_every_op(size):
                 torch.testing.assert_close(reduced, expected, rtol=rounding, atol=0)
 
 
-@pytest.mark.parametrize("op", ["max", "min"])
-def test_nan_is_not_lost(op):
-    def fn(comm):
-        return all_reduce(torch.tensor([math.nan if comm.rank == 1 else 1.0, comm.rank]), comm, op)
+def in_its_own_chunk(comm):
+    full = torch.full((comm.size * 2,), -1.0)
+    shard = full.chunk(comm.size)[comm.rank].fill_(comm.rank)
+    assert all_gather(shard, comm, out=full) is full
+    return full
 
-    for result in run(3, fn):
-        assert math.isnan(result[0])
-        assert result[1] == {"max": 2, "min": 0}[op]
+
+NAN, TURNED = float("nan"), torch.tensor([1 + 2j, 3j])
+VALUES = {  # a call on three ranks, and what each gets
+    "NaN, max": (lambda c: all_reduce(torch.tensor([NAN if c.rank == 1 else 1.0, c.rank]), c, "max"), [NAN, 2.0]),
+    "NaN, min": (lambda c: all_reduce(torch.tensor([NAN if c.rank == 1 else 1.0, c.rank]), c, "min"), [NAN, 0.0]),
+    "or": (lambda c: all_reduce(torch.tensor([c.rank == 1, False]), c, "max"), [True, False]),
+    "complex": (lambda c: broadcast((TURNED * c.rank).conj(), c, 1), [1 - 2j, -3j]),
+    "complex, mean": (lambda c: all_reduce((TURNED * c.rank).conj(), c, "mean"), [1 - 2j, -3j]),
+    "float8 gathered": (lambda c: all_gather(torch.ones(1).to(torch.float8_e5m2), c).float(), [1.0] * 3),
+    "in its own chunk": (in_its_own_chunk, [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name):
+    call, expected = VALUES[name]
+    for result in run(3, call):
+        torch.testing.assert_close(result, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [*zip(WRAPPING, (1, 255, 127, 2**15 - 1)), (torch.int32, 2**29)])
@@ -108,30 +125,6 @@ def test_a_mean_in_16_bits_that_fits_is_finite_and_small_numbers_stay(dtype, siz
         lost = 2 * size**0.5 * limits.smallest_normal * limits.eps  # two of √N of the smallest numbers
         expected = torch.cat([values, varied]).double()
         torch.testing.assert_close(every.double(), expected, rtol=limits.eps * size, atol=lost)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32])
-def test_dtypes_that_pytorch_cannot_add_are_refused_by_name(dtype):
-    def fn(comm):
-        x = torch.ones(4).to(dtype)
-        for op in ("sum", "max"):
-            with pytest.raises(ValueError, match=f"all_reduce: PyTorch has no {op} of {dtype}: convert it"):
-                all_reduce(x, comm, op)
-        return all_gather(x, comm).float().sum(), broadcast(x, comm).float().sum()
-
-    assert run(2, fn) == [(8, 4)] * 2
-
-
-def test_booleans_and_complex_numbers():
-    def fn(comm):
-        flag = torch.tensor([comm.rank == 1, False])
-        turned = torch.tensor([1 + 2j, 3j * comm.rank]).conj()
-        return all_reduce(flag, comm, "max"), broadcast(turned, comm, 1), all_reduce(turned, comm, "mean")
-
-    for flag, sent, mean in run(2, fn):
-        assert flag.tolist() == [True, False]
-        assert sent.tolist() == [1 - 2j, -3j]
-        assert mean.tolist() == [1 - 2j, -1.5j]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -192,32 +185,12 @@ def test_the_input_is_left_alone_and_the_result_is_new(size):
     run(size, fn)
 
 
-def test_the_shard_may_be_a_chunk_of_out():
-    def fn(comm):
-        full = torch.full((comm.size * 3,), -1.0)
-        shard = full.chunk(comm.size)[comm.rank]
-        shard.fill_(comm.rank)
-        assert all_gather(shard, comm, out=full) is full
-        return full.tolist()
-
-    assert run(3, fn) == [[0.0] * 3 + [1.0] * 3 + [2.0] * 3] * 3
-
-
 def test_the_order_of_summation():
     """Chunk r starts at rank r+1 and ends at rank r: with numbers that absorb each other it shows."""
-    values = [1e8, 1.0, -1e8]
-
-    def fn(comm):
-        return reduce_scatter(torch.full((3,), values[comm.rank]), comm).item()
-
-    def in_order(*ranks):
-        total = torch.tensor(values[ranks[0]])
-        for rank in ranks[1:]:
-            total = total + values[rank]
-        return total.item()
-
-    assert run(3, fn) == [in_order(1, 2, 0), in_order(2, 0, 1), in_order(0, 1, 2)]
-    assert len(set(run(3, fn))) > 1  # the numbers do tell
+    values = torch.tensor([1e8, 1.0, -1e8])
+    found = run(3, lambda comm: reduce_scatter(values[comm.rank].repeat(3), comm).item())
+    assert found == [(values[i] + values[j] + values[k]).item() for i, j, k in ((1, 2, 0), (2, 0, 1), (0, 1, 2))]
+    assert len(set(found)) > 1  # the numbers do tell
 
 
 # Bytes.
@@ -282,34 +255,36 @@ def test_processes_receive_ahead_what_is_small():
 # What is refused.
 
 
-def refused(fn, match, size=3):
-    """`fn` is a ValueError before it reaches the others: each rank can go on."""
-
-    def rank_main(comm):
-        with pytest.raises(ValueError, match=match):
-            fn(comm)
-        barrier(comm)
-        return comm.transport.sequence
-
-    assert run(size, rank_main) == [1] * size
+REFUSED = [  # before it reaches the others: each rank can go on
+    (lambda c: all_reduce(torch.ones(3), c, "or"), "unknown op 'or': use one of sum, mean, max, min"),
+    (lambda c: reduce_scatter(torch.ones(3), c, "avg"), "unknown op 'avg'"),
+    (lambda c: broadcast(torch.ones(3), c, root=3), "root 3 does not exist: ranks are 0 to 2"),
+    (lambda c: broadcast(torch.ones(3), c, root=-1), "root -1 does not exist"),
+    (lambda c: reduce_scatter(torch.ones(4, 3), c), r"minizero\.engines\.layout\.pad\(tensor, 3\)"),
+    (lambda c: all_gather(torch.tensor(1.0), c), "dimension 0"),
+    (lambda c: reduce_scatter(torch.tensor(1.0), c), "dimension 0"),
+    (lambda c: all_gather(torch.ones(2), c, out=torch.ones(5)), r"out must be \(6,\)"),
+    (lambda c: all_gather(torch.ones(2), c, out=torch.ones(6).double()), "out must be .*float32"),
+    (lambda c: all_reduce(torch.ones(6), c, out=torch.ones(6).double()), "out must be .*float32"),
+    (lambda c: all_reduce(torch.ones(5), c, out=torch.ones(5)), "3 ranks do not divide the 5 elements"),
+]
+for dtype in (*INTEGERS, torch.bool):
+    for call in (all_reduce, reduce_scatter):
+        REFUSED.append((partial(call, torch.ones(3, dtype=dtype), op="mean"), f"the mean of {dtype}"))
+for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32):  # which PyTorch cannot add
+    for op in ("sum", "max"):
+        REFUSED.append((partial(all_reduce, torch.ones(3).to(dtype), op=op), f"no {op} of {dtype}: convert it"))
 
 
 def test_bad_arguments():
-    refused(lambda comm: all_reduce(torch.ones(3), comm, "or"), "unknown op 'or': use one of sum, mean, max, min")
-    refused(lambda comm: reduce_scatter(torch.ones(3), comm, "avg"), "unknown op 'avg'")
-    refused(lambda comm: broadcast(torch.ones(3), comm, root=3), "root 3 does not exist: ranks are 0 to 2")
-    refused(lambda comm: broadcast(torch.ones(3), comm, root=-1), "root -1 does not exist")
-    refused(lambda comm: reduce_scatter(torch.ones(4, 3), comm), r"minizero\.engines\.layout\.pad\(tensor, 3\)")
-    refused(lambda comm: all_gather(torch.tensor(1.0), comm), "dimension 0")
-    refused(lambda comm: reduce_scatter(torch.tensor(1.0), comm), "dimension 0")
-    refused(lambda comm: all_gather(torch.ones(2), comm, out=torch.ones(5)), r"out must be \(6,\)")
-    refused(lambda comm: all_gather(torch.ones(2), comm, out=torch.ones(6).double()), "out must be .*float32")
-    refused(lambda comm: all_reduce(torch.ones(6), comm, out=torch.ones(6).double()), "out must be .*float32")
-    refused(lambda comm: all_reduce(torch.ones(5), comm, out=torch.ones(5)), "3 ranks do not divide the 5 elements")
-    for dtype in (*INTEGERS, torch.bool):
-        ones = torch.ones(3, dtype=dtype)
-        refused(lambda comm, ones=ones: all_reduce(ones, comm, "mean"), f"the mean of {dtype}")
-        refused(lambda comm, ones=ones: reduce_scatter(ones, comm, "mean"), f"the mean of {dtype}")
+    def fn(comm):
+        for call, words in REFUSED:
+            with pytest.raises(ValueError, match=words):
+                call(comm=comm) if isinstance(call, partial) else call(comm)
+        barrier(comm)
+        return comm.transport.sequence
+
+    assert run(3, fn) == [1] * 3
 
 
 @pytest.mark.parametrize("odd_one", [0, 2])
@@ -332,11 +307,8 @@ def test_a_mismatch_is_raised_on_every_rank_and_names_both_sides(case, odd_one):
 
 
 def test_one_collective_ahead_is_a_mismatch():
-    """The same call, but one rank has left one out before."""
-
     def fn(comm):
-        if comm.rank == 1:
-            comm.transport.sequence += 1
+        comm.transport.sequence += comm.rank == 1  # it has left one out before
         with pytest.raises(CollectiveMismatch, match="all_reduce #1.*all_reduce #2|all_reduce #2.*all_reduce #1"):
             all_reduce(torch.ones(4), comm)
 

@@ -23,42 +23,27 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_first_rank_that_raises_ends_all():
+    stopped = []
+
     def fn(comm):
         if comm.rank == 2:
-            while not all(other.waiting for other in comm.transport.run.transports if other is not comm.transport):
-                time.sleep(0.01)
+            assert until(lambda: sum(other.waiting is not None for other in comm.transport.run.transports) == 4)
             raise ArithmeticError("on purpose")
-        if comm.rank == 3:
-            comm.recv(torch.empty(2), 0)
-        all_reduce(torch.ones(3), comm)
+        try:
+            comm.recv(torch.empty(2), 0) if comm.rank == 3 else all_reduce(torch.ones(3), comm)
+        except RankFailed as error:
+            stopped.append((comm.rank, error.rank, "ArithmeticError: on purpose" in str(error)))
+            raise
 
     failed = failure_of(World(5), fn)
-    assert failed.rank == 2
-    assert isinstance(failed.__cause__, ArithmeticError)
+    assert failed.rank == 2 and isinstance(failed.__cause__, ArithmeticError)
+    assert sorted(stopped) == [(rank, 2, True) for rank in (0, 1, 3, 4)]
     message = str(failed)
     assert message.startswith("rank 2 failed: ArithmeticError: on purpose")
     assert "Traceback" in message and 'raise ArithmeticError("on purpose")' in message
     assert re.search(r"rank 0 was waiting in all_reduce #1: agreement with rank [23]", message)
     assert "rank 3 was waiting in point-to-point: recv from rank 0" in message
     assert "rank 2 was" not in message
-
-
-def test_the_others_stop_at_their_next_communication():
-    stopped = []
-
-    def fn(comm):
-        if comm.rank == 0:
-            raise ValueError("early")
-        try:
-            time.sleep(0.3)
-            barrier(comm)
-        except RankFailed as error:
-            stopped.append((comm.rank, error.rank, "ValueError: early" in str(error)))
-            raise
-
-    failed = failure_of(World(3), fn)
-    assert failed.rank == 0
-    assert sorted(stopped) == [(1, 0, True), (2, 0, True)]
 
 
 @pytest.mark.slow
@@ -79,7 +64,7 @@ def test_a_backward_that_raised_leaves_nothing_in_its_thread(caught, monkeypatch
     """Else autograd frees it after Python's end of the thread; a program that ends at that moment is aborted."""
     gradients, left, finish = [], [], Run.finish
 
-    class Add(torch.autograd.Function):
+    class Both(torch.autograd.Function):
         @staticmethod
         def forward(ctx, a, b):
             return a + b
@@ -90,26 +75,18 @@ def test_a_backward_that_raised_leaves_nothing_in_its_thread(caught, monkeypatch
             gradients.extend(map(weakref.ref, both))
             return both
 
-    def refuse(gradient):
-        raise ValueError("on purpose")
-
     def fn(comm):
-        x = torch.ones(2, requires_grad=True)
-        first, second = x * 2, x * 3
-        second.register_hook(refuse)
-        loss = Add.apply(first, second).sum()
-        with contextlib.suppress(ValueError if caught else ()):
-            loss.backward()
+        first, second = (torch.ones(2, requires_grad=True) * factor for factor in (2, 3))
+        second.register_hook(lambda gradient: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError if caught else ()):
+            Both.apply(first, second).sum().backward()
 
     def look(run, rank):
         left.extend(reference() for reference in gradients)
         finish(run, rank)
 
     monkeypatch.setattr(Run, "finish", look)
-    if caught:
-        World(1).run(fn)
-    else:
-        failure_of(World(1), fn)
+    World(1).run(fn) if caught else failure_of(World(1), fn)
     assert left[0] is None, "the gradient of `first`, whose turn had not come"
 
 
@@ -149,20 +126,17 @@ def test_a_timeout_that_is_caught_still_ends_the_run():
     timed_out = threading.Event()
 
     def fn(comm):
-        tensor = torch.zeros(1)
-        if comm.rank == 0:
-            with pytest.raises(CommTimeout):
-                comm.send(tensor + 1, 1)
-            timed_out.set()
-            comm.send(tensor + 2, 1)
-        else:
+        if comm.rank == 1:
             timed_out.wait(60)
-            comm.recv(tensor, 0)
-            return tensor
+            comm.recv(torch.zeros(1), 0)
+            return
+        with pytest.raises(CommTimeout):
+            comm.send(torch.ones(1), 1)
+        timed_out.set()
+        comm.send(torch.ones(1), 1)
 
     failed = failure_of(World(2, timeout=0.2), fn)
-    assert failed.rank == 0
-    assert isinstance(failed.__cause__, CommTimeout)
+    assert failed.rank == 0 and isinstance(failed.__cause__, CommTimeout)
 
 
 class Broken(Exception):
@@ -183,62 +157,56 @@ def test_no_rank_vanishes_silently(error):
     assert failed.rank == 1 and failed.__cause__ is error
 
 
-def test_messages_count_ranks_as_the_whole_world_does():
+def waits_in_vain(comm, part):
+    part.timeout = 0.3
+    compute() if comm.rank == 3 else barrier(part)
+
+
+IN_A_PART = {  # of ranks 2 and 3, which are 0 and 1 there
+    "late": (waits_in_vain, "rank 2 waited 0.3 s in barrier #1: agreement with rank 3"),
+    "returned": (
+        lambda comm, part: comm.rank == 3 or part.recv(torch.ones(1), 1),
+        "rank 3 returned while rank 2 was waiting in point-to-point: recv from rank 3",
+    ),
+    "does not fit": (
+        lambda comm, part: part.recv(torch.ones(3), 0) if comm.rank == 3 else part.send(torch.ones(2), 1),
+        "rank 3 expected 3 elements of torch.float32 from rank 2, which sent 2 of torch.float32",
+    ),
+    "mismatch": (
+        lambda comm, part: all_reduce(torch.ones(comm.rank), part),
+        "rank 3 called .* rank 2 called|rank 2 called .* rank 3 called",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_A_PART)
+def test_messages_count_ranks_as_the_whole_world_does(case):
+    wrong, words = IN_A_PART[case]
+
     def fn(comm):
-        part = comm.split(comm.rank % 2)  # ranks 1 and 3 are 0 and 1 there
-        if comm.rank == 3:
-            compute()
-        if comm.rank == 1:
-            part.timeout = 0.3
-            barrier(part)
-
-    failed = failure_of(World(4), fn)
-    assert str(failed.__cause__) == "rank 1 waited 0.3 s in barrier #1: agreement with rank 3"
-
-    def returns(comm):
-        part = comm.split(comm.rank // 2)  # ranks 2 and 3 are 0 and 1 there
-        if comm.rank == 2:
-            part.recv(torch.ones(1), 1)
-
-    failed = failure_of(World(4), returns)
-    assert failed.rank == 3
-    assert "rank 3 returned while rank 2 was waiting in point-to-point: recv from rank 3" in str(failed)
-
-    def fits_not(comm):
         part = comm.split(comm.rank // 2)
-        if comm.rank == 2:
-            part.send(torch.ones(2), 1)
-        if comm.rank == 3:
-            part.recv(torch.ones(3), 0)
+        if comm.rank >= 2:
+            wrong(comm, part)
 
-    failed = failure_of(World(4), fits_not)
-    assert "rank 3 expected 3 elements of torch.float32 from rank 2, which sent 2" in str(failed)
-
-    failed = failure_of(World(4), lambda comm: all_reduce(torch.ones(max(comm.rank, 2)), comm.split(comm.rank // 2)))
-    assert re.search("rank 3 called .* rank 2 called|rank 2 called .* rank 3 called", str(failed))
+    assert re.match(words, str(failure_of(World(4), fn).__cause__))
 
 
 @pytest.mark.parametrize("how", ["send_recv", "barrier"])
 def test_ranks_that_are_busy_with_each_other_stop_too(how, monkeypatch):
     """They never wait long enough to look around; and whoever fails reads what they wait in as they run on."""
 
-    class Flickering(Exception):
-        pass
-
     def fn(comm):
         pair = comm.split(min(comm.rank, 1))
-        if comm.rank == 0:
-            raise Flickering
-        while True:
+        while comm.rank:
             if how == "barrier":
                 barrier(pair)
             else:
                 pair.send_recv(torch.ones(1), 1 - pair.rank, torch.empty(1), 1 - pair.rank)
+        raise ArithmeticError
 
     monkeypatch.setattr("minizero.ranks.world.GRACE_SECONDS", 2 * SOON)  # after which they would be stopped in any case
     for _ in range(20):
-        failed = failure_of(World(3), fn)
-        assert isinstance(failed.__cause__, Flickering)
+        assert isinstance(failure_of(World(3), fn).__cause__, ArithmeticError)
 
 
 def test_a_rank_that_returned_is_not_stopped(monkeypatch):

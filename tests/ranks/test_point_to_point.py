@@ -9,8 +9,8 @@ from tests.support.failures import failure_of
 
 
 def on_two(first, second):
-    """Run `first(comm)` on rank 0 and `second(comm)` on rank 1; their results."""
-    return World(2).run(lambda comm: (first, second)[comm.rank](comm))
+    """Run `first(comm)` on rank 0 and `second(comm)` on rank 1."""
+    World(2).run(lambda comm: (first, second)[comm.rank](comm))
 
 
 def test_a_sent_tensor_may_be_changed_at_once():
@@ -25,49 +25,27 @@ def test_a_sent_tensor_may_be_changed_at_once():
 
 
 def test_tensors_need_not_be_contiguous():
-    def receive(comm):
-        wide = torch.zeros(4, 6)
-        comm.recv(wide[:, ::2], 0)
-        turned = torch.zeros(3, 4).t()
-        comm.recv(turned, 0)
-        return wide, turned
-
-    source = torch.arange(24.0).view(4, 6)
-
-    def send(comm):
-        comm.send(source[:, 1::2], 1)
-        comm.send(source.t()[:3].t(), 1)
-
-    wide, turned = on_two(send, receive)[1]
+    source, wide, turned = torch.arange(24.0).view(4, 6), torch.zeros(4, 6), torch.zeros(3, 4).t()
+    on_two(lambda comm: comm.send(source[:, 1::2], 1), lambda comm: comm.recv(wide[:, ::2], 0))
+    on_two(lambda comm: comm.send(source.t()[:3].t(), 1), lambda comm: comm.recv(turned, 0))
     assert torch.equal(wide[:, ::2], source[:, 1::2])
     assert torch.all(wide[:, 1::2] == 0)
     assert torch.equal(turned, source[:, :3])
 
 
 def test_tensors_that_need_gradients_travel_as_values():
-    def receive(comm):
-        leaf = torch.zeros(2, requires_grad=True)
-        comm.recv(leaf, 0)
-        return leaf
-
-    weight = torch.ones(2, requires_grad=True)
-    received = on_two(lambda comm: comm.send(weight * 3, 1), receive)[1]
-    assert received.requires_grad and received.is_leaf
-    assert received.tolist() == [3.0, 3.0]
+    weight, leaf = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    on_two(lambda comm: comm.send(weight * 3, 1), lambda comm: comm.recv(leaf, 0))
+    assert leaf.requires_grad and leaf.is_leaf and leaf.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("sent", [torch.ones(3), torch.ones(2, dtype=torch.int32), torch.ones(4, dtype=torch.float16)])
 def test_messages_that_do_not_fit_are_named(sent):
-    def fn(comm):
-        if comm.rank == 0:
-            comm.send(sent, 1)
-        else:
-            comm.recv(torch.ones(2), 0)
-
-    failed = failure_of(World(2), fn)
+    pair = lambda comm: comm.recv(torch.ones(2), 0) if comm.rank else comm.send(sent, 1)  # noqa: E731
+    failed = failure_of(World(2), pair)
     assert failed.rank == 1 and isinstance(failed.__cause__, CollectiveMismatch)
-    assert "rank 1 expected 2 elements of torch.float32 from rank 0, which sent" in str(failed.__cause__)
-    assert f"{sent.numel()} of {sent.dtype}" in str(failed.__cause__)
+    expected = "rank 1 expected 2 elements of torch.float32 from rank 0, which sent"
+    assert str(failed.__cause__) == f"{expected} {sent.numel()} of {sent.dtype}"
 
 
 def test_to_oneself():

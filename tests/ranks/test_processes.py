@@ -1,7 +1,7 @@
 """The same ranks as processes over gloo. A spawn costs seconds, so each does many checks."""
 
 import atexit
-import functools
+import contextlib
 import gc
 import os
 import pickle
@@ -21,7 +21,7 @@ from minizero.engines.layout import pad
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.comm import Comm
 from minizero.ranks.processes import torchrun
-from tests.support.failures import SOON, error_of, timed, wait_for
+from tests.support.failures import SOON, error_of, timed
 from tests.support.helpers import soak
 from tests.support.processes import run, spawn
 
@@ -92,7 +92,6 @@ def test_processes_give_what_threads_give(size, tmp_path):
 
 def fits_not(comm):
     """Ranks 0 and 1 differ in size, 2 and 3 in dtype."""
-    comm.timeout = 1.0
     outgoing = torch.zeros(2 if comm.rank == 0 else 4)
     incoming = torch.ones(4, dtype=torch.float32 if comm.rank == 1 else torch.int32)
     odd = comm.rank % 2
@@ -100,44 +99,46 @@ def fits_not(comm):
     return error, incoming.tolist()
 
 
-@pytest.mark.slow
-def test_messages_that_do_not_fit_never_meet(tmp_path):
-    """gloo itself would fill a part of the receiver's tensor, or take the bytes for another dtype."""
-    ranks = run(fits_not, 4, tmp_path)
-    for error, incoming in ranks:
-        assert error is not None and "point-to-point" in error[1]
-        assert incoming == [1] * 4
-    for pair in (ranks[:2], ranks[2:]):  # who times out first closes the connection; the other may see that first
-        kinds = {error[0] for error, _ in pair}
-        assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}
-
-
-def one_is_late(folder, comm):
-    barrier(comm)
-    comm.timeout = 1.0
-    if comm.rank == 2:
-        wait_for(*(folder / f"{rank} has failed" for rank in (0, 1, 3)))
-    found = timed(lambda: all_reduce(torch.ones(3), comm, label="late"))
-    (folder / f"{comm.rank} has failed").touch()
+def failing(comm):
+    """Each failure ends a communicator of its own: in two of them rank 2 fails, and its process lives on."""
+    found = {}
+    for case in ("raises", "late", "does not fit"):
+        with contextlib.suppress(ArithmeticError), Comm.from_process_group() as own:
+            barrier(own)
+            if (own.rank, case) == (2, "raises"):
+                raise ArithmeticError
+            own.timeout = 60.0 if case == "raises" else 1.0
+            if (own.rank, case) == (2, "late"):
+                barrier(comm)  # until the others have failed
+            found[case] = fits_not(own) if case == "does not fit" else timed(lambda: all_reduce(torch.ones(3), own))  # noqa: B023
+        if (comm.rank, case) != (2, "late"):
+            barrier(comm)
     return found
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_too_long_says_for_whom_and_in_what(tmp_path):
-    kinds = set()
-    for rank, found in enumerate(run(functools.partial(one_is_late, tmp_path), 4, tmp_path)):
-        if rank != 2:
-            kind, message, blamed, seconds = found
-            kinds.add(kind)
-            assert seconds < SOON
-            if kind == "CommTimeout":
-                assert message.startswith(f"rank {rank} waited 1 s in all_reduce #2: "), message
-                assert message.endswith("rank 2 has not come"), message
-            else:
-                assert blamed == 2, message
-        else:
-            assert found[0] == "RankFailed" and found[1].startswith("rank 2 came too late"), found
-    assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}, "who times out first ends the others"
+def test_a_failure_on_one_rank_is_told_on_the_others_soon(tmp_path):
+    ranks = run(failing, 4, tmp_path)
+    late = ranks[2].pop("late")
+    assert late[0] == "RankFailed" and late[1].startswith("rank 2 came too late"), late
+    for rank in (0, 1, 3):
+        kind, message, blamed, seconds = ranks[rank]["raises"]
+        assert (kind, blamed) == ("RankFailed", 2) and seconds < SOON
+        assert message.startswith(f"rank {rank} lost rank 2 in all_reduce #2"), message
+        kind, message, blamed, seconds = ranks[rank]["late"]
+        assert seconds < SOON
+        if kind == "CommTimeout":
+            assert message.startswith(f"rank {rank} waited 1 s in all_reduce #2: "), message
+            assert message.endswith("rank 2 has not come"), message
+        else:  # who times out first ends the others
+            assert (kind, blamed) == ("RankFailed", 2), message
+    # gloo itself would fill a part of the receiver's tensor, or take the bytes for another dtype.
+    misfits = [found["does not fit"] for found in ranks]
+    assert all("point-to-point" in error[1] and incoming == [1] * 4 for error, incoming in misfits)
+    late = [found["late"] for found in ranks if "late" in found]
+    for group in (late, *([error for error, _ in pair] for pair in (misfits[:2], misfits[2:]))):
+        kinds = {kind for kind, *_ in group}  # who times out first closes the connection; the other may see that first
+        assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}
 
 
 def dies(rank, size, folder, how):
@@ -146,12 +147,8 @@ def dies(rank, size, folder, how):
     with Comm.from_process_group() as comm:
         barrier(comm)
         if rank == 2:
-            time.sleep(0.5)
-            if how == "killed":
-                os._exit(1)
-            if how == "raises":
-                raise ValueError("on purpose")
-            threading.Timer(1, os._exit, [1]).start()  # when its words are in the store
+            # At once, or when its words are in the store.
+            os._exit(1) if how == "killed" else threading.Timer(1, os._exit, [1]).start()
         if rank == 0 and how == "killed as it waits for another":
             time.sleep(2.5)
         found = timed(lambda: all_reduce(torch.ones(3), comm))
@@ -160,7 +157,7 @@ def dies(rank, size, folder, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [*soak("killed"), "raises", "killed as it waits for another"])
+@pytest.mark.parametrize("how", [*soak("killed"), "killed as it waits for another"])
 def test_the_others_name_a_rank_that_died(how, tmp_path):
     codes = spawn(dies, 4, tmp_path, how)
     assert codes == [0, 0, 1, 0]
@@ -174,28 +171,24 @@ def test_the_others_name_a_rank_that_died(how, tmp_path):
 def sub_groups(rank, size, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
-    mine = groups[rank % 2]
+    mine, members = groups[rank % 2], ([0, 2], [1])[rank % 2]
     with Comm.from_process_group(mine) as comm:
-        assert (comm.rank, comm.size, comm.ranks[comm.rank]) == (rank // 2, 2 - rank % 2, rank)
-        assert all_gather(torch.tensor([rank]), comm).tolist() == ([1] if rank == 1 else [0, 2])
+        assert (comm.rank, comm.size, comm.ranks) == (rank // 2, len(members), members)
+        assert all_gather(torch.tensor([rank]), comm).tolist() == members
         assert comm.split(comm.rank).size == 1
-        if rank != 1:
+        for elements in (1 + rank, 1) if rank != 1 else ():  # told again, not waited for
             with pytest.raises(CollectiveMismatch, match="rank 0 called .*rank 2 called|rank 2 called .*rank 0 called"):
-                all_reduce(torch.ones(1 + rank), comm)
-            with pytest.raises(CollectiveMismatch, match="rank 0 called .*rank 2 called|rank 2 called .*rank 0 called"):
-                all_reduce(torch.ones(1), comm)  # told again, not waited for
+                all_reduce(torch.ones(elements), comm)
     with pytest.raises(ValueError, match="not in the group"):
-        with Comm.from_process_group(groups[1 - rank % 2]):
-            pass
-    with pytest.raises(ZeroDivisionError):
-        with Comm.from_process_group():
-            raise ZeroDivisionError
+        Comm.from_process_group(groups[1 - rank % 2])
+    with pytest.raises(ZeroDivisionError), Comm.from_process_group():
+        raise ZeroDivisionError
     for _ in range(2):  # again and again, on the same group
         with Comm.from_process_group() as comm:
             assert all_reduce(torch.tensor(rank), comm).item() == 3
     dist.all_reduce(total := torch.tensor(rank), group=mine)  # both groups still work
     dist.all_reduce(whole := torch.tensor(rank))
-    assert (total.item(), whole.item()) == (1 if rank == 1 else 2, 3)
+    assert (total.item(), whole.item()) == (sum(members), 3)
     dist.destroy_process_group()
 
 
@@ -207,28 +200,25 @@ def test_a_group_that_was_there_is_left_alone(tmp_path):
 def connects(rank, size, folder):
     """The last rank takes long; the others' first step into the block is written down beside its own."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
-    theirs, connected = dist.ProcessGroupGloo, 0.0
+    theirs, connected = dist.ProcessGroupGloo, []
 
     def slow(*args):
-        nonlocal connected
         gloo = theirs(*args)
-        time.sleep(1)
-        connected = time.monotonic()  # one clock for all processes of a machine
+        time.sleep(rank == size - 1)
+        connected.append(time.monotonic())  # one clock for all processes of a machine
         return gloo
 
-    if rank == size - 1:
-        dist.ProcessGroupGloo = slow
-    with pytest.raises(ZeroDivisionError):
-        with Comm.from_process_group():
-            (folder / f"{rank}.pickle").write_bytes(pickle.dumps((connected, time.monotonic())))
-            raise ZeroDivisionError
+    dist.ProcessGroupGloo = slow
+    with pytest.raises(ZeroDivisionError), Comm.from_process_group():
+        (folder / f"{rank}.pickle").write_bytes(pickle.dumps((*connected, time.monotonic())))
+        raise ZeroDivisionError
 
 
 @pytest.mark.slow
 def test_nobody_begins_or_leaves_before_all_are_connected(tmp_path):
     assert spawn(connects, 3, tmp_path) == [0, 0, 0]
-    (_, first), (_, second), (connected, last) = (pickle.loads((tmp_path / f"{r}.pickle").read_bytes()) for r in "012")
-    assert 0 < connected < min(first, second, last)
+    connected, begun = zip(*(pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(3)))
+    assert max(connected) == connected[2] < min(begun)
 
 
 def as_torchrun_does(rank, size, folder, port, script):
@@ -290,13 +280,11 @@ def test_each_group_has_its_own_part_of_the_store(monkeypatch):
     store, stores = dist.HashStore(), []
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(torchrun, "rendezvous", lambda *_, **__: iter([(store, 0, 1)]))
+    monkeypatch.setattr(torchrun, "_meet", lambda: (store, 0, 1))
     monkeypatch.setattr(dist, "init_process_group", lambda _, store, **__: stores.append(store))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    torchrun._meet.cache_clear()
     for _ in range(2):
         torchrun._init_process_group()
-    torchrun._meet.cache_clear()
     stores[0].set("address", "of before")
     assert not stores[1].check(["address"])
 
@@ -340,12 +328,11 @@ def test_each_rank_takes_a_card_of_its_own_or_all_say_that_they_take_the_cpu(nam
 
 
 def test_outside_torchrun(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start with torchrun"):
-        with Comm.from_process_group():
-            pass
+        Comm.from_process_group()
     assert not dist.is_initialized()
 
 

@@ -1,8 +1,8 @@
 """A rank that is a thread draws what a process of its own would draw, whatever the other ranks draw meanwhile."""
 
 import random
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -58,12 +58,7 @@ def test_each_rank_draws_as_if_it_were_alone(way):
 
 
 def in_a_thread(draw):
-    def way(comm):
-        thread = threading.Thread(target=draw)
-        thread.start()
-        thread.join()
-
-    return way
+    return lambda comm: ThreadPoolExecutor(1).submit(draw).result()
 
 
 SHARED = {

@@ -3,28 +3,19 @@
 import functools
 import gc
 import threading
-import time
 import weakref
 
 import pytest
 import torch
 
 from minizero import RankFailed, World
-from minizero.ranks.collectives import all_reduce, barrier
+from minizero.ranks.collectives import all_gather, all_reduce, barrier
 from tests.support.failures import failure_of, until
 
 
 def test_results_come_in_rank_order_and_arguments_may_have_any_name():
-    def late_first(comm, base, step=1):
-        time.sleep(0.02 * (comm.size - comm.rank))
-        return base + step * comm.rank
-
-    assert World(4).run(late_first, 100, step=10) == [100, 110, 120, 130]
+    assert World(4).run(lambda comm, base, step=1: base + step * comm.rank, 100, step=10) == [100, 110, 120, 130]
     assert World(2).run(lambda comm, fn, self: (fn, self), fn=1, self=2) == [(1, 2)] * 2
-
-
-def generator(comm):
-    yield all_reduce(torch.ones(1), comm)
 
 
 async def coroutine(comm):
@@ -44,11 +35,11 @@ class Later:
 @pytest.mark.parametrize(
     "fn, kind",
     [
-        (generator, "generator"),
+        (lambda comm: (yield all_reduce(torch.ones(1), comm)), "generator"),
         (coroutine, "coroutine"),
         (stream, "async_generator"),
         (functools.partial(coroutine), "coroutine"),
-        (lambda comm: generator(comm), "generator"),
+        (lambda comm: (x for x in [comm]), "generator"),
         (Later(), "coroutine"),
     ],
 )
@@ -80,24 +71,18 @@ def test_cuda_without_a_gpu_is_named():
 
 
 def test_ranks_compute_with_as_many_threads_as_the_caller():
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            assert World(3).run(lambda comm: torch.get_num_threads()) == [threads] * 3
-    finally:
-        torch.set_num_threads(before)
+    for threads in (3, 1):
+        torch.set_num_threads(threads)
+        assert World(3).run(lambda comm: torch.get_num_threads()) == [threads] * 3
 
 
 def test_backward_runs_in_its_own_rank():
     """Otherwise all ranks' backward passes share one device thread, and block each other."""
 
     def backward(comm):
-        ran_in = []
-        x = torch.ones(2, requires_grad=True)
-        y = x * 2
-        y.register_hook(lambda grad: ran_in.append(threading.current_thread().name))
-        y.sum().backward()
+        ran_in, x = [], torch.ones(2, requires_grad=True)
+        x.register_hook(lambda _: ran_in.append(threading.current_thread().name))
+        x.sum().backward()
         assert not torch._C._is_multithreading_enabled()
         return ran_in
 
@@ -106,25 +91,35 @@ def test_backward_runs_in_its_own_rank():
 
 @pytest.mark.slow
 def test_sixty_four_ranks():
-    def sums(comm):
-        return all_reduce(torch.tensor([comm.rank]), comm).item()
-
-    assert World(64).run(sums) == [2016] * 64
+    assert World(64).run(lambda comm: all_reduce(torch.tensor([comm.rank]), comm).item()) == [2016] * 64
 
 
 def test_a_failure_in_a_nested_world_is_the_outer_ranks_failure():
-    def inner(comm):
-        raise KeyError("deep")
-
     def outer(comm):
         if comm.rank == 1:
-            World(2).run(inner)
+            World(2).run(lambda _: 1 / 0)
         barrier(comm)
 
     failed = failure_of(World(2), outer)
-    assert failed.rank == 1
-    assert isinstance(failed.__cause__, RankFailed)
-    assert isinstance(failed.__cause__.__cause__, KeyError)
+    assert failed.rank == 1 and isinstance(failed.__cause__, RankFailed)
+    assert isinstance(failed.__cause__.__cause__, ZeroDivisionError)
+
+
+def test_split_by_color_and_again():
+    def fn(comm):
+        comm.timeout = 7.0
+        third = comm.split(comm.rank % 3)  # of 3, 3 and 2 ranks
+        assert all_gather(torch.tensor([comm.rank]), third).tolist() == list(range(comm.rank % 3, 8, 3))
+        assert (third.rank, third.size) == (comm.rank // 3, 2 + (comm.rank % 3 < 2))
+        assert (third.timeout, third.device) == (7.0, comm.device)
+        half = comm.split(comm.rank // 4)
+        pair = half.split(half.rank // 2)
+        cross = comm.split(comm.rank % 4)
+        return pair.rank, [all_reduce(torch.tensor(comm.rank), c).item() for c in (pair, cross, half, comm)]
+
+    for rank, (place, sums) in enumerate(World(8).run(fn)):
+        assert place == rank % 2
+        assert sums == [4 * (rank // 2) + 1, 2 * (rank % 4) + 4, 6 if rank < 4 else 22, 28]
 
 
 def test_runs_leave_nothing_behind():

@@ -41,11 +41,6 @@ def timed(fn):
     return *error_of(fn), time.monotonic() - start
 
 
-def wait_for(*paths):
-    """Until these files are there."""
-    until(lambda: all(path.exists() for path in paths))
-
-
 def until(done):
     """Wait for `done()`, not for ever: did it come?"""
     patience = time.monotonic() + 2 * SOON
