@@ -1,16 +1,14 @@
 """The gradients are those of the plain run, bit for bit, whatever calls backward."""
 
-import dataclasses
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from minizero import GPT
+from minizero import GPT, GPTConfig
 from minizero.memory import Ledger
 from minizero.recompute import by_function, by_hooks, checkpoint
-from tests.support.helpers import SMALL
 from tests.support.recompute_ways import WAYS, as_plain, block, everything, plain, selective, vectors
 
 
@@ -108,7 +106,7 @@ def test_a_write_to_what_backward_needs_raises_as_it_does_without(fn, way):
 
 def test_an_unknown_way_of_a_gpt_is_refused():
     with pytest.raises(ValueError, match="recompute is 'most'; expected one of none, selective, full"):
-        GPT(dataclasses.replace(SMALL, recompute="most"))
+        GPT(GPTConfig(recompute="most"))
 
 
 @as_plain("by_hooks", "checkpoint", "verified", "selective", "wrapped")

@@ -6,29 +6,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from minizero.recompute import RecomputeMismatch, checkpoint
+from minizero.recompute import RecomputeMismatch, by_hooks, checkpoint
 from tests.support.recompute_ways import selective, sequential, vectors, verified
 
 # With `verify`, which compares values.
 
 
-def test_verify_names_the_operator():
-    scale = torch.ones(8)
-
-    def fn(x):
-        return ((x.exp() + 1) * scale).sin()
-
-    for way in (checkpoint, verified):
-        scale.fill_(1)
-        x = vectors().requires_grad_()
-        y = way(fn, x)
-        scale.fill_(2)
-        if way is checkpoint:  # notices a change of shape, as PyTorch's, but not of values
+@pytest.mark.parametrize("way", [checkpoint, verified])
+def test_only_verify_sees_other_values_and_names_the_operator(way):
+    scale, x = torch.ones(8), vectors().requires_grad_()
+    y = way(lambda x: ((x.exp() + 1) * scale).sin(), x)
+    scale.fill_(2)
+    if way is verified:
+        with pytest.raises(RecomputeMismatch, match=r"operator 2 .*aten::mul,.*gave other values"):
             y.sum().backward()
-            assert not torch.equal(x.grad, (x.exp() + 1).cos() * x.exp())
-        else:
-            with pytest.raises(RecomputeMismatch, match=r"operator 2 .*aten::mul,.*gave other values"):
-                y.sum().backward()
+    else:  # notices a change of shape, as PyTorch's, but not of values
+        y.sum().backward()
+        assert not torch.equal(x.grad, (x.exp() + 1).cos() * x.exp())
 
 
 @pytest.mark.parametrize(
@@ -67,32 +61,28 @@ def test_verify_accepts_what_is_the_same():
 # Without it too.
 
 
-@pytest.mark.parametrize("way", [checkpoint, verified, selective, sequential])
+CACHE = []
+
+
+def with_a_cache(x, n):
+    CACHE[n:] = [x.detach()]
+    return (x @ torch.cat(CACHE).t()).softmax(-1) @ torch.cat(CACHE)
+
+
+@pytest.mark.parametrize("way", [by_hooks, checkpoint, verified, selective, sequential])
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
         (lambda x, n: x[:, : 3 + n].exp().sin(), r"was \(5, 3\) float32 on cpu in the first .*is \(5, 4\) float32"),
         (lambda x, n: x.to([torch.float32, torch.float64][n]).exp().sin(), "is .* float64 on cpu in the second"),
         (lambda x, n: x.exp().sin() if n == 0 else x.exp(), "saved 2 tensors .* first forward and 1 in the second"),
+        (with_a_cache, "a cache that grows with each forward .* use_cache=False"),
     ],
 )
 def test_a_function_that_changes_between_the_runs(way, fn, words):
     turns = iter(range(2))
     y = way(lambda x: fn(x, next(turns)), vectors().requires_grad_())
-    with pytest.raises(RecomputeMismatch, match=words if way is checkpoint else "the second"):
-        y.sum().backward()
-
-
-def test_a_cache_that_grows_is_named():
-    cache = []
-
-    def fn(x):
-        cache.append(x.detach())
-        keys = torch.cat(cache)
-        return (x @ keys.t()).softmax(-1) @ keys
-
-    y = checkpoint(fn, vectors().requires_grad_())
-    with pytest.raises(RecomputeMismatch, match="a cache that grows with each forward .* use_cache=False"):
+    with pytest.raises(RecomputeMismatch, match=words if way is checkpoint else "second"):
         y.sum().backward()
 
 
