@@ -26,23 +26,22 @@ def make_results(stages=(0, 1, 2, 3), world_size=4):
         ranks = []
         for rank in range(world_size):
             persistent = {name: (10 * place + 8 - stage + rank) * MIB for place, name in enumerate(STATES, 1)}
-            peak = {name: (7 * place + stage + rank) * MIB for place, name in enumerate(CATEGORIES, 1)}
             persistent["activations"] = 4  # a loss, too small for a row or a box
-            persistent["total"] = sum(persistent.values())
-            ranks.append({"persistent": persistent, "peak": {**peak, "total": (100 + stage + rank) * MIB}})
+            peak = {name: (7 * place + stage + rank) * MIB for place, name in enumerate(CATEGORIES, 1)}
+            peak["total"], persistent["total"] = (100 + stage + rank) * MIB, sum(persistent.values())
+            ranks.append({"persistent": persistent, "peak": peak})
         predicted = {name: (10 * place + 6) * MIB // (stage + 1) for place, name in enumerate(STATES, 1)}
         curve: dict = {name: [place * MIB] * 40 for place, name in enumerate(CATEGORIES, 1)}
         curve["activations"] = [step * (4 - stage) * MIB for step in [*range(20), *reversed(range(20))]]
         curve["total"] = [sum(values) for values in zip(*curve.values())]
         curve["phase"] = ["between"] * 2 + ["forward"] * 16 + ["backward"] * 19 + ["optimizer"] * 3
-        run = {"stage": stage, "name": NAMES[stage], "losses": [4.0, 3.0, 2.5 + stage / 8]}
-        run |= {"step_seconds": 0.5 + stage, "bytes_sent": (60 + stage) * MIB}
-        run |= {"bytes_sent_formula": (70.5 + stage) * MIB, "ranks": ranks, "curve": curve}
+        run = {"stage": stage, "name": NAMES[stage], "losses": [4.0, 3.0, 2.5 + stage / 8], "ranks": ranks}
+        run |= {"step_seconds": 0.5 + stage, "bytes_sent": (60 + stage) * MIB, "curve": curve}
+        run |= {"bytes_sent_formula": (70.5 + stage) * MIB}
         runs.append(run | {"predicted": {**predicted, "total": sum(predicted.values())}})
     machine = {"cpu": "Some [cpu]", "cores": 8, "python": "3.12.1", "torch": "2.11.0", "device": "cpu"}
     config = {"width": 192, "layers": 6, "dtype": "float32"}
-    sizes = {"world_size": world_size, "n_parameters": 2_745_600}
-    return {"machine": machine, "config": config, **sizes, "runs": runs}
+    return {"machine": machine, "config": config, "world_size": world_size, "n_parameters": 2_745_600, "runs": runs}
 
 
 def printed_lines(results, width=80):
@@ -101,25 +100,16 @@ def test_boxes_are_as_high_as_their_bytes_and_stand_at_their_place(stages, world
     (axes,) = pictures.draw_boxes(results).axes
     pieces = [bars for bars in axes.containers if bars.get_label() in STATES]
     drawn = [(bars.get_label(), bar.get_y() * MIB, bar.get_height() * MIB) for bars in pieces for bar in bars]
-    held = {
-        (stage, name): [rank["persistent"][name] for rank in run["ranks"]]
-        for stage, run in zip(stages, results["runs"])
-        for name in STATES
-    }
-    first = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the stage that begins to cut it
-    whole = {
-        name: max(
-            sum(found) if stage >= first[name] else max(found) for (stage, its), found in held.items() if its == name
-        )
-        for name in STATES
-    }
-    expected = []
-    for (stage, name), found in held.items():
-        below = sum(whole[other] for other in STATES[: STATES.index(name)])
-        for rank, height in enumerate(found):  # above the pieces of the ranks before it
-            expected.append((name, below + (sum(found[:rank]) if stage >= first[name] else 0), height))
-    assert [name for name, *_ in drawn] == [name for name, *_ in expected]
-    assert [numbers for _, *numbers in drawn] == [pytest.approx(numbers) for _, *numbers in expected]
+    expected, whole, below = [], {}, 0
+    for name, first in {"parameters": 3, "gradients": 2, "optimizer": 1}.items():  # the stage that begins to cut it
+        held = {run["stage"]: [rank["persistent"][name] for rank in run["ranks"]] for run in results["runs"]}
+        whole[name] = max(sum(its) if stage >= first else max(its) for stage, its in held.items())
+        for stage, its in held.items():
+            for rank, height in enumerate(its):  # above the pieces of the ranks before it
+                expected.append((name, below + (sum(its[:rank]) if stage >= first else 0), height))
+        below += whole[name]
+    for found, piece in zip(sorted(drawn), sorted(expected), strict=True):
+        assert found[0] == piece[0] and found[1:] == pytest.approx(piece[1:])
     assert len({bar.get_x() for bars in pieces for bar in bars}) == len(stages) * world_size
     outlines = [bar.get_height() * MIB for bars in axes.containers if bars not in pieces for bar in bars]
     assert sorted(set(outlines)) == pytest.approx(sorted(set(whole.values())))

@@ -53,14 +53,10 @@ def test_all_stages_have_the_same_losses(four_stages):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
-def test_persistent_bytes_are_16_psi_less_what_the_stage_shards(default_shapes, stage):
-    psi, n = 3_229_952, 4
-    expected = {
-        "parameters": 4 * psi / (n if stage >= 3 else 1),
-        "gradients": 4 * psi / (n if stage >= 2 else 1),
-        "optimizer": 8 * psi / (n if stage >= 1 else 1),
-    }
-    one = default_shapes["runs"][stage]
+def test_persistent_bytes_are_16_psi_less_what_the_stage_shards_and_bytes_sent_the_formulas(default_shapes, stage):
+    psi, root, n, one = 3_229_952, (256 + 64 + 1) * 256, 4, default_shapes["runs"][stage]
+    states = {"parameters": (4 * psi, 3), "gradients": (4 * psi, 2), "optimizer": (8 * psi, 1)}
+    expected = {name: whole / (n if stage >= first else 1) for name, (whole, first) in states.items()}
     assert one["predicted"] == pytest.approx(expected | {"total": sum(expected.values())})
     for rank in one["ranks"]:
         for category, held in expected.items():
@@ -68,16 +64,10 @@ def test_persistent_bytes_are_16_psi_less_what_the_stage_shards(default_shapes, 
             assert held <= rank["persistent"][category] <= held * 1.001 + 5 * 4 * (n + 10)
         others = rank["persistent"]["total"] - sum(rank["persistent"][category] for category in expected)
         assert others < 0.001 * rank["persistent"]["total"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
-def test_bytes_sent_are_the_formulas(default_shapes, stage):
-    psi, root, n = 3_229_952, (256 + 64 + 1) * 256, 4
-    elements = 2 * psi if stage < 3 else 3 * psi - root
-    one = default_shapes["runs"][stage]
-    assert one["bytes_sent_formula"] == elements * 4 * (n - 1) / n
+    assert one["bytes_sent_formula"] == (2 * psi if stage < 3 else 3 * psi - root) * 4 * (n - 1) / n
     assert one["bytes_sent"] == pytest.approx(one["bytes_sent_formula"], rel=0.001)
+    # Too low, and the kernel kills a run; too high, and it refuses one that fits.
+    assert 0.8 < estimate(GPTConfig(), 4, [stage], 2, torch.float32) / one["ranks"][0]["peak"]["total"] < 2
 
 
 @pytest.mark.slow
@@ -91,9 +81,12 @@ def test_zero3_plots_at_most_half_of_ddps_peak(default_shapes):
 
 
 @pytest.mark.slow
-def test_with_enough_steps_the_time_is_that_of_steps_that_no_ledger_watches(four_stages, default_shapes):
+def test_what_a_run_says_of_time_and_place(four_stages, default_shapes):
+    """With enough steps the time is that of those that no ledger watches."""
     assert all(one["step_seconds"] > 0 for one in four_stages["runs"])
     assert all(one["step_seconds"] is None for one in default_shapes["runs"])
+    for secret in (str(Path.home()), os.getcwd(), os.uname().nodename if hasattr(os, "uname") else "?"):
+        assert len(secret) < 5 or secret not in json.dumps(four_stages)
 
 
 @pytest.mark.slow
@@ -166,13 +159,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, four_stages, c
     assert run(tmp_path, *one)["runs"][0]["losses"] == pytest.approx(expected, rel=1e-5)
     faster = run(tmp_path, *one, "--learning-rate", "0.01")["runs"][0]["losses"]
     assert faster[0] == pytest.approx(expected[0], rel=1e-5) and faster[1] != pytest.approx(expected[1], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_results_name_no_place(four_stages):
-    words = json.dumps(four_stages)
-    for secret in (str(Path.home()), os.getcwd(), os.uname().nodename if hasattr(os, "uname") else "?"):
-        assert len(secret) < 5 or secret not in words
 
 
 def make_job(batch_size=2, **shapes):
@@ -253,6 +239,11 @@ def test_16_bits_recompute_and_other_world_sizes(tmp_path, world_size, dtype, wa
         (["--output", "empty.txt/deeper/still"], "cannot write to empty.txt/deeper/still"),
         (["--save", "empty.txt", "--stage", "3"], "--save: cannot write to empty.txt"),
         (["--save", "state"], "--save state: it holds the state of one stage: say which"),
+        pytest.param(
+            ["--device", "cuda"],
+            "finds no CUDA GPU here: use --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
@@ -297,36 +288,22 @@ def test_a_trace_has_the_last_step_of_all_ranks(tmp_path, capsys):
     assert "events" not in one and one["bytes_sent"] == pytest.approx(one["bytes_sent_formula"], rel=0.01)
 
 
-def test_cuda_without_a_gpu(capsys):
-    assert command.main([*TINY, "--device", "cuda"]) == 2
-    assert "finds no CUDA GPU here: use --device cpu" in capsys.readouterr().err
+OUT = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory"), RuntimeError("a bug")]
 
 
-@pytest.mark.slow
-def test_the_estimate_is_near_what_a_run_holds(default_shapes):
-    """Too low, and the kernel kills a run; too high, and it refuses one that fits."""
-    job_config = GPTConfig()
-    for one in default_shapes["runs"]:
-        estimated = estimate(job_config, 4, [one["stage"]], 2, torch.float32)
-        assert 0.8 < estimated / one["ranks"][0]["peak"]["total"] < 2
-
-
-def failing_run(error):
-    def fail(comm, *_):
+@pytest.mark.parametrize("error", OUT, ids=str)
+def test_memory_that_runs_out_is_one_line_and_a_bug_is_not(error, monkeypatch, capsys):
+    def fail(*_):
         raise error
 
-    return lambda *_: World(2).run(fail)
-
-
-def test_memory_that_runs_out_is_one_line_and_a_bug_is_not(monkeypatch, capsys):
-    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: you tried")):
-        monkeypatch.setattr(command, "run", failing_run(error))
+    monkeypatch.setattr(command, "run", lambda *_: World(2).run(fail))
+    if "a bug" in str(error):
+        with pytest.raises(RuntimeError, match="a bug"):
+            command.main([])
+    else:
         assert command.main([]) == 2
         message = capsys.readouterr().err
         assert "does not fit in memory: use a smaller --batch-size" in message and message.count("\n") == 1
-    monkeypatch.setattr(command, "run", failing_run(RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match="a bug"):
-        command.main([])
 
 
 def test_help_says_every_default(capsys):
