@@ -18,11 +18,12 @@ from tests.support.helpers import run
 
 
 class Tiny(nn.Linear):
-    def __init__(self):
+    def __init__(self, *change):
         super().__init__(3, 3)
-        with torch.no_grad():
-            self.weight.fill_(0.0)
-            self.bias.fill_(0.0)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        for each in change:
+            each(self)
 
 
 def tiny_save(comm, folder, value):
@@ -135,51 +136,52 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_one_stands(world_size, a
     assert all(isinstance(e, CheckpointError) and "rank 0 failed: [Errno 17] File exists" in str(e) for e in errors)
 
 
-def damage(folder, how):
-    index = folder / "index.json"
-    file = folder / json.loads(index.read_text())["data"] / "rank-1.safetensors"
-    whole = file.read_bytes()
-    if how == "missing":
-        file.unlink()
-    elif how == "truncated":
-        file.write_bytes(whole[:-1])
-    elif how in ODD:
+def edited(change):
+    def damage(index, file):
         saved = json.loads(index.read_text())
-        ODD[how][0](saved)
+        change(saved)
         index.write_text(json.dumps(saved))
-    elif how == "flipped":
-        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    else:
-        index.write_text(index.read_text()[:-20])
+
+    return damage
 
 
-ODD = {
-    "a list": (lambda index: index.update(groups={}), "these are missing, or of another type: groups"),
-    "step": (lambda index: index.update(step="1"), "these are missing, or of another type: step"),
-    "part": (lambda index: (index.pop("groups"), index.pop("step")), "missing, or of another type: step, groups"),
-    "data": (lambda index: index.update(data="../elsewhere"), "its data are in '../elsewhere', not in a folder"),
-    "place": (lambda index: index["files"].update({"../rank-0": "0"}), "of its 2 ranks it names [.][.]/rank-0"),
-    "group": (lambda index: index["group_of"].update(weight=7), "lack those of .*weight.*7"),
-    "kind": (lambda index: index["groups"][0].update(lr="fast"), "lr is 'fast' in the checkpoint, and 0"),
-    "pair": (lambda index: index["groups"][0].update(betas=[0.9]), r"hyperparameter betas is \[0.9\]"),
-    "words": (lambda index: index["groups"][0].update(betas=["a", "b"]), "hyperparameter betas is .'a', 'b'."),
-    "incomplete": (lambda index: index["files"].pop("rank-1.safetensors"), "2 ranks it names rank-0.safetensors:"),
+DAMAGES = {
+    "missing": (lambda index, file: file.unlink(), "rank-1.safetensors"),
+    "truncated": (lambda index, file: file.write_bytes(file.read_bytes()[:-1]), "rank-1.safetensors"),
+    "flipped": (lambda index, file: file.write_bytes(file.read_bytes()[:-1] + b"!"), "rank-1.safetensors"),
+    "index": (lambda index, file: index.write_text(index.read_text()[:-20]), "index.json is damaged"),
+    "a list": (edited(lambda saved: saved.update(groups={})), "these are missing, or of another type: groups"),
+    "step": (edited(lambda saved: saved.update(step="1")), "these are missing, or of another type: step"),
+    "part": (edited(lambda saved: (saved.pop("groups"), saved.pop("step"))), "or of another type: step, groups"),
+    "data": (
+        edited(lambda saved: saved.update(data="../elsewhere")),
+        "its data are in '../elsewhere', not in a",
+    ),
+    "place": (edited(lambda saved: saved["files"].update({"../rank-0": "0"})), "of its 2 ranks it names [.][.]/rank-0"),
+    "group": (edited(lambda saved: saved["group_of"].update(weight=7)), "lack those of .*weight.*7"),
+    "kind": (edited(lambda saved: saved["groups"][0].update(lr="fast")), "lr is 'fast' in the checkpoint, and 0"),
+    "pair": (edited(lambda saved: saved["groups"][0].update(betas=[0.9])), r"hyperparameter betas is \[0.9\]"),
+    "words": (edited(lambda saved: saved["groups"][0].update(betas=["a", "b"])), "hyperparameter betas is .'a', 'b'."),
+    "incomplete": (
+        edited(lambda saved: saved["files"].pop("rank-1.safetensors")),
+        "2 ranks it names rank-0.safe",
+    ),
 }
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "index", *ODD])
+@pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_is_an_error_on_every_rank(how, tmp_path):
     run(2, tiny_save, tmp_path, 1)
-    damage(tmp_path, how)
+    (data,) = tmp_path.glob("shards*")
+    damage, words = DAMAGES[how]
+    damage(tmp_path / "index.json", data / "rank-1.safetensors")
 
     def job(comm):
         model, optimizer = wrap(comm, Zero3, Tiny)
         return error_of(load, tmp_path, model, optimizer), model.gather_state_dict()
 
     for error, state in run(3, job):
-        assert type(error) is CheckpointError
-        words = {"index": "index.json is damaged"} | {odd: text for odd, (_, text) in ODD.items()}
-        assert re.search(words.get(how, "rank-1.safetensors"), str(error))
+        assert type(error) is CheckpointError and re.search(words, str(error))
         assert all((tensor == 0).all() for tensor in state.values())  # nothing was loaded
 
 
@@ -198,40 +200,45 @@ def test_only_what_a_save_has_written_is_removed(tmp_path):
     assert "index.json is damaged, or no checkpoint's" in str(error) and (tmp_path / "index.json").read_text() == "{}"
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+LOADS = {  # what differs from the model that was saved; the error of every rank
+    "names": ({"make": lambda: nn.Sequential(Tiny())}, CheckpointError, "has not: 0.bias, 0.weight"),
+    "shape": ({"make": lambda: nn.Linear(3, 4)}, CheckpointError, r"weight has shape \(3, 3\) in"),
+    "buffer": (
+        {"make": lambda: Tiny(lambda module: module.register_buffer("mean", torch.zeros(1)))},
+        CheckpointError,
+        "buffers that the checkpoint has not: mean",
+    ),
+    "frozen": (
+        {"make": lambda: Tiny(lambda module: module.bias.requires_grad_(False))},
+        CheckpointError,
+        "optimizer's parameters of the checkpoint .*: bias",
+    ),
+    "optimizer": ({"optimizer": torch.optim.Adam}, CheckpointError, "is of AdamW, not Adam"),
+    "nowhere": ({"folder": lambda rank: "nowhere"}, NoCheckpoint, "nothing has been saved in .*nowhere"),
+    "elsewhere": (
+        {"folder": lambda rank: ("tiny", "nowhere")[rank]},
+        CheckpointError,
+        "rank 0 sees step 1 .*, rank 1 no checkpoint: give all ranks one folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_what_does_not_fit_is_named(case, tmp_path):
+    given, kind, words = LOADS[case]
     run(2, tiny_save, tmp_path / "tiny", 1)
 
-    def attempt(comm, make=Tiny, optimizer=torch.optim.AdamW, folder="tiny", stage=Zero1):
-        model, optimizer = wrap(comm, stage, make, optimizer)
-        error = error_of(load, tmp_path / folder, model, optimizer)
+    def attempt(comm, make=Tiny, optimizer=torch.optim.AdamW, folder=lambda rank: "tiny"):
+        model, optimizer = wrap(comm, Zero1, make, optimizer)
+        error = error_of(load, tmp_path / folder(comm.rank), model, optimizer)
         assert not optimizer.state
         return error
 
-    def with_buffer():
-        (module := Tiny()).register_buffer("mean", torch.zeros(1))
-        return module
+    for error in run(2, attempt, **given):
+        assert type(error) is kind and re.search(words, str(error))
 
-    def frozen():
-        (module := Tiny()).bias.requires_grad_(False)
-        return module
 
-    def elsewhere(comm):
-        return attempt(comm, folder="nowhere" if comm.rank == 1 else "tiny")
-
-    for call, kind, words in [
-        (lambda comm: attempt(comm, lambda: nn.Sequential(Tiny())), CheckpointError, "has not: 0.bias, 0.weight"),
-        (lambda comm: attempt(comm, lambda: nn.Linear(3, 4)), CheckpointError, r"weight has shape \(3, 3\) in"),
-        (lambda comm: attempt(comm, with_buffer), CheckpointError, "buffers that the checkpoint has not: mean"),
-        (lambda comm: attempt(comm, frozen), CheckpointError, "optimizer's parameters of the checkpoint .*: bias"),
-        (lambda comm: attempt(comm, optimizer=torch.optim.Adam), CheckpointError, "is of AdamW, not Adam"),
-        (lambda comm: attempt(comm, folder="nowhere"), NoCheckpoint, "nothing has been saved in .*nowhere"),
-        (elsewhere, CheckpointError, "rank 0 sees step 1 .*, rank 1 no checkpoint: give all ranks one folder"),
-    ]:
-        for error in run(2, call):
-            assert type(error) is kind
-            with pytest.raises(kind, match=words):
-                raise error
-
+def test_what_cannot_be_saved_is_named(tmp_path):
     def bad_saves(comm):
         model, optimizer = wrap(comm, Zero3, Tiny)
         foreign = torch.optim.AdamW(nn.Linear(2, 2).parameters())

@@ -45,24 +45,6 @@ SCATTER, REDUCE = ("backward", "reduce_scatter"), ("backward", "all_reduce")
 BACKWARD = BLOCKS[::-1]  # gathered again: the root stays
 REDUCED = [*BACKWARD, "root"]
 ZERO3 = {GATHER: UNITS, AGAIN: BACKWARD, SCATTER: REDUCED}
-STEPS_OF = {
-    "DDP": (DDP, {}, {REDUCE: ["root"]}),  # all units fit into one bucket
-    "Zero1": (Zero1, {}, {GATHER: UNITS, SCATTER: REDUCED}),
-    "Zero2": (Zero2, {}, {GATHER: UNITS, SCATTER: REDUCED}),
-    "Zero3": (Zero3, {"prefetch": 0}, ZERO3),
-    "ahead": (Zero3, {"prefetch": 2}, ZERO3),
-    "groups": (Zero3, {"group_by": decay}, ZERO3),
-    "BF16": (Zero3, {"dtype": torch.bfloat16}, ZERO3),
-    "offload": (Zero3, {"offload": True}, ZERO3),
-    "kept": (Zero3, {"reshard_after_forward": False}, {GATHER: UNITS, SCATTER: REDUCED}),
-    "hybrid": (Zero3, {"world_size": 4, "sharding_factor": 2}, ZERO3 | {REDUCE: REDUCED}),
-}
-
-
-@pytest.mark.parametrize("name", STEPS_OF)
-def test_a_step_takes_a_collective_for_each_unit(name):
-    stage, options, expected = STEPS_OF[name]
-    assert counted(stage, **options) == expected
 
 
 class Partial(nn.Module):
@@ -81,19 +63,40 @@ class Partial(nn.Module):
         return self.out(x).square().mean()
 
 
-def test_what_is_frozen_is_gathered_where_a_gradient_passes_and_never_reduced():
-    calls = counted(Zero3, Partial, lambda step: (torch.ones(2, 6),))
-    half = ["blocks.3", "blocks.3 (frozen)"]  # what trains and what does not are two buffers
-    frozen = ["blocks.0 (frozen)", "blocks.1", "blocks.2 (frozen)"]
-    assert sorted(calls[GATHER]) == sorted(["root", *frozen, *half])
-    assert sorted(calls[AGAIN]) == sorted([*frozen[1:], *half])
-    assert calls[SCATTER] == ["blocks.3", "blocks.1", "root"]
+class Quiet(Zero3):
+    """As in `no_sync`."""
+
+    def forward(self, *args):
+        self.sync = False
+        return super().forward(*args)
 
 
-def test_no_sync_only_gathers():
-    class Quiet(Zero3):
-        def forward(self, *args):
-            self.sync = False
-            return super().forward(*args)
+HALF = ["blocks.3", "blocks.3 (frozen)"]  # what trains and what does not are two buffers
+STEPS_OF = {
+    "DDP": (DDP, {}, {REDUCE: ["root"]}),  # all units fit into one bucket
+    "Zero1": (Zero1, {}, {GATHER: UNITS, SCATTER: REDUCED}),
+    "Zero2": (Zero2, {}, {GATHER: UNITS, SCATTER: REDUCED}),
+    "Zero3": (Zero3, {"prefetch": 0}, ZERO3),
+    "ahead": (Zero3, {"prefetch": 2}, ZERO3),
+    "groups": (Zero3, {"group_by": decay}, ZERO3),
+    "BF16": (Zero3, {"dtype": torch.bfloat16}, ZERO3),
+    "offload": (Zero3, {"offload": True}, ZERO3),
+    "kept": (Zero3, {"reshard_after_forward": False}, {GATHER: UNITS, SCATTER: REDUCED}),
+    "hybrid": (Zero3, {"world_size": 4, "sharding_factor": 2}, ZERO3 | {REDUCE: REDUCED}),
+    "no_sync": (Quiet, {}, {GATHER: UNITS, AGAIN: BACKWARD}),
+    "frozen": (  # is gathered where a gradient passes, and never reduced
+        Zero3,
+        {"make": Partial, "data": lambda step: (torch.ones(2, 6),)},
+        {
+            GATHER: ["root", "blocks.0 (frozen)", "blocks.1", "blocks.2 (frozen)", *HALF[::-1]],
+            AGAIN: [*HALF, "blocks.2 (frozen)", "blocks.1"],
+            SCATTER: ["blocks.3", "blocks.1", "root"],
+        },
+    ),
+}
 
-    assert counted(Quiet) == {GATHER: UNITS, AGAIN: BACKWARD}
+
+@pytest.mark.parametrize("name", STEPS_OF)
+def test_a_step_takes_a_collective_for_each_unit(name):
+    stage, options, expected = STEPS_OF[name]
+    assert counted(stage, **options) == expected

@@ -67,10 +67,6 @@ SHARED = {
     "numpy.random.rand": (lambda comm: np.random.rand(3), "numpy.random"),
     "both": (lambda comm: random.random() + np.random.randn(), "Python's random and numpy.random"),
     "torch.rand in a thread": (in_a_thread(lambda: torch.rand(3)), "torch's generator in a thread of their own"),
-    "dropout in a thread": (
-        in_a_thread(lambda: F.dropout(torch.ones(9))),
-        "torch's generator in a thread of their own",
-    ),
 }
 
 

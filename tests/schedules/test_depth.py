@@ -6,7 +6,7 @@ from torch import nn
 
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.models.networks import NETWORKS
-from minizero.schedules import Stage, binomial, depth, fit
+from minizero.schedules import Stage, depth, fit
 from minizero.schedules.depth import equal_layers, gpt_layers, resnet_layers, step, step_in_regions
 from tests.support.helpers import slow
 
@@ -18,19 +18,10 @@ SMALL = GPTConfig(vocabulary=64, sequence_length=32, width=32, layers=4, heads=2
 
 
 def gradients(layers, run):
+    nn.Sequential(*layers).zero_grad()
     torch.manual_seed(1)
     run()
     return [parameter.grad for parameter in nn.Sequential(*layers).parameters()]
-
-
-def test_gradients_are_the_plain_runs():
-    layers = resnet_layers(2)
-    expected = gradients(layers, lambda: step(layers, IMAGES))
-    nn.Sequential(*layers).zero_grad()
-    for run in (lambda: step_in_regions(layers, IMAGES, 3), lambda: step(layers, IMAGES, binomial(len(layers), 2))):
-        got = gradients(layers, run)
-        assert expected and all(torch.equal(a, b) for a, b in zip(expected, got))
-        nn.Sequential(*layers).zero_grad()
 
 
 def test_a_resnet_has_6n_plus_2_layers():
@@ -57,13 +48,13 @@ def test_fit_holds_its_budget(name):
         fit(layers, x, 1)
     least = int(str(error.value).split()[-1])
     expected = gradients(layers, lambda: step(layers, x))
+    runs = [lambda: step_in_regions(layers, x, 3)]
     for budget in (least, 1.1 * least, 1.5 * least):
         schedule = fit(layers, x, budget)
         assert depth.held_bytes(step, layers, x, schedule) <= budget + 8
-        nn.Sequential(*layers).zero_grad()
-        got = gradients(layers, lambda schedule=schedule: step(layers, x, schedule))
-        assert expected and all(torch.equal(a, b) for a, b in zip(expected, got))
-        nn.Sequential(*layers).zero_grad()
+        runs.append(lambda schedule=schedule: step(layers, x, schedule))
+    for each in runs:
+        assert expected and all(map(torch.equal, expected, gradients(layers, each)))
 
 
 def test_regions_cost_one_more_forward_and_the_best_size_holds_least():
