@@ -19,7 +19,7 @@ def check_op(name: str, op: str, known: Collection[str], tensor: Tensor) -> None
 
 def as_summand(op: str, tensor: Tensor) -> Tensor:
     """The tensor, in int64 if a sum of its small integers would wrap (four times 100 in uint8) or be an "or" (bool)."""
-    small = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype.itemsize <= 2
+    small = not tensor.is_floating_point() and tensor.dtype.itemsize <= 2
     return tensor.long() if op == "sum" and small else tensor
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -81,7 +82,9 @@ class ThreadTransport(Transport):
         if outgoing is not None:
             self._queue("tensors", self.rank, dst).put((outgoing, _record(outgoing)))
         if incoming is not None:
-            tensor, ready = self._wait(_taker(self._queue("tensors", src, self.rank)), lambda: [src], "recv from")
+            tensor, ready = self._wait(
+                partial(_take, self._queue("tensors", src, self.rank)), lambda: [src], "recv from"
+            )
             if tensor.numel() != incoming.numel() or tensor.dtype != incoming.dtype:
                 raise CollectiveMismatch(
                     f"rank {self.world_rank} expected {incoming.numel():,} elements of {incoming.dtype} "
@@ -93,7 +96,7 @@ class ThreadTransport(Transport):
             self._queue("copied", self.rank, src).put((_record(incoming),))
         # The sender may change its tensor only after the receiver has copied it.
         if outgoing is not None:
-            (copied,) = self._wait(_taker(self._queue("copied", dst, self.rank)), lambda: [dst], "send to")
+            (copied,) = self._wait(partial(_take, self._queue("copied", dst, self.rank)), lambda: [dst], "send to")
             _await(copied, outgoing)
 
     def settle(self) -> None:
@@ -173,14 +176,11 @@ class ThreadTransport(Transport):
         return ", ".join(str(self.ranks[rank]) for rank in peers()) or "(all came)"
 
 
-def _taker(queue: SimpleQueue) -> Callable[[float], Any]:
-    def take(seconds: float) -> Any:
-        try:
-            return queue.get(timeout=seconds)
-        except Empty:
-            return None
-
-    return take
+def _take(queue: SimpleQueue, seconds: float) -> Any:
+    try:
+        return queue.get(timeout=seconds)
+    except Empty:
+        return None
 
 
 def _record(tensor: torch.Tensor) -> Any:

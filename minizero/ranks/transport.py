@@ -1,11 +1,7 @@
 """What carries the tensors of a `Comm`. Outside `ranks/` only prefetch.py uses it: `executor`.
 
-    threads.py              a receiver copies out of the sender's tensor
-    processes/transport.py  messages of `torch.distributed`
-    one_of_many.py          nothing: the other ranks are absent
-
-All offer the same: `transfer` moves tensors, `exchange` shows every rank's words to all, `settle`
-waits until all ranks have agreed (agreement.py).
+Threads, processes and one rank of many each have their own. All offer the same: `transfer` moves tensors, `exchange`
+shows every rank's words to all, `settle` waits until all ranks have agreed (agreement.py).
 """
 
 import abc

@@ -2,9 +2,7 @@
 
 It is the second of the two ways, `by_hooks`, and gives the plain run's gradients bit for bit. Its parts: `Inputs`
 keeps the arguments. `Frame` drops what the first run saves, and fetches it by a second run. `Replay` makes that
-second run like the first. `Stop` ends it early.
-
-Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
+second run like the first. `Stop` ends it early. two_ways.py names the source.
 """
 
 import contextlib

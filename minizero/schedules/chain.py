@@ -151,8 +151,14 @@ class Schedule:
         running = 0  # the stage whose input is the running one; -1: none
         curve = []
         for number, (action, i) in enumerate(self.steps):
-            if not self._legal(action, i, kept, running, end):
-                raise ValueError(self._complaint(number, list(kept), running, end))
+            at_hand = i < end and (i == running or i in kept)
+            legal = {"keep": i == running < end and i not in kept, "drop": i in kept, "forward": at_hand}
+            if not (legal | {"backward": at_hand and i == end - 1}).get(action):
+                raise ValueError(
+                    f"Schedule: step {number}, {action} {i}, cannot be done: before it, it keeps the inputs of stages "
+                    f"{list(kept)}, runs at {running if running >= 0 else 'none'}, and {end} of {len(self.stages)} "
+                    "stages are left, whose last must be the next to go backward"
+                )
             if action == "keep":
                 kept[i] = self.stages[i].boundary
             elif action == "drop":
@@ -168,23 +174,6 @@ class Schedule:
         if end:
             raise ValueError(f"Schedule: the steps end before stage {end - 1}'s backward: add what is missing")
         return curve
-
-    @staticmethod
-    def _legal(action: str, i: int, kept: dict[int, float], running: int, end: int) -> bool:
-        if action == "keep":
-            return i == running < end and i not in kept
-        if action == "drop":
-            return i in kept
-        at_hand = (i == running or i in kept) and i < end
-        return at_hand and (action == "forward" or action == "backward" and i == end - 1)
-
-    def _complaint(self, number: int, kept: list[int], running: int, end: int) -> str:
-        action, i = self.steps[number]
-        has = f"it keeps the inputs of stages {kept}, " + (f"runs at {running}" if running >= 0 else "runs at none")
-        return (
-            f"Schedule: step {number}, {action} {i}, cannot be done: before it, {has}, and {end} of"
-            f" {len(self.stages)} stages are left, whose last must be the next to go backward"
-        )
 
     def plot(self, ax: Any = None) -> Any:
         """Draws the steps, stage against step; returns the matplotlib Axes."""

@@ -233,25 +233,38 @@ def test_states_of_one_shard_must_be_of_one_step(tmp_path):
 
 
 def test_what_no_file_could_give_back_is_named(tmp_path):
-    def through_a_file(comm, group, state):
-        model = Zero3(nn.Linear(3, 3), comm)
+    class Extra(nn.Linear):
+        state = torch.ones(2)
+
+        def get_extra_state(self):
+            return self.state
+
+        def set_extra_state(self, state):
+            self.state = state
+
+    def through_a_file(comm, group, state, extra=len):
+        model = Zero3(Extra(3, 3), comm)
+        model.module.state = extra
         shards = list(model.parameters())
         optimizer = torch.optim.SGD([{"params": shards, **group}], lr=np.float32(0.5))
         optimizer.state |= {state: {}} if isinstance(state, int) else {shards[0]: {state: torch.zeros_like(shards[0])}}
         save(tmp_path, model, optimizer, 1)
-        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.param_groups[0] |= {"lr": 0.0, "foreach": True}
+        model.module.state = None
         load(tmp_path, model, optimizer)
-        return optimizer.param_groups[0]["lr"]
+        return optimizer.param_groups[0]["lr"], model.module.state
 
-    assert run(2, through_a_file, {"betas": (0.5, [True, None])}, "kept") == [0.5, 0.5]
-    for group, state, name in (
-        ({"of": {1: 2}}, "kept", "'of'"),
-        ({"decay": len}, "kept", "'decay'"),
-        ({"of": {"a": len}}, "kept", "'of'"),
-        ({"of": np.zeros(2)}, "kept", "'of'"),
-        ({}, "parameter", "'parameter'"),
-        ({}, "a/b", "'a/b'"),
-        ({}, 4711, "4711"),
+    found = run(2, through_a_file, {"betas": (0.5, [True, None])}, "kept", {"seen": (1, "two")})
+    assert found == [(0.5, {"seen": (1, "two")})] * 2
+    for group, state, words in (
+        ({"of": {1: 2}}, "kept", "SGD has 'of'"),
+        ({"decay": len}, "kept", "SGD has 'decay'"),
+        ({"of": {"a": len}}, "kept", "SGD has 'of'"),
+        ({"of": np.zeros(2)}, "kept", "SGD has 'of'"),
+        ({}, "parameter", "SGD has 'parameter'"),
+        ({}, "a/b", "SGD has 'a/b'"),
+        ({}, 4711, "SGD has 4711: a checkpoint keeps"),
+        ({}, "kept", "_extra_state is a builtin_function_or_method: let it be of tensors"),
     ):
-        with pytest.raises(RankFailed, match=f"SGD has {name}: a checkpoint keeps"):
+        with pytest.raises(RankFailed, match=words):
             run(2, through_a_file, group, state)

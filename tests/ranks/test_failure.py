@@ -121,6 +121,10 @@ def test_a_rank_that_waits_too_long_says_for_whom_and_in_what():
     assert "rank 2 was computing" in str(failed)
 
 
+def test_a_rank_that_comes_late_is_no_failure():
+    World(2).run(lambda comm: (time.sleep(0.2 * comm.rank), barrier(comm)))  # the other has looked several times
+
+
 def test_a_timeout_that_is_caught_still_ends_the_run():
     """The message that nobody fetched would otherwise be taken for the next one."""
     timed_out = threading.Event()
