@@ -104,27 +104,21 @@ def test_a_mean_in_16_bits_that_fits_is_finite_and_small_numbers_stay(dtype, siz
     """Both ways to it give the same bits, whole chunks or not."""
     limits = torch.finfo(dtype)
     largest, smallest = limits.max / size**0.5 * (1 - limits.eps * 8), limits.smallest_normal * 2 * size
-    values = torch.tensor([largest, -largest, smallest, 2.0**-24, 3 * 2.0**-20, 1.0, 0.3], dtype=torch.float64).to(
-        dtype
-    )
+    values = torch.tensor([largest, -largest, smallest, 2.0**-24, 3 * 2.0**-20, 1.0, 0.3], dtype=torch.float64)
+    tensors = [torch.cat([values.to(dtype), values.to(dtype) / 64 * (rank + 1)]) for rank in range(size)]
 
     def fn(comm):
-        mine = torch.cat([values, values / 64 * (comm.rank + 1)])
-        every = all_reduce(mine, comm, "mean")
-        rows = pad(mine, comm.size)
-        inside = rows.clone()
-        chunk = reduce_scatter(rows, comm, "mean")
-        same = reduce_scatter(inside, comm, "mean", out=inside.chunk(comm.size)[comm.rank])
-        assert torch.equal(rows[: len(mine)], mine) and torch.equal(chunk, same)
-        assert torch.equal(chunk, pad(every, comm.size).chunk(comm.size)[comm.rank])
-        return every, combined([values / 64 * (rank + 1) for rank in range(size)], "mean")
+        every, rows = all_reduce(tensors[comm.rank], comm, "mean"), pad(tensors[comm.rank], comm.size)
+        mine = rows.clone().chunk(comm.size)[comm.rank]
+        for chunk in (reduce_scatter(rows, comm, "mean"), reduce_scatter(rows.clone(), comm, "mean", out=mine)):
+            assert torch.equal(chunk, pad(every, comm.size).chunk(comm.size)[comm.rank])
+        assert torch.equal(rows, pad(tensors[comm.rank], comm.size))
+        return every
 
     results = run(size, fn)
-    for every, varied in results:
-        assert torch.equal(every, results[0][0]), "all ranks get the same bits"
-        lost = 2 * size**0.5 * limits.smallest_normal * limits.eps  # two of √N of the smallest numbers
-        expected = torch.cat([values, varied]).double()
-        torch.testing.assert_close(every.double(), expected, rtol=limits.eps * size, atol=lost)
+    assert all(torch.equal(every, results[0]) for every in results), "all ranks get the same bits"
+    lost = 2 * size**0.5 * limits.smallest_normal * limits.eps  # two of √N of the smallest numbers
+    torch.testing.assert_close(results[0], combined(tensors, "mean"), rtol=limits.eps * size, atol=lost)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -149,23 +143,16 @@ def test_any_shape(size, shape):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_tensors_need_not_be_contiguous(size):
-    def fn(comm):
-        whole = make(comm.rank, (5, size * 2, 3))
-        part = whole.permute(1, 2, 0)[:, ::2]
-        assert not part.is_contiguous()
-        out = torch.zeros(size * 4 * size, 10)[::2, ::2].view(size * 2 * size, 5)
-        flat = all_gather(part[:, 0], comm, out=out)
-        assert flat is out and not out.is_contiguous()
-        return all_gather(part, comm), reduce_scatter(part, comm), all_reduce(part, comm), broadcast(part, comm), flat
-
     parts = [make(rank, (5, size * 2, 3)).permute(1, 2, 0)[:, ::2] for rank in range(size)]
-    total = combined(parts, "sum")
-    for rank, (gathered, chunk, reduced, sent, flat) in enumerate(run(size, fn)):
-        assert torch.equal(gathered, torch.cat(parts))
-        assert torch.equal(chunk, total.chunk(size)[rank])
-        assert torch.equal(reduced, total)
-        assert torch.equal(sent, parts[0])
-        assert torch.equal(flat, torch.cat(parts)[:, 0])
+
+    def fn(comm):
+        part, out = parts[comm.rank], torch.zeros(size * 4 * size, 10)[::2, ::2].view(size * 2 * size, 5)
+        assert all_gather(part[:, 0], comm, out=out) is out and not (part.is_contiguous() or out.is_contiguous())
+        return all_gather(part, comm), reduce_scatter(part, comm), all_reduce(part, comm), broadcast(part, comm), out
+
+    gathered, total = torch.cat(parts), combined(parts, "sum")
+    for rank, results in enumerate(run(size, fn)):
+        assert all(map(torch.equal, results, (gathered, total.chunk(size)[rank], total, parts[0], gathered[:, 0])))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -176,8 +163,8 @@ def test_the_input_is_left_alone_and_the_result_is_new(size):
         results = [all_gather(mine, comm), broadcast(mine, comm)]
         results += [reduce_scatter(mine, comm, "mean"), all_reduce(mine, comm, "mean")]
         barrier(comm)
+        assert not any(result.requires_grad for result in results)
         for result in results:
-            assert not result.requires_grad
             result.fill_(-1)  # nobody else's tensor
         barrier(comm)
         assert torch.equal(mine, before)
@@ -200,34 +187,25 @@ def test_the_order_of_summation():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_bytes_are_the_least_possible(size, dtype):
     """(N-1)/N of the padded tensor for each half; a broadcast sends N-1 copies in all, and its root log2 N of them."""
-    elements = 101
 
     def fn(comm):
-        counts = []
-
-        def count(call):
+        tensor, counts = make(comm.rank, (101,), dtype), []
+        padded = pad(tensor, size)
+        calls = [partial(reduce_scatter, padded, comm, "mean" if dtype.is_floating_point else "min")]
+        calls += [partial(all_gather, padded.chunk(size)[comm.rank], comm), partial(all_reduce, tensor, comm, "max")]
+        for call in (*calls, partial(broadcast, tensor, comm, root=size - 1), partial(barrier, comm)):
             before = comm.bytes_sent, comm.bytes_received
             call()
             counts.append((comm.bytes_sent - before[0], comm.bytes_received - before[1]))
-
-        tensor = make(comm.rank, (elements,), dtype)
-        padded = pad(tensor, size)
-        count(lambda: reduce_scatter(padded, comm, "mean" if dtype.is_floating_point else "min"))
-        count(lambda: all_gather(padded.chunk(size)[comm.rank], comm))
-        count(lambda: all_reduce(tensor, comm, "max"))
-        count(lambda: broadcast(tensor, comm, root=size - 1))
-        count(lambda: barrier(comm))
         return counts
 
-    half = (size - 1) * -(-elements // size) * dtype.itemsize
+    half, whole = (size - 1) * -(-101 // size) * dtype.itemsize, 101 * dtype.itemsize
     results = run(size, fn)
     for counts in results:
-        assert counts[:3] == [(half, half), (half, half), (2 * half, 2 * half)]
-        assert counts[4] == (0, 0)
-    sent, received = (sum(counts[3][way] for counts in results) for way in (0, 1))
-    assert sent == received == (size - 1) * elements * dtype.itemsize
-    copies = [counts[3][0] / (elements * dtype.itemsize) for counts in results]
-    assert max(copies) == copies[-1] == math.ceil(math.log2(size))
+        assert counts[:3] == [(half, half), (half, half), (2 * half, 2 * half)] and counts[4] == (0, 0)
+    sent, received = zip(*(counts[3] for counts in results))
+    assert sum(sent) == sum(received) == (size - 1) * whole
+    assert max(sent) == sent[-1] == math.ceil(math.log2(size)) * whole
 
 
 @pytest.mark.parametrize("ahead", [2, 3, 9])

@@ -9,7 +9,7 @@ from minizero import DDP, GPT, GPTConfig, World, Zero1, Zero2, Zero3
 from minizero.memory import Ledger
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
 from minizero.ranks.one_of_many import one_of_many
-from tests.support.helpers import SLOW
+from tests.support.helpers import SLOW, steps
 
 CONFIG = GPTConfig(vocabulary=32, sequence_length=8, width=16, layers=3, heads=2)
 ENGINES = {
@@ -26,19 +26,14 @@ ENGINES = {
 
 
 def train(comm, engine, options, watched):
+    """What rank `watched` holds and sends."""
     model = engine(GPT(CONFIG), comm, **options)
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(2, 2, 8, dtype=torch.long)
     with Ledger(model, optimizer) if comm.rank == watched else contextlib.nullcontext() as ledger:
-        for _ in range(2):
-            model(*tokens).backward()
-            model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    if comm.rank != watched:
-        return None
-    curve = [sample["total"] for sample in ledger.curve]
-    return ledger.peak, comm.bytes_sent, comm.bytes_received, curve if options.get("prefetch", 1) == 0 else []
+        steps(model, optimizer, range(2), lambda step: torch.zeros(2, 2 * comm.size, 8, dtype=torch.long), clip=1.0)
+    if comm.rank == watched:
+        curve = [sample["total"] for sample in ledger.curve]
+        return ledger.peak, comm.bytes_sent, comm.bytes_received, curve if options.get("prefetch", 1) == 0 else []
 
 
 QUICK = ("DDP", "Zero3", "Zero3, in pairs")

@@ -34,40 +34,35 @@ def everything(comm):
         mine = (torch.rand(37, 3, generator=generator) * 50).to(dtype)
         found[f"gather {dtype}"] = all_gather(mine.t()[:, ::2], comm)
         found[f"broadcast {dtype}"] = broadcast(mine, comm, root=comm.size - 1)
-        for op in ("sum", "max", "min", "mean"):
-            if op != "mean" or dtype.is_floating_point:
-                found[f"reduce {op} {dtype}"] = all_reduce(mine, comm, op)
-                found[f"scatter {op} {dtype}"] = reduce_scatter(pad(mine, comm.size), comm, op)
-    found["nothing"] = all_gather(torch.empty(0), comm), all_reduce(torch.empty(2, 0), comm)
-    found["rows of nothing"] = reduce_scatter(torch.empty(comm.size, 0), comm)
+        for op in ("sum", "max", "min", *["mean"] * dtype.is_floating_point):
+            found[f"reduce {op} {dtype}"] = all_reduce(mine, comm, op)
+            found[f"scatter {op} {dtype}"] = reduce_scatter(pad(mine, comm.size), comm, op)
+    found["nothing"] = all_gather(torch.empty(0), comm), reduce_scatter(torch.empty(comm.size, 0), comm)
     found["number"] = all_reduce(torch.tensor(1.5 + comm.rank), comm)
     turned = torch.tensor([1 + 2j, 3j * comm.rank]).conj()
     found["complex"] = broadcast(turned, comm, 1), all_reduce(turned, comm, "mean")
 
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    wide = torch.zeros(4, 6)
-    comm.send_recv(turned, right, received := torch.empty_like(turned), left)
+    received, wide, own = torch.empty_like(turned), torch.zeros(4, 6), torch.zeros(3)
+    comm.send_recv(turned, right, received, left)
     comm.send_recv(torch.arange(12.0).view(4, 3) + comm.rank, right, wide[:, ::2], left)
-    comm.send_recv(torch.ones(3), comm.rank, own := torch.zeros(3), comm.rank)
+    comm.send_recv(torch.ones(3), comm.rank, own, comm.rank)
     comm.send_recv(torch.empty(0), right, torch.empty(0), left)
     found["point to point"] = received, wide, own
 
     half = comm.split(comm.rank % 2)
-    single = half.split(half.rank)
-    again = comm.split(0)
+    single, again = half.split(half.rank), comm.split(0)
     found["split"] = [(c.rank, c.size, all_gather(torch.tensor([comm.rank]), c)) for c in (half, single, again)]
-    a, b = torch.zeros(1), torch.zeros(1)
     if comm.rank == 0:  # the same two ranks, but a message of the one is none of the other
         (first := threading.Thread(target=comm.send, args=(torch.ones(1), 1))).start()
         time.sleep(0.1)
         again.send(torch.full((1,), 2.0), 1)
         first.join()
     if comm.rank == 1:
-        again.recv(a, 0)
-        comm.recv(b, 0)
+        again.recv(a := torch.zeros(1), 0)
+        comm.recv(b := torch.zeros(1), 0)
         assert (a.item(), b.item()) == (2.0, 1.0)
     found["bytes"] = [(c.bytes_sent, c.bytes_received) for c in (comm, half, single, again)]
-
     found["bad argument"] = error_of(lambda: comm.send(torch.ones(1), comm.size))
     found["in the end"] = all_reduce(torch.ones(2), comm), comm.transport.sequence, comm.transport.collective
     return found

@@ -123,20 +123,16 @@ def test_split_by_color_and_again():
 
 
 def test_runs_leave_nothing_behind():
-    runs = []
+    runs, threads = [], threading.active_count()
 
     def once(comm):
         runs.append(weakref.ref(comm.transport.run))
-        part = comm.split(comm.rank % 2)
-        all_reduce(torch.ones(10), part)
+        all_reduce(torch.ones(10), comm.split(comm.rank % 2))
         barrier(comm)
         return comm.transport.run
 
-    threads = threading.active_count()
     for _ in range(5):
-        run = World(4).run(once)[0]
-        assert run.meetings == {}, "a meeting is forgotten once all have read"
-    del run
+        assert World(4).run(once)[0].meetings == {}, "a meeting is forgotten once all have read"
     assert until(lambda: threading.active_count() <= threads), threading.enumerate()
     gc.collect()
     assert not any(run() for run in runs)

@@ -134,26 +134,27 @@ def test_the_statistics_of_a_norm_however_it_is_reached(how):
     assert norm.num_batches_tracked == 1
 
 
+class Adds(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.register_buffer("shared", shared)
+
+    def forward(self, x):
+        self.shared.add_(1.0)
+        return x * 1
+
+
+class Subtracts(Adds):
+    def forward(self, x):
+        return (x - self.shared).sin()
+
+
 @pytest.mark.parametrize("call", ["a module", "a method", "a function"])
 @as_plain("by_function", "by_hooks", "checkpoint", "nested")
 def test_a_buffer_that_two_modules_share_is_one_buffer(way, call):
     """One module writes to it, the other reads it, which is seen for the first time after that write."""
-
-    class Writer(nn.Module):
-        def __init__(self, shared):
-            super().__init__()
-            self.register_buffer("shared", shared)
-
-        def forward(self, x):
-            self.shared.add_(1.0)
-            return x * 1
-
-    class Reader(Writer):
-        def forward(self, x):
-            return (x - self.shared).sin()
-
     shared, x = torch.zeros(8), vectors().requires_grad_()
-    network = nn.Sequential(Writer(shared), Reader(shared))
+    network = nn.Sequential(Adds(shared), Subtracts(shared))
     fn = {"a module": network, "a method": network.forward}.get(call, lambda x: network[1](network[0](x)))
     for _ in range(2):
         way(fn, x).sum().backward()

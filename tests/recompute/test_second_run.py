@@ -153,22 +153,21 @@ def test_a_function_that_catches_exceptions_does_not_catch_the_stop(way):
     return [x.grad]
 
 
-def test_the_switch_turns_all_of_it_off():
-    def calls(way):
-        counted = Counted(nn.Tanh())
-        way(counted, vectors().requires_grad_()).sum().backward()
+@pytest.mark.parametrize("way", [checkpoint, selective, verified, sequential])
+def test_the_switch_turns_all_of_it_off(way):
+    def calls():
+        way(counted := Counted(nn.Tanh()), vectors().requires_grad_()).sum().backward()
         return counted.calls
 
-    for way in (checkpoint, selective, verified, sequential):
-        with set_enabled(False):
-            assert calls(way) == 1
-        assert calls(way) == 2
+    with set_enabled(False):
+        assert calls() == 1
+    assert calls() == 2
     set_enabled(False)
     try:
-        assert calls(checkpoint) == 1
+        assert calls() == 1
     finally:
         set_enabled(True)
-    assert calls(checkpoint) == 2
+    assert calls() == 2
 
 
 # The surroundings of the first run.

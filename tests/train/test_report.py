@@ -12,6 +12,7 @@ from rich.console import Console
 
 from minizero import pictures
 from minizero.train import report
+from tests.support.helpers import slow
 
 NAMES = ["DDP", "Zero1", "Zero2", "Zero3"]
 STATES = ["parameters", "gradients", "optimizer"]
@@ -48,10 +49,6 @@ def printed_lines(results, width=80):
     output = io.StringIO()
     report.print_table(results, Console(file=output, width=width))
     return output.getvalue().splitlines()
-
-
-def figures(results):
-    return [pictures.draw_curves(results), pictures.draw_boxes(results), pictures.draw_losses(results)]
 
 
 def test_table_puts_each_number_in_its_column():
@@ -138,8 +135,7 @@ def test_a_ledgers_curve_goes_on_the_axes_that_it_is_given():
     axes = Figure().subplots()
     assert pictures.plot_curve(samples, axes) is axes
     assert {"forward", "peak 6.00 MiB"} == {text.get_text() for text in axes.texts}
-    legend = axes.get_legend()
-    assert legend and [text.get_text() for text in legend.get_texts()] == ["parameters", "activations"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["parameters", "activations"]
 
 
 def test_a_marked_place_names_both_of_its_sides():
@@ -158,18 +154,17 @@ def test_losses_name_the_largest_difference():
     assert "difference" not in pictures.draw_losses(make_results(stages=(3,))).get_suptitle()
 
 
-MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in (((0, 1, 2, 3), 4), ((0, 2), 8))]
-
-
-@pytest.mark.parametrize(("stages", "world_size"), [((3,), 1), *MORE])
+@pytest.mark.parametrize(
+    ("stages", "world_size"), [((3,), 1), *slow(((0, 1, 2, 3), 4), ((0, 2), 8), mark=pytest.mark.slow)]
+)
 def test_every_axis_is_labelled_and_the_legend_hides_nothing(stages, world_size):
-    for figure in figures(make_results(stages, world_size)):
-        figure.draw_without_rendering()
+    results = make_results(stages, world_size)
+    for draw in (pictures.draw_curves, pictures.draw_boxes, pictures.draw_losses):
+        (figure := draw(results)).draw_without_rendering()
         legend = figure.legends[0].get_window_extent()
         assert legend.x0 >= 0 and legend.y0 >= 0 and legend.x1 <= figure.bbox.x1
         for axes in figure.axes:
-            assert axes.get_xlabel()
-            assert "MiB" in axes.get_ylabel() or "nats" in axes.get_ylabel()
+            assert axes.get_xlabel() and ("MiB" in axes.get_ylabel() or "nats" in axes.get_ylabel())
             assert not axes.get_tightbbox().overlaps(legend)
 
 
@@ -204,29 +199,25 @@ def test_a_failed_save_leaves_no_partial_file(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError):
         report.save(make_results(), tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "in the way"
+    old = {path: path.read_bytes() for path in report.save(make_results(), tmp_path / "folder")}
+    write = Path.write_bytes
 
-    folder = tmp_path / "folder"
-    old = {path: path.read_bytes() for path in report.save(make_results(), folder)}
-
-    def disk_full(path: Path, content: bytes) -> None:
-        with path.open("wb") as file:
-            file.write(content[: len(content) // 2])
+    def disk_full(path, content):
+        write(path, content[: len(content) // 2])
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", disk_full)
     with pytest.raises(OSError, match="cannot write .*results.json: no space"):
-        report.save(make_results(stages=(3,)), folder)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == old
+        report.save(make_results(stages=(3,)), tmp_path / "folder")
+    assert {path: path.read_bytes() for path in (tmp_path / "folder").iterdir()} == old
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 def drawn(*phases):
     """The curve of a step: of each phase so many samples."""
-    samples = []
-    for phase, count in phases:
-        for _ in range(count):
-            samples.append(Sample(parameters=MIB, total=MIB))
-            samples[-1].phase = phase
+    samples = [Sample(parameters=MIB, total=MIB) for _, count in phases for _ in range(count)]
+    for sample, phase in zip(samples, (phase for phase, count in phases for _ in range(count))):
+        sample.phase = phase
     return pictures.plot_curve(samples, Figure(figsize=(8, 4)).subplots())
 
 
