@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minizero import CommTimeout, RankFailed, World
+from minizero import CollectiveMismatch, CommTimeout, RankFailed, World
 from minizero.ranks.collectives import all_gather, all_reduce, barrier
 from minizero.ranks.threads import Run
 from tests.support.failures import SOON, compute, failure_of, until
@@ -90,22 +90,6 @@ def test_a_backward_that_raised_leaves_nothing_in_its_thread(caught, monkeypatch
     assert left[0] is None, "the gradient of `first`, whose turn had not come"
 
 
-@pytest.mark.parametrize("wait", ["recv", "send", "barrier"])
-def test_a_rank_that_returns_while_others_wait_is_named(wait):
-    def fn(comm):
-        if comm.rank == 1:
-            return
-        if wait == "barrier":
-            barrier(comm)
-        elif comm.rank == 0:
-            getattr(comm, wait)(torch.ones(1), 1)
-
-    failed = failure_of(World(3), fn)
-    assert failed.rank == 1
-    assert re.search(r"rank 1 returned while rank \d was waiting in .*(with|from|to) rank 1", str(failed))
-    assert "getattr(comm, wait)" in str(failed) or "barrier(comm)" in str(failed)  # where it waits
-
-
 def test_a_rank_that_waits_too_long_says_for_whom_and_in_what():
     def fn(comm):
         if comm.rank == 2:
@@ -166,33 +150,55 @@ def waits_in_vain(comm, part):
     compute() if comm.rank == 3 else barrier(part)
 
 
-IN_A_PART = {  # of ranks 2 and 3, which are 0 and 1 there
-    "late": (waits_in_vain, "rank 2 waited 0.3 s in barrier #1: agreement with rank 3"),
-    "returned": (
+def sends(tensor):
+    """Rank 2 sends this, where rank 3 wants two numbers of float32."""
+    return lambda comm, part: part.recv(torch.ones(2), 0) if comm.rank == 3 else part.send(tensor, 1)
+
+
+RETURNED, WANTED = (
+    "rank 3 returned while rank 2 was waiting in",
+    "rank 3 expected 2 elements of torch.float32 from rank 2",
+)
+IN_A_PART = {  # of ranks 2 and 3, which are 0 and 1 there: who failed, and the error
+    "late": (waits_in_vain, [2], "rank 2 waited 0.3 s in barrier #1: agreement with rank 3"),
+    "returned, recv": (
         lambda comm, part: comm.rank == 3 or part.recv(torch.ones(1), 1),
-        "rank 3 returned while rank 2 was waiting in point-to-point: recv from rank 3",
+        [3],
+        f"{RETURNED} point-to-point: recv from rank 3",
     ),
-    "does not fit": (
-        lambda comm, part: part.recv(torch.ones(3), 0) if comm.rank == 3 else part.send(torch.ones(2), 1),
-        "rank 3 expected 3 elements of torch.float32 from rank 2, which sent 2 of torch.float32",
+    "returned, send": (
+        lambda comm, part: comm.rank == 3 or part.send(torch.ones(1), 1),
+        [3],
+        f"{RETURNED} point-to-point: send to rank 3",
     ),
+    "returned, barrier": (
+        lambda comm, part: comm.rank == 3 or barrier(part),
+        [3],
+        f"{RETURNED} barrier #1: agreement with rank 3",
+    ),
+    "more": (sends(torch.ones(3)), [3], f"{WANTED}, which sent 3 of torch.float32"),
+    "dtype": (sends(torch.ones(2, dtype=torch.int32)), [3], f"{WANTED}, which sent 2 of torch.int32"),
+    "bytes": (sends(torch.ones(4, dtype=torch.float16)), [3], f"{WANTED}, which sent 4 of torch.float16"),
     "mismatch": (
         lambda comm, part: all_reduce(torch.ones(comm.rank), part),
+        [2, 3],
         "rank 3 called .* rank 2 called|rank 2 called .* rank 3 called",
     ),
 }
 
 
 @pytest.mark.parametrize("case", IN_A_PART)
-def test_messages_count_ranks_as_the_whole_world_does(case):
-    wrong, words = IN_A_PART[case]
+def test_a_failure_is_named_and_counts_ranks_as_the_whole_world_does(case):
+    wrong, ranks, words = IN_A_PART[case]
 
     def fn(comm):
         part = comm.split(comm.rank // 2)
         if comm.rank >= 2:
             wrong(comm, part)
 
-    assert re.match(words, str(failure_of(World(4), fn).__cause__))
+    failed = failure_of(World(4), fn)
+    assert failed.rank in ranks and re.match(words, str(failed.__cause__))
+    assert isinstance(failed.__cause__, CollectiveMismatch) == ("expected" in words or "called" in words)
 
 
 @pytest.mark.parametrize("how", ["send_recv", "barrier"])
@@ -228,10 +234,15 @@ def test_a_rank_that_returned_is_not_stopped(monkeypatch):
     assert not stopped
 
 
+def ended(program):
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.slow
-def test_the_end_of_the_program_waits_for_ranks_that_compute(tmp_path):
+def test_the_end_of_the_program_waits_for_ranks_that_compute():
     """They would be cut off as they come back to Python, and a thread that is cut off inside C++ aborts the program."""
-    program = """
+    done = ended("""
 import atexit, threading, torch
 
 atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "rank" in thread.name]))  # the last
@@ -252,36 +263,25 @@ def fn(comm):
 
 world.GRACE_SECONDS = 0
 world.World(2).run(fn)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+""")
     assert (done.returncode, done.stdout) == (1, "[]\n"), done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", ["barrier(comm)", *soak("time.sleep(600)", "while True: torch.ones(300, 300) @ x")])
 def test_ctrl_c_ends_promptly(busy):
-    program = f"""
-import time, torch
+    done = ended(f"""
+import os, signal, threading, time, torch
 from minizero import World
 from minizero.ranks.collectives import barrier
 
 def fn(comm):
     x = torch.ones(300, 300)
     if comm.rank == 0:
-        print("running", flush=True)
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
         time.sleep(600)
     {busy}
 
 World(3).run(fn)
-"""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes)
-    try:
-        assert process.stdout.readline() == "running\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-        assert "KeyboardInterrupt" in errors
-        assert process.returncode in (-signal.SIGINT, 130), (process.returncode, errors)
-    finally:
-        process.kill()
+""")
+    assert "KeyboardInterrupt" in done.stderr and done.returncode in (-signal.SIGINT, 130), done

@@ -1,5 +1,6 @@
 """Ranks as processes of their own, over gloo: started, and their results fetched."""
 
+import functools
 import multiprocessing
 import pickle
 import time
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from minizero.ranks.comm import Comm
 
 
-def rank_main(fn, rank, size, folder, threads):
+def rank_main(fn, threads, rank, size, folder):
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     with Comm.from_process_group() as comm:
@@ -46,17 +47,7 @@ def spawn(main, size, folder: Path, *args, patience=600):
     return codes
 
 
-class Main:
-    """`rank_main` with its function, in a form that can be sent to another process."""
-
-    def __init__(self, fn):
-        self.fn, self.threads = fn, torch.get_num_threads()
-
-    def __call__(self, rank, size, folder):
-        rank_main(self.fn, rank, size, folder, self.threads)
-
-
 def run(fn, size, folder):
     """Results of `fn(comm)` in rank order."""
-    assert spawn(Main(fn), size, folder) == [0] * size
+    assert spawn(functools.partial(rank_main, fn, torch.get_num_threads()), size, folder) == [0] * size
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
