@@ -3,6 +3,7 @@
 What a crash at each operation of a save leaves on the disk: test_checkpoint.py.
 """
 
+import contextlib
 import os
 import pickle
 import signal
@@ -23,12 +24,9 @@ STEPS = 12
 
 def train(comm, folder, at_step=lambda step: None):
     """Resume where there is something to resume from, save every other step; the first step, losses, and parameters."""
-    model, optimizer = wrap(comm, Zero3)
-    try:
+    (model, optimizer), first, losses = wrap(comm, Zero3), 0, []
+    with contextlib.suppress(NoCheckpoint):
         first = load(folder, model, optimizer)
-    except NoCheckpoint:
-        first = 0
-    losses = []
     for step in range(first, STEPS):
         at_step(step)
         losses += steps(model, optimizer, [step])

@@ -150,32 +150,23 @@ def waits_in_vain(comm, part):
     compute() if comm.rank == 3 else barrier(part)
 
 
+def alone(call):
+    """Rank 3 returns at once."""
+    return lambda comm, part: comm.rank == 3 or call(part)
+
+
 def sends(tensor):
     """Rank 2 sends this, where rank 3 wants two numbers of float32."""
     return lambda comm, part: part.recv(torch.ones(2), 0) if comm.rank == 3 else part.send(tensor, 1)
 
 
-RETURNED, WANTED = (
-    "rank 3 returned while rank 2 was waiting in",
-    "rank 3 expected 2 elements of torch.float32 from rank 2",
-)
+AWAY = "rank 3 returned while rank 2 was waiting in"
+WANTED = "rank 3 expected 2 elements of torch.float32 from rank 2"
 IN_A_PART = {  # of ranks 2 and 3, which are 0 and 1 there: who failed, and the error
     "late": (waits_in_vain, [2], "rank 2 waited 0.3 s in barrier #1: agreement with rank 3"),
-    "returned, recv": (
-        lambda comm, part: comm.rank == 3 or part.recv(torch.ones(1), 1),
-        [3],
-        f"{RETURNED} point-to-point: recv from rank 3",
-    ),
-    "returned, send": (
-        lambda comm, part: comm.rank == 3 or part.send(torch.ones(1), 1),
-        [3],
-        f"{RETURNED} point-to-point: send to rank 3",
-    ),
-    "returned, barrier": (
-        lambda comm, part: comm.rank == 3 or barrier(part),
-        [3],
-        f"{RETURNED} barrier #1: agreement with rank 3",
-    ),
+    "recv": (alone(lambda part: part.recv(torch.ones(1), 1)), [3], f"{AWAY} point-to-point: recv from rank 3"),
+    "send": (alone(lambda part: part.send(torch.ones(1), 1)), [3], f"{AWAY} point-to-point: send to rank 3"),
+    "barrier": (alone(barrier), [3], f"{AWAY} barrier #1: agreement with rank 3"),
     "more": (sends(torch.ones(3)), [3], f"{WANTED}, which sent 3 of torch.float32"),
     "dtype": (sends(torch.ones(2, dtype=torch.int32)), [3], f"{WANTED}, which sent 2 of torch.int32"),
     "bytes": (sends(torch.ones(4, dtype=torch.float16)), [3], f"{WANTED}, which sent 4 of torch.float16"),

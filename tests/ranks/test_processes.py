@@ -381,28 +381,19 @@ def test_a_mismatch_is_told_on_every_rank_and_names_both_sides(size, tmp_path):
             assert seconds < SOON, name
 
 
-class Counting:
-    """What gloo is asked to send."""
-
-    def __init__(self, gloo):
-        self.gloo, self.sent = gloo, []
-
-    def send(self, tensors, *where):
-        self.sent.append(tensors[0].nbytes)
-        return self.gloo.send(tensors, *where)
-
-    def recv(self, *what):
-        return self.gloo.recv(*what)
-
-
 def agreeing(comm):
-    """What is sent in each collective; then many collectives of ranks that are late by turns."""
-    counting, found = Counting(comm.transport.gloo), {}
-    comm.transport.gloo, tensor = counting, torch.ones(12, dtype=torch.float64)
-    calls = {"gather": all_gather, "scatter": reduce_scatter, "reduce": all_reduce}
-    for name, call in calls.items():
+    """What gloo is asked to send in each collective; then many collectives of ranks that are late by turns."""
+    gloo, sent, found = comm.transport.gloo, [], {}
+
+    def send(tensors, *where):
+        sent.append(tensors[0].nbytes)
+        return gloo.send(tensors, *where)
+
+    comm.transport.gloo, tensor = SimpleNamespace(send=send, recv=gloo.recv), torch.ones(12, dtype=torch.float64)
+    for name, call in {"gather": all_gather, "scatter": reduce_scatter, "reduce": all_reduce}.items():
         call(tensor, comm)
-        found[name], counting.sent = counting.sent, []
+        found[name] = sent[:]
+        sent.clear()
     for turn in range(2 * comm.size):
         time.sleep(0.6 if turn % comm.size == comm.rank else 0)  # long enough for the others to look round twice
         for elements in (3, 5 + turn, 4):
@@ -419,29 +410,23 @@ def test_an_agreement_costs_no_message_and_a_late_rank_is_no_mismatch(tmp_path):
         assert told == ""
 
 
-class Refusing:
-    """gloo, all of whose connections are closed already."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = lambda: rank, lambda: size
-        self.asked = []
-
-    def recv(self, tensors, peer, tag):
-        self.asked.append(peer)
-        raise RuntimeError("closed")
-
-
-def stopped(rank, size):
+def stopped(rank, size, recv=None):
     """The watch of one rank, whose thread has ended."""
-    watch = Watch(Refusing(rank, size), dist.HashStore(), list(range(size)))
+    gloo = SimpleNamespace(rank=lambda: rank, size=lambda: size, recv=recv)
+    watch = Watch(gloo, dist.HashStore(), list(range(size)))
     watch.stop()
     return watch
 
 
 def test_one_closed_connection_does_not_keep_the_others_open():
-    watch = stopped(1, 4)
-    watch.close()
-    assert watch.gloo.asked == [0, 2, 3]
+    asked = []
+
+    def refuse(tensors, peer, tag):
+        asked.append(peer)
+        raise RuntimeError("closed")
+
+    stopped(1, 4, refuse).close()
+    assert asked == [0, 2, 3]
 
 
 def test_what_a_mismatch_was_about_stays_for_those_who_come_later():

@@ -32,18 +32,19 @@ def test_tensors_are_found_wherever_they_are(way):
     return [x.grad, weight.grad, out["more"][0], detached]
 
 
+class Output(dict):
+    """As Hugging Face's: its items are attributes too, and it refuses `update`."""
+
+    def update(self, *_):
+        raise NotImplementedError
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
 @as_plain("checkpoint")
 def test_a_dict_that_keeps_its_items_as_attributes_too(way):
-    """As Hugging Face's outputs, which refuse `update`."""
-
-    class Output(dict):
-        def update(self, *_):
-            raise NotImplementedError
-
-        def __setitem__(self, key, value):
-            super().__setitem__(key, value)
-            setattr(self, key, value)
-
     output, x = Output(), vectors().requires_grad_()
     output["hidden"] = x * 2
     way(lambda output: (output.hidden * output["hidden"]).sin(), output).sum().backward()

@@ -1,6 +1,6 @@
 """The second run draws the numbers of the first, and leaves the generator as it was."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from minizero.recompute import checkpoint, is_recomputing
+from minizero.recompute.replay import Replay
 from tests.support.helpers import run
 from tests.support.recompute_ways import as_plain, block, plain, vectors
 
@@ -50,15 +51,14 @@ def numbers(x):
     return y + x[torch.multinomial(torch.ones(5), 5)].exp()
 
 
+@pytest.mark.filterwarnings("ignore:World.run. the ranks used torch's generator in a thread")
 @pytest.mark.parametrize("inside", [plain, checkpoint])
 def test_what_is_drawn_in_a_rank_is_drawn_again_whatever_other_threads_draw(inside):
     """`verify` compares all that the two runs compute."""
 
     def disturbed(x):
         for _ in range(2):
-            thread = threading.Thread(target=lambda: torch.rand(1 + is_recomputing()))
-            thread.start()
-            thread.join()
+            ThreadPoolExecutor(1).submit(torch.rand, 1 + is_recomputing()).result()
             x = inside(numbers, x)
         return x
 
@@ -71,15 +71,13 @@ def test_what_is_drawn_in_a_rank_is_drawn_again_whatever_other_threads_draw(insi
     assert run(2, work) == [True, True]
 
 
-def test_the_generators_state_is_kept_only_where_something_was_drawn():
+@pytest.mark.parametrize(("draw", "kept"), [(lambda: None, 0), (lambda: torch.rand(1), 1)])
+def test_the_generators_state_is_kept_only_where_something_was_drawn(draw, kept):
     """5,056 bytes for each call would add up, and setting it back takes time."""
-    from minizero.recompute.replay import Replay
-
-    for draw, kept in ((lambda: None, 0), (lambda: torch.rand(1), 1)):
-        replay = Replay(None, [])
-        with replay.first_run():
-            draw()
-        assert len(replay.generators.states) == kept
+    replay = Replay(None, [])
+    with replay.first_run():
+        draw()
+    assert len(replay.generators.states) == kept
 
 
 @pytest.mark.gpu

@@ -111,14 +111,9 @@ def test_with_torch_compile(compiled):
 
     def gradients(compiled):
         model, x = Model(), vectors().requires_grad_()
-        if compiled == "the block":
-            model.block.compile(backend="aot_eager")
-        elif compiled == "the model":
-            model.compile(backend="aot_eager")
-
-        def step():
-            model(x).sum().backward()
-
+        if compiled in ("the block", "the model"):
+            (model.block if compiled == "the block" else model).compile(backend="aot_eager")
+        step = lambda: model(x).sum().backward()  # noqa: E731
         (torch.compile(step, backend="aot_eager") if compiled == "the step" else step)()
         return [x.grad, *(p.grad for p in model.parameters())]
 
