@@ -40,20 +40,20 @@ def test_the_same_every_time(size, runs, switch):
         sys.setswitchinterval(before)
 
 
+class Slow(list):
+    def append(self, item):
+        super().append(item)
+        time.sleep(0.02)
+
+
 def test_the_last_two_to_leave_a_meeting(monkeypatch):
     """Both may see that all have left; only one can remove it."""
 
-    class Slow(list):
-        def append(self, item):
-            super().append(item)
-            time.sleep(0.02)
+    def meeting(size):
+        (one := _Meeting(size)).left = Slow()
+        return one
 
-    class SlowMeeting(_Meeting):
-        def __init__(self, size):
-            super().__init__(size)
-            self.left = Slow()
-
-    monkeypatch.setattr("minizero.ranks.threads._Meeting", SlowMeeting)
+    monkeypatch.setattr("minizero.ranks.threads._Meeting", meeting)
     assert World(4).run(barrier) == [None] * 4
 
 

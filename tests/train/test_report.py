@@ -229,11 +229,8 @@ def test_a_phase_that_comes_again_is_named_once_and_names_keep_clear_of_each_oth
     axes.figure.canvas.draw()
     boxes = sorted((text.get_window_extent().x0, text.get_window_extent().x1) for text in names)
     assert all(right < left for (_, right), (left, _) in itertools.pairwise(boxes))
-
-
-def test_a_name_wider_than_its_phase_stands_beside_it_and_points_at_it():
-    axes = drawn(("forward", 40), ("backward", 55), ("optimizer", 5))
-    places = {text.get_text(): text.xy[0] for text in axes.texts}
+    # A name wider than its phase stands beside it and points at it.
+    places = {text.get_text(): text.xy[0] for text in drawn(("forward", 40), ("backward", 55), ("optimizer", 5)).texts}
     assert places["optimizer step ▸"] == 95 and places["forward"] == 0 and places["backward"] == 40
 
 

@@ -183,9 +183,7 @@ def test_every_window_of_the_text_can_be_drawn_and_none_beyond():
 @pytest.mark.slow
 @pytest.mark.accuracy
 def test_the_text_is_the_one_given(tmp_path, four_stages):
-    chinese = tmp_path / "深度" / "课文.txt"
-    chinese.parent.mkdir()
-    chinese.write_text("人人生而自由。\n" * 30, encoding="utf-8")
+    (chinese := tmp_path / "课文.txt").write_text("人人生而自由。\n" * 30, encoding="utf-8")
     losses = run(tmp_path, "--world-size", "3", "--stage", "0", "--text", str(chinese))["runs"][0]["losses"]
     assert losses[0] != four_stages["runs"][0]["losses"][0]
     assert read_text(chinese, 8).tolist() == list(chinese.read_bytes())
