@@ -19,8 +19,7 @@ from minizero.models.gpt import GPT, GPTConfig
 from minizero.models.text import windows
 from minizero.ranks.collectives import all_reduce
 from minizero.ranks.comm import Comm
-from minizero.train.measured import Measured
-from minizero.train.trace import recorded
+from minizero.train.measured import Measured, recorded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the main job measures while it trains: bytes held, bytes sent, seconds.
+"""What the main job measures while it trains: bytes held, bytes sent, seconds; and for `--trace` who waits for whom.
 
 A ledger slows the steps that it watches, and on one machine it slows the other ranks, too. So it watches every other
 step, on one rank at a time, and the steps between give the time.
@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from minizero.engines.any_model.engine import AnyModel
+from minizero.engines.timeline import Timeline
 from minizero.memory import CATEGORIES, Ledger
+from minizero.pictures.timeline import Event
 from minizero.ranks.agreement import words_of_all
+from minizero.ranks.collectives import barrier
 from minizero.ranks.comm import Comm
 
 KEYS = (*CATEGORIES, "total")
@@ -71,3 +75,20 @@ class Measured:
             "curve": {"phase": [sample.phase for sample in curve], "number": [sample.number for sample in curve]}
             | {key: [sample[key] for sample in curve] for key in KEYS},
         }
+
+
+@contextlib.contextmanager
+def recorded(model: AnyModel, optimizer: torch.optim.Optimizer, comm: Comm) -> Iterator[list[Event]]:
+    """For Perfetto, ui.perfetto.dev: a list that has all ranks' events once the block is over. A collective.
+
+    Clocks of two hosts differ. So each rank counts from a barrier, which all leave within a message's time.
+    """
+    everyones: list[Event] = []
+    barrier(comm)
+    start = time.perf_counter()
+    with Timeline(model, optimizer) as timeline:
+        yield everyones
+    mine = [(event.rank, event.lane, event.name, event.start - start, event.end - start) for event in timeline.events]
+    everyones += (
+        Event(*event) for words in words_of_all(comm, "trace", json.dumps(mine)) for event in json.loads(words)
+    )
