@@ -100,37 +100,30 @@ def test_all_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert after == [tmp_path.stat().st_ino]
 
 
-def half_a_file(tensors, path):
-    path.write_bytes(b"half")
-    raise OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize("world_size, at", [(2, 0), (3, 1)])
 def test_a_rank_that_cannot_write_fails_all_and_the_old_one_stands(world_size, at, tmp_path, monkeypatch):
-    def here(fails, works):
-        def call(*args):
-            return (fails if threading.current_thread().name == f"rank {at}" else works)(*args)
+    full, there, write = [], [], saved.save_file
 
-        return call
+    def save_file(tensors, path):
+        there.append(len([*tmp_path.glob("shards*")]))
+        if threading.current_thread().name in full:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        write(tensors, path)
 
+    monkeypatch.setattr(saved, "save_file", save_file)
     run(world_size, tiny_save, tmp_path, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(saved, "save_file", here(half_a_file, saved.save_file))
-        errors = run(world_size, lambda comm: error_of(tiny_save, comm, tmp_path, 2))
-    for rank, error in enumerate(errors):
+    full.append(f"rank {at}")
+    for rank, error in enumerate(run(world_size, lambda comm: error_of(tiny_save, comm, tmp_path, 2))):
         words = f"rank {at} failed: .*No space left on device: /.*rank-{at}.safetensors"
         assert isinstance(error, CheckpointError) and re.search(words, str(error))
         assert isinstance(error.__cause__, OSError) == (rank == at)
     assert run(world_size, tiny_load, tmp_path) == world_size * [1]
-    there = []
-    with monkeypatch.context() as patch:
-        write = saved.save_file
-        patch.setattr(saved, "save_file", lambda *a: (there.append(len([*tmp_path.glob("shards*")])), write(*a)))
-        run(world_size, tiny_save, tmp_path, 3)
-    assert there == world_size * [2]  # what had failed is gone before anything new is written: the disk may be full
+    full.clear()
+    run(world_size, tiny_save, tmp_path, 3)
+    # What had failed is gone before anything new is written: the disk may be full.
+    assert there == world_size * [1] + 2 * world_size * [2] and len(list(tmp_path.iterdir())) == 2
     assert run(world_size, tiny_load, tmp_path) == world_size * [3]
-    assert len(list(tmp_path.iterdir())) == 2
-
     (tmp_path / "file").write_text("")
     errors = run(world_size, lambda comm: error_of(tiny_save, comm, tmp_path / "file", 2))
     assert all(isinstance(e, CheckpointError) and "rank 0 failed: [Errno 17] File exists" in str(e) for e in errors)

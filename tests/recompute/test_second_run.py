@@ -24,8 +24,9 @@ from tests.support.recompute_ways import (
 
 
 def test_what_is_frozen_is_not_run_again():
-    prefix, trained = Counted(nn.Linear(8, 8)).requires_grad_(False), Counted(nn.Linear(8, 8))
-    suffix = Counted(nn.Linear(8, 8)).requires_grad_(False)  # its backward needs its weight only
+    prefix, trained, suffix = (Counted(nn.Linear(8, 8)) for _ in range(3))
+    prefix.requires_grad_(False)
+    suffix.requires_grad_(False)  # its backward needs its weight only
     x = checkpoint(prefix, vectors())
     checkpoint(suffix, checkpoint(trained, x)).sum().backward()
     assert (prefix.calls, trained.calls, suffix.calls) == (1, 2, 1)

@@ -90,25 +90,22 @@ def test_what_a_run_says_of_time_and_place(four_stages, default_shapes):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_leaves_the_last_state_that_it_saved(tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_killed_leaves_the_last_state_that_it_saved(tmp_path, monkeypatch):
     """Saving in between changes neither losses nor traffic."""
     stage, save = ["--stage", "2", "--world-size", "2"], ["--save", str(tmp_path / "state"), "--save-every", "2"]
     whole, saved = (run(tmp_path, *stage, *each)["runs"][0] for each in ([], save))
     assert saved["losses"] == whole["losses"] and saved["bytes_sent"] == whole["bytes_sent"]
     assert [rank["peak"] for rank in saved["ranks"]] == [rank["peak"] for rank in whole["ranks"]]
-
-    calls = itertools.count()
+    steps = itertools.count()
 
     def until_the_fifth_step(*arguments, **keywords):
-        if next(calls) >= 2 * 4:
+        if next(steps) >= 2 * 4:
             raise RuntimeError("killed")
         return all_reduce(*arguments, **keywords)
 
-    monkeypatch.setattr(loop, "all_reduce", until_the_fifth_step)
-    save[1] = str(tmp_path / "killed")
-    with pytest.raises(RankFailed, match="killed"):
+    with monkeypatch.context() as patch, pytest.raises(RankFailed, match="killed"):
+        patch.setattr(loop, "all_reduce", until_the_fifth_step)
         command.main([*TINY, *CPU, *stage, *save])
-    monkeypatch.undo()
     resumed = run(tmp_path, *stage, "--resume", save[1], "--steps", "2")["runs"][0]
     assert resumed["steps_before"] == 4 and resumed["losses"] == whole["losses"][4:]
 
