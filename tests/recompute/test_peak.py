@@ -98,3 +98,10 @@ def test_what_is_kept_goes_when_it_has_been_used():
         held = [ledger.current["total"]]
         y.backward()
     assert held[1] < held[0], "the product is no longer there when the gradient of the input has been made"
+
+
+def test_a_result_behind_all_that_backward_needs_is_not_kept():
+    x, row = torch.ones(1000, 1, requires_grad=True), torch.ones(1, 1000, requires_grad=True)
+    with Ledger() as ledger:
+        y = selective(lambda x: x.sin() @ row, x).sum()
+        assert y.requires_grad and ledger.current["total"] < 1000 * 1000 * 4
