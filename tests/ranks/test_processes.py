@@ -442,14 +442,16 @@ def test_what_a_mismatch_was_about_stays_for_those_who_come_later():
     assert watch.store.get(" 0") == b"7 gather #7"
 
 
+LONG = "ü€😀" * 200
+
+
 def long_words(comm):
     """Words of any length, also where they differ at their end only; and a message that looks like words."""
-    common = "ü€😀" * 200
-    assert error_of(lambda: all_gather(torch.ones(2), comm, label=common)) is None
+    assert error_of(lambda: all_gather(torch.ones(2), comm, label=LONG)) is None
     with Comm.from_process_group() as own:
-        odd = error_of(lambda: all_gather(torch.ones(2), own, label=f"{common}{own.rank}"))
-    said = [comm.transport.exchange(words * (1 + comm.rank)) for words in (common, "", "\0x")]
-    size = comm.split(f"{common}{comm.rank}").size
+        odd = error_of(lambda: all_gather(torch.ones(2), own, label=f"{LONG}{own.rank}"))
+    said = [comm.transport.exchange(words * (1 + comm.rank)) for words in (LONG, "", "\0x")]
+    size = comm.split(f"{LONG}{comm.rank}").size
     comm.timeout = 1.0
     stray = error_of(lambda: barrier(comm) if comm.rank else comm.send(torch.ones(1, dtype=torch.uint8), 1))
     return odd[0], said, size, stray[0]
@@ -457,10 +459,10 @@ def long_words(comm):
 
 @pytest.mark.slow
 def test_long_words_and_stray_messages(tmp_path):
-    common, ranks = "ü€😀" * 200, run(long_words, 2, tmp_path)
+    ranks = run(long_words, 2, tmp_path)
     for odd, said, size, _ in ranks:
         assert (odd, size) == ("CollectiveMismatch", 1)
-        assert said == [[words, 2 * words] for words in (common, "", "\0x")]
+        assert said == [[words, 2 * words] for words in (LONG, "", "\0x")]
     kinds = {stray for *_, stray in ranks}  # who times out first closes the connection; the other may see that first
     assert "CommTimeout" in kinds and kinds <= {"CommTimeout", "RankFailed"}, kinds
 

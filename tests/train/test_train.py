@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -283,17 +284,14 @@ OUT = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocat
 
 @pytest.mark.parametrize("error", OUT, ids=str)
 def test_memory_that_runs_out_is_one_line_and_a_bug_is_not(error, monkeypatch, capsys):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(command, "run", lambda *_: World(2).run(fail))
+    monkeypatch.setattr(command, "run", lambda *_: World(2).run(Mock(side_effect=error)))
     if "a bug" in str(error):
         with pytest.raises(RuntimeError, match="a bug"):
             command.main([])
-    else:
-        assert command.main([]) == 2
-        message = capsys.readouterr().err
-        assert "does not fit in memory: use a smaller --batch-size" in message and message.count("\n") == 1
+        return
+    assert command.main([]) == 2
+    message = capsys.readouterr().err
+    assert "does not fit in memory: use a smaller --batch-size" in message and message.count("\n") == 1
 
 
 def test_help_says_every_default(capsys):
