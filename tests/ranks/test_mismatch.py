@@ -18,39 +18,30 @@ from minizero.accumulate import accumulate
 from minizero.ranks.errors import CollectiveMismatch, CommTimeout
 from tests.support.failures import SOON, failure_of
 from tests.support.helpers import STAGES
+from tests.support.small_models import Blocks
 
 PATIENCE = 1.0  # where ranks wait for each other in vain; nobody else may take a busy machine's pause for that
 MISMATCH, LATE, BAD, OWN = {CollectiveMismatch}, {CommTimeout}, {ValueError}, {ArithmeticError}
 SHARDED = (Zero1, Zero2, Zero3)
 
 
-class Model(nn.Module):
-    """A root of two layers, and blocks."""
-
-    def __init__(self, width=6, depth=3, name="blocks"):
-        super().__init__()
-        self.down, self.up = nn.Linear(4, width, bias=False), nn.Linear(width, 4, bias=False)
-        setattr(self, name, nn.ModuleList(nn.Linear(4, 4) for _ in range(depth)))
-        self.name = name
-
-    def forward(self, x, order=None):
-        x, blocks = self.up(self.down(x)), getattr(self, self.name)
-        for index in order or range(len(blocks)):
-            x = blocks[index](x).tanh()
-        return x.square().mean()
+class Model(Blocks):
+    def forward(self, x, order=(0, 1, 2)):
+        return super().forward(x, order).square().mean()
 
 
 def raises(*_):
     raise ArithmeticError("on purpose")
 
 
-def another_layout(model):  # the same sizes, in another order
-    model._modules = {name: model._modules[name] for name in ("up", "down", "blocks")}
-
-
 # What the odd rank builds: another model, or one that is changed, or with other options of the engine.
-MODELS = {"width": {"width": 7}, "depth": {"depth": 4}, "name": {"name": "layers"}}
-CHANGES = {"another layout": another_layout, "frozen": lambda model: model.blocks[1].requires_grad_(False)}
+CHANGES = {
+    "width": lambda model: setattr(model, "out", nn.Linear(7, 2)),
+    "depth": lambda model: model.blocks.append(nn.Sequential(nn.Linear(7, 5))),
+    "name": lambda model: setattr(model, "layers", model._modules.pop("blocks")),
+    "another layout": lambda model: vars(model.out).update(_parameters=dict(reversed(model.out._parameters.items()))),
+    "frozen": lambda model: model.blocks[1].requires_grad_(False),
+}
 OPTIONS = {"dtype": {"dtype": torch.bfloat16}, "units": {"units": []}, "factor": {"sharding_factor": 1}}
 OPTIONS |= {"resharding": {"reshard_after_forward": False}}
 ALL_BUILD = {"bad factor": {"sharding_factor": 0}, "bad dtype": {"dtype": torch.float64}}
@@ -58,7 +49,7 @@ ALL_BUILD = {"bad factor": {"sharding_factor": 0}, "bad dtype": {"dtype": torch.
 DOES = {
     "raises between": raises,
     "late": lambda *_: time.sleep(3 * PATIENCE),
-    "one forward more": lambda model, _: model(torch.ones(2, 4)),
+    "one forward more": lambda model, _: model(torch.ones(2, 7)),
     "clips alone": lambda model, _: model.clip_grad_norm_(1.0),
     "asks for the state alone": lambda model, _: model.gather_state_dict(),
     "saves alone": lambda model, optimizer: checkpoint.save("/dev/null/no-such-folder", model, optimizer, 1),
@@ -66,7 +57,7 @@ DOES = {
 # What all do there, the odd rank (me) with something else.
 ALL_DO = {
     "no micro-batch": lambda model, me: accumulate(
-        model, [] if me else [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))]
+        model, [] if me else [(torch.ones(2, 7), torch.zeros(2, dtype=torch.long))]
     ),
     "another state": lambda model, me: model.load_full_state_dict(
         {name: tensor for name, tensor in model.gather_state_dict().items() if not me}
@@ -91,9 +82,7 @@ def train(comm, fault, stage, odd, at, prefetch):
     """Three steps, that go wrong in step `at`, or before the first."""
     me = comm.rank == odd
     built = fault if me else ""
-    module, options = Model(**MODELS.get(built, {})), OPTIONS.get(built, {}) | ALL_BUILD.get(fault, {})
-    if built in CHANGES:
-        CHANGES[built](module)
+    module, options = Model(CHANGES.get(built)), OPTIONS.get(built, {}) | ALL_BUILD.get(fault, {})
     if fault == "stage" and me:
         stage = {DDP: Zero1, Zero1: Zero3, Zero2: DDP, Zero3: Zero2}[stage]
     model = stage(module, comm, **options, **({"prefetch": prefetch} if stage is Zero3 else {}))
@@ -105,8 +94,8 @@ def train(comm, fault, stage, odd, at, prefetch):
         if wrong == "one step fewer":
             continue
         for _ in range(2 if wrong == "one step more" else 1):
-            x = torch.ones(2, 5 if wrong == "features" else 4)
-            loss = model(x, order=(1, 0, 2) if wrong == "another order" else None)
+            x = torch.ones(2, 5 if wrong == "features" else 7)
+            loss = model(x, order=(1, 0, 2) if wrong == "another order" else (0, 1, 2))
             if wrong == "raises in backward":
                 loss.register_hook(raises)
             with model.no_sync() if wrong == "holds back alone" else contextlib.nullcontext():
