@@ -1,9 +1,9 @@
 """python -m tests.bench.gpu: everything that needs a GPU, tested and measured, into one folder.
 
 Each part is a process of its own, and may be run alone; `gpu_parts.py` has their list. Its figures are in results.json
-as soon as they are measured, its pictures and log.txt beside that. A part that is done is skipped, one that was cut off
-goes on where it stood: to measure anew, take another folder. The last lines are a short table; the exit code is 1 where
-something is missing.
+as soon as they are measured, log.txt beside that; lessons draw what lies in notebooks/results. A part that is done is
+skipped, one that was cut off goes on where it stood: to measure anew, take another folder. The last lines are a short
+table; the exit code is 1 where something is missing.
 """
 
 import argparse

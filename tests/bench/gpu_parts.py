@@ -7,7 +7,7 @@
     xray        the X-ray's peaks beside the allocator's
     notebooks   executed on the card, four at once
 
-A part measures by `report.measure`, draws, and returns the lines of the short table. What needs Jupyter is imported in
+A part measures by `report.measure`, and returns the lines of the short table. What needs Jupyter is imported in
 its part, so that the others run without it.
 """
 
@@ -22,54 +22,37 @@ import os
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from minizero import GPT, GPTConfig, Zero3
-from minizero.pictures import draw_parts
-from minizero.pictures.style import new_axes
 from minizero.xray.case import case_of
 from minizero.xray.plan import Plan
 from notebooks.tools import card_attention
-from notebooks.tools.attention_pictures import draw_rates
-from notebooks.tools.card import CUDA, DEVICE, GIB, MIB, Run, best_times, card, copy_bandwidth, matmul_rate, synchronize
+from notebooks.tools.card import CUDA, DEVICE, GIB, MIB, best_times, copy_bandwidth, matmul_rate, synchronize
 from precision import FP16
 from tests.bench.gpu import PARTS, Report
 
 
 def tests(report, tiny):
     """What is red is run again next time."""
-    found = report.measure("tests", lambda: run_tests(report.path.parent))
-    if found is None:
-        return ["not run"]
-    if found["failed"]:
-        report.missing += report.figures.pop("tests")["failed"]
-    skipped = sum(found["skipped"].values())
-    passed = found["tests"] - skipped - len(found["failed"])
-    return [f"{passed} passed, {len(found['failed'])} failed, {skipped} skipped in {found['seconds']:.0f} s"]
+    return [report.measure("tests", run_tests) or "not all passed"]
 
 
-def run_tests(folder):
-    """Run them, on several cores where pytest-xdist is there: {tests, seconds, skipped by file, names that failed}."""
-    missing = [name for name in ("pytest", "pytest_timeout", "hypothesis") if not importlib.util.find_spec(name)]
-    if missing:
-        raise RuntimeError(f"{sys.executable} has no {', '.join(missing)}: install, or name another by GPU_PYTHON")
-    found = folder / "tests.xml"
-    found.unlink(missing_ok=True)
+def run_tests():
+    """What pytest says at the end, on several cores where pytest-xdist is there. `RuntimeError` if a test is red."""
     workers = ["-n", str(min(12, os.cpu_count()))] if CUDA and importlib.util.find_spec("xdist") else []
-    options = ["-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider", f"--junitxml={found}", *workers]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider", *workers]
     environment = os.environ | ({} if CUDA else {"GPU_TESTS_ON": "cpu"})
-    subprocess.run([sys.executable, "-m", "pytest", "tests/gpu", *options], env=environment)
-    suite = ElementTree.parse(found).getroot().find("testsuite")
-    ended = {case: {child.tag for child in case} for case in suite.iter("testcase")}
-    failed = [f"{c.get('classname')}.{c.get('name')}" for c, tags in ended.items() if tags & {"failure", "error"}]
-    skipped = Counter(c.get("classname").split(".")[-1] for c, tags in ended.items() if "skipped" in tags)
-    numbers = {"tests": int(suite.get("tests")), "seconds": float(suite.get("time"))}
-    return numbers | {"failed": failed, "skipped": dict(skipped)}
+    line = "it printed nothing"
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+    if process.returncode:
+        raise RuntimeError(f"{line.strip()}: is pytest there, with pytest-timeout and hypothesis?")
+    return line.strip()
 
 
 def flash(report, tiny):
@@ -94,11 +77,6 @@ def flash(report, tiny):
 
     if launch.fastest:  # FLASH_AUTOTUNE=1
         report.figures["autotuned"] = {str(key): blocks for key, blocks in launch.fastest.items()}
-    for which in ("forward", "backward"):
-        rates = card_attention.by_length(Run("", report.figures), which, lengths)
-        if rates:
-            figure = draw_rates(f"{card()}, {which}, heads of 64, float16", rate, rates)
-            figure.savefig(report.path.parent / f"flash_{which}.png")
     faster = {d: ", ".join(times.get(d, ["not measured"])) for d in head_dims}
     return lines + [f"flash / MATH, forward + backward, d {d}: {words}" for d, words in faster.items()]
 
@@ -130,7 +108,7 @@ def memory(report, tiny):
     cases = card_memory.cases(config)
     cases["Zero3, all three"] = everything, Zero3, half
     cases["Zero3, all three, offload"] = everything, Zero3, half | {"offload": True}
-    cases[f"{millions(largest)}, Zero3, all three"] = largest, Zero3, half
+    cases[f"{largest.count_parameters()[0] / 1e6:,.1f} M, Zero3, all three"] = largest, Zero3, half
     found, lines = {}, []
     for name, case in cases.items():
         if each := report.measure(name, functools.partial(card_memory.measure, *case, ranks)):
@@ -140,24 +118,11 @@ def memory(report, tiny):
             lines.append(f"{name:28} {peak['total'] / GIB:6.2f} GiB a rank{kept}, {each['seconds']:.3f} s{beside}")
     for name in ("timeline", "limited") if CUDA else ():
         report.measure(name, getattr(card_memory, name))
-    at_peak = {}
-    for name, each in found.items():
-        held = {part: its for part, its in each["curve"].items() if part != "phase"}
-        moment = max(range(len(held["total"])), key=held["total"].__getitem__)
-        at_peak[name.replace(", ", ",\n")] = {part: its[moment] for part, its in held.items()}
-    axes = draw_parts(at_peak, new_axes(20, 8), unit=(GIB, "GiB of rank 0 at its peak"), digits=2)
-    axes.set_title(f"{card()}: GPT of {millions(config)} parameters, {ranks} ranks")
-    axes.figure.savefig(report.path.parent / "memory.png")
     return lines
 
 
-def millions(config):
-    """How many parameters, in words."""
-    return f"{config.count_parameters()[0] / 1e6:,.1f} M"
-
-
 def train(report, tiny):
-    """The card's own rates, and beside them what our code reaches: steps, offload, conversions, arithmetic, a job."""
+    """The card's own rates, and beside them what our code reaches: steps, offload, conversions, arithmetic."""
     from notebooks.tools import card_steps
 
     rounds = 1 if tiny else 5
@@ -186,7 +151,6 @@ def train(report, tiny):
     for name, x in (report.measure("arithmetic", lambda: card_steps.arithmetic(*sizes, rounds)) or {}).items():
         ratio, errors = x["FP32"]["seconds"] / x["FP16"]["seconds"], [f"{x[t]['error']:.1e}" for t in ("FP32", "FP16")]
         lines.append(f"{name}: FP32 / FP16 arithmetic {ratio:.2f} of the time, errors {' and '.join(errors)}")
-    report.measure("main job", lambda: job(report.path.parent / "train", tiny))
     return lines
 
 
@@ -199,16 +163,6 @@ def conversions(elements, rounds):
         encode, decode = torch.compile(FP16.encode), torch.compile(FP16.decode)
         functions |= {"encode, compiled": lambda: encode(x), "decode, compiled": lambda: decode(bits)}
     return {name: 6 * elements / spent for name, spent in best_times(functions, rounds).items()}
-
-
-def job(folder, tiny):
-    """The main job: losses of every stage."""
-    from minizero.train import command as main_job
-
-    sizes = ["--steps", "2", "--width", "32", "--layers", "1", "--world-size", "2"] if tiny else ["--steps", "40"]
-    if main_job.main(["--device", DEVICE, "--attention", "flash", "--output", str(folder), *sizes]):
-        raise RuntimeError("python -m minizero.train failed: see the lines above")
-    return "train/"
 
 
 LLAMA = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, vocab_size=32000)
@@ -289,17 +243,16 @@ def notebooks(report, tiny):
 
     from notebooks.tools.run import FOLDER
 
-    places = {number: place for place, number in enumerate(LONGEST_FIRST)}
-    paths = sorted(FOLDER.glob("*.ipynb"), key=lambda path: (places.get(path.name[:2], len(places)), path.name))
+    paths = sorted(FOLDER.glob("*.ipynb"), key=lambda path: (path.name[:2] not in LONGEST_FIRST, path.name))
     if tiny:  # one that shows whether this works at all
         paths = [report.path.parent / "tiny.ipynb"]
         cells = [nbformat.v4.new_code_cell("import torch; torch.ones(2).sum()")]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), paths[0])
     folder = report.path.parent / "notebooks"
+    folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(4) as pool:
-        spent = pool.map(lambda path: report.measure(path.stem, lambda: run_notebook(path, folder)), paths)
-        each = dict(zip((path.stem for path in paths), spent))
-    return [", ".join(f"{name} {seconds:.0f} s" for name, seconds in each.items() if seconds) or "none"]
+        list(pool.map(lambda path: report.measure(path.stem, lambda: run_notebook(path, folder)), paths))
+    return [", ".join(f"{name} {seconds:.0f} s" for name, seconds in report.figures.items()) or "none"]
 
 
 def run_notebook(path, folder):
@@ -310,15 +263,9 @@ def run_notebook(path, folder):
 
     start = time.perf_counter()
     notebook = execute(path, allow_errors=True)
-    errors = [
-        f"cell [{number}] {output.ename}: {output.evalue}"[:150]
-        for number, cell in enumerate(notebook.cells)
-        for output in cell.get("outputs", [])
-        if output.output_type == "error"
-    ]
-    notebook.cells.append(nbformat.v4.new_markdown_cell(f"Executed on {card()}, torch {torch.__version__}."))
-    folder.mkdir(exist_ok=True)
     nbformat.write(notebook, folder / path.name)
+    outputs = ((number, output) for number, cell in enumerate(notebook.cells) for output in cell.get("outputs", []))
+    errors = [f"cell [{n}] {x.ename}: {x.evalue}"[:150] for n, x in outputs if x.output_type == "error"]
     if errors:
         raise RuntimeError("; ".join(errors).replace("\n", " "))
     return time.perf_counter() - start
