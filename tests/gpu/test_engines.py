@@ -1,10 +1,5 @@
 """Several ranks on one GPU: all stages and options the same bits, in 32 and 16 bits; one rank of NCCL."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,6 +7,7 @@ from minizero import DDP, GPT, GPTConfig, World, Zero3
 from minizero.accumulate import accumulate
 from minizero.checkpoint import load, save
 from minizero.ranks.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from minizero.ranks.launch import torchrun
 from precision import DynamicLossScaler, StaticLossScaler
 from tests.gpu.device import CUDA, DEVICE, marks, needs_gpu, size
 from tests.support.helpers import STAGES, batch
@@ -55,11 +51,6 @@ def train(comm, make, dtype=None, scaler=None, config=CONFIG, steps=STEPS):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model.gather_state_dict(), scales
-
-
-def same(one, other):
-    """Of two ranks or runs: losses, parameters and scales, to the bit."""
-    return one[0] == other[0] and one[2] == other[2] and all(torch.equal(one[1][n], other[1][n]) for n in other[1])
 
 
 def with_options(**options):
@@ -118,7 +109,7 @@ def test_fp16_with_a_scaler_skips_on_every_rank_or_on_none():
     results = [run(train, stage, torch.float16, scaler, steps=STEPS + 12) for stage in (DDP, Zero3)]
     for rank in (*results[0], *results[1]):
         assert rank[2] == results[0][0][2]
-    assert same(*(ranks[0] for ranks in results))
+    assert_same(*results, "Zero3")
     assert results[0][0][2][-1] < 2.0**24
     fixed = run(train, Zero3, torch.float16, lambda combine: StaticLossScaler(256.0, combine=combine))
     assert was_trained(fixed[0][1])
@@ -143,9 +134,8 @@ def test_collectives_between_threads_that_share_the_card():
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recompute_gives_the_same_bits(recompute):
-    plain = run(train, Zero3, ranks=2)
     again = run(train, Zero3, ranks=2, config=GPTConfig(**(vars(CONFIG) | {"recompute": recompute})))
-    assert same(again[0], plain[0])
+    assert_same(again, run(train, Zero3, ranks=2), recompute)
 
 
 def half_saved(comm, folder):
@@ -254,33 +244,11 @@ def held_between_steps(comm, offload):
     return torch.cuda.memory_allocated() - before
 
 
-ONE_RANK = """
-import json, torch
-from minizero import GPT, Comm, GPTConfig, Zero3
-config = GPTConfig(vocabulary=64, sequence_length=16, width=32, layers=2, heads=2)
-with Comm.from_process_group() as comm:
-    model = Zero3(GPT(config), comm)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(3):
-        x = (torch.arange(32, device=comm.device).view(2, 16) + step) % 64
-        loss = model(x, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    backend = torch.distributed.get_backend_config()
-print(json.dumps([comm.device.type, str(backend), losses]))
-"""
+def one_rank_trains(comm):
+    return comm.device.type, str(torch.distributed.get_backend_config()), was_trained(train(comm, Zero3)[1])
 
 
 def test_one_rank_of_torchrun():
     """Over NCCL, on a GPU."""
-    variables = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost")
-    environment = os.environ | variables | dict(MASTER_PORT="0", PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, "-c", ONE_RANK]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 0, answer.stderr[-2000:]
-    device, backend, losses = json.loads(answer.stdout.splitlines()[-1])
-    assert device == DEVICE and ("nccl" in backend) == (DEVICE == "cuda")
-    assert losses[-1] < losses[0]
+    ((device, backend, trained),) = torchrun(one_rank_trains, 1)
+    assert device == DEVICE and ("nccl" in backend) == (DEVICE == "cuda") and trained

@@ -73,7 +73,6 @@ INTERPRETED_FOR_MINUTES = (
 )
 GPU_TESTS = {
     "test_engines.py::test_one_rank_of_torchrun": "starts a process that talks over NCCL",
-    "test_bytes.py::test_the_ledger_and_the_profiler_agree": "PyTorch's profiler looks at the real device",
     "test_flash.py::test_under_compile": "torch.compile looks at the real device",
     "test_flash.py::test_the_kernels_are_compiled": "they are interpreted",
     **dict.fromkeys((f"test_flash.py::{name}" for name in INTERPRETED_FOR_MINUTES), "interpreted, it takes minutes"),
