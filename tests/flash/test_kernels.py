@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import importlib.util
 import math
+import types
 from unittest import mock
 
 import pytest
@@ -77,49 +78,40 @@ def test_a_long_head_dim_is_summed_in_parts():
     assert ((lse - exact).abs() <= gamma(32 + 8) * exact).all()
 
 
-@pytest.mark.parametrize(
-    ("backend", "n", "d", "dtype"),
-    [
-        *(("tiled", n, d, torch.float32) for n in (20, 70) for d in (8, 256)),  # of few rows it sums in float64
-        *slow(*(("triton", 70, d, torch.float32) for d in (8, 40, 256))),
-        *slow(*(("triton", 70, 40, dtype) for dtype in (torch.float16, torch.bfloat16))),
-    ],
-)
-def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(backend, n, d, dtype):
-    """Its weight is 1 whatever the score: dS is 0, not a rounding that large keys would make large."""
-    q, k, v, dout = tensors(*[(1, 1, n, d)] * 4, dtype=dtype)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    call = functools.partial(flash_attention, backend=backend)
-    dq, dk, _ = torch.autograd.grad(call(q, k, v, window=(0, 0)), (q, k, v), dout)
-    assert not dq.any() and not dk.any()
-    (dq,) = torch.autograd.grad(call(q, k, v, causal=True), q, dout)
-    assert not dq[:, :, 0].any() and dq[:, :, 1:].any()
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+ONE_KEY = [
+    *(("tiled", d, torch.float32, n, n, dict(window=(0, 0))) for n in (20, 70) for d in (8, 256)),  # few: in float64
+    *slow(*(("triton", d, torch.float32, 70, 70, dict(causal=True)) for d in (8, 256))),
+    *slow(*(("triton", 40, dtype, 70, 70, dict(window=(0, 0))) for dtype in DTYPES)),
+    *(
+        pytest.param(backend, 40, torch.float32, *row, marks=pytest.mark.accuracy)
+        for backend in ("triton", "tiled")
+        for row in (
+            (33, 1, dict()),
+            (33, 1, dict(window=(3, 16))),
+            (33, 17, dict(window=(15, None))),  # row 31 sees key 16, as all in its block of 16, but nothing else
+            (33, 17, dict(causal="bottom-right")),  # row 16 sees key 0, those before it nothing
+            (17, 33, dict(window=(0, 0), causal="bottom-right")),
+            (40, 33, dict(window=(0, 5), dropout_p=0.1, dropout_seed=3)),  # row 32 sees key 32
+        )
+    ),
+]
 
 
-@pytest.mark.accuracy
-@pytest.mark.parametrize("backend", ["triton", "tiled"])
-@pytest.mark.parametrize(
-    ("n_q", "n_k", "keywords"),
-    [
-        (33, 1, dict()),
-        (33, 1, dict(window=(3, 16))),
-        (33, 17, dict(window=(15, None))),  # row 31 sees key 16, as all in its block of 16, but nothing else
-        (33, 17, dict(causal="bottom-right")),  # row 16 sees key 0, those before it nothing
-        (17, 33, dict(window=(0, 0), causal="bottom-right")),
-        (40, 33, dict(window=(0, 5), dropout_p=0.1, dropout_seed=3)),  # row 32 sees key 32
-    ],
-)
-def test_every_row_that_sees_one_key(n_q, n_k, keywords, backend):
-    """Wherever it lies: what arrives at its out changes neither dQ nor dK, what arrives at its lse does."""
-    q, k, v = (x.requires_grad_() for x in tensors((1, 1, n_q, 40), (1, 1, n_k, 40), (1, 1, n_k, 40)))
+@pytest.mark.parametrize("backend, d, dtype, n_q, n_k, keywords", ONE_KEY)
+def test_a_row_that_sees_one_key_gives_no_gradient_of_its_score(backend, d, dtype, n_q, n_k, keywords):
+    """Its weight is 1 whatever the score, and wherever the key lies: what arrives at its out changes neither dQ nor dK
+    by a rounding that large keys would make large; what arrives at its lse does.
+    """
+    q, k, v = (x.requires_grad_() for x in tensors((1, 1, n_q, d), (1, 1, n_k, d), (1, 1, n_k, d), dtype=dtype))
     band = {name: keywords[name] for name in ("causal", "window") if name in keywords}
-    weights = attention_reference(torch.zeros_like(q), k, torch.eye(n_k, 40, device=DEVICE)[None, None], **band)
-    lonely = (weights == 1).any(-1)
-    dout, dlse = (x * lonely[..., None] for x in tensors((1, 1, n_q, 40), (1, 1, n_q, 1), seed=2))
+    lonely = attention_reference(q.double() * 0, k.double(), v.double(), **band, return_lse=True)[1] == 0  # log 1
+    dout, dlse = tensors((1, 1, n_q, d), (1, 1, n_q), seed=2)
+    dout, dlse = dout.to(dtype) * lonely[..., None], dlse * lonely
     with blocks_of(16, 16):
         out, lse = flash_attention(q, k, v, **keywords, return_lse=True, backend=backend)
-        *both, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse[..., 0]), retain_graph=True)
-        alone = torch.autograd.grad(lse, (q, k), dlse[..., 0])
+        *both, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
+        alone = torch.autograd.grad(lse, (q, k), dlse)
     assert lonely.any() and dv.any() and all(x.any() for x in both)
     assert all(torch.equal(one, other) for one, other in zip(both, alone))
 
@@ -221,36 +213,27 @@ def test_what_comes_in_for_rows_that_see_nothing_has_no_effect(n_q, n_k, keyword
     assert not any(x.masked_select(where).any() for x in (out, *(dq for dq, *_ in found)))
 
 
-@pytest.mark.parametrize("n", [1, 63])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("n, hidden", [(1, slice(1)), (63, slice(31, 32)), (63, slice(20)), (63, slice(63))])
 @pytest.mark.parametrize("keywords", [{}, dict(causal=True), dict(window=(None, 3), dropout_p=0.1, dropout_seed=1)])
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
-def test_a_key_of_minus_infinity_is_no_key(n, keywords, backend):
-    """Also where rows end within a block: a row of zeros behind them would have 0 times infinity for a score."""
+def test_a_key_of_minus_infinity_is_no_key(n, hidden, keywords, backend):
+    """Also where rows end within a block: a row of zeros behind them would have 0 times infinity for a score.
+
+    A row that sees no other key has out 0, lse -inf and gradients of 0, not 0 · -inf.
+    """
     q, k, v, dout = tensors(*[(1, 1, n, 16)] * 4)
-    q = q.abs()
-    k[:, :, n // 2] = -INF
+    q, k[:, :, hidden] = q.abs(), -INF
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     results = []
     for call in (functools.partial(flash_attention, backend=backend), attention_reference):
         out, lse = call(q, k, v, return_lse=True, **keywords)
-        results.append((out, lse, *torch.autograd.grad((out, lse), (k, v), (dout, torch.ones_like(lse)))))
+        dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, torch.ones_like(lse)))
+        results.append((out, lse, dk, dv))
+        assert not any(x[:, :, hidden].any() for x in (dk, dv))
+        assert not any(x[lse == -INF].any() for x in (out, dq)) and (n > 1 or lse == -INF)
     for one, other in zip(*results):
         torch.testing.assert_close(one, other)
-    assert not any(x[:, :, n // 2].any() for x in results[0][2:])
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("hidden, keywords", [(63, {}), (20, dict(causal=True))])
-@pytest.mark.parametrize("way", [attention, functools.partial(flash_attention, backend="tiled"), attention_reference])
-def test_scores_of_minus_infinity_are_no_scores(way, hidden, keywords):
-    """The first keys are padding, by a column of -inf: rows that see only those have gradients of 0, not 0 · -inf."""
-    q, k, v = tensors(*[(1, 1, 63, 16)] * 3)
-    q[..., 0], k[..., 0], k[:, :, :hidden, 0] = 1, 0, -INF
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = (x[:, :, :hidden] for x in way(q, k, v, return_lse=True, **keywords))
-    assert (out == 0).all() and (lse == -INF).all()
-    dq, dk, dv = torch.autograd.grad(out.sum() + lse.exp().sum(), (q, k, v))
-    assert not dq[:, :, :hidden].any() and not dk.any() and not dv.any()
 
 
 @pytest.mark.accuracy
@@ -281,14 +264,11 @@ def test_a_window_may_lie_bottom_right_whatever_causal_is(causal, window, backen
 # Memory that is not theirs.
 
 
-def guarded(shape, dtype, value=None):
-    """A tensor inside a band of NaN; its neighbours in memory; with numbers in it or NaN."""
-    elements = math.prod(shape)
-    memory = torch.full((elements + 512,), NAN, dtype=dtype, device=DEVICE)
-    inside = memory[256 : 256 + elements].view(shape)
-    if value is not None:
-        inside.copy_(value)
-    return inside, torch.cat([memory[:256], memory[256 + elements :]]), memory
+def guarded(shape, value=NAN):
+    """A tensor inside a band of NaN, with these numbers in it; and all of its memory."""
+    memory = torch.full((math.prod(shape) + 512,), NAN, device=DEVICE)
+    inside = memory[256:-256].view(shape)
+    return inside.copy_(torch.as_tensor(value)), memory
 
 
 @pytest.mark.accuracy
@@ -303,20 +283,16 @@ def test_bands_of_nan_around_every_buffer_stay_outside(causal):
     arguments = values["do"], dlse, values["q"], values["k"], values["v"], *expected
     expected += kernels.backward(*arguments, options)
 
-    held = {name: guarded(shape, torch.float32, values[name]) for name, shape in shapes.items()}
-    held["dlse"] = guarded(dlse.shape, torch.float32, dlse)
-    for name, like in (("out", "q"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
-        held[name] = guarded(shapes[like], torch.float32)
-    held |= {name: guarded(dlse.shape, torch.float32) for name in ("lse", "delta")}
-    q, k, v, do, dlse, out, dq, dk, dv, lse, delta = (x[0] for x in held.values())
+    held = [guarded(x.shape, x) for x in (*values.values(), dlse)]
+    held += [guarded(shapes[like]) for like in ("q", "q", "k", "v")] + [guarded(dlse.shape) for _ in range(2)]
+    q, k, v, do, dlse, out, dq, dk, dv, lse, delta = (inside for inside, _ in held)
     with blocks_of(16, 16):
         kernels.forward_launch(q, k, v, out, lse, options).run()
         for one in kernels.backward_launches(do, dlse, q, k, v, out, lse, delta, dq, dk, dv, options):
             one.run()
     for found, wanted in zip((out, lse, dq, dk, dv), expected):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    for name, (inside, _, memory) in held.items():
-        assert memory[:256].isnan().all() and memory[256 + inside.numel() :].isnan().all(), name
+    assert all(memory[:256].isnan().all() and memory[-256:].isnan().all() for _, memory in held)
 
 
 @pytest.mark.slow
@@ -374,21 +350,18 @@ def test_too_little_shared_memory_is_an_error_that_says_so():
 
 def test_autotuning_takes_the_fastest_that_fits(monkeypatch):
     """Candidates by the stages they have: 1 takes long, 2 is best, 3 does not fit."""
-    candidates = [launch.Blocks(16, 16, 4, stages) for stages in (1, 2, 3)]
+    candidates, seconds = [launch.Blocks(16, 16, 4, stages) for stages in (1, 2, 3)], {1: 2.0, 2: 1.0}
     monkeypatch.setattr(launch, "fastest", {})
     monkeypatch.setattr(triton.testing, "do_bench", lambda run: run())
 
-    class Stub:
-        def __init__(self, blocks):
-            self.stages = blocks.stages
+    def run(blocks):
+        if blocks.stages == 3:
+            raise ValueError("shared memory")
+        return seconds[blocks.stages]
 
-        def run(self):
-            if self.stages == 3:
-                raise ValueError("shared memory")
-            return 1 / self.stages
-
-    assert launch.tune("key", Stub, candidates) == candidates[1] == launch.fastest["key"]
-    assert launch.tune("key", Stub, []) == candidates[1], "remembered"
+    make = lambda blocks: types.SimpleNamespace(run=functools.partial(run, blocks))  # noqa: E731
+    assert launch.tune("key", make, candidates) == candidates[1] == launch.fastest["key"]
+    assert launch.tune("key", make, []) == candidates[1], "remembered"
 
 
 def test_a_weight_of_1_is_1_in_backward_however_large_its_score():

@@ -68,7 +68,6 @@ INTERPRETED_FOR_MINUTES = (
     "test_nan_and_infinity_reach_the_rows_that_see_them_and_no_others",
     "test_offsets_past_two_to_the_31",
     "test_results_have_the_strides_that_the_operator_promises",
-    "test_scores_of_minus_infinity_are_no_scores",
     "test_the_dropout_mask_is_everybodys",
 )
 GPU_TESTS = {
