@@ -216,28 +216,23 @@ def test_empty_batches_heads_and_sequences(attention, shape):
 # Packed sequences.
 
 
-def test_packed_sequences_are_the_padded_ones_without_padding():
-    lengths, n = [(5, 7), (0, 4), (9, 9), (3, 0)], 9
-    q, k, v = tensors((4, 6, n, 8), (4, 3, n, 8), (4, 3, n, 8), dtype=torch.float64)
-    starts = [cu(*torch.tensor([pair[side] for pair in lengths]).cumsum(0).tolist()) for side in (0, 1)]
-
-    def pack(x, side):
-        rows = [x[number, :, : pair[side]].transpose(0, 1) for number, pair in enumerate(lengths)]
-        return torch.cat([*rows, torch.full((2, *rows[0].shape[1:]), math.nan, dtype=x.dtype)])  # two rows of nobody
-
-    packed = [pack(x, side).requires_grad_() for x, side in ((q, 0), (k, 1), (v, 1))]
+def test_packed_sequences_are_the_references_and_rows_of_nobody_are_nothing():
+    """Four sequences, of which one has no query and one no key; and two rows more, of NaN."""
+    q, k, v = tensors((19, 6, 8), (22, 3, 8), (22, 3, 8), dtype=torch.float64)
+    q[17:], k[20:], v[20:] = math.nan, math.nan, math.nan
+    packed, starts = [x.requires_grad_() for x in (q, k, v)], (cu(5, 5, 14, 17), cu(7, 11, 20, 20))
     keywords = dict(causal="bottom-right", window=(4, None), dropout_p=0.4, dropout_seed=3, return_lse=True)
-    out, lse = flash_attention_varlen(*packed, *starts, **keywords)
-    gradients = torch.autograd.grad((out, lse), packed, (torch.ones_like(out), torch.ones_like(lse)))
-    reference = attention_reference_varlen(*packed, *starts, **keywords)
-    torch.testing.assert_close(out, reference[0]), torch.testing.assert_close(lse, reference[1])
-    expected = torch.autograd.grad(reference, packed, (torch.ones_like(out), torch.ones_like(lse)))
-    for one, other, total in zip(gradients, expected, (17, 20, 20)):
-        torch.testing.assert_close(one[:total], other[:total])
-        assert (one[total:] == 0).all(), "rows of no sequence"
-    assert out.shape == (19, 6, 8) and lse.shape == (6, 19)
-    assert (out[17:] == 0).all() and (lse[:, 17:] == -INF).all()
-    assert (out[14:17] == 0).all() and (lse[:, 14:17] == -INF).all(), "three queries without a key"
+    results = []
+    for attention in (flash_attention_varlen, attention_reference_varlen):
+        out, lse = attention(*packed, *starts, **keywords)
+        gradients = torch.autograd.grad((out, lse), packed, (torch.ones_like(out), torch.ones_like(lse)))
+        results.append((out, lse, *gradients))
+        assert (
+            out.shape == (19, 6, 8) and lse.shape == (6, 19) and (out[14:] == 0).all() and (lse[:, 14:] == -INF).all()
+        )
+        assert not any(x[total:].any() for x, total in zip(gradients, (17, 20, 20)))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
 
 
 def test_no_sequence_at_all():

@@ -1,7 +1,5 @@
 """How tiled attention cuts its work: the size of a tile, which blocks need a mask, when results are rounded."""
 
-import math
-
 import pytest
 import torch
 
@@ -75,23 +73,3 @@ def test_blocks_change_nothing(blocks):
         results.append((out, lse, *tiled.backward(dout, lse * 0 + 0.5, q, k, v, out, lse, options, size)))
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_rows_that_see_nothing_load_no_keys():
-    """The window begins 30 keys behind the diagonal at 0, where causal ends."""
-    q, k = tensors((1, 1, 64, 4), (1, 1, 96, 4))
-    options = options_of(q, k, k, causal=True, window=(2, None), window_diagonal="bottom-right")
-    (part,) = parts(q, k, options, (16, 64))
-    assert not any(map(part.keys_seen_by, part.row_blocks()))
-
-
-def test_only_blocks_with_visible_keys_are_touched(monkeypatch):
-    """Keys outside the window may hold anything, also NaN: their blocks are never loaded."""
-    q, k, v = tensors((1, 1, 64, 4), (1, 1, 1024, 4), (1, 1, 1024, 4))
-    k[:, :, 128:], v[:, :, 128:] = math.nan, math.nan
-    options = options_of(q, k, k, window=(10, 10))
-    out, lse = tiled.forward(q, k, v, options, (16, 16))
-    assert torch.isfinite(out).all() and torch.isfinite(lse).all()
-    gradients = tiled.backward(out, lse, q, k, v, out, lse, options, (16, 16))
-    assert all(torch.isfinite(x).all() for x in gradients)
-    assert (gradients[1][:, :, 128:] == 0).all(), "keys that nobody sees have gradient 0"
