@@ -120,85 +120,31 @@ def images(size: int, side: int) -> Batch:
     return {"pixel_values": torch.randn(size, 3, side, side), "labels": torch.randint(5, (size,))}
 
 
+# Each library's words for two layers of four heads.
+GPT2 = dict(vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+T5 = dict(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+HALF = dict(layers=2, attention_heads=4, ffn_dim=64)
+WHISPER = {f"{half}_{name}": number for half in ("encoder", "decoder") for name, number in HALF.items()}
+WHISPER |= dict(vocab_size=VOCABULARY, d_model=WIDTH, num_mel_bins=8, max_source_positions=8, max_target_positions=16)
+WHISPER |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3)
+EXPERTS = dict(num_key_value_heads=2, num_local_experts=4, output_router_logits=True)
+VIT = dict(image_size=16, patch_size=4, num_labels=5)
+CONVNEXT = dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], num_labels=5)
 MODELS = {
-    "GPT-2": RealModel(
-        built(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            vocab_size=VOCABULARY,
-            n_positions=16,
-            n_embd=WIDTH,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=0,
-            eos_token_id=0,
-        ),
-        text,
-    ),
+    "GPT-2": RealModel(built("GPT2LMHeadModel", "GPT2Config", **GPT2), text),
     "Llama": RealModel(built("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=2, **TEXT), text),
-    "T5": RealModel(
-        built(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-        ),
-        two_texts,
-    ),
+    "T5": RealModel(built("T5ForConditionalGeneration", "T5Config", **T5), two_texts),
     "BERT": RealModel(built("BertForMaskedLM", "BertConfig", **TEXT), padded_text),
-    "Mixtral": RealModel(
-        built(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            num_key_value_heads=2,
-            num_local_experts=4,
-            output_router_logits=True,
-            **TEXT,
-        ),
-        text,
-    ),
+    "Mixtral": RealModel(built("MixtralForCausalLM", "MixtralConfig", **EXPERTS, **TEXT), text),
     "ViT": RealModel(
-        built("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4, num_labels=5, **SIZES),
+        built("ViTForImageClassification", "ViTConfig", **VIT, **SIZES),
         functools.partial(images, side=16),
         "pixel_values",
     ),
-    "Whisper": RealModel(
-        built(
-            "WhisperForConditionalGeneration",
-            "WhisperConfig",
-            vocab_size=VOCABULARY,
-            num_mel_bins=8,
-            d_model=WIDTH,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            max_source_positions=8,
-            max_target_positions=16,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=3,
-        ),
-        sound,
-        "input_features",
-    ),
+    "Whisper": RealModel(built("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), sound, "input_features"),
     "ResNet-50": RealModel(resnet50, functools.partial(images, side=64), "pixel_values", samples=4),
     "ConvNeXt": RealModel(
-        built(
-            "ConvNextForImageClassification",
-            "ConvNextConfig",
-            hidden_sizes=[8, 16, 24, 32],
-            depths=[1, 1, 2, 1],
-            num_labels=5,
-        ),
+        built("ConvNextForImageClassification", "ConvNextConfig", **CONVNEXT),
         functools.partial(images, side=32),
         "pixel_values",
     ),
