@@ -60,9 +60,9 @@ class Report:
             print(f"  {name}: {time.perf_counter() - start:.1f} s", flush=True)
         return self.figures[name]
 
-    def finish(self, **more):
+    def finish(self):
         """Next time this part is skipped, unless something could not be measured."""
-        self.mine |= {"done": not self.missing, "missing": self.missing} | more
+        self.mine |= {"done": not self.missing, "missing": self.missing}
         self.save()
 
     def save(self):
@@ -84,13 +84,8 @@ def run_part(part, folder, tiny, limit, log):
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment,
         start_new_session=True,
     )  # fmt: skip
-    late = threading.Event()
-
-    def end():
-        late.set()
-        kill(process)
-
-    timer = threading.Timer(limit or PARTS[part], end)
+    limit = limit or PARTS[part]
+    start, timer = time.monotonic(), threading.Timer(limit, kill, [process])
     timer.start()
     try:
         for line in process.stdout:
@@ -100,7 +95,7 @@ def run_part(part, folder, tiny, limit, log):
         timer.cancel()
         kill(process)
     if status:
-        say(f"{part}: {'stopped after its time' if late.is_set() else f'exit code {status}'}", log)
+        say(f"{part}: {'stopped after its time' if time.monotonic() - start >= limit else f'exit code {status}'}", log)
 
 
 def kill(process):
@@ -123,9 +118,17 @@ def table(folder, parts):
         mine = Report(folder, part).mine
         missing = ", ".join(mine.get("missing", [])) or "not all of it was measured"
         lines.append(f"{part}: {'done' if mine['done'] else missing}")
-        lines += [f"    {line}" for line in mine.get("headlines", [])]
+        lines += [f"    {name}: {short(figure)}" for name, figure in mine["figures"].items()]
         complete = complete and mine["done"]
     return lines, complete
+
+
+def short(figure):
+    """A figure's numbers in a line, without the lists of curves."""
+    if isinstance(figure, dict):
+        each = {name: short(part) for name, part in figure.items() if not isinstance(part, list)}
+        return "; ".join(f"{name} {words}" for name, words in each.items() if words)
+    return f"{figure:.4g}" if isinstance(figure, float) else str(figure)
 
 
 def main():

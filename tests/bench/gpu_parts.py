@@ -7,8 +7,7 @@
     xray        the X-ray's peaks beside the allocator's
     notebooks   executed on the card, four at once
 
-A part measures by `report.measure`, and returns the lines of the short table. What needs Jupyter is imported in
-its part, so that the others run without it.
+A part measures by `report.measure`. What needs Jupyter is imported in its part, so that the others run without it.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import functools
 import gc
 import importlib.util
 import itertools
-import math
 import os
 import subprocess
 import sys
@@ -31,14 +29,14 @@ from minizero import GPT, GPTConfig, Zero3
 from minizero.xray.case import case_of
 from minizero.xray.plan import Plan
 from notebooks.tools import card_attention
-from notebooks.tools.card import CUDA, DEVICE, GIB, MIB, best_times, copy_bandwidth, matmul_rate, synchronize
+from notebooks.tools.card import CUDA, DEVICE, best_times, copy_bandwidth, matmul_rate, synchronize
 from precision import FP16
 from tests.bench.gpu import PARTS, Report
 
 
 def tests(report, tiny):
     """What is red is run again next time."""
-    return [report.measure("tests", run_tests) or "not all passed"]
+    report.measure("tests", run_tests)
 
 
 def run_tests():
@@ -56,40 +54,18 @@ def run_tests():
 
 
 def flash(report, tiny):
-    """TFLOP/s, the ratio to SDPA's FLASH, the share of the matmul rate, memory: `card_attention` says how."""
+    """TFLOP/s and memory: `card_attention` says how."""
     lengths, head_dims, rounds = ((32, 64), (64,), 1) if tiny else (card_attention.LENGTHS, (64, 128), 5)
     names = ("flash", "MATH") if tiny else card_attention.NAMES
     sizes = dict(tokens=64, width=128) if tiny else {}
-    rate = report.measure("matmul", lambda: matmul_rate(torch.float16, 64 if tiny else 8192) / 1e12) or math.nan
-    lines, times = [], {}
+    report.measure("matmul", lambda: matmul_rate(torch.float16, 64 if tiny else 8192) / 1e12)
     for d, causal, n in itertools.product(head_dims, (False, True), lengths):
-        name = f"d {d}, {'causal' if causal else 'full'}, N {n}"
         case = functools.partial(card_attention.measure, n, d, causal, torch.float16, names, rounds, **sizes)
-        found = report.measure(name, case) or {}
-        for each in found:
-            print(line := f"{name}: {line_of(each, found, rate)}", flush=True)
-            lines += [line] if each == "flash" and n == min(max(lengths), 4096) else []
-        taken = [found.get(each, {}) for each in ("flash", "MATH")]
-        if not causal and all({"forward", "backward"} <= its.keys() for its in taken):
-            flash, plain = (1 / its["forward"] + 2.5 / its["backward"] for its in taken)
-            times.setdefault(d, []).append(f"{plain / flash:.1f} × at {n:,}")
+        report.measure(f"d {d}, {'causal' if causal else 'full'}, N {n}", case)
     from flash import launch
 
     if launch.fastest:  # FLASH_AUTOTUNE=1
         report.figures["autotuned"] = {str(key): blocks for key, blocks in launch.fastest.items()}
-    faster = {d: ", ".join(times.get(d, ["not measured"])) for d in head_dims}
-    return lines + [f"flash / MATH, forward + backward, d {d}: {words}" for d, words in faster.items()]
-
-
-def line_of(name, results, matmul):
-    """What is printed of one name."""
-    line = f"{name:10}"
-    for which in ("forward", "backward"):
-        rate, flash = results[name].get(which), results.get("FLASH", {}).get(which)
-        if rate:
-            ratio = f", {rate / flash:.2f} × FLASH" if flash else ""
-            line += f"  {which} {rate:6.1f} TFLOP/s ({rate / matmul:4.0%} of matmul{ratio})"
-    return f"{line}  {results[name].get('memory', math.nan) / 2**20:8.0f} MiB"
 
 
 def memory(report, tiny):
@@ -109,16 +85,10 @@ def memory(report, tiny):
     cases["Zero3, all three"] = everything, Zero3, half
     cases["Zero3, all three, offload"] = everything, Zero3, half | {"offload": True}
     cases[f"{largest.count_parameters()[0] / 1e6:,.1f} M, Zero3, all three"] = largest, Zero3, half
-    found, lines = {}, []
     for name, case in cases.items():
-        if each := report.measure(name, functools.partial(card_memory.measure, *case, ranks)):
-            found[name], peak, card_says = each, each["peak"], each["allocated"]
-            beside = f", allocator {card_says / each['all ranks']:.3f} of all ranks' peaks" if card_says else ""
-            kept = f", {peak['host'] / GIB:.2f} on the host" if peak["host"] else ""
-            lines.append(f"{name:28} {peak['total'] / GIB:6.2f} GiB a rank{kept}, {each['seconds']:.3f} s{beside}")
+        report.measure(name, functools.partial(card_memory.measure, *case, ranks))
     for name in ("timeline", "limited") if CUDA else ():
         report.measure(name, getattr(card_memory, name))
-    return lines
 
 
 def train(report, tiny):
@@ -128,30 +98,16 @@ def train(report, tiny):
     rounds = 1 if tiny else 5
     small = GPTConfig(width=32, layers=1)
     step = functools.partial(card_steps.steps, *((small, 1) if tiny else (card_steps.LARGE, card_steps.BATCH)), rounds)
-    copy = report.measure("copy bandwidth", lambda: copy_bandwidth(2**12 if tiny else 2**30, rounds))
-    rates = report.measure("matmul rates", lambda: card_steps.matmul_rates(64 if tiny else 8192, rounds))
-    lines = []
-    if copy and rates:
-        each = ", ".join(f"{name} {rate / 1e12:.1f}" for name, rate in rates.items())
-        lines.append(f"copy {copy / 1e9:,.0f} GB/s; matmul {each} TFLOP/s")
-    each = report.measure("step", lambda: step({name: {"dtype": dtype} for name, dtype in card_steps.DTYPES.items()}))
-    if each:
-        lines.append("step: " + ", ".join(f"{t} {x['seconds'] * 1e3:.1f} ms" for t, x in each.items()))
     ways = {"resident": {}, "offload": {"offload": True, "prefetch": 0}}
     ways["offload, prefetch"] = {"offload": True, "prefetch": 1}
     bf16 = {name: {"dtype": torch.bfloat16} | more for name, more in ways.items()}
-    if offload := report.measure("offload", lambda: step(bf16)):
-        each = (f"{t} {x['seconds'] * 1e3:.1f} ms, {x['bytes'] / GIB:.2f} GiB" for t, x in offload.items())
-        lines.append("a step takes: " + "; ".join(each))
-    converted = report.measure("conversions", lambda: conversions(2**12 if tiny else 2**28, rounds))
-    if converted and copy:
-        each = ", ".join(f"{name} {rate / copy:.2f}" for name, rate in converted.items())
-        lines.append(f"FP16, share of the copy bandwidth: {each}")
     sizes = (4, 64) if tiny else (card_steps.ROWS, card_steps.COLUMNS)
-    for name, x in (report.measure("arithmetic", lambda: card_steps.arithmetic(*sizes, rounds)) or {}).items():
-        ratio, errors = x["FP32"]["seconds"] / x["FP16"]["seconds"], [f"{x[t]['error']:.1e}" for t in ("FP32", "FP16")]
-        lines.append(f"{name}: FP32 / FP16 arithmetic {ratio:.2f} of the time, errors {' and '.join(errors)}")
-    return lines
+    report.measure("copy bandwidth", lambda: copy_bandwidth(2**12 if tiny else 2**30, rounds))
+    report.measure("matmul rates", lambda: card_steps.matmul_rates(64 if tiny else 8192, rounds))
+    report.measure("step", lambda: step({name: {"dtype": dtype} for name, dtype in card_steps.DTYPES.items()}))
+    report.measure("offload", lambda: step(bf16))
+    report.measure("conversions", lambda: conversions(2**12 if tiny else 2**28, rounds))
+    report.measure("arithmetic", lambda: card_steps.arithmetic(*sizes, rounds))
 
 
 def conversions(elements, rounds):
@@ -183,16 +139,11 @@ def xray(report, tiny):
     makes = {"our GPT": functools.partial(our_gpt, tiny)}
     if not tiny and importlib.util.find_spec("transformers"):
         makes |= {name: functools.partial(hugging_face, *arguments) for name, arguments in MODELS.items()}
-    lines = []
     for name, make in makes.items():
-        found = report.measure(name, functools.partial(beside, make))
+        report.measure(name, functools.partial(beside, make))
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
-        if found and "requested" in found:
-            ratio = found["xray"] / found["requested"]
-            lines.append(f"{name:28} X-ray {found['xray'] / MIB:9,.0f} MiB, {ratio:.3f} of what was asked for")
-    return lines
 
 
 def hugging_face(model, configuration, options, batch, length):
@@ -252,7 +203,6 @@ def notebooks(report, tiny):
     folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda path: report.measure(path.stem, lambda: run_notebook(path, folder)), paths))
-    return [", ".join(f"{name} {seconds:.0f} s" for name, seconds in report.figures.items()) or "none"]
 
 
 def run_notebook(path, folder):
@@ -278,7 +228,8 @@ def main():
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     report = Report(arguments.output, arguments.part)
-    report.finish(headlines=globals()[arguments.part](report, arguments.tiny))
+    globals()[arguments.part](report, arguments.tiny)
+    report.finish()
 
 
 if __name__ == "__main__":
