@@ -91,25 +91,16 @@ def test_the_tool_writes_the_cell_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["notebooks", ".", ".."])
-def test_a_bare_checkout_is_found(tmp_path, where):
+def test_a_bare_checkout_is_found_and_by_a_process_that_the_notebook_starts(tmp_path, where):
     """Without an installation: from the folder of the notebooks, from the checkout, and from the folder around it."""
     checkout = package(tmp_path / "around" / "minizero", "minizero")
     (checkout / "notebooks").mkdir()
-    done = opened((checkout / "notebooks" if where == "notebooks" else checkout / where).resolve(), *OTHERS)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert Path(done.stdout.strip()).samefile(checkout / "minizero" / "__init__.py")
-
-
-def test_a_process_that_the_notebook_starts_finds_the_checkout_too(tmp_path):
-    checkout = package(tmp_path / "checkout", "minizero")
-    (tmp_path / "elsewhere").mkdir()
     child = "import minizero; print(minizero.__file__)"
-    start = (
-        f"\nsubprocess.run([sys.executable, '-S', '-c', {child!r}], cwd={str(tmp_path / 'elsewhere')!r}, check=True)"
-    )
-    done = opened(checkout, *OTHERS, then=start)
+    start = f"\nsubprocess.run([sys.executable, '-S', '-c', {child!r}], cwd={str(tmp_path)!r}, check=True)"
+    done = opened((checkout / where).resolve(), *OTHERS, then=start)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [Path(line).parent.name for line in done.stdout.splitlines()] == ["minizero", "minizero"]
+    ours, its = done.stdout.splitlines()
+    assert ours == its and Path(ours).samefile(checkout / "minizero" / "__init__.py")
 
 
 def test_a_bare_checkout_names_what_else_is_missing(tmp_path):

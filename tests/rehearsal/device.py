@@ -63,9 +63,8 @@ def where(tensor):
 
 
 def put(tensor, device):
-    """Note the device of a tensor that was made for it, and the line that made it."""
-    storage = tensor.untyped_storage()
-    storage.lies_on, storage.made_at = device, line()
+    """Note the device of a tensor that was made for it."""
+    tensor.untyped_storage().lies_on = device
     return tensor
 
 
@@ -147,16 +146,9 @@ class Watch(Watcher):
         if len(found) == 2 and scalars and CPU in found and found[CPU].dim() == 0 and found[CPU] is not written:
             del found[CPU]
         if len(found) > 1:
-            each = " and ".join(
-                f"{device} {tuple(tensor.shape)}" + (f", made at {made}" if (made := made_at(tensor)) else "")
-                for device, tensor in found.items()
-            )
+            each = " and ".join(f"{device} {tuple(tensor.shape)}" for device, tensor in found.items())
             raise MixedDevices(f"{line()}: {func} got tensors on {each}")
         return next(iter(found), None)
-
-
-def made_at(tensor):
-    return getattr(tensor.untyped_storage(), "made_at", None)
 
 
 def leaves(values):
@@ -390,11 +382,8 @@ def transfer(comm, outgoing, dst, incoming, src):
     """Threads could copy between devices. Processes could not."""
     for tensor in (outgoing, incoming):
         if tensor is not None and note(tensor) not in (UNKNOWN, comm.device):
-            made = f", made at {made_at(tensor)}" if made_at(tensor) else ""
-            raise MixedDevices(
-                f"{line()}: a rank on {comm.device} sends, or receives into, a tensor on {note(tensor)}{made}: "
-                "NCCL refuses that"
-            )
+            words = f"a rank on {comm.device} sends, or receives into, a tensor on {note(tensor)}"
+            raise MixedDevices(f"{line()}: {words}: NCCL refuses that")
     return real_transfer(comm, outgoing, dst, incoming, src)
 
 
