@@ -67,9 +67,7 @@ def test_under_torch_compile():
         for pair, inputs, last in (((compiled, loss), (q, k, v), n), ((packed, packed_loss), rows, cu(3, n))):
             ours, eager = (function(*inputs, last) for function in pair)
             torch.testing.assert_close(ours, eager)
-            gradients = (torch.autograd.grad(result, inputs) for result in (ours, eager))
-            for one, other in zip(*gradients):
-                torch.testing.assert_close(one, other)
+            torch.testing.assert_close(*(torch.autograd.grad(result, inputs) for result in (ours, eager)))
     assert len(graphs) <= 4, "each once with fixed and once with dynamic shapes"
     drawn = torch.compile(lambda q: flash_attention(q, q, q, dropout_p=0.5), fullgraph=True, backend=backend)
     assert not torch.equal(drawn(q), drawn(q)), "every call draws a seed"
@@ -231,8 +229,7 @@ def test_packed_sequences_are_the_references_and_rows_of_nobody_are_nothing():
             out.shape == (19, 6, 8) and lse.shape == (6, 19) and (out[14:] == 0).all() and (lse[:, 14:] == -INF).all()
         )
         assert not any(x[total:].any() for x, total in zip(gradients, (17, 20, 20)))
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 def test_no_sequence_at_all():

@@ -25,8 +25,7 @@ def test_every_attention_gives_the_same_loss_and_gradients(attention, sequence, 
         loss = model(x, y)
         loss.backward()
         results.append((loss, *(parameter.grad for parameter in model.parameters())))
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_the_estimate_knows_that_there_are_no_scores():

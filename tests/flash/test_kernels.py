@@ -232,8 +232,7 @@ def test_a_key_of_minus_infinity_is_no_key(n, hidden, keywords, backend):
         results.append((out, lse, dk, dv))
         assert not any(x[:, :, hidden].any() for x in (dk, dv))
         assert not any(x[lse == -INF].any() for x in (out, dq)) and (n > 1 or lse == -INF)
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.accuracy
@@ -250,8 +249,7 @@ def test_a_window_may_lie_bottom_right_whatever_causal_is(causal, window, backen
         grads = torch.autograd.grad(packed, (q, k, v), [torch.ones_like(x) for x in packed])
     expected = attention_reference_varlen(q, k, v, *starts, **keywords)
     exact = torch.autograd.grad(expected, (q, k, v), [torch.ones_like(x) for x in expected])
-    for one, other in zip((*packed, *grads), (*expected, *exact)):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close((*packed, *grads), (*expected, *exact), atol=1e-4, rtol=1e-4)
     for number in (0, 1):
         rows, keys = (slice(*s[number : number + 2].tolist()) for s in starts)
         q_n, k_n, v_n = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
@@ -305,9 +303,7 @@ def test_offsets_past_two_to_the_31():
     options = options_of(x, x, x)
     out, lse = kernels.forward(x, x, x, options)
     torch.testing.assert_close(out, kernels.forward(near, near, near, options)[0])
-    gradients = kernels.backward(x, lse, x, x, x, x, lse, options)
-    for one, other in zip(gradients, kernels.backward(near, lse, near, near, near, near, lse, options)):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(kernels.backward(y, lse, *[y] * 4, lse, options) for y in (x, near)))
 
 
 # Bits, and launches.

@@ -19,12 +19,9 @@ def test_merge_joins_two_sets_of_keys(cut):
     sides = slice(cut), slice(cut, None)
     parts = [flash_attention(q, k[:, :, side], v[:, :, side], return_lse=True) for side in sides]
     joined = merge(*parts[0], *parts[1])
-    dlse = torch.ones_like(whole[1])
-    for one, other in zip(joined, whole):
-        torch.testing.assert_close(one, other)
-    ours, theirs = (torch.autograd.grad(result, (q, k, v), (dout, dlse)) for result in (joined, whole))
-    for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(joined, whole)
+    grad_outputs = dout, torch.ones_like(whole[1])
+    torch.testing.assert_close(*(torch.autograd.grad(result, (q, k, v), grad_outputs) for result in (joined, whole)))
 
 
 def test_merge_of_rows_that_see_nothing_in_one_part_or_in_both():
@@ -36,11 +33,9 @@ def test_merge_of_rows_that_see_nothing_in_one_part_or_in_both():
     second = [torch.cat(pair, dim=2) for pair in zip(nothing, second)]
     out, lse = merge(*first, *second)
     expected = attention_reference(q, k, v, causal=True, return_lse=True)
-    torch.testing.assert_close(out, expected[0]), torch.testing.assert_close(lse, expected[1])
+    torch.testing.assert_close((out, lse), expected)
     sums = (x[0].sum() + x[1].sum() for x in ((out, lse), expected))
-    gradients = (torch.autograd.grad(total, (q, k, v), retain_graph=True) for total in sums)
-    for one, other in zip(*gradients):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*(torch.autograd.grad(total, (q, k, v), retain_graph=True) for total in sums))
     out, lse = merge(*nothing, *nothing)
     assert (out == 0).all() and (lse == -INF).all()
     assert (torch.autograd.grad(out.sum() + lse.masked_fill(lse == -INF, 0).sum(), q)[0] == 0).all()
@@ -48,12 +43,9 @@ def test_merge_of_rows_that_see_nothing_in_one_part_or_in_both():
 
 @pytest.mark.parametrize("large", [1e4, -1e4])
 def test_merge_of_logsumexps_too_large_to_exponentiate(large):
-    (out_a, out_b), (lse_a, lse_b) = tensors((3, 4, 2), (3, 4, 2), dtype=torch.float64), tensors((3, 4), (3, 4), seed=2)
-    lse_a, lse_b = lse_a.double(), lse_b.double()
-    out_a, out_b, lse_a, lse_b = (x[None] for x in (out_a, out_b, lse_a, lse_b))
+    out_a, out_b, lse_a, lse_b = tensors(*[(1, 3, 4, 2)] * 2, *[(1, 3, 4)] * 2, dtype=torch.float64)
     out, lse = merge(out_a, lse_a, out_b, lse_b)
-    moved_out, moved_lse = merge(out_a, lse_a + large, out_b, lse_b + large)
-    torch.testing.assert_close(moved_out, out), torch.testing.assert_close(moved_lse, lse + large)
+    torch.testing.assert_close(merge(out_a, lse_a + large, out_b, lse_b + large), (out, lse + large))
 
 
 def test_merge_of_packed_sequences_and_of_16_bits():
