@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flash import attention_reference
 from flash.checks import check
-from flash.options import dropout_keep
+from flash.options import dropout_keep, hidden
 from flash.reference import attention_reference_varlen
 
 HEAD_DIMS = (1, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 256)
@@ -194,29 +194,15 @@ def _by_sequence(function, inputs, dtype, keywords, *more):
 
 def _dense(q, k, keywords, batches):
     """scale, lse, P, and what dropout multiplies P by; k: for each query head."""
-    scale = keywords["scale"] if keywords.get("scale") is not None else 1 / math.sqrt(q.shape[-1])
-    n_q, n_k = q.shape[2], k.shape[2]
-    i, j = torch.arange(n_q, device=q.device)[:, None], torch.arange(n_k, device=q.device)
-    causal, (left, right) = keywords["causal"], keywords.get("window", (None, None))
-    at_causal, at_window = (
-        i + (n_k - n_q if "bottom-right" in diagonals else 0)
-        for diagonals in ((causal,), (causal, keywords.get("window_diagonal")))
-    )
-    seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
-    seen = seen if left is None else seen & (j >= at_window - left)
-    seen = seen if right is None else seen & (j <= at_window + right)
-    seen = seen & (j <= at_causal) if causal else seen
-
-    s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
+    options, n_q, n_k = options_of(q, k, k, **keywords), q.shape[2], k.shape[2]
+    spans = batches, range(q.shape[1]), range(n_q), range(n_k)
+    numbers = [torch.tensor(list(span), dtype=torch.int64, device=q.device) for span in spans]
+    s = (options.scale * q @ k.mT).masked_fill(hidden(options, *numbers[2:], n_q, n_k), -math.inf)
     lse = s.logsumexp(-1) if n_k else s.new_full(s.shape[:-1], -math.inf)
     p = (s - lse.masked_fill(lse == -math.inf, math.inf)[..., None]).exp()
-    mask = torch.ones_like(p)
-    if keywords.get("dropout_p"):
-        spans = batches, range(q.shape[1]), range(n_q), range(n_k)
-        numbers = [torch.tensor(list(span), dtype=torch.int64, device=q.device) for span in spans]
-        seed = torch.tensor(keywords["dropout_seed"], device=q.device)
-        mask = dropout_keep(seed, keywords["dropout_p"], *numbers) / (1 - keywords["dropout_p"])
-    return scale, lse, p, mask
+    if options.seed is None:
+        return options.scale, lse, p, torch.ones_like(p)
+    return options.scale, lse, p, dropout_keep(options.seed, options.dropout_p, *numbers) / (1 - options.dropout_p)
 
 
 def _rounded(dtype, q, k, v, dout, dlse, keywords, batches):
