@@ -50,6 +50,7 @@ def test_search_leaves_alone_what_it_is_told():
 def test_factors_lie_evenly_on_hosts():
     assert factors(A100, 24) == [1, 2, 4, 8, 24]
     assert len(factors(A100, 100_000)) > 10
+    assert max(plan.micro_batches for plan in plans(A100, 8, 128)) == 64, "the search tries no more"
 
 
 def test_plans_in_words():
@@ -80,6 +81,8 @@ def test_the_command_says_what_to_try(capsys):
     assert main(["--model", "gpt-175b", "--gpus", "512"]) == 0
     out = capsys.readouterr().out
     assert "OUT OF MEMORY" in out and "with one switch more" in out and "--recompute full" in out
+    for _, step in remedies(simulate(model("gpt-175b"), A100, Strategy(512))):
+        assert f"{step.memory['total'] / 2**30:,.1f}" in out and f"{step.tokens_per_second:,.0f}" in out
     assert main(["--model", "gpt-175b", "--gpus", "512", "--recompute", "full"]) == 0
     assert "switch" not in capsys.readouterr().out
     assert main(["--model", "megatron-1t", "--gpus", "8"]) == 0
@@ -109,6 +112,8 @@ def test_pictures():
     steps = [simulate(SMALL, A100, plan) for plan in (Strategy(8), Strategy(8, stage=0))]
     axes = tables.draw_memory(steps, Figure().subplots())
     assert len(axes.get_yticklabels()) == 2
+    drawn = sum(bar.get_width() for bar in axes.patches) * 2**30
+    assert drawn == pytest.approx(sum(step.memory["total"] for step in steps))
     assert "predicted" in axes.get_xlabel()
     assert len(tables.draw_step(steps[0]).axes) == 2
     full = simulate(model("t5-11b"), A100, Strategy(8, stage=0, dtype="float32"))
@@ -125,7 +130,10 @@ def test_a_step_on_the_command_line(capsys, tmp_path):
     step = simulate(model("gpt-175b"), A100, Strategy(512, batch_size=2, recompute="full"))
     numbers = json.loads((tmp_path / "step.json").read_text())
     assert numbers["seconds"] == step.seconds and numbers["memory"] == step.memory
-    assert f"{step.memory['total'] / 2**30:,.2f}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for name, held in step.memory.items():
+        assert not held or name == "total" or f"GiB of {name}" in out
+        assert f"{held / 2**30:,.2f}" in out or not held
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * step.seconds)
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"

@@ -81,6 +81,7 @@ def test_activations_are_korthikantis():
     assert b * unit.activations(2) == s * b * h * (34 + 5 * a * s / h)
     assert unit.activations(2, "selective") == unit.activations(2, flash=True) == 34 * s * h
     assert unit.activations(2, "full") == 2 * s * h
+    assert SMALL.root.activations(2) == 2 * 512 * (2 * 1024 + 50257)  # of the last norm, the head, and the softmax
 
 
 PUBLISHED = {  # parameters, in billions
@@ -112,7 +113,7 @@ def test_each_half_of_t5_sees_its_own_tokens():
         (lambda: Strategy(8, stage=4), "stage must be one of 0, 1, 2, 3"),
         (lambda: Strategy(8, stage=2, offload=True), "need stage 3"),
         (lambda: Strategy(8, recompute="some"), "recompute must be one of none, selective, full"),
-        (lambda: gpt(0, 64, 2), "layers must be a whole number"),
+        *[(lambda n=n: gpt(*n), "must be a whole number of at least 1") for n in ((0, 64, 2), (2, 64, 0), (2, 0, 2))],
         (lambda: simulate(SMALL, CLUSTERS["v100"], Strategy(8)), "V100 does not compute in bfloat16"),
         (lambda: Strategy(8, micro_batches=10**9), "micro_batches must be at most 1,000"),
         (lambda: gpt(10**9, 64, 2), "layers must be at most 10,000"),

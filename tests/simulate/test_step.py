@@ -92,6 +92,12 @@ def test_interference_and_jitter_only_slow_down():
     assert simulate(SMALL, A100, alone, Constants(jitter=0.1)).seconds == simulate(SMALL, A100, alone).seconds
 
 
+def test_ddp_reduces_the_gradients_of_two_blocks_at_once():
+    """A block has 24 MiB, a bucket is full at 25."""
+    spans = simulate(SMALL, A100, Strategy(16, stage=0)).spans
+    assert [name for lane, name, *_ in spans if lane == "all-reduce"] == ["block 4", "block 2", "block 0", "root"]
+
+
 def test_accumulation_reduces_once():
     once, four = (simulate(SMALL, A100, Strategy(16, stage=2, micro_batches=n)) for n in (1, 4))
     assert four.sent == once.sent and four.seconds < 4 * once.seconds
