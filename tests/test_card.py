@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from matplotlib.colors import to_rgba
 
+from minizero.pictures.shards import STATES
+from minizero.pictures.style import COLORS
 from notebooks.tools import card, card_memory
 
 
@@ -82,29 +85,20 @@ def test_a_timeline_is_drawn_with_its_card(monkeypatch):
     assert axes.get_title() == "A100, recorded: a GPT" and len(axes.get_lines()) == 2 + 2
 
 
-HUES = {"parameters": "blue", "gradients": "yellow", "optimizer": "green"}
-
-
 def test_a_recorded_run_is_drawn_by_the_ledger_and_the_allocator():
     """Each colour belongs to its word: in the legend and in the picture. The line is a quarter of four ranks' bytes."""
-    names = ("Zero3", "Zero3, recompute")
+    names, colors = ("Zero3", "Zero3, recompute"), {name: to_rgba(COLORS[name]) for name in STATES}
     figure, run = card_memory.draw_runs(*names), card.recorded("memory", "h200")
     assert "H200, recorded 2026" in figure.get_suptitle()
-    patches = {patch.get_label(): patch.get_facecolor() for patch in figure.legends[0].get_patches()}
-    words = dict(zip(patches, (text.get_text() for text in figure.legends[0].get_texts())))
-    assert {words[name]: hue(patches[name]) for name in HUES} == HUES
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    legend = dict(zip(words, (patch.get_facecolor() for patch in figure.legends[0].get_patches())))
+    assert legend | colors == legend
     for axes, name in zip(figure.axes, names):
-        drawn = [hue(band.get_facecolor()[0]) for band in axes.collections[:3]]
-        assert axes.get_title() == name and drawn == list(HUES.values())
+        drawn = [tuple(band.get_facecolor()[0]) for band in axes.collections[:3]]
+        assert axes.get_title() == name and drawn == list(colors.values())
         line = next(line for line in axes.lines if line.get_linewidth() == 2.5).get_ydata()[0]
         assert line == run.figures[name]["allocated"] / 4 / 2**30
         assert f"peak {run.figures[name]['peak']['total'] / 2**30:.2f} GiB" in [text.get_text() for text in axes.texts]
-
-
-def hue(color):
-    """Blue, yellow or green: the channels that are as strong as the strongest, or nearly."""
-    strong = "".join(channel for channel, value in zip("rgb", color) if value > 0.85 * max(color[:3]))
-    return {"b": "blue", "rg": "yellow", "g": "green"}[strong]
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 import math
 import re
 
-import matplotlib.pyplot as plt
 import pytest
 from matplotlib.colors import to_hex
 
@@ -25,12 +24,6 @@ from precision import BF16, FP16
 from precision.one_number import decode_one
 
 TENTH = 0b0_01011_1001100110
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 def texts(axes):

@@ -95,7 +95,6 @@ def test_a_frame_shows_what_travels_beside_what_is_held():
         assert len(list(digits(ax))) == 64 + (16 if number in (1, 2) else 0)
         for digit, (x, y) in digits(ax):
             assert coloured(ax, x, y) == [digit == "1"] * 3
-    pyplot.close("all")
 
 
 def test_the_steps_have_names():

@@ -1,15 +1,8 @@
 """The pictures of bytes and seconds show the numbers that they are given."""
 
 import pytest
-from matplotlib import pyplot
 
 from minizero.pictures import draw_bound, draw_busiest, draw_message_times, draw_predicted_times
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    pyplot.close("all")
 
 
 def labels(axes):

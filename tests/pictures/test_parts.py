@@ -1,6 +1,5 @@
 """Bars of parts add up; beside a step stands the bar of its peak, and not of each part's own maximum."""
 
-import pytest
 from matplotlib import pyplot
 
 from minizero.pictures import COLORS, draw_parts, draw_steps
@@ -20,12 +19,6 @@ def make_step(*moments):
         samples.append(Sample(parts | {"total": sum(parts.values())}))
         samples[-1].phase, samples[-1].number = phase, number
     return samples
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    pyplot.close("all")
 
 
 def drawn(axes):
