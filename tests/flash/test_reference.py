@@ -136,17 +136,6 @@ def test_a_weight_whose_hash_is_the_threshold_is_kept():
     assert kept == [True, True, False]
 
 
-def test_dropout_keeps_the_mean_and_leaves_the_lse():
-    q, k, v = tensors(200, 300, head_dim=2)
-    out, lse = attention_reference(q, k, v, dropout_p=0.25, dropout_seed=1, return_lse=True)
-    plain, plain_lse = attention_reference(q, k, v, return_lse=True)
-    assert torch.equal(lse, plain_lse) and not torch.equal(out, plain)
-    errors = (out - plain).flatten()
-    assert abs(errors.mean().item()) < 4 * errors.std().item() / math.sqrt(len(errors))
-    again, other = (attention_reference(q, k, v, dropout_p=0.25, dropout_seed=seed) for seed in (1, 2))
-    assert torch.equal(out, again) and not torch.equal(out, other)
-
-
 # The package, in a process of its own, which forks for each case.
 
 IMPORTS = """

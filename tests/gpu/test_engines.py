@@ -6,7 +6,7 @@ import torch
 from minizero import DDP, GPT, GPTConfig, World, Zero3
 from minizero.accumulate import accumulate
 from minizero.checkpoint import load, save
-from minizero.ranks.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from minizero.ranks.collectives import all_reduce
 from minizero.ranks.launch import torchrun
 from precision import DynamicLossScaler, StaticLossScaler
 from tests.gpu.device import CUDA, DEVICE, marks, needs_gpu, size
@@ -113,23 +113,6 @@ def test_fp16_with_a_scaler_skips_on_every_rank_or_on_none():
     assert results[0][0][2][-1] < 2.0**24
     fixed = run(train, Zero3, torch.float16, lambda combine: StaticLossScaler(256.0, combine=combine))
     assert was_trained(fixed[0][1])
-
-
-def collectives(comm):
-    """Every collective on whole numbers, which any order of summation gets right."""
-    mine = torch.arange(comm.size * 5, device=comm.device, dtype=torch.float32) + 100 * comm.rank
-    gathered = all_gather(mine, comm)
-    return [gathered, reduce_scatter(mine, comm), all_reduce(mine, comm, "max"), broadcast(mine, comm, root=1)]
-
-
-def test_collectives_between_threads_that_share_the_card():
-    base = torch.arange(RANKS * 5, dtype=torch.float32)
-    total = RANKS * base + 100 * sum(range(RANKS))
-    for rank, (gathered, scattered, largest, copied) in enumerate(run(collectives)):
-        assert gathered.device.type == DEVICE
-        assert torch.equal(gathered.cpu(), torch.cat([base + 100 * r for r in range(RANKS)]))
-        assert torch.equal(scattered.cpu(), total.chunk(RANKS)[rank])
-        assert torch.equal(largest.cpu(), base + 100 * (RANKS - 1)) and torch.equal(copied.cpu(), base + 100)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
