@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgba
 
 from minizero.pictures.shards import STATES
 from minizero.pictures.style import COLORS
-from notebooks.tools import card, card_attention, card_memory
+from notebooks.tools import card, card_attention, card_memory, recompute
 
 
 @pytest.fixture
@@ -135,3 +135,29 @@ def test_an_old_card_is_refused_in_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert card.figures("flash, first blocks", card_attention.against_length) == recorded
     assert "on this GPU: our kernels need" in capsys.readouterr().out
+
+
+# The limit of a card's memory, which lesson 05 sets.
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 12, 37, 64])
+def test_the_greatest_that_fits(most):
+    asked = []
+    assert recompute.greatest(lambda n: asked.append(n) or n <= most) == most
+    assert len(asked) < 16 and max(asked) <= max(1, 2 * most)
+
+
+@pytest.mark.parametrize(
+    "free, limit, error, words", [(30, 26, torch.OutOfMemoryError, None), (20, 31, RuntimeError, "2.0 GiB")]
+)
+def test_the_cards_limit_is_given_back_and_a_card_without_so_much_says_so(free, limit, error, words, monkeypatch):
+    """A card of 1 GiB, of which 1 MiB is taken, as far as `at_most` asks it."""
+    fractions = [0.9]
+    answers = {"empty_cache": lambda: None, "memory_reserved": lambda: 2**20, "mem_get_info": lambda: (2**free, 2**30)}
+    answers |= {"get_per_process_memory_fraction": lambda: 0.9, "set_per_process_memory_fraction": fractions.append}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    with pytest.raises(error, match=words), recompute.at_most(2**limit):
+        assert fractions[-1] == 65 / 1024  # the limit, and what is there
+        raise torch.OutOfMemoryError
+    assert fractions[-1] == 0.9
