@@ -8,6 +8,7 @@ Weights that bitsandbytes quantizes are counted (`Quantized`).
 """
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -134,21 +135,6 @@ def batch_for(model: nn.Module, batch: int, length: int | None) -> dict[str, Any
 RANK = 16
 
 
-class Dequantized(torch.autograd.Function):
-    """A product with a matrix that is made whole for it, forwards and backwards, and is not kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: "Quantized") -> torch.Tensor:
-        """x @ W.T."""
-        ctx.layer = layer
-        return nn.functional.linear(x, layer.whole(x))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """grad @ W."""
-        return grad @ ctx.layer.whole(grad), None
-
-
 class Quantized(nn.Module):
     """A linear layer whose matrix is counted in 4 or 8 bits, and not run; perhaps an adapter (QLoRA; Dettmers, 2023).
 
@@ -160,18 +146,16 @@ class Quantized(nn.Module):
         n, dtype = layer.weight.numel(), layer.weight.dtype
         self.bits, self.shape, self.bias = bits, layer.weight.shape, layer.bias
         size = n // 2 + n // 64 + n // 2**12 if bits == 4 else n + 4 * self.shape[0]
-        self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8))
+        self.register_buffer("packed", layer.weight.new_zeros(size, dtype=torch.uint8))
         sides = self.shape[1], rank, self.shape[0]
         pair = (nn.Linear(*each, bias=False, dtype=dtype) for each in zip(sides, sides[1:]))
         self.adapter = nn.Sequential(*pair) if rank else None
 
-    def whole(self, like: torch.Tensor) -> torch.Tensor:
-        """The matrix in the dtype that computes."""
-        return like.new_empty(self.shape)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer, and its adapter."""
-        y = Dequantized.apply(x, self)
+        """The layer, and its adapter. The matrix is made whole for a product, forwards and backwards, and not kept."""
+        whole = functools.partial(torch.empty, dtype=x.dtype, device=x.device)
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept.shape, whole):
+            y = nn.functional.linear(x, whole(self.shape))
         if self.adapter is not None:
             y = y + self.adapter(x)
         return y if self.bias is None else y + self.bias

@@ -100,7 +100,7 @@ def marking(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator; what it makes lies where it should. `ValueError` if a GPU would refuse its inputs."""
     given, asked = tensors_in((*args, *kwargs.values())), meant(kwargs.get("device"))
     place = here.making or (CARD if asked == CARD else place_for(func, given))
-    kwargs = kwargs | {"device": HOST} if asked == CARD else kwargs
+    kwargs = kwargs | {"device": HOST} if asked == CARD else kwargs  # PyTorch's Python says what a tensor has said
     with having(making=place, inside=here.inside + 1):  # also for the operators that it is made of
         result = run(func, args, kwargs)
     for made in tensors_in(result if isinstance(result, tuple | list) else (result,)):
@@ -187,21 +187,14 @@ QUESTIONS: dict[Any, Callable[[torch.device], Any]] = {
 # Tensors move.
 
 
-class Moved(torch.autograd.Function):
+def moved(tensor: Tensor, place: torch.device) -> Tensor:
     """A copy at another place; its gradient goes back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: torch.device) -> Tensor:
-        """The copy."""
-        ctx.place = place_of(x)
-        with having(making=place):
-            return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """The gradient, at the place of the first."""
-        with having(making=ctx.place):
-            return grad.clone(), None
+    back = place_of(tensor)
+    with having(making=place):
+        copied = tensor.clone()
+    if copied.grad_fn is not None:
+        copied.grad_fn.register_hook(lambda given, _: (given[0] if given[0] is None else moved(given[0], back),))
+    return copied
 
 
 def to(before: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -219,7 +212,7 @@ def to(before: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any)
         options.pop("copy", None)
         if place == CARD and options:
             tensor, options = before(tensor, **options), {}
-        tensor = Moved.apply(tensor, place)
+        tensor = moved(tensor, place)
     return before(tensor, **options) if options else tensor
 
 

@@ -112,7 +112,7 @@ class EightBit(torch.optim.Optimizer):
             if parameter.grad is not None and not self.state[parameter]:
                 n = parameter.numel()
                 kinds = [(n, torch.uint8), (-(-n // 256), torch.float32)] if n >= 4096 else [(n, torch.float32)]
-                moments = [[torch.zeros(m, dtype=dtype) for m, dtype in kinds] for _ in range(2)]
+                moments = [[parameter.new_zeros(m, dtype=dtype) for m, dtype in kinds] for _ in range(2)]
                 self.state[parameter] = dict(zip(("exp_avg", "exp_avg_sq"), moments))
 
 
