@@ -5,6 +5,7 @@ there takes a GPU's way. A name in the table has a value, a function of the argu
 """
 
 import contextlib
+import functools
 import sys
 import threading
 from collections import Counter
@@ -55,23 +56,16 @@ class OneProcess(nn.Module):
         return contextlib.nullcontext()
 
 
-class OnHost:
-    """A generator: the host's, whatever device it is asked for."""
+def on_card(dtype: torch.dtype, *given: Any) -> torch.Tensor:
+    """What torch.cuda.FloatTensor and its like make, of a size or of numbers."""
+    if all(isinstance(number, int) for number in given):
+        return torch.empty(*given, dtype=dtype, device="cuda")
+    return torch.tensor(given[0], dtype=dtype, device="cuda")
 
-    def __new__(cls, device: Any = None) -> Any:
-        return torch.Generator()
 
-
-def of_dtype(dtype: torch.dtype) -> type:
-    """The class in the place of torch.cuda.FloatTensor and its like."""
-
-    class OnCard:
-        def __new__(cls, *size: Any) -> Any:
-            if all(isinstance(number, int) for number in size):
-                return torch.empty(*size, dtype=dtype, device="cuda")
-            return torch.tensor(size[0], dtype=dtype, device="cuda")
-
-    return OnCard
+def making(function: Callable[..., Any]) -> type:
+    """A class whose call is the function's."""
+    return type("", (), {"__new__": lambda _, *args, **kwargs: function(*args, **kwargs)})
 
 
 # Names of torch.cuda: what does nothing and returns nothing; what returns a number of bytes; classes that do nothing.
@@ -97,7 +91,7 @@ def table(card: str) -> dict[Any, dict[str, Any]]:
     cuda |= {"get_device_name": name, "get_device_properties": about, "get_device_capability": gpu.capability}
     cuda |= {"is_bf16_supported": gpu.capability >= (8, 0), "get_arch_list": [gpu.kind]}
     cuda |= {"mem_get_info": (memory, memory), "memory_summary": "", "memory_stats": Counter()}
-    cuda |= {f"{kind}Tensor": of_dtype(dtype) for kind, dtype in TENSORS.items()}
+    cuda |= {f"{kind}Tensor": making(functools.partial(on_card, dtype)) for kind, dtype in TENSORS.items()}
     started = [torch.distributed.is_available() and torch.distributed.is_initialized()]
     group: dict[str, Any] = dict.fromkeys(GROUP.split())
     group |= {"init_process_group": lambda *_, **__: started.append(True), "is_initialized": lambda: any(started)}
@@ -107,7 +101,7 @@ def table(card: str) -> dict[Any, dict[str, Any]]:
         torch.accelerator: of_card | {"current_accelerator": torch.device("cuda")},
         torch.distributed: group,
         nn.parallel: {"DistributedDataParallel": OneProcess},
-        torch: {"Generator": OnHost},
+        torch: {"Generator": making(lambda *_, **__: torch.Generator())},  # the host's, whatever device is asked for
     }
 
 
@@ -116,15 +110,11 @@ def asks(frame: FrameType) -> bool:
     return is_users(file := frame.f_code.co_filename) or file.startswith("<")
 
 
-def function(answer: Any) -> Callable[..., Any]:
+def asked(answer: Any, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """An answer as `lent` wants it: for the user's code, else what was there."""
-
-    def call(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not asks(sys._getframe(2)):
-            return before(*args, **kwargs)
-        return answer(*args, **kwargs) if callable(answer) else answer
-
-    return call
+    if not asks(sys._getframe(2)):
+        return before(*args, **kwargs)
+    return answer(*args, **kwargs) if callable(answer) else answer
 
 
 class StandIn(type):
@@ -151,5 +141,5 @@ def answers(card: str | None) -> Iterator[None]:
                     made = StandIn(name, (answer,), {"original": original, "thread": threading.get_ident()})
                     stack.enter_context(mock.patch.object(owner, name, made))
                 elif original is not None:
-                    stack.enter_context(lent((owner, name, function(answer))))
+                    stack.enter_context(lent((owner, name, functools.partial(asked, answer))))
         yield
