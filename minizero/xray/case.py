@@ -33,7 +33,7 @@ from minizero.xray.hugging_face import notes_of, switch_caches_off
 from minizero.xray.lines import is_users
 from minizero.xray.places import CARD, HOST, having, place_of, put
 from minizero.xray.plan import Plan, use_foreach
-from minizero.xray.step import MOST_CALLS, Measured, Optimizer, Result, batch_size, measure, parameters_of, tensors_of
+from minizero.xray.step import Measured, Optimizer, Result, batch_size, measure, seen_in, tensors_of
 
 MOST = 8  # processes; each takes half a GB for a large model
 WORTH_A_LINE = 2**20  # bytes on the host: an optimizer's counters of steps are fewer
@@ -129,11 +129,10 @@ class Case:
                     inputs = functools.partial(inputs, *[module] * wanted)
                 if plan.recompute:
                     switch_caches_off(module)
-                idle: set[int] = set()
-                before = functools.partial(count, others, optimizers, self.card, idle)
+                before = functools.partial(count, others, optimizers, self.card)
                 around = functools.partial(as_on, self.card, self.notes)
                 found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
-                self.notes.update(seen_in(found, module, idle) if plan == Plan() else ())
+                self.notes.update(seen_in(found, module, self.loops) if plan == Plan() else ())
                 return found
         except Exception as error:
             raise NotPossible(reason(error)) from error
@@ -188,40 +187,14 @@ def refusing_own(words: str) -> Iterator[None]:
         hook.remove()
 
 
-def seen_in(found: Measured, module: nn.Module, idle: set[int]) -> Iterator[str]:
-    """What is worth a sentence in a loop's steps. idle: the identities of parameters without a gradient."""
-    if found.calls > 1:
-        yield f"Its optimizers step once in {found.calls} calls of step(), so the step shown is {found.calls} calls."
-    if not found.calls:
-        yield f"One of its optimizers does not step in {MOST_CALLS} calls of step(), and has no states here."
-    if found.grown:
-        where = f", most of it from {found.line}" if found.line else ""
-        more = f"{found.grown / 2**20:,.2f} MiB" if found.grown > 10**4 else f"{found.grown:,} bytes"
-        yield f"It grows: {more} more are held after each step{where}."
-    trained = {name: id(parameter) for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if found.calls and (lost := [name for name, number in trained.items() if number in idle]):
-        yield (
-            f"No gradient comes to {len(lost)} of {len(trained)} trained tensors, such as {lost[0]}: they are "
-            "not used, or a checkpoint with use_reentrant=True has an input without a gradient."
-        )
-
-
 def count(
-    others: list[weakref.ref],
-    optimizers: list[torch.optim.Optimizer],
-    card: str | None,
-    idle: set[int],
-    ledger: Ledger,
+    others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], card: str | None, ledger: Ledger
 ) -> list[torch.optim.Optimizer]:
     """Let the ledger count what was copied with a module and its optimizer, and optimizers step as on the card.
 
-    Returns those of a loop. idle: gets the identities of parameters that have no gradient in any step.
+    Returns those of a loop.
     """
     assert ledger.recorder is not None and ledger.hooks is not None
-
-    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        idle.difference_update(parameters_of(optimizer, with_gradient=True))
-
     for record in [ledger.recorder.follow(alive) for other in others if (alive := other()) is not None]:
         if record.category is None:
             record.category, record.module = "buffers", "not registered"
@@ -230,8 +203,6 @@ def count(
             Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
         if card:
             use_foreach(optimizer)
-        idle.update(parameters_of(optimizer))
-        optimizer.register_step_pre_hook(stepped)
     return optimizers
 
 

@@ -45,14 +45,15 @@ class Measured:
     """One step: its ledger, whose tape is long, and the bytes that this rank sent.
 
     calls: of a loop's step(), until its optimizers have stepped; 0 if one does not. grown: bytes that are held more
-    after this step than before it, as after the one before. line: the user's, where most of them were made.
+    after this step than before it; if a loop's grows, as after the one before. idle: the identities of parameters that
+    no step has found with a gradient.
     """
 
     ledger: Ledger
+    calls: int
     sent: int
-    calls: int = 1
-    grown: int = 0
-    line: str = ""
+    grown: int
+    idle: set[int]
 
     def result(self) -> Result:
         """What is kept once the tape is dropped."""
@@ -77,58 +78,68 @@ def measure(
     loops = callable(inputs)
     model = plan.wrap(module if loops else module.train(), comm)  # a loop has a mode of its own
     states: Any = None if loops else plan.optimizer(optimizer, model)
+    call = inputs if loops else functools.partial(step, model, states, inputs, plan)
     techniques = plan.around_the_steps()
-    with ledger_type(model, states) as ledger, around(), contextlib.ExitStack() as stack:
-        for technique in techniques:
-            stack.enter_context(technique)
-        optimizers = before(ledger)
-
-        def run() -> int:
-            if loops:
-                return until_they_step(inputs, optimizers)
-            step(model, states, inputs, plan)
-            return 1
-
-        def again() -> tuple[int, int, int]:
-            ledger.reset()
-            held, sent = ledger.current["total"], comm.bytes_sent
-            return run(), comm.bytes_sent - sent, ledger.current["total"] - held
-
-        run()
-        for technique in techniques:
-            technique.check()
-        calls, sent, grown = again()
-        if loops and grown > 0:  # what a loop makes once may come in the second step, too
-            calls, sent, grown = again()
-    if not loops or grown <= 0:
-        return Measured(ledger, sent, calls)
-    return Measured(ledger, sent, calls, grown, line_of_the_rest(ledger))
-
-
-def until_they_step(call: Callable[[], Any], optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Call a loop's step() until each optimizer has stepped; returns how often, 0 if `MOST_CALLS` are not enough."""
-    waiting = [parameters_of(optimizer) for optimizer in optimizers]
+    waiting: list[set[int]] = []  # the parameters of each optimizer that has to step
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         done = parameters_of(optimizer)
         waiting[:] = [parameters for parameters in waiting if not parameters <= done]  # one may be around another
+        idle.difference_update(parameters_of(optimizer, with_gradient=True))
 
-    hooks = [optimizer.register_step_post_hook(stepped) for optimizer in optimizers]
-    try:
-        for calls in range(1, MOST_CALLS + 1):
-            call()
-            if not waiting:
-                return calls
-        return 0
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ledger_type(model, states) as ledger, around(), contextlib.ExitStack() as stack:
+        for technique in techniques:
+            stack.enter_context(technique)
+        its_own = before(ledger)
+        optimizers = its_own if loops else [states]
+        idle = set[int]().union(*map(parameters_of, optimizers))
+        for each in optimizers:
+            each.register_step_pre_hook(stepped)
+
+        def run() -> int:
+            """Calls a step until each optimizer has stepped; returns how often, 0 if `MOST_CALLS` are not enough."""
+            waiting[:] = map(parameters_of, optimizers)
+            for calls in range(1, MOST_CALLS + 1):
+                call()
+                if not waiting:
+                    return calls
+            return 0
+
+        def again() -> Measured:
+            ledger.reset()
+            held, sent = ledger.current["total"], comm.bytes_sent
+            calls = run()
+            return Measured(ledger, calls, comm.bytes_sent - sent, ledger.current["total"] - held, idle)
+
+        run()
+        for technique in techniques:
+            technique.check()
+        found = again()
+        return again() if loops and found.grown > 0 else found  # a loop may make something once in its second step
 
 
 def parameters_of(optimizer: torch.optim.Optimizer, with_gradient: bool = False) -> set[int]:
     """The identities of its parameters."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {id(parameter) for parameter in parameters if not with_gradient or parameter.grad is not None}
+
+
+def seen_in(found: Measured, module: nn.Module, loops: bool) -> Iterator[str]:
+    """What is worth a sentence in the steps."""
+    if found.calls > 1:
+        yield f"Its optimizers step once in {found.calls} calls of step(), so the step shown is {found.calls} calls."
+    if not found.calls:
+        yield f"One of its optimizers does not step in {MOST_CALLS} calls of step(), and has no states here."
+    if loops and found.grown > 0:
+        where = f", most of it from {line}" if (line := line_of_the_rest(found.ledger)) else ""
+        more = f"{found.grown / 2**20:,.2f} MiB" if found.grown > 10**4 else f"{found.grown:,} bytes"
+        yield f"It grows: {more} more are held after each step{where}."
+    trained = {name: id(parameter) for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if found.calls and (lost := [name for name, number in trained.items() if number in found.idle]):
+        yield (
+            f"No gradient comes to {len(lost)} of {len(trained)} trained tensors, such as {lost[0]}: they are "
+            "not used, or a checkpoint with use_reentrant=True has an input without a gradient."
+        )
 
 
 def line_of_the_rest(ledger: Ledger) -> str:
