@@ -150,23 +150,21 @@ class Copier(pickle.Pickler):
         return self.ready(part)
 
     def function(self, function: types.FunctionType) -> tuple[Any, ...]:
-        """A function of the user's, with copies of what it closes over, and of its globals: so `step` gets the copies.
+        """A function of the user's, with copies of what it refers to, its globals too: so `step` gets the copies.
 
         A scheduler wraps its optimizer's step in a function of PyTorch's, which has a weak reference: that, too.
         """
-        code, cells = function.__code__, [*map(content, function.__closure__ or ())]
+        cells, known = [*map(content, function.__closure__ or ())], function.__globals__
         file = inspect.unwrap(function).__code__.co_filename
         used = globals_of(function) if is_users(file) and "site-packages" not in file else {}
-        refers = any(isinstance(value, weakref.ref) for held in cells for value in held)
-        if not used and not (cells and (refers or is_users(file))):
+        held = cells, used, function.__defaults__, function.__kwdefaults__
+        if not any(held) or not (is_users(file) or any(isinstance(value, weakref.ref) for value in sum(cells, []))):
             return self.ready(function)
-        known = function.__globals__
         space = self.namespaces.setdefault(id(known), dict(known)) if used else known
         empty = tuple(types.CellType() for _ in cells)
-        made = types.FunctionType(code, space, function.__name__, function.__defaults__, empty)
-        made.__kwdefaults__ = function.__kwdefaults__
+        made = types.FunctionType(function.__code__, space, function.__name__, None, empty)
         vars(made).update(vars(function))
-        return self.ready(made, (cells, used), fill)
+        return self.ready(made, held, fill)
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
@@ -186,9 +184,9 @@ def add_hooks(parameter: nn.Parameter, hooks: tuple[list[Any], list[Any]]) -> No
             add(hook)
 
 
-def fill(function: types.FunctionType, held: tuple[list[list[Any]], dict[str, Any]]) -> None:
-    """A copied function gets copies of what its cells hold, and of the globals that it uses."""
-    cells, used = held
+def fill(function: types.FunctionType, held: tuple[Any, ...]) -> None:
+    """A copied function gets copies of what its cells hold, of the globals that it uses, and of its defaults."""
+    cells, used, function.__defaults__, function.__kwdefaults__ = held
     for cell, values in zip(function.__closure__ or (), cells):
         for value in values:
             cell.cell_contents = value
