@@ -247,14 +247,8 @@ class Pretend(Watcher, FakeTensorMode):
                 if func is not aten._local_scalar_dense.default or (number := one_number(args[0])) is None:
                     raise
                 return number
-        args = tree_map_only(Tensor, self.inside, args)
         with self:
             return own(*args, **kwargs)
-
-    def inside(self, tensor: Tensor) -> Tensor:
-        """The fake tensor in the place of one from outside."""
-        real = type(tensor) in (Tensor, nn.Parameter)
-        return self.from_outside.from_real_tensor(self, tensor) if real else tensor
 
 
 def device_of(tensor: FakeTensor, asked: Any = FakeTensor.device.fget) -> torch.device:  # type: ignore[attr-defined]

@@ -22,9 +22,9 @@ from tests.support.other_device import POSSIBLE
 from tests.test_house import ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PLACES = ["data_set", "average", "masters", "kept", "saved", "every_third", "evaluates"]
+PLACES = ["data_set", "average", "masters", "kept", "saved", "every_third"]
 MAKES = [f"{file.name}:make" for file in sorted(SCRIPTS.glob("*.py")) if "def make" in file.read_text()]
-MAKES += ["run_clm.py:make", "muon.py:muon", "muon.py:in_backward", *(f"places.py:{name}" for name in PLACES)]
+MAKES += ["muon.py:muon", "muon.py:in_backward", *(f"places.py:{name}" for name in PLACES)]
 
 
 @pytest.fixture(scope="module")

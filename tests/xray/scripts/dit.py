@@ -37,7 +37,6 @@ class DiT(nn.Module):
 
 model = DiT().to("cuda")
 ema = copy.deepcopy(model).requires_grad_(False)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 dataset = torch.zeros(2000, 3, 32, 32)  # stays on the host
 
 
@@ -56,4 +55,4 @@ def update():
 
 
 def make():
-    return training(model, optimizer, loss, update)
+    return training(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss, update)

@@ -3,14 +3,12 @@
 import copy
 
 import torch
-from gpt import GPT
+from gpt import GPT, training
 from torch.nn import functional as F
 
-device = torch.device("cuda")
-policy = GPT().to(device)
+policy = GPT().to("cuda")
 reference = copy.deepcopy(policy).eval().requires_grad_(False)
 optimizer = torch.optim.RMSprop(policy.parameters(), lr=1e-6)
-beta = 0.1
 
 
 def logps(model, ids, mask):
@@ -19,20 +17,16 @@ def logps(model, ids, mask):
     return (each * mask[:, 1:]).sum(-1)
 
 
-def dpo_step():
+def loss():
     batch = {"chosen": torch.randint(512, (4, 64)), "rejected": torch.zeros(4, 64).long(), "mask": torch.ones(4, 64)}
-    batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    batch = {name: value.to("cuda", non_blocking=True) for name, value in batch.items()}
     ids, mask = torch.cat([batch["chosen"], batch["rejected"]]), batch["mask"].repeat(2, 1)
     with torch.no_grad():
         ref_chosen, ref_rejected = logps(reference, ids, mask).chunk(2)
     chosen, rejected = logps(policy, ids, mask).chunk(2)
-    loss = -F.logsigmoid(beta * ((chosen - rejected) - (ref_chosen - ref_rejected))).mean()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), 10.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    print(loss.item(), (chosen - ref_chosen).detach().cpu().numpy().mean())
+    print((chosen - ref_chosen).detach().cpu().numpy().mean())
+    return -F.logsigmoid(0.1 * ((chosen - rejected) - (ref_chosen - ref_rejected))).mean()
 
 
 def make():
-    return policy, dpo_step
+    return training(policy, optimizer, loss)

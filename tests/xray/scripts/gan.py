@@ -7,8 +7,7 @@ from torch.nn import functional as F
 netG = nn.Sequential(nn.ConvTranspose2d(64, 64, 4), nn.BatchNorm2d(64), nn.ReLU(True), nn.ConvTranspose2d(64, 3, 8, 8))
 netD = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(4096, 1))
 netG.cuda(), netD.cuda()
-optD = torch.optim.Adam(netD.parameters(), lr=2e-4, betas=(0.5, 0.999))
-optG = torch.optim.Adam(netG.parameters(), lr=2e-4, betas=(0.5, 0.999))
+optD, optG = (torch.optim.Adam(net.parameters(), lr=2e-4, betas=(0.5, 0.999)) for net in (netD, netG))
 
 
 def one_iteration():

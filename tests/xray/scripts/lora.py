@@ -22,14 +22,10 @@ class LoRALinear(nn.Module):
 
 
 def make():
-    model = GPT(width=128)
-    for parameter in model.parameters():
-        parameter.requires_grad = False
+    model = GPT(width=128).requires_grad_(False)
     for block in model.blocks:
         block.qkv, block.proj = LoRALinear(block.qkv), LoRALinear(block.proj)
-    model.cuda()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    optimizer = torch.optim.AdamW([p for p in model.cuda().parameters() if p.requires_grad], lr=1e-4)
 
     def loss():
         ids = torch.randint(512, (4, 64)).cuda(non_blocking=True)

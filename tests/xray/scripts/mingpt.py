@@ -4,8 +4,7 @@ from collections import defaultdict
 
 import torch
 from gpt import GPT
-from torch.utils.data import Dataset
-from torch.utils.data.dataloader import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 
 class SortDataset(Dataset):

@@ -36,9 +36,5 @@ def make():
     torch.cuda.set_device(0)
     model = MoCo().cuda(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.03, momentum=0.9, weight_decay=1e-4)
-
-    def loss():
-        images = [torch.zeros(32, 3, 32, 32).cuda(0, non_blocking=True) for _ in range(2)]
-        return F.cross_entropy(*model(im_q=images[0], im_k=images[1]))
-
-    return training(model, optimizer, loss)
+    images = torch.zeros(2, 32, 3, 32, 32)
+    return training(model, optimizer, lambda: F.cross_entropy(*model(*images.cuda(0, non_blocking=True))))

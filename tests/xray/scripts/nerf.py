@@ -6,12 +6,10 @@ from torch import nn
 
 device = torch.device("cuda")
 images = torch.zeros(20, 64, 64, 3)
-samples = 32
 
 
 def embed(x, bands=6):
-    freqs = 2.0 ** torch.arange(bands, device=x.device)
-    scaled = (x[..., None] * freqs).flatten(-2)
+    scaled = (x[..., None] * 2.0 ** torch.arange(bands, device=x.device)).flatten(-2)
     return torch.cat([x, scaled.sin(), scaled.cos()], -1)
 
 
@@ -20,7 +18,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
 
 
 def render(origins, directions):
-    t = torch.linspace(2.0, 6.0, samples, device=device)
+    t = torch.linspace(2.0, 6.0, 32, device=device)
     points = origins[:, None] + directions[:, None] * t[:, None]
     raw = model(embed(points))
     alpha = 1.0 - torch.exp(-torch.relu(raw[..., 3]) * (t[1] - t[0]))

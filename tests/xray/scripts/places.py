@@ -69,12 +69,3 @@ def kept(kind=nn.Sequential):
 
 
 saved, every_third = functools.partial(kept, Away), functools.partial(training, every=3)
-
-
-def evaluates():
-    @torch.no_grad()
-    def evaluate(model):
-        torch.cat([model.eval()(torch.zeros(256, 512, device="cuda")) for _ in range(200)]).mean()
-        model.train()
-
-    return training(after=evaluate)

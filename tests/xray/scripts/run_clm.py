@@ -20,7 +20,7 @@ def evaluate(model, loader, device):
     return math.exp(torch.cat(losses).mean())
 
 
-def main():
+def make():
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks = torch.zeros(64, 64, dtype=torch.long)
@@ -41,6 +41,3 @@ def main():
         print(f"perplexity {evaluate(model, valid, device):.2f}")
 
     return model, step
-
-
-make = main
