@@ -7,13 +7,13 @@ An operator on fake tensors computes shapes and no numbers. So a step of 8 billi
 hundred MiB, and every tensor in it is born and dies as the real one does: a memory ledger counts the same bytes.
 
 PyTorch's FakeTensorMode is all of that. Four things are added here, for a model that nobody here has seen.
-Building: `build` calls the user's function on the device "meta", where tensors have no numbers either. What looks at a
-number there is built again for real. Operators: a few own other memory than their fake kernel says (`OWN_ANSWERS`).
-Numbers: small tensors of whole numbers that make() gives keep them, since sizes of images are such. Devices: if the
-user's code says "cuda", a tensor is marked as the card's (places.py).
 
-Kernels of Python, the collector and names of PyTorch are changed for the whole process, so one thread at a time is in
-here (`ALONE`).
+building     `build` calls make() on "meta", where tensors have no numbers either, and for real if it reads a number
+copying      `Copier` copies what make() has returned: small tensors of whole numbers, such as sizes, keep them
+operators    a few own other memory than their fake kernel says (`OWN_ANSWERS`)
+numbers      a loop may read some, outside of forward (`one_number`)
+
+Names of PyTorch are changed for the whole process, so one thread at a time is in here (`ALONE`).
 """
 
 import contextlib
@@ -68,12 +68,9 @@ def build(make: Callable[[], Any]) -> Any:
             return make()
     except NotPossible:
         raise
-    except Exception as on_meta:
-        try:
-            with in_make("cpu"):
-                return make()
-        except Exception as error:
-            raise error from on_meta
+    except Exception:
+        with in_make("cpu"):
+            return make()
 
 
 class Copier(pickle.Pickler):
@@ -137,13 +134,9 @@ class Copier(pickle.Pickler):
             return types.MethodType, (part.__func__, part.__self__)
         if isinstance(part, weakref.ref) and isinstance(part(), nn.Module | torch.optim.Optimizer):
             return weakref.ref, (part(),)
-        numbers = type(part).__module__ == "numpy"  # perhaps a file's, of any size
         with contextlib.suppress(Exception):
-            if (
-                not numbers
-                and not isinstance(part, type | torch.Generator)
-                and isinstance(found := part.__reduce_ex__(4), tuple)
-            ):
+            shared = isinstance(part, type | torch.Generator) or type(part).__module__ == "numpy"  # a file's array, say
+            if not shared and isinstance(found := part.__reduce_ex__(4), tuple):
                 return found
         if isinstance(part, nn.Module):  # one with parametrizations refuses to be pickled
             return self.ready(object.__new__(type(part)), vars(part))
@@ -233,22 +226,21 @@ class Pretend(Watcher, FakeTensorMode):
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator returns."""
-        own = OWN_ANSWERS.get(func)
-        if own is None:
-            try:
-                result = self.dispatch(func, (), args, kwargs)
-                if isinstance(result, Tensor) and result.is_sparse:
-                    raise ValueError(SPARSE)  # a fake one has none, and an optimizer leaves it out
-                if func in DRAWN and isinstance(result, FakeTensor) and result.numel() <= FEW and not in_forward():
-                    with torch_private.without_modes():
-                        result.constant = DRAWN[func](*args)
-                return result
-            except DataDependentOutputException:
-                if func is not aten._local_scalar_dense.default or (number := one_number(args[0])) is None:
-                    raise
-                return number
-        with self:
-            return own(*args, **kwargs)
+        if func in OWN_ANSWERS:
+            with self:
+                return OWN_ANSWERS[func](*args, **kwargs)
+        try:
+            result = self.dispatch(func, (), args, kwargs)
+        except DataDependentOutputException:
+            if func is not aten._local_scalar_dense.default or (number := one_number(args[0])) is None:
+                raise
+            return number
+        if isinstance(result, Tensor) and result.is_sparse:
+            raise ValueError(SPARSE)  # a fake one has none, and an optimizer leaves it out
+        if func in DRAWN and isinstance(result, FakeTensor) and result.numel() <= FEW and not in_forward():
+            with torch_private.without_modes():
+                result.constant = DRAWN[func](*args)
+        return result
 
 
 def device_of(tensor: FakeTensor, asked: Any = FakeTensor.device.fget) -> torch.device:  # type: ignore[attr-defined]
@@ -312,12 +304,9 @@ def recurrent_layer(x: Tensor, *options: Any) -> tuple[Tensor, ...]:
         except RuntimeError:  # this processor has no kernel for 16 bits
             found = results(torch.float32)
 
-    def like(found: Tensor | None) -> Any:
-        if found is None:  # without gradients it has no reserve
-            return None
-        return x.new_empty(found.shape, dtype=x.dtype if found.is_floating_point() else found.dtype)
-
-    return tuple(map(like, found))
+    kinds = [t if t is None else x.dtype if t.is_floating_point() else t.dtype for t in found]
+    # Without gradients it has no reserve.
+    return tuple(t if t is None else x.new_empty(t.shape, dtype=kind) for t, kind in zip(found, kinds))
 
 
 def in_forward() -> bool:
