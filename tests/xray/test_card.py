@@ -131,13 +131,6 @@ def test_dropout_keeps_bytes_and_attention_no_scores_and_autocast_is_cudas():
     assert (torch.ops.aten.exp.default, "up", "") in [*rules()]
 
 
-def test_no_fused_kernel_is_told_in_words():
-    case = Case(Net(), BATCH, card="h100")
-    case.inputs, case.model.layers = torch.ones(4, 8, 128, 63), nn.ModuleList([nn.Linear(63, 63)])
-    case.run(Plan())
-    assert "FP32 with 63 numbers a head has no fused kernel on this card: each layer keeps" in case.notes.pop()
-
-
 def results():
     torch.manual_seed(0)
     x = torch.randn(4, 8, requires_grad=True)

@@ -211,29 +211,6 @@ def test_a_model_and_an_optimizer_may_be_globals_and_are_not_trained():
     assert torch.equal(MODEL.layers[0].weight, before) and MODEL.layers[0].weight.grad is None
 
 
-def test_a_step_ends_when_the_optimizers_have_stepped():
-    case, every = case_of(lambda: loop(every=3), card="h100"), peak_of(loop)
-    assert case.run(Plan()).peak["total"] >= every
-    assert case.notes == {"Its optimizers step once in 3 calls of step(), so the step shown is 3 calls."}
-    never = case_of(lambda: loop(every=100), card="h100")
-    never.run(Plan())
-    assert never.notes == {"One of its optimizers does not step in 32 calls of step(), and has no states here."}
-
-
-def test_a_loop_that_grows_is_told_so_with_the_line():
-    kept = []
-    report = Report(
-        case_of(lambda: loop(after=lambda loss: kept.append(torch.ones(100, 512, device="cuda"))), card="h100")
-    )
-    (note,) = report.case.notes
-    assert all(row.what[:4] != "None" for row in report.holders)
-    assert any(row.what == "ones: 100 × 512" and row.tensors > 1 for row in report.holders)
-    assert note.startswith("It grows: 0.20 MiB more are held after each step, most of it from test_places.py:")
-    numbers = case_of(lambda: loop(after=lambda loss: kept.append(loss.detach().clone())), card="h100")
-    numbers.run(Plan())
-    assert "".join(numbers.notes).startswith("It grows: 4 bytes more are held after each step")
-
-
 class Blocks(nn.Module):
     """Three blocks and a head; all blocks may stand in one checkpoint."""
 
@@ -246,14 +223,44 @@ class Blocks(nn.Module):
         return self.head(checkpoint(self.blocks, x, **options) if self.how else self.blocks(x)).mean()
 
 
-RECOMPUTED = r"In backward .* MiB of the peak are recomputed, of 5 modules at once: a checkpoint around each block"
-IDLE = r"No gradient comes to 12 of 14 trained tensors, such as blocks.0.0.weight: .*use_reentrant=True"
+class Heads(nn.Linear):
+    """Attention of so many numbers a head, for which no kernel is made."""
+
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(*3 * [super().forward(x)]).mean()
 
 
-@pytest.mark.parametrize("how, words", [("", None), ("all at once", RECOMPUTED), ("reentrant", IDLE)])
-def test_a_checkpoint_that_saves_nothing_or_cuts_the_gradient_off_is_told(how, words):
-    notes = Report(case_of(lambda: (Blocks(how), torch.ones(4096, 512)), card="h100")).case.notes
-    assert len(notes) == bool(words) and all(re.match(words, note) for note in notes)
+def growing(of):
+    kept = []
+    return loop(after=lambda loss: kept.append(of(loss)))
+
+
+SO_MANY = "Its optimizers step once in 3 calls of step(), so the step shown is 3 calls."
+NEVER = "One of its optimizers does not step in 32 calls of step(), and has no states here."
+GROWS = "It grows: 0.20 MiB more are held after each step, most of it from test_places.py:"
+RECOMPUTED = "In backward 56.00 MiB of the peak are recomputed, of 5 modules at once: a checkpoint around each block"
+IDLE = "No gradient comes to 12 of 14 trained tensors, such as blocks.0.0.weight: they are not used, or a checkpoint"
+NOTES = [
+    (lambda: loop(every=3), SO_MANY),
+    (lambda: loop(every=100), NEVER),
+    (lambda: growing(lambda loss: torch.ones(100, 512, device="cuda")), GROWS),
+    (lambda: growing(lambda loss: loss.detach().clone()), "It grows: 4 bytes more are held after each step"),
+    (lambda: (Blocks(""), torch.ones(4096, 512)), None),
+    (lambda: (Blocks("all at once"), torch.ones(4096, 512)), RECOMPUTED),
+    (lambda: (Blocks("reentrant"), torch.ones(4096, 512)), IDLE),
+    (lambda: (Heads(63, 63), torch.ones(4, 8, 128, 63)), "Attention: FP32 with 63 numbers a head has no fused kernel"),
+]
+
+
+@pytest.mark.parametrize("make, words", NOTES)
+def test_what_is_odd_in_a_step_is_told(make, words):
+    report = Report(case_of(make, card="h100"))
+    assert len(report.case.notes) == bool(words) and all(note.startswith(words) for note in report.case.notes)
+    if words == SO_MANY:
+        assert report.peak["total"] >= peak_of(loop)
+    if words == GROWS:
+        assert all(row.what[:4] != "None" for row in report.holders)
+        assert any(row.what == "ones: 100 × 512" and row.tensors > 1 for row in report.holders)
 
 
 def test_a_loop_keeps_its_mode():
