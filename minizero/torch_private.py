@@ -231,10 +231,10 @@ WHOLE_PROCESS = {
     "during the second run of a checkpoint. Without it: `set_enabled(False)`.",
     "minizero/engines/timeline.py": "Methods of an engine are wrapped. It lives while a timeline records. Without it: "
     "record none.",
-    "minizero/xray/lent.py": "Methods by which tensors move, autocast, and functions of torch.cuda and of "
+    "minizero/xray/places.py": "Methods by which tensors move, autocast, and functions of torch.cuda and of "
     "torch.distributed have others in their place, which ask for the thread. It lives while an X-ray builds a model or "
     "runs a step. Without it: run no X-ray.",
-    "minizero/xray/answers.py": "Classes such as `torch.cuda.Event`, as in `lent.py`, for the user's code alone.",
+    "minizero/xray/answers.py": "Classes such as `torch.cuda.Event`, as in `places.py`, for the user's code alone.",
     "minizero/xray/fake.py": "What a fake tensor says of its device, checks of distributions, a log of PyTorch's. It "
     "lives while an X-ray runs a step. Without it: run no X-ray.",
     "minizero/xray/hugging_face.py": "A function of transformers, as long as `fake.py`'s.",

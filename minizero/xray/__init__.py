@@ -12,22 +12,21 @@ What a reader must hold, before the files:
 
 1. A step runs on fake tensors: sizes, no numbers. So it takes seconds, in any size, and the ledger counts it.
 2. The script and make() are run without numbers if that goes. What make() returns is copied; copies are trained.
-3. To PyTorch all is the CPU's. A mark on each storage says host or card (places.py); no mark: one place.
-4. A name of PyTorch that has another function for a while (lent.py) has it for one thread; answers are for the user.
-5. On a card other tensors are kept than on a CPU: attention, dropout, autocast, scratch (card.py).
+3. To PyTorch all is the CPU's. A mark on each storage says host or card; no mark: all is in one place.
+4. A name of PyTorch that has another function for a while has it for one thread; answers are for the user's code.
+5. On a card other tensors are kept than on a CPU: attention, dropout, autocast, scratch.
 6. The first step makes the optimizer's states, the second is shown; a step ends when the optimizers have stepped.
 7. A technique is a field of a Plan. Each row of the table is a run of the same step under another plan.
 8. An engine knows one device: a row with one is run without marks, or refused.
 9. What cannot be run ends as `NotPossible`, in a sentence with the user's line.
-10. Nothing is a formula but what is "counted, not run": bits of bitsandbytes.
 
 The step:
 
-plan.py          techniques, each a field, so a stack of them is a plan, too; what each does to a step
+plan.py          techniques, each a field; what each does to a step (8 and 4 bits are counted, not run)
 step.py          the step that is run, with numbers or without
 fake.py          tensors without numbers, for any model
-places.py        host and card, for code that says "cuda"
-answers.py       what a script asks of a GPU, answered (lent.py: for one thread)
+places.py        host and card, for code that says "cuda"; names that are lent
+answers.py       what a script asks of a GPU, answered
 card.py          as on a card: what a step makes and keeps there
 case.py          a model, a batch and an optimizer: runs a step under any plan
 head.py          a technique: the loss in chunks, in a model that makes all logits

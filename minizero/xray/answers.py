@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from flash.gpus import GPUS
-from minizero.xray.lent import lent
 from minizero.xray.lines import is_users
+from minizero.xray.places import lent
 
 
 class Quiet:

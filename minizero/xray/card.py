@@ -18,7 +18,6 @@ EmbeddingBackwardKernel.cu, CublasHandlePool.cpp.
 import contextlib
 import math
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,15 +33,11 @@ from minizero.memory.operators import Watcher
 from minizero.memory.recorder import current_recorder
 from minizero.torch_private import AFTER_AUTOCAST, ATTENTION
 from minizero.xray.fake import HALVES
-from minizero.xray.lent import lent
-from minizero.xray.places import CARD, having, place_of
+from minizero.xray.places import CARD, having, here, lent, place_of
 
 aten = torch.ops.aten
 MIB = 2**20
 SINCE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)  # see `backend`
-here = threading.local()  # .card, .notes: while this thread's step runs as on a card
-
-
 NO_NAME = "nvidia geforce tesla quadro amd instinct graphics generation gpu hbm2 hbm2e hbm3"
 
 
@@ -119,7 +114,7 @@ def attention(
 ) -> Tensor:
     """F.scaled_dot_product_attention as on a card. Each kernel wants its inputs in its own way."""
     scale, gqa = options.get("scale"), options.get("enable_gqa", False)
-    kind = backend(GPUS[here.card], q, k, v, mask, p, causal, gqa)
+    kind = backend(here.card, q, k, v, mask, p, causal, gqa)
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=q.dtype))
@@ -192,7 +187,7 @@ def with_rules(operator: Any, on_a_card: str, on_a_cpu: str) -> Callable[..., An
     """The operator as autocast calls it. up: FP32; widest: FP32 if some are; result: only the result is FP32."""
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        rule = on_a_card if hasattr(here, "card") else on_a_cpu
+        rule = on_a_card if here.card else on_a_cpu
         if not rule:
             return operator.redispatch(keys & AFTER_AUTOCAST, *args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -272,7 +267,7 @@ class Scratch(Watcher):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if size := SCRATCH.get(str(func)):
             with having(making=place_of(args[0])):
-                scratch = torch.empty(size(GPUS[here.card], *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
+                scratch = torch.empty(size(here.card, *args, **kwargs or {}), dtype=torch.uint8)  # noqa: F841
         return func(*args, **kwargs or {})
 
 
@@ -284,18 +279,15 @@ def as_on(card: str | None, notes: set[str]) -> Iterator[None]:
         return
 
     def in_thread(operator: Any, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: (kernel if hasattr(here, "card") else operator.decompose)(*args, **kwargs)
+        return lambda *args, **kwargs: (kernel if here.card else operator.decompose)(*args, **kwargs)
 
     with torch_private.lent_kernels() as lend, warnings.catch_warnings(action="ignore"):  # that they are overridden
         for name, kernel in OPERATORS.items():
             lend(name, in_thread(getattr(aten, name).default, kernel), "AutogradCPU")
         for operator, on_a_card, on_a_cpu in list(rules()):
             lend(operator, with_rules(operator, on_a_card, on_a_cpu), "AutocastCPU", with_keyset=True)
-        here.card, here.notes, room = card, notes, workspace(card)
+        room = workspace(card)
         if (recorder := current_recorder()) is not None:
             recorder.claim(room, "buffers", "cuBLAS's workspace")
-        try:
-            with autocast_for_cuda(), Scratch():
-                yield
-        finally:
-            del here.card, here.notes
+        with having(card=GPUS[card], notes=notes), autocast_for_cuda(), Scratch():
+            yield

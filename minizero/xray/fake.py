@@ -40,9 +40,8 @@ from minizero import torch_private
 from minizero.memory.operators import Watcher
 from minizero.memory.recorder import current_recorder
 from minizero.xray.hugging_face import masks_as_for_real
-from minizero.xray.lent import lent
 from minizero.xray.lines import is_users
-from minizero.xray.places import CARD, FEW, HOST, OneDevice, here, in_make, marking, moves, place_of
+from minizero.xray.places import CARD, FEW, HOST, OneDevice, here, in_make, lent, marking, moves, place_of
 
 aten = torch.ops.aten
 # Asked by C++. An engine makes a parameter that is away a `Released`, of which the fake mode does not know the device.

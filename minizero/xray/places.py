@@ -11,10 +11,12 @@ it is the card's.
 """
 
 import contextlib
+import functools
 import importlib.machinery
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 
 from minizero.memory.operators import Watcher
 from minizero.torch_private import current_backward
-from minizero.xray.lent import lent
 
 HOST, CARD = torch.device("cpu"), torch.device("cuda", 0)
 TWO = "it uses a second card, and one is counted: write 'cpu' for what lies on another, and it is left out"
@@ -42,6 +43,8 @@ class Here(threading.local):
     caller: torch.device | None = None  # the place of what is given to the function that runs now
     inside = 0  # operators that run now: to PyTorch's own code, which they call, all is the CPU's
     imports = False  # is a file imported now? What it makes has numbers, since a second import would find the same
+    card: Any = None  # a `Gpu`, while a step runs as on a card
+    notes: set[str]  # gets sentences for the report meanwhile
 
 
 here = Here()
@@ -50,7 +53,7 @@ here = Here()
 @contextlib.contextmanager
 def having(**names: Any) -> Iterator[None]:
     """In the block, `here` has these values."""
-    before = {name: getattr(here, name) for name in names}
+    before = {name: getattr(here, name, None) for name in names}
     vars(here).update(names)
     try:
         yield
@@ -184,7 +187,29 @@ QUESTIONS: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.get_device: lambda place: 0 if place == CARD else -1,
 }
 
-# Tensors move.
+# Tensors move. To that end PyTorch's functions have others in their place, for a time.
+
+
+@contextlib.contextmanager
+def lent(*names: tuple[Any, str, Callable[..., Any]]) -> Iterator[None]:
+    """While it is entered, each `owner.name` is another function, called as `function(before, *args, **kwargs)`.
+
+    before: what was there. A name is the whole process's, so other threads call that.
+    """
+    thread = threading.get_ident()
+
+    def calling(before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            here = threading.get_ident() == thread
+            return function(before, *args, **kwargs) if here else before(*args, **kwargs)
+
+        return functools.wraps(before)(call) if callable(before) else call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in names:
+            lending = calling(getattr(owner, name, None), function)
+            stack.enter_context(mock.patch.object(owner, name, lending, create=True))
+        yield
 
 
 def moved(tensor: Tensor, place: torch.device) -> Tensor:
