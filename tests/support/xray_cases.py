@@ -43,34 +43,6 @@ class LSTM(nn.Module):
         return F.cross_entropy(self.head(self.lstm(self.embedding(x))[0]).flatten(0, 1), y.flatten())
 
 
-class UNet(nn.Module):
-    """Convolutions down and up, and a mean squared error, whose one number owns the memory of all differences."""
-
-    def __init__(self, channels: int = 16, levels: int = 3) -> None:
-        super().__init__()
-
-        def block(inputs: int, outputs: int) -> nn.Module:
-            return nn.Sequential(
-                nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
-            )
-
-        widths = [channels << level for level in range(levels)]
-        self.down = nn.ModuleList(block(a, b) for a, b in zip([3, *widths], widths))
-        self.up = nn.ModuleList(block(2 * a + a, a) for a in reversed(widths[:-1]))
-        self.out = nn.Conv2d(channels, 3, 1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        kept = []
-        for down in self.down:
-            x = down(x)
-            kept.append(x)
-            x = F.max_pool2d(x, 2)
-        x = kept.pop()
-        for up in self.up:
-            x = up(torch.cat([F.interpolate(x, scale_factor=2.0), kept.pop()], 1))
-        return F.mse_loss(self.out(x), y)
-
-
 class WithLoss(nn.Module):
     """A network of classes, and its cross-entropy."""
 
@@ -97,7 +69,6 @@ OWN: dict[str, Make] = {
     "GPT, recompute": gpt(recompute="full"),
     "GPT, selective": gpt(recompute="selective"),
     "LSTM": lambda: (LSTM(), (tokens(), tokens())),
-    "UNet": lambda: (UNet(), (torch.randn(BATCH, 3, 32, 32), torch.randn(BATCH, 3, 32, 32))),
     **{name: network(name) for name in NETWORKS},
 }
 

@@ -126,6 +126,9 @@ def test_rows_with_an_engine_agree_with_the_plain_row_or_are_refused():
     plain, engine = (case.run(plan).peak for plan in (Plan(), Plan(stage=3, ranks=1)))
     assert 0 < plain["host"] < 64  # an optimizer's counters of steps
     assert 0 <= engine["optimizer"] - plain["optimizer"] < 64 and plain["parameters"] <= engine["parameters"]
+    own = peak_of(loop)  # holds the batch, of which there is no copy
+    assert abs(own - plain["total"]) < 64
+    assert 0 == case.run(Plan(eight_bit=True)).peak["host"] < case.run(Plan(eight_bit=True)).peak["optimizer"]
 
     class Away(Net):
         def forward(self, x):
@@ -327,21 +330,3 @@ def test_what_others_have_of_the_card_is_left_to_them(command):
     assert status == 0 and "1 × 11.56 GiB: the cheapest" in out
     status, error = command(MAKE, *options, "15GiB")
     assert status == 2 and "--taken: 15.00 GiB of 14.56 GiB leaves nothing" in error
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.lstm(x)  # which has no reserve
-        return self.lstm(x)[0].mean()
-
-
-def test_a_batch_that_may_count_time_first_is_called_by_its_shape():
-    report = Report(case_of(lambda: (Recurrent(), torch.ones(48, 4, 8))))
-    assert "inputs of (48, 4, 8), AdamW" in report.title
-    with pytest.raises(NotPossible, match="LSTM has time first"):
-        report.largest(2**30)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from minizero.xray.case import case_of
 from minizero.xray.plan import Plan
+from minizero.xray.report import Report
 from minizero.xray.techniques import outcome
 from tests.support.xray_cases import LSTM, tokens
 
@@ -105,6 +106,7 @@ REFUSED = [
     (loop_of(lambda y: y.backward()), Plan(), "take the mean" + HERE),
     (loop_of(lambda y: y.add_(1).mean().backward()), Plan(), "is changed in place" + HERE),
     (loop_of(twice), Plan(), "that an earlier one has freed" + HERE),
+    (loop_of(lambda y: y.mean().backward()), Plan(stage=3, ranks=4), "it changes the loop"),
     (loop_of(lambda y: torch.optim.SGD([])), Plan(), "has no parameter to train" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (lambda: nn.Linear(1, 1), Plan(), MAKE),
@@ -134,3 +136,10 @@ def test_what_cannot_be_run_is_refused_in_words_and_pytorch_prints_nothing(make,
         row = outcome(case_of(make), plan)
         assert row.result is None and re.search(words, row.remark)
     assert caplog.records == [] and not log.disabled
+
+
+def test_a_batch_that_may_count_time_first_is_called_by_its_shape():
+    report = Report(case_of(lambda: (TimeFirst(), (tokens(), tokens()))))
+    assert "inputs of (4, 32), AdamW" in report.title
+    with pytest.raises(ValueError, match="LSTM has time first"):
+        report.largest(2**30)

@@ -117,8 +117,8 @@ def test_the_first_stack_that_fits_is_found_or_the_smallest():
     usable = 3 * MIB - kept_free(3 * MIB)
     cheaper = order[: order.index(found.plan)]
     assert all(case.run(plan).peak["total"] > usable for plan in cheaper if plan in case.found)
-    nothing = cheapest(unet := Case(*OWN["UNet"]()), 0.1 * MIB, 1)
-    least = min(run.peak["total"] for run in unet.found.values() if not isinstance(run, str))
+    nothing = cheapest(images := Case(*OWN["resnet"]()), 0.1 * MIB, 1)
+    least = min(run.peak["total"] for run in images.found.values() if not isinstance(run, str))
     assert nothing.spare < 0 and len(nothing.peaks) > 1 and nothing.result.peak["total"] == least
     ample = cheapest(case, 100 * MIB, 1)
     assert ample.plan == stacks(1, BATCH)[0] and len(ample.peaks) == 1
