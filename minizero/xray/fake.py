@@ -146,7 +146,8 @@ class Copier(pickle.Pickler):
 
         A scheduler wraps its optimizer's step in a function of PyTorch's, which has a weak reference: that, too.
         """
-        cells, known = [*map(content, function.__closure__ or ())], function.__globals__
+        known, closure = function.__globals__, function.__closure__ or ()
+        cells = [[] if cell == types.CellType() else [cell.cell_contents] for cell in closure]  # some are empty yet
         file = inspect.unwrap(function).__code__.co_filename
         used = globals_of(function) if is_users(file) and "site-packages" not in file else {}
         held = cells, used, function.__defaults__, function.__kwdefaults__
@@ -183,13 +184,6 @@ def fill(function: types.FunctionType, held: tuple[Any, ...]) -> None:
         for value in values:
             cell.cell_contents = value
     function.__globals__.update(used)
-
-
-def content(cell: types.CellType) -> list[Any]:
-    """What a function's cell holds: one thing, or nothing yet."""
-    with contextlib.suppress(ValueError):
-        return [cell.cell_contents]
-    return []
 
 
 class FromOutside(FakeTensorConverter):

@@ -5,6 +5,7 @@ belongs neither to PyTorch nor to this package. What is born in backward has no 
 operations of forward, and an operation that goes backwards knows its number. So it has the line that it had forwards.
 """
 
+import functools
 import os
 import sys
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ MODELS = os.path.join(HERE, "models", "")  # of the lessons: a user's code, like
 TORCH, PYTHON = (os.path.join(os.path.dirname(str(module.__file__)), "") for module in (torch, os))
 
 
+@functools.cache  # it is asked for each frame
 def is_users(file: str) -> bool:
     """Does the file belong to the user, or to a library of models?"""
     machinery = file.startswith((HERE, TORCH, "<")) or (file.startswith(PYTHON) and "site-packages" not in file)
@@ -46,7 +48,6 @@ class LineRecorder(Recorder):
     def __init__(self, tape: Any) -> None:
         super().__init__(tape)
         self.forwards: dict[int, tuple[str, str]] = {}  # by autograd's number of an operation: its module and line
-        self.files: dict[str, bool] = {}  # by name: is it the user's?
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(self.tape)
@@ -70,9 +71,7 @@ class LineRecorder(Recorder):
         """The line of the user's code that runs: file and number."""
         frame = sys._getframe(2)
         while frame is not None and (name := frame.f_code.co_filename) != LOOP:
-            if name not in self.files:
-                self.files[name] = is_users(name)
-            if self.files[name]:
+            if is_users(name):
                 return f"{os.path.basename(name)}:{frame.f_lineno}"
             frame = frame.f_back  # type: ignore[assignment]
         return ""
