@@ -42,12 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--hf", type=Path, metavar="CONFIG.json", help="a model of transformers, by its configuration; no download")
     add("--snapshot", type=Path, metavar="OOM.pickle", help="what torch.cuda.memory._dump_snapshot wrote on a GPU")
     add("--batch", type=positive, metavar="N", help="samples, for --hf and the demo's GPT (default: 2)")
-    add(
-        "--length",
-        type=positive,
-        metavar="N",
-        help="tokens, for --hf (default: 2048, or what it has) and the GPT (64)",
-    )
+    add("--length", type=positive, metavar="N", help="tokens, for --hf (default: 2048, or all) and the GPT (64)")
     add("--card", default="h100", help="the GPU: h200, a100, l4, t4, 4090 …; cpu: as on a CPU (default: h100)")
     add("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim, such as sgd (default: AdamW)")
     add("--ranks", type=positive, default=1, metavar="N", help="how many cards you have, for ZeRO's rows (default: 1)")
