@@ -50,8 +50,8 @@ HINTS = [
 AFTER = (
     "The package cuts your function in two: `make_room` and `fill` in minizero/engines/zero3.py. Then prefetch.py can "
     "let another thread fill a unit while this one computes, and memory is given only by the thread that computes. The "
-    "question whether there is anything to do is Unit.replica_is_stale in minizero/engines/core.py. There `release` "
-    "sets the version to -1, so one comparison answers it. The ranks of unit.comm need not be all: with a sharding "
+    "question whether there is anything to do is Unit.replica_is_stale in minizero/engines/core.py, one comparison, "
+    "since `release` sets the version to -1. The ranks of unit.comm need not be all: with a sharding "
     "factor they are the ranks of one group. PyTorch's FSDP empties and refills storages in the same way. Read next: "
     'minizero/engines/any_model/prefetch.py, and Zhao et al., 2023, "PyTorch FSDP", sections 3.2 and 3.3.'
 )
