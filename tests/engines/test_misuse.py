@@ -326,6 +326,14 @@ def test_any_optimizer_steps_whole_tensors(model, comm):
     torch.optim.LBFGS(model.parameters()).step(lambda: model(vectors(0)).square().mean())
 
 
+@on_ranks([Zero1])
+def test_one_optimizer_may_step_engines_that_are_sharded_over_other_ranks(model, comm):
+    other = Zero3(seeded(Blocks)(), comm, sharding_factor=1)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    (model(vectors(0)) + other(vectors(0))).sum().backward()
+    optimizer.step()
+
+
 # Single calls of (model, comm).
 
 
