@@ -387,6 +387,11 @@ def memory_swapped_in_forward(model, comm):
     model(vectors(0))
 
 
+def types_differ_for_another_reason(model, comm):
+    model.module.blocks[1].forward = lambda x: x @ torch.ones(7, 7)
+    model(vectors(0))
+
+
 def infinite_on_rank_1(model, comm):
     model(vectors(0) * (torch.inf if comm.rank else 1)).sum().backward()
     model.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -432,6 +437,7 @@ REFUSED = [  # the call, its words, in which stages, how it is wrapped
         {"make": writing, "dtype": torch.bfloat16},
     ),
     (shifted_in_fp32, "STAGE: .*same dtype.*: cast blocks.1.shift", STAGES, {"dtype": torch.bfloat16}),
+    (types_differ_for_another_reason, "^(?!.*buffers).*same dtype", [DDP, Zero3], {"dtype": torch.bfloat16}),
     (infinite_on_rank_1, "the norm over all ranks is non-finite", STAGES, {}),
     (hook_on_a_parameter, "hook on out.bias would see this rank's gradient", STAGES, {}),
     (hook_and_penalty, "a hook on a shard, and a loss that uses the shard", [Zero2], {}),
