@@ -41,7 +41,7 @@ from minizero.engines.any_model.guards.modules import (
 )
 from minizero.engines.any_model.guards.no_sync import check_untouched
 from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, name_buffers
-from minizero.engines.any_model.guards.optimizers import mark
+from minizero.engines.any_model.guards.optimizers import mark, watch_shards
 from minizero.engines.any_model.guards.ranks import check_ranks, digest
 from minizero.engines.any_model.guards.wrapped import Ours
 from minizero.engines.any_model.unit import GroupBy, Unit
@@ -81,6 +81,7 @@ class AnyModel(Wrapped):
     """
 
     inside: Comm | None = None  # the ranks that a unit is sharded over; None stands for all of `comm`
+    gather_comm: Comm | None = None  # of another thread that gathers: the loop's own collectives use `inside`
     frees_replicas = False  # does a unit's replica come and go?
     reshard_after_forward = False  # is it away between the unit's forward and its backward?
 
@@ -117,7 +118,8 @@ class AnyModel(Wrapped):
         names = self.names_in(self.own_state()[0])
         self.its_buffers = Buffers(self.module, self.comm)
         dtype = self.dtype or torch.float32
-        units = make_units(self.module, self.comm, self.inside or self.comm, dtype, blocks, self.group_by)
+        inside = self.gather_comm or self.inside or self.comm
+        units = make_units(self.module, self.comm, inside, dtype, blocks, self.group_by)
         if self.frees_replicas:
             check_compiled(self.name, self.module, units)
         for unit in units:
@@ -163,6 +165,8 @@ class AnyModel(Wrapped):
         if self.last_backward and not self.backward:
             self.release_all()
             self.drop_what_raised()
+        for unit in self.units:
+            watch_shards(unit)
         self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
         self.refresh()
         if "backward" not in self.passes and not self.frees_replicas:

@@ -129,7 +129,7 @@ class Zero3(CoreZero3, AnyModel):
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
         self.ahead: Ahead | None = Ahead(self, comm, self.inside, prefetch) if prefetch else None
         if self.ahead:
-            self.inside = self.ahead.gather_comm
+            self.gather_comm = self.ahead.gather_comm
         super().__init__(module, comm, **options)
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:

@@ -173,6 +173,8 @@ class Unit(core.Unit):
         tag(flat, "gradients")
         for shard, piece in zip(self.shards, pieces(flat, self.shards), strict=True):
             hooks, after = ([], []) if self.original else torch_private.gradient_hooks(shard)
+            if hooks and type(shard) is Shard:  # a hook may take its norm
+                piece.__class__ = Piece
             for hook in hooks:
                 piece = piece if (changed := hook(piece)) is None else changed
             # .grad: of an earlier backward, or of what else the loss makes of this shard, such as a penalty

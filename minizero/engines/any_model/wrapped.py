@@ -14,12 +14,13 @@ from minizero.engines.any_model.guards.no_sync import check_averaged
 from minizero.engines.any_model.guards.wrapped import Ours, Refuses
 from minizero.engines.any_model.unit import Unit
 from minizero.ranks.collectives import all_gather, broadcast
+from minizero.ranks.comm import Comm
 
 
 class Wrapped(Refuses):
     """The contract of DDP, Zero1, Zero2 and Zero3."""
 
-    roots: Sequence[Unit]
+    inside: Comm | None  # the ranks that a unit is sharded over, if not all
     in_order: Sequence[Unit]  # those that train
     sync: bool  # False under no_sync
     loads_others = False  # does the module load what is neither a parameter nor a buffer?
@@ -92,7 +93,8 @@ class Wrapped(Refuses):
         norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
         norms = norms.to(self.comm.device)  # under offload they are not there
         if not self.in_order[0].unsharded:
-            norms = all_gather(norms.t().contiguous(), self.units[0].comm, label="clip_grad_norm_").t().contiguous()
+            norms = norms.t().contiguous()
+            norms = all_gather(norms, self.inside or self.comm, label="clip_grad_norm_").t().contiguous()
         norm = torch.linalg.vector_norm(norms, norm_type)  # unit by unit, rank by rank: one order in every stage
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"clip_grad_norm_: the norm over all ranks is non-finite ({norm}), nothing was scaled")
@@ -115,7 +117,7 @@ class Wrapped(Refuses):
                 state[name] = broadcast(value.to(self.comm.device), self.comm, label=name)
         for unit in self.units:
             mine = unit.master.to(self.comm.device)
-            whole = mine if unit.unsharded else all_gather(mine, unit.comm, label=unit.name)
+            whole = mine if unit.unsharded else all_gather(mine, self.inside or self.comm, label=unit.name)
             for parameter, view in zip(unit.parameters, unit.layout.views(whole), strict=True):
                 state |= {n: view.to(torch.float32, copy=True) for n in names[id(parameter)] if n in state}
         return state

@@ -31,8 +31,13 @@ def mark(unit: Unit, engine: Any) -> None:
         shard.cut_at = torch_private.place(shard)  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
             shard.register_hook(own_gradient_comes(weakref.ref(shard)))
-            if not unit.unsharded:
-                watch(shard, watched=True)
+    watch_shards(unit)
+
+
+def watch_shards(unit: Unit) -> None:
+    """Let norms of the unit's shards be seen, also if a step has raised that had let them go."""
+    for shard in unit.shards if unit.trains and not unit.unsharded else ():
+        watch(shard, watched=True)
 
 
 def own_gradient_comes(weak: Any) -> Callable[[torch.Tensor], None]:
@@ -78,8 +83,8 @@ def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
             )
 
 
-def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Called before every optimizer step in this process: may it step what it holds?"""
+def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Called before every optimizer step in this process: may it step what it holds? Its closure is watched."""
     held = list(shards_of(optimizer))
     for shard, _, engine in held:
         if type(shard) is Shard:
@@ -95,14 +100,31 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
             advice = "Had it inputs=? Shards are in no graph, so no gradient comes: leave it out"
             raise RuntimeError(f"{engine.name}: a step without a backward. {advice}")
 
+    def watched(closure: Any) -> Any:
+        """The closure is the loop's code, in the middle of the step."""
+        if closure is None or closure is optimizer:
+            return closure
+
+        def call() -> Any:
+            for shard, unit, _ in held:
+                watch(shard, watched=not unit.unsharded)
+            try:
+                return closure()
+            finally:
+                for shard, *_ in held:
+                    watch(shard, watched=False)
+
+        return call
+
+    return (optimizer, *map(watched, args[1:])), {name: watched(value) for name, value in kwargs.items()}
+
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called after every optimizer step in this process: the replicas of what it stepped are old from here on."""
     for shard, unit, engine in shards_of(optimizer):
         engine.done["step"] = True
         if not unit.original:
-            if not unit.unsharded:
-                watch(shard, watched=True)
+            watch(shard, watched=not unit.unsharded)
             torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
             unit.empty_parameters()
 

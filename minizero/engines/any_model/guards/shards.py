@@ -10,6 +10,7 @@ the gradient of their sum is made of the ranks' own. Not seen: what Python compu
 optimizer's step is not watched.
 """
 
+import math
 import threading
 from collections import deque
 from typing import Any
@@ -62,7 +63,8 @@ class Watched:
                 args = args[0].as_subclass(torch.Tensor), *args[1:]
             result = function(*args, **kwargs)
             if numbers and isinstance(result, float) and result:
-                floats.append(abs(result))
+                if math.frexp(result)[0] * 2**11 % 1:  # else it may be a constant of the loop, such as 0.5, by chance
+                    floats.append(abs(result))
             made = result if isinstance(result, list | tuple) else [result]
             made = [x for x in made if x is None or isinstance(x, torch.Tensor) and x.is_floating_point()]
             pieces = [x for x in given if isinstance(x, Shard | Piece)]
