@@ -391,12 +391,3 @@ def test_a_window_without_any_target_is_refused_on_every_rank():
 
     assert all("no target in the window" in message for message in run(2, work, [[0], [0, 0]]))
     assert all("no micro-batch on rank 1; others have up to 3" in m for m in run(2, work, [[1, 2, 3], []]))
-
-
-def test_a_failure_on_one_rank_ends_all():
-    def work(comm):
-        accumulate(Zero3(OwnMean(), comm), PAIRS if comm.rank else [5])
-
-    with pytest.raises(RankFailed) as caught:
-        run(2, work)
-    assert caught.value.rank == 0 and isinstance(caught.value.__cause__, TypeError)

@@ -197,14 +197,6 @@ def test_nothing_is_left_when_the_loss_is_gone():
         assert ledger.current["total"] == 0
 
 
-def test_it_counts_on_the_device_meta():
-    """No step asks for a value: nothing waits for a GPU, and bytes can be counted without data."""
-    hidden, weight = (torch.zeros(n, 8, device="meta", requires_grad=True) for n in (32, 16))
-    loss = cross_entropy_in_chunks(hidden, weight, torch.zeros(32, dtype=torch.long, device="meta"), chunk=8)
-    loss.backward()
-    assert hidden.grad.shape == (32, 8) and weight.grad.shape == (16, 8)
-
-
 # Bytes.
 
 

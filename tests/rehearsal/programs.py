@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import textwrap
 import threading
+from collections import ChainMap
 from contextlib import chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -114,7 +115,7 @@ def cause_of(error):
     return error
 
 
-PACKAGE = ("precision", "precision.emulate", "precision.histogram")
+ASSUMED = ("precision.histogram", "precision.emulate", "precision", "minizero.engines.timeline")
 EXAMPLES = (
     "minizero.engines.timeline",
     "precision.emulate",
@@ -148,8 +149,7 @@ def example(comm, source, name):
         model(x, y).backward()
         optimizer.step()
 
-    names = [importlib.import_module(name) for name in ("minizero.engines.timeline", *PACKAGE)]
-    execute(source, name, {key: value for module in names for key, value in vars(module).items()} | locals())
+    execute(source, name, dict(ChainMap(locals(), *(vars(importlib.import_module(module)) for module in ASSUMED))))
 
 
 def demo():
