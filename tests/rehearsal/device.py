@@ -21,6 +21,7 @@ import torch._dynamo  # which optimizers would import later, and which then read
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from minizero.memory.operators import IN_PARTS, Watcher, learn, outputs_of
 from minizero.ranks.threads import ThreadTransport
@@ -105,7 +106,7 @@ class Watch(Watcher):
             kinds = learn(func)
         if kinds is IN_PARTS:
             return self.run_in_parts(func, args, kwargs)
-        given = list(leaves((*args, *kwargs.values())))
+        given = tree_leaves((args, kwargs))
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         home = self.check(func, args, tensors)
         for generator in given:
@@ -115,7 +116,7 @@ class Watch(Watcher):
         if not kinds or home == CPU:  # nothing new, or nothing to note
             return result
         known = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
-        for tensor in leaves((result,)):
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and real_device(tensor) == CPU and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in known:
@@ -149,15 +150,6 @@ class Watch(Watcher):
             each = " and ".join(f"{device} {tuple(tensor.shape)}" for device, tensor in found.items())
             raise MixedDevices(f"{line()}: {func} got tensors on {each}")
         return next(iter(found), None)
-
-
-def leaves(values):
-    """What nested tuples and lists hold."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from leaves(value)
-        else:
-            yield value
 
 
 # Functions that make tensors or move them.
