@@ -7,17 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minizero import World
 from minizero.accumulate import accumulate
 from tests.real.real_models import MODELS, batches, model
 from tests.real.real_training import VARIANTS, by_engine, close
+from tests.support.helpers import run, same
 
 pytestmark = pytest.mark.real
 PRETRAINED = [name for name in MODELS if name not in ("LSTM", "Llama with LoRA")]
-
-
-def world(ranks, fn, *args):
-    return World(ranks, device="cpu", timeout=60).run(fn, *args)
 
 
 def loaded(comm, module, variant, state):
@@ -29,18 +25,14 @@ def loaded(comm, module, variant, state):
     return engine.gather_state_dict()
 
 
-def same_state(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("name", PRETRAINED)
 def test_saved_by_save_pretrained_and_loaded_into_another_stage(name, tmp_path):
     state = by_engine(name, 2, "Zero3")[0]
     state = {key: value for key, value in state.items() if key not in ("losses", "norms", "leaves")}
     model(name).save_pretrained(tmp_path, state_dict=dict(state))  # which empties what it is given
     again = type(model(name)).from_pretrained(tmp_path)
-    assert same_state(again.state_dict(), state)
-    assert same_state(world(3, loaded, model(name), "Zero2", again.state_dict())[2], state)
+    assert same(again.state_dict(), state)
+    assert same(run(3, loaded, model(name), "Zero2", again.state_dict())[2], state)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5"])
@@ -49,7 +41,7 @@ def test_a_file_in_which_a_tied_weight_stands_once(name, tmp_path):
     model(name).save_pretrained(tmp_path)
     file = load_file(tmp_path / "model.safetensors")
     assert file.keys() < state.keys()
-    assert same_state(world(2, loaded, model(name), "Zero3", file)[0], state)
+    assert same(run(2, loaded, model(name), "Zero3", file)[0], state)
 
 
 def targets(micro_batch):
@@ -89,4 +81,4 @@ def one_batch(name, dtype):
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_a_window_of_micro_batches_is_one_batch(name, variant):
     plain, exact = (2 * [one_batch(name, dtype)] for dtype in (torch.float32, torch.float64))
-    assert close(world(2, one_window, name, variant), plain, exact)
+    assert close(run(2, one_window, name, variant), plain, exact)
