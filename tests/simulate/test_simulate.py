@@ -101,6 +101,8 @@ def test_each_half_of_t5_sees_its_own_tokens():
     one = t5(2, 64, 4, 16, 128, 32)
     matrices = sum(unit.parameters for unit in one.units)
     assert sum(unit.flops - unit.core_flops for unit in one.units) == pytest.approx(2 * 32 * matrices, rel=0.02)
+    encoder, decoder = one.units[0], one.units[2]  # which has scores with the encoder's tokens, as many as with its own
+    assert (decoder.core_flops, decoder.core_kept) == (2 * encoder.core_flops, 2 * encoder.core_kept)
 
 
 # Bad input.

@@ -101,6 +101,8 @@ def test_ddp_reduces_the_gradients_of_two_blocks_at_once():
 def test_accumulation_reduces_once():
     once, four = (simulate(SMALL, A100, Strategy(16, stage=2, micro_batches=n)) for n in (1, 4))
     assert four.sent == once.sent and four.seconds < 4 * once.seconds
+    held = peak_memory(SMALL, Strategy(16, stage=2, micro_batches=4))["gradients"]
+    assert held == pytest.approx(4 * SMALL.parameters * (1 + 1 / 16)), "the sum in FP32, and this rank's shard of it"
     in_stage_3 = [simulate(SMALL, A100, Strategy(16, micro_batches=n)).sent for n in (1, 4)]
     gathers = 2 * SMALL.parameters - SMALL.root.parameters
     assert in_stage_3[1] - in_stage_3[0] == pytest.approx(3 * 2 * gathers * 15 / 16, rel=1e-4)
