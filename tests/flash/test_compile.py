@@ -38,6 +38,7 @@ def check(rows):
         gpu, kernel, sixteen_bits = row["gpu"], row["kernel"], row["dtype"] != "float32"
         assert row["registers"] > 0 and 0 < row["shared"] <= PROCESSORS[gpu].sram, row
         assert kernel != "delta" or row["spilled"] == 0, row
+        assert sixteen_bits or gpu == "gfx942" or row["instructions"] == "-", f"a product in TF32: {row}"
         if sixteen_bits and kernel != "delta":  # which is a sum for each row, no product of matrices
             # dK and dV at head dim 256: blocks of 64 keys, which wgmma needs, do not fit into Hopper's registers.
             matrix = "mma" if (gpu, kernel, row["head_dim"]) == ("sm_90", "dkdv", 256) else MATRIX[gpu]
@@ -60,6 +61,7 @@ def test_hopper_multiplies_with_wgmma_spills_next_to_nothing_and_computes_no_num
     """
     rows = compile_rows(tmp_path, "--gpus", "sm_90", "--head-dims", "64", "128")
     assert len(rows) == 4 * 2 * 3  # kernels (forward, delta, dkdv, dq), head dims, options
+    rows += compile_rows(tmp_path, "--gpus", "sm_90", "--head-dims", "64", "--dtypes", "float32", "--options", "plain")
     check(rows)
     assert list(tmp_path.rglob("*.cubin")), "TRITON_CACHE_DIR is where the code goes"
 
