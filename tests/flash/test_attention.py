@@ -102,8 +102,9 @@ def test_vmap_goes_through_the_operators_and_not_through_tiles():
     expected = torch.autograd.functional.jacobian(lambda x: attention_reference(x, k, k), q[0])
     at_once = torch.autograd.functional.jacobian(lambda x: flash_attention(x, k, k), q[0], vectorize=True)
     torch.testing.assert_close(at_once, expected)
+    asks = k.clone().requires_grad_()
     with torch.no_grad():  # nothing is differentiated, whatever asks for a gradient
-        torch.vmap(lambda x: flash_attention(x, k.clone().requires_grad_(), k))(q)
+        torch.vmap(lambda x: flash_attention(x, asks, k))(q)
     for call in (
         lambda: torch.vmap(lambda x: attention_tiled(x, k, k))(q),
         lambda: torch.autograd.functional.jacobian(lambda x: attention_tiled(x, k, k), q[0], vectorize=True),
