@@ -104,7 +104,7 @@ ENDS += [FloatFormat(*bits, saturate=True) for bits in ((5, 10), (8, 7))]
 USUAL = [FP16, BF16, TF32, FP32, FloatFormat(5, 10, bias=127)]
 
 
-@pytest.mark.parametrize("fmt", [*USUAL, *ENDS, *formats_of_all_kinds()], ids=str)
+@pytest.mark.parametrize("fmt", [*USUAL, *ENDS, *formats_of_all_kinds()])
 def test_every_kind_of_format_is_converted_as_one_by_one(fmt):
     codes = np.random.default_rng(0).integers(0, 2**fmt.width, 60)
     decoded = fmt.decode(codes)
