@@ -95,9 +95,8 @@ def as_patterns(name: str, x: Any, width: int) -> Array:
     has_values = isinstance(x, np.ndarray) or not x.is_meta
     for _, index in pieces(x) if has_values and dtype != f"uint{width}" else ():
         part = local(x[index])
-        part = (
-            cast(part, "int64") if isinstance(part, torch.Tensor) else part
-        )  # torch lacks min and max for some others
+        if isinstance(part, torch.Tensor):  # torch lacks min and max for some of the integers
+            part = part.long()
         outside = [int(end) for end in (part.min(), part.max()) if not 0 <= end < 2**width]
         if outside:
             raise ValueError(
@@ -162,7 +161,7 @@ def random_bits(like: Array, start: int, seed: int, bits: int) -> Array:
     position: Array = np.arange(start, stop)
     if isinstance(like, torch.Tensor):
         position = torch.arange(start, stop, device=like.device)
-    key = int(_mix(np.array([seed % 2**64], np.uint64).astype(np.int64))[0])
+    key = int(_mix(np.array([(seed + 2**63) % 2**64 - 2**63]))[0])  # of 64 bits, with a sign
     mixed = _mix(position.reshape(like.shape) * (0x9E3779B97F4A7C15 - 2**64) + key)
     return (mixed >> (64 - bits)) & (2**bits - 1)
 

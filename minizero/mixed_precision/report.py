@@ -25,7 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minizero.pictures.style import FONT, MIB, label_axes
+from minizero.pictures.style import FONT, MIB, label_axes, new_axes
 
 Row = Mapping[str, Any]
 COMMITTED = Path(__file__).parents[2] / "notebooks" / "results" / "table1" / "table1.json"
@@ -98,14 +98,17 @@ def draw(results: Mapping[str, Any]) -> Figure:
     axes = figure.subplot_mosaic([["differences", "activations"], ["peak", "peak"]])
     _draw_differences(axes["differences"], [row for row in results["rows"] if row["unit"] == "%"])
     _draw_activations(axes["activations"], results["rows"])
-    _draw_peaks(axes["peak"], results["memory"])
+    draw_peaks(results["memory"], axes["peak"])
     plan = results["plan"]
     words = f"{plan['seeds']} seed{'s' * (plan['seeds'] > 1)}, {plan['steps']} steps"
     figure.suptitle(f"Mixed precision (FP16, FP32 masters) against FP32: {words}", fontsize=FONT + 4)
     return figure
 
 
-def _draw_peaks(ax: Axes, memory: Mapping[str, Any]) -> None:
+def draw_peaks(memory: Mapping[str, Any], ax: Axes | None = None) -> Axes:
+    """Draws `memory`: the peaks of FP32 and of mixed precision against the batch size, and where they cross."""
+    if ax is None:
+        ax = new_axes(14, 6)
     sizes = memory["batch_sizes"]
     for kind, look, marker in (("baseline", BASELINE, "o"), ("mixed", MIXED, "s")):
         style = "solid" if kind == "baseline" else "dashed"
@@ -118,6 +121,7 @@ def _draw_peaks(ax: Axes, memory: Mapping[str, Any]) -> None:
     ax.set_title(f"Peak of all memory in a training step with Adam: {memory['network']}", fontsize=FONT + 1)
     label_axes(ax, "images in the batch", "memory (MiB)", ticks=FONT - 3)
     ax.legend(fontsize=FONT, frameon=False, loc="lower right")
+    return ax
 
 
 def _draw_differences(ax: Axes, rows: Sequence[Row]) -> None:
