@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -83,22 +84,18 @@ def test_an_error_leaves_everything_as_it_was():
 
 
 def test_each_thread_has_its_own():
-    barrier, results = threading.Barrier(3, timeout=60), {}
+    barrier, formats = threading.Barrier(3, timeout=60), (FP16, FP8_E4M3, None)
 
     def work(fmt):
         with emulate(fmt) if fmt else contextlib.nullcontext():
             barrier.wait()
-            x = torch.full((1,), 1 / 3, requires_grad=True)
             for _ in range(50):
-                x.grad = None
+                x = torch.full((1,), 1 / 3, requires_grad=True)
                 (x * x).backward()
-            results[fmt] = third(), x.grad.item()
+            found = third(), x.grad.item()
             barrier.wait()
+        return found
 
-    threads = [threading.Thread(target=work, args=(fmt,)) for fmt in (FP16, FP8_E4M3, None)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    one_third = {FP16: 0.333251953125, FP8_E4M3: 0.34375, None: torch.tensor(1 / 3).item()}
-    assert results == {fmt: (number, 2 * number) for fmt, number in one_third.items()}
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(work, formats))
+    assert results == [(n, 2 * n) for n in (0.333251953125, 0.34375, torch.tensor(1 / 3).item())]
