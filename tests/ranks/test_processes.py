@@ -120,8 +120,8 @@ def failing(comm):
 @pytest.mark.slow
 def test_a_failure_on_one_rank_is_told_on_the_others_soon(tmp_path):
     ranks = run(failing, 4, tmp_path)
-    late = ranks[2].pop("late")
-    assert late[0] == "RankFailed" and late[1].startswith("rank 2 came too late"), late
+    kind, message, *_ = ranks[2].pop("late")
+    assert kind == "RankFailed" and message.startswith("rank 2 came too late"), message
     for rank in (0, 1, 3):
         kind, message, blamed, seconds = ranks[rank]["raises"]
         assert (kind, blamed) == ("RankFailed", 2) and seconds < SOON
