@@ -23,6 +23,13 @@ def test_a_generator_among_the_arguments_is_set_back(way):
     return [x.grad, generator.get_state()]
 
 
+def test_a_generator_goes_on_if_that_is_asked_for():
+    x = torch.ones(100, requires_grad=True)
+    y = checkpoint(lambda x: F.dropout(x.exp()), x, preserve_rng_state=False)
+    y.sum().backward()
+    assert not torch.equal(x.grad != 0, y != 0), "another mask"
+
+
 def test_the_generator_is_set_back_also_when_the_second_run_fails():
     def fn(x):
         x = F.dropout(x.exp()).sin()
