@@ -235,12 +235,14 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         whole, adafactor = wrap(comm, DDP, lambda: nn.Linear(8, 8), torch.optim.Adafactor)
         whole(torch.ones(1, 8)).sum().backward()
         adafactor.step()
+        rates = wrap(comm, Zero3, Tiny, lr=0.1 * 2**comm.rank)
         for arguments, kind, words in [
             ((tmp_path, model.module, optimizer, 1), TypeError, "must be wrapped"),
             ((tmp_path, model, foreign, 1), ValueError, "from this wrapped model's parameters()"),
             ((tmp_path, whole, adafactor, 1), CheckpointError, "Adafactor keeps for weight a row_var"),
             ((tmp_path / f"{min(comm.rank, 1)}", model, optimizer, 1), CheckpointError, "rank 1 failed"),
             ((tmp_path, model, optimizer, comm.rank), CollectiveMismatch, "step 0"),
+            ((tmp_path, *rates, 1), CheckpointError, "lr of group 0 is 0.1 on rank 0, 0.2 on rank 1: let all ranks"),
         ]:
             error = error_of(save, *arguments)
             assert isinstance(error, kind) and words in str(error)
