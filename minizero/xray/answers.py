@@ -63,7 +63,7 @@ def on_card(dtype: torch.dtype, *given: Any) -> torch.Tensor:
     return torch.tensor(given[0], dtype=dtype, device="cuda")
 
 
-def making(function: Callable[..., Any]) -> type:
+def class_calling(function: Callable[..., Any]) -> type:
     """A class whose call is the function's."""
     return type("", (), {"__new__": lambda _, *args, **kwargs: function(*args, **kwargs)})
 
@@ -91,7 +91,7 @@ def table(card: str) -> dict[Any, dict[str, Any]]:
     cuda |= {"get_device_name": name, "get_device_properties": about, "get_device_capability": gpu.capability}
     cuda |= {"is_bf16_supported": gpu.capability >= (8, 0), "get_arch_list": [gpu.kind]}
     cuda |= {"mem_get_info": (memory, memory), "memory_summary": "", "memory_stats": Counter()}
-    cuda |= {f"{kind}Tensor": making(functools.partial(on_card, dtype)) for kind, dtype in TENSORS.items()}
+    cuda |= {f"{kind}Tensor": class_calling(functools.partial(on_card, dtype)) for kind, dtype in TENSORS.items()}
     started = [torch.distributed.is_available() and torch.distributed.is_initialized()]
     group: dict[str, Any] = dict.fromkeys(GROUP.split())
     group |= {"init_process_group": lambda *_, **__: started.append(True), "is_initialized": lambda: any(started)}
@@ -101,7 +101,7 @@ def table(card: str) -> dict[Any, dict[str, Any]]:
         torch.accelerator: of_card | {"current_accelerator": torch.device("cuda")},
         torch.distributed: group,
         nn.parallel: {"DistributedDataParallel": OneProcess},
-        torch: {"Generator": making(lambda *_, **__: torch.Generator())},  # the host's, whatever device is asked for
+        torch: {"Generator": class_calling(lambda *_, **__: torch.Generator())},  # the host's
     }
 
 
