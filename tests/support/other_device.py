@@ -110,7 +110,7 @@ def moved(self, *args, **kwargs):
 
 
 def peak(file, name):
-    """Bytes on the card at the peak of three calls of step(), after three others: in three each optimizer steps."""
+    """Bytes on the card at the peak of a step after the first one."""
     nothing = dict.fromkeys(["synchronize", "manual_seed", "manual_seed_all", "empty_cache", "set_device"])
     answers = {"is_available": True, "get_device_name": "a card", "max_memory_allocated": 0, **nothing}
     patches = [(torch.cuda, each, lambda *_, value=value, **__: value) for each, value in answers.items()]
@@ -129,8 +129,9 @@ def peak(file, name):
         make = runpy.run_path(file)[name]  # the rest that it returns would hold a script's first batch
         model, step = make()
         model.train()
-        for call in range(6):
-            tracker.peak = tracker.now if call == 3 else tracker.peak
+        calls = 3 if name == "every_third" else 1  # until its optimizer has stepped
+        for call in range(2 * calls):
+            tracker.peak = tracker.now if call == calls else tracker.peak
             step()
     return tracker.peak
 
