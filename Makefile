@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 STAMP_REAL := .venv/.installed-real
 
 .PHONY: help setup demo quick test lessons course pretend real portable oldest newest notebooks slides book exhaustive table1 soak
-.PHONY: kernels gpu lint clean exercises check hint watch questions solution reset gradebook autograder
+.PHONY: bench kernels gpu lint clean exercises check hint watch questions solution reset gradebook autograder
 
 help:   ## show this list
 	@sed -n -e 's/^#: //p' -e 's/^\([a-z0-9]*\):[^#]*## /  \1	/p' $(MAKEFILE_LIST) | expand -t 14
@@ -106,6 +106,9 @@ clean:  ## remove caches and builds; .venv and results/ stay
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
 #: Measure
+
+bench: setup  ## the benchmarks: python -m tests.bench
+	$(PY) -m tests.bench $(ARGS)
 
 kernels: setup  ## compile the attention kernels for GPUs that are not here, and show what they take: python -m flash.compile
 	$(PY) -m flash.compile $(ARGS)
