@@ -9,7 +9,7 @@
     search.py      the best plan for a model and a cluster, and the frontier of memory against speed
     published.py   others' figures, and how they were made
     fits.py        constants fitted on some of these figures, and the others predicted
-    machine.py     a cluster with the network that minizero.lab measured
+    machine.py     constants measured on the machine at hand, and its own steps predicted
     tables.py      tables and pictures
 
 `python -m minizero.simulate --help`.

@@ -46,6 +46,7 @@ class Cluster:
 
     inside, between: the links in a host, and from host to host. to_host: a GPU's copies to and from CPU memory.
     host_memory, host_memory_bandwidth: bytes, and bytes per second, of a host's memory for each of its GPUs.
+    cores: how many ranks run at a time if ranks are threads or processes on one machine; else None.
     """
 
     gpu: GPU
@@ -56,10 +57,15 @@ class Cluster:
     host_memory: float
     host_memory_bandwidth: float
     base_latency: float = 8.4e-6  # of a ring: NCCL's src/graph/tuning.cc, protocol for large messages
+    cores: int | None = None
 
     def holds(self, memory: Mapping[str, float]) -> bool:
         """Have a GPU and its part of the host room for these bytes, by category, with `total` and perhaps `host`?"""
         return memory["total"] <= self.gpu.memory and memory.get("host", 0.0) <= self.host_memory
+
+    def crowding(self, ranks: int) -> float:
+        """How many times longer everything takes, because `ranks` ranks share the cores."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def hosts(self, members: int, stride: int = 1) -> int:
         """How many hosts a group of `members` ranks, `stride` apart, lies on. `ValueError` if they lie unevenly."""

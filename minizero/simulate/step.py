@@ -109,6 +109,7 @@ class _Simulation:
             raise ValueError(f"{cluster.gpu.name} does not compute in {plan.dtype}: use {', '.join(cluster.gpu.peak)}")
         cluster.hosts(plan.ranks)  # raises if the last one would not be full
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
+        self.crowding = cluster.crowding(plan.ranks)
         self.jitter = 1 + constants.jitter * (math.sqrt(plan.ranks) - 1)
         self.flops_per_second = cluster.gpu.peak[plan.dtype] * constants.efficiency
         self.streams = Streams(plan.overlap)
@@ -179,7 +180,7 @@ class _Simulation:
     def collective(self, lane: str, unit: Layer, size: float, members: int, stride: int, after: float) -> float:
         """A ring over a group of ranks, `stride` apart; two for an all-reduce. size: bytes of the whole tensor."""
         passes = 2 if lane == "all-reduce" else 1
-        seconds = passes * self.ring(size, members, stride)
+        seconds = passes * self.ring(size, members, stride) * self.crowding
         sent = passes * (members - 1) / members * size
         hosts = self.hosts(members, stride)
         self.sent += sent
@@ -189,7 +190,7 @@ class _Simulation:
 
     def compute(self, name: str, flops: float, after: float) -> float:
         """One use of a unit."""
-        seconds = self.plan.batch_size * flops / self.flops_per_second * self.jitter
+        seconds = self.plan.batch_size * flops / self.flops_per_second * self.jitter * self.crowding
         if self.plan.overlap:
             seconds += self.constants.interference * self.beside
         self.beside = 0.0
@@ -206,7 +207,7 @@ class _Simulation:
         count = sum(map(self.padded, (self.model.root, *self.model.units))) / plan.itemsize / plan.shards
         moved = count * (ADAM_BYTES + (2 if plan.itemsize == 2 else 0))  # in 16 bits it writes the copy too
         speed = cluster.host_memory_bandwidth if plan.offload else cluster.gpu.memory_bandwidth
-        after = self.streams.run("optimizer", "Adam", moved / speed, after)
+        after = self.streams.run("optimizer", "Adam", moved / speed * self.crowding, after)
         if plan.offload:
             self.copy("parameters to GPU", count * plan.itemsize, after)
 
