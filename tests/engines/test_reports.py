@@ -26,6 +26,7 @@ from tests.support.small_models import (
     fit,
     held_back,
     on_ranks,
+    refused,
     seeded,
     vectors,
     wrapped,
@@ -139,6 +140,11 @@ def averaged(model, ps, gs):
         p.copy_(one.lerp_(p * 1.5, 0.5) - other.mul_(0.25))
 
 
+def logged_before_a_constant_of_that_value(model, ps, gs):
+    assert {(0 * p.detach()).sum().add(0.5).item() for p in ps} == {0.5}
+    torch._foreach_mul_(ps, 0.5)
+
+
 def in_the_second_step(model, ps, gs):
     if hasattr(model, "turns"):
         [g.mul_(g.norm()) for g in gs]
@@ -228,7 +234,7 @@ def again(model, x, rank):
     return once(model, x, rank)
 
 
-STAY = (by_a_norm_summed_over_ranks, printed, one_by_one, averaged)
+STAY = (by_a_norm_summed_over_ranks, printed, one_by_one, averaged, logged_before_a_constant_of_that_value)
 AS_PLAIN = [(f"gradient {name}", now_and_then(f), Blocks, STAGES) for name, f in GRADIENTS.items()]
 AS_PLAIN += [("gradient inside a forward", once, Guided, STAGES), ("inside a block", once, GuidedInside, STAGES)]
 AS_PLAIN += [(f"norm {f.__name__}", changing(f), Blocks, STAGES) for f in STAY]
@@ -343,6 +349,51 @@ def test_buffers_are_rank_0s_after_a_backward_unless_asked_and_their_bytes_are_t
     assert not any(all(map(torch.equal, own[0], rank)) for rank in own[1:])
     buffers = [*Writes(way).buffers()]
     assert sum(sent) - sum(less) == 2 * 3 * (sum(b.numel() * b.itemsize for b in buffers) + len(buffers))
+
+
+class Shared(nn.Module):
+    """Two parts hold one buffer, and each makes its own of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        for part in self.parts:
+            part.register_buffer("mean", vars(self.parts[0])["_buffers"].get("mean", torch.zeros(7)))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+            part.mean = 0.9 * part.mean + x.detach().mean(0)
+        return x
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_buffer_that_two_parts_hold_is_rank_0s_in_both(stage):
+    def job(comm):
+        model = stage(Shared(), comm)
+        for _ in range(2):
+            model(vectors(comm.rank)).mean().backward()
+        return [part.mean.clone() for part in model.module.parts]
+
+    exactly(*run(2, job))
+
+
+@on_ranks(SHARDED)
+def test_norms_of_shards_are_refused_in_a_closure_after_a_step_that_raised_and_in_a_hook(model, comm):
+    parameters = list(model.parameters())
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+
+    def closure():
+        model(vectors(0)).mean().backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    words = "the norm of a shard changes a shard or its gradient"
+    refused(words, lambda: sgd.step(closure))
+    sgd.step(lambda: model.clip_grad_norm_(0.1))
+    refused("division", lambda: sgd.step(lambda: 1 / 0), error=ZeroDivisionError)
+    refused(words, closure)
+    parameters[0].register_hook(lambda gradient: gradient / gradient.norm())
+    refused(words, lambda: model(vectors(0)).mean().backward())
 
 
 # What one rank does by itself. Each `act(model, comm, folder)` ends in words that name it.
