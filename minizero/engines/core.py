@@ -25,10 +25,6 @@ part of the average. `Unit.set_gradient` adds the old .grad of the unit's shard,
 `reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the replica. The
 unit's next use gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
 
-If a backward raises, autograd drops what it was to call at the end, so `backward` is None, and nothing that it counted
-matters. (Its buffers go when the next one begins.) What it gathered is released after its next use. The averages that
-shards have got stay until zero_grad().
-
 The core trains in FP32; communication and computation take turns. Its limits:
 
     refused, with the reason                           not seen: wrong without a word
@@ -75,7 +71,7 @@ class Unit:
     When is a replica old? PyTorch counts the writes in place to a tensor: `_version`. A view, and a parameter made of
     the tensor, share its count. What `.data` gives has the same memory, and a count of its own. So the optimizer's step
     counts for `master`, and a gather into the replica does not. version: `master`'s count when the replica was made
-    from it; -1: the replica is away.
+    from it; -1: the replica is away. (A step makes the count 4 of 3: a replica of version 3 is old.)
     """
 
     dtype = torch.float32  # of the replica; in any_model it may be a 16-bit one
@@ -140,7 +136,11 @@ class Backward:
     left: the units still to be reduced, in order. owed: by unit, which of its parameters have no gradient yet; they are
     numbered. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses
     backward is inside of. buckets: in DDP, the gradients that wait for more (ddp.py). end: a weakref to what autograd
-    calls after this backward. Nothing else holds that. If this backward raises, autograd drops it: `end()` is None.
+    calls after this backward. Nothing else holds that.
+
+    If this backward raises, autograd drops `end`. So `end()` is None, and `Engine.backward`, too: nothing that was
+    counted here matters any more. The buffers go when the next backward begins. A unit that was gathered is released
+    after its next use. The averages that shards have got stay until zero_grad().
     """
 
     def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:

@@ -6,9 +6,12 @@
                 the gradient of an input has come      the use closes
 
 Autograd numbers the operations of forward. In backward it takes, of those that are ready, the newest first; but before
-all others it writes a .grad that is complete. What made a unit's input is older than all that the unit did. So when the
-gradient of an input has come, the unit's own operations are done, and their gradients are written.
-In backward a tensor's hooks run just before the operation that made it, and before that operation's prehooks.
+all others it writes a .grad that is complete. An operation that is not ready waits for newer ones, so the newest of all
+that are left is always ready. What made a unit's input is older than all that the unit did. So when the gradient of an
+input has come, the unit's own operations are done, and their gradients are written.
+
+In backward a tensor's hooks run just before the operation that made it, and before that operation's prehooks. So a unit
+closes before the unit before it opens: it is released first, and one block is whole at a time.
 """
 
 import weakref
@@ -49,7 +52,7 @@ class Use:
         """The gradient of any of these will open the use, if the use made the tensor: a unit may return its input."""
         for tensor in tensors:
             if torch_private.operation_of(tensor) >= self.began:
-                # The next unit's `close` is a hook of the tensor itself, so it comes before this prehook.
+                # A prehook: the next unit's `close`, a hook of the tensor itself, comes first.
                 tensor.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
 
     def open(self, _: Any) -> None:

@@ -65,8 +65,9 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     """Put the hooks on the unit's module and parameters. stays: the unit is whole from its forward to its backward."""
     came: list[nn.Parameter] = []  # whose gradient this backward has brought
 
-    # 1. The module begins. After a forward alone the root is still whole, and the optimizer may have stepped since.
-    # `gather` skips what is whole, so it is released first.
+    # 1. The module begins. If no backward followed the last forward, the root is still whole (2 leaves it), and the
+    # optimizer may have stepped since. `gather` skips what is whole, so it is released first. `came` is empty, unless
+    # the last backward left something out (4).
     def forward_begins(*_: Any) -> None:
         if came:
             raise RuntimeError(
@@ -103,7 +104,7 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], comm: Comm) -> list[nn.Parameter]:
-    """This rank's N-th of each unit, for the optimizer. The model itself forgets its parameters; hooks bring them back.
+    """This rank's 1/N of each unit, for the optimizer. The model itself forgets its parameters; hooks bring them back.
 
     model: the same on all ranks. blocks: modules of it, each to be a unit.
     """

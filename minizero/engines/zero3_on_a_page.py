@@ -26,7 +26,7 @@ from minizero.ranks.comm import Comm
 
 
 def shard(layer: nn.Module, comm: Comm) -> torch.Tensor:
-    """This rank's N-th of the layer's parameters; the layer itself forgets them."""
+    """This rank's 1/N of the layer's parameters; the layer itself forgets them."""
     flat = pad(parameters_to_vector(layer.parameters()).detach(), comm.size)  # a copy
     drop(layer)
     return flat.chunk(comm.size)[comm.rank].clone()
