@@ -250,7 +250,8 @@ class Engine(nn.Module):
 
     def is_open(self, unit: Unit) -> bool:
         """Is backward inside of a use of the unit?"""
-        return self.backward is not None and self.backward.open_uses[unit] > 0
+        backward = self.backward
+        return backward is not None and backward.open_uses[unit] > 0
 
     def begin_backward(self) -> None:
         if self.backward is None:
@@ -275,7 +276,8 @@ class Engine(nn.Module):
 
     def reduce_what_is_complete(self) -> None:
         """Reduce the units that wait for nothing more, as far as the order allows."""
-        while self.backward.left and not self.backward.owed[self.backward.left[0]]:
+        backward = self.backward
+        while backward.left and not backward.owed[backward.left[0]]:
             self.reduce_next()
 
     def reduce_next(self) -> None:

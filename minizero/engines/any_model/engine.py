@@ -166,7 +166,7 @@ class AnyModel(Wrapped):
             self.release_all()
             self.drop_what_raised()
         for unit in self.units:
-            watch_shards(unit)
+            watch_shards(unit)  # after a step that raised
         self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
         self.refresh()
         if "backward" not in self.passes and not self.frees_replicas:
@@ -262,9 +262,10 @@ class AnyModel(Wrapped):
         """The gradient of the unit's parameter `number` goes to its place."""
         # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
         away = self.reshard_after_forward and unit.module is not self.module and not self.is_open(unit)
-        again = bool(self.sends) and unit not in self.backward.left
+        backward = self.backward
+        again = bool(self.sends) and unit not in backward.left
         check_gradient(self.name, unit, gradient, again=again, gathered=not away)
-        self.backward.owed[unit].discard(number)
+        backward.owed[unit].discard(number)
         if gradient is not None:  # a custom Function may give None, which is zero
             # Under no_sync many small gradients add up: in FP32.
             unit.gradient.put(number, gradient, unit.dtype if self.sends else torch.float32)

@@ -35,9 +35,10 @@ def mark(unit: Unit, engine: Any) -> None:
 
 
 def watch_shards(unit: Unit) -> None:
-    """Let norms of the unit's shards be seen, also if a step has raised that had let them go."""
+    """Let norms of the unit's shards be seen."""
     for shard in unit.shards if unit.trains and not unit.unsharded else ():
-        watch(shard, watched=True)
+        if type(shard) is nn.Parameter:
+            watch(shard, watched=True)
 
 
 def own_gradient_comes(weak: Any) -> Callable[[torch.Tensor], None]:
