@@ -103,21 +103,20 @@ def check_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 
     def watched(closure: Any) -> Any:
         """The closure is the loop's code, in the middle of the step."""
-        if closure is None or closure is optimizer:
-            return closure
 
         def call() -> Any:
-            for shard, unit, _ in held:
-                watch(shard, watched=not unit.unsharded)
+            for shard in sharded:
+                watch(shard, watched=True)
             try:
                 return closure()
             finally:
-                for shard, *_ in held:
+                for shard in sharded:
                     watch(shard, watched=False)
 
-        return call
+        return call if callable(closure) else closure
 
-    return (optimizer, *map(watched, args[1:])), {name: watched(value) for name, value in kwargs.items()}
+    if sharded := [shard for shard, unit, _ in held if not unit.unsharded]:
+        return (optimizer, *map(watched, args[1:])), {name: watched(value) for name, value in kwargs.items()}
 
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,7 +124,8 @@ def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for shard, unit, engine in shards_of(optimizer):
         engine.done["step"] = True
         if not unit.original:
-            watch(shard, watched=not unit.unsharded)
+            if not unit.unsharded:
+                watch(shard, watched=True)
             torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
             unit.empty_parameters()
 
