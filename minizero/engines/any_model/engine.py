@@ -215,7 +215,8 @@ class AnyModel(Wrapped):
             parameter.register_post_accumulate_grad_hook(arrival(self, unit, number))
 
     def begin_use(self, unit: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.gather(unit)
+        if self.frees_replicas:  # else begin_forward has gathered all; and torch.compile would trace it here
+            self.gather(unit)
         changed = leaves_as_views(args, kwargs)
         unit.running.append(Use(self, unit, changed or (args, kwargs)))
         return changed
