@@ -105,6 +105,14 @@ def result(case: Case) -> dict[str, Any]:
         shard = start.chunk(case.sharding_factor)[comm.rank % case.sharding_factor].clone()
         taken: list[weakref.ref] = []
         alive: list[bool] = []
+        parts: list[Any] = []
+        split = comm.split
+
+        def noted(*args, **kwargs):
+            parts.append(split(*args, **kwargs))
+            return parts[-1]
+
+        comm.split = noted
 
         def gradient_of(w):
             taken.append(weakref.ref(w))
@@ -118,7 +126,7 @@ def result(case: Case) -> dict[str, Any]:
         comm.observers.append(lambda *_: alive.extend(each() is not None for each in taken))
         with Ledger() as ledger:
             new = [hybrid.hybrid_step(shard, gradient_of, comm, case.sharding_factor, rate) for rate in case.rates]
-        of_one = [p for p in comm.parts if len({rank // case.sharding_factor for rank in p.ranks}) == 1]
+        of_one = [p for p in parts if len({rank // case.sharding_factor for rank in p.ranks}) == 1]
         inside = sum(part.bytes_sent for part in of_one)
         return {
             "the new shards": new,
