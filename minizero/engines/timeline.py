@@ -28,7 +28,7 @@ METHODS = ("refresh", "gather", "forward_is_over", "release", "reduce", "finish"
 
 @contextlib.contextmanager
 def around_each_call(model: AnyModel, before: Callable[[], Any], after: Callable[..., Any]) -> Iterator[None]:
-    """While the block runs, `before()` and `after(method, unit)` run around each call of what a stage does."""
+    """While the block runs, `before()` and `after(method, unit or use)` run around each call of what a stage does."""
 
     def wrapped(name: str, method: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
@@ -72,11 +72,12 @@ class Timeline(contextlib.ExitStack):
             self.callback(self.optimizer.register_step_post_hook(end).remove)
         return self
 
-    def _after(self, method: str, unit: Unit | None = None, *_: Any) -> None:
-        """The engine has done something, and computation goes on."""
+    def _after(self, method: str, about: Any = None, *_: Any) -> None:
+        """The engine has done something, and computation goes on. about: a unit, or a use of one."""
+        unit = getattr(about, "unit", about)
         if method == "refresh":
             self.in_use = []
-        elif method == "gather" and unit is not None:
+        elif method == "gather":
             self.in_use.append(unit)
         elif method in ("release", "forward_is_over"):  # it may have been gathered for several uses
             self.in_use = [other for other in self.in_use if other is not unit]

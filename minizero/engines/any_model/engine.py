@@ -215,7 +215,7 @@ class AnyModel(Wrapped):
             parameter.register_post_accumulate_grad_hook(arrival(self, unit, number))
 
     def begin_use(self, unit: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.frees_replicas:  # else begin_forward has gathered all; and torch.compile would trace it here
+        if not torch.compiler.is_compiling():  # a compiled engine of stage 1 or 2: begin_forward has gathered all
             self.gather(unit)
         changed = leaves_as_views(args, kwargs)
         unit.running.append(Use(self, unit, changed or (args, kwargs)))
