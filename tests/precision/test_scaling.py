@@ -87,7 +87,7 @@ options = st.fixed_dictionaries(
 TYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float64]
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("of_calls", [True, False])
 def test_programs_of_calls_and_training_as_grad_scaler(of_calls, examples):
     fell, rose = [], []
