@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import math
 import re
 import threading
 import warnings
@@ -356,21 +357,24 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.parts, self.limit = nn.ModuleList(nn.Linear(7, 7) for _ in range(2)), -math.inf
         for part in self.parts:
             part.register_buffer("mean", vars(self.parts[0])["_buffers"].get("mean", torch.zeros(7)))
 
     def forward(self, x):
         for part in self.parts:
             x = part(x)
-            part.mean = 0.9 * part.mean + x.detach().mean(0)
+            if x.sum() > self.limit:  # else it stays one tensor on this rank
+                part.mean = 0.9 * part.mean + x.detach().mean(0)
         return x
 
 
+@pytest.mark.parametrize("limits", [(-math.inf, -math.inf), (math.inf, -math.inf)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_buffer_that_two_parts_hold_is_rank_0s_in_both(stage):
+def test_a_buffer_that_two_parts_hold_is_rank_0s_in_both(stage, limits):
     def job(comm):
         model = stage(Shared(), comm)
+        model.module.limit = limits[comm.rank]
         for _ in range(2):
             model(vectors(comm.rank)).mean().backward()
         return [part.mean.clone() for part in model.module.parts]

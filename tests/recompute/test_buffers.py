@@ -200,7 +200,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @as_plain()
-def test_the_second_run_sees_what_somebody_has_changed_since_the_first(way, change):
+def test_what_somebody_changes_after_the_first_run_does_not_reach_the_second(way, change):
     torch.manual_seed(0)
     module, x = Shifted(8), vectors().requires_grad_()
     y = way(module, x * 1)

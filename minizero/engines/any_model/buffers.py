@@ -19,7 +19,8 @@ from minizero.ranks.comm import Comm
 class Buffers:
     """Those that the module has when it is wrapped. One whose shape or dtype changes later is each rank's own.
 
-    Two parts may hold one tensor, and each may replace it: it goes by both names, and is sent once while it is one.
+    Two parts may hold one tensor, and each may replace it, on some ranks: it is sent under both names.
+    (A rank where it still is one tensor has the second value in both, if rank 0 has two.)
     """
 
     def __init__(self, module: nn.Module, comm: Comm) -> None:
@@ -32,18 +33,16 @@ class Buffers:
         if not self.kinds:
             return
         device, here, now = self.comm.device, {}, by_place(self.module)
-        first = {id(buffer): name for name, buffer in reversed(now.items())}  # of its names
-        kinds = {name: kind for name, kind in self.kinds.items() if first.get(id(now.get(name)), name) == name}
-        for name, kind in kinds.items():
+        for name, kind in self.kinds.items():
             buffer = now.get(name)
             if buffer is not None and kind == (buffer.shape, buffer.dtype) and not buffer.is_inference():
                 here[name] = buffer.detach()
-        parts = [torch.tensor([name in here for name in kinds], dtype=torch.uint8, device=device)]
-        for name, (shape, dtype) in kinds.items():
+        parts = [torch.tensor([name in here for name in self.kinds], dtype=torch.uint8, device=device)]
+        for name, (shape, dtype) in self.kinds.items():
             value = here[name] if name in here else torch.zeros(shape, dtype=dtype)
             parts.append(value.to(device).contiguous().view(-1).view(torch.uint8))
         valid, *values = broadcast(torch.cat(parts), self.comm, label="buffers").split([len(part) for part in parts])
-        for name, on_rank_0, value in zip(kinds, valid.bool(), values, strict=True):
+        for name, on_rank_0, value in zip(self.kinds, valid.bool(), values, strict=True):
             if name in here:
                 new = value.clone().view(here[name].dtype).view(here[name].shape)
                 write(here[name], torch.where(on_rank_0, new, here[name].to(device)))
