@@ -65,16 +65,14 @@ class Unit:
         Zero1, 2    (size,)                                    this rank's chunk: a view of the replica
         Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
 
-    module: whose forward uses the unit. shards: the optimizer's, views of `master`: here one. running: its uses
-    whose forward runs now.
+    module: whose forward uses the unit. comm: the ranks that share it, here all. shards: what the optimizer steps, here
+    one, with the memory of `master`. running: its uses whose forward runs now.
 
-    When is a replica old? PyTorch counts the writes in place to a tensor: `_version`. A view, and a parameter made of
-    the tensor, share its count. What `.data` gives has the same memory, and a count of its own. So the optimizer's step
-    counts for `master`, and a gather into the replica does not. version: `master`'s count when the replica was made
-    from it; -1: the replica is away. (A step makes the count 4 of 3: a replica of version 3 is old.)
+    version: PyTorch counts the writes to a tensor, in `_version`. This is the count of `master` when the replica was
+    made from it. If a step has written since, the replica is old. -1: the replica is away.
     """
 
-    dtype = torch.float32  # of the replica; in any_model it may be a 16-bit one
+    dtype = torch.float32  # of the replica
     replica: Tensor
     master: Tensor
     shards: list[nn.Parameter]
@@ -88,14 +86,11 @@ class Unit:
         self.running: list[Any] = []
 
     def from_rank_0(self, comm: Comm, values: Sequence[Tensor] | None = None) -> Tensor:
-        """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks.
-
-        any_model gives other values, and shares some units between fewer ranks.
-        """
+        """Rank 0's values, by default the parameters', end to end, padded: (size,). comm: all ranks."""
         full = torch.zeros(self.size, dtype=torch.float32, device=comm.device)
         for view, value in zip(self.layout.views(full), values or self.parameters, strict=True):
             view.copy_(value.detach())
-        # The ranks compare labels. So if their parameters differ, but not the total size, they raise, and mix nothing.
+        # The ranks compare labels: they raise if their parameters have other shapes.
         full = broadcast(full, comm, label=f"{self.name} of {self.layout}")
         tag(full, "parameters")
         return full
@@ -115,15 +110,15 @@ class Unit:
         self.shards = [nn.Parameter(self.master)]
 
     def replica_is_stale(self) -> bool:
-        """Must the replica be made anew? It is away, or a step has written to the shard, and so to `master`."""
+        """Must the replica be made anew? It is away, or a step has written to the shard, which is `master`."""
         return self.master._version != self.version
 
     def replica_is_fresh_now(self) -> None:
-        """Remember what `master` the replica was made from."""
+        """The replica has been made from what the masters are now."""
         self.version = self.master._version
 
     def set_gradient(self, average: Tensor, full: Tensor | None = None) -> None:
-        """Add the average to the shard's .grad. full: the buffer it is a view of (stages 0, 1), for the ledger."""
+        """Add the average to the shard's .grad. full: what is to live as long as that (stages 0 and 1)."""
         tag(average, "gradients")
         (shard,) = self.shards
         shard.grad = (average if shard.grad is None else average.add_(shard.grad)).view_as(shard)
@@ -133,14 +128,12 @@ class Unit:
 class Backward:
     """What counts only while a backward runs.
 
-    left: the units still to be reduced, in order. owed: by unit, which of its parameters have no gradient yet; they are
-    numbered. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses
-    backward is inside of. buckets: in DDP, the gradients that wait for more (ddp.py). end: a weakref to what autograd
-    calls after this backward. Nothing else holds that.
+    left: the units still to be reduced, in order. owed: by unit, the numbers of its parameters that have no gradient
+    yet. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
+    inside of. buckets: in DDP, the gradients that wait for more (ddp.py).
 
-    If this backward raises, autograd drops `end`. So `end()` is None, and `Engine.backward`, too: nothing that was
-    counted here matters any more. The buffers go when the next backward begins. A unit that was gathered is released
-    after its next use. The averages that shards have got stay until zero_grad().
+    end: a weak reference to what autograd will call when this backward is over. Only autograd holds that, and drops it
+    if the backward raises. Then `end()` is None, and nothing that was counted here matters any more.
     """
 
     def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:
@@ -236,7 +229,7 @@ class Engine(nn.Module):
         self.forward_is_over(use)
 
     def forward_is_over(self, use: Use) -> None:
-        root_waits = use.unit.module is self.module and use.has_graph()  # for its backward
+        root_waits = use.unit.module is self.module and torch.is_grad_enabled()  # for its backward
         run_again = self.is_open(use.unit)  # by backward, which needs the unit: checkpointing
         if not root_waits and not run_again:
             self.release(use.unit)
@@ -245,7 +238,11 @@ class Engine(nn.Module):
 
     @property
     def backward(self) -> Any:
-        """The `Backward` that runs. None: there is none, or it raised."""
+        """The `Backward` that runs; None if there is none.
+
+        One that raised leaves the averages that shards have got, until zero_grad(). Its units are released after their
+        next use.
+        """
         return self.last_backward if self.last_backward and self.last_backward.end() else None
 
     def is_open(self, unit: Unit) -> bool:
@@ -291,8 +288,8 @@ class Engine(nn.Module):
 
     def end_backward(self) -> None:
         owed = [unit.layout.names[number] for unit in self.backward.left for number in self.backward.owed[unit]]
-        self.last_backward = None
         self.release_all()
+        self.last_backward = None
         if owed:
             raise RuntimeError(f"no gradient came of {', '.join(owed)}: {ELSE}")
 

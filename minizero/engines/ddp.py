@@ -31,14 +31,14 @@ class CoreDDP(Engine):
         unit.cut_shards()
 
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
-        bucket = self.backward.buckets.setdefault(unit.dtype, [])  # in any_model some units may have 16 bits
-        bucket.append((unit, gradient))
-        if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
-            return
-        for dtype in list(self.backward.buckets) if unit is self.in_order[-1] else [unit.dtype]:
-            bucket = self.backward.buckets.pop(dtype)
-            # Of two units on two ranks:    row 0    chunk 0 of unit B | chunk 0 of unit A
-            #                               row 1    chunk 1 of unit B | chunk 1 of unit A
+        buckets = self.backward.buckets  # by dtype: in any_model some units may have 16 bits
+        buckets.setdefault(unit.dtype, []).append((unit, gradient))
+        for dtype, bucket in list(buckets.items()):
+            if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
+                continue  # it waits for the next unit
+            del buckets[dtype]
+            # The gradients of two units on two ranks:    row 0    chunk 0 of unit B | chunk 0 of unit A
+            #                                             row 1    chunk 1 of unit B | chunk 1 of unit A
             # A ring sums row r from rank r+1 on (collectives.py): in the order in which other stages sum chunk r.
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
             rows = torch.cat(by_rank, dim=1)

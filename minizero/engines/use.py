@@ -5,13 +5,13 @@
     backward    the gradient of an output has come     the use opens
                 the gradient of an input has come      the use closes
 
-Autograd numbers the operations of forward. In backward it takes, of those that are ready, the newest first; but before
-all others it writes a .grad that is complete. An operation that is not ready waits for newer ones, so the newest of all
-that are left is always ready. What made a unit's input is older than all that the unit did. So when the gradient of an
-input has come, the unit's own operations are done, and their gradients are written.
+Autograd goes back through the operations of forward, the newest first, and writes each .grad as soon as it is complete.
+What made a unit's input is older than all that the unit did. So when the gradient of an input has come, the unit's own
+operations are done, and their gradients are written.
 
-In backward a tensor's hooks run just before the operation that made it, and before that operation's prehooks. So a unit
-closes before the unit before it opens: it is released first, and one block is whole at a time.
+Where two units meet, a tensor is the output of one and an input of the next. When its gradient has come, the next one
+closes first, by a hook of the tensor. Then the other opens, by a prehook of the operation that made the tensor. So one
+block is whole at a time.
 """
 
 import weakref
@@ -44,15 +44,10 @@ class Use:
         """The forward is over: from here on its outputs tell when backward comes."""
         self.open_with(tensors_in(output, self.unit.name))
 
-    def has_graph(self) -> bool:
-        """Has its forward made an operation that a backward can go through?"""
-        return torch_private.next_operation() > self.began
-
     def open_with(self, tensors: Iterable[Tensor]) -> None:
         """The gradient of any of these will open the use, if the use made the tensor: a unit may return its input."""
         for tensor in tensors:
             if torch_private.operation_of(tensor) >= self.began:
-                # A prehook: the next unit's `close`, a hook of the tensor itself, comes first.
                 tensor.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
 
     def open(self, _: Any) -> None:
@@ -78,7 +73,6 @@ def arrival(engine: Any, unit: Any, number: int) -> Any:
         if engine is not None and unit is not None:
             engine.arrived(unit, number)
 
-    arrived.ours = True  # type: ignore[attr-defined]  # guards/ look for a user's hooks
     return arrived
 
 

@@ -97,8 +97,6 @@ class Hooks:
         if parameter.grad is not None:  # an engine's own hook may have taken it away
             self.recorder.claim(parameter.grad, "gradients", self.owner[parameter])
 
-    _claim_gradient.ours = True  # type: ignore[attr-defined]  # an engine may ask: it only looks
-
     def _find_states(self) -> None:
         assert self.optimizer is not None
         for parameter, state in self.optimizer.state.items():

@@ -57,10 +57,9 @@ AFTER = (
     'gradients are views of the bucket, which saves the second copy. Read next: Li et al., 2020, "PyTorch '
     'Distributed", section 3.2.'
 )
-KEEP = "bucket.append((unit, gradient))"
+KEEP = "buckets.setdefault(unit.dtype, []).append((unit, gradient))"
 FULL = "if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:"
 CALL = 'all_reduce(rows, self.comm, "mean", out=rows, label=unit.name)'
-EACH = "for dtype in list(self.backward.buckets) if unit is self.in_order[-1] else [unit.dtype]:"
 WRONG = [
     wrong("message-for-each", "Five units of 400 bytes with BUCKET_BYTES = 2000 became five messages. They fit one "
           "bucket: let them wait for each other, and send one message.", (FULL, "if False:")),
@@ -72,13 +71,12 @@ WRONG = [
           (FULL, FULL.replace("and unit is not self.in_order[-1]", "or True"))),
     wrong("mixes-dtypes", "Two units of BF16 and two of FP32, of 100 elements each, are 1,200 bytes. put together they "
           "became FP32. A bucket for each dtype.",
-          ("buckets.setdefault(unit.dtype, [])", "buckets.setdefault(torch.float32, [])"),
-          (EACH, "for dtype in list(self.backward.buckets):")),
+          (KEEP, KEEP.replace("unit.dtype", "torch.float32"))),
     wrong("forgot-divide", "The gradient is the sum over the 4 ranks, 4 times too large: divide by their number.",
           (CALL, CALL.replace('"mean"', '"sum"'))),
     wrong("no-communication", "The ranks drift apart. Average over them, and use what comes back.", (CALL, "pass")),
     wrong("reduces-the-weights", "What was averaged are the weights, not the gradients: `unit.replica` holds "
-          "parameters. Use `gradient`.", (KEEP, "bucket.append((unit, unit.replica.clone()))")),
+          "parameters. Use `gradient`.", (KEEP, KEEP.replace("gradient", "unit.replica.clone()"))),
     wrong("keeps-every-gradient", "More than what the optimizer needs. Keep no second reference and no copy.",
           (KEEP, KEEP + '\n    self.__dict__.setdefault("all", []).append(gradient.clone())')),
 ]  # fmt: skip

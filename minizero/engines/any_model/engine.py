@@ -99,8 +99,6 @@ class AnyModel(Wrapped):
         check_module(self.name, module, comm, dtype)
         self.dtype, self.group_by = dtype, group_by
         self.sync = True  # False under no_sync
-        self.sends: bool | None = None  # does the backward that runs reduce? As `sync` was; None: it brings nothing
-        self.around: list[Unit] = []  # the units inside of whose forward a backward runs
         self.passes: set[str] = set()  # what has run: "forward" (one that can be gone back through), "backward"
         self.done: dict[str, Any] = {}  # since the last backward, by this rank: all must have (guards/ranks.py)
         self.told = not self.reshard_after_forward or comm.rank > 0 or comm.size == 1  # `say_what_autocast_keeps`
@@ -145,8 +143,7 @@ class AnyModel(Wrapped):
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            if self.backward is None:  # else it goes on: a recompute was stopped early
-                self.around = []
+            if not self.backward:  # else it goes on: a recompute was stopped early
                 self.release_all()
             name_buffers(self.name, self.module, self.dtype, error)
             raise
@@ -228,16 +225,17 @@ class AnyModel(Wrapped):
     # Backward.
 
     def begin_backward(self) -> None:
-        if self.backward is None:
+        if not self.backward:
             self.drop_what_raised()
             super().begin_backward()
-            self.sends, self.around = None, [unit for unit in self.units if unit.running]
+            self.backward.sends = None  # does it reduce? As `sync` was when it began; None: it brings nothing
+            self.backward.around = [unit for unit in self.units if unit.running]  # inside of whose forward it runs
 
     def begin_gradients(self) -> None:
         """The backward that runs is for parameters, too. (Else it is `torch.autograd.grad` of inputs.)"""
         self.begin_backward()
-        if self.sends is None:
-            self.sends = self.sync
+        if self.backward.sends is None:
+            self.backward.sends = self.sync
             self.passes.add("backward")
             for unit in self.in_order:
                 check_untouched(unit)
@@ -264,24 +262,25 @@ class AnyModel(Wrapped):
         # No use is open, yet a gradient came: backward entered by a tensor that has no hook of a Use (uses.py).
         away = self.reshard_after_forward and unit.module is not self.module and not self.is_open(unit)
         backward = self.backward
-        again = bool(self.sends) and unit not in backward.left
+        again = backward.sends and unit not in backward.left
         check_gradient(self.name, unit, gradient, again=again, gathered=not away)
         backward.owed[unit].discard(number)
         if gradient is not None:  # a custom Function may give None, which is zero
             # Under no_sync many small gradients add up: in FP32.
-            unit.gradient.put(number, gradient, unit.dtype if self.sends else torch.float32)
+            unit.gradient.put(number, gradient, unit.dtype if backward.sends else torch.float32)
 
     def is_open(self, unit: Any) -> bool:
-        return unit in self.around or super().is_open(unit)
+        return self.backward is not None and (unit in self.backward.around or super().is_open(unit))
 
     def release_all(self) -> None:
+        around = self.backward.around if self.backward else ()
         for unit in self.units:
-            if unit not in self.around:
+            if unit not in around:
                 unit.running.clear()
                 self.release(unit)
 
     def reduce_what_is_complete(self) -> None:
-        if self.sends:
+        if self.backward.sends:
             super().reduce_what_is_complete()
 
     def reduce_next(self) -> None:
@@ -289,16 +288,16 @@ class AnyModel(Wrapped):
         self.reduce(unit, unit.gradient.take(unit.dtype, unit.everyone.device))
 
     def end_backward(self) -> None:
-        while self.sends and self.backward.left:  # what was not used has a gradient of zero
+        sends = self.backward.sends
+        while sends and self.backward.left:  # what was not used has a gradient of zero
             self.reduce_next()
         self.finish()
-        if self.sends:
+        if sends:
             check_ranks(self.name, self.comm, self.done)
             self.its_buffers.become_rank_0s()
         self.backward.left.clear()
         super().end_backward()
-        self.around = []
-        for unit in self.in_order if self.sends is not None else ():
+        for unit in self.in_order if sends is not None else ():
             unit.show_gradient()  # what no_sync holds
             unit.before.clear()
 

@@ -56,7 +56,6 @@ def own_gradient_comes(weak: Any) -> Callable[[torch.Tensor], None]:
             check_untouched(unit)
             unit.own_gradient_comes()
 
-    comes.ours = True  # type: ignore[attr-defined]
     return comes
 
 
