@@ -24,7 +24,7 @@ from typing import Any
 from minizero import cli
 from minizero.pictures.style import draw_lines, label_axes, sheet
 from minizero.ranks.comm import Comm
-from minizero.ranks.timing import fit, time_collectives
+from minizero.ranks.timing import alpha_and_beta, time_collectives
 
 TIMES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # so many times N - 1 hops
 LOOKS = {"all-gather": "#0072B2", "reduce-scatter": "#E69F00", "all-reduce": "black"}
@@ -43,7 +43,7 @@ def measure(comm: Comm) -> dict[str, Any]:
 
 def described(times: dict[int, float], hops: int) -> dict[str, Any]:
     """α, β, and points: (bytes of a hop, seconds, bus bandwidth). times: {bytes of a hop: seconds}."""
-    alpha, beta = fit({hops * nbytes: seconds for nbytes, seconds in times.items()})
+    alpha, beta = alpha_and_beta({hops * nbytes: seconds for nbytes, seconds in times.items()})
     points = [(nbytes, seconds, hops * nbytes / seconds) for nbytes, seconds in times.items()]
     return {"alpha": alpha / hops, "beta": beta, "points": points}
 

@@ -70,7 +70,7 @@ def time_messages(comm: Comm) -> dict[str, dict[int, float]]:
     return time_collectives(comm, ["all-gather"])["all-gather"]
 
 
-def fit(points: Mapping[int, float]) -> tuple[float, float]:
+def alpha_and_beta(points: Mapping[int, float]) -> tuple[float, float]:
     """α in seconds and β in bytes a second, fitted to {bytes: seconds}.
 
     Least squares of relative errors, so that every size counts alike.

@@ -20,7 +20,7 @@ from minizero.engines import STAGES, Zero3
 from minizero.models.gpt import GPT, GPTConfig
 from minizero.ranks.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from minizero.ranks.comm import Comm
-from minizero.ranks.timing import fit
+from minizero.ranks.timing import alpha_and_beta
 from minizero.ranks.world import World
 from minizero.simulate.clusters import GPU, Cluster, Link
 from minizero.simulate.shapes import Model, gpt
@@ -99,7 +99,7 @@ def measure_steps(comm: Comm) -> dict[int, list[float]]:
 
 def calibrate(rings: dict[int, float], steps: dict[int, list[float]]) -> Machine:
     """This machine, from the rings and the steps at 2 ranks."""
-    alpha, beta = fit({size // 2: seconds for size, seconds in rings.items()})  # (N - 1)/N of the bytes
+    alpha, beta = alpha_and_beta({size // 2: seconds for size, seconds in rings.items()})  # (N - 1)/N of the bytes
     model = gpt(CONFIG.layers, CONFIG.width, CONFIG.heads, CONFIG.sequence_length, CONFIG.vocabulary)
     link = Link(alpha, beta, "measured at 2 ranks")
     gpu = GPU("this CPU", {"float32": 1.0}, float("inf"), ADAM_BYTES * model.parameters / steps[0][1], link.source)

@@ -8,7 +8,7 @@ import pytest
 from minizero import World
 from minizero.ranks import timing
 from minizero.ranks.launch import torchrun
-from minizero.ranks.timing import best_seconds, fit, time_messages
+from minizero.ranks.timing import alpha_and_beta, best_seconds, time_messages
 
 
 def test_the_slowest_rank_counts_on_all():
@@ -19,11 +19,11 @@ def test_the_slowest_rank_counts_on_all():
 
 def test_the_fit_finds_what_the_times_were_made_of_and_every_size_counts_alike():
     """Large times would drown the small ones in a plain least squares: α would be far off."""
-    assert fit({n: 2e-4 + n / 3e9 for n in (2**10, 2**16, 2**22)}) == pytest.approx((2e-4, 3e9))
+    assert alpha_and_beta({n: 2e-4 + n / 3e9 for n in (2**10, 2**16, 2**22)}) == pytest.approx((2e-4, 3e9))
     times = {n: 1e-4 + n / 1e9 for n in (2**10, 2**12, 2**14, 2**20, 2**22)}
     times[2**20] *= 1.2
     times[2**22] *= 0.9
-    assert fit(times)[0] == pytest.approx(1e-4, rel=0.1)
+    assert alpha_and_beta(times)[0] == pytest.approx(1e-4, rel=0.1)
 
 
 def counted(comm):
