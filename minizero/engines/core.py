@@ -11,8 +11,8 @@ A *use* of a unit is one forward of its module, and the backward of that (use.py
     5  close_use      backward has the gradient of a unit's input        release (3)
     6  end_backward   backward is over                                   release all (3)
 
-The root's use is around all others, so it stays whole from forward to backward. Row 5 comes for an argument that an
-operation made. It does not come for a leaf, such as the model's input, or for a tensor in a list: then row 6 releases.
+The root's use is around all others, so it stays whole from forward to backward. Row 5 needs an argument that an
+operation made. A leaf, such as the model's input, is no such, and tensors in lists are not seen: then row 6 releases.
 
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
@@ -43,7 +43,7 @@ Li et al., 2020, "PyTorch Distributed", section 3.2; Zhao et al., 2023, "PyTorch
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,8 +68,8 @@ class Unit:
     module: whose forward uses the unit. comm: the ranks that share it, here all. shards: what the optimizer steps, here
     one, with the memory of `master`. running: its uses whose forward runs now.
 
-    version: PyTorch counts the writes to a tensor, in `_version`. This is the count of `master` when the replica was
-    made from it. If a step has written since, the replica is old. -1: the replica is away.
+    PyTorch counts the writes to a tensor, in `_version`. A parameter made of the tensor has the same count. version:
+    that of `master` when the replica was made from it. If a step has written since, the replica is old. -1: it is away.
     """
 
     dtype = torch.float32  # of the replica
@@ -118,7 +118,7 @@ class Unit:
         self.version = self.master._version
 
     def set_gradient(self, average: Tensor, full: Tensor | None = None) -> None:
-        """Add the average to the shard's .grad. full: what is to live as long as that (stages 0 and 1)."""
+        """Add the average to the shard's .grad. full: the buffer that it lies in, if the stage keeps that, too."""
         tag(average, "gradients")
         (shard,) = self.shards
         shard.grad = (average if shard.grad is None else average.add_(shard.grad)).view_as(shard)
@@ -132,12 +132,12 @@ class Backward:
     yet. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
     inside of. buckets: in DDP, the gradients that wait for more (ddp.py).
 
-    end: a weak reference to what autograd will call when this backward is over. Only autograd holds that, and drops it
-    if the backward raises. Then `end()` is None, and nothing that was counted here matters any more.
+    at_end: a weak reference to what autograd calls when this backward is over. Only autograd holds that: until it has
+    called it, or this backward has raised.
     """
 
-    def __init__(self, in_order: Sequence[Unit], end: Callable[[], Any]) -> None:
-        self.end = end
+    def __init__(self, in_order: Sequence[Unit], at_end: weakref.ref) -> None:
+        self.at_end = at_end
         self.left = list(in_order)
         self.owed = {unit: set(range(len(unit.parameters))) for unit in in_order}
         self.gradients: dict[Unit, Tensor] = {}
@@ -149,10 +149,14 @@ class Backward:
         if number not in self.owed[unit]:
             raise RuntimeError(f"a second gradient for {unit.layout.names[number]} in one backward: {ELSE}")
         if unit not in self.gradients:
-            self.gradients[unit] = torch.zeros(unit.size, device=gradient.device)
+            self.gradients[unit] = torch.zeros(unit.size, dtype=unit.dtype, device=gradient.device)
             tag(self.gradients[unit], "gradients")
         unit.layout.views(self.gradients[unit])[number].copy_(gradient)
         self.owed[unit].discard(number)
+
+    def runs(self) -> bool:
+        """Is it neither over, nor has it raised?"""
+        return self.at_end() is not None
 
 
 class Engine(nn.Module):
@@ -230,20 +234,20 @@ class Engine(nn.Module):
 
     def forward_is_over(self, use: Use) -> None:
         root_waits = use.unit.module is self.module and torch.is_grad_enabled()  # for its backward
-        run_again = self.is_open(use.unit)  # by backward, which needs the unit: checkpointing
-        if not root_waits and not run_again:
+        runs_again = self.is_open(use.unit)  # checkpointing: backward has opened the unit, and needs what this computes
+        if not root_waits and not runs_again:
             self.release(use.unit)
 
     # When it does so: backward.
 
     @property
     def backward(self) -> Any:
-        """The `Backward` that runs; None if there is none.
+        """The `Backward` that runs, or None.
 
-        One that raised leaves the averages that shards have got, until zero_grad(). Its units are released after their
-        next use.
+        One that raised is none. Shards may have got averages from it: call zero_grad(). Units that it left whole are
+        released after their next use.
         """
-        return self.last_backward if self.last_backward and self.last_backward.end() else None
+        return self.last_backward if self.last_backward and self.last_backward.runs() else None
 
     def is_open(self, unit: Unit) -> bool:
         """Is backward inside of a use of the unit?"""
@@ -295,5 +299,5 @@ class Engine(nn.Module):
 
     def release_all(self) -> None:
         for unit in self.units:
-            unit.running.clear()  # of a forward that raised, or that a recompute stopped early
+            unit.running.clear()  # of forwards that did not end: one has raised, or checkpointing has stopped it
             self.release(unit)

@@ -37,8 +37,9 @@ class CoreDDP(Engine):
             if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
                 continue  # it waits for the next unit
             del buckets[dtype]
-            # The gradients of two units on two ranks:    row 0    chunk 0 of unit B | chunk 0 of unit A
-            #                                             row 1    chunk 1 of unit B | chunk 1 of unit A
+            # A gradient is N rows here, of which row r is its chunk r. Side by side they make the message. Say N = 2:
+            #     row 0    chunk 0 of unit B | chunk 0 of unit A
+            #     row 1    chunk 1 of unit B | chunk 1 of unit A
             # A ring sums row r from rank r+1 on (collectives.py): in the order in which other stages sum chunk r.
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
             rows = torch.cat(by_rank, dim=1)

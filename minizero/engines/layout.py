@@ -28,12 +28,12 @@ def divide(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, dict
     the module has under several names, as in ALBERT, is one unit.)
     """
     names = {block: name for name, block in blocks.items()}
-    around = {"": ""}  # by a part's name: its block's. `named_modules` gives a part after what is around it.
-    homes: dict[int, set[str]] = {}
-    for name, part in module.named_modules(remove_duplicate=False):
-        around[name] = names.get(part, around[name.rpartition(".")[0]])
+    block_of = {"": ""}  # by a part's name: the name of the block that it is in
+    homes: dict[int, set[str]] = {}  # of each parameter: the blocks that it is in
+    for name, part in module.named_modules(remove_duplicate=False):  # a part comes after what is around it
+        block_of[name] = names.get(part, block_of[name.rpartition(".")[0]])
         for parameter in part.parameters(recurse=False):
-            homes.setdefault(id(parameter), set()).add(around[name])
+            homes.setdefault(id(parameter), set()).add(block_of[name])
     units: dict[str, dict[str, nn.Parameter]] = {name: {} for name in ("", *blocks)}
     for name, parameter in module.named_parameters():
         home, *others = homes[id(parameter)]

@@ -5,13 +5,13 @@
     backward    the gradient of an output has come     the use opens
                 the gradient of an input has come      the use closes
 
-Autograd goes back through the operations of forward, the newest first, and writes each .grad as soon as it is complete.
-What made a unit's input is older than all that the unit did. So when the gradient of an input has come, the unit's own
-operations are done, and their gradients are written.
+Three rules of autograd. It goes back through the operations of forward, the newest first. It writes a .grad as soon as
+that is complete. Before it goes back through an operation, it calls the hooks of the tensors that this has made, whose
+gradients are complete now; then the prehooks of the operation.
 
-Where two units meet, a tensor is the output of one and an input of the next. When its gradient has come, the next one
-closes first, by a hook of the tensor. Then the other opens, by a prehook of the operation that made the tensor. So one
-block is whole at a time.
+What made a unit's input is older than all that the unit did. So when the input's hook is called, all that is done, and
+its gradients are written. If two units meet, a tensor is the output of one and the input of the other. Its hook closes
+the other. Then the prehook of what made it opens the one. So one block is whole at a time.
 """
 
 import weakref
@@ -47,7 +47,7 @@ class Use:
     def open_with(self, tensors: Iterable[Tensor]) -> None:
         """The gradient of any of these will open the use, if the use made the tensor: a unit may return its input."""
         for tensor in tensors:
-            if torch_private.operation_of(tensor) >= self.began:
+            if torch_private.operation_of(tensor) >= self.began:  # -1: no operation made it
                 tensor.grad_fn.register_prehook(self.open)  # type: ignore[union-attr]
 
     def open(self, _: Any) -> None:

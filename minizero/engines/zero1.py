@@ -22,8 +22,8 @@ class CoreZero1(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        # In FP32 the master is a view of the replica; a 16-bit replica that trains needs an FP32 master, too.
-        # `.data` gives it its own count of writes: a gather into the replica is no write to the master.
+        # The master is a view of the replica. What `.data` gives has the same memory, and a count of writes of its own:
+        # a gather writes to the replica, and is no step. (Beside a 16-bit replica the master is FP32, and a copy.)
         unit.master = unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 

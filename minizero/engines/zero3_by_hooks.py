@@ -48,7 +48,8 @@ class Unit:
     def release(self) -> None:
         """Free the memory. The tensors stay, empty, also those that autograd saved; the next `gather` fills them.
 
-        Autograd does not take that for a change: a parameter that was set by `.data =` counts its own writes.
+        Autograd does not take that for a change: a parameter set by `.data =`, as by vector_to_parameters, counts its
+        own writes.
         """
         self.replica.untyped_storage().resize_(0)
 
@@ -65,11 +66,10 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     """Put the hooks on the unit's module and parameters. stays: the unit is whole from its forward to its backward."""
     came: list[nn.Parameter] = []  # whose gradient this backward has brought
 
-    # 1. The module begins. If no backward followed the last forward, the root is still whole (2 leaves it), and the
-    # optimizer may have stepped since. `gather` skips what is whole, so it is released first. `came` is empty, unless
-    # the last backward left something out (4).
+    # 1. The module begins. `gather` skips what is whole. The root may be whole, and old: if no backward followed its
+    # last forward (2), and the optimizer has stepped. So it is released first.
     def forward_begins(*_: Any) -> None:
-        if came:
+        if came:  # the last backward has left out a parameter (4)
             raise RuntimeError(
                 f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3 (or it raised)"
             )
@@ -87,9 +87,9 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     def output_has_gradient(_: torch.Tensor) -> None:
         unit.gather()
 
-    # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit
-    # (Linear's backward gives the gradients of its weight and of its input at once). One thing may: a use of
-    # `w.detach()` brings w no gradient, and its backward reads w, perhaps later. core.py releases later, too.
+    # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit:
+    # Linear's backward gives the gradients of its weight and of its input at once. (Not served: a use of `w.detach()`
+    # brings w no gradient, and its backward may read w later.)
     def parameter_has_gradient(parameter: nn.Parameter) -> None:
         came.append(parameter)
         if len(came) == len(unit.parameters):
@@ -109,10 +109,11 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], comm: Comm) -> list[nn.
     model: the same on all ranks. blocks: modules of it, each to be a unit.
     """
     units = [(block, list(block.parameters())) for block in blocks]
-    inside = {parameter for _, its in units for parameter in its}
-    units.insert(0, (model, [parameter for parameter in model.parameters() if parameter not in inside]))
+    inside = {part for block, _ in units for part in block.modules()}
+    outside = [p for part in model.modules() if part not in inside for p in part.parameters(recurse=False)]
+    units.insert(0, (model, list(dict.fromkeys(outside))))
     if sum(len(its) for _, its in units) > len(list(model.parameters())):
-        raise ValueError("shard: two blocks share a parameter: use Zero3")
+        raise ValueError("shard: two blocks share a parameter: use Zero3 (or a block and the rest do)")
     names = {module: name or "root" for name, module in model.named_modules()}
     shards = []
     for module, its in units:

@@ -71,6 +71,7 @@ def use_a_part(model):
 REFUSED = [  # what happens to the model before
     (lambda m: m.blocks[0][1].weight.requires_grad_(False), RuntimeError, "hook on a tensor that doesn't require grad"),
     (lambda m: setattr(m.blocks[0][3], "bias", m.blocks[3][1].bias), ValueError, "two blocks share a parameter: use Z"),
+    (lambda m: setattr(m.first, "bias", m.blocks[3][1].bias), ValueError, r"use Zero3 \(or a block and"),
     (use_a_part, RuntimeError, r"blocks\.0: only 2 of its parameters got a gradient in backward: use Zero3"),
     # Blocks 0 and 3 have the same number of parameters, and ranks 0 and 1 exchange them.
     (
