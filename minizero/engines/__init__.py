@@ -11,7 +11,7 @@ zero1.py            stage 1: shard the optimizer states
 zero2.py            stage 2: shard the gradients as well
 zero3.py            stage 3: shard the parameters as well
 
-any_model/          what the core refuses, a file for each limit; the public classes. Each has the core's moments
+any_model/          what the core refuses, a file for each limit; the public classes. Their moments are the core's
 timeline.py         records what each rank does when
 """
 

@@ -6,13 +6,13 @@ A *use* of a unit is one forward of its module, and the backward of that (use.py
        moment         it comes                                           what happens (in which stages)
     1  begin_use      a unit's module is called                          gather (3; in 1 and 2 after a step)
     2  end_use        that module returns                                release, but not the root (3)
-    3  open_use       backward has the gradient of a unit's output       gather (3)
+    3  open_use       backward comes to what made a unit's output        gather (3)
     4  arrived        autograd has written a parameter's .grad           if its unit has all gradients: reduce
-    5  close_use      backward has the gradient of a unit's input        release (3)
+    5  close_use      backward comes to what made a unit's input         release (3)
     6  end_backward   backward is over                                   release all (3)
 
-The root's use is around all others, so it stays whole from forward to backward. Row 5 needs an argument that an
-operation made. A leaf, such as the model's input, is no such, and tensors in lists are not seen: then row 6 releases.
+The root's use is around all others, so it stays whole from forward to backward. Row 5 does not come if no operation
+made the input, as that of the model, or if it is in a list: then row 6 releases.
 
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
@@ -20,7 +20,7 @@ whose gradients come too early waits for its turn.
 The path of one gradient, of a unit with n elements, in stage 2. Autograd writes a parameter's .grad, and calls
 `arrived`, which takes it away. `Backward.put` copies it to its place in the unit's flat buffer of 4n bytes. When the
 buffer is full, and it is the unit's turn, the stage's `reduce` gets it. In zero2.py a ring reduce-scatter sends
-4n (N-1)/N bytes to the right neighbour, through two more buffers of 4n/N. One of them becomes the result: this rank's
+4n (N-1)/N bytes to the right neighbour, through two more buffers of 4n/N. One of these becomes the result: this rank's
 part of the average. `Unit.set_gradient` adds the old .grad of the unit's shard, if any, and makes it the new one. When
 `reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the replica. The
 unit's next use gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
@@ -68,8 +68,10 @@ class Unit:
     module: whose forward uses the unit. comm: the ranks that share it, here all. shards: what the optimizer steps, here
     one, with the memory of `master`. running: its uses whose forward runs now.
 
-    PyTorch counts the writes to a tensor, in `_version`. A parameter made of the tensor has the same count. version:
-    that of `master` when the replica was made from it. If a step has written since, the replica is old. -1: it is away.
+    PyTorch counts the writes to a tensor, in `_version`. A view, or a parameter made of the tensor, shares its count.
+    What `.data` gives has the same memory, and a count of its own. So the optimizer's steps count for `master`, and
+    gathers into the replica do not. version: the count of `master` that the replica was made from. If it is another
+    one now, the replica is old. -1: the replica is away.
     """
 
     dtype = torch.float32  # of the replica
@@ -118,11 +120,10 @@ class Unit:
         self.version = self.master._version
 
     def set_gradient(self, average: Tensor, full: Tensor | None = None) -> None:
-        """Add the average to the shard's .grad. full: the buffer that it lies in, if the stage keeps that, too."""
+        """Add the average to the shard's .grad. full: the buffer that it lies in. (any_model needs it, in 16 bits.)"""
         tag(average, "gradients")
         (shard,) = self.shards
         shard.grad = (average if shard.grad is None else average.add_(shard.grad)).view_as(shard)
-        shard.grad.full = full  # type: ignore[attr-defined]
 
 
 class Backward:
@@ -132,8 +133,8 @@ class Backward:
     yet. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
     inside of. buckets: in DDP, the gradients that wait for more (ddp.py).
 
-    at_end: a weak reference to what autograd calls when this backward is over. Only autograd holds that: until it has
-    called it, or this backward has raised.
+    If a backward raises, autograd calls nothing, but it drops what it would have called at the end. Nobody else holds
+    that. at_end: a weak reference to it, which tells if this backward still runs.
     """
 
     def __init__(self, in_order: Sequence[Unit], at_end: weakref.ref) -> None:
@@ -155,7 +156,7 @@ class Backward:
         self.owed[unit].discard(number)
 
     def runs(self) -> bool:
-        """Is it neither over, nor has it raised?"""
+        """It has not raised, and it is not over."""
         return self.at_end() is not None
 
 

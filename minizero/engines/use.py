@@ -2,16 +2,15 @@
 
     forward     the unit begins                        a `Use` puts a hook on its inputs
                 it ends                                and one on its outputs
-    backward    the gradient of an output has come     the use opens
-                the gradient of an input has come      the use closes
+    backward    it comes to what made an output        the use opens
+                it comes to what made an input         the use closes
 
-Three rules of autograd. It goes back through the operations of forward, the newest first. It writes a .grad as soon as
-that is complete. Before it goes back through an operation, it calls the hooks of the tensors that this has made, whose
-gradients are complete now; then the prehooks of the operation.
+Autograd goes back through the operations of forward, the newest first. It writes each .grad as soon as it is complete.
+When it comes to an operation, it first calls the hooks of the tensors that the operation made, then its prehooks.
 
-What made a unit's input is older than all that the unit did. So when the input's hook is called, all that is done, and
-its gradients are written. If two units meet, a tensor is the output of one and the input of the other. Its hook closes
-the other. Then the prehook of what made it opens the one. So one block is whole at a time.
+Say block 0 makes x, and block 1 is given x. All that block 1 does is newer than what made x. So when autograd comes to
+that, block 1 is done, and its gradients are written. The hook of x closes block 1. Then the prehook of what made x
+opens block 0. So one block is whole at a time.
 """
 
 import weakref

@@ -22,8 +22,7 @@ class CoreZero1(Engine):
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
         unit.replica = full.to(unit.dtype)
         unit.point_parameters_at(unit.replica)
-        # The master is a view of the replica. What `.data` gives has the same memory, and a count of writes of its own:
-        # a gather writes to the replica, and is no step. (Beside a 16-bit replica the master is FP32, and a copy.)
+        # The master is a view of the replica, by `.data` (why: `Unit` in core.py). In 16 bits it is an FP32 copy.
         unit.master = unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()
         unit.cut_shards()
 

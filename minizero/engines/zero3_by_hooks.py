@@ -66,8 +66,8 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     """Put the hooks on the unit's module and parameters. stays: the unit is whole from its forward to its backward."""
     came: list[nn.Parameter] = []  # whose gradient this backward has brought
 
-    # 1. The module begins. `gather` skips what is whole. The root may be whole, and old: if no backward followed its
-    # last forward (2), and the optimizer has stepped. So it is released first.
+    # 1. The module begins. First it is released: the root may be whole and old, if no backward followed its last
+    # forward (2), and the optimizer has stepped. `gather` would skip it.
     def forward_begins(*_: Any) -> None:
         if came:  # the last backward has left out a parameter (4)
             raise RuntimeError(
@@ -87,9 +87,9 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     def output_has_gradient(_: torch.Tensor) -> None:
         unit.gather()
 
-    # 4. A gradient is complete when all uses of its parameter went backward. After the last, nothing needs the unit:
-    # Linear's backward gives the gradients of its weight and of its input at once. (Not served: a use of `w.detach()`
-    # brings w no gradient, and its backward may read w later.)
+    # 4. A gradient is complete when all uses of its parameter went backward. When all are, nothing needs the unit any
+    # more: Linear's backward gives the gradients of its weight and of its input at once. (Not served: a use of
+    # `w.detach()` brings w no gradient, and its backward may read w later.)
     def parameter_has_gradient(parameter: nn.Parameter) -> None:
         came.append(parameter)
         if len(came) == len(unit.parameters):
@@ -124,6 +124,6 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], comm: Comm) -> list[nn.
     return shards
 
 
-# Read core.py next. One thing is the other way round there: it reduces when the last gradient has come, and releases
-# when the unit's input has its gradient. The folder any_model serves what neither does: parameters without a gradient,
-# frozen ones, units that return anything, sums under no_sync, 16 bits, saving.
+# Read core.py next. It reduces at the last gradient, too. It releases a unit when backward leaves it: that is later, and
+# serves `w.detach()`. The folder any_model serves what neither does: parameters without a gradient, frozen ones, units
+# that return anything, sums under no_sync, 16 bits, saving.
