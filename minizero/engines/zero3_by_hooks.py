@@ -124,6 +124,6 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], comm: Comm) -> list[nn.
     return shards
 
 
-# Read core.py next. It reduces at the last gradient, too. It releases a unit when backward leaves it: that is later, and
+# Read core.py next. It reduces at the last gradient, too. It releases a unit later, when backward leaves it: so it
 # serves `w.detach()`. The folder any_model serves what neither does: parameters without a gradient, frozen ones, units
 # that return anything, sums under no_sync, 16 bits, saving.
