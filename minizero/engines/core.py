@@ -32,8 +32,8 @@ The core trains in FP32; communication and computation take turns. Its limits:
     a buffer                                           a unit's output is written to in place
     a unit returns no tensor and no tuple of these     a unit calls itself
     a parameter gets no gradient, or a second one      a step comes between forward and backward
-    a gradient comes while its unit is not in use      an optimizer is fused: PyTorch does not count its writes
-                                                       shards are read by shape, norm, name or hook
+    a gradient comes while its unit is not in use      an optimizer writes by a fused kernel, and tells nobody
+                                                       a loop takes a shard for a parameter: its shape, its norm
                                                        the module's parameters are read outside of a forward
 
 `any_model/` lifts or checks all that: `from minizero import Zero3`. It uses the stages' files as they are, so these say
@@ -62,7 +62,7 @@ class Unit:
 
                     replica: the parameters are views of it    master: the optimizer steps it
         DDP         (size,)                                    the replica itself
-        Zero1, 2    (size,)                                    this rank's chunk: a view of the replica
+        Zero1, 2    (size,)                                    this rank's chunk: a view of the replica, by `.data`
         Zero3       (size,), its memory only during a use      this rank's chunk: memory of its own
 
     module: whose forward uses the unit. comm: the ranks that share it, here all. shards: what the optimizer steps, here
@@ -123,7 +123,7 @@ class Unit:
         """Add the average to the shard's .grad. full: the buffer that it lies in. (any_model needs it, in 16 bits.)"""
         tag(average, "gradients")
         (shard,) = self.shards
-        shard.grad = (average if shard.grad is None else average.add_(shard.grad)).view_as(shard)
+        shard.grad = average if shard.grad is None else average.add_(shard.grad)
 
 
 class Backward:
@@ -133,8 +133,8 @@ class Backward:
     yet. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
     inside of. buckets: in DDP, the gradients that wait for more (ddp.py).
 
-    If a backward raises, autograd calls nothing, but it drops what it would have called at the end. Nobody else holds
-    that. at_end: a weak reference to it, which tells if this backward still runs.
+    If a backward raises, autograd does not call `end_backward`. But it drops the object that it was to call, and nobody
+    else holds that one. at_end: a weak reference to it. It is dead when this backward has raised, or is over.
     """
 
     def __init__(self, in_order: Sequence[Unit], at_end: weakref.ref) -> None:
@@ -156,7 +156,7 @@ class Backward:
         self.owed[unit].discard(number)
 
     def runs(self) -> bool:
-        """It has not raised, and it is not over."""
+        """Has it neither raised, nor come to its end? (During `end_backward`, too: autograd holds what it calls.)"""
         return self.at_end() is not None
 
 
@@ -239,7 +239,7 @@ class Engine(nn.Module):
         if not root_waits and not runs_again:
             self.release(use.unit)
 
-    # When it does so: backward.
+    # When it does so: backward. A `Use` calls open_use and close_use, a parameter's hook calls `arrived`.
 
     @property
     def backward(self) -> Any:

@@ -38,9 +38,9 @@ class CoreDDP(Engine):
                 continue  # it waits for the next unit
             del buckets[dtype]
             # A gradient is N rows here, of which row r is its chunk r. Side by side they make the message. Say N = 2:
-            #     row 0    chunk 0 of unit B | chunk 0 of unit A
-            #     row 1    chunk 1 of unit B | chunk 1 of unit A
-            # A ring sums row r from rank r+1 on (collectives.py): in the order in which other stages sum chunk r.
+            #     row 0    chunk 0 of unit B | chunk 0 of unit A    this is chunk 0 of the message
+            #     row 1    chunk 1 of unit B | chunk 1 of unit A    this is chunk 1
+            # A ring sums chunk r from rank r+1 on (collectives.py), so each number in the order of the other stages.
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
             rows = torch.cat(by_rank, dim=1)
             tag(rows, "gradients")

@@ -28,10 +28,11 @@ def divide(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, dict
     the module has under several names, as in ALBERT, is one unit.)
     """
     names = {block: name for name, block in blocks.items()}
-    block_of = {"": ""}  # by a part's name: the name of the block that it is in
+    block_of = {"": ""}  # by a part's name: the name of the innermost block around it
     homes: dict[int, set[str]] = {}  # of each parameter: the blocks that it is in
     for name, part in module.named_modules(remove_duplicate=False):  # a part comes after what is around it
-        block_of[name] = names.get(part, block_of[name.rpartition(".")[0]])
+        parent = name.rpartition(".")[0]
+        block_of[name] = names[part] if part in names else block_of[parent]
         for parameter in part.parameters(recurse=False):
             homes.setdefault(id(parameter), set()).add(block_of[name])
     units: dict[str, dict[str, nn.Parameter]] = {name: {} for name in ("", *blocks)}

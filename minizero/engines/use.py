@@ -56,7 +56,7 @@ class Use:
             self.engine.open_use(self)
 
     def close(self, _: Any) -> None:
-        # Each input is older than all operations of the use. So if one has its gradient, these are done.
+        # Autograd has come to what made this input. All that is newer is done, and so is all that the use did.
         this = torch_private.current_backward()
         if self.opened == this and self.closed != this:  # else another input closed it
             self.closed = this

@@ -66,17 +66,17 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
     """Put the hooks on the unit's module and parameters. stays: the unit is whole from its forward to its backward."""
     came: list[nn.Parameter] = []  # whose gradient this backward has brought
 
-    # 1. The module begins. First it is released: the root may be whole and old, if no backward followed its last
-    # forward (2), and the optimizer has stepped. `gather` would skip it.
+    # 1. The module begins.
     def forward_begins(*_: Any) -> None:
-        if came:  # the last backward has left out a parameter (4)
+        if came:  # the last backward has left out a parameter: see 4
             raise RuntimeError(
                 f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3 (or it raised)"
             )
-        unit.release()
+        unit.release()  # the root may be whole, and old: see 2
         unit.gather()
 
-    # 2. It ends. Other units compute before this one is needed again.
+    # 2. It ends. Other units compute before this one is needed again. The root stays, if a backward can follow. (If
+    # none does, the root is whole when the next forward begins, and the optimizer may have stepped.)
     def forward_ends(_: nn.Module, __: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(output_has_gradient)
