@@ -70,8 +70,8 @@ class Unit:
 
     PyTorch counts the writes to a tensor, in `_version`. A view, or a parameter made of the tensor, shares its count.
     What `.data` gives has the same memory, and a count of its own. So the optimizer's steps count for `master`, and
-    gathers into the replica do not. version: the count of `master` that the replica was made from. If it is another
-    one now, the replica is old. -1: the replica is away.
+    gathers into the replica do not. version: the count of `master` that the replica was made from, say 3. A step
+    makes the count 4: the replica is old. -1: the replica is away.
     """
 
     dtype = torch.float32  # of the replica
@@ -257,7 +257,7 @@ class Engine(nn.Module):
 
     def begin_backward(self) -> None:
         if self.backward is None:
-            end = self.end_backward  # a new object, which only autograd will hold
+            end = self.end_backward  # a new object. Only autograd will hold it, and drop it if this backward raises
             self.last_backward = Backward(self.in_order, weakref.ref(end))
             torch_private.call_at_end_of_backward(end)
 
