@@ -347,6 +347,7 @@ def pretend():
     for name, stand_in in CUDA.items():
         setattr(torch.cuda, name, stand_in)
     torch.cuda.default_generators = tuple(map(Generator, GPUS))
+    torch.accelerator.current_stream = Anything  # a build for CUDA asks it before each step of an optimizer
     run = threading.Thread.run
 
     def watched(self):
