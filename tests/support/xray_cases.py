@@ -31,27 +31,34 @@ def tokens(length: int = LENGTH) -> torch.Tensor:
     return torch.randint(1, WORDS, (BATCH, length))
 
 
-class LSTM(nn.Module):
-    """A language model whose layers one operator runs, with a reserve that no fake kernel knows."""
+class Does(nn.Module):
+    """Layers by name, and what is done with them: `does(self, *inputs)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, does: Callable[..., Any], **layers: nn.Module) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+        self.does = does
+        for name, layer in layers.items():
+            self.add_module(name, layer)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(self.lstm(self.embedding(x))[0]).flatten(0, 1), y.flatten())
+    def forward(self, *inputs: Any) -> Any:
+        return self.does(self, *inputs)
 
 
-class WithLoss(nn.Module):
+class WithLoss(Does):
     """A network of classes, and its cross-entropy."""
 
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
+        super().__init__(lambda self, x, y: F.cross_entropy(self.network(x), y), network=network)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.network(x), y)
+
+def lstm(batch_first: bool = True) -> nn.Module:
+    """A language model whose layers one operator runs, with a reserve that no fake kernel knows."""
+
+    def loss(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.lstm(self.embedding(x))[0]).flatten(0, 1), y.flatten())
+
+    layers = nn.LSTM(WIDTH, WIDTH, 2, batch_first=batch_first)
+    return Does(loss, embedding=nn.Embedding(WORDS, WIDTH), head=nn.Linear(WIDTH, WORDS), lstm=layers)
 
 
 def gpt(**options: Any) -> Make:
@@ -68,7 +75,7 @@ OWN: dict[str, Make] = {
     "GPT, tiled": gpt(attention="tiled"),
     "GPT, recompute": gpt(recompute="full"),
     "GPT, selective": gpt(recompute="selective"),
-    "LSTM": lambda: (LSTM(), (tokens(), tokens())),
+    "LSTM": lambda: (lstm(), (tokens(), tokens())),
     **{name: network(name) for name in NETWORKS},
 }
 

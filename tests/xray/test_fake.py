@@ -17,30 +17,22 @@ from minizero.xray.fake import Copier, build, pretend
 from minizero.xray.places import CARD, having, place_of
 from minizero.xray.plan import Plan
 from minizero.xray.step import measure
-from tests.support.xray_cases import OWN, WithLoss, adamw, fake, real
-
-
-class Calls(nn.Linear):
-    """Calls a function, and adds up what it returns."""
-
-    def __init__(self, function):
-        super().__init__(1, 1)
-        self.function = function
-
-    def forward(self, x):
-        return super().forward(x).sum() + sum(tensor.sum() for tensor in tree_leaves(self.function()))
-
-
-class Reads(nn.Linear):
-    """Splits its batch by sizes, and picks samples by their numbers, as models do that read images."""
-
-    def forward(self, x, sizes, numbers):
-        parts = torch.split(super().forward(x), sizes.tolist())
-        return sum(part.square().mean() for part in parts) + parts[0][numbers[: len(parts[0])] > 1].sum()
+from tests.support.xray_cases import OWN, Does, WithLoss, adamw, fake, real
 
 
 def calls(function):
-    return Calls(function), torch.ones(1)
+    """A layer, and the sum of what a function returns."""
+
+    def add_up(self, x):
+        return self.layer(x).sum() + sum(tensor.sum() for tensor in tree_leaves(function()))
+
+    return Does(add_up, layer=nn.Linear(1, 1)), torch.ones(1)
+
+
+def reads(self, x, sizes, numbers):
+    """Splits its batch by sizes, and picks samples by their numbers, as models do that read images."""
+    parts = torch.split(self.layer(x), sizes.tolist())
+    return sum(part.square().mean() for part in parts) + parts[0][numbers[: len(parts[0])] > 1].sum()
 
 
 def leaf(*shape):
@@ -63,14 +55,14 @@ CASES = {
     "an LSTM without gradients": lambda: torch.no_grad()(nn.LSTM(8, 8).forward)(torch.ones(5, 2, 8))[0],
     "attention, dropout": lambda: F.scaled_dot_product_attention(*(leaf(2, 4, 64, 16) for _ in "qkv"), dropout_p=0.1),
 }
-IN_MAKE_TEST = ("LSTM", "resnet")
 MAKES = OWN | {name: functools.partial(calls, function) for name, function in CASES.items()}
-QUICK = "GPT", "small whole numbers", *CASES
-MAKES["small whole numbers"] = lambda: (Reads(8, 8), (torch.ones(7, 8), torch.tensor([5, 2]), torch.arange(7)))
-OTHERS = {name: pytest.mark.slow if name in IN_MAKE_TEST else pytest.mark.real for name in OWN if name != "GPT"}
+SIZES = torch.ones(7, 8), torch.tensor([5, 2]), torch.arange(7)
+MAKES["small whole numbers"] = lambda: (Does(reads, layer=nn.Linear(8, 8)), SIZES)
+MARKS = {"LSTM": [pytest.mark.slow], "resnet": [pytest.mark.slow], "GPT": []}
+MARKS = {name: MARKS.get(name, [pytest.mark.real] * (name in OWN)) for name in MAKES}
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=mark) for name, mark in OTHERS.items())])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in MAKES])
 def test_every_moment_of_the_curve_is_real(name):
     """New releases of PyTorch are watched by this, too."""
     module, inputs = MAKES[name]()
@@ -79,17 +71,16 @@ def test_every_moment_of_the_curve_is_real(name):
     assert without.ledger.curve == numbers.ledger.curve
 
 
-IN_A_LOOP = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "NAdam"]
+DRAWN = functools.partial(calls, lambda: torch.distributions.Normal(leaf(*X), 1.0).rsample())
+STEPS = [(OWN["GPT"], functools.partial(torch.optim.AdamW, **{way: True})) for way in ("foreach", "fused")]
+IN_A_LOOP = [getattr(torch.optim, name) for name in "SGD Adam AdamW RMSprop Adagrad Adamax NAdam".split()]
+STEPS += [pytest.param(OWN["GPT"], kind, marks=pytest.mark.slow) for kind in IN_A_LOOP]
 
 
-@pytest.mark.parametrize(
-    "kind, options",
-    [("AdamW", {"foreach": True}), ("AdamW", {"fused": True})]
-    + [pytest.param(kind, {}, marks=pytest.mark.slow) for kind in IN_A_LOOP],
-)
-def test_optimizers(kind, options):
-    make = functools.partial(getattr(torch.optim, kind), **options)
-    assert fake(OWN["GPT"], Plan(), make) == real(OWN["GPT"], Plan(), make)
+@pytest.mark.parametrize("make, optimizer", [(DRAWN, adamw), *STEPS])
+def test_a_step_is_real_with_each_optimizer_and_with_a_distribution(make, optimizer):
+    """A distribution looks at its numbers if there are any."""
+    assert fake(make, Plan(), optimizer) == real(make, Plan(), optimizer)
 
 
 def test_what_shares_memory_shares_it_again_and_nothing_with_the_original():
@@ -137,11 +128,6 @@ def test_a_script_is_imported_without_numbers_and_what_it_imports_has_them(tmp_p
     with having(marks=True):
         assert model.weight.is_meta and product.is_meta and place_of(model.weight) == CARD
     assert sys.modules.pop("imported_beside").ONES.sum() == 5000
-
-
-def test_a_distribution_looks_at_no_number():
-    make = functools.partial(calls, lambda: torch.distributions.Normal(leaf(*X), 1.0).rsample())
-    assert fake(make, Plan()) == real(make, Plan())
 
 
 @pytest.mark.slow  # it loads PyTorch's compiler

@@ -12,33 +12,16 @@ from minizero.xray.case import case_of
 from minizero.xray.plan import Plan
 from minizero.xray.report import Report
 from minizero.xray.techniques import outcome
-from tests.support.xray_cases import LSTM, tokens
+from tests.support.xray_cases import Does, lstm, tokens
 
 
-class Does(nn.Module):
-    """A layer, a head, and what is done to their results; with `words`, the first layer is a table of them."""
-
-    def __init__(self, does, words=0):
-        super().__init__()
-        self.body, self.head, self.does = nn.Embedding(words, 8) if words else nn.Linear(8, 8), nn.Linear(8, 50), does
-
-    def forward(self, x, *others):
-        return self.does(self, x, *others)
-
-
-class Rows(nn.Embedding):
-    def forward(self, words):
-        return super().forward(words).mean()
-
-
-class TimeFirst(LSTM):
-    def __init__(self):
-        super().__init__()
-        self.lstm.batch_first = False
+def does(function, *inputs, body=None):
+    """A make() of a layer, a head, and what is done with them."""
+    return lambda: (Does(function, body=body or nn.Linear(8, 8), head=nn.Linear(8, 50)), inputs or (torch.ones(3, 8),))
 
 
 def lbfgs():
-    model, x = Does(lambda self, x: self.body(x).mean()), torch.ones(3, 8)
+    model, (x,) = does(lambda self, x: self.body(x).mean())()
     optimizer = torch.optim.LBFGS(model.parameters())
     return model, lambda: optimizer.step(lambda: model(x))
 
@@ -62,14 +45,10 @@ def of_trainer(name):
     return STUDENT, lambda: getattr(trainer, name)()
 
 
-def does(function, *inputs, words=0):
-    return lambda: (Does(function, words), inputs or (torch.ones(3, 8),))
-
-
 def loop_of(function):
-    """A loop whose step does something to a layer's exponentials."""
+    """A loop on the card, whose step does something to a layer's exponentials."""
     layer = nn.Linear(8, 8)
-    return lambda: (layer, lambda: function(layer(torch.ones(3, 8)).exp()))
+    return lambda: (layer.to("cuda"), lambda: function(layer(torch.ones(3, 8, device="cuda")).exp()))
 
 
 def twice(y):
@@ -87,11 +66,13 @@ def summed(self, x, y):
 
 
 VALUE, HERE, MAKE = "it looks at a tensor's value", r".*\(test_refused\.py:\d+\)", "must return a model and its inputs"
+MIXED = "one tensor lies on the host"
 SPARSE = does(lambda self, x: torch.sparse.mm(x, self.body.weight).mean(), torch.ones(3, 8).to_sparse())
+TABLE, SPARSE_TABLE = nn.Embedding(50, 8), nn.Embedding(50, 8, sparse=True)
 GRAPH = does(lambda self, x, edges: self.body(x)[edges[1]].mean(), torch.ones(20, 8), torch.zeros(2, 60).long())
 CAPPED = does(capped, torch.ones(3, 8), torch.zeros(3, dtype=torch.long))
 WORDS = torch.arange(9), torch.arange(9)
-SMOOTHED = does(lambda self, x, y: F.cross_entropy(self.head(self.body(x)), y, label_smoothing=0.1), *WORDS, words=50)
+SMOOTHED = does(lambda self, x, y: F.cross_entropy(self.head(self.body(x)), y, label_smoothing=0.1), *WORDS, body=TABLE)
 REFUSED = [
     (does(lambda self, x: self.body(x * x.sum().item()).mean()), Plan(), VALUE + HERE),
     (does(lambda self, x: self.body(x if x.sum() > 0 else -x).mean()), Plan(), VALUE + HERE),
@@ -99,7 +80,7 @@ REFUSED = [
     (lbfgs, Plan(), VALUE + HERE),
     (does(lambda self, x: torch.cat([self.body(x), self.head(x)])), Plan(), "must match except in dimension" + HERE),
     (SPARSE, Plan(), "it has a sparse tensor"),
-    (lambda: (Rows(50, 8, sparse=True), WORDS[0]), Plan(), "it has a sparse tensor.*try sparse=False"),
+    (does(lambda self, x: self.body(x).mean(), WORDS[0], body=SPARSE_TABLE), Plan(), "it has a sparse tensor.*try sparse=False"),
     (lambda: of_trainer("backward"), Plan(), "a method uses a model or an optimizer that is a global" + HERE),
     (lambda: of_trainer("optimizer_step"), Plan(), "or give it to the method's object" + HERE),
     (loop_of(lambda y: y.detach().mean().backward()), Plan(), "no gradient goes from its loss to a parameter" + HERE),
@@ -107,6 +88,9 @@ REFUSED = [
     (loop_of(lambda y: y.add_(1).mean().backward()), Plan(), "is changed in place" + HERE),
     (loop_of(twice), Plan(), "that an earlier one has freed" + HERE),
     (loop_of(lambda y: y.mean().backward()), Plan(stage=3, ranks=4), "it changes the loop"),
+    (loop_of(lambda y: y.to("cuda:1")), Plan(), "it uses a second card" + HERE),
+    (loop_of(lambda y: y + torch.ones(8)), Plan(), MIXED + HERE),
+    (loop_of(lambda y: torch.ones(3, 8)[torch.arange(3, device="cuda")]), Plan(), MIXED + HERE),
     (loop_of(lambda y: torch.optim.SGD([])), Plan(), "has no parameter to train" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (lambda: nn.Linear(1, 1), Plan(), MAKE),
@@ -118,10 +102,10 @@ REFUSED = [
     (CAPPED, Plan(chunked_loss=True), "no linear layer leads straight to a cross-entropy"),
     (CAPPED, Plan(four_bit=True), "it trains all its matrices"),
     (CAPPED, Plan(micro_batches=2), "2 micro-batches do not divide a batch of 3"),
-    (does(summed, *WORDS, words=50), Plan(chunked_loss=True), r"its logits go through logsumexp\(\) before the loss"),
+    (does(summed, *WORDS, body=TABLE), Plan(chunked_loss=True), r"its logits go through logsumexp\(\) before the loss"),
     (SMOOTHED, Plan(chunked_loss=True), "its cross-entropy has label_smoothing"),
     (GRAPH, Plan(micro_batches=2), r"\(2, 60\) does not count 20"),
-    (lambda: (TimeFirst(), (tokens(), tokens())), Plan(micro_batches=2), "LSTM has time first"),
+    (lambda: (lstm(batch_first=False), (tokens(), tokens())), Plan(micro_batches=2), "LSTM has time first"),
 ]
 
 
@@ -131,15 +115,15 @@ def test_what_cannot_be_run_is_refused_in_words_and_pytorch_prints_nothing(make,
     monkeypatch.setattr(log, "handlers", [caplog.handler])
     if plan == Plan():
         with pytest.raises(ValueError, match=words):
-            case_of(make).run(plan)
+            case_of(make, card="h100").run(plan)
     else:
-        row = outcome(case_of(make), plan)
+        row = outcome(case_of(make, card="h100"), plan)
         assert row.result is None and re.search(words, row.remark)
     assert caplog.records == [] and not log.disabled
 
 
 def test_a_batch_that_may_count_time_first_is_called_by_its_shape():
-    report = Report(case_of(lambda: (TimeFirst(), (tokens(), tokens()))))
+    report = Report(case_of(lambda: (lstm(batch_first=False), (tokens(), tokens()))))
     assert "inputs of (4, 32), AdamW" in report.title
     with pytest.raises(ValueError, match="LSTM has time first"):
         report.largest(2**30)

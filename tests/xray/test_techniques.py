@@ -14,7 +14,7 @@ from minizero.xray.head import LossInChunks
 from minizero.xray.plan import Plan, use_foreach
 from minizero.xray.step import loss_of
 from minizero.xray.techniques import TECHNIQUES, costs_of, name_of, outcome, plans, rows_of
-from tests.support.xray_cases import OWN, WithLoss, adamw, fake, gpt, real
+from tests.support.xray_cases import OWN, Does, WithLoss, adamw, fake, gpt, real
 
 ROWS = {name_of(plan): plan for plan in plans(4, 4)}
 
@@ -90,32 +90,20 @@ def test_attention_without_scores_keeps_what_attention_in_tiles_keeps():
     assert naive.peak["total"] > 1.2 * without.peak["total"]
 
 
-class WithDropout(nn.Linear):
-    """PyTorch's own attention. With dropout it stores scores on a CPU, and none on a GPU."""
+def test_pytorchs_own_attention_stores_scores_under_dropout_and_the_row_says_what_a_gpu_would_hold():
+    """With dropout it stores scores on a CPU, and none on a GPU."""
 
-    def forward(self, x):
-        q, k, v = (super(WithDropout, self).forward(x) for _ in range(3))
+    def attention(self, x):
+        q, k, v = (self.layer(x) for _ in range(3))
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True).sum()
 
-
-def test_pytorchs_own_attention_stores_scores_under_dropout_and_the_row_says_what_a_gpu_would_hold():
-    case = Case(WithDropout(8, 8), (torch.ones(2, 2, 128, 8),))
+    case = Case(Does(attention, layer=nn.Linear(8, 8)), (torch.ones(2, 2, 128, 8),))
     scores = 2 * 2 * 128 * 128 * 4
     plain, without = (case.run(plan).peak["activations"] for plan in (Plan(), Plan(flash=True)))
     assert plain > 3 * scores > scores > without
 
 
-class Heads(nn.Module):
-    """Ways from a head to its loss."""
-
-    def __init__(self, way, bias=True):
-        super().__init__()
-        self.embedding, self.head, self.way = nn.Embedding(50, 8), nn.Linear(8, 50, bias=bias), way
-
-    def forward(self, x, y):
-        return self.way(self.head(self.embedding(x)), y)
-
-
+# From a head to its loss.
 WAYS = {
     "flattened": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
     "as a view, in FP32": lambda z, y: F.cross_entropy(z.float().view(-1, 50), y.view(-1)),
@@ -129,7 +117,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_the_loss_in_chunks_is_the_loss(way, bias):
     torch.manual_seed(0)
-    model, inputs = Heads(WAYS[way], bias), torch.randint(50, (2, 3, 9))
+    layers = {"embedding": nn.Embedding(50, 8), "head": nn.Linear(8, 50, bias=bias)}
+    model = Does(lambda self, x, y: WAYS[way](self.head(self.embedding(x)), y), **layers)
+    inputs = torch.randint(50, (2, 3, 9))
     inputs[1, 0, 2:4] = -100
     plain = loss_of(model, tuple(inputs))
     plain.backward()
