@@ -56,23 +56,20 @@ def twice(y):
     loss.backward()
 
 
-def capped(self, x, y):
-    return F.cross_entropy(self.head(self.body(x)).tanh(), y)
-
-
-def summed(self, x, y):
-    logits = self.head(self.body(x))
-    return F.cross_entropy(logits, y) + logits.logsumexp(-1).mean()
+def loss_of(function):
+    """A model of words, and what leads from its logits to a loss."""
+    words = torch.arange(9)
+    return does(lambda self, x, y: function(self.head(self.body(x)), y), words, words, body=nn.Embedding(50, 8))
 
 
 VALUE, HERE, MAKE = "it looks at a tensor's value", r".*\(test_refused\.py:\d+\)", "must return a model and its inputs"
 MIXED = "one tensor lies on the host"
 SPARSE = does(lambda self, x: torch.sparse.mm(x, self.body.weight).mean(), torch.ones(3, 8).to_sparse())
-TABLE, SPARSE_TABLE = nn.Embedding(50, 8), nn.Embedding(50, 8, sparse=True)
+SPARSE_ROWS = does(lambda self, x: self.body(x).mean(), torch.arange(9), body=nn.Embedding(50, 8, sparse=True))
 GRAPH = does(lambda self, x, edges: self.body(x)[edges[1]].mean(), torch.ones(20, 8), torch.zeros(2, 60).long())
-CAPPED = does(capped, torch.ones(3, 8), torch.zeros(3, dtype=torch.long))
-WORDS = torch.arange(9), torch.arange(9)
-SMOOTHED = does(lambda self, x, y: F.cross_entropy(self.head(self.body(x)), y, label_smoothing=0.1), *WORDS, body=TABLE)
+CAPPED = loss_of(lambda logits, y: F.cross_entropy(logits.tanh(), y))
+SUMMED = loss_of(lambda logits, y: F.cross_entropy(logits, y) + logits.logsumexp(-1).mean())
+SMOOTHED = loss_of(lambda logits, y: F.cross_entropy(logits, y, label_smoothing=0.1))
 REFUSED = [
     (does(lambda self, x: self.body(x * x.sum().item()).mean()), Plan(), VALUE + HERE),
     (does(lambda self, x: self.body(x if x.sum() > 0 else -x).mean()), Plan(), VALUE + HERE),
@@ -80,7 +77,7 @@ REFUSED = [
     (lbfgs, Plan(), VALUE + HERE),
     (does(lambda self, x: torch.cat([self.body(x), self.head(x)])), Plan(), "must match except in dimension" + HERE),
     (SPARSE, Plan(), "it has a sparse tensor"),
-    (does(lambda self, x: self.body(x).mean(), WORDS[0], body=SPARSE_TABLE), Plan(), "it has a sparse tensor.*try sparse=False"),
+    (SPARSE_ROWS, Plan(), "it has a sparse tensor.*try sparse=False"),
     (lambda: of_trainer("backward"), Plan(), "a method uses a model or an optimizer that is a global" + HERE),
     (lambda: of_trainer("optimizer_step"), Plan(), "or give it to the method's object" + HERE),
     (loop_of(lambda y: y.detach().mean().backward()), Plan(), "no gradient goes from its loss to a parameter" + HERE),
@@ -101,8 +98,8 @@ REFUSED = [
     (CAPPED, Plan(flash=True), "its attention stores no scores, or it has none"),
     (CAPPED, Plan(chunked_loss=True), "no linear layer leads straight to a cross-entropy"),
     (CAPPED, Plan(four_bit=True), "it trains all its matrices"),
-    (CAPPED, Plan(micro_batches=2), "2 micro-batches do not divide a batch of 3"),
-    (does(summed, *WORDS, body=TABLE), Plan(chunked_loss=True), r"its logits go through logsumexp\(\) before the loss"),
+    (CAPPED, Plan(micro_batches=2), "2 micro-batches do not divide a batch of 9"),
+    (SUMMED, Plan(chunked_loss=True), r"its logits go through logsumexp\(\) before the loss"),
     (SMOOTHED, Plan(chunked_loss=True), "its cross-entropy has label_smoothing"),
     (GRAPH, Plan(micro_batches=2), r"\(2, 60\) does not count 20"),
     (lambda: (lstm(batch_first=False), (tokens(), tokens())), Plan(micro_batches=2), "LSTM has time first"),

@@ -11,7 +11,6 @@ from torch import nn
 
 from minizero import GPT, GPTConfig
 from minizero.xray import xray
-from minizero.xray.__main__ import main
 from minizero.xray.budget import RESERVED, cheapest, kept_free, price, stacks
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
@@ -167,50 +166,3 @@ def write_and_run(rank, size, folder, lines, plan):
 def test_the_lines_can_be_run(lines, stage, tmp_path):
     plan = Plan(stage=stage, ranks=1, dtype=torch.bfloat16, recompute=True, micro_batches=2)
     assert spawn(write_and_run, 1, tmp_path, lines, plan) == [0]
-
-
-@pytest.mark.slow
-def test_the_command_shows_our_gpt(capfd):
-    assert main(["--length", "16", "--no-table"]) == 0
-    out, error = capfd.readouterr()
-    assert error == "" and "GPT: 3," in out and "Who holds the peak" in out and "What would help" not in out
-
-
-def test_the_command_shows_a_model_of_the_users(tmp_path, capfd):
-    (tmp_path / "beside.py").write_text("width = 4\n")
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import argparse, torch\nfrom beside import width\nargparse.ArgumentParser().parse_args()\n"
-        "class Mine(torch.nn.Linear):\n"
-        "    def forward(self, x, y):\n"
-        "        logits = super().forward(x)\n"
-        "        return logits, torch.nn.functional.cross_entropy(logits, y)\n"
-        "def make():\n"
-        "    return Mine(width, 1000), {'x': torch.ones(64, width), 'y': torch.zeros(64, dtype=torch.long)}\n"
-    )
-    assert main([f"{file}:make", "--card", "cpu", "--fit", "2MiB", "--no-table"]) == 0
-    out, error = capfd.readouterr()
-    assert error == "" and "mine.py:7" in out and "1 × 2.00 MiB: the cheapest that fits" in out and "as it is" in out
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (["nowhere.py:make"], "expected FILE.py:make"),
-        ([f"{__file__}:nothing"], "has no function nothing()"),
-        (["--hf", "nowhere.json"], "--hf: nowhere.json describes no model"),
-        (["--fit", "80"], "--fit: must be a size such as 80GiB"),
-        ([f"{__file__}:nothing", "--batch", "4"], "--batch and --length are not for FILE.py:make"),
-        (["--output", "/proc/no"], "--output: cannot write"),
-        (["--card", "mi300x"], "no card 'mi300x' is known"),  # another maker's
-        (["--card", "cpu", "--fit"], "a CPU has no memory of its own"),
-        (["--card", "2060"], "one of the same generation, and the memory of yours"),
-        (["--optimizer", "sdg"], "torch.optim has no sdg"),
-    ],
-)
-def test_the_command_refuses_in_one_line(wrong, words, capfd):
-    if "--hf" in wrong:
-        pytest.importorskip("transformers")
-    assert main(wrong) == 2
-    out, error = capfd.readouterr()
-    assert out == "" and words in error and len(error.splitlines()) == 1

@@ -6,26 +6,26 @@ import torch
 from torch import nn
 
 
-def net():
-    return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to("cuda")
+def net(wide=2048):
+    return nn.Sequential(nn.Linear(512, wide), nn.GELU(), nn.Linear(wide, 512)).to("cuda")
 
 
-def training(model=None, masters=None, batch=None, every=1, after=lambda model: None, rows=256):
+def training(model=None, masters=None, batch=None, every=1, after=lambda loss: None, rows=256):
     """What make() returns: a model, and a step of a loop with what is left on the host."""
-    model, calls, data = model or net(), [], torch.zeros(rows, 512, device="cuda")
+    model, calls = model or net(), []
+    batch = batch or functools.partial(torch.zeros, rows, 512, device="cuda")
     optimizer = torch.optim.AdamW(masters or model.parameters())
 
     def step():
-        x = data if batch is None else batch().to("cuda", non_blocking=True)
-        (model(x) - x).pow(2).mean().backward()
+        x = batch().to("cuda", non_blocking=True)
+        (loss := (model(x) - x).pow(2).mean()).backward()
         calls.append(1)
-        if masters:
-            for master, parameter in zip(masters, model.parameters()):
-                master.grad, parameter.grad = parameter.grad.cpu(), None
+        for master, parameter in zip(masters or (), model.parameters()):
+            master.grad, parameter.grad = parameter.grad.cpu(), None
         if len(calls) % every == 0:
             optimizer.step()
             optimizer.zero_grad()
-        after(model)
+        after(loss)
 
     return model, step
 
@@ -39,7 +39,7 @@ def average():
     model = net()
     slow = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
-    def after(model):
+    def after(loss):
         for name, value in model.state_dict().items():
             slow[name].lerp_(value.detach().cpu(), 0.01)
 
@@ -51,7 +51,7 @@ def masters():
     host = [parameter.detach().cpu().clone().requires_grad_() for parameter in model.parameters()]
 
     @torch.no_grad()
-    def update(model):
+    def update(loss):
         for master, parameter in zip(host, model.parameters()):
             parameter.copy_(master)
 
