@@ -25,10 +25,10 @@ CASES = [*itertools.product(GPUS, DTYPES, HEADS, SIZES, KINDS)]
 def arguments(dtype, heads, size, kind, device):
     """q, k, v, the mask, dropout's p, and whether it is causal, and whether heads may share keys."""
     shapes = (2, heads[0], 128, size[0]), (2, heads[1], 128, size[0]), (2, heads[1], 128, size[1])
-    grad = kind != "no gradients"
+    grad = "no gradients" not in kind
     qkv = [torch.empty(shape, dtype=dtype, device=device, requires_grad=grad) for shape in shapes]
     mask = torch.empty(2, heads[0], 128, 128, dtype=dtype, device=device) if "mask" in kind else None
-    return *qkv, mask, 0.125 * (kind == "dropout"), kind == "causal", "gqa" in kind
+    return *qkv, mask, 0.125 * ("dropout" in kind), "causal" in kind, "gqa" in kind
 
 
 def taken(shim, gpu, *case):

@@ -26,43 +26,37 @@ from tests.test_house import ROOT
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 # Compute capability, dtype, heads of queries and of keys, numbers a head in keys and in values, what else; the kernel
-# up to PyTorch 2.13, and since 2.14. These are answers of PyTorch's own functions, asked as in test_choice.py.
+# up to PyTorch 2.13, and since 2.14. These are answers of PyTorch's own functions, asked as kernel_choice.py does.
 CHOICES = [
-    ((9, 0), BF16, 8, 8, 64, 64, "", "cudnn", "cudnn"),
-    ((9, 0), BF16, 8, 2, 64, 64, "", "math", "math"),
-    ((9, 0), BF16, 8, 2, 64, 64, "gqa", "cudnn", "cudnn"),
-    ((9, 0), BF16, 8, 2, 64, 64, "gqa, mask", "cudnn", "cudnn"),
-    ((9, 0), BF16, 8, 8, 192, 192, "", "cudnn", "flash"),
-    ((9, 0), BF16, 8, 8, 192, 192, "no gradients", "cudnn", "cudnn"),
-    ((9, 0), BF16, 8, 8, 256, 256, "", "cudnn", "cudnn"),
-    ((9, 0), BF16, 8, 8, 192, 128, "", "cudnn", "cudnn"),
-    ((10, 0), BF16, 8, 8, 192, 128, "", "cudnn", "cudnn"),
-    ((9, 0), FP32, 8, 8, 64, 64, "dropout", "efficient", "efficient"),
-    ((9, 0), FP32, 8, 2, 64, 64, "gqa", "math", "efficient"),
-    ((9, 0), FP32, 8, 1, 64, 64, "", "math", "efficient"),
-    ((9, 0), FP32, 8, 8, 63, 63, "", "math", "math"),
-    ((8, 0), FP16, 8, 8, 64, 64, "dropout, causal", "flash", "flash"),
-    ((8, 0), FP16, 8, 8, 64, 64, "mask", "efficient", "efficient"),
-    ((8, 9), BF16, 8, 8, 256, 256, "dropout", "efficient", "efficient"),
-    ((8, 9), BF16, 8, 8, 208, 208, "", "efficient", "efficient"),
-    ((8, 9), BF16, 8, 8, 208, 208, "no gradients", "flash", "flash"),
-    ((7, 5), FP16, 8, 8, 64, 64, "", "efficient", "efficient"),
-    ((7, 5), BF16, 8, 8, 64, 64, "", "math", "math"),
+    ((9, 0), BF16, (8, 8), (64, 64), "", "cudnn", "cudnn"),
+    ((9, 0), BF16, (8, 2), (64, 64), "", "math", "math"),
+    ((9, 0), BF16, (8, 2), (64, 64), "gqa", "cudnn", "cudnn"),
+    ((9, 0), BF16, (8, 2), (64, 64), "gqa, mask", "cudnn", "cudnn"),
+    ((9, 0), BF16, (8, 8), (192, 192), "", "cudnn", "flash"),
+    ((9, 0), BF16, (8, 8), (192, 192), "no gradients", "cudnn", "cudnn"),
+    ((9, 0), BF16, (8, 8), (256, 256), "", "cudnn", "cudnn"),
+    ((9, 0), BF16, (8, 8), (192, 128), "", "cudnn", "cudnn"),
+    ((10, 0), BF16, (8, 8), (192, 128), "", "cudnn", "cudnn"),
+    ((9, 0), FP32, (8, 8), (64, 64), "dropout", "efficient", "efficient"),
+    ((9, 0), FP32, (8, 2), (64, 64), "gqa", "math", "efficient"),
+    ((9, 0), FP32, (8, 1), (64, 64), "", "math", "efficient"),
+    ((9, 0), FP32, (8, 8), (63, 63), "", "math", "math"),
+    ((8, 0), FP16, (8, 8), (64, 64), "dropout, causal", "flash", "flash"),
+    ((8, 0), FP16, (8, 8), (64, 64), "mask", "efficient", "efficient"),
+    ((8, 9), BF16, (8, 8), (256, 256), "dropout", "efficient", "efficient"),
+    ((8, 9), BF16, (8, 8), (208, 208), "", "efficient", "efficient"),
+    ((8, 9), BF16, (8, 8), (208, 208), "no gradients", "flash", "flash"),
+    ((7, 5), FP16, (8, 8), (64, 64), "", "efficient", "efficient"),
+    ((7, 5), BF16, (8, 8), (64, 64), "", "math", "math"),
 ]
 
 
-@pytest.mark.parametrize("capability, dtype, heads, keys, d, wide, options, before, since", CHOICES)
-def test_attention_is_the_kernel_that_pytorch_chooses(
-    capability, dtype, heads, keys, d, wide, options, before, since, monkeypatch
-):
-    sizes = (heads, d), (keys, d), (keys, wide)
-    grad = "no gradients" not in options
-    q, k, v = (torch.empty(2, n, 32, m, dtype=dtype, device="meta", requires_grad=grad) for n, m in sizes)
-    mask = torch.empty(2, 1, 32, 32, dtype=dtype, device="meta") if "mask" in options else None
-    card, p = SimpleNamespace(capability=capability), 0.1 * ("dropout" in options)
-    for new, kind in enumerate((before, since)):
+@pytest.mark.parametrize("capability, dtype, heads, size, kind, before, since", CHOICES)
+def test_attention_is_the_kernel_that_pytorch_chooses(capability, dtype, heads, size, kind, before, since, monkeypatch):
+    given = kernel_choice.arguments(dtype, heads, size, kind, "meta")
+    for new, expected in enumerate((before, since)):
         monkeypatch.setattr("minizero.xray.card.SINCE_2_14", bool(new))
-        assert backend(card, q, k, v, mask, p, "causal" in options, "gqa" in options) == kind
+        assert backend(SimpleNamespace(capability=capability), *given) == expected
 
 
 NAMES = {
@@ -150,52 +144,54 @@ def test_other_threads_compute_as_before_and_all_is_given_back():
 
 
 def in_backward():
-    model, x = Net(), BATCH
+    model = Net()
     optimizers = {parameter: torch.optim.SGD([parameter], momentum=0.9) for parameter in model.parameters()}
 
+    def step_and_forget(parameter, *, optimizers=optimizers):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
     for parameter in model.parameters():
-
-        def step_and_forget(parameter, *, optimizer=optimizers[parameter]):
-            optimizer.step()
-            optimizers[parameter].zero_grad()
-
         parameter.register_post_accumulate_grad_hook(step_and_forget)
-    return model, lambda x=x: model(x).backward()  # what has a default is not given the model
-
-
-def test_an_optimizer_in_backward_steps():
-    peak = case_of(in_backward).run(Plan()).peak
-    assert peak["gradients"] <= 4 * 65 * 64 and peak["optimizer"] == peak["parameters"] == 3 * 4 * 65 * 64
+    return model, lambda x=BATCH: model(x).backward()  # what has a default is not given the model
 
 
 TEACHER = nn.Linear(64, 64)
 
 
-def test_what_no_module_registers_and_what_is_global_is_counted():
-    class Kept(Net):
-        def __init__(self):
-            super().__init__()
-            self.table, self.average, self.lock = torch.ones(100), [nn.Linear(10, 10)], threading.Lock()
-            self.draws = torch.Generator()
+class Kept(Net):
+    """It keeps what no module registers, and uses what is global."""
 
-        def forward(self, x):
-            return super().forward(x) + TEACHER(x).detach().mean()
+    def __init__(self):
+        super().__init__()
+        self.table, self.average, self.lock = torch.ones(100), [nn.Linear(10, 10)], threading.Lock()
+        self.draws = torch.Generator()
 
-    case = case_of(lambda: (Kept(), BATCH))
-    assert case.run(Plan()).peak["buffers"] == 400 + 440 + 4 * 65 * 64
-    assert case.run(Plan(recompute=True)).peak["buffers"] == case.run(Plan()).peak["buffers"]
+    def forward(self, x):
+        return super().forward(x) + TEACHER(x).detach().mean()
 
 
-def test_an_optimizer_may_be_made_with_the_model():
-    def make():
-        model = Net()
-        return model, BATCH, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def with_optimizer():
+    model = Net()
+    return model, BATCH, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    case = case_of(make)
-    assert case.run(Plan()).peak["optimizer"] == 4 * case.parameters
-    assert case.run(Plan(stage=2, ranks=2)).peak["optimizer"] == 2 * case.parameters
-    assert case.run(Plan(eight_bit=True)).peak["optimizer"] == 2 * 3 * (64 * 64 + 4 * 16 + 4 * 64)
-    assert Case(Net(), BATCH, torch.optim.Adafactor).run(Plan()).peak["optimizer"] < 4 * case.parameters
+
+LAYER = 4 * 65 * 64  # bytes of parameters
+KEPT = 4 * 100 + 4 * 11 * 10 + LAYER
+HELD = [
+    (in_backward, Plan(), "gradients", 0),  # each is gone before the next comes
+    (in_backward, Plan(), "optimizer", 3 * LAYER),
+    (lambda: (Kept(), BATCH), Plan(), "buffers", KEPT),
+    (lambda: (Kept(), BATCH), Plan(recompute=True), "buffers", KEPT),
+    (with_optimizer, Plan(), "optimizer", 3 * LAYER),
+    (with_optimizer, Plan(stage=2, ranks=2), "optimizer", 3 * LAYER // 2),
+    (with_optimizer, Plan(eight_bit=True), "optimizer", 2 * 3 * (64 * 64 + 4 * 16 + 4 * 64)),
+]
+
+
+@pytest.mark.parametrize("make, plan, category, held", HELD)
+def test_what_a_step_holds_is_what_can_be_counted_by_hand(make, plan, category, held):
+    assert case_of(make).run(plan).peak[category] == held
 
 
 def test_frozen_matrices_in_four_bits():
