@@ -2,17 +2,19 @@
 
 `kernel_choice.cpp` makes it believe in a GPU, as long as a function of its decides. No kernel runs.
 
-    LD_PRELOAD=kernel_choice.so python -m tests.support.kernel_choice kernel_choice.so     prints what it takes, as JSON
+    LD_PRELOAD=kernel_choice.so python -m tests.support.kernel_choice kernel_choice.so     prints where an X-ray errs
 """
 
 import ctypes
 import itertools
-import json
 import sys
+from types import SimpleNamespace
 
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.backends import cuda
+
+from minizero.xray.card import backend
 
 GPUS = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -46,4 +48,7 @@ def taken(shim, gpu, *case):
 if __name__ == "__main__":
     with FakeTensorMode():
         shim = ctypes.CDLL(sys.argv[1])
-        print(json.dumps([taken(shim, *case) for case in CASES]))
+        for gpu, *case in CASES:
+            ours, theirs = backend(SimpleNamespace(capability=gpu), *arguments(*case, "meta")), taken(shim, gpu, *case)
+            if ours != theirs:
+                print(gpu, *case, f"ours: {ours}, PyTorch's: {theirs}")

@@ -1,6 +1,5 @@
 """As on a card: PyTorch's choice of attention there, what a loop of the user's holds, and nothing left behind."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -219,17 +218,7 @@ def test_a_pytorch_for_cuda_takes_the_same_kernels(tmp_path):
     headers = next(Path(torch.__file__).parent.parent.glob("triton/backends/nvidia/include"))
     shim, support = tmp_path / "shim.so", Path(kernel_choice.__file__).with_suffix(".cpp")
     subprocess.run([compiler, "-shared", "-fPIC", f"-I{headers}", support, "-o", shim], check=True, timeout=100)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", kernel_choice.__name__, shim],
-        env=os.environ | {"LD_PRELOAD": str(shim)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    found, wrong = json.loads(done.stdout), []
-    for (gpu, *case), kind in zip(kernel_choice.CASES, found, strict=True):
-        ours = backend(SimpleNamespace(capability=gpu), *kernel_choice.arguments(*case, "meta"))
-        wrong += [(gpu, case, ours, kind)] * (ours != kind)
-    assert not wrong, f"{len(wrong)} of {len(found)}, such as {wrong[:5]}"
+    command = [sys.executable, "-W", "ignore", "-m", kernel_choice.__name__, shim]
+    preloaded = os.environ | {"LD_PRELOAD": str(shim)}
+    done = subprocess.run(command, env=preloaded, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout[:1000] + done.stderr
