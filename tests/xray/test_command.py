@@ -1,5 +1,6 @@
-"""The command, on a script of the user's: what it prints of it, and what it refuses, in one line."""
+"""The command, on a file of the user's: what it prints of it, and what it refuses, in one line."""
 
+import pickle
 import re
 
 import pytest
@@ -28,7 +29,7 @@ def make():
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capfd):
-    """Runs the command beside a script, train.py; returns its status, what it prints, and its errors."""
+    """Runs the command beside a file, train.py; returns its status, what it prints, and its errors."""
 
     def run(script, options):
         (tmp_path / "beside.py").write_text("width = 4\n")
@@ -66,6 +67,11 @@ REFUSED = [
     (LOOP, "train.py --largest", "which makes its own batch"),
     (LOOP, "train.py --card t4 --fit --taken 15GiB", "--taken: 15.00 GiB of 14.56 GiB leaves nothing"),
     (LOOP, "train.py:make --batch 4", "--batch and --length are not for FILE.py:make"),
+    ("cbuiltins\nprint\n(Vrun\ntR.", "--snapshot train.py", "train.py is no record of a GPU.* asks for builtins.print"),
+    (pickle.dumps({"segments": []}, 0).decode(), "--snapshot train.py", "train.py is no record of a GPU: KeyError"),
+    ("text", "--snapshot train.py", "train.py is no record of a GPU"),
+    ("", "--snapshot train.py", "train.py is no record of a GPU"),
+    ("", "--snapshot train.py --fit 80GiB", "only --output"),
     ("", "nowhere.py:make", "expected FILE.py:make"),
     ("", "--hf nowhere.json", "--hf: nowhere.json describes no model"),
     ("", "--fit 80", "--fit: must be a size such as 80GiB"),

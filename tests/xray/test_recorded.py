@@ -112,12 +112,3 @@ def test_the_command_says_that_it_guesses_and_writes_the_categories(tmp_path, ca
     assert {"older", "optimizer", "activations", "unknown"} <= told and None not in told
     assert main(["--snapshot", str(tmp_path / "oom_by_category.pickle")]) == 2
     assert "has categories already" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("content", [b"cbuiltins\nprint\n(Vrun\ntR.", b"", b"text", pickle.dumps({"segments": []})])
-def test_a_file_that_asks_for_more_than_data_is_refused(content, tmp_path, capfd):
-    (file := tmp_path / "oom.pickle").write_bytes(content)
-    assert main(["--snapshot", str(file)]) == 2
-    out, error = capfd.readouterr()
-    assert out == "" and "oom.pickle is no record of a GPU" in error and len(error.splitlines()) == 1
-    assert main(["--snapshot", str(file), "--fit", "80GiB"]) == 2 and "only --output" in capfd.readouterr().err
