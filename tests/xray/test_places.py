@@ -108,16 +108,12 @@ def test_rows_with_an_engine_agree_with_the_plain_row_or_are_refused():
 
 
 def test_a_loss_in_chunks_goes_on_if_the_logits_are_asked_where_they_lie():
-    def make():
-        model = nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 5000)).to("cuda")
+    def loss(self, x):
+        logits = self.head(self.embedding(x))
+        return nn.functional.cross_entropy(logits, torch.zeros(999).long().to(logits.device))
 
-        def step():
-            logits = model(torch.zeros(999, device="cuda").long())
-            nn.functional.cross_entropy(logits, torch.zeros(999).long().to(logits.device)).backward()
-
-        return model, step
-
-    case = case_of(make, card="h100")
+    layers = {"embedding": nn.Embedding(5000, 8), "head": nn.Linear(8, 5000)}
+    case = case_of(lambda: (Does(loss, **layers), torch.zeros(999, device="cuda").long()), card="h100")
     assert case.run(Plan(chunked_loss=True)).peak["total"] < case.run(Plan()).peak["total"]
 
 
@@ -138,26 +134,31 @@ def lines_for_a_gpu(loss):
     torch.distributed.barrier()
 
 
+def in_ddp(views):
+    return training(nn.parallel.DistributedDataParallel(net(), device_ids=[0], gradient_as_bucket_view=views))
+
+
+LINES = [
+    (lambda: training(after=lines_for_a_gpu), 0),
+    (lambda: in_ddp(views=True), 0),
+    (lambda: in_ddp(views=False), 4 * (2 * 512 * 2048 + 2048 + 512)),  # buckets as large as the gradients
+]
+
+
+@pytest.mark.parametrize("make, more", LINES)
+def test_a_loop_with_lines_for_a_gpu_holds_so_many_bytes_more(make, more):
+    assert peak_of(make) - peak_of(training) == more
+
+
 def test_what_a_script_asks_of_a_gpu_is_answered_and_pytorch_is_not():
-    assert peak_of(lambda: training(after=lines_for_a_gpu)) == peak_of(training)
     with answers.answers("T4"):
         assert torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
         with pytest.warns(UserWarning, match="CUDA is not available"):  # PyTorch asks
             assert not torch.amp.GradScaler("cuda").is_enabled()
     assert not torch.cuda.is_available() or torch.cuda.is_initialized()
+    assert nn.parallel.DistributedDataParallel is nn.parallel.distributed.DistributedDataParallel
     with pytest.raises(NotPossible, match="a part of torch.cuda that is not answered here"):
         peak_of(lambda: training(after=lambda loss: torch.cuda.CUDAGraph()))
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_ddp_of_one_process_has_buckets_as_large_as_the_gradients(views):
-    ddp = nn.parallel.DistributedDataParallel
-
-    def wrapped():
-        return training(nn.parallel.DistributedDataParallel(net(), device_ids=[0], gradient_as_bucket_view=views))
-
-    assert peak_of(wrapped) - peak_of(training) == (0 if views else peak_of(training, "parameters"))
-    assert nn.parallel.DistributedDataParallel is ddp
 
 
 MODEL = nn.Linear(512, 512)
