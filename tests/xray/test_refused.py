@@ -86,6 +86,7 @@ REFUSED = [
     (loop_of(lambda y: torch.ones(3, 8)[torch.arange(3, device="cuda")]), Plan(), MIXED + HERE),
     (loop_of(lambda y: torch.optim.SGD([])), Plan(), "has no parameter to train" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
+    (does(lambda self, x: self.body(x).mean() * (1 // (not self.training))), Plan(), "by zero" + HERE),  # ours trains
     (lambda: nn.Linear(1, 1), Plan(), MAKE),
     (lambda: (nn.Linear(1, 1),), Plan(), MAKE),
     (lambda: ("model", torch.ones(1)), Plan(), "must be a torch.nn.Module"),
