@@ -84,6 +84,7 @@ REFUSED = [
     (loop_of(lambda y: y.to("cuda:1")), Plan(), "it uses a second card" + HERE),
     (loop_of(lambda y: y + torch.ones(8)), Plan(), MIXED + HERE),
     (loop_of(lambda y: torch.ones(3, 8)[torch.arange(3, device="cuda")]), Plan(), MIXED + HERE),
+    (loop_of(lambda y: torch.cuda.CUDAGraph()), Plan(), "a part of torch.cuda that is not answered here" + HERE),
     (loop_of(lambda y: torch.optim.SGD([])), Plan(), "has no parameter to train" + HERE),
     (does(lambda self, x: self.body(x)), Plan(), r"returned a tensor of shape \(3, 8\), which has no loss"),
     (does(lambda self, x: self.body(x).mean() * (1 // (not self.training))), Plan(), "by zero" + HERE),  # ours trains
