@@ -1,8 +1,11 @@
-"""Ranks as processes of their own, over gloo: started, and their results fetched."""
+"""Processes: ranks, over gloo, started and their results fetched; and a module that is run as a program."""
 
 import functools
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,3 +54,12 @@ def run(fn, size, folder):
     """Results of `fn(comm)` in rank order."""
     assert spawn(functools.partial(rank_main, fn, torch.get_num_threads()), size, folder) == [0] * size
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+def printed_by(module, *arguments, **environment):
+    """What `python -m module` prints, in a process of its own, with these variables."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    told = {"cwd": Path(__file__).parents[2], "env": os.environ | environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=300, **told)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

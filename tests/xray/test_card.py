@@ -1,9 +1,7 @@
 """As on a card: PyTorch's choice of attention there, what a loop of the user's holds, and nothing left behind."""
 
-import os
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ from minizero.xray.card import as_on, backend, card_of, rules
 from minizero.xray.case import Case, case_of
 from minizero.xray.fake import ALONE, pretend
 from tests.support import kernel_choice
-from tests.test_house import ROOT
+from tests.support.processes import printed_by
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 # Compute capability, dtype, heads of queries and of keys, numbers a head in keys and in values, what else; the kernel
@@ -218,7 +216,4 @@ def test_a_pytorch_for_cuda_takes_the_same_kernels(tmp_path):
     headers = next(Path(torch.__file__).parent.parent.glob("triton/backends/nvidia/include"))
     shim, support = tmp_path / "shim.so", Path(kernel_choice.__file__).with_suffix(".cpp")
     subprocess.run([compiler, "-shared", "-fPIC", f"-I{headers}", support, "-o", shim], check=True, timeout=100)
-    command = [sys.executable, "-W", "ignore", "-m", kernel_choice.__name__, shim]
-    preloaded = os.environ | {"LD_PRELOAD": str(shim)}
-    done = subprocess.run(command, env=preloaded, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (0, ""), done.stdout[:1000] + done.stderr
+    assert printed_by(kernel_choice.__name__, shim, LD_PRELOAD=str(shim)) == ""

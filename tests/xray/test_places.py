@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -20,8 +19,8 @@ from minizero.xray.fake import pretend
 from minizero.xray.places import CARD, HOST, having, place_of
 from minizero.xray.report import Report
 from tests.support.other_device import POSSIBLE
+from tests.support.processes import printed_by
 from tests.support.xray_cases import Does
-from tests.test_house import ROOT
 from tests.xray.scripts.places import net, training
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -34,10 +33,8 @@ MAKES += ["muon.py:muon", "muon.py:in_backward", *(f"places.py:{name}" for name 
 def on_another_device():
     if not POSSIBLE:
         pytest.skip(f"PyTorch {torch.__version__} has no backend in Python for another device")
-    command = [sys.executable, "-m", "tests.support.other_device", *(f"{SCRIPTS}/{make}" for make in MAKES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return {Path(make).name: found for make, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    said = printed_by("tests.support.other_device", *(f"{SCRIPTS}/{make}" for make in MAKES))
+    return {Path(make).name: found for make, found in json.loads(said.splitlines()[-1]).items()}
 
 
 @pytest.mark.slow
