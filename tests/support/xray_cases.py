@@ -21,24 +21,19 @@ from tests.support.profiled import profiled
 
 WORDS, WIDTH, LENGTH, BATCH = 320, 64, 32, 4
 Make = Callable[[], tuple[nn.Module, Any]]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4)
+adamw = functools.partial(torch.optim.AdamW, lr=1e-4)
 
 
 def tokens(length: int = LENGTH) -> torch.Tensor:
     return torch.randint(1, WORDS, (BATCH, length))
 
 
-class Does(nn.Module):
+class Does(nn.ModuleDict):
     """Layers by name, and what is done with them: `does(self, *inputs)`."""
 
     def __init__(self, does: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
+        super().__init__(layers)
         self.does = does
-        for name, layer in layers.items():
-            self.add_module(name, layer)
 
     def forward(self, *inputs: Any) -> Any:
         return self.does(self, *inputs)

@@ -182,6 +182,7 @@ HELD = [
     (lambda: (Kept(), BATCH), Plan(recompute=True), "buffers", KEPT),
     (with_optimizer, Plan(), "optimizer", 3 * LAYER),
     (with_optimizer, Plan(stage=2, ranks=2), "optimizer", 3 * LAYER // 2),
+    (lambda: (Net(), BATCH, torch.optim.Adafactor), Plan(), "optimizer", 3 * 4 * (64 + 64 + 1 + 64 + 1)),
     (with_optimizer, Plan(eight_bit=True), "optimizer", 2 * 3 * (64 * 64 + 4 * 16 + 4 * 64)),
 ]
 

@@ -37,16 +37,15 @@ class StackLedger(LineLedger):
 
 
 def run(optimizer=torch.optim.AdamW, steps=3, micro=1, keep=False, to_none=True, recompute="none", closure=False):
-    """Train for some steps, watched. keep: the losses are added up, so that all graphs stay."""
-    model, kept = GPT(dataclasses.replace(CONFIG, recompute=recompute)), 0
+    """Train for some steps, watched. keep: the losses stay, and with them all graphs."""
+    model, kept = GPT(dataclasses.replace(CONFIG, recompute=recompute)), []
     own = optimizer(model.parameters(), lr=0.001)
 
     def backward():
-        nonlocal kept
         x, y = torch.zeros(2, 4, 8, dtype=torch.long)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward(retain_graph=keep)
-        kept = kept + loss if keep else 0
+        kept.extend([loss] * keep)
         return loss
 
     with StackLedger(model, own) as ledger:

@@ -46,11 +46,6 @@ def loop_of(function):
     return lambda: (layer.to("cuda"), lambda: function(layer(torch.ones(3, 8, device="cuda")).exp()))
 
 
-def twice(y):
-    (loss := y.mean()).backward()
-    loss.backward()
-
-
 def loss_of(function):
     """A model of words, and what leads from its logits to a loss."""
     words = torch.arange(9)
@@ -79,7 +74,7 @@ REFUSED = [
     (loop_of(lambda y: y.detach().mean().backward()), Plan(), "no gradient goes from its loss to a parameter" + HERE),
     (loop_of(lambda y: y.backward()), Plan(), "take the mean" + HERE),
     (loop_of(lambda y: y.add_(1).mean().backward()), Plan(), "is changed in place" + HERE),
-    (loop_of(twice), Plan(), "that an earlier one has freed" + HERE),
+    (loop_of(lambda y: [loss.backward() for loss in 2 * [y.mean()]]), Plan(), "that an earlier one has freed" + HERE),
     (loop_of(lambda y: y.mean().backward()), Plan(stage=3, ranks=4), "it changes the loop"),
     (loop_of(lambda y: y.to("cuda:1")), Plan(), "it uses a second card" + HERE),
     (loop_of(lambda y: y + torch.ones(8)), Plan(), MIXED + HERE),
