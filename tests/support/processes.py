@@ -56,10 +56,10 @@ def run(fn, size, folder):
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
-def printed_by(module, *arguments, **environment):
-    """What `python -m module` prints, in a process of its own, with these variables."""
+def printed_by(module, *arguments, **variables):
+    """What `python -m module` prints, in a process of its own that has these variables."""
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-    told = {"cwd": Path(__file__).parents[2], "env": os.environ | environment, "capture_output": True, "text": True}
-    done = subprocess.run(command, timeout=300, **told)
+    root, environment = Path(__file__).parents[2], os.environ | variables
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
