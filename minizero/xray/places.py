@@ -118,7 +118,7 @@ def place_for(func: Any, given: list[Tensor]) -> torch.device:
     Backward has no such function: there it is the card.
     """
     if not given:
-        return here.caller or (HOST if current_backward() == -1 else CARD)
+        return (here.caller or HOST) if current_backward() == -1 else CARD
     places, name = [place_of(tensor) for tensor in given], func.overloadpacket.__name__
     if name in COPYING or (name in INDEXING and places[0] == CARD) or CARD not in places:
         return places[0]
