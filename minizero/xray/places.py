@@ -41,6 +41,7 @@ class Here(threading.local):
     marks = False  # do tensors lie on host or card? Else all are in one place
     making: torch.device | None = None  # the place of what is made now, if it is not its inputs'
     caller: torch.device | None = None  # the place of what is given to the function that runs now
+    latest = HOST  # the place of the operator that ran last
     inside = 0  # operators that run now: to PyTorch's own code, which they call, all is the CPU's
     imports = False  # is a file imported now? What it makes has numbers, since a second import would find the same
     card: Any = None  # a `Gpu`, while a step runs as on a card
@@ -106,6 +107,7 @@ def marking(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = kwargs | {"device": HOST} if asked == CARD else kwargs  # PyTorch's Python says what a tensor has said
     with having(making=place, inside=here.inside + 1):  # also for the operators that it is made of
         result = run(func, args, kwargs)
+    here.latest = place
     for made in tensors_in(result if isinstance(result, tuple | list) else (result,)):
         if not hasattr(storage_of(made), "place"):  # otherwise it is one of its inputs, or a view
             put(made, place)
@@ -115,10 +117,10 @@ def marking(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
 def place_for(func: Any, given: list[Tensor]) -> torch.device:
     """Where an operator's result lies. Without inputs, such as zeros: with those of the function around it.
 
-    Backward has no such function: there it is the card.
+    Backward has no such function: there it lies where the operator before has run.
     """
     if not given:
-        return (here.caller or HOST) if current_backward() == -1 else CARD
+        return (here.caller or HOST) if current_backward() == -1 else here.latest
     places, name = [place_of(tensor) for tensor in given], func.overloadpacket.__name__
     if name in COPYING or (name in INDEXING and places[0] == CARD) or CARD not in places:
         return places[0]

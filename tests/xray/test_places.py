@@ -72,7 +72,8 @@ def test_a_tensor_says_where_it_lies_and_its_gradient_goes_back():
         assert place_of(torch.zeros(3, device=there.device)) == CARD != place_of(torch.zeros(3))
         assert place_of(there * torch.tensor(2.0)) == CARD and place_of(there[torch.tensor([0])]) == CARD
         (there.cpu().sum() + there.unbind()[0].sum().cpu()).backward()  # whose backward makes zeros of nothing
-        assert host.grad.device == HOST and host.grad.dtype == torch.float32
+        (alone := torch.ones(8, 8, requires_grad=True)).unbind()[0].sum().backward()
+        assert (host.grad.device, alone.grad.device, host.grad.dtype) == (HOST, HOST, torch.float32)
     moved = []
     with pretend(), having(marks=True):
         thread = threading.Thread(target=lambda: moved.append(torch.ones(1).to("cpu", torch.float64).device))
