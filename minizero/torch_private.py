@@ -219,7 +219,7 @@ IN_PLACE = {
 
 
 WHOLE_PROCESS = {
-    "minizero/engines/any_model/guards/optimizers.py": "Two hooks around each step of every optimizer. They begin with "
+    "minizero/engines/any_model/steps.py": "Two hooks around each step of every optimizer. They begin with "
     "`import minizero`, and leave an optimizer without shards alone. Without them: import only `flash`, `precision`.",
     "minizero/memory/recorder.py": "Seven functions that make or resize a storage without an operator, such as "
     "`UntypedStorage.resize_`, are wrapped. It begins with the first `Ledger` and does not end; between ledgers "

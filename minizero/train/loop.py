@@ -67,7 +67,7 @@ def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[.
             loss = model(x, y)
             loss.backward()
             optimizer.step()
-            measured.between_steps(step)
+            measured.steps(step)
             optimizer.zero_grad()
             loss.item()  # waits until a GPU has done the step
 

@@ -52,7 +52,7 @@ class Measured:
         """Is it this rank's turn?"""
         return self.always or number % (2 * self.comm.size) == 2 * self.comm.rank
 
-    def between_steps(self, number: int) -> None:
+    def steps(self, number: int) -> None:
         """To be called between optimizer.step() and zero_grad(), when only what lasts is held, and gradients."""
         if self.watches(number) and self.ledger is not None:
             self.persistent = self.ledger.current

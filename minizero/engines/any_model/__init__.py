@@ -7,6 +7,9 @@
     units.py        frozen parameters; repeated blocks at any depth
     buffers.py      buffers that forward writes
     unit.py         16 bits with FP32 masters; several shards (`group_by`); hooks on shards
+    norms.py        batch norms, which compute in FP32
+    released.py     a parameter of the module while it is away or old
+    steps.py        what an optimizer's step does to the replicas
     gradient.py     parameters that get no gradient; sums under no_sync
     prefetch.py     stage 3 gathers and reduces while it computes
     hybrid.py       the sharding factor: stage 3 inside groups of ranks, replicas across them
@@ -14,5 +17,5 @@
     wrapped.py      what a training loop calls: parameters, no_sync, clipping, full state
     guards/         what is refused, against what, and why
 
-Skip guards/ at first.
+Skip guards/ at first: it has no mechanism.
 """

@@ -12,7 +12,7 @@
 unit's `LocalGradient`. Several units may have one module: its frozen parameters are a unit of their own. A backward may
 run inside of a unit's forward, for gradients of inputs: `around` has these units, which `is_open` and `release_all`
 leave whole.
-Between steps: `mark_as_old` (guards/optimizers.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
+Between steps: `mark_as_old` (steps.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
 until begin_forward.
 
 A gradient goes its way as in core.py. Its buffer is a `LocalGradient` (gradient.py), since it may outlive a backward.
@@ -35,15 +35,16 @@ from minizero.engines.any_model.guards.modules import (
     check_module,
     check_unchanged,
     check_writes,
+    name_buffers,
     names_and_parameters,
     say_what_autocast_keeps,
     say_what_is_computed,
 )
 from minizero.engines.any_model.guards.no_sync import check_untouched
-from minizero.engines.any_model.guards.norms import let_norms_compute_in_fp32, name_buffers
-from minizero.engines.any_model.guards.optimizers import mark, watch_shards
 from minizero.engines.any_model.guards.ranks import check_ranks, digest
-from minizero.engines.any_model.guards.wrapped import Ours
+from minizero.engines.any_model.guards.shards import watch_shards
+from minizero.engines.any_model.norms import let_norms_compute_in_fp32
+from minizero.engines.any_model.steps import Ours, mark
 from minizero.engines.any_model.unit import GroupBy, Unit
 from minizero.engines.any_model.units import make_units, say_what_is_most
 from minizero.engines.any_model.uses import (

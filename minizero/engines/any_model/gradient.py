@@ -30,8 +30,8 @@ class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
     full: (size,), this rank's sum; None before the first `put` and after `take`. chunk: gives the part that the shards
-    show; None if they show all. before: the shards' .grad without the sum. shown: each .grad's `_version` (PyTorch's
-    count of in-place writes) after `show`, until `go_on`.
+    show; None if they show all. shown: after `show`, until `go_on`, for each shard: its .grad, the `_version` of that
+    (PyTorch's count of in-place writes), and its .grad without the sum.
     """
 
     def __init__(
@@ -41,8 +41,7 @@ class LocalGradient:
         self.full: Tensor | None = None
         self.places: list[Tensor] = []
         self.unwritten: dict[int, Tensor] = {}  # the places that nothing came to yet, and the padding
-        self.before: list[Tensor | None] = []
-        self.shown: list[int] = []
+        self.shown: list[tuple[Any, int, Tensor | None]] = []
 
     def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """The gradient of parameter `number` goes to its place. dtype: of the buffer, if this put makes it."""
@@ -74,22 +73,20 @@ class LocalGradient:
         """A backward under no_sync is over: let the shards' .grad be views of the sum so far."""
         assert self.full is not None
         self.zero_unwritten()
-        self.before = [shard.grad for shard in self.shards]
         mine = self.chunk(self.full) if self.chunk else self.full
         for shard, piece in zip(self.shards, pieces(mine, self.shards), strict=True):
-            shard.grad = piece.to(shard.device)
-            shard.grad.held_back = True  # type: ignore[attr-defined]  # an optimizer may not step with it
-        self.views: list[Any] = [shard.grad for shard in self.shards]
-        self.shown = [view._version for view in self.views]
+            before, shard.grad = shard.grad, piece.to(shard.device)
+            view: Any = shard.grad
+            self.shown.append((view, view._version, before))
 
     def go_on(self) -> None:
         """The next backward begins. Until its end .grad is that of before the sum."""
-        for shard, view, before in zip(self.shards, self.views, self.before, strict=True):
+        for shard, (view, _, before) in zip(self.shards, self.shown, strict=True):
             dropped = shard.grad is None and not self.chunk
             if not self.chunk and shard.grad is not view:  # all of the sum is shown: what the loop made of it counts
                 view.copy_(0 if dropped else shard.grad)
             shard.grad = None if dropped else before
-        self.shown, self.views = [], []
+        self.shown = []
 
 
 def pieces(flat: Tensor, shards: Sequence[nn.Parameter]) -> list[Tensor]:

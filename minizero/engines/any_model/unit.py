@@ -9,7 +9,7 @@ The master of a frozen unit has the computing dtype.
 
 16 bits, from input to step: `AnyModel.forward` casts the inputs. The replica is rounded from the master (`keep`,
 `gather` and `fill` of the stages). A gradient's buffer is 16-bit, under no_sync FP32 (gradient.py). It is averaged
-in 16 bits (ranks/combining.py). `set_gradient` makes it FP32 for the optimizer, which steps the master. guards/norms.py
+in 16 bits (ranks/combining.py). `set_gradient` makes it FP32 for the optimizer, which steps the master. norms.py
 lets batch norms compute in FP32.
 """
 
@@ -22,8 +22,8 @@ from torch import nn
 from minizero import torch_private
 from minizero.engines import core
 from minizero.engines.any_model.gradient import LocalGradient, pieces
-from minizero.engines.any_model.guards.released import Released
 from minizero.engines.any_model.guards.shards import Piece, Shard
+from minizero.engines.any_model.released import Released
 from minizero.engines.layout import Layout, pad
 from minizero.memory import tag
 from minizero.ranks.comm import Comm
@@ -88,8 +88,7 @@ class Unit(core.Unit):
         for parameter, kind in zip(self.parameters, self.kinds, strict=True):
             parameter.__class__ = kind
         super().point_parameters_at(flat)
-        for parameter in self.parameters:
-            parameter.writes = parameter._version  # type: ignore[attr-defined]  # `check_writes` finds later ones
+        self.writes = [parameter._version for parameter in self.parameters]  # `check_writes` finds later ones
 
     def empty_parameters(self) -> None:
         """The unit is away, or its replica is old: nobody may read the module's parameters."""
@@ -149,7 +148,7 @@ class Unit(core.Unit):
     def own_gradient_comes(self) -> None:
         """The loss uses a shard itself, in a penalty over parameters(), so autograd will add to its .grad.
 
-        What no_sync shows there must go away first. A hook of the shard calls this (guards/optimizers.py).
+        What no_sync shows there must go away first. A hook of the shard calls this (steps.py).
         """
         if self.gradient is not None:
             self.begin_gradient()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from minizero.engines.any_model.guards.norms import keeps_statistics
+from minizero.engines.any_model.norms import keeps_statistics
 from minizero.engines.any_model.unit import GroupBy, Unit
 from minizero.engines.layout import divide
 from minizero.ranks.comm import Comm

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from minizero.engines.any_model.guards.no_sync import check_averaged
-from minizero.engines.any_model.guards.wrapped import Ours, Refuses
+from minizero.engines.any_model.guards.wrapped import Refuses
+from minizero.engines.any_model.steps import Ours
 from minizero.engines.any_model.unit import Unit
 from minizero.ranks.collectives import all_gather, broadcast
 from minizero.ranks.comm import Comm
@@ -88,8 +89,9 @@ class Wrapped(Refuses):
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
-        for shard in self.parameters():
-            check_averaged(type(self).__name__, shard)
+        for unit in self.in_order:
+            for shard in unit.shards:
+                check_averaged(type(self).__name__, unit, shard)
         norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
         norms = norms.to(self.comm.device)  # under offload they are not there
         if not self.in_order[0].unsharded:

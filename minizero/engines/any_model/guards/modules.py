@@ -70,7 +70,7 @@ def faults(module: nn.Module, comm: Comm) -> Iterator[str]:
                 advice = "call module.float(); dtype= makes the engine compute in 16 bits"
             yield f"parameters must be float32, {name} is {parameter.dtype}: {advice}"
         if hasattr(parameter, "wrapped_in"):
-            yield f"{name} is wrapped in {parameter.wrapped_in[-1]} already: wrap a fresh module"
+            yield f"{name} is wrapped in {parameter.wrapped_in[2]} already: wrap a fresh module"
         if vars(parameter).setdefault("claimed_by", comm.rank) != comm.rank:
             yield f"{name} is another rank's: let each thread build or copy.deepcopy() the module"
         if parameter.numel() == 0:
@@ -110,10 +110,9 @@ def check_complete(stage: str, module: nn.Module, complete: dict[str, int], unit
                 raise RuntimeError(
                     f"{stage}: requires_grad changed in {unit.name}: freeze before wrapping, or use no_grad"
                 )
-            for shard in unit.shards:
-                check_place(stage, shard)
-            for parameter in unit.parameters:
-                check_hooks(stage, parameter.wrapped_in[0], parameter)  # type: ignore[attr-defined]
+            check_place(stage, unit)
+            for name, parameter in zip(unit.layout.names, unit.parameters, strict=True):
+                check_hooks(stage, name, parameter)
 
 
 def names_and_parameters(module: nn.Module) -> dict[str, int]:
@@ -135,17 +134,18 @@ def check_unchanged(stage: str, unit: Unit, version: int, *, double_backward: bo
 def check_writes(stage: str, unit: Unit) -> None:
     """`RuntimeError` if a parameter of the unit was written to so that the unit's master cannot have it."""
     memory, start = torch_private.place(unit.replica)
-    for parameter, offset in zip(unit.parameters, unit.layout.offsets, strict=True):
+    its = zip(unit.parameters, unit.layout.names, unit.layout.offsets, unit.writes, strict=True)
+    for parameter, name, offset, writes in its:
         if torch_private.place(parameter) != (memory, start + offset):
             what = "given other memory, as `.data =` does: copy_() into it instead"
-        elif unit.dtype != unit.master.dtype and parameter._version != parameter.writes:  # type: ignore[attr-defined]
+        elif unit.dtype != unit.master.dtype and parameter._version != writes:
             what = (
                 "written to, its FP32 master was not: write to parameters(), under no_grad and after the step, or "
                 "initialise the module before wrapping it"
             )
         else:
             continue
-        raise RuntimeError(f"{stage}: {parameter.wrapped_in[0]} was {what}")  # type: ignore[attr-defined]
+        raise RuntimeError(f"{stage}: {name} was {what}")
 
 
 def check_gradient(stage: str, unit: Unit, gradient: torch.Tensor | None, *, again: bool, gathered: bool) -> None:
@@ -177,6 +177,14 @@ def about_units(error: Exception) -> Exception:
     return type(error)(
         f"{error} If each rank uses other modules, such as experts: name a module around them all in units="
     )
+
+
+def name_buffers(stage: str, module: nn.Module, dtype: torch.dtype | None, error: BaseException) -> None:
+    """In 16 bits, if `error` says that dtypes differ: `RuntimeError` that names the buffers in FP32."""
+    names = [n for n, b in module.named_buffers() if b.dtype == torch.float32 and "running_" not in n]  # not of norms
+    if dtype in (torch.float16, torch.bfloat16) and names and type(error) is RuntimeError and "type" in str(error):
+        how = f"buffers keep their dtype, torch.float32: cast {', '.join(names)} in forward, or before wrapping"
+        raise RuntimeError(f"{stage}: {error}; {how}") from error
 
 
 def say_what_is_computed(stage: str, module: nn.Module) -> None:

@@ -8,9 +8,9 @@ import torch
 from minizero.engines.any_model.unit import Unit
 
 
-def check_averaged(stage: str, shard: torch.Tensor) -> None:
-    """`RuntimeError` if the shard's .grad is this rank's sum under no_sync."""
-    if hasattr(shard.grad, "held_back"):
+def check_averaged(stage: str, unit: Unit, shard: torch.Tensor) -> None:
+    """`RuntimeError` if the .grad of the unit's shard is this rank's sum under no_sync."""
+    if unit.gradient is not None and any(shard.grad is view for view, *_ in unit.gradient.shown):
         raise RuntimeError(
             f"{stage}: no_sync() holds the gradients back, each rank has its own: run the last backward outside "
             "no_sync() before you step or clip, or drop them by zero_grad()"
@@ -26,7 +26,7 @@ def check_untouched(unit: Unit) -> None:
     if sum_so_far is None or not sum_so_far.shown or not sum_so_far.chunk:
         return
     counts = [shard.grad._version if shard.grad is not None else None for shard in unit.shards]
-    if counts != sum_so_far.shown and any(count is not None for count in counts):
+    if counts != [count for _, count, _ in sum_so_far.shown] and any(count is not None for count in counts):
         raise RuntimeError(
             f"{unit.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
             "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"

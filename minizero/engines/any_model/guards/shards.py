@@ -10,9 +10,11 @@ the gradient of their sum is made of the ranks' own. Not seen: what Python compu
 optimizer's step is not watched.
 """
 
+import contextlib
 import math
 import threading
 from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,10 +111,27 @@ def power_of(name: str, args: Any, kwargs: Any, numbers: list[Any]) -> float | N
     return 1 if add_up and (name in LINEAR or scaled and len(numbers) == 1) else None
 
 
-def watch(shard: Any, *, watched: bool) -> None:
-    """Let a shard and its gradient be watched, or not: an optimizer's step would take a slower way."""
-    if type(shard) in (nn.Parameter, Shard):  # and no fake one
-        shard.__class__ = nn.Parameter  # so that nobody is asked for .grad
-        if shard.grad is not None:
-            shard.grad.__class__ = Piece if watched else torch.Tensor
-        shard.__class__ = Shard if watched else nn.Parameter
+def watch(shards: Iterable[Any], *, watched: bool) -> None:
+    """Let shards and their gradients be watched, or not: an optimizer's step would take a slower way."""
+    for shard in shards:
+        if type(shard) in (nn.Parameter, Shard):  # and no fake one
+            shard.__class__ = nn.Parameter  # so that nobody is asked for .grad
+            if shard.grad is not None:
+                shard.grad.__class__ = Piece if watched else torch.Tensor
+            shard.__class__ = Shard if watched else nn.Parameter
+
+
+def watch_shards(unit: Any) -> None:
+    """Let norms of the unit's shards be seen."""
+    if unit.trains and not unit.unsharded:
+        watch([shard for shard in unit.shards if type(shard) is nn.Parameter], watched=True)
+
+
+@contextlib.contextmanager
+def watching(shards: Sequence[Any]) -> Iterator[None]:
+    """Around a closure: it is the loop's code, in the middle of a step."""
+    watch(shards, watched=True)
+    try:
+        yield
+    finally:
+        watch(shards, watched=False)

@@ -1,6 +1,5 @@
 """Against what a module can do and an engine cannot: moves, casts, copies, state dicts of a part."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -17,16 +16,6 @@ def refusing(words: str) -> Any:
         raise RuntimeError(f"{type(self).__name__}: {words}")
 
     return refuse
-
-
-class Ours(functools.partial):
-    """A function that an engine leaves on a module or a tensor: a copy of it shares the function, a file has none."""
-
-    def __deepcopy__(self, _: Any) -> Self:
-        return self
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        raise RuntimeError("what an engine has wrapped cannot be pickled, nor its optimizer: save gather_state_dict()")
 
 
 class Refuses(core.Engine):

@@ -20,8 +20,7 @@ class Released(nn.Parameter):
     PyTorch's `UninitializedParameter` refuses in the same way.
     """
 
-    wrapped_in: tuple[str, str, str]
-    elements: int  # that it has while it is there
+    wrapped_in: tuple[str, str, str, int]  # its name, unit and stage; the elements that it has while it is there
     QUESTIONS = ["__repr__", "__hash__", "size", "dim", "is_floating_point", "is_complex", "untyped_storage"]
     QUESTIONS += ["data_ptr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"]
     # Of Module.to(), if it changes nothing.
@@ -32,17 +31,17 @@ class Released(nn.Parameter):
         of_attribute = type(function).__name__ == "method-wrapper"
         attribute = getattr(function.__self__, "__name__", "property") if of_attribute else ""
         if getattr(function, "__name__", "") in ("numel", "nelement"):
-            return args[0].elements
+            return args[0].wrapped_in[-1]
         drops = function.__name__ == "__set__" or sys._getframe(1).f_code is nn.Module.zero_grad.__code__
         if attribute == "grad" and drops and torch_private.current_backward() == -1:
-            name, _, stage = args[0].wrapped_in
+            name, _, stage, _ = args[0].wrapped_in
             raise RuntimeError(f"{stage}: {name} has no .grad, the shards have: call zero_grad() of the {stage} itself")
         writes = attribute == "data" and function.__name__ == "__set__" and args[1] is not args[0]
         if not writes and (attribute or getattr(function, "__name__", "") in cls.QUESTIONS):
             answer = super().__torch_function__(function, types, args, kwargs or {})
             if not isinstance(answer, torch.Tensor) or answer is args[0] or attribute == "grad":
                 return answer
-        name, unit, stage = next(p for p in tree_leaves((args, kwargs)) if isinstance(p, cls)).wrapped_in
+        name, unit, stage, _ = next(p for p in tree_leaves((args, kwargs)) if isinstance(p, cls)).wrapped_in
         if stage == "Zero3":
             when = "outside the forward of its unit"
             way = "call the unit, choose as unit a module that contains it (units=), or set reshard_after_forward=False"

@@ -19,14 +19,6 @@ def keeps_statistics(module: nn.Module) -> bool:
     return its_own and any(name.startswith("running_") for name in names)
 
 
-def name_buffers(stage: str, module: nn.Module, dtype: torch.dtype | None, error: BaseException) -> None:
-    """In 16 bits, if `error` says that dtypes differ: `RuntimeError` that names the buffers in FP32."""
-    names = [n for n, b in module.named_buffers() if b.dtype == torch.float32 and "running_" not in n]  # not of norms
-    if dtype in (torch.float16, torch.bfloat16) and names and type(error) is RuntimeError and "type" in str(error):
-        how = f"buffers keep their dtype, torch.float32: cast {', '.join(names)} in forward, or before wrapping"
-        raise RuntimeError(f"{stage}: {error}; {how}") from error
-
-
 def let_norms_compute_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Cast what each such norm in `module` is given to FP32, and what it returns back to `dtype`."""
 

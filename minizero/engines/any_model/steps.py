@@ -1,0 +1,86 @@
+"""From one optimizer step to the next forward: a shard knows its unit, and a step makes the replicas old.
+
+An optimizer holds nothing but shards, so whose they are stands on them. Two functions are called around every optimizer
+step in this process. The one before refuses (guards/optimizers.py). The one after empties the parameters of the module,
+if they are not themselves what was stepped: until the next forward gathers, they are of before the step.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from minizero.engines.any_model.guards.no_sync import check_untouched
+from minizero.engines.any_model.guards.optimizers import check_no_hook, check_shard, check_step
+from minizero.engines.any_model.guards.shards import watch, watch_shards
+from minizero.engines.any_model.unit import Unit
+
+
+class Ours(functools.partial):
+    """A function that an engine leaves on a module or a tensor: a copy of it shares the function, a file has none."""
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError("what an engine has wrapped cannot be pickled, nor its optimizer: save gather_state_dict()")
+
+
+def mark(unit: Unit, engine: Any) -> None:
+    """Write on parameters and shards whose they are."""
+    for parameter, name, shape in zip(unit.parameters, unit.layout.names, unit.layout.shapes, strict=True):
+        parameter.wrapped_in = name, unit.name, engine.name, shape.numel()  # type: ignore[attr-defined]
+    weak = weakref.ref(unit), weakref.ref(engine)
+    for shard in unit.shards:
+        shard.shard_of = Ours(lambda: (weak[0](), weak[1]()))  # type: ignore[attr-defined]
+        if unit.trains and not unit.original:
+            shard.register_hook(own_gradient_comes(weakref.ref(shard)))
+    watch_shards(unit)
+
+
+def own_gradient_comes(weak: Any) -> Callable[[torch.Tensor], None]:
+    """The hook of a shard that autograd calls if the loss uses the shard itself, in a penalty over `parameters()`."""
+
+    def comes(_: torch.Tensor) -> None:
+        shard = weak()
+        unit, _ = shard.shard_of()
+        check_no_hook(shard)
+        if unit is not None:
+            check_untouched(unit)
+            unit.own_gradient_comes()
+
+    return comes
+
+
+def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
+    """The shards that it holds, with their units and engines."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        unit, engine = parameter.shard_of() if hasattr(parameter, "shard_of") else (None, None)
+        if unit and engine:
+            yield parameter, unit, engine
+        else:  # it is no shard, or of an engine that is gone
+            check_shard(parameter)
+
+
+def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return check_step(optimizer, list(shards_of(optimizer)), args, kwargs)
+
+
+def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The replicas of what the optimizer has stepped are old from here on."""
+    for shard, unit, engine in shards_of(optimizer):
+        engine.done["step"] = True
+        if not unit.original:
+            if not unit.unsharded:
+                watch([shard], watched=True)
+            torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
+            unit.empty_parameters()
+
+
+register_optimizer_step_pre_hook(before_step)
+register_optimizer_step_post_hook(mark_as_old)
