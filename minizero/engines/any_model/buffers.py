@@ -32,10 +32,9 @@ class Buffers:
         """Collective. Whatever has become of a rank's buffers, all ranks bring the same number of bytes."""
         if not self.kinds:
             return
-        device, here, now = self.comm.device, {}, by_place(self.module)
-        for name, kind in self.kinds.items():
-            buffer = now.get(name)
-            if buffer is not None and kind == (buffer.shape, buffer.dtype) and not buffer.is_inference():
+        device, here = self.comm.device, {}
+        for name, buffer in by_place(self.module).items():
+            if self.kinds.get(name) == (buffer.shape, buffer.dtype) and not buffer.is_inference():
                 here[name] = buffer.detach()
         parts = [torch.tensor([name in here for name in self.kinds], dtype=torch.uint8, device=device)]
         for name, (shape, dtype) in self.kinds.items():

@@ -15,6 +15,7 @@ begins. So the peak of stage 3 is its shards, the root, and three units: two rep
 Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,38 +35,34 @@ class Beside:
 
     def start(self, call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """Begin `call(*args)`; what this returns waits for the result. Memory that it tags counts as the caller's."""
-        recorder = current_recorder()
-        if self.stream is None:
+        recorder, stream = current_recorder(), self.stream
+        if stream:
+            ready, done = torch.cuda.Event(), torch.cuda.Event()
+            ready.record()
 
-            def work() -> Any:
-                nonlocal args
-                with watched_by(recorder):
-                    result = call(*args)
-                args = ()  # what it was given is free before anyone has the result
-                return result
-
-            return self.thread.submit(work).result
-
-        ready, done, stream = torch.cuda.Event(), torch.cuda.Event(), self.stream
-        ready.record()
-
-        def work_in_stream() -> Any:
-            with watched_by(recorder), torch.cuda.stream(stream):
-                stream.wait_event(ready)  # what the call reads is written
+        def work() -> Any:
+            nonlocal args
+            with watched_by(recorder), torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+                if stream:
+                    stream.wait_event(ready)  # what the call reads is written
                 result = call(*args)
-                done.record()
-                return result
+                if stream:
+                    done.record()
+            if not stream:
+                args = ()  # what it was given is free before anyone has the result
+            return result
 
-        future = self.thread.submit(work_in_stream)
+        future = self.thread.submit(work)
 
         def wait() -> Any:
             nonlocal args
             result = future.result()
-            here = torch.cuda.current_stream()
-            here.wait_event(done)
-            args = ()  # what it was given is free for what this stream does next, and not before
-            if isinstance(result, torch.Tensor) and result.is_cuda:
-                result.record_stream(here)  # or its memory might be given away before it is read
+            if stream:
+                here = torch.cuda.current_stream()
+                here.wait_event(done)
+                args = ()  # what it was given is free for what this stream does next, and not before
+                if isinstance(result, torch.Tensor) and result.is_cuda:
+                    result.record_stream(here)  # or its memory might be given away before it is read
             return result
 
         return wait

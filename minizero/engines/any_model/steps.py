@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from minizero.engines.any_model.guards.no_sync import check_untouched
 from minizero.engines.any_model.guards.optimizers import check_no_hook, check_shard, check_step
-from minizero.engines.any_model.guards.shards import watch, watch_shards
+from minizero.engines.any_model.guards.shards import watch, watch_shards, watching
 from minizero.engines.any_model.unit import Unit
 
 
@@ -68,7 +68,16 @@ def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
 
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return check_step(optimizer, list(shards_of(optimizer)), args, kwargs)
+    """May it step what it holds? If shards are watched, a closure in its arguments is, too, and nothing else now."""
+    held = list(shards_of(optimizer))
+    sharded = [shard for shard, unit, _ in held if not unit.unsharded]
+    watch(sharded, watched=False)
+    check_step(optimizer, held)
+
+    def inside(value: Any) -> Any:
+        return watching(sharded)(value) if callable(value) else value
+
+    return ((optimizer, *map(inside, args[1:])), {k: inside(v) for k, v in kwargs.items()}) if sharded else None
 
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """What units may be given and return, beside tensors and tuples of them; and whether a backward is for parameters."""
 
-import dataclasses
+import gc
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -96,19 +96,13 @@ def kept_in(module: nn.Module) -> list[torch.Tensor]:
 
 
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers and objects, such as a distribution, but not in modules."""
+    """The tensors in nested containers and objects, such as a distribution, but not in modules; each once."""
     seen = {} if seen is None else seen
+    if id(value) in seen:
+        return
+    seen[id(value)] = value  # an object may hold itself
     if isinstance(value, torch.Tensor):
         yield value
-    elif id(value) not in seen and not isinstance(value, nn.Module | type | Callable):  # type: ignore[arg-type]
-        seen[id(value)] = value  # an object may hold itself
-        if isinstance(value, Mapping):
-            inside = list(value.values())
-        elif isinstance(value, list | tuple | set | deque):
-            inside = list(value)
-        elif dataclasses.is_dataclass(value):  # it may have slots
-            inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
-        else:
-            inside = list(getattr(value, "__dict__", {}).values())
-        for item in inside:
+    elif not isinstance(value, nn.Module | type | Callable):  # type: ignore[arg-type]
+        for item in gc.get_referents(value):  # of a container what is in it, of an object its attributes
             yield from tensors_in(item, seen)

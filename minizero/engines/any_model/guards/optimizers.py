@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from minizero import torch_private
 from minizero.engines.any_model.guards.no_sync import check_averaged
-from minizero.engines.any_model.guards.shards import Shard, watch, watching
 from minizero.engines.any_model.unit import Unit
 
 
@@ -45,14 +44,8 @@ def check_shard(tensor: torch.Tensor) -> None:
         )
 
 
-def check_step(
-    optimizer: Optimizer,
-    held: Sequence[tuple[nn.Parameter, Unit, Any]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """May the optimizer step the shards that it holds? Returns its arguments, with a closure that is watched."""
-    watch([shard for shard, *_ in held if type(shard) is Shard], watched=False)
+def check_step(optimizer: Optimizer, held: Sequence[tuple[nn.Parameter, Unit, Any]]) -> None:
+    """`RuntimeError` if an optimizer may not step now what it holds: shards, with their units and engines."""
     for shard, unit, engine in held:
         check_averaged(engine.name, unit, shard)
     for unit, engine in {unit: engine for _, unit, engine in held}.items():
@@ -65,13 +58,6 @@ def check_step(
         if engine.passes == {"forward"} and all(shard.grad is None for shard, *_ in held):
             advice = "Had it inputs=? Shards are in no graph, so no gradient comes: leave it out"
             raise RuntimeError(f"{engine.name}: a step without a backward. {advice}")
-    if sharded := [shard for shard, unit, _ in held if not unit.unsharded]:
-
-        def watched(value: Any) -> Any:
-            return watching(sharded)(value) if callable(value) else value  # a closure
-
-        return (optimizer, *map(watched, args[1:])), {name: watched(value) for name, value in kwargs.items()}
-    return None
 
 
 SHARDS_OF = "shards_of"  # a key of an optimizer's groups: it goes where the states go
