@@ -38,7 +38,7 @@ from minizero.engines.any_model.guards.modules import (
     name_buffers,
     names_and_parameters,
     say_what_autocast_keeps,
-    say_what_is_computed,
+    say_what_is_held,
 )
 from minizero.engines.any_model.guards.no_sync import check_untouched
 from minizero.engines.any_model.guards.ranks import check_ranks, digest
@@ -46,7 +46,7 @@ from minizero.engines.any_model.guards.shards import watch_shards
 from minizero.engines.any_model.norms import let_norms_compute_in_fp32
 from minizero.engines.any_model.steps import Ours, mark
 from minizero.engines.any_model.unit import GroupBy, Unit
-from minizero.engines.any_model.units import make_units, say_what_is_most
+from minizero.engines.any_model.units import make_units
 from minizero.engines.any_model.uses import (
     Use,
     asks_for_parameters,
@@ -124,8 +124,7 @@ class AnyModel(Wrapped):
         for unit in units:
             unit.layout.names = [names[id(parameter)][0] for parameter in unit.parameters]  # those that it is saved by
         if self.reshard_after_forward and self.comm.rank == 0 and units[0].comm.size > 1:
-            say_what_is_most(self.name, units)
-            say_what_is_computed(self.name, self.module)
+            say_what_is_held(self.name, self.module, units)
         return units
 
     # What a stage does, beside its part in core.py.

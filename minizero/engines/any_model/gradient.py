@@ -15,29 +15,25 @@ outside sends: `take` gives the sum in the unit's dtype, and that is averaged. B
 step, and clipping.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minizero import torch_private
-from minizero.engines.layout import Layout
 from minizero.memory import tag
 
 
 class LocalGradient:
     """It lives from the beginning of a backward until the shards have their average.
 
-    full: (size,), this rank's sum; None before the first `put` and after `take`. chunk: gives the part that the shards
-    show; None if they show all. shown: after `show`, until `go_on`, for each shard: its .grad, the `_version` of that
-    (PyTorch's count of in-place writes), and its .grad without the sum.
+    full: (size,), this rank's sum; None before the first `put` and after `take`. shown: from `show` to `go_on`, for
+    each shard: its .grad, the `_version` of that (PyTorch's count of in-place writes), and its .grad without the sum.
     """
 
-    def __init__(
-        self, layout: Layout, shards: Sequence[nn.Parameter], chunk: Callable[[Tensor], Tensor] | None
-    ) -> None:
-        self.layout, self.shards, self.chunk = layout, shards, chunk
+    def __init__(self, unit: Any) -> None:
+        self.unit = unit
         self.full: Tensor | None = None
         self.places: list[Tensor] = []
         self.unwritten: dict[int, Tensor] = {}  # the places that nothing came to yet, and the padding
@@ -46,10 +42,10 @@ class LocalGradient:
     def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """The gradient of parameter `number` goes to its place. dtype: of the buffer, if this put makes it."""
         if self.full is None:
-            self.full = torch.empty(self.layout.size, dtype=dtype, device=gradient.device)
+            self.full = torch.empty(self.unit.size, dtype=dtype, device=gradient.device)
             tag(self.full, "gradients")
-            self.places = self.layout.views(self.full)
-            self.unwritten = dict(enumerate([*self.places, self.full[self.layout.numel :]]))
+            self.places = self.unit.layout.views(self.full)
+            self.unwritten = dict(enumerate([*self.places, self.full[self.unit.layout.numel :]]))
         if number in self.unwritten:  # a copy costs a third of adding to zeros
             self.unwritten.pop(number).copy_(gradient)
         else:  # it came before: in an earlier backward under no_sync, or in one inside this one (reentrant checkpoint)
@@ -63,7 +59,7 @@ class LocalGradient:
     def take(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The full gradient in the unit's dtype, to be averaged. From now on only the caller holds it."""
         if self.full is None:  # unused on this rank, but perhaps not on others
-            self.full = torch.zeros(self.layout.size, dtype=dtype, device=device)
+            self.full = torch.zeros(self.unit.size, dtype=dtype, device=device)
         self.zero_unwritten()
         full, self.full, self.places, self.unwritten = self.full.to(dtype), None, [], {}
         tag(full, "gradients")
@@ -73,17 +69,18 @@ class LocalGradient:
         """A backward under no_sync is over: let the shards' .grad be views of the sum so far."""
         assert self.full is not None
         self.zero_unwritten()
-        mine = self.chunk(self.full) if self.chunk else self.full
-        for shard, piece in zip(self.shards, pieces(mine, self.shards), strict=True):
+        mine = self.full if self.unit.unsharded else self.unit.chunk(self.full)
+        for shard, piece in zip(self.unit.shards, pieces(mine, self.unit.shards), strict=True):
             before, shard.grad = shard.grad, piece.to(shard.device)
             view: Any = shard.grad
             self.shown.append((view, view._version, before))
 
     def go_on(self) -> None:
         """The next backward begins. Until its end .grad is that of before the sum."""
-        for shard, (view, _, before) in zip(self.shards, self.shown, strict=True):
-            dropped = shard.grad is None and not self.chunk
-            if not self.chunk and shard.grad is not view:  # all of the sum is shown: what the loop made of it counts
+        whole = self.unit.unsharded  # all of the sum is shown: what the loop made of it counts
+        for shard, (view, _, before) in zip(self.unit.shards, self.shown, strict=True):
+            dropped = whole and shard.grad is None
+            if whole and shard.grad is not view:
                 view.copy_(0 if dropped else shard.grad)
             shard.grad = None if dropped else before
         self.shown = []

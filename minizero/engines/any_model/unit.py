@@ -125,7 +125,7 @@ class Unit(core.Unit):
             else:  # if this backward raises, the next forward drops the sum (engine.py)
                 self.gradient.go_on()
         if self.gradient is None:
-            self.gradient = LocalGradient(self.layout, self.shards, None if self.unsharded else self.chunk)
+            self.gradient = LocalGradient(self)
 
     def note_gradients(self) -> None:
         """A backward begins: what do the parameters have as .grad, if these are the optimizer's?"""

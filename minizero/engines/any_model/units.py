@@ -1,7 +1,5 @@
 """Which parameters form a unit: by default the repeated blocks of a model, and the root unit for all that is left."""
 
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -62,18 +60,3 @@ def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
             yield child_path, child
         else:
             yield from repeated_blocks(child, child_path)
-
-
-def say_what_is_most(stage: str, units: Sequence[Unit]) -> None:
-    """Warn if one unit, gathered as a whole, is most of the model, though its modules are smaller."""
-    total = sum(unit.layout.numel for unit in units)
-    for unit in units:
-        by_module: Counter[str] = Counter()
-        for name, shape in zip(unit.layout.names, unit.layout.shapes, strict=True):
-            by_module[name.rpartition(".")[0]] += shape.numel()
-        if 2 * unit.layout.numel > total and 2 * max(by_module.values()) < unit.layout.numel:
-            warnings.warn(
-                f"{stage}: the unit {unit.name} holds {unit.layout.numel / total:.0%} of the parameters, and is "
-                "gathered as a whole: name smaller modules in units=, or put the blocks into a ModuleList",
-                stacklevel=2,
-            )

@@ -4,7 +4,9 @@ DeepSpeed#846: a part that is added later is never trained. pytorch#63916: buffe
 ranks that use other experts. fairscale#642: weights that autograd keeps in another form.
 """
 
+import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -187,17 +189,28 @@ def name_buffers(stage: str, module: nn.Module, dtype: torch.dtype | None, error
         raise RuntimeError(f"{stage}: {error}; {how}") from error
 
 
-def say_what_is_computed(stage: str, module: nn.Module) -> None:
-    """Warn if forward computes weights from others: autograd keeps these, and stage 3 cannot free them."""
-    for name, part in module.named_modules():
-        if is_parametrized(part) or torch_private.weight_is_computed(part):
+def say_what_is_held(stage: str, module: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of what stage 3 will hold whole: a unit that is most of the model, and weights that forward computes."""
+    total = sum(unit.layout.numel for unit in units)
+    for unit in units:
+        by_module: Counter[str] = Counter()
+        for name, shape in zip(unit.layout.names, unit.layout.shapes, strict=True):
+            by_module[name.rpartition(".")[0]] += shape.numel()
+        if 2 * unit.layout.numel > total and 2 * max(by_module.values()) < unit.layout.numel:  # its modules are smaller
             warnings.warn(
-                f"{stage}: autograd keeps the weight of {name or 'the module'}, which is computed from others (a "
-                "parametrization, weight_norm), whole and on each rank, until backward: recompute its block, by "
-                "minizero.recompute.checkpoint",
+                f"{stage}: the unit {unit.name} holds {unit.layout.numel / total:.0%} of the parameters, and is "
+                "gathered as a whole: name smaller modules in units=, or put the blocks into a ModuleList",
                 stacklevel=2,
             )
-            return
+    parts = module.named_modules()
+    computed = (name for name, part in parts if is_parametrized(part) or torch_private.weight_is_computed(part))
+    for name in itertools.islice(computed, 1):
+        warnings.warn(
+            f"{stage}: autograd keeps the weight of {name or 'the module'}, which is computed from others (a "
+            "parametrization, weight_norm), whole and on each rank, until backward: recompute its block, by "
+            "minizero.recompute.checkpoint",
+            stacklevel=2,
+        )
 
 
 def say_what_autocast_keeps(stage: str, dtype: torch.dtype | None, device: str) -> bool:
@@ -216,12 +229,9 @@ def check_compiled(stage: str, whole: nn.Module, units: Sequence[Unit]) -> None:
     """`ValueError` if a unit would be gathered and released inside what a module compiled. whole: the model."""
     used_by = {unit.module for unit in units}
     for module in whole.modules():
-        inside: list[nn.Module | None] = []
-        if torch_private.is_compiled(module):  # module.compile(): its hooks are in it, too
-            inside = [*module.modules(), *([None] if module is whole else [])]
-        elif torch_private.is_compiled_inside(module):  # torch.compile(module): its hooks are around it
-            inside = [part for part in module.modules() if part is not module]
-        if used_by.intersection(inside):
+        with_hooks = torch_private.is_compiled(module)  # by module.compile(); torch.compile(module) has its around it
+        compiled = with_hooks or torch_private.is_compiled_inside(module)
+        if compiled and used_by.intersection(module.modules()) - (set() if with_hooks else {module}):
             raise ValueError(
                 f"{stage}: a compiled {type(module).__name__} contains units, whose parameters come "
                 "and go: wrap the plain module, with blocks[i] = torch.compile(blocks[i]) for each block"

@@ -22,11 +22,10 @@ def check_untouched(unit: Unit) -> None:
 
     Called before the next backward goes on with the sum. If every .grad is None, that backward drops it.
     """
-    sum_so_far = unit.gradient
-    if sum_so_far is None or not sum_so_far.shown or not sum_so_far.chunk:
-        return
-    counts = [shard.grad._version if shard.grad is not None else None for shard in unit.shards]
-    if counts != [count for _, count, _ in sum_so_far.shown] and any(count is not None for count in counts):
+    shown = unit.gradient.shown if unit.gradient and not unit.unsharded else []
+    now = [(shard.grad, count) for shard, (_, count, _) in zip(unit.shards, shown)]
+    dropped = all(grad is None for grad, _ in now)
+    if not dropped and any(grad is None or grad._version != count for grad, count in now):
         raise RuntimeError(
             f"{unit.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
             "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
