@@ -42,7 +42,7 @@ from minizero.engines.any_model.guards.modules import (
 )
 from minizero.engines.any_model.guards.no_sync import check_untouched
 from minizero.engines.any_model.guards.ranks import check_ranks, digest
-from minizero.engines.any_model.guards.shards import watch_shards
+from minizero.engines.any_model.guards.shards import watch
 from minizero.engines.any_model.norms import let_norms_compute_in_fp32
 from minizero.engines.any_model.steps import Ours, mark
 from minizero.engines.any_model.unit import GroupBy, Unit
@@ -163,7 +163,7 @@ class AnyModel(Wrapped):
             self.release_all()
             self.drop_what_raised()
         for unit in self.units:
-            watch_shards(unit)  # after a step that raised
+            watch(unit, watched=True)  # after a step that raised
         self.told = self.told or say_what_autocast_keeps(self.name, self.dtype, self.comm.device.type)
         self.refresh()
         if "backward" not in self.passes and not self.frees_replicas:

@@ -7,7 +7,7 @@ if they are not themselves what was stepped: until the next forward gathers, the
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from minizero.engines.any_model.guards.no_sync import check_untouched
 from minizero.engines.any_model.guards.optimizers import check_no_hook, check_shard, check_step
-from minizero.engines.any_model.guards.shards import watch, watch_shards, watching
+from minizero.engines.any_model.guards.shards import watch, watching
 from minizero.engines.any_model.unit import Unit
 
 
@@ -39,22 +39,17 @@ def mark(unit: Unit, engine: Any) -> None:
     for shard in unit.shards:
         shard.shard_of = Ours(lambda: (weak[0](), weak[1]()))  # type: ignore[attr-defined]
         if unit.trains and not unit.original:
-            shard.register_hook(own_gradient_comes(weakref.ref(shard)))
-    watch_shards(unit)
+            shard.register_hook(Ours(own_gradient_comes, weakref.ref(shard)))
+    watch(unit, watched=True)
 
 
-def own_gradient_comes(weak: Any) -> Callable[[torch.Tensor], None]:
-    """The hook of a shard that autograd calls if the loss uses the shard itself, in a penalty over `parameters()`."""
-
-    def comes(_: torch.Tensor) -> None:
-        shard = weak()
-        unit, _ = shard.shard_of()
-        check_no_hook(shard)
-        if unit is not None:
-            check_untouched(unit)
-            unit.own_gradient_comes()
-
-    return comes
+def own_gradient_comes(weak: Any, _: torch.Tensor) -> None:
+    """Autograd calls this hook of a shard if the loss uses the shard itself, in a penalty over `parameters()`."""
+    check_no_hook(shard := weak())
+    unit, _ = shard.shard_of()
+    if unit is not None:
+        check_untouched(unit)
+        unit.own_gradient_comes()
 
 
 def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
@@ -68,26 +63,26 @@ def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
 
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """May it step what it holds? If shards are watched, a closure in its arguments is, too, and nothing else now."""
+    """May it step what it holds? Norms of shards are not watched now, but inside of a closure they are."""
     held = list(shards_of(optimizer))
-    sharded = [shard for shard, unit, _ in held if not unit.unsharded]
-    watch(sharded, watched=False)
-    check_step(optimizer, held)
+    units = {unit: engine for _, unit, engine in held}
+    for unit in units:
+        watch(unit, watched=False)
+    check_step(optimizer, [shard for shard, *_ in held], units)
 
     def inside(value: Any) -> Any:
-        return watching(sharded)(value) if callable(value) else value
+        return watching(units)(value) if callable(value) else value
 
-    return ((optimizer, *map(inside, args[1:])), {k: inside(v) for k, v in kwargs.items()}) if sharded else None
+    return ((optimizer, *map(inside, args[1:])), {k: inside(v) for k, v in kwargs.items()}) if units else None
 
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The replicas of what the optimizer has stepped are old from here on."""
-    for shard, unit, engine in shards_of(optimizer):
+    for unit, engine in {unit: engine for _, unit, engine in shards_of(optimizer)}.items():
         engine.done["step"] = True
+        watch(unit, watched=True)
         if not unit.original:
-            if not unit.unsharded:
-                watch([shard], watched=True)
-            torch.autograd.graph.increment_version(shard)  # a fused kernel writes without telling
+            torch.autograd.graph.increment_version(unit.master)  # a fused kernel writes without telling
             unit.empty_parameters()
 
 

@@ -90,8 +90,7 @@ class Wrapped(Refuses):
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be positive, not {norm_type}")
         for unit in self.in_order:
-            for shard in unit.shards:
-                check_averaged(type(self).__name__, unit, shard)
+            check_averaged(type(self).__name__, unit, unit.shards)
         norms = torch.stack([unit.gradient_norms(norm_type) for unit in self.in_order])  # (units, chunks held)
         norms = norms.to(self.comm.device)  # under offload they are not there
         if not self.in_order[0].unsharded:

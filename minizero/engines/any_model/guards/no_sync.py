@@ -3,14 +3,17 @@
 FunASR#3472: an optimizer steps before the last backward.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from minizero.engines.any_model.unit import Unit
 
 
-def check_averaged(stage: str, unit: Unit, shard: torch.Tensor) -> None:
-    """`RuntimeError` if the .grad of the unit's shard is this rank's sum under no_sync."""
-    if unit.gradient is not None and any(shard.grad is view for view, *_ in unit.gradient.shown):
+def check_averaged(stage: str, unit: Unit, shards: Iterable[torch.Tensor]) -> None:
+    """`RuntimeError` if the .grad of one of `shards` is what the unit shows under no_sync: this rank's sum."""
+    shown = {id(view) for view, *_ in unit.gradient.shown} if unit.gradient else set()
+    if shown and any(id(shard.grad) in shown for shard in shards):
         raise RuntimeError(
             f"{stage}: no_sync() holds the gradients back, each rank has its own: run the last backward outside "
             "no_sync() before you step or clip, or drop them by zero_grad()"

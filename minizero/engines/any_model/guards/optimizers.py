@@ -44,18 +44,17 @@ def check_shard(tensor: torch.Tensor) -> None:
         )
 
 
-def check_step(optimizer: Optimizer, held: Sequence[tuple[nn.Parameter, Unit, Any]]) -> None:
-    """`RuntimeError` if an optimizer may not step now what it holds: shards, with their units and engines."""
-    for shard, unit, engine in held:
-        check_averaged(engine.name, unit, shard)
-    for unit, engine in {unit: engine for _, unit, engine in held}.items():
+def check_step(optimizer: Optimizer, shards: Sequence[nn.Parameter], units: dict[Unit, Any]) -> None:
+    """`RuntimeError` if an optimizer may not step now the shards that it holds. units: theirs, with the engines."""
+    for unit, engine in units.items():
+        check_averaged(engine.name, unit, shards)
         check_place(engine.name, unit)
-    engines = {engine: unit for _, unit, engine in held if not unit.original}
+    engines = {engine: unit for unit, engine in units.items() if not unit.original}
     for engine, unit in [*engines.items()][:1]:  # two may be sharded over other ranks
         check_states(optimizer, engine.name, unit)
     for engine in engines:
         check_elementwise(optimizer, engine.name)
-        if engine.passes == {"forward"} and all(shard.grad is None for shard, *_ in held):
+        if engine.passes == {"forward"} and all(shard.grad is None for shard in shards):
             advice = "Had it inputs=? Shards are in no graph, so no gradient comes: leave it out"
             raise RuntimeError(f"{engine.name}: a step without a backward. {advice}")
 

@@ -14,7 +14,7 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -111,27 +111,24 @@ def power_of(name: str, args: Any, kwargs: Any, numbers: list[Any]) -> float | N
     return 1 if add_up and (name in LINEAR or scaled and len(numbers) == 1) else None
 
 
-def watch(shards: Iterable[Any], *, watched: bool) -> None:
-    """Let shards and their gradients be watched, or not: an optimizer's step would take a slower way."""
-    for shard in shards:
-        if type(shard) in (nn.Parameter, Shard):  # and no fake one
+def watch(unit: Any, *, watched: bool) -> None:
+    """Let the shards of a unit and their gradients be watched, or not: an optimizer's step would take a slower way."""
+    before, after = (nn.Parameter, Shard) if watched else (Shard, nn.Parameter)
+    for shard in unit.shards if unit.trains and not unit.unsharded else ():
+        if type(shard) is before:  # and no fake one
             shard.__class__ = nn.Parameter  # so that nobody is asked for .grad
             if shard.grad is not None:
                 shard.grad.__class__ = Piece if watched else torch.Tensor
-            shard.__class__ = Shard if watched else nn.Parameter
-
-
-def watch_shards(unit: Any) -> None:
-    """Let norms of the unit's shards be seen."""
-    if unit.trains and not unit.unsharded:
-        watch([shard for shard in unit.shards if type(shard) is nn.Parameter], watched=True)
+            shard.__class__ = after
 
 
 @contextlib.contextmanager
-def watching(shards: Sequence[Any]) -> Iterator[None]:
+def watching(units: Iterable[Any]) -> Iterator[None]:
     """Around a closure: it is the loop's code, in the middle of a step."""
-    watch(shards, watched=True)
+    for unit in units:
+        watch(unit, watched=True)
     try:
         yield
     finally:
-        watch(shards, watched=False)
+        for unit in units:
+            watch(unit, watched=False)
