@@ -81,8 +81,8 @@ class Ahead:
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Any, Unit, Callable[[], torch.Tensor]] | None = None  # in which backward
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # by is_backward: so far, or the last one
+        self.turns: list[Unit] | None = None  # of these the list of this pass; None between passes
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
-        self.is_backward = self.in_pass = False  # this pass; is there one?
         self.following: list[Unit] = []  # what comes next, until its gather has begun
         self.gathers, self.reductions = Beside(comm), Beside(comm)
         self.gather_comm = inside.split(lambda rank: 0)  # all of them once more: each thread has its own
@@ -92,8 +92,8 @@ class Ahead:
 
     def begin_pass(self, is_backward: bool) -> None:
         """A forward or a backward begins."""
-        self.is_backward, self.in_pass = is_backward, True
-        self.expected, self.in_turn[is_backward] = self.in_turn[is_backward], []
+        self.expected, self.turns = self.in_turn[is_backward], []
+        self.in_turn[is_backward] = self.turns
 
     def gather(self, unit: Unit) -> None:
         """Its gather ends. In forward those of the units after it begin here, in backward in `after_put`."""
@@ -149,11 +149,10 @@ class Ahead:
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""
-        if self.engine.backward and not (self.is_backward and self.in_pass):
+        if self.engine.backward and self.turns is not self.in_turn[True]:
             self.begin_pass(is_backward=True)
-        if not self.in_pass:  # a block is called by itself
+        if (turns := self.turns) is None:  # a block is called by itself
             return []
-        turns = self.in_turn[self.is_backward]
         turns.append(unit)
         if self.expected[len(turns) - 1 : len(turns)] != [unit]:  # a slice: the list may be shorter
             self.expected = []  # another way than last time: learn it first

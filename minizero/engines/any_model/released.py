@@ -30,14 +30,14 @@ class Released(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         of_attribute = type(function).__name__ == "method-wrapper"
         attribute = getattr(function.__self__, "__name__", "property") if of_attribute else ""
-        if getattr(function, "__name__", "") in ("numel", "nelement"):
+        if function.__name__ in ("numel", "nelement"):
             return args[0].wrapped_in[-1]
         drops = function.__name__ == "__set__" or sys._getframe(1).f_code is nn.Module.zero_grad.__code__
         if attribute == "grad" and drops and torch_private.current_backward() == -1:
             name, _, stage, _ = args[0].wrapped_in
             raise RuntimeError(f"{stage}: {name} has no .grad, the shards have: call zero_grad() of the {stage} itself")
         writes = attribute == "data" and function.__name__ == "__set__" and args[1] is not args[0]
-        if not writes and (attribute or getattr(function, "__name__", "") in cls.QUESTIONS):
+        if not writes and (attribute or function.__name__ in cls.QUESTIONS):
             answer = super().__torch_function__(function, types, args, kwargs or {})
             if not isinstance(answer, torch.Tensor) or answer is args[0] or attribute == "grad":
                 return answer

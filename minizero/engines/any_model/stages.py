@@ -198,9 +198,10 @@ class Zero3(CoreZero3, AnyModel):
         if self.ahead:
             for unit in [*self.ahead.gathering]:  # which this forward did not use
                 self.release(unit)
-            self.ahead.in_pass = self.backward is not None  # in a second run, the backward goes on
+            if self.backward is None:  # else this is a second run, and the backward goes on
+                self.ahead.turns = None
 
     def finish(self) -> None:
         if self.ahead:
             self.ahead.finish()
-            self.ahead.in_pass = False
+            self.ahead.turns = None

@@ -31,14 +31,13 @@ def make_units(
     if any(id(m) not in paths for m in given):
         raise ValueError("units: each must be a submodule of the wrapped module")
     chosen = {paths[id(m)]: m for m in given}
-    norms = {path for path, part in module.named_modules(remove_duplicate=False) if keeps_statistics(part)}
-    in_norms: dict[int, bool] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        in_norms[id(parameter)] = name.rpartition(".")[0] in norms and in_norms.get(id(parameter), True)
+    held: dict[bool, set[int]] = {True: set(), False: set()}  # by norms, by other parts
+    for part in module.modules():
+        held[keeps_statistics(part)].update(id(parameter) for parameter in part.parameters(recurse=False))
     contents: dict[tuple[str, bool, torch.dtype], dict[str, nn.Parameter]] = {}
     for path, named in divide(module, chosen).items():
         for name, parameter in named.items():
-            its = torch.float32 if in_norms[id(parameter)] else dtype
+            its = torch.float32 if id(parameter) in held[True] - held[False] else dtype
             contents.setdefault((path, parameter.requires_grad, its), {})[name] = parameter
     units = []
     for (path, trains, its), named in contents.items():
