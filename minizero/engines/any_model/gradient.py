@@ -36,39 +36,32 @@ class LocalGradient:
         self.unit = unit
         self.full: Tensor | None = None
         self.places: list[Tensor] = []
-        self.unwritten: dict[int, Tensor] = {}  # the places that nothing came to yet, and the padding
+        self.written: set[int] = set()  # the places that a gradient has come to; the others are zero
         self.shown: list[tuple[Any, int, Tensor | None]] = []
 
     def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """The gradient of parameter `number` goes to its place. dtype: of the buffer, if this put makes it."""
         if self.full is None:
-            self.full = torch.empty(self.unit.size, dtype=dtype, device=gradient.device)
+            self.full = torch.zeros(self.unit.size, dtype=dtype, device=gradient.device)
             tag(self.full, "gradients")
             self.places = self.unit.layout.views(self.full)
-            self.unwritten = dict(enumerate([*self.places, self.full[self.unit.layout.numel :]]))
-        if number in self.unwritten:  # a copy costs a third of adding to zeros
-            self.unwritten.pop(number).copy_(gradient)
-        else:  # it came before: in an earlier backward under no_sync, or in one inside this one (reentrant checkpoint)
+        if number in self.written:  # in a backward before under no_sync, or in one inside this (reentrant checkpoint)
             self.places[number].add_(gradient)
-
-    def zero_unwritten(self) -> None:
-        """The gradient of a parameter that was not used is zero."""
-        for place in self.unwritten.values():
-            place.zero_()
+        else:  # a copy costs a third of adding to zeros
+            self.places[number].copy_(gradient)
+            self.written.add(number)
 
     def take(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The full gradient in the unit's dtype, to be averaged. From now on only the caller holds it."""
         if self.full is None:  # unused on this rank, but perhaps not on others
             self.full = torch.zeros(self.unit.size, dtype=dtype, device=device)
-        self.zero_unwritten()
-        full, self.full, self.places, self.unwritten = self.full.to(dtype), None, [], {}
+        full, self.full, self.places, self.written = self.full.to(dtype), None, [], set()
         tag(full, "gradients")
         return full
 
     def show(self) -> None:
         """A backward under no_sync is over: let the shards' .grad be views of the sum so far."""
         assert self.full is not None
-        self.zero_unwritten()
         mine = self.full if self.unit.unsharded else self.unit.chunk(self.full)
         for shard, piece in zip(self.unit.shards, pieces(mine, self.unit.shards), strict=True):
             before, shard.grad = shard.grad, piece.to(shard.device)
