@@ -28,9 +28,6 @@ class Use(use.Use):
         # If the unit will be away, attributes count, too: they may hold tensors that reach the loss.
         away = self.engine.frees_replicas and self.unit.module is not self.engine.module
         self.open_with([*outputs, *bases, *(kept_in(self.unit.module) if away else ())])
-        for tensor in outputs:
-            if tensor.is_leaf and tensor.requires_grad:
-                tensor.register_hook(self.open)
 
 
 def asks_for_parameters(nodes: list[Any], parameters: set[int]) -> bool:
@@ -85,24 +82,25 @@ def converted(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     return value if all(a is b for a, b in zip(parts, new, strict=True)) else tree_unflatten(new, kind)
 
 
-CONTAINERS = (list, tuple, set, deque, Mapping, types.SimpleNamespace)
+KEPT = (torch.Tensor, list, tuple, set, deque, Mapping, types.SimpleNamespace)
 NOT_KEPT = vars(nn.Module()).keys() - {"_buffers"}  # what every module has: parameters, parts, hooks
 
 
 def kept_in(module: nn.Module) -> list[torch.Tensor]:
     """The tensors that are attributes of the module or its parts, or in containers that are."""
-    kept = (value for part in module.modules() for name, value in vars(part).items() if name not in NOT_KEPT)
-    return list(tensors_in([v for v in kept if isinstance(v, torch.Tensor) or isinstance(v, CONTAINERS) and v]))
+    attributes = [vars(part).items() for part in module.modules()]
+    kept = [v for its in attributes for name, v in its if name not in NOT_KEPT and isinstance(v, KEPT)]
+    return list(tensors_in(kept))
 
 
-def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers and objects, such as a distribution, but not in modules; each once."""
-    seen = {} if seen is None else seen
-    if id(value) in seen:
-        return
-    seen[id(value)] = value  # an object may hold itself
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif not isinstance(value, nn.Module | type | Callable):  # type: ignore[arg-type]
-        for item in gc.get_referents(value):  # of a container what is in it, of an object its attributes
-            yield from tensors_in(item, seen)
+    left, seen = [value], {}
+    while left:
+        if id(part := left.pop()) in seen:  # an object may hold itself
+            continue
+        seen[id(part)] = part
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif not callable(part):  # as modules, classes and functions are
+            left += gc.get_referents(part)  # of a container what is in it, of an object its attributes

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -82,16 +83,14 @@ def faults(module: nn.Module, comm: Comm) -> Iterator[str]:
         if shared := by_memory.get(torch_private.place(buffer)[0]):
             advice = "compute it from the parameter in forward"
             yield f"the buffer {name} lies in the memory of {[*shared][0]}, which moves into a flat buffer: {advice}"
-    for together in (each for each in by_memory.values() if len(each) > 1):
-        elements = next(iter(together.values())).untyped_storage().nbytes() // torch.float32.itemsize
-        owners = torch.zeros(elements, dtype=torch.int32)  # of each element: the number of its parameter, or 0
-        for number, (name, p) in enumerate(together.items(), start=1):
-            its = torch.arange(elements).as_strided(p.shape, p.stride(), p.storage_offset())
-            if other := int(owners[its].max()):
+    for together in by_memory.values():
+        for (name, one), (other, two) in itertools.combinations(together.items(), 2):
+            memory = torch.empty(one.untyped_storage().nbytes() // one.itemsize)  # on the CPU, where NumPy can look
+            x, y = (memory.as_strided(p.shape, p.stride(), p.storage_offset()).numpy() for p in (one, two))
+            if np.shares_memory(x, y):
                 advice = "tie them by assigning the same nn.Parameter to both, or slice one in forward"
-                both = f"{name} and {[*together][other - 1]}"
-                yield f"{both} are two parameters in one memory, and would be trained apart: {advice}"
-            owners[its] = number
+                both = f"{other} and {name} are two parameters in one memory"
+                yield f"{both}, and would be trained apart: {advice}"
 
 
 def check_complete(stage: str, module: nn.Module, complete: dict[str, int], units: Sequence[Unit]) -> None:
