@@ -116,9 +116,7 @@ class AnyModel(Wrapped):
         self.as_wrapped = names_and_parameters(self.module)
         names = self.names_in(self.own_state()[0])
         self.its_buffers = Buffers(self.module, self.comm)
-        dtype = self.dtype or torch.float32
-        inside = self.gather_comm or self.inside or self.comm
-        units = make_units(self.module, self.comm, inside, dtype, blocks, self.group_by)
+        units = make_units(self, blocks)
         if self.frees_replicas:
             check_compiled(self.name, self.module, units)
         for unit in units:

@@ -1,36 +1,28 @@
 """Which parameters form a unit: by default the repeated blocks of a model, and the root unit for all that is left."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from minizero.engines.any_model.norms import keeps_statistics
-from minizero.engines.any_model.unit import GroupBy, Unit
+from minizero.engines.any_model.unit import Unit
 from minizero.engines.layout import divide
-from minizero.ranks.comm import Comm
 
 
-def make_units(
-    module: nn.Module,
-    comm: Comm,
-    inside: Comm,
-    dtype: torch.dtype,
-    given: Sequence[nn.Module] | None,
-    group_by: GroupBy | None,
-) -> list[Unit]:
-    """The root unit first, then the others in the module's order.
+def make_units(engine: Any, given: Iterable[nn.Module] | None) -> list[Unit]:
+    """The root unit first, then the others in the order given. given: modules, by default the repeated blocks.
 
     Parameters that are frozen, and those of norms that compute in FP32 while the rest does not, form units of their
     own.
-
-    given: modules, each to be a unit; by default the repeated blocks.
     """
+    module, dtype = engine.module, engine.dtype or torch.float32
     given = [block for _, block in repeated_blocks(module)] if given is None else list(given)
-    paths = {id(m): path for path, m in module.named_modules()}  # a block under several names has the first
-    if any(id(m) not in paths for m in given):
+    paths = {part: path for path, part in module.named_modules()}  # a block under several names has the first
+    if not paths.keys() >= set(given):
         raise ValueError("units: each must be a submodule of the wrapped module")
-    chosen = {paths[id(m)]: m for m in given}
+    chosen = {paths[part]: part for part in given}
     held: dict[bool, set[int]] = {True: set(), False: set()}  # by norms, by other parts
     for part in module.modules():
         held[keeps_statistics(part)].update(id(parameter) for parameter in part.parameters(recurse=False))
@@ -42,7 +34,8 @@ def make_units(
     units = []
     for (path, trains, its), named in contents.items():
         name = (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)")
-        units.append(Unit(name, chosen[path] if path else module, named, comm, inside, its, group_by))
+        inside = engine.gather_comm or engine.inside or engine.comm
+        units.append(Unit(name, chosen.get(path, module), named, engine.comm, inside, its, engine.group_by))
     return units
 
 
