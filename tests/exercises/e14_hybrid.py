@@ -42,11 +42,11 @@ HINTS = [
     'reduce-scatter inside; all-reduce the chunk across; both with "mean".',
 ]
 AFTER = (
-    "The package makes its two communicators once, in `groups` of minizero/engines/any_model/hybrid.py, since each "
-    "split is a talk of all ranks; you made them in every step. Its reductions are average_in_two_steps in the same "
-    "file, and all else is stage 3: a hybrid engine is Zero3 with another communicator for each unit. It sums in "
-    "another order than the stages without groups, so it agrees with them up to rounding and not bit for bit. F = 1 is "
-    'DDP: nothing is sharded, and all is sent across. Read next: "How many ranks share one copy?" in '
+    "The package makes its two communicators once, in minizero/engines/any_model/hybrid.py, since each split is a talk "
+    "of all ranks; you made them in every step. Its reductions are `Zero3.average` in stages.py there, and all else is "
+    "stage 3: a hybrid engine is Zero3 with another communicator for each unit. It sums in another order than the "
+    "stages without groups, so it agrees with them up to rounding and not bit for bit. F = 1 is DDP: nothing is "
+    'sharded, and all is sent across. Read next: "How many ranks share one copy?" in '
     'notebooks/02c_zero_choices.ipynb; Zhao et al., 2023, "PyTorch FSDP", section 3.2.2.'
 )
 SPLIT = "comm.split(comm.rank // factor), comm.split(comm.rank % factor)"

@@ -12,9 +12,6 @@ Gradients are summed in another order than in the other stages: equal up to roun
 Zhao et al., 2023, "PyTorch FSDP", section 3.2.2 (sharding factor).
 """
 
-import torch
-
-from minizero.ranks.collectives import all_reduce, reduce_scatter
 from minizero.ranks.comm import Comm
 
 
@@ -30,9 +27,3 @@ def inside_and_across(comm: Comm, sharding_factor: int | None) -> tuple[Comm, Co
         raise ValueError(f"sharding_factor: {sharding_factor!r} does not divide {comm.size} ranks: use {factors}")
     factor = sharding_factor
     return comm.split(lambda rank: rank // factor), comm.split(lambda rank: rank % factor)
-
-
-def average_in_two_steps(gradient: torch.Tensor, inside: Comm, across: Comm, label: str) -> torch.Tensor:
-    """This rank's chunk of the mean gradient over all ranks. gradient: full and local, (size,)."""
-    shard = reduce_scatter(gradient, inside, "mean", label=label)
-    return all_reduce(shard, across, "mean", out=shard, label=label)

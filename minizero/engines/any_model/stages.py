@@ -21,7 +21,7 @@ from torch import nn
 from minizero import torch_private
 from minizero.engines.any_model.engine import AnyModel
 from minizero.engines.any_model.guards.modules import about_units
-from minizero.engines.any_model.hybrid import average_in_two_steps, inside_and_across
+from minizero.engines.any_model.hybrid import inside_and_across
 from minizero.engines.any_model.offload import to_host
 from minizero.engines.any_model.prefetch import Ahead, check_prefetch
 from minizero.engines.any_model.unit import Unit
@@ -30,7 +30,7 @@ from minizero.engines.use import Use
 from minizero.engines.zero1 import CoreZero1
 from minizero.engines.zero2 import CoreZero2
 from minizero.engines.zero3 import CoreZero3
-from minizero.ranks.collectives import reduce_scatter
+from minizero.ranks.collectives import all_reduce, reduce_scatter
 from minizero.ranks.comm import Comm
 from minizero.ranks.errors import CollectiveMismatch, CommTimeout
 
@@ -173,10 +173,9 @@ class Zero3(CoreZero3, AnyModel):
 
     def average(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
         inside = self.ahead.reduce_comm if self.ahead else unit.comm
-        if self.across is None:
-            mine = reduce_scatter(gradient, inside, "mean", label=unit.name)
-        else:
-            mine = average_in_two_steps(gradient, inside, self.across, unit.name)
+        mine = reduce_scatter(gradient, inside, "mean", label=unit.name)
+        if self.across is not None:  # a mean of means over groups of one size is the mean over all
+            mine = all_reduce(mine, self.across, "mean", out=mine, label=unit.name)
         return to_host(mine) if self.offload else mine
 
     # Where a pass is, told to prefetch.py.
