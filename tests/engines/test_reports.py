@@ -383,9 +383,10 @@ def test_a_buffer_that_two_parts_hold_is_rank_0s_in_both(stage, limits):
 
 
 @on_ranks(SHARDED)
-def test_norms_of_shards_are_refused_in_a_closure_after_a_step_that_raised_and_in_a_hook(model, comm):
+def test_norms_of_shards_are_refused_in_a_closure_after_a_step_and_in_a_hook_but_the_step_is_pytorch_s(model, comm):
     parameters = list(model.parameters())
-    sgd = torch.optim.SGD(parameters, lr=0.1)
+    sgd, kinds = torch.optim.SGD(parameters, lr=0.1), set()
+    sgd.register_step_post_hook(lambda *_: kinds.update(type(each) for p in parameters for each in (p, p.grad)))
 
     def closure():
         model(vectors(0)).mean().backward()
@@ -393,7 +394,10 @@ def test_norms_of_shards_are_refused_in_a_closure_after_a_step_that_raised_and_i
 
     words = "the norm of a shard changes a shard or its gradient"
     refused(words, lambda: sgd.step(closure))
-    sgd.step(lambda: model.clip_grad_norm_(0.1))
+    for given in ((lambda: model(vectors(0)).mean().backward(),), ()):
+        sgd.step(*given)
+        refused(words, lambda: torch.nn.utils.clip_grad_norm_(parameters, 0.1))
+    assert kinds == {nn.Parameter, torch.Tensor}
     refused("division", lambda: sgd.step(lambda: 1 / 0), error=ZeroDivisionError)
     refused(words, closure)
     parameters[0].register_hook(lambda gradient: gradient / gradient.norm())
