@@ -7,7 +7,6 @@ if they are not themselves what was stepped: until the next forward gathers, the
 
 import functools
 import weakref
-from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 import torch
@@ -52,23 +51,25 @@ def own_gradient_comes(weak: Any, _: torch.Tensor) -> None:
         unit.own_gradient_comes()
 
 
-def shards_of(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Unit, Any]]:
-    """The shards that it holds, with their units and engines."""
+def held_by(optimizer: Optimizer) -> tuple[list[nn.Parameter], dict[Unit, Any]]:
+    """The shards that it holds, and their units, each with its engine."""
+    shards, units = [], {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         unit, engine = parameter.shard_of() if hasattr(parameter, "shard_of") else (None, None)
         if unit and engine:
-            yield parameter, unit, engine
+            shards.append(parameter)
+            units[unit] = engine
         else:  # it is no shard, or of an engine that is gone
             check_shard(parameter)
+    return shards, units
 
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """May it step what it holds? Norms of shards are not watched now, but inside of a closure they are."""
-    held = list(shards_of(optimizer))
-    units = {unit: engine for _, unit, engine in held}
+    shards, units = held_by(optimizer)
     for unit in units:
         watch(unit, watched=False)
-    check_step(optimizer, [shard for shard, *_ in held], units)
+    check_step(optimizer, shards, units)
 
     def inside(value: Any) -> Any:
         return watching(units)(value) if callable(value) else value
@@ -78,7 +79,7 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def mark_as_old(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The replicas of what the optimizer has stepped are old from here on."""
-    for unit, engine in {unit: engine for _, unit, engine in shards_of(optimizer)}.items():
+    for unit, engine in held_by(optimizer)[1].items():
         engine.done["step"] = True
         watch(unit, watched=True)
         if not unit.original:
