@@ -1,4 +1,4 @@
-"""Against reading a parameter of the module while it is empty or old: copies, averages, uses outside its unit.
+"""A parameter of the module while its unit is away, or old: it is empty, and who computes with it is told what to do.
 
 DeepSpeed#3570, torchtitan#3724: a weight is used by another module. pytorch#82070, DeepSpeed#2056: a moving average of
 stale or empty weights.

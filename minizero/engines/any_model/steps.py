@@ -1,8 +1,8 @@
-"""From one optimizer step to the next forward: a shard knows its unit, and a step makes the replicas old.
+"""An optimizer's step: whose are the shards that it holds, and what does it make old?
 
-An optimizer holds nothing but shards, so whose they are stands on them. Two functions are called around every optimizer
-step in this process. The one before refuses (guards/optimizers.py). The one after empties the parameters of the module,
-if they are not themselves what was stepped: until the next forward gathers, they are of before the step.
+An optimizer knows no engine, so each shard says whose it is. Two functions are called around every optimizer step in
+this process. The one before it refuses (guards/optimizers.py). The one after it empties the module's parameters, which
+are old until the next forward gathers. (In FP32 DDP they are what was stepped, and stay.)
 """
 
 import functools
