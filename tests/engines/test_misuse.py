@@ -226,6 +226,14 @@ def test_uses_that_would_train_something_else_are_refused(model, comm):
     refused("model.no_sync", lambda: setattr(model, "require_backward_grad_sync", False))
 
 
+@on_ranks([functools.partial(stage, group_by=lambda name, parameter: parameter.dim()) for stage in SHARDED])
+def test_a_sum_of_no_sync_is_not_dropped_in_part(model, comm):
+    with model.no_sync():
+        model(vectors(0)).sum().backward()
+    next(model.parameters()).grad = None
+    refused("set_to_none=True", lambda: model(vectors(0)).sum().backward())
+
+
 @pytest.mark.parametrize("stage", SHARDED)
 def test_what_does_not_reach_the_shards_is_refused(stage):
     saved = []
