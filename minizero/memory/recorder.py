@@ -121,9 +121,7 @@ class Recorder(Watcher):
             for part in dense_parts(tensor):
                 self._born(part)
             return
-        known = self.records.get(storage_id(storage))
-        if known is None or known() is None:  # otherwise the operator returned one of its inputs
-            self._record(storage)
+        self.follow(storage)  # it has a record if the operator returned one of its inputs
 
     def _record(self, storage: torch.UntypedStorage) -> Record:
         tape = self.tape
@@ -155,10 +153,7 @@ class Recorder(Watcher):
 
     def follow(self, storage: torch.UntypedStorage) -> Record:
         """The record of a storage, which is made now if there is none."""
-        record = self._known(storage)
-        if record is None:
-            record = self._record(storage)
-        return record
+        return self._known(storage) or self._record(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage may have another size now. It is followed from now on if it was not before."""

@@ -75,25 +75,23 @@ def cheapest(case: Case, budget: float, ranks: int) -> Choice:
     refused = {found.plan: found.remark for found in alone if found.result is None}
     without = {name for plan in refused for name in fields_of(plan)}
     order = [plan for plan in stacks(ranks, case.batch_size) if without.isdisjoint(fields_of(plan))]
-    peaks: dict[Plan, int] = {}
-    best: Choice | None = None
+    tried: dict[Plan, Result] = {}
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
     for number, plan in enumerate(order, 1):
         kind = plan.stage, plan.dtype, plan.offload
         if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
-        peaks[plan] = result.peak["total"]
-        spare = usable - peaks[plan]
-        if spare >= 0:
-            tied = tuple(other for other in order[number:] if price(other) == price(plan))
-            return Choice(plan, result, spare, peaks, tied, refused)
-        if best is None or spare > best.spare:
-            best = Choice(plan, result, spare, peaks, (), refused)
+        tried[plan] = result
+        if result.peak["total"] <= usable:
+            break
         if result.parts["optimizer"] + (result.parts["parameters"] if plan.stage != 3 else 0) > usable:
             too_large.add(kind)
-    if best is None:
+    if not tried:
         raise NotPossible(f"no stack of techniques can be run on {ranks} ranks: the table says why for each technique")
-    return best
+    peaks = {plan: result.peak["total"] for plan, result in tried.items()}
+    plan = min(peaks, key=peaks.__getitem__)  # what fits holds less than all before it
+    tied = tuple(other for other in order[number:] if price(other) == price(plan))
+    return Choice(plan, tried[plan], usable - peaks[plan], peaks, tied, refused)
 
 
 def largest(case: Case, budget: float, plan: Plan) -> int:

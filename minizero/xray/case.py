@@ -109,8 +109,7 @@ class Case:
             if self.loops and plan.needs_its_loop:
                 raise ValueError("it changes the loop, and make() has returned one: let it return (model, inputs)")
             plan = self.as_run(plan)
-            with pretend() as mode, answers(self.card), contextlib.ExitStack() as stack:
-                stack.enter_context(refusing_own(OUTSIDE))
+            with pretend() as mode, answers(self.card), refusing_own(OUTSIDE), contextlib.ExitStack() as stack:
                 copier = Copier(mode)
                 module, optimizer, inputs = copier.copy((self.model, self.make_optimizer, self.inputs))
                 for tensor in (*module.parameters(), *module.buffers()) if self.masters(plan) else ():
@@ -129,9 +128,8 @@ class Case:
                     inputs = functools.partial(inputs, *[module] * wanted)
                 if plan.recompute:
                     switch_caches_off(module)
-                before = functools.partial(count, others, optimizers, self.card)
-                around = functools.partial(as_on, self.card, self.notes)
-                found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, before, around)
+                around = functools.partial(counting, others, optimizers, self.card, self.notes)
+                found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, around)
                 self.notes.update(seen_in(found, module, self.loops) if plan == Plan() else ())
                 return found
         except Exception as error:
@@ -187,12 +185,13 @@ def refusing_own(words: str) -> Iterator[None]:
         hook.remove()
 
 
-def count(
-    others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], card: str | None, ledger: Ledger
-) -> list[torch.optim.Optimizer]:
-    """Let the ledger count what was copied with a module and its optimizer, and optimizers step as on the card.
+@contextlib.contextmanager
+def counting(
+    others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], card: str | None, notes: set[str], ledger: Ledger
+) -> Iterator[list[torch.optim.Optimizer]]:
+    """Around the steps: the ledger counts what was copied with a module and its optimizer, and all is as on the card.
 
-    Returns those of a loop.
+    Gives the optimizers of a loop.
     """
     assert ledger.recorder is not None and ledger.hooks is not None
     for record in [ledger.recorder.follow(alive) for other in others if (alive := other()) is not None]:
@@ -203,7 +202,8 @@ def count(
             Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
         if card:
             use_foreach(optimizer)
-    return optimizers
+    with as_on(card, notes):
+        yield optimizers
 
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, card: str | None = None) -> Case:

@@ -92,7 +92,7 @@ def from_config(file: Path, batch: int, length: int | None) -> tuple[nn.Module, 
         missing = f"add {wanted}" if "architectures" not in described else str(error)[:300]
         raise ValueError(f"--hf: {file} describes no model that can be built: {missing}, or {MAKE}") from error
     if bits:
-        quantize(model, bits)
+        quantize(model.requires_grad_(False), bits, RANK)
     return model, batch_for(model, batch, length)
 
 
@@ -161,10 +161,14 @@ class Quantized(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def quantize(model: nn.Module, bits: int) -> None:
-    """Put a `Quantized` in the place of each linear layer but the head, and freeze the rest."""
-    model.requires_grad_(False)
+def quantize(model: nn.Module, bits: int, rank: int = 0) -> int:
+    """Put a `Quantized` in the place of each frozen linear layer but the head; returns how many there were."""
     head = getattr(model, "get_output_embeddings", lambda: None)()  # type: ignore[operator]
-    for path, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and layer is not head:
-            model.set_submodule(path, Quantized(layer, bits, RANK))
+    words = {table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)}
+    linear = [(path, layer) for path, layer in model.named_modules() if type(layer) is nn.Linear]
+    if head is None:
+        linear = [each for each in linear if each[1].out_features not in words]
+    frozen = [each for each in linear if each[1] is not head and not each[1].weight.requires_grad]
+    for path, layer in frozen:
+        model.set_submodule(path, Quantized(layer, bits, rank))
+    return len(frozen)

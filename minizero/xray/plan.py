@@ -16,7 +16,7 @@ from minizero.engines.any_model.units import repeated_blocks
 from minizero.ranks.comm import Comm
 from minizero.recompute import Checkpointed
 from minizero.xray.head import LossInChunks
-from minizero.xray.hugging_face import Quantized
+from minizero.xray.hugging_face import quantize
 from minizero.xray.scores import WithoutScores
 
 
@@ -27,7 +27,7 @@ class Plan:
     stage: of ZeRO, 0 for DDP; None without an engine. dtype: to compute in, with FP32 masters. sharding_factor,
     reshard_after_forward, offload: as in `Zero3`. recompute: of every repeated block. flash: see scores.py.
     chunked_loss: see head.py. momentum, eight_bit: SGD with momentum, or `EightBit`, is the optimizer. four_bit:
-    see `in_four_bits`.
+    frozen matrices are `Quantized`.
     """
 
     stage: int | None = None
@@ -46,8 +46,8 @@ class Plan:
 
     def wrap(self, module: nn.Module, comm: Comm) -> nn.Module:
         """The module as this plan trains it."""
-        if self.four_bit:
-            in_four_bits(module)
+        if self.four_bit and not quantize(module, 4):
+            raise ValueError("it trains all its matrices: only those that are frozen, as under LoRA, can be in 4 bits")
         if self.recompute:
             recompute_blocks(module)
         if self.stage is None and self.dtype is None:
@@ -114,17 +114,3 @@ class EightBit(torch.optim.Optimizer):
                 kinds = [(n, torch.uint8), (-(-n // 256), torch.float32)] if n >= 4096 else [(n, torch.float32)]
                 moments = [[parameter.new_zeros(m, dtype=dtype) for m, dtype in kinds] for _ in range(2)]
                 self.state[parameter] = dict(zip(("exp_avg", "exp_avg_sq"), moments))
-
-
-def in_four_bits(module: nn.Module) -> None:
-    """Count the frozen matrices in 4 bits, as under QLoRA (Dettmers et al., 2023). `ValueError` if there are none.
-
-    The head stays as it is.
-    """
-    words = {table.num_embeddings for table in module.modules() if isinstance(table, nn.Embedding)}
-    layers = [(path, layer) for path, layer in module.named_modules() if type(layer) is nn.Linear]
-    frozen = [each for each in layers if not each[1].weight.requires_grad and each[1].out_features not in words]
-    if not frozen:
-        raise ValueError("it trains all its matrices: only those that are frozen, as under LoRA, can be in 4 bits")
-    for path, layer in frozen:
-        module.set_submodule(path, Quantized(layer, 4))

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,13 +67,12 @@ def measure(
     optimizer: Optimizer,
     comm: Comm,
     ledger_type: type[Ledger] = Ledger,
-    before: Callable[[Ledger], Sequence[torch.optim.Optimizer]] = lambda ledger: (),
-    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    around: Callable[[Ledger], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Measured:
     """Train `module`, which is changed, under `plan` as one rank of `comm`.
 
-    inputs: this rank's batch, or a function that runs a step of a loop. before: is called before the first step, and
-    returns the optimizers of a loop. around: what else holds while the steps run.
+    inputs: this rank's batch, or a function that runs a step of a loop. around: what else holds while the steps run; it
+    gives the optimizers of a loop.
     """
     loops = callable(inputs)
     model = plan.wrap(module if loops else module.train(), comm)  # a loop has a mode of its own
@@ -87,10 +86,9 @@ def measure(
         waiting[:] = [parameters for parameters in waiting if not parameters <= done]  # one may be around another
         idle.difference_update(parameters_of(optimizer, with_gradient=True))
 
-    with ledger_type(model, states) as ledger, around(), contextlib.ExitStack() as stack:
+    with ledger_type(model, states) as ledger, around(ledger) as its_own, contextlib.ExitStack() as stack:
         for technique in techniques:
             stack.enter_context(technique)
-        its_own = before(ledger)
         optimizers = its_own if loops else [states]
         idle = set[int]().union(*map(parameters_of, optimizers))
         for each in optimizers:
