@@ -31,14 +31,13 @@ class Hooks:
             self._watch_model(model)
         if optimizer is not None:
             self._find_states()  # those from before
-            self.handles.append(optimizer.register_step_pre_hook(lambda *_: self.position.enter_step()))
+            self.handles.append(optimizer.register_step_pre_hook(lambda *_: self.position.turn_step(True)))
             self.handles.append(optimizer.register_step_post_hook(lambda *_: self._after_step()))
 
     def remove(self) -> None:
         """Leave model and optimizer as they were."""
         for handle in self.handles:
             handle.remove()
-        self.handles.clear()
 
     def look_again(self) -> None:
         """Find what the modules hold now: a model that was moved or cast has other storages."""
@@ -112,4 +111,4 @@ class Hooks:
 
     def _after_step(self) -> None:
         self._find_states()  # a first step makes them
-        self.position.leave_step()
+        self.position.turn_step(False)

@@ -48,12 +48,7 @@ class Position:
         del self.running[self.outside :]  # forwards that ran again, and were left halfway
         self.enter_phase("forward" if len(self.running) > 1 else "optimizer" if self.in_step else "between")
 
-    def enter_step(self) -> None:
-        """The optimizer's step begins."""
-        self.in_step = True
-        self.enter_phase("optimizer")
-
-    def leave_step(self) -> None:
-        """The optimizer's step has ended."""
-        self.in_step = False
-        self.enter_phase("between")
+    def turn_step(self, on: bool) -> None:
+        """The optimizer's step begins, or has ended."""
+        self.in_step = on
+        self.enter_phase("optimizer" if on else "between")

@@ -77,7 +77,7 @@ def cheapest(case: Case, budget: float, ranks: int) -> Choice:
     order = [plan for plan in stacks(ranks, case.batch_size) if without.isdisjoint(fields_of(plan))]
     tried: dict[Plan, Result] = {}
     too_large: set[tuple] = set()  # (stage, dtype, offload) of which the states alone are
-    for number, plan in enumerate(order, 1):
+    for plan in (left := iter(order)):
         kind = plan.stage, plan.dtype, plan.offload
         if kind in too_large or (result := outcome(case, plan).result) is None:  # a stage may refuse this model
             continue
@@ -90,7 +90,7 @@ def cheapest(case: Case, budget: float, ranks: int) -> Choice:
         raise NotPossible(f"no stack of techniques can be run on {ranks} ranks: the table says why for each technique")
     peaks = {plan: result.peak["total"] for plan, result in tried.items()}
     plan = min(peaks, key=peaks.__getitem__)  # what fits holds less than all before it
-    tied = tuple(other for other in order[number:] if price(other) == price(plan))
+    tied = tuple(other for other in left if price(other) == price(plan))
     return Choice(plan, tried[plan], usable - peaks[plan], peaks, tied, refused)
 
 

@@ -128,7 +128,7 @@ class Case:
                     inputs = functools.partial(inputs, *[module] * wanted)
                 if plan.recompute:
                     switch_caches_off(module)
-                around = functools.partial(counting, others, optimizers, self.card, self.notes)
+                around = functools.partial(self.around_the_steps, others, optimizers)
                 found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, around)
                 self.notes.update(seen_in(found, module, self.loops) if plan == Plan() else ())
                 return found
@@ -154,6 +154,26 @@ class Case:
                 if isinstance(tensor, Tensor) and place_of(tensor) == HOST:
                     put(tensor, HOST)
         return True
+
+    @contextlib.contextmanager
+    def around_the_steps(
+        self, others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], ledger: Ledger
+    ) -> Iterator[list[torch.optim.Optimizer]]:
+        """The ledger counts what was copied beside model and optimizer, and all is as on the card.
+
+        Gives the optimizers of a loop.
+        """
+        assert ledger.recorder is not None and ledger.hooks is not None
+        for record in [ledger.recorder.follow(alive) for other in others if (alive := other()) is not None]:
+            if record.category is None:
+                record.category, record.module = "buffers", "not registered"
+        for optimizer in optimizers if ledger.optimizer is None else [ledger.optimizer]:
+            if optimizer is not ledger.optimizer:  # a loop's
+                Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
+            if self.card:
+                use_foreach(optimizer)
+        with as_on(self.card, self.notes):
+            yield optimizers
 
     def masters(self, plan: Plan) -> torch.dtype | None:
         """If an engine is to train a model in 16 bits, it gets FP32, and computes in this dtype."""
@@ -183,27 +203,6 @@ def refusing_own(words: str) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-@contextlib.contextmanager
-def counting(
-    others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], card: str | None, notes: set[str], ledger: Ledger
-) -> Iterator[list[torch.optim.Optimizer]]:
-    """Around the steps: the ledger counts what was copied with a module and its optimizer, and all is as on the card.
-
-    Gives the optimizers of a loop.
-    """
-    assert ledger.recorder is not None and ledger.hooks is not None
-    for record in [ledger.recorder.follow(alive) for other in others if (alive := other()) is not None]:
-        if record.category is None:
-            record.category, record.module = "buffers", "not registered"
-    for optimizer in optimizers if ledger.optimizer is None else [ledger.optimizer]:
-        if optimizer is not ledger.optimizer:  # a loop's
-            Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
-        if card:
-            use_foreach(optimizer)
-    with as_on(card, notes):
-        yield optimizers
 
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, card: str | None = None) -> Case:

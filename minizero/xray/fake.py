@@ -317,10 +317,10 @@ DRAWN: dict[Any, Callable[..., Tensor]] = {
 
 def one_number(tensor: Tensor) -> float | None:
     """What a loop reads outside of forward: 1 in an optimizer's step, which divides by it, else 0, such as a loss."""
-    position = None if (recorder := current_recorder()) is None else recorder.position
-    if position is None or (tensor.dtype == torch.bool if position.in_step else in_forward()):
+    in_step = (recorder := current_recorder()) is not None and recorder.position.in_step
+    if tensor.dtype == torch.bool if in_step else in_forward():
         return None  # what it decides would change the step
-    return (float if tensor.is_floating_point() else bool if tensor.dtype == torch.bool else int)(position.in_step)
+    return (float if tensor.is_floating_point() else bool if tensor.dtype == torch.bool else int)(in_step)
 
 
 def numbers(before: Any, tensor: FakeTensor, **_: Any) -> Any:
