@@ -81,7 +81,7 @@ class Copier(pickle.Pickler):
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode, self.file = mode, io.BytesIO()
         self.storages: dict[int, torch.UntypedStorage] = {}  # by the number of the storage that was copied
-        self.namespaces: dict[int, dict[str, Any]] = {}  # copies of the users' globals, by the number of the first
+        self.shared: dict[int, Any] = {}  # copies of globals, and of cells of functions, by the number of the first
         self.made: list[Any] = []  # what is there before the copy is put together
         self.get = self.made.__getitem__
         super().__init__(self.file, 5)
@@ -153,9 +153,9 @@ class Copier(pickle.Pickler):
         held = cells, used, function.__defaults__, function.__kwdefaults__
         if not any(held) or not (is_users(file) or any(isinstance(value, weakref.ref) for value in sum(cells, []))):
             return self.ready(function)
-        space = self.namespaces.setdefault(id(known), dict(known)) if used else known
-        empty = tuple(types.CellType() for _ in cells)
-        made = types.FunctionType(function.__code__, space, function.__name__, None, empty)
+        space = self.shared.setdefault(id(known), dict(known)) if used else known
+        twins = tuple(self.shared.setdefault(id(cell), types.CellType()) for cell in closure)
+        made = types.FunctionType(function.__code__, space, function.__name__, None, twins)
         vars(made).update(vars(function))
         return self.ready(made, held, fill)
 
