@@ -164,7 +164,8 @@ class Case:
         Gives the optimizers of a loop.
         """
         assert ledger.recorder is not None and ledger.hooks is not None
-        for record in [ledger.recorder.follow(alive) for other in others if (alive := other()) is not None]:
+        alive = (storage for other in others for storage in [other()] if storage is not None)
+        for record in map(ledger.recorder.follow, alive):  # no name may hold a storage while the steps run
             if record.category is None:
                 record.category, record.module = "buffers", "not registered"
         for optimizer in optimizers if ledger.optimizer is None else [ledger.optimizer]:
