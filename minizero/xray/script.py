@@ -13,8 +13,7 @@ from minizero.xray.techniques import fields_of
 def with_minizero(plan: Plan, model: nn.Module) -> Iterator[str]:
     """The lines with this package."""
     if plan.recompute:
-        yield "from minizero.recompute import Checkpointed"
-        yield from around_blocks("Checkpointed", model)
+        yield from around_blocks("minizero.recompute", "Checkpointed", model)
     if plan.stage is not None or plan.dtype:
         engine = STAGES[plan.stage or 0].__name__
         names = ("sharding_factor", "reshard_after_forward", "offload", "dtype")
@@ -34,8 +33,8 @@ def with_minizero(plan: Plan, model: nn.Module) -> Iterator[str]:
 def with_pytorch(plan: Plan, model: nn.Module) -> Iterator[str]:
     """The lines with PyTorch's own, for a plan that `fit` can find: on one device, or of stage 2 or 3."""
     if plan.recompute:
-        yield "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper"
-        yield from around_blocks("checkpoint_wrapper", model)
+        wrapper = "checkpoint_wrapper"
+        yield from around_blocks(f"torch.distributed.algorithms._checkpoint.{wrapper}", wrapper, model)
     if plan.stage is not None:
         options = ["reshard_after_forward=False"] * (plan.stage == 2 or not plan.reshard_after_forward)
         options += [f"mp_policy=fsdp.MixedPrecisionPolicy({plan.dtype})"] if plan.dtype else []
@@ -62,8 +61,9 @@ def with_pytorch(plan: Plan, model: nn.Module) -> Iterator[str]:
         yield f"#     (model(x1, y1) / {n}).backward()"
 
 
-def around_blocks(wrapper: str, model: nn.Module) -> Iterator[str]:
-    """The lines that put a wrapper around each repeated block."""
+def around_blocks(module: str, wrapper: str, model: nn.Module) -> Iterator[str]:
+    """The lines that put a wrapper of some module around each repeated block."""
+    yield f"from {module} import {wrapper}"
     for blocks in lists_of_blocks(model):
         yield f"for name, block in list({blocks}.named_children()):"
         yield f"    setattr({blocks}, name, {wrapper}(block))"

@@ -1,7 +1,5 @@
 """The techniques in words: one table, with a row for each. A stack of techniques has the words of all of them.
 
-A technique is a field of a plan, and a row here. What it does to a step stands in plan.py.
-
 `outcome` runs the same step again with one of them, or with a stack. It is a run, not a formula. So a technique that
 makes this model's peak higher shows it, and the category that grew says why.
 """
