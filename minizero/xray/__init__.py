@@ -5,8 +5,7 @@
     python -m minizero.xray --hf config.json --batch 1 --length 2048 --largest
     python -m minizero.xray --snapshot oom.pickle                what a GPU has recorded, by category
 
-make() returns (model, inputs): model(*inputs) gives the loss, or an object with .loss. The batch is one rank's. Or it
-returns (model, step): step() is a step of the user's own loop.
+make() returns (model, inputs), or (model, step): step() is a step of the user's own loop. __main__.py says more.
 
 What a reader must hold, before the files:
 

@@ -40,11 +40,7 @@ WORTH_A_LINE = 2**20  # bytes on the host: an optimizer's counters of steps are 
 
 
 class Case:
-    """model: real or on "meta". inputs: as `model(*inputs)` or `model(**inputs)` takes them, or a step of a loop.
-
-    optimizer: one of the model's parameters, or a function of parameters. Nothing of these is changed. card: the GPU on
-    which the steps run; None: as on a CPU.
-    """
+    """A model, its inputs or a step of a loop, an optimizer, a card, as `xray` in report.py takes them. None is changed."""
 
     def __init__(
         self, model: nn.Module, inputs: Any, optimizer: Optimizer = torch.optim.AdamW, card: str | None = None
