@@ -29,7 +29,7 @@ from minizero.ranks.one_of_many import one_of_many
 from minizero.xray.answers import answers
 from minizero.xray.card import as_on, autocast_for_cuda, card_of
 from minizero.xray.fake import ALONE, HALVES, OUTSIDE, SHARDED, SPARSE, Copier, NotPossible, build, pretend
-from minizero.xray.hugging_face import notes_of, switch_caches_off
+from minizero.xray.hugging_face import notes_of
 from minizero.xray.lines import is_users
 from minizero.xray.places import CARD, HOST, having, place_of, put
 from minizero.xray.plan import Plan, use_foreach
@@ -40,7 +40,7 @@ WORTH_A_LINE = 2**20  # bytes on the host: an optimizer's counters of steps are 
 
 
 class Case:
-    """A model, its inputs or a step of a loop, an optimizer, a card, as `xray` in report.py takes them. None is changed."""
+    """A model, its inputs or a step of a loop, an optimizer and a card, as `xray()` takes them. Nothing is changed."""
 
     def __init__(
         self, model: nn.Module, inputs: Any, optimizer: Optimizer = torch.optim.AdamW, card: str | None = None
@@ -122,9 +122,7 @@ class Case:
                     asked = inspect.signature(inputs).parameters.values()
                     wanted = sum(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in asked)
                     inputs = functools.partial(inputs, *[module] * wanted)
-                if plan.recompute:
-                    switch_caches_off(module)
-                around = functools.partial(self.around_the_steps, others, optimizers)
+                around = functools.partial(self.counting, others, optimizers)
                 found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, around)
                 self.notes.update(seen_in(found, module, self.loops) if plan == Plan() else ())
                 return found
@@ -152,7 +150,7 @@ class Case:
         return True
 
     @contextlib.contextmanager
-    def around_the_steps(
+    def counting(
         self, others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], ledger: Ledger
     ) -> Iterator[list[torch.optim.Optimizer]]:
         """The ledger counts what was copied beside model and optimizer, and all is as on the card.

@@ -16,7 +16,7 @@ from minizero.engines.any_model.units import repeated_blocks
 from minizero.ranks.comm import Comm
 from minizero.recompute import Checkpointed
 from minizero.xray.head import LossInChunks
-from minizero.xray.hugging_face import quantize
+from minizero.xray.hugging_face import quantize, switch_caches_off
 from minizero.xray.scores import WithoutScores
 
 
@@ -49,6 +49,7 @@ class Plan:
         if self.four_bit and not quantize(module, 4):
             raise ValueError("it trains all its matrices: only those that are frozen, as under LoRA, can be in 4 bits")
         if self.recompute:
+            switch_caches_off(module)
             recompute_blocks(module)
         if self.stage is None and self.dtype is None:
             return module
