@@ -120,11 +120,11 @@ class Copier(pickle.Pickler):
         """To pickle: by what a part, which is no container, is made again."""
         if isinstance(part, Tensor) and hasattr(part, "__tensor_flatten__"):
             raise ValueError(SHARDED)
-        if isinstance(part, nn.Parameter):
-            made = type(part)(self.fake(part), part.requires_grad)  # type: ignore[arg-type]
-            return self.ready(made, torch_private.gradient_hooks(part), add_hooks)  # an optimizer may step in backward
         if isinstance(part, Tensor):
-            return self.ready(self.fake(part))
+            bare, trained = self.fake(part), part.requires_grad and part.is_leaf
+            made = type(part)(bare, trained) if isinstance(part, nn.Parameter) else bare.requires_grad_(trained)
+            hooks = torch_private.gradient_hooks(part) if trained else ()  # an optimizer may step in backward
+            return self.ready(made, hooks, add_hooks)
         if isinstance(part, torch.optim.Optimizer):  # its own state leaves out some
             return self.ready(object.__new__(type(part)), vars(part))
         if isinstance(part, types.FunctionType):
@@ -170,9 +170,9 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
     return {name: known[name] for name in names & known.keys() if not isinstance(known[name], types.ModuleType | type)}
 
 
-def add_hooks(parameter: nn.Parameter, hooks: tuple[list[Any], list[Any]]) -> None:
-    """A copied parameter gets copies of its hooks."""
-    for add, each in zip((parameter.register_hook, parameter.register_post_accumulate_grad_hook), hooks):
+def add_hooks(leaf: Tensor, hooks: tuple[list[Any], list[Any]]) -> None:
+    """A copied tensor that is trained gets copies of its hooks."""
+    for add, each in zip((leaf.register_hook, leaf.register_post_accumulate_grad_hook), hooks):
         for hook in each:
             add(hook)
 
