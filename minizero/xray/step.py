@@ -67,7 +67,7 @@ def measure(
     optimizer: Optimizer,
     comm: Comm,
     ledger_type: type[Ledger] = Ledger,
-    around: Callable[[Ledger], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    around: Callable[[Ledger], contextlib.AbstractContextManager] = lambda ledger: contextlib.nullcontext(()),
 ) -> Measured:
     """Train `module`, which is changed, under `plan` as one rank of `comm`.
 
