@@ -3,17 +3,13 @@
     float32 or float64 → its bits as integers → split, align, round off, pack → the format's bits
 
 Integers come in and integers go out, int32 for float32 and int64 for float64, as NumPy arrays or torch tensors:
-the same lines serve both. Three ways lead from one to the other:
+the same lines serve both. Two ways lead from one to the other:
 
-    _round              every rounding, with flags: the four steps. It never looks at the data, since a look would
-                        make the processor wait for a GPU, and break a graph that is being compiled.
-    _shorten            to the nearest, from float32 to a format with float32's exponents (BF16, TF32): add, cut.
-    _round_by_adding    to the nearest, to other formats: one floating-point addition does the rounding.
-
-The two short ways ask for the largest number first, so they are for NumPy. Read `_round` before them.
+    _round      every rounding, with flags: the four steps. It never looks at the data, since a look would make the
+                processor wait for a GPU, and break a graph that is being compiled.
+    _nearest    to the nearest, without flags: add and cut. It asks for the largest number first, so it is for NumPy.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -81,10 +77,9 @@ def encode_integers(bits: Array, start: int, fmt: BitLayout, options: Options) -
     magnitude = bits & (2 ** (carrier.width - 1) - 1)
     # For a GPU's answer the processor would wait, and while torch.compile looks on there are no numbers.
     largest = int(magnitude.max()) if isinstance(bits, np.ndarray) else None
-    way = _short_way(fmt, carrier, options)
     flags: list[Array] = []
-    if way is not None and largest is not None:
-        code = way(magnitude, largest, fmt, carrier)
+    if largest is not None and _is_short(fmt, carrier, options):
+        code = _nearest(magnitude, largest, fmt, carrier)
     else:
         code, flags = _round(magnitude, bits < 0, start, fmt, carrier, options)
     # Each way took NaNs for numbers: put them right if there are any, or if we cannot know.
@@ -117,70 +112,40 @@ def _carried(code: int, fmt: BitLayout, carrier: Carrier) -> int:
     return (code << (carrier.mantissa_bits - fmt.mantissa_bits)) + ((carrier.bias - fmt.bias) << carrier.mantissa_bits)
 
 
-def _short_way(
-    fmt: BitLayout, carrier: Carrier, options: Options
-) -> Callable[[Array, int, BitLayout, Carrier], Array] | None:
-    """A shorter function than `_round` for the nearest code of all that is not NaN; None if there is none."""
+def _is_short(fmt: BitLayout, carrier: Carrier, options: Options) -> bool:
+    """Whether `_nearest` may stand in for `_round`."""
     drop = carrier.mantissa_bits - fmt.mantissa_bits
     if options.rounding != "nearest-even" or options.flush_to_zero or options.return_flags or not fmt.subnormals:
-        return None
-    if fmt.bias == carrier.bias == fmt.max_exponent and drop > 0 and fmt.mantissa_bits > 0:
-        return _shorten
-    # `_round_by_adding` needs the power of two that it adds to exist in the carrier. And the carrier's subnormal
-    # numbers, which a processor may be set to take for 0, must lie below half of fmt's smallest number: all become 0.
-    fits = fmt.max_exponent + 1 + drop <= carrier.bias and fmt.min_exponent - fmt.mantissa_bits >= 2 - carrier.bias
-    if fits and fmt.mantissa_bits > 0:
-        return _round_by_adding
-    return None
+        return False
+    # The power of two that `_nearest` adds must exist in the carrier. And the carrier's subnormal numbers, which a
+    # processor may be set to take for 0, must lie below half of fmt's smallest number: all become 0.
+    adds = fmt.min_exponent + drop <= carrier.bias and fmt.min_exponent - fmt.mantissa_bits >= 2 - carrier.bias
+    return drop > 0 and fmt.mantissa_bits > 0 and (adds or fmt.bias == carrier.bias)
 
 
-def _shorten(magnitude: Array, largest: int, fmt: BitLayout, carrier: Carrier) -> Array:
-    """fmt has the carrier's exponents, so its code is the top of the carrier's bits, rounded: add and cut.
+def _nearest(magnitude: Array, largest: int, fmt: BitLayout, carrier: Carrier) -> Array:
+    """The nearest code of all that is not NaN: the top of the carrier's bits, with the other bias, rounded.
 
     Add half of the last place that stays, less 1 if that place holds a 0: from exactly half-way a 1 goes up and a 0
     stays, so the result is even. The carry may run into the exponent, and from the largest number into infinity.
     """
-    drop = carrier.mantissa_bits - fmt.mantissa_bits
+    drop, rebias = carrier.mantissa_bits - fmt.mantissa_bits, carrier.bias - fmt.bias
     code = magnitude >> drop
     code &= 1  # the last place that stays
     code += magnitude
-    code += 2 ** (drop - 1) - 1
+    code += 2 ** (drop - 1) - 1 - (rebias << carrier.mantissa_bits)
     code >>= drop
-    return code.clip(0, fmt.overflow_bits) if fmt.saturate else code
-
-
-def _round_by_adding(magnitude: Array, largest: int, fmt: BitLayout, carrier: Carrier) -> Array:
-    """Let the machine's addition round: a sum keeps no more bits than the carrier has.
-
-    FP16 from float32, drop = 23 - 10 = 13; x = 1.… · 2^e:
-
-        2^(e + 13) + x      the sum's last place is worth 2^(e + 13 - 23) = 2^(e - 10), as x's last place in FP16:
-                            the addition has rounded x there, to the nearest even
-
-    So the sum's bits exceed the power's bits by x's significand in fmt. For x below fmt's normal numbers e is the
-    exponent of the smallest normal one: subnormal numbers have its last place.
-    """
-    drop, codes = carrier.mantissa_bits - fmt.mantissa_bits, 2**fmt.width
-    smallest_normal = _carried(2**fmt.mantissa_bits, fmt, carrier)
-    overflows = largest > _carried(fmt.max_bits, fmt, carrier)
-    if overflows:  # as 2^(max_exponent + 1) does; of what is larger the power of two might not exist
-        magnitude = magnitude.clip(0, _carried((fmt.max_exponent + fmt.bias + 1) << fmt.mantissa_bits, fmt, carrier))
-    # 2^e of each number: its exponent field, with zeros for the mantissa.
-    exponent = magnitude.clip(smallest_normal, carrier.infinity)
-    exponent &= carrier.infinity
-    # 2^(e + drop): add `drop` to the exponent field. Fold the change of bias into the power's low bits, which are
-    # fmt's last places: it comes out of the sum together with the significand. It is even, so ties still go to even.
-    power = exponent + ((drop << carrier.mantissa_bits) + -(smallest_normal >> drop) % codes)
-    total = view(magnitude, carrier.floating)
-    total += view(power, carrier.floating)  # the addition that rounds; in place, so `magnitude` holds the sum's bits
-    # fmt's code is its exponent field, which is the carrier's moved to fmt's place, plus the significand. Everything
-    # above fmt's bits (the power's own field) is cut off.
-    exponent >>= drop
-    code = magnitude
-    code += exponent
-    if overflows or fmt.width not in (8, 16):  # else storing the code in 8 or 16 bits cuts
-        code &= codes - 1
-    return code.clip(0, fmt.overflow_bits) if overflows else code
+    if rebias:
+        # Below fmt's normal numbers the machine's addition rounds: a sum keeps no more bits than the carrier has. Of
+        # 2^power + x the last place is worth fmt's smallest number. So its bits exceed the power's by x's code. That
+        # is larger than `code` there, and not larger above.
+        power = fmt.min_exponent + drop
+        low = magnitude.clip(0, _carried(2**fmt.mantissa_bits, fmt, carrier))
+        total = view(low, carrier.floating)
+        total += 2.0**power  # in place, so `low` holds the sum's bits
+        low -= (power + carrier.bias) << carrier.mantissa_bits
+        np.maximum(code, low, out=code)
+    return code.clip(0, fmt.overflow_bits) if largest > _carried(fmt.max_bits, fmt, carrier) else code
 
 
 def _round(

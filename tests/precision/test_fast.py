@@ -100,7 +100,8 @@ def formats_of_all_kinds():
 # The short way ends between these: its powers of two must exist in the carrier.
 ENDS = [FloatFormat(7, 5, bias=bias) for bias in (16, 17, 18, 121, 122, 123)]
 ENDS += [FloatFormat(10, 5, bias=bias) for bias in (45, 46, 47, 1015, 1016, 1017)]
-ENDS += [FloatFormat(*bits, saturate=True) for bits in ((5, 10), (8, 7))]
+ENDS += [FloatFormat(3, 5, bias=bias) for bias in (-107, -108, -109, -974, -975, -976)]
+ENDS += [FloatFormat(*bits, saturate=True) for bits in ((5, 10), (8, 7))] + [FloatFormat(5, 0, infinities=False)]
 USUAL = [FP16, BF16, TF32, FP32, FloatFormat(5, 10, bias=127)]
 
 
