@@ -28,26 +28,26 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def positive(text: str) -> int:
-    """The type of an option that counts something: a whole number from 1."""
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 999999999, not {text!r}")
-    return int(text)
+def number(read: Callable[[str], Any], low: float, high: float, words: str) -> Callable[[str], Any]:
+    """The type of an option that is a number from `low` to `high`; the error says what it must be, in `words`."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if low <= (value := read(text)) <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
+
+    return parse
 
 
-def seed(text: str) -> int:
-    """The type of an option that is a seed for torch: a whole number from 0."""
-    if not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at most 18 digits, not {text!r}")
-    return int(text)
+def whole(text: str) -> int:
+    """A number that is written with digits alone; -1 for another."""
+    return int(text) if text.isdecimal() else -1
 
 
-def rate(text: str) -> float:
-    """The type of an option that is a rate: a positive number that an optimizer can multiply in FP32."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= 1e30:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a positive number up to 1e30, not {text!r}")
+positive = number(whole, 1, 999_999_999, "a whole number from 1 to 999999999")  # counts something
+seed = number(whole, 0, 10**18 - 1, "a whole number of at most 18 digits")
+rate = number(float, sys.float_info.min, 1e30, "a positive number up to 1e30")  # an optimizer multiplies by it in FP32
 
 
 def attempt(run: Callable[[], None], smaller: str) -> tuple[int, str]:

@@ -7,7 +7,6 @@ python -m minizero.simulate --model mpt-7b --gpus 16 --measured lab/lab.json
 """
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import json
@@ -17,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from minizero.cli import DTYPES, Parser, check_output, positive, run_command, write_files
+from minizero.cli import DTYPES, Parser, check_output, number, positive, run_command, write_files
 from minizero.models.gpt import RECOMPUTE
 from minizero.pictures.timeline import chrome_trace
 from minizero.simulate import tables
@@ -30,14 +29,6 @@ from minizero.simulate.step import Prediction, simulate
 from minizero.simulate.strategy import Constants, Strategy
 
 
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options. Raises `ValueError` if one is unknown or cannot be read."""
     parser = Parser(
@@ -47,7 +38,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     usual = Constants()
     add: Any = parser.add_argument
-    count, part = {"type": positive, "metavar": "N"}, {"type": share, "metavar": "X"}
+    count, share = {"type": positive, "metavar": "N"}, number(float, 0, 1, "a number from 0 to 1")
+    part = {"type": share, "metavar": "X"}
     add("--model", default="mpt-30b", metavar="NAME", help="one of those below (default: %(default)s)")
     add("--layers", **count, help="with --width and --heads: a GPT of another shape")
     add("--width", **count, help="of a token")
