@@ -24,24 +24,13 @@ class Carrier(NamedTuple):
     width: int
     mantissa_bits: int
     bias: int
-
-    @property
-    def infinity(self) -> int:
-        """The bits of infinity. The NaNs lie above. It is the mask of the exponent field, too."""
-        return (2 * self.bias + 1) << self.mantissa_bits
-
-    @property
-    def floating(self) -> str:
-        """The dtype's name."""
-        return f"float{self.width}"
-
-    @property
-    def integer(self) -> str:
-        """The name of the integers of the same width."""
-        return f"int{self.width}"
+    infinity: int  # its bits: the NaNs lie above. It is the mask of the exponent field, too
+    floating: str  # the dtype's name, and that of the integers of the same width
+    integer: str
 
 
-FLOAT32, FLOAT64 = Carrier(32, 23, 127), Carrier(64, 52, 1023)
+FLOAT32 = Carrier(32, 23, 127, 0xFF << 23, "float32", "int32")
+FLOAT64 = Carrier(64, 52, 1023, 0x7FF << 52, "float64", "int64")
 FP32 = BitLayout(8, 23)  # float32 as a format, for conversions between the two
 
 

@@ -102,7 +102,7 @@ def bins(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.to_dense().resolve_neg().flatten()
     carrier = FLOAT64 if values.dtype == torch.float64 else FLOAT32
     values = values.to(getattr(torch, carrier.floating))  # of 16 bits and fewer: widened, exactly
-    integers, (_, mantissa_bits, bias) = getattr(torch, carrier.integer), carrier
+    integers, mantissa_bits, bias = getattr(torch, carrier.integer), carrier.mantissa_bits, carrier.bias
     magnitude = values.view(integers) & torch.iinfo(integers).max  # without the sign
     exponent_field = magnitude >> mantissa_bits
     # A subnormal number is mantissa · 2^(1 - bias - mantissa_bits). Converted to a float, the mantissa alone is a
