@@ -11,6 +11,7 @@ Baseline is FP32. Measured and published never share a column or a colour: the p
 other images.
 """
 
+import io
 import json
 import math
 import os
@@ -25,13 +26,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minizero.pictures.style import FONT, MIB, label_axes, new_axes
+from minizero.cli import write_files
+from minizero.pictures.mixed import GREY, PINK, plot_peaks
+from minizero.pictures.style import FONT, MIB, Look, label_axes
 
 Row = Mapping[str, Any]
 COMMITTED = Path(__file__).parents[2] / "notebooks" / "results" / "table1" / "table1.json"
 
-BASELINE: dict[str, Any] = {"color": "#4D4D4D", "label": "FP32"}
-MIXED: dict[str, Any] = {"color": "#CC79A7", "label": "mixed precision"}
+BASELINE: dict[str, Any] = {"color": GREY, "label": "FP32"}
+MIXED: dict[str, Any] = {"color": PINK, "label": "mixed precision"}
 PUBLISHED: dict[str, Any] = {"color": "white", "edgecolor": "black", "marker": "D", "label": "published (ImageNet)"}
 
 
@@ -98,30 +101,17 @@ def draw(results: Mapping[str, Any]) -> Figure:
     axes = figure.subplot_mosaic([["differences", "activations"], ["peak", "peak"]])
     _draw_differences(axes["differences"], [row for row in results["rows"] if row["unit"] == "%"])
     _draw_activations(axes["activations"], results["rows"])
-    draw_peaks(results["memory"], axes["peak"])
-    plan = results["plan"]
+    memory, peak, plan = results["memory"], axes["peak"], results["plan"]
+    held = {"FP32": memory["baseline"], "mixed precision": memory["mixed"]}
+    plot_peaks(memory["batch_sizes"], held, peak)
+    peak.set_title(f"Peak of all memory in a training step with Adam: {memory['network']}", fontsize=FONT + 1)
+    if memory["crossover"] is not None:
+        words = f" crossover at {memory['crossover']:.1f} images:\n before it masters cost more\n than activations save"
+        peak.axvline(memory["crossover"], color="black", linestyle="dotted")
+        peak.text(memory["crossover"], 0.97, words, va="top", fontsize=FONT, transform=peak.get_xaxis_transform())
     words = f"{plan['seeds']} seed{'s' * (plan['seeds'] > 1)}, {plan['steps']} steps"
     figure.suptitle(f"Mixed precision (FP16, FP32 masters) against FP32: {words}", fontsize=FONT + 4)
     return figure
-
-
-def draw_peaks(memory: Mapping[str, Any], ax: Axes | None = None) -> Axes:
-    """Draws `memory`: the peaks of FP32 and of mixed precision against the batch size, and where they cross."""
-    if ax is None:
-        ax = new_axes(14, 6)
-    sizes = memory["batch_sizes"]
-    for kind, look, marker in (("baseline", BASELINE, "o"), ("mixed", MIXED, "s")):
-        style = "solid" if kind == "baseline" else "dashed"
-        ax.plot(sizes, [held / MIB for held in memory[kind]], linestyle=style, linewidth=3, marker=marker, **look)
-    if memory["crossover"] is not None:
-        ax.axvline(memory["crossover"], color="black", linestyle="dotted")
-        words = f" crossover at {memory['crossover']:.1f} images:\n before it masters cost more\n than activations save"
-        ax.text(memory["crossover"], 0.97, words, va="top", fontsize=FONT, transform=ax.get_xaxis_transform())
-    ax.set_ylim(bottom=0)
-    ax.set_title(f"Peak of all memory in a training step with Adam: {memory['network']}", fontsize=FONT + 1)
-    label_axes(ax, "images in the batch", "memory (MiB)", ticks=FONT - 3)
-    ax.legend(fontsize=FONT, frameon=False, loc="lower right")
-    return ax
 
 
 def _draw_differences(ax: Axes, rows: Sequence[Row]) -> None:
@@ -136,9 +126,7 @@ def _draw_differences(ax: Axes, rows: Sequence[Row]) -> None:
             published = row["published"][1] - row["published"][0]
             ax.scatter(place + 0.15, published, s=70, zorder=3, **PUBLISHED)
     ax.axhline(0, color="black", linewidth=1)
-    ax.set_xticks(range(len(rows)), [row["network"].replace("_", "\n") for row in rows])
-    label_axes(ax, "", "percentage points", ticks=FONT - 3)
-    ax.set_title("Accuracy: mixed precision less FP32", fontsize=FONT + 1)
+    label_axes(ax, "", "percentage points", FONT - 3, at=_names(rows), title="Accuracy: mixed precision less FP32")
     handles, labels = ax.get_legend_handles_labels()
     low, high = ax.dataLim.intervaly
     ax.set_ylim(low - 0.1 * (high - low), high + 0.4 * (high - low))  # room for the legend
@@ -151,19 +139,19 @@ def _draw_activations(ax: Axes, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         height = row["activations"]["mixed"] / MIB
         ax.text(place + 0.2, height, f"{saved(row):.2f}", ha="center", va="bottom", fontsize=FONT - 3)
-    ax.set_xticks(range(len(rows)), [row["network"].replace("_", "\n") for row in rows])
-    label_axes(ax, "", "memory (MiB)", ticks=FONT - 3)
-    ax.set_title("Activations kept for backward", fontsize=FONT + 1)
-    ax.legend(fontsize=FONT - 2, frameon=False, loc="upper left")
+    rest: Look = {"title": "Activations kept for backward", "legend": "upper left"}
+    label_axes(ax, "", "memory (MiB)", FONT - 3, at=_names(rows), **rest)
+
+
+def _names(rows: Sequence[Row]) -> dict[float, str]:
+    return {place: row["network"].replace("_", "\n") for place, row in enumerate(rows)}
 
 
 def save(results: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[Path]:
     """Writes table1.json and table1.png into `folder`, which it makes if needed. Returns their paths."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    data, picture = Path(folder) / "table1.json", Path(folder) / "table1.png"
-    data.write_text(json.dumps(results, indent=1) + "\n")
-    draw(results).savefig(picture, dpi=100)
-    return [data, picture]
+    draw(results).savefig(picture := io.BytesIO(), format="png", dpi=100)
+    data = (json.dumps(results, indent=1) + "\n").encode()
+    return write_files({"table1.json": data, "table1.png": picture.getvalue()}, Path(folder))
 
 
 def _mean_and_deviation(values: Sequence[float], digits: int) -> str:

@@ -105,9 +105,9 @@ def plot_bytes(columns: Mapping[str, Mapping[str, float]]) -> Axes:
     return axes
 
 
-def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]]) -> Axes:
+def plot_peaks(batch_sizes: Sequence[int], peaks: Mapping[str, Sequence[int]], axes: Axes | None = None) -> Axes:
     """Draws the peak bytes of a step against the batch size, {"FP32": …, "mixed precision": …}."""
-    axes = new_axes(11, 4.8)
+    axes = axes or new_axes(11, 4.8)
     looks: list[Look] = [{"color": GREY, "marker": "o"}, {"color": PINK, "marker": "s", "linestyle": "dashed"}]
     draw_lines(axes, batch_sizes, peaks, looks, MIB)
     place: Look = {"legend": {"loc": "upper left", "fontsize": FONT - 1}, "at": batch_sizes}

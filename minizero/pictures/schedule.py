@@ -6,12 +6,11 @@ and come down one backward at a time.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from minizero.pictures.style import COLORS, FONT, label_axes, new_axes
+from minizero.pictures.style import COLORS, FONT, Look, label_axes, new_axes
 
 Step = tuple[str, int]  # what is done, and to which stage
 KEPT, FORWARD, BACKWARD = "#B5B5B5", "#000000", COLORS["gradients"]
@@ -31,7 +30,7 @@ def plot_schedule(
     columns = sum(map(len, cells.values()))
 
     # From back to front. Heights differ as well as colours, so that nobody has to tell the colours.
-    look: dict[str, Any] = {"linewidth": 0}
+    look: Look = {"linewidth": 0}
     kept, first, last = zip(*bars)
     thick = [0.4] * len(kept) if sizes is None else [0.8 * sizes[stage] / max(sizes) for stage in kept]
     axes.barh(kept, [b - a for a, b in zip(first, last)], thick, first, color=KEPT, label="input kept", **look)
@@ -43,13 +42,12 @@ def plot_schedule(
             column, stage = zip(*cells[action])
             axes.barh(stage, 1, height, column, color=color, label=label, **look)
 
-    axes.set(xlim=(0, columns), ylim=(-0.7, stages - 0.3))
-    label_axes(axes, "step", "stage")
+    legend: Look = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 3}
+    legend |= {"handlelength": 1.2, "columnspacing": 1.5}
+    label_axes(axes, "step", "stage", xlim=(0, columns), ylim=(-0.7, stages - 0.3), legend=legend)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_title(title, fontsize=FONT + 3, pad=44)
-    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 3}
-    axes.legend(fontsize=FONT, handlelength=1.2, columnspacing=1.5, frameon=False, **place)
     return axes
 
 

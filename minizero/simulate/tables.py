@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minizero.pictures.style import COLORS, FONT, OTHER, PREDICTED
+from minizero.pictures.style import COLORS, FONT, OTHER, PREDICTED, keys, label_axes
 from minizero.pictures.timeline import plot_timeline
 from minizero.simulate.clusters import GIB
 from minizero.simulate.fits import Fit, fit
@@ -158,15 +158,12 @@ def draw_memory(steps: Sequence[Prediction], axes: Axes, labels: Sequence[str] |
         words = f" {below:,.1f}" + ("" if step.fits else "  out of memory")
         axes.text(below, place, words, va="center", fontsize=FONT - 1)
     axes.axvline(steps[0].cluster.gpu.memory / GIB, color="black", linestyle="dashed")
-    axes.set_yticks(range(len(steps)), labels or [describe(step.plan) for step in steps], fontsize=FONT - 1)
-    axes.set_xlabel("GiB per GPU at the peak, predicted; dashed: what it has", fontsize=FONT - 1)
-    names = [name for name in COLORS if any(step.memory.get(name) for step in steps)]
-    patches = [axes.barh(0, 0, color=COLORS[name], label=name) for name in names]
-    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=FONT - 1)
-    axes.set_xlim(0, 1.55 * max(max(step.memory["total"], step.cluster.gpu.memory) for step in steps) / GIB)
+    axes.set_yticks(range(len(steps)), labels or [describe(step.plan) for step in steps])
     axes.invert_yaxis()
-    axes.tick_params(axis="x", labelsize=FONT - 1)
-    axes.spines[["top", "right"]].set_visible(False)
+    end = 1.55 * max(max(step.memory["total"], step.cluster.gpu.memory) for step in steps) / GIB
+    label_axes(axes, "GiB per GPU at the peak, predicted; dashed: what it has", "", FONT - 1, xlim=(0, end))
+    shown = {name: color for name, color in COLORS.items() if any(step.memory.get(name) for step in steps)}
+    keys(axes, shown, loc="upper left", bbox_to_anchor=(1, 1))
     return axes
 
 
