@@ -12,7 +12,6 @@ Reading order:
     arrays         NumPy arrays and torch tensors on one path, in pieces
     fast           the four steps on arrays of integers
     exact          what an emulation must leave alone
-    pairs          encode under torch.compile, two numbers at a time
     formats        encode, decode and quantize: the class FloatFormat, and FP16, BF16, TF32, FP32, FP8_E4M3, FP8_E5M2
     blocks         one scale for 32 numbers: FP8, FP6 and FP4 as OCP's Microscaling has them
     operands       the patterns that arithmetic takes: checks and pieces

@@ -75,11 +75,6 @@ class FloatFormat(BitLayout):
         """
         options = _options("encode", rounding, seed, flush_to_zero, return_flags)
         numbers = as_numbers("encode", x)
-        if _goes_in_pairs(numbers, options) and 8 < self.width <= 16:
-            # Not at the top: it imports torch's compiler, and so Triton, before `flash` could ask for its interpreter.
-            from precision.pairs import encode_pairs
-
-            return encode_pairs(numbers, self, options).reshape(x.shape)
 
         def steps(start: int, part: Array) -> Sequence[Array]:
             code, flags = encode_integers(integers(part, self), start, self, options)
@@ -115,20 +110,6 @@ class FloatFormat(BitLayout):
             return [decode_integers(code, self, carrier)]
 
         return in_shape_of(x, *by_pieces(steps, [numbers], [dtype_of(numbers)]))
-
-
-def _goes_in_pairs(numbers: Array, options: Options) -> bool:
-    """Whether `encode_pairs` may be used: under torch.compile, on a CPU, from float32, without flags."""
-    return (
-        isinstance(numbers, torch.Tensor)
-        and torch.compiler.is_compiling()
-        and numbers.device.type == "cpu"
-        and numbers.dtype == torch.float32
-        and numbers.is_contiguous()
-        and numbers.numel() % 2 == 0
-        and options.rounding != "stochastic"
-        and not options.return_flags
-    )
 
 
 def _options(
