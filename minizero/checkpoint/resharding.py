@@ -27,7 +27,7 @@ from torch import nn
 from minizero.engines.any_model.guards.optimizers import SHARDS_OF
 from minizero.engines.any_model.unit import Unit
 from minizero.engines.any_model.wrapped import Wrapped
-from minizero.ranks.collectives import all_gather, all_reduce
+from minizero.ranks.collectives import all_reduce
 
 # Stored parts of a flat tensor: the first element, one past the last, and an object that reads slices of the part.
 Ranges = list[tuple[int, int, Any]]
@@ -53,21 +53,15 @@ def pieces(unit: Unit, low: int = 0, high: int | None = None) -> Iterator[tuple[
         start = end
 
 
-def parts_to_write(model: Wrapped) -> list[tuple[int, int]]:
-    """The elements of each unit that this rank writes: ranks that hold the same chunk divide it. Collective."""
-    mine = torch.tensor([[0 if unit.unsharded else unit.comm.rank for unit in model.units]], device=model.comm.device)
-    everyone = all_gather(mine, model.comm, label="checkpoint").t().tolist()  # [unit][rank]: a chunk
-    parts = []
-    for unit, chunks in zip(model.units, everyone):
-        chunk, size = chunks[model.comm.rank], unit.master.numel()
-        replica, replicas = chunks[: model.comm.rank].count(chunk), chunks.count(chunk)
-        parts.append((chunk * size + size * replica // replicas, chunk * size + size * (replica + 1) // replicas))
-    return parts
+def part_to_write(unit: Unit, model: Wrapped) -> tuple[int, int]:
+    """The first of the unit's elements that this rank writes, and one past the last: replicas of a chunk divide it."""
+    chunks, size = 1 if unit.unsharded else unit.comm.size, unit.master.numel()
+    replica, chunk = divmod(model.comm.rank, chunks)  # a group is of neighbours (hybrid.py)
+    replicas = model.comm.size // chunks
+    return chunk * size + size * replica // replicas, chunk * size + size * (replica + 1) // replicas
 
 
-def tensors_to_write(
-    model: Wrapped, optimizer: torch.optim.Optimizer, parts: list[tuple[int, int]]
-) -> dict[str, torch.Tensor]:
+def tensors_to_write(model: Wrapped, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The tensors of this rank's file, by key. `ValueError` for what `load` could not give back to the optimizer."""
     check_optimizer(optimizer)
     tensors: dict[str, torch.Tensor] = {}
@@ -78,8 +72,8 @@ def tensors_to_write(
     # A kind of state is a number if for some parameter it has not the parameter's shape. One parameter alone cannot
     # tell: if it has no dimensions, its moments have the shape of a number.
     numbers = {k for p in state for k, v in state[p].items() if getattr(v, "shape", None) != p.shape}
-    for unit, part in zip(model.units, parts):
-        for name, first, shard, where in pieces(unit, *part):
+    for unit in model.units:
+        for name, first, shard, where in pieces(unit, *part_to_write(unit, model)):
             elements = f"{first}:{first + where.stop - where.start}"
             tensors[f"{name}/parameter/{elements}"] = shard.detach().view(-1)[where].float()
             for kind, value in state.get(shard, {}).items():

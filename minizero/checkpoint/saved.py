@@ -33,7 +33,6 @@ from minizero.checkpoint.resharding import (
     hyperparameters,
     look_up,
     names_of,
-    parts_to_write,
     tensors_to_write,
 )
 from minizero.engines.any_model.wrapped import Wrapped
@@ -65,7 +64,7 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
     """
     if (step := operator.index(step)) < 0:
         raise ValueError(f"checkpoint: step must be a whole number from 0, not {step}")
-    about, parts = names_of(model, optimizer), parts_to_write(model)  # both are collective
+    about = names_of(model, optimizer)  # collective
     folder, comm = Path(folder), model.comm
     check_alike(comm, decided(model, optimizer, about["groups"]))
 
@@ -84,7 +83,7 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
     def write() -> str:
         if not data.is_dir():
             raise FileNotFoundError(f"{data}, made by rank 0, is not here: give all ranks a folder that all can see")
-        save_file(tensors_to_write(model, optimizer, parts), file)
+        save_file(tensors_to_write(model, optimizer), file)
         flush(file)
         return checksum(file)
 
