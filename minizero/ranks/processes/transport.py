@@ -131,38 +131,29 @@ class ProcessTransport(Transport):
                 raise self._lost(verb, peer, error) from error
 
     def _lost(self, verb: str, peer: int, error: RuntimeError) -> RuntimeError:
-        """Why a message did not come. What all ranks are in tells more than this one connection."""
-        where = self.where(verb, f"{self.ranks[peer]}")
-        if "timed out" in str(error).lower():
-            reason: RuntimeError = self._timed_out(peer, where)
-        else:
-            reason = self._connection_broke(peer, where, error)
-        # If the ranks disagree, all else follows from that.
-        return CollectiveMismatch(self.watch.told) if self.watch.told else reason
+        """Why a message did not come. What all ranks are in tells more than this one connection.
 
-    def _timed_out(self, peer: int, where: str) -> CommTimeout:
-        """This rank has waited too long. If some ranks have not come to this collective, it names one."""
-        absent = ""
+        This rank has waited too long: if some ranks have not come to this collective, it names one. Or a connection is
+        closed: a rank failed, or it closed its connections so that no rank waits for ever.
+        """
+        culprit, where, absent = self.ranks[peer], self.where(verb, f"{self.ranks[peer]}"), ""
+        timed_out = "timed out" in str(error).lower()
         if self.collective and not self.watch.told:
-            here = self.watch.look(self, 0)
+            here = self.watch.look(self, 0)  # publishes what this rank is in, for those who look for a mismatch
             missing = [self.ranks[rank] for rank in range(self.size) if here and rank not in here]
-            culprit = self.ranks[peer]
-            if missing:
+            if timed_out and missing:
                 culprit = culprit if culprit in missing else missing[0]
                 absent = f"; rank {culprit} has not come"
-            self.watch.blame(culprit)
-            self.watch.close()  # nobody is to wait for what cannot come, in whatever communicator
-        return CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}{absent}")
-
-    def _connection_broke(self, peer: int, where: str, error: RuntimeError) -> RankFailed:
-        """A connection is closed: a rank failed, or it closed its connections so that no rank waits for ever."""
-        culprit = self.ranks[peer]
-        if self.collective and not self.watch.told:
-            self.watch.look(self, 0)  # publishes what this rank is in, for those who look for a mismatch
-            time.sleep(STUCK_SECONDS)  # the peer may have timed out: it then blames whom it has waited for
+            elif not timed_out:
+                time.sleep(STUCK_SECONDS)  # the peer may have timed out: it then blames whom it has waited for
             culprit = self.watch.blame(culprit)
-            self.watch.close()
-            self.watch.look(self)  # it may have been a mismatch
+            self.watch.close()  # nobody is to wait for what cannot come, in whatever communicator
+            if not timed_out:
+                self.watch.look(self)  # it may have been a mismatch
+        if self.watch.told:  # if the ranks disagree, all else follows from that
+            return CollectiveMismatch(self.watch.told)
+        if timed_out:
+            return CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}{absent}")
         if culprit == self.world_rank:
             return RankFailed(culprit, f"rank {culprit} came too late, or failed before: lost in {where}: {error}")
         return RankFailed(culprit, f"rank {self.world_rank} lost rank {culprit} in {where}: {error}")
