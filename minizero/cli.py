@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from minizero.models.gpt import GPTConfig
 from minizero.ranks.errors import RankFailed
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -65,9 +64,11 @@ def attempt(run: Callable[[], None], smaller: str) -> tuple[int, str]:
         cause = error.__cause__ if isinstance(error, RankFailed) else error
         if isinstance(cause, ValueError | OSError):
             return 2, f"error: {cause}"
-        if not too_large(cause):
-            raise
-        return 2, f"error: this does not fit in memory: use a smaller {smaller}"
+        # PyTorch has no error class of its own for a CPU's memory: only the words tell.
+        words = ("allocate memory", "out of memory", "start new thread")
+        if isinstance(cause, MemoryError) or any(word in str(cause) for word in words):
+            return 2, f"error: this does not fit in memory: use a smaller {smaller}"
+        raise
 
 
 def run_command(command: str, run: Callable[[], None], smaller: str) -> int:
@@ -79,15 +80,6 @@ def run_command(command: str, run: Callable[[], None], smaller: str) -> int:
     if status:
         print(f"{command}: {message}", file=sys.stderr)
     return status
-
-
-def too_large(error: BaseException | None) -> bool:
-    """Whether memory or threads ran out."""
-    if isinstance(error, MemoryError):
-        return True
-    # PyTorch has no error class of its own for a CPU's memory: only the words tell.
-    words = ("allocate memory", "out of memory", "start new thread")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def check_output(folder: Path, option: str = "--output") -> None:
@@ -102,18 +94,6 @@ def check_output(folder: Path, option: str = "--output") -> None:
         for path in missing:
             with contextlib.suppress(OSError):
                 path.rmdir()
-
-
-def check_shapes(config: GPTConfig) -> None:
-    """`ValueError` unless the heads divide the width."""
-    if config.width % config.heads:
-        raise ValueError(f"--width {config.width} must be divisible by --heads {config.heads}")
-
-
-def check_device(name: str) -> None:
-    """`ValueError` if --device asks for a GPU and PyTorch finds none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no CUDA GPU here: use --device cpu")
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -93,12 +93,6 @@ def round_weights(model: nn.Module) -> None:
         parameter.copy_(FP16.quantize(parameter))
 
 
-def _pixels(split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The images and their classes, with pixels from 0 to 1, which a sigmoid can reach."""
-    x, y = images.load(split)
-    return x * images.STANDARD_DEVIATION + images.MEAN, y
-
-
 def drop_gradients(model: nn.Module, low: float, high: float) -> None:
     """From now on backward makes every gradient g with low ≤ |g| < high zero: of modules' outputs, of parameters."""
 
@@ -137,9 +131,10 @@ def train_batch_norm(accumulator: FloatFormat, steps: int = 100, seed: int = 0) 
     torch.manual_seed(seed)
     first, second = nn.Linear(784, 64), nn.Linear(64, 10)
     optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], lr=1e-3)
-    x, y = _pixels("train")
+    x, y = images.load("train")
+    x = 255 * (x * images.STANDARD_DEVIATION + images.MEAN).flatten(1)
     losses, variance = [], torch.zeros(1)
-    for _, (pixels, labels) in zip(range(steps), images.batches(255 * x.flatten(1), y, 128, seed)):
+    for _, (pixels, labels) in zip(range(steps), images.batches(x, y, 128, seed)):
         h = first(pixels)
         mean, variance = accumulate.batch_norm_statistics(h.detach(), accumulator)
         # The values are the accumulator's. The gradients are those of a batch norm, as far as they are finite.

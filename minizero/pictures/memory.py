@@ -160,7 +160,8 @@ def _draw_curve(
     when = places[curve["total"].index(peak)]
     axes.plot(when, peak / each, "o", color="black", markersize=8, zorder=4)
     side = "left" if when < width / 3 else "right" if when > width * 0.6 else "center"
-    _write_above(axes, f"peak {peak / each:,.2f} {unit}", (when, peak / each), side)
+    look: Look = {"fontweight": "bold", "path_effects": [withStroke(linewidth=5, foreground="white")]}
+    note(axes, f"peak {peak / each:,.2f} {unit}", (when, peak / each), (0, 9), side, fontsize=FONT + 1, **look)
     counted = "operators, in order" if "number" in curve else "allocations and frees, in order"
     label_axes(axes, counted, f"memory ({unit})")
     axes.set_ylim(0, 1.2 * highest / each)
@@ -203,11 +204,6 @@ def _mark_phases(axes: Axes, phases: list[str], places: Sequence[float]) -> None
             at: Look = {"xy": (place, 1.02), "xycoords": across, "xytext": (shift, 0), "textcoords": "offset points"}
             axes.annotate(words, ha=side, fontsize=FONT, **at)
             taken.append((left, right))
-
-
-def _write_above(axes: Axes, text: str, place: tuple[float, float], side: str = "center") -> None:
-    look: Look = {"fontweight": "bold", "path_effects": [withStroke(linewidth=5, foreground="white")]}
-    note(axes, text, place, (0, 9), side, fontsize=FONT + 1, **look)
 
 
 def _finish(figure: Figure, title: str, keys: Sequence[Any], key_length: float = 1.5) -> Figure:

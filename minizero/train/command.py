@@ -90,8 +90,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise ValueError(f"--save {options.save}: it holds the state of one stage: say which, for example --stage 3")
     if options.trace and options.output is None:
         raise ValueError("--trace: its files need a place: add --output FOLDER")
-    cli.check_shapes(config)
-    cli.check_device(options.device)
+    if config.width % config.heads:
+        raise ValueError(f"--width {config.width} must be divisible by --heads {config.heads}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no CUDA GPU here: use --device cpu")
     text = read_text(options.text, config.sequence_length)
     if options.device == "cpu" or not torch.cuda.is_available():  # a GPU refuses what is too large by itself
         check_memory(estimate(config, world_size, stages, job.batch_size, job.dtype), on_this_machine)
