@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 
 from minizero.checkpoint.index import file_of, read_index, remove_all_but
 from minizero.checkpoint.resharding import (
-    Stored,
     check_names,
     check_shards,
     decided,
@@ -68,9 +67,9 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
     folder, comm = Path(folder), model.comm
     check_alike(comm, decided(model, optimizer, about["groups"]))
 
-    def begin() -> str:
+    def begin() -> str | None:
         if comm.rank > 0:
-            return ""
+            return None
         folder.mkdir(parents=True, exist_ok=True)
         remove_all_but(folder, read_index(folder).get("data"))
         name = f"shards-of-step-{step}-{secrets.token_hex(4)}"
@@ -89,7 +88,7 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
 
     checksums = together(comm, "write", write, file)
 
-    def commit() -> str:
+    def commit() -> None:
         if comm.rank == 0:
             by = {"stage": type(model).__name__, "world_size": comm.size}
             files = {file_of(rank): crc for rank, crc in enumerate(checksums)}
@@ -102,7 +101,6 @@ def save(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
             os.replace(new, folder / "index.json")
             flush(folder)
             remove_all_but(folder, data.name)
-        return ""
 
     together(comm, "commit", commit, new)
 
@@ -133,41 +131,35 @@ def load(folder: str | os.PathLike, model: Wrapped, optimizer: torch.optim.Optim
     if seen[0] == NOTHING:
         raise NoCheckpoint(f"checkpoint: nothing has been saved in {folder}")
     files = [folder / index["data"] / name for name in index["files"]]
-    groups: list[dict[str, Any]] = []
-    stored: Stored = {}, {}
+    ready: dict[str, Any] = {}
 
-    def check() -> str:
+    def check() -> None:
         check_names(index, about)
         for file in files[comm.rank :: comm.size]:  # the ranks divide the work
             if checksum(file) != index["files"][file.name]:
                 raise ValueError(f"{file} is damaged: its checksum is not the one that was written down")
-        return ""
 
-    def plan() -> str:
-        nonlocal groups, stored
-        groups, stored = hyperparameters(index, about, optimizer), look_up(files)
-        check_shards(stored, model)
-        return ""
+    def plan() -> None:
+        ready.update(groups=hyperparameters(index, about, optimizer), stored=look_up(files))
+        check_shards(ready["stored"], model)
 
-    def read() -> str:
-        fill(stored, model, optimizer, groups)
-        return ""
+    def read() -> None:
+        fill(model=model, optimizer=optimizer, **ready)
 
     for what in (check, plan, read):  # nothing is changed before all ranks know that they can go on
         together(comm, what.__name__, what)
     return index["step"]
 
 
-def together(comm: Comm, what: str, do: Callable[[], str], file: Path | None = None) -> list[str]:
-    """Call `do()` on every rank, and return what each rank's call returned. If one fails, all raise.
+def together(comm: Comm, what: str, do: Callable[[], str | None], file: Path | None = None) -> list[str]:
+    """Call `do()` on every rank, and return the words that each rank's call returned. If one fails, all raise.
 
     `do` must not communicate: a rank whose call fails would leave the others waiting. file: what it writes; the error
     of a full disk does not name it.
     """
     error = None
-    said = ""
     try:
-        said = do()
+        said = do() or ""
     except Exception as caught:
         where = f": {file}" if file and not isinstance(caught, ValueError) else ""
         error, said = caught, f"{FAILED}{str(caught) or type(caught).__name__}{where}"
