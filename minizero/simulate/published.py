@@ -56,8 +56,7 @@ def _llm_foundry() -> Publication:
     rows = []
     for name, (batch, recompute, reshard, values) in runs.items():
         for gpus, value in zip((128, 256, 512), values):
-            options = {"recompute": recompute, "reshard_after_forward": reshard, "flash": True}
-            plan = Strategy(gpus, batch_size=batch, **options)  # type: ignore[arg-type]
+            plan = Strategy(gpus, batch_size=batch, recompute=recompute, flash=True, reshard_after_forward=reshard)
             rows.append(Row(name, plan, value, gpus < 512, TOKENS))
     return Publication(
         "llm-foundry",

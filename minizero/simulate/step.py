@@ -83,24 +83,6 @@ def simulate(model: Model, cluster: Cluster, plan: Strategy, constants: Constant
     return _Simulation(model, cluster, plan, constants or Constants()).step()
 
 
-class Streams:
-    """Each stream runs its operations one by one, in the order of the calls. separate: False for a single stream."""
-
-    def __init__(self, separate: bool) -> None:
-        self.separate = separate
-        self.free: dict[str, float] = {}  # by stream: when it is free
-        self.spans: list[Span] = []
-
-    def run(self, lane: str, name: str, seconds: float, after: float = 0.0) -> float:
-        """Adds an operation that may not start before `after`. Returns when it ends."""
-        stream = {"compute": "compute", "optimizer": "compute", "copy": "copy"}.get(lane, "communication")
-        stream = stream if self.separate else "all"
-        start = max(self.free.get(stream, 0.0), after)
-        self.free[stream] = start + seconds
-        self.spans.append((lane, name, start, start + seconds))
-        return start + seconds
-
-
 class _Simulation:
     """One step while it is built up. A method that adds operations to the streams returns when the last one ends."""
 
@@ -112,7 +94,8 @@ class _Simulation:
         self.crowding = cluster.crowding(plan.ranks)
         self.jitter = 1 + constants.jitter * (math.sqrt(plan.ranks) - 1)
         self.flops_per_second = cluster.gpu.peak[plan.dtype] * constants.efficiency
-        self.streams = Streams(plan.overlap)
+        self.free: dict[str, float] = {}  # by stream: when it is free
+        self.spans: list[Span] = []
         self.ring, self.hosts = functools.cache(cluster.ring), functools.cache(cluster.hosts)
         self.sent = 0.0
         self.sent_between = 0.0
@@ -124,7 +107,7 @@ class _Simulation:
         for micro in range(self.plan.micro_batches):
             done = self.forward_and_backward(micro, done)
         self.optimizer(done)
-        spans = self.streams.spans
+        spans = self.spans
         on_gpu = ("compute",) if self.plan.offload else ("compute", "optimizer")
         computing = sum(end - start for lane, _, start, end in spans if lane in on_gpu)
         whole = max(end for _, _, _, end in spans)
@@ -177,6 +160,15 @@ class _Simulation:
         end = self.collective("all-reduce", unit, size / shards, self.plan.ranks // shards, shards, end)
         return self.copy("gradient to host", size / shards, end) if self.plan.offload else end
 
+    def run(self, lane: str, name: str, seconds: float, after: float) -> float:
+        """An operation that may not start before `after`. Each stream runs its own one by one, in this order."""
+        stream = {"compute": "compute", "optimizer": "compute", "copy": "copy"}.get(lane, "communication")
+        stream = stream if self.plan.overlap else "all"
+        start = max(self.free.get(stream, 0.0), after)
+        self.free[stream] = start + seconds
+        self.spans.append((lane, name, start, start + seconds))
+        return start + seconds
+
     def collective(self, lane: str, unit: Layer, size: float, members: int, stride: int, after: float) -> float:
         """A ring over a group of ranks, `stride` apart; two for an all-reduce. size: bytes of the whole tensor."""
         passes = 2 if lane == "all-reduce" else 1
@@ -186,7 +178,7 @@ class _Simulation:
         self.sent += sent
         self.sent_between += sent * hosts / members if hosts > 1 else 0  # a ring leaves each host at one rank
         self.beside += seconds
-        return self.streams.run(lane, unit.name, seconds, after) if members > 1 else after
+        return self.run(lane, unit.name, seconds, after) if members > 1 else after
 
     def compute(self, name: str, flops: float, after: float) -> float:
         """One use of a unit."""
@@ -194,12 +186,12 @@ class _Simulation:
         if self.plan.overlap:
             seconds += self.constants.interference * self.beside
         self.beside = 0.0
-        return self.streams.run("compute", name, seconds, after)
+        return self.run("compute", name, seconds, after)
 
     def copy(self, name: str, size: float, after: float) -> float:
         """A copy between this GPU and its host's memory."""
         link = self.cluster.to_host
-        return self.streams.run("copy", name, link.latency + size / link.bandwidth, after)
+        return self.run("copy", name, link.latency + size / link.bandwidth, after)
 
     def optimizer(self, after: float) -> None:
         """Adam on this rank's shard, as fast as memory is. Under offload the new parameters then come back."""
@@ -207,7 +199,7 @@ class _Simulation:
         count = sum(map(self.padded, (self.model.root, *self.model.units))) / plan.itemsize / plan.shards
         moved = count * (ADAM_BYTES + (2 if plan.itemsize == 2 else 0))  # in 16 bits it writes the copy too
         speed = cluster.host_memory_bandwidth if plan.offload else cluster.gpu.memory_bandwidth
-        after = self.streams.run("optimizer", "Adam", moved / speed * self.crowding, after)
+        after = self.run("optimizer", "Adam", moved / speed * self.crowding, after)
         if plan.offload:
             self.copy("parameters to GPU", count * plan.itemsize, after)
 
