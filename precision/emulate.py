@@ -83,10 +83,10 @@ class _Emulation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        names, births, written = _effects(func)
+        names, births, written, is_composite = _effects(func)
         if is_exact() or not (births or written):
             return func(*args, **kwargs)
-        if _is_composite(func):  # only without autograd: cross_entropy, say, which is a log_softmax and more
+        if is_composite:  # only without autograd: cross_entropy, say, which is a log_softmax and more
             with self:
                 return func.decompose(*args, **kwargs)
         # Round what the operator reads, run it, then round what it wrote into its arguments, and what it made.
@@ -222,20 +222,18 @@ _ROUND_NUMBERS = {"remainder", "fmod", "pow", "eq", "ne", "lt", "le", "gt", "ge"
 
 
 @functools.cache
-def _effects(func: Any) -> tuple[list[str], list[bool], frozenset[str]]:
-    """(an operator's argument names, which of its outputs are new tensors, the arguments that it writes to)."""
+def _effects(func: Any) -> tuple[list[str], list[bool], frozenset[str], bool]:
+    """(an operator's argument names, which of its outputs are new tensors, the arguments that it writes to, whether it
+    consists of other operators, which autograd would have taken apart)."""
     schema = func._schema
     births = [output.alias_info is None and "Tensor" in str(output.type) for output in schema.returns]
     written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     if schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_"):  # another storage, the same values
         written = set()
-    return [a.name for a in schema.arguments], births if any(births) else [], frozenset(written)
-
-
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    """Whether the operator consists of others, which autograd would have taken apart."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    births = births if any(births) else []
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # of operators on tensors: others it does not know
+    is_composite = bool(births or written) and has_kernel(func.name(), "CompositeImplicitAutograd")
+    return [a.name for a in schema.arguments], births, frozenset(written), is_composite
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

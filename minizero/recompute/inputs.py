@@ -30,7 +30,9 @@ class Inputs:
         values, self.structure = tree_flatten(arguments)
         self.generators = [value for value in values if isinstance(value, torch.Generator)]
         # By its id: a tensor that comes twice is one in the second run too, since attention asks whether q is k.
-        taken = {id(value): value for value in values if isinstance(value, torch.Tensor) and not lives(value)}
+        # Not taken: a parameter, which lives anyway; a tensor of inference mode, which cannot be saved, nor changed.
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)]
+        taken = {id(tensor): tensor for tensor in tensors if not tensor.is_inference()}
         numbers = {key: Place(number) for number, key in enumerate(taken)}
         self.values = [numbers.get(id(value), value) for value in values]
         self.tensors = list(taken.values())
@@ -73,8 +75,3 @@ class Inputs:
         fresh = [tensor.detach().requires_grad_(trains) for tensor, trains in zip(tensors, self.trains)]
         values = [fresh[value] if isinstance(value, Place) else value for value in self.values]
         return tree_unflatten(values, self.structure)
-
-
-def lives(tensor: torch.Tensor) -> bool:
-    """Is it a parameter, which lives anyway, or of inference mode, which cannot be saved, and nothing can change?"""
-    return isinstance(tensor, nn.Parameter) or tensor.is_inference()

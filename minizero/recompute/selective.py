@@ -141,7 +141,7 @@ class Comparison(Observer):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         # A view's numbers have been compared already; new memory holds any.
-        if _is_view(func) or "empty" in name or name == "aten::resize_":
+        if func.is_view or "empty" in name or name == "aten::resize_":
             return result
         now = name, _digest(result)
         if self.is_first:
@@ -173,11 +173,6 @@ def _makes_tensors(func: Any) -> bool:
 def _storages(value: Any) -> set[int]:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return {torch_private.storage_id(tensor.untyped_storage()) for tensor in tensors if tensor.layout == torch.strided}
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    return any(output.alias_info and not output.alias_info.is_write for output in func._schema.returns)
 
 
 def _versions(result: Any) -> list[int]:
