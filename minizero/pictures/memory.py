@@ -24,6 +24,7 @@ from minizero.pictures.style import (
     label_axes,
     new_axes,
     note,
+    sheet,
 )
 
 Results = dict[str, Any]
@@ -67,8 +68,7 @@ def plot_curve(samples: Sequence[Any], axes: Axes | None = None, note: str = "")
 
     note: a text below, such as what the ledger could not see.
     """
-    if axes is None:
-        axes = new_axes(14, 6)
+    axes = axes or new_axes(14, 6)
     curve: Results = {name: [sample[name] for sample in samples] for name in samples[0]}
     names = shown_categories([_peaks(curve)])
     curve["phase"] = [sample.phase for sample in samples]
@@ -91,8 +91,7 @@ def mark_place(axes: Axes, place: float, before: str, after: str) -> None:
 def draw_losses(results: Results) -> Figure:
     """Draws the stages' losses over each other, and says by how much they differ at most."""
     losses = [run["losses"] for run in results["runs"]]
-    figure = Figure(figsize=(16, 9))
-    axes = figure.subplots()
+    axes = sheet(16, 9)
     marks: Look = {"markersize": 11, "markerfacecolor": "white", "markevery": max(1, len(losses[0]) // 20)}
     for run in results["runs"]:
         first = run.get("steps_before", 0) + 1
@@ -104,7 +103,7 @@ def draw_losses(results: Results) -> Figure:
     if len(losses) > 1:
         difference = np.ptp(list(zip(*losses)), axis=1).max()
         title += f"\nlargest difference between stages: {difference:.3g}"
-    return _finish(figure, title, list(axes.lines), key_length=5)
+    return _finish(axes.figure, title, list(axes.lines), key_length=5)
 
 
 def shown_categories(found: Iterable[Mapping[str, int]]) -> list[str]:

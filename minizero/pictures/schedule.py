@@ -23,8 +23,7 @@ def plot_schedule(
 
     sizes: of each stage's input. The bar of a larger one is thicker.
     """
-    if axes is None:
-        axes = new_axes(14, 7)
+    axes = axes or new_axes(14, 7)
     bars, cells = _where(steps)
     stages = 1 + max(stage for _, stage in cells["backward"])
     columns = sum(map(len, cells.values()))

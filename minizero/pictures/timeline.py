@@ -40,8 +40,7 @@ def plot_timeline(events: Iterable[Event], ax: Axes | None = None) -> Axes:
     ranks = sorted({event.rank for event in events})
     lanes = [lane for lane in LANES if any(event.lane == lane for event in events)]
     rows = {(rank, lane): number for number, (rank, lane) in enumerate((r, x) for r in ranks for x in lanes)}
-    if ax is None:
-        ax = new_axes(14, 0.6 + 0.5 * len(rows))
+    ax = ax or new_axes(14, 0.6 + 0.5 * len(rows))
     edges: Look = {"edgecolor": "black", "linewidth": 0.4}
     origin = min(event.start for event in events)
     for event in events:

@@ -89,10 +89,8 @@ class Transport(abc.ABC):
         """A collective begins, in which this rank is about to do `words`."""
         self.collective = Collective(self.sequence, name, words)
 
-    def move(
-        self, outgoing: torch.Tensor | None, dst: int | None, incoming: torch.Tensor | None, src: int | None
-    ) -> None:
-        """Check and count a message, and `transfer` it. Either direction may be None."""
+    def move(self, outgoing: Any, dst: int | None, incoming: Any, src: int | None) -> None:
+        """Check and count a message of tensors, and `transfer` it. Either direction may be None."""
         for tensor, peer in ((outgoing, dst), (incoming, src)):
             if peer is not None and not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"what is sent, or received into, must be a tensor, not {type(tensor).__name__}")
@@ -107,14 +105,16 @@ class Transport(abc.ABC):
         if incoming is not None and (incoming.requires_grad or not incoming.is_contiguous()):
             target = incoming.new_empty(incoming.shape)
         if dst == src == self.rank:
-            _copy_to_oneself(outgoing, target)
+            if outgoing.numel() != target.numel() or outgoing.dtype != target.dtype:
+                raise ValueError("send_recv to oneself needs tensors of one size and dtype")
+            target.view(-1).copy_(outgoing.view(-1))
         else:
             if outgoing is not None and target is not None and _overlap(outgoing, target):
                 raise ValueError("send_recv: outgoing and incoming share memory: receive into another tensor")
             self.transfer(outgoing, dst, target, src)
             self.count(0 if outgoing is None else outgoing.nbytes, 0 if target is None else target.nbytes)
         if target is not incoming:
-            incoming.detach().copy_(target)  # type: ignore[union-attr, arg-type]
+            incoming.detach().copy_(target)
 
     def mismatch(self, mine: str, rank: int, theirs: str) -> CollectiveMismatch:
         """The error if this rank says `mine`, and `rank` says `theirs`."""
@@ -135,12 +135,6 @@ class Transport(abc.ABC):
         """A wait, for messages: "all_gather #17: recv from rank 2"."""
         collective = self.collective  # read once: another thread may ask, while this rank goes on
         return f"{collective.name if collective else 'point-to-point'}: {verb} rank {peers}"
-
-
-def _copy_to_oneself(outgoing: Any, target: Any) -> None:
-    if outgoing.numel() != target.numel() or outgoing.dtype != target.dtype:
-        raise ValueError("send_recv to oneself needs tensors of one size and dtype")
-    target.view(-1).copy_(outgoing.view(-1))
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -56,7 +56,8 @@ class ProcessTransport(Transport):
         if self.device.type == "cuda":
             self._transfer_by_nccl(outgoing, dst, incoming, src)
             return
-        tag = self._tag_of(incoming if outgoing is None else outgoing)
+        one = incoming if outgoing is None else outgoing
+        tag = self.collective.tag if self.collective else _hash(f"{self.name} {one.numel()} {one.dtype}")
         # Send first: if the receiver is not ready yet, gloo's own thread does the writing, not this one.
         pending = [] if outgoing is None else [self._post("send to", self.gloo.send, outgoing, dst, tag)]
         if incoming is not None:
@@ -103,9 +104,6 @@ class ProcessTransport(Transport):
         self._swap(everyones)
         return [bytes(letters.tolist()).decode() for letters in everyones]
 
-    def _tag_of(self, tensor: torch.Tensor) -> int:
-        return self.collective.tag if self.collective else _hash(f"{self.name} {tensor.numel()} {tensor.dtype}")
-
     def _swap(self, rows: list[torch.Tensor]) -> None:
         """Fill in the other ranks' rows. All send to all: in one trip, and each rank sees who is missing."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -118,7 +116,8 @@ class ProcessTransport(Transport):
         if self.watch.over.is_set():
             raise RuntimeError(f"rank {self.world_rank}: {verb} rank {peer} over a communicator that is closed")
         try:
-            return verb, peer, call([_real(tensor)], self.peers[peer], tag)
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            return verb, peer, call([real], self.peers[peer], tag)
         except RuntimeError as error:
             raise self._lost(verb, peer, error) from error
 
@@ -157,10 +156,6 @@ class ProcessTransport(Transport):
         if culprit == self.world_rank:
             return RankFailed(culprit, f"rank {culprit} came too late, or failed before: lost in {where}: {error}")
         return RankFailed(culprit, f"rank {self.world_rank} lost rank {culprit} in {where}: {error}")
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _hash(words: str) -> int:
