@@ -72,8 +72,7 @@ class ThreadTransport(Transport):
         super().__init__(rank, ranks, device, timeout, name, run)
         self.run = run
         self.meeting_number = 0
-        # What this rank waits in, for reports: on which transport, verb, and peers that have not answered.
-        self.waiting: tuple[ThreadTransport, str, Callable[[], list[int]]] | None = None
+        self.waiting: Callable[[], str] | None = None  # tells, for reports, what this rank waits in, and for whom
 
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
         self._stop_if_failed()
@@ -134,28 +133,31 @@ class ThreadTransport(Transport):
 
     def _wait(self, attempt: Callable[[float], Any], peers: Callable[[], list[int]], verb: str) -> Any:
         """Repeat `attempt(seconds)` until it gives something, unless the run has failed or time is up."""
+
+        def where() -> str:
+            return self.where(verb, ", ".join(str(self.ranks[rank]) for rank in peers()) or "(all came)")
+
         myself = self.run.transports[self.world_rank]
-        myself.waiting = (self, verb, peers)
+        myself.waiting = where
         start = time.monotonic()
         try:
             while not (got := attempt(POLL_SECONDS)):
                 gone = [rank for rank in (self.ranks[peer] for peer in peers()) if rank in self.run.finished]
                 if gone and (got := attempt(0)):  # its last message came between the two looks
                     break
-                self._check(gone, time.monotonic() - start, verb, peers)
+                self._check(gone, time.monotonic() - start, where)
         finally:
             myself.waiting = None
         return got
 
-    def _check(self, gone: list[int], waited: float, verb: str, peers: Callable[[], list[int]]) -> None:
+    def _check(self, gone: list[int], waited: float, where: Callable[[], str]) -> None:
         """Raise if a wait can have no good end. The run then fails, even if the program catches the error."""
         self._stop_if_failed()
-        where = self.where(verb, self._names(peers))
         error: RuntimeError
         if gone:
-            error = RuntimeError(f"rank {gone[0]} returned while rank {self.world_rank} was waiting in {where}")
+            error = RuntimeError(f"rank {gone[0]} returned while rank {self.world_rank} was waiting in {where()}")
         elif waited > self.timeout:
-            error = CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where}")
+            error = CommTimeout(f"rank {self.world_rank} waited {self.timeout:g} s in {where()}")
         else:
             return
         self.run.fail(gone[0] if gone else self.world_rank, error)
@@ -168,12 +170,8 @@ class ThreadTransport(Transport):
     def doing(self) -> str:
         """What this rank is in at this moment, for the report of a failure."""
         if (waiting := self.waiting) is not None:  # read once: this rank goes on while another one asks
-            transport, verb, peers = waiting
-            return f"was waiting in {transport.where(verb, transport._names(peers))}"
+            return f"was waiting in {waiting()}"
         return "had returned" if self.rank in self.run.finished else "was computing"
-
-    def _names(self, peers: Callable[[], list[int]]) -> str:
-        return ", ".join(str(self.ranks[rank]) for rank in peers()) or "(all came)"
 
 
 def _take(queue: SimpleQueue, seconds: float) -> Any:

@@ -7,6 +7,7 @@ shows every rank's words to all, `settle` waits until all ranks have agreed (agr
 import abc
 import dataclasses
 import threading
+import zlib
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +17,7 @@ from minizero import torch_private
 from minizero.ranks.errors import CollectiveMismatch
 
 COUNTING = threading.Lock()  # two threads of a rank may talk at once: one of them gathers ahead
+TAGS = 0x7FFFFFFF  # gloo's have 31 bits
 
 
 @dataclasses.dataclass
@@ -25,7 +27,9 @@ class Collective:
     number: int  # the communicator's first collective is 1
     name: str  # "all_gather #17": error messages call it so
     words: str  # what this rank is about to do, in full
+    tag: int = 0  # made of these words; between processes each of its messages carries it
     agreed: bool = False  # True once all ranks are known to have said the same words
+    posted: dict[int, Any] = dataclasses.field(default_factory=dict)  # receives begun early, by address
 
 
 class Transport(abc.ABC):
@@ -87,7 +91,7 @@ class Transport(abc.ABC):
 
     def begin(self, name: str, words: str) -> None:
         """A collective begins, in which this rank is about to do `words`."""
-        self.collective = Collective(self.sequence, name, words)
+        self.collective = Collective(self.sequence, name, words, tag_of(f"{self.name} {words}"))
 
     def move(self, outgoing: Any, dst: int | None, incoming: Any, src: int | None) -> None:
         """Check and count a message of tensors, and `transfer` it. Either direction may be None."""
@@ -135,6 +139,11 @@ class Transport(abc.ABC):
         """A wait, for messages: "all_gather #17: recv from rank 2"."""
         collective = self.collective  # read once: another thread may ask, while this rank goes on
         return f"{collective.name if collective else 'point-to-point'}: {verb} rank {peers}"
+
+
+def tag_of(words: str) -> int:
+    """A number that other words, in all likelihood, do not have."""
+    return zlib.crc32(words.encode()) & TAGS
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

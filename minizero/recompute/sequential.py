@@ -56,7 +56,7 @@ class Chain:
         self.position = 0  # the next step's place in `steps`
         self.stage = len(layers) - 1  # the stage whose tape was built last
         self.kept: dict[int, torch.Tensor] = {}  # by stage; the chain's own input is in `inputs`
-        self.running: tuple[int, torch.Tensor] | None = None  # a stage and its input, used straight away
+        self.running: Any = None  # a stage and its input, used straight away
 
     def first_sweep(self, x: torch.Tensor) -> torch.Tensor:
         """The chain's output, on a graph that comes back here when it needs what a stage would have saved."""
@@ -74,8 +74,8 @@ class Chain:
         while self.steps[self.position] != ("backward", stage):
             action, i = self.steps[self.position]
             if action == "keep" and i > 0:
-                assert self.running is not None  # what is kept is the running input
-                self.kept[i] = self.running[1].detach()  # it may lead to the graph, and the graph leads here
+                # The running input. Detached: it may lead to the graph, and the graph leads here.
+                self.kept[i] = self.running[1].detach()
             elif action == "drop":
                 self.kept.pop(i, None)
             elif action == "forward":
@@ -85,7 +85,6 @@ class Chain:
             self.position += 1
 
     def _first_forward(self, i: int) -> torch.Tensor:
-        assert self.running is not None
         if i != len(self.replays):
             raise ValueError(
                 f"checkpoint_sequential: the steps come to forward {i} where forward {len(self.replays)} is due: "

@@ -32,7 +32,7 @@ class Measured:
         self.always = steps < 2 * comm.size  # too few steps for the ranks to take turns
         self.seconds, self.sent = 0.0, 0
         self.unwatched: list[float] = []  # seconds of the steps that no ledger watched
-        self.ledger: Ledger | None = None  # of the step that runs, or of the last one watched
+        self.ledger: Any = None  # a `Ledger`, of the step that runs, or of the last one watched
         self.persistent: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -59,12 +59,10 @@ class Measured:
 
     @property
     def peak(self) -> dict[str, int]:
-        assert self.ledger is not None
         return self.ledger.peak
 
     def results(self) -> dict[str, Any]:
         """As `report` describes them. Collective."""
-        assert self.ledger is not None
         both = {"persistent": self.persistent, "peak": self.peak}
         mine = {name: {key: held[key] for key in KEYS} for name, held in both.items()}
         curve = self.ledger.curve

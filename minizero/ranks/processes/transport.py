@@ -8,9 +8,7 @@ all of them used the same tag: so it proves that all agree. Ranks that disagree 
 until a `Watch` sees it (watch.py).
 """
 
-import dataclasses
 import time
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,26 +18,15 @@ import torch.distributed as dist
 
 from minizero.ranks.errors import CollectiveMismatch, CommTimeout, RankFailed
 from minizero.ranks.processes.watch import STUCK_SECONDS, Watch
-from minizero.ranks.transport import Collective, Transport
+from minizero.ranks.transport import Transport, tag_of
 
 AHEAD_BYTES = 2**20  # of small messages that a ring may expect at once
-TAGS = 0x7FFFFFFF  # gloo's tags have 31 bits
 AGREEMENT = "agreement with"
 Pending = tuple[str, int, Any]  # a message under way: what it does, with whom, and what to wait for
 
 
-@dataclasses.dataclass
-class TaggedCollective(Collective):
-    """A collective of processes."""
-
-    tag: int = 0  # on each of its messages
-    posted: dict[int, Pending] = dataclasses.field(default_factory=dict)  # receives begun early, by address
-
-
 class ProcessTransport(Transport):
     """The connections of a rank that is a process. CPU tensors go through `gloo`, GPU tensors through `nccl`."""
-
-    collective: TaggedCollective | None
 
     def __init__(
         self, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str, nccl: Any, watch: Watch
@@ -49,15 +36,12 @@ class ProcessTransport(Transport):
         self.peers = [watch.ranks.index(world_rank) for world_rank in ranks]  # gloo's numbers for the ranks
         watch.transports.append(self)
 
-    def begin(self, name: str, words: str) -> None:
-        self.collective = TaggedCollective(self.sequence, name, words, tag=_hash(f"{self.name} {words}"))
-
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
         if self.device.type == "cuda":
             self._transfer_by_nccl(outgoing, dst, incoming, src)
             return
         one = incoming if outgoing is None else outgoing
-        tag = self.collective.tag if self.collective else _hash(f"{self.name} {one.numel()} {one.dtype}")
+        tag = self.collective.tag if self.collective else tag_of(f"{self.name} {one.numel()} {one.dtype}")
         # Send first: if the receiver is not ready yet, gloo's own thread does the writing, not this one.
         pending = [] if outgoing is None else [self._post("send to", self.gloo.send, outgoing, dst, tag)]
         if incoming is not None:
@@ -107,7 +91,7 @@ class ProcessTransport(Transport):
     def _swap(self, rows: list[torch.Tensor]) -> None:
         """Fill in the other ranks' rows. All send to all: in one trip, and each rank sees who is missing."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        tag = _hash(f"{self.collective.tag if self.collective else self.name} {rows[0].numel()} {rows[0].dtype} words")
+        tag = tag_of(f"{self.collective.tag if self.collective else self.name} {rows[0].numel()} {rows[0].dtype} words")
         pending = [self._post(AGREEMENT, self.gloo.send, rows[self.rank], rank, tag) for rank in others]
         self._finish(pending + [self._post(AGREEMENT, self.gloo.recv, rows[rank], rank, tag) for rank in others])
 
@@ -156,7 +140,3 @@ class ProcessTransport(Transport):
         if culprit == self.world_rank:
             return RankFailed(culprit, f"rank {culprit} came too late, or failed before: lost in {where}: {error}")
         return RankFailed(culprit, f"rank {self.world_rank} lost rank {culprit} in {where}: {error}")
-
-
-def _hash(words: str) -> int:
-    return zlib.crc32(words.encode()) & TAGS
