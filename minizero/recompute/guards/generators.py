@@ -26,11 +26,12 @@ class Generators:
         generators = [one for one in given if isinstance(one, torch.Generator)]
         generators += _global_generators([one for one in given if isinstance(one, torch.Tensor)])
         self.states: States = [(generator, generator.get_state()) for generator in generators]
-        self.refused = [(name, read, read()) for name, read in (("NumPy", _numpy_state), ("Python", _python_state))]
+        self.refused = [(name, read, read()) for name, read in (("NumPy", _numpy_state), ("Python", random.getstate))]
 
     def first_run_is_over(self) -> None:
         """Forgets generators that were not used. Raises `RecomputeMismatch` if a number drawn cannot be drawn again."""
-        self.states = [(one, before) for one, before in self.states if _raw(one.get_state()) != _raw(before)]
+        with without_modes():  # a mode that watches operators is not to see the comparison
+            self.states = [(one, before) for one, before in self.states if not torch.equal(one.get_state(), before)]
         for name, read, before in self.refused:
             if read() != before:
                 raise RecomputeMismatch(
@@ -49,14 +50,9 @@ class Generators:
 def set_states(states: States) -> None:
     """Set each generator to its state. A mode that watches operators does not see it."""
     if states:
-        with without_modes():  # as in _raw
+        with without_modes():
             for generator, state in states:
                 generator.set_state(state)
-
-
-def _raw(state: torch.Tensor) -> bytes:
-    """A state's bytes, without an operator: a mode would see it, and FakeTensorMode refuses real tensors."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _global_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
@@ -85,11 +81,3 @@ def _numpy_state() -> tuple[Any, Any]:
     if spare is None:
         _without_spare = words
     return words or repr(state["state"]), spare
-
-
-def _python_state() -> tuple[bytes, Any]:
-    """The same of Python's global generator: 624 words, which is next, and the second of a pair of normal numbers."""
-    # The words lie in the object, behind what every object has. `random.getstate()` takes ten times as long.
-    generator: Any = random._inst  # type: ignore[attr-defined]
-    head, end = object.__basicsize__, random.Random.__base__.__basicsize__  # type: ignore[union-attr]
-    return ctypes.string_at(id(generator) + head, end - head), generator.gauss_next
