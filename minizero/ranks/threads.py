@@ -29,7 +29,6 @@ class Run:
         self.size = size
         self.transports: list[ThreadTransport] = []  # of the whole world, by rank
         self.queues: dict[tuple, SimpleQueue] = {}
-        self.meetings: dict[tuple, _Meeting] = {}
         self.failure: tuple[int, BaseException, str] | None = None  # the first rank that failed, its error, a report
         self.finished: set[int] = set()  # ranks that have returned or raised
         self.over = threading.Event()
@@ -56,22 +55,12 @@ class Run:
                 self.over.set()
 
 
-class _Meeting:
-    """A place where all ranks of a communicator leave their words and read the others'."""
-
-    def __init__(self, size: int) -> None:
-        self.words: list[str | None] = [None] * size
-        self.left: list[int] = []
-        self.complete = threading.Event()
-
-
 class ThreadTransport(Transport):
     """The connections of a rank that is a thread."""
 
     def __init__(self, rank: int, ranks: list[int], device: torch.device, timeout: float, name: str, run: Run) -> None:
         super().__init__(rank, ranks, device, timeout, name, run)
         self.run = run
-        self.meeting_number = 0
         self.waiting: Callable[[], str] | None = None  # tells, for reports, what this rank waits in, and for whom
 
     def transfer(self, outgoing: Any, dst: Any, incoming: Any, src: Any) -> None:
@@ -110,24 +99,20 @@ class ThreadTransport(Transport):
 
     def exchange(self, words: str) -> list[str]:
         self._stop_if_failed()
-        self.meeting_number += 1
-        key = (self.name, *self.ranks, self.meeting_number)
-        meeting = self.run.meetings.setdefault(key, _Meeting(self.size))
-        meeting.words[self.rank] = words
-        if None not in meeting.words:
-            meeting.complete.set()
+        for rank in range(self.size):
+            self._queue("words", self.rank, rank).put((words,))
+        queues = [self._queue("words", rank, self.rank) for rank in range(self.size)]
+        everyone: list[str] = []
 
         def missing() -> list[int]:
-            return [rank for rank, said in enumerate(meeting.words) if said is None]
+            return [rank for rank in range(len(everyone), self.size) if queues[rank].empty()]
 
-        self._wait(meeting.complete.wait, missing, "agreement with")
-        meeting.left.append(self.rank)
-        if len(meeting.left) == self.size:
-            self.run.meetings.pop(key, None)  # two ranks may both see that they are the last
-        return meeting.words  # type: ignore[return-value]  # complete: none is None
+        for queue in queues:
+            everyone += self._wait(partial(_take, queue), missing, "agreement with")
+        return everyone
 
     def _queue(self, what: str, src: int, dst: int) -> SimpleQueue:
-        """From one rank to another: its "tensors", or the word that it has "copied" one of the other's."""
+        """From one rank to another: its "tensors", the word that it has "copied" one of the other's, or its "words"."""
         key = (what, self.name, self.ranks[src], self.ranks[dst])
         return self.run.queues.get(key) or self.run.queues.setdefault(key, SimpleQueue())
 

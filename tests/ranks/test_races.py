@@ -1,14 +1,13 @@
 """Every run gives the same, whenever a thread stops or goes on: races that show once in a hundred runs."""
 
 import sys
-import time
 
 import pytest
 import torch
 
 from minizero import World
 from minizero.ranks.collectives import all_reduce, barrier, broadcast
-from minizero.ranks.threads import Run, ThreadTransport, _Meeting
+from minizero.ranks.threads import Run, ThreadTransport
 
 
 def mixed(comm):
@@ -38,23 +37,6 @@ def test_the_same_every_time(size, runs, switch):
             assert World(size).run(mixed) == expected
     finally:
         sys.setswitchinterval(before)
-
-
-class Slow(list):
-    def append(self, item):
-        super().append(item)
-        time.sleep(0.02)
-
-
-def test_the_last_two_to_leave_a_meeting(monkeypatch):
-    """Both may see that all have left; only one can remove it."""
-
-    def meeting(size):
-        (one := _Meeting(size)).left = Slow()
-        return one
-
-    monkeypatch.setattr("minizero.ranks.threads._Meeting", meeting)
-    assert World(4).run(barrier) == [None] * 4
 
 
 def test_a_message_that_came_between_two_looks_is_not_lost():
