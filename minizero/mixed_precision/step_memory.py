@@ -9,6 +9,7 @@ Micikevicius et al., 2018, "Mixed Precision Training", section 3.1: "memory cons
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,18 +25,14 @@ def watch(make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor, mixed
     x: FP32 inputs of the model, on the device to use. y: the classes that its logits are compared with.
     """
     model = make().to(x.device)
-    masters: list[torch.Tensor] = []
-    # foreach=False: one parameter at a time on every device. Else a GPU's Adam takes temporary tensors of them all.
-    optimizer: torch.optim.Optimizer
     if mixed:
         model, x = model.half(), x.half()
-        weights = MasterWeights(model.parameters(), torch.optim.Adam, foreach=False)
-        optimizer, masters = weights, weights.masters
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    # foreach=False: one parameter at a time on every device. Else a GPU's Adam takes temporary tensors of them all.
+    optimizer_class = partial(MasterWeights, optimizer_class=torch.optim.Adam) if mixed else torch.optim.Adam
+    optimizer = optimizer_class(model.parameters(), foreach=False)
     for _ in range(2):  # Adam makes its moments in the first step; the second is like all that follow
         with Ledger(model, optimizer) as ledger:
-            for master in masters:
+            for master in getattr(optimizer, "masters", ()):
                 tag(master, "optimizer")
             F.cross_entropy(model(x).float(), y).backward()
             optimizer.step()
