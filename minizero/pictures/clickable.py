@@ -22,19 +22,15 @@ SIGNS |= {"play": "▶", "step-forward": "▶|", "fast-forward": "▶▶|", "plu
 ASLEEP = "This player is asleep. Run this notebook, or trust it (in JupyterLab: View, Activate Command Palette, Trust)."
 
 
-def player(animation: Animation, first: int = 0) -> str:
-    """HTML with buttons for an animation of matplotlib. It stands still until it is started.
-
-    first: the frame that is seen at the beginning, also where scripts are taken out.
-    """
+def player(animation: Animation) -> str:
+    """HTML with buttons for an animation of matplotlib. Its first frame stands still until it is started."""
     made = plain_signs(animation.to_jshtml(default_mode="once"))
     frames = re.findall(r'frames\[\d+\] = "([^"]*)"', made)
     if not frames:  # none was drawn
         return made
     asleep = f'<p class="asleep">{ASLEEP}</p>'
     wake = 'for (const said of document.querySelectorAll(".asleep")) said.remove();'
-    made = made.replace("this.current_frame = 0;", f"this.current_frame = {first};", 1)
-    made = made.replace("<img id=", f'<img src="{frames[first]}" id='.replace("\\\n", ""), 1)
+    made = made.replace("<img id=", f'<img src="{frames[0]}" id='.replace("\\\n", ""), 1)
     return f"{asleep}{made}<script>{wake}</script>"
 
 

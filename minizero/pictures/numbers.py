@@ -59,12 +59,10 @@ def draw_spacing(numbers: Sequence[float], mark: float, turn: float) -> Axes:
     axes.annotate(f"{mark:g}: the next number\nis {step:g} away", (mark, step), (mark / 2**11, step), fontsize=FONT)
     axes.annotate(f"below {power(round(math.log2(turn)))} the steps\nstay equal (section 5)", (turn, steps[0]),
                   (turn / 2**9, steps[0] * 2**5), fontsize=FONT, color=SUBNORMAL)  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    for axis, ticks in ((axes.xaxis, range(-24, 17, 4)), (axes.yaxis, range(-24, 9, 4))):
-        axis.set_ticks([2.0**exponent for exponent in ticks], [power(exponent) for exponent in ticks])
-    axes.minorticks_off()
-    label_axes(axes, "number", "distance to the next", ylim=(2.0**-26, 2.0**8))
+    ticks = {2.0**exponent: power(exponent) for exponent in range(-24, 17, 4)}
+    label_axes(axes, "number", "distance to the next", log="xy", at=ticks)
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.set_ylim(2.0**-26, 2.0**8)
     return axes
 
 

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from minizero.pictures.memory import plot_curve, shown_categories
-from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, label_axes, new_axes, note
+from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, keys, label_axes, new_axes, note
 
 Held = Mapping[str, float]  # bytes by category; `total` beside them, or not
 Unit = tuple[float, str]  # bytes, and what the axis then counts: "memory (MiB)"
@@ -46,8 +45,8 @@ def draw_parts(
         axes.axhline(limit / unit[0], color="black", linestyle="dashed", linewidth=2.5)
         note(axes, limit_name, (-0.47, limit / unit[0]), (0, 5))
     # From top to bottom, the legend's names stand in the bars' order.
-    keys = [Patch(label=NAMES.get(name, name), color=COLORS.get(name, OTHER)) for name in reversed(names)]
-    axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1, 1), fontsize=FONT, frameon=False)
+    colors = {NAMES.get(name, name): COLORS.get(name, OTHER) for name in reversed(names)}
+    keys(axes, colors, loc="upper left", bbox_to_anchor=(1, 1))
     return axes
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, box, label_axes, mib, note, sheet
+from minizero.pictures.style import COLORS, FONT, MIB, OTHER, Look, box, keys, label_axes, mib, note, sheet
 
 Results = dict[str, Any]
 STATES = ("parameters", "gradients", "optimizer")
@@ -129,7 +128,6 @@ def draw_boards(boards: Mapping[str, Sequence[Mapping[str, Mapping[str, float]]]
 
 
 def _with_legend(figure: Any, labels: Mapping[str, str] = {}) -> Figure:  # noqa: B006
-    patches = [Patch(label=labels.get(state, state), facecolor=COLORS[state], edgecolor="black") for state in STATES]
-    patches.append(Patch(label="not on this rank", facecolor=PALE, **OUTLINE))
-    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=FONT, frameon=False)
+    colors = {labels.get(state, state): COLORS[state] for state in STATES} | {"not on this rank": PALE}
+    keys(figure, colors, loc="outside lower center", ncols=4)
     return figure
