@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -52,6 +53,7 @@ LANGUAGE_MODEL = "gpt"
 CONFIG = GPTConfig(sequence_length=64, width=96, layers=3, heads=4)
 BATCH_SIZE = 64  # images
 SEQUENCES = 16  # a batch of the language model
+Job = tuple[str, int | None, bool]  # a network; the seed of its training, None for the memory of one step; mixed?
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,29 +151,21 @@ def activations(network: str, mixed: bool) -> int:
     return ledger.peak["activations"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One thing to measure. seed: of a training run; None measures the memory of one step instead."""
-
-    network: str
-    mixed: bool
-    seed: int | None
-
-
 def work(plan: Runs, job: Job) -> float:
     """Measures a job: an accuracy, bits per byte, or the bytes of the activations."""
     torch.set_num_threads(1)  # the same numbers on any number of cores
-    if job.seed is None:
-        return activations(job.network, job.mixed)
-    if job.network == LANGUAGE_MODEL:
-        return bits_per_byte(job.seed, job.mixed, plan.language_steps)
-    return accuracy(job.network, job.seed, job.mixed, plan.steps)
+    network, seed, mixed = job
+    if seed is None:
+        return activations(network, mixed)
+    if network == LANGUAGE_MODEL:
+        return bits_per_byte(seed, mixed, plan.language_steps)
+    return accuracy(network, seed, mixed, plan.steps)
 
 
 def measure(plan: Runs, processes: int, done: Callable[[Job, float], None] = lambda job, value: None) -> dict[str, Any]:
     """Measures everything in the plan; `report` says what is returned. done: called with each job and its result."""
     seeds = (*range(plan.seeds), None)
-    jobs = [Job(network, mixed, seed) for network in plan.networks[::-1] for seed in seeds for mixed in (True, False)]
+    jobs: list[Job] = list(itertools.product(plan.networks[::-1], seeds, (True, False)))
     found = {}
     with contextlib.ExitStack() as stack:
         one_by_one: Callable[..., Iterator[float]] = map
@@ -186,9 +180,9 @@ def measure(plan: Runs, processes: int, done: Callable[[Job, float], None] = lam
             "network": network,
             "unit": "bits per byte" if network == LANGUAGE_MODEL else "%",
             "published": PUBLISHED.get(network),
-            "baseline": [found[Job(network, False, seed)] for seed in range(plan.seeds)],
-            "mixed": [found[Job(network, True, seed)] for seed in range(plan.seeds)],
-            "activations": {"baseline": found[Job(network, False, None)], "mixed": found[Job(network, True, None)]},
+            "baseline": [found[network, seed, False] for seed in range(plan.seeds)],
+            "mixed": [found[network, seed, True] for seed in range(plan.seeds)],
+            "activations": {"baseline": found[network, None, False], "mixed": found[network, None, True]},
         }
         for network in plan.networks
     ]
