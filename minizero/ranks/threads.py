@@ -6,11 +6,11 @@ it. Before a collective's first tensor all ranks meet, and compare what they are
 Nothing here waits for ever: each wait looks, every POLL_SECONDS, at the clock and at what `Run` knows of the others.
 """
 
+import contextlib
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -70,9 +70,7 @@ class ThreadTransport(Transport):
         if outgoing is not None:
             self._queue("tensors", self.rank, dst).put((outgoing, _record(outgoing)))
         if incoming is not None:
-            tensor, ready = self._wait(
-                partial(_take, self._queue("tensors", src, self.rank)), lambda: [src], "recv from"
-            )
+            tensor, ready = self._wait(self._queue("tensors", src, self.rank), lambda: [src], "recv from")
             if tensor.numel() != incoming.numel() or tensor.dtype != incoming.dtype:
                 raise CollectiveMismatch(
                     f"rank {self.world_rank} expected {incoming.numel():,} elements of {incoming.dtype} "
@@ -84,7 +82,7 @@ class ThreadTransport(Transport):
             self._queue("copied", self.rank, src).put((_record(incoming),))
         # The sender may change its tensor only after the receiver has copied it.
         if outgoing is not None:
-            (copied,) = self._wait(partial(_take, self._queue("copied", dst, self.rank)), lambda: [dst], "send to")
+            (copied,) = self._wait(self._queue("copied", dst, self.rank), lambda: [dst], "send to")
             _await(copied, outgoing)
 
     def settle(self) -> None:
@@ -108,7 +106,7 @@ class ThreadTransport(Transport):
             return [rank for rank in range(len(everyone), self.size) if queues[rank].empty()]
 
         for queue in queues:
-            everyone += self._wait(partial(_take, queue), missing, "agreement with")
+            everyone += self._wait(queue, missing, "agreement with")
         return everyone
 
     def _queue(self, what: str, src: int, dst: int) -> SimpleQueue:
@@ -116,8 +114,8 @@ class ThreadTransport(Transport):
         key = (what, self.name, self.ranks[src], self.ranks[dst])
         return self.run.queues.get(key) or self.run.queues.setdefault(key, SimpleQueue())
 
-    def _wait(self, attempt: Callable[[float], Any], peers: Callable[[], list[int]], verb: str) -> Any:
-        """Repeat `attempt(seconds)` until it gives something, unless the run has failed or time is up."""
+    def _wait(self, queue: SimpleQueue, peers: Callable[[], list[int]], verb: str) -> Any:
+        """What comes out of the queue, unless the run has failed or time is up."""
 
         def where() -> str:
             return self.where(verb, ", ".join(str(self.ranks[rank]) for rank in peers()) or "(all came)")
@@ -126,14 +124,14 @@ class ThreadTransport(Transport):
         myself.waiting = where
         start = time.monotonic()
         try:
-            while not (got := attempt(POLL_SECONDS)):
+            while True:
+                with contextlib.suppress(Empty):
+                    return queue.get(timeout=POLL_SECONDS)
                 gone = [rank for rank in (self.ranks[peer] for peer in peers()) if rank in self.run.finished]
-                if gone and (got := attempt(0)):  # its last message came between the two looks
-                    break
-                self._check(gone, time.monotonic() - start, where)
+                if not gone or queue.empty():  # else its last message came between the two looks
+                    self._check(gone, time.monotonic() - start, where)
         finally:
             myself.waiting = None
-        return got
 
     def _check(self, gone: list[int], waited: float, where: Callable[[], str]) -> None:
         """Raise if a wait can have no good end. The run then fails, even if the program catches the error."""
@@ -157,13 +155,6 @@ class ThreadTransport(Transport):
         if (waiting := self.waiting) is not None:  # read once: this rank goes on while another one asks
             return f"was waiting in {waiting()}"
         return "had returned" if self.rank in self.run.finished else "was computing"
-
-
-def _take(queue: SimpleQueue, seconds: float) -> Any:
-    try:
-        return queue.get(timeout=seconds)
-    except Empty:
-        return None
 
 
 def _record(tensor: torch.Tensor) -> Any:

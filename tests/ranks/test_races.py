@@ -1,6 +1,7 @@
 """Every run gives the same, whenever a thread stops or goes on: races that show once in a hundred runs."""
 
 import sys
+from queue import Empty, SimpleQueue
 
 import pytest
 import torch
@@ -42,11 +43,14 @@ def test_the_same_every_time(size, runs, switch):
 def test_a_message_that_came_between_two_looks_is_not_lost():
     run = Run(2)
     run.transports = [ThreadTransport(rank, [0, 1], torch.device("cpu"), 1.0, "", run) for rank in range(2)]
-    answers = iter([None, "message"])
 
-    def attempt(seconds):
-        run.finished.add(1)  # sent and returned, just after the first look
-        return next(answers)
+    class Late(SimpleQueue):
+        def get(self, timeout):  # sent and returned, just after the first look
+            if not run.finished:
+                run.finished.add(1)
+                self.put("message")
+                raise Empty
+            return super().get(timeout=timeout)
 
-    assert run.transports[0]._wait(attempt, lambda: [1], "recv from") == "message"
+    assert run.transports[0]._wait(Late(), lambda: [1], "recv from") == "message"
     assert run.failure is None
