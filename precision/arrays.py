@@ -135,19 +135,13 @@ def pieces(x: Array) -> Iterator[tuple[int, Any]]:
     if isinstance(x, torch.Tensor) and torch.compiler.is_compiling():
         yield 0, ...  # a compiler fuses the steps and keeps nothing between them
     elif math.prod(x.shape):
-        on_cpu = isinstance(x, np.ndarray) or x.device.type == "cpu"
-        yield from _pieces(x.shape, CPU_PIECE if on_cpu else GPU_PIECE, 0, ())
-
-
-def _pieces(shape: tuple[int, ...], limit: int, start: int, index: tuple) -> Iterator[tuple[int, tuple]]:
-    """As many rows at once as `limit` numbers hold; a row that is longer is cut in its turn."""
-    row = math.prod(shape[1:])
-    if row > limit:
-        for i in range(shape[0]):
-            yield from _pieces(shape[1:], limit, start + i * row, (*index, i))
-    else:
-        for i in range(0, shape[0], limit // row):
-            yield start + i * row, (*index, slice(i, i + limit // row))
+        limit = CPU_PIECE if isinstance(x, np.ndarray) or x.device.type == "cpu" else GPU_PIECE
+        # As many rows at once as `limit` numbers hold; of a dimension whose rows are longer each index by itself.
+        depth = next(depth for depth in range(x.ndim) if math.prod(x.shape[depth + 1 :]) <= limit)
+        row = math.prod(x.shape[depth + 1 :])
+        for number, index in enumerate(np.ndindex(*x.shape[:depth])):
+            for i in range(0, x.shape[depth], limit // row):
+                yield (number * x.shape[depth] + i) * row, (*index, slice(i, i + limit // row))
 
 
 def random_bits(like: Array, start: int, seed: int, bits: int) -> Array:
