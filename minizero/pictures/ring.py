@@ -33,10 +33,11 @@ FAMILIES = {"sans-serif": "Sans", "monospace": "Sans Mono"}  # DejaVu, by kind; 
 ADVANCE = 0.602  # how wide a digit of the typeface is, for size 1
 
 
-def draw_ring(states: States, sent: Sent, unit: float = 42) -> None:
-    """Draws a panel for each step on a new figure. unit: the width of a box in points."""
+def draw_ring(states: States, sent: Sent) -> None:
+    """Draws a panel for each step on a new figure."""
     from matplotlib import pyplot
 
+    unit = 42  # points: the width of a box
     rows = -(-(len(states) + 1) // 4)  # one panel more, for the key
     size = [4 * unit * (XLIM[1] - XLIM[0]) / 72, rows * unit * (YLIM[1] - YLIM[0]) / 72]
     figure, axes = pyplot.subplots(rows, 4, figsize=size, squeeze=False, dpi=72)
@@ -52,13 +53,11 @@ def draw_ring(states: States, sent: Sent, unit: float = 42) -> None:
     panels[-1].text(0.05, 0.5, key, fontsize=FONT + 4, va="center", linespacing=1.7, transform=panels[-1].transAxes)
 
 
-def animate_ring(states: States, sent: Sent, unit: float = 66) -> str:
-    """A player as HTML, which waits until it is started: for each step the chunks leave, arrive, and are added or kept.
-
-    unit: the width of a box in points.
-    """
+def animate_ring(states: States, sent: Sent) -> str:
+    """A player as HTML that waits to be started: for each step the chunks leave, arrive, and are added or kept."""
     from matplotlib import pyplot
 
+    unit = 66
     figure = pyplot.figure(figsize=(unit * (XLIM[1] - XLIM[0]) / 72, unit * (YLIM[1] - YLIM[0]) / 72))
     ax = figure.add_axes((0, 0, 1, 1))
 

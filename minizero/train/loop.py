@@ -74,7 +74,7 @@ def train(comm: Comm, stage: int, text: torch.Tensor, job: Job, show: Callable[.
         losses.append(all_reduce(loss.detach(), comm, "mean").item())
         if comm.rank == 0:
             tokens = comm.size * job.batch_size * job.config.sequence_length
-            show(step + 1, losses[-1], tokens / measured.seconds, measured.peak["total"])
+            show(step + 1, losses[-1], tokens / measured.seconds, measured.ledger.peak["total"])
         if job.save is not None and ((step + 1) % job.save_every == 0 or step + 1 == job.steps):
             checkpoint.save(job.save, model, optimizer, first + step + 1)
     total, root = job.config.count_parameters()

@@ -25,7 +25,7 @@ KEYS = (*CATEGORIES, "total")
 
 
 class Measured:
-    """Around the steps of a run. After a step: `seconds` and `sent` of it, `peak` of the last one watched."""
+    """Around the steps of a run. After a step: `seconds` and `sent` of it, `ledger` of the last one watched."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, steps: int) -> None:
         self.model, self.optimizer, self.comm = model, optimizer, comm
@@ -57,13 +57,9 @@ class Measured:
         if self.watches(number) and self.ledger is not None:
             self.persistent = self.ledger.current
 
-    @property
-    def peak(self) -> dict[str, int]:
-        return self.ledger.peak
-
     def results(self) -> dict[str, Any]:
         """As `report` describes them. Collective."""
-        both = {"persistent": self.persistent, "peak": self.peak}
+        both = {"persistent": self.persistent, "peak": self.ledger.peak}
         mine = {name: {key: held[key] for key in KEYS} for name, held in both.items()}
         curve = self.ledger.curve
         return {
