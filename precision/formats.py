@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from precision.arrays import Array, as_numbers, as_patterns, by_pieces, dtype_of, in_shape_of, local
+from precision.arrays import Array, as_numbers, as_patterns, by_pieces, dtype_of, in_shape_of, local, view
 from precision.exact import exact
 from precision.fast import FLOAT32, FLOAT64, Options, decode_integers, encode_integers, integers, is_within_float32
 from precision.layout import BitLayout
@@ -78,6 +79,9 @@ class FloatFormat(BitLayout):
 
         def steps(start: int, part: Array) -> Sequence[Array]:
             code, flags = encode_integers(integers(part, self), start, self, options)
+            if dtype == "uint16" and torch.compiler.is_compiling() and isinstance(code, Tensor) and code.is_cpu:
+                # The compiler converts to 16 bits without vectors. The code is the integer's first half.
+                code = view(code.contiguous(), dtype)[..., :: code.itemsize // 2]
             return [code, *flags]
 
         dtype = f"uint{8 if self.width <= 8 else 16 if self.width <= 16 else 32}"

@@ -426,7 +426,8 @@ def test_compiled():
     encode = torch.compile(FP16.encode, fullgraph=True, dynamic=False)
     quantize = torch.compile(lambda x: FP16.quantize(x) - x, fullgraph=True)
     x = torch.from_numpy(patterns(2**16 + 1, np.float32))
-    for piece in (x[:-1].reshape(256, 256), x[1:-2]):
+    square = x[:-1].reshape(256, 256)
+    for piece in (square, square.t(), x[1:-2], square.double()):
         assert torch.equal(encode(piece).view(torch.int16), FP16.encode(piece).view(torch.int16))
     y = torch.randn(1000)
     assert torch.equal(quantize(y), y.half().float() - y) and quantize(y).abs().max() > 0
