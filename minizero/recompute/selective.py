@@ -33,15 +33,11 @@ def keep_matmuls(operator: Any) -> bool:
 class Observer(TorchDispatchMode):
     """Sees every operator of the first run. `again()` gives the mode that sees those of the second."""
 
-    is_over = False
-    second_run: Callable[[], TorchDispatchMode]
-
-    def first_run_is_over(self, may_stop: bool) -> None:
-        self.is_over = True
+    second_run: Callable[[], TorchDispatchMode] | None = None  # there is one when `first_run_is_over` was called
 
     def again(self) -> Any:
         # A function that goes backward inside itself runs again before the first run is over: unseen.
-        return self.second_run() if self.is_over else torch_private.without_modes()
+        return self.second_run() if self.second_run else torch_private.without_modes()
 
 
 class Result(NamedTuple):
@@ -88,10 +84,7 @@ class Keeper(Observer):
         for number, saved_before in enumerate(self.saved_before):
             if may_stop and saved_before == len(self.saved):
                 self.results[number] = None
-        self.is_over = True
-
-    def second_run(self) -> TorchDispatchMode:
-        return _HandOut(self.policy, self.results)
+        self.second_run = functools.partial(_HandOut, self.policy, self.results)
 
 
 class _HandOut(TorchDispatchMode):
@@ -134,8 +127,8 @@ class Comparison(Observer):
         self.noted = [] if noted is None else noted  # of each operator of the first run: its name, and the digest
         self.number = 0  # in the second run: of the operator that the first ran next
 
-    def second_run(self) -> TorchDispatchMode:
-        return Comparison(self.noted)
+    def first_run_is_over(self, may_stop: bool) -> None:
+        self.second_run = functools.partial(Comparison, self.noted)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
