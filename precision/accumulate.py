@@ -31,7 +31,6 @@ from precision.exact import exact
 from precision.formats import FP16, FP32, FloatFormat
 
 Round = Callable[[Tensor], Tensor]
-Method = Callable[[Tensor, Tensor, Round], Tensor]  # terms, a first total, and how to round
 
 
 # The sums. Terms and totals are float64, with values of the accumulator's format.
@@ -69,7 +68,7 @@ def outer_products(round_: Round, a: Tensor, b: Tensor) -> Tensor:
     return sequential(products, a.new_zeros(shape), round_)
 
 
-METHODS: dict[str, Method] = {"sequential": sequential, "pairwise": pairwise, "kahan": kahan}
+METHODS: dict[str, Callable[..., Tensor]] = {"sequential": sequential, "pairwise": pairwise, "kahan": kahan}
 
 
 # What users call: floating NumPy arrays or torch tensors in, FP16 values of the same kind and dtype out. Numbers that

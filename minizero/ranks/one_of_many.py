@@ -49,6 +49,7 @@ class AtOnce(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         future = UnderWay()
+        future.held = []
         with Holding(future.held):
             future.set_result(fn(*args, **kwargs))
         return future
@@ -57,9 +58,7 @@ class AtOnce(Executor):
 class UnderWay(Future):
     """A result, and the tensors that are there until it is asked for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: list[Any] = []
+    held: list[Any]
 
     def result(self, timeout: float | None = None) -> Any:
         self.held.clear()

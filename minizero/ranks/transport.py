@@ -17,7 +17,6 @@ from minizero import torch_private
 from minizero.ranks.errors import CollectiveMismatch
 
 COUNTING = threading.Lock()  # two threads of a rank may talk at once: one of them gathers ahead
-TAGS = 0x7FFFFFFF  # gloo's have 31 bits
 
 
 @dataclasses.dataclass
@@ -143,7 +142,7 @@ class Transport(abc.ABC):
 
 def tag_of(words: str) -> int:
     """A number that other words, in all likelihood, do not have."""
-    return zlib.crc32(words.encode()) & TAGS
+    return zlib.crc32(words.encode()) & 0x7FFFFFFF  # gloo's tags have 31 bits
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

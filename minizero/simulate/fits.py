@@ -113,12 +113,13 @@ def fit_to(publication: Publication, carried: Mapping[str, float]) -> Fit:
         numbers = np.exp(x).tolist()
         return dict(zip(kinds, numbers)), dict(carried) | dict(zip(publication.shared, numbers[len(kinds) :]))
 
-    def residuals(x: np.ndarray) -> np.ndarray:
+    def values(x: np.ndarray, rows: Sequence[Row]) -> list[float]:
         efficiencies, shared = constants(x)
-        found = [value(publication, row, efficiencies[kind(publication, row)], shared) for row in looked_at]
-        return np.log(found) - np.log([row.value for row in looked_at])
+        return [value(publication, row, efficiencies[kind(publication, row)], shared) for row in rows]
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        return np.log(values(x, looked_at)) - np.log([row.value for row in looked_at])
 
     start = [START["efficiency"]] * len(kinds) + [START[constant] for constant in publication.shared]
-    efficiencies, shared = constants(least_squares(residuals, np.log(start)))
-    values = [value(publication, row, efficiencies[kind(publication, row)], shared) for row in publication.rows]
-    return Fit(publication, efficiencies, shared, tuple(values))
+    found = least_squares(residuals, np.log(start))
+    return Fit(publication, *constants(found), tuple(values(found, publication.rows)))

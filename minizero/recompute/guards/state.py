@@ -31,8 +31,7 @@ class State:
     """Modules, and their buffers as they were before the first run. `note` comes before the module's first run."""
 
     def __init__(self) -> None:
-        self.modules: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # each with its buffers
-        self.training: dict[nn.Module, bool] = {}
+        self.modules: dict[nn.Module, tuple[bool, Any]] = {}  # of each whether it trained, and its buffers by name
         # By the buffer's id, since modules may share a buffer: itself, its version, and a copy of its numbers.
         self.buffers: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
 
@@ -42,7 +41,7 @@ class State:
             return
         for each in module.modules():  # the function may change a module that it does not call
             if each not in self.modules:
-                self.modules[each], self.training[each] = each._buffers.copy(), each.training
+                self.modules[each] = each.training, each._buffers.copy()
                 for buffer in each._buffers.values():
                     if buffer is not None and id(buffer) not in self.buffers:
                         self.buffers[id(buffer)] = buffer, _version(buffer), _copy(buffer)
@@ -58,7 +57,7 @@ class State:
         copies = {}
         for key, (buffer, version, copy) in self.buffers.items():
             if copy is None and _version(buffer) != version:
-                name = next(name for own in self.modules.values() for name in own if own[name] is buffer)
+                name = next(name for _, own in self.modules.values() for name in own if own[name] is buffer)
                 raise RecomputeMismatch(
                     f"checkpoint: the buffer {name!r} was changed in place between forward and backward, which needs "
                     "what the forward read: change it after backward, or give the module a new buffer"
@@ -66,8 +65,8 @@ class State:
             if copy is not None and _has_changed(buffer, version, copy):
                 copies[key] = _copy(copy)  # again, since there may be a third run
         now = [held for module in self.modules for held in _contents(module)]
-        for module, buffers in self.modules.items():
-            vars(module)["training"] = self.training[module]
+        for module, (training, buffers) in self.modules.items():
+            vars(module)["training"] = training
             if buffers or module._buffers:
                 lent = {name: copies.get(id(buffer), buffer) for name, buffer in buffers.items()}
                 give_back([(module._buffers, lent)])
