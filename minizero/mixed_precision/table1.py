@@ -170,8 +170,9 @@ def measure(plan: Runs, processes: int, done: Callable[[Job, float], None] = lam
     with contextlib.ExitStack() as stack:
         one_by_one: Callable[..., Iterator[float]] = map
         if processes > 1:
-            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(processes, _let_the_parent_end_us))
-            one_by_one = pool.imap
+            # Ctrl-C reaches every process: the parent alone answers it.
+            ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+            one_by_one = stack.enter_context(multiprocessing.get_context("spawn").Pool(processes, *ignore)).imap
         for job, value in zip(jobs, one_by_one(functools.partial(work, plan), jobs)):
             found[job] = value
             done(job, value)
@@ -190,11 +191,6 @@ def measure(plan: Runs, processes: int, done: Callable[[Job, float], None] = lam
     where = crossover(plan.batch_sizes, held["baseline"], held["mixed"])
     memory = {"network": plan.memory, "batch_sizes": plan.batch_sizes, **held, "crossover": where}
     return {"rows": rows, "memory": memory, "plan": dataclasses.asdict(plan)}
-
-
-def _let_the_parent_end_us() -> None:
-    """Ignores Ctrl-C, which reaches every process: the parent alone answers it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
