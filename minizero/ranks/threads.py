@@ -116,6 +116,8 @@ class ThreadTransport(Transport):
 
     def _wait(self, queue: SimpleQueue, peers: Callable[[], list[int]], verb: str) -> Any:
         """What comes out of the queue, unless the run has failed or time is up."""
+        if not queue.empty():  # often so, and nobody else takes from it
+            return queue.get()
 
         def where() -> str:
             return self.where(verb, ", ".join(str(self.ranks[rank]) for rank in peers()) or "(all came)")
