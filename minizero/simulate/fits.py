@@ -60,8 +60,7 @@ class Fit:
 
     def errors(self, fitted: bool) -> list[float]:
         """simulated / published - 1, of the rows that were fitted, or of those that were not."""
-        pairs = zip(self.publication.rows, self.values)
-        return [value / row.value - 1 for row, value in pairs if row.fitted == fitted]
+        return [x / row.value - 1 for row, x in zip(self.publication.rows, self.values) if row.fitted == fitted]
 
     def run(self, name: str, plan: Strategy) -> Prediction:
         """Simulates another plan with these constants. Raises `ValueError` for a model that has no efficiency."""

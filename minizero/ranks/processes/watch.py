@@ -50,8 +50,7 @@ class Watch:
             before = now
 
     def _busy(self) -> list[tuple[Transport, Collective]]:
-        both = [(transport, transport.collective) for transport in list(self.transports)]
-        return [(transport, collective) for transport, collective in both if collective is not None]
+        return [(each, found) for each in list(self.transports) if (found := each.collective) is not None]
 
     def compare(self, transport: Transport) -> dict[int, str]:
         """Publish this rank's words. Returns the words of each rank that published in the same collective, by rank."""
