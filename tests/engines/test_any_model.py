@@ -268,6 +268,21 @@ def test_a_backward_that_broke_off_after_no_sync_leaves_the_average_of_before(mo
     exactly([p.grad for p in model.parameters()], average)
 
 
+def test_a_sum_of_no_sync_that_a_broken_backward_drops_is_told():
+    def work(comm):
+        model = Zero3(seeded(Blocks)(), comm)
+        with model.no_sync():
+            model(vectors(0)).square().mean().backward()
+        out = model(vectors(1))
+        model.module.out.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.square().mean().backward()
+        model(vectors(2))
+
+    with pytest.warns(UserWarning, match=r"Zero3: .* the sum that no_sync\(\) held is dropped"):
+        run(2, work)
+
+
 @pytest.mark.parametrize("stage", [Zero3, *slow(Zero1, Zero2)])
 def test_an_optimizer_in_backward_steps_once_with_the_average_and_frees_it(stage):
     def trained(comm, in_backward):

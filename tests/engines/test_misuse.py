@@ -316,6 +316,13 @@ def test_every_optimizer_of_torch_gives_ddps_bits_or_is_refused(kind):
                 optimizer.step(lambda: None) if kind is torch.optim.LBFGS else optimizer.step()
 
 
+@on_ranks([Zero1, Zero3])
+def test_a_fused_step_that_one_rank_would_leave_out_is_refused(model, comm):
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
+    scaler.scale(model(vectors(0)).square().mean()).backward()
+    refused("GradScaler lets a fused optimizer.*fused=False", lambda: scaler.step(optimizer))
+
+
 class Foreign(torch.optim.AdamW):
     """It may do anything in `step`: only its user knows."""
 

@@ -6,8 +6,10 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from minizero import GPT, World, Zero3, all_reduce
+from minizero import GPT, World, Zero2, Zero3, all_reduce
+from minizero.ranks.errors import RankFailed
 from tests.support.failures import failure_of
 from tests.support.helpers import SMALL, batch, exactly, run, slow, train
 from tests.support.small_models import Blocks, fit, on_ranks, seeded, vectors
@@ -103,6 +105,46 @@ def test_other_collectives_of_the_user_do_not_meet_the_lanes():
         return fit(comm, Zero3, lambda: net, prefetch=prefetch)
 
     exactly(run(2, work, 0), run(2, work, 2))
+
+
+def skipping(model, x, rank, order, short):
+    """A block is skipped once. Of the one after it rank 1 has few gradients: only rank 0 has begun to gather it."""
+    model.step = getattr(model, "step", -1) + 1
+    block = model.module.blocks[short]
+    block.forward = (lambda x: x * block[2].bias) if rank == 1 else block.forward
+    return model(x, order=order if model.step == 2 else (0, 1, 2)).square().mean()
+
+
+def in_two_checkpoints(model, x, rank):
+    """The blocks get a second gradient when they have been reduced."""
+    again = lambda block, x: checkpoint(block, x, use_reentrant=True)  # noqa: E731
+    return model(x.requires_grad_(), order=(1, 2, 1, 2), call=again).square().mean()
+
+
+@pytest.mark.parametrize(("order", "short"), [((0, 2), 2), ((1, 2), 1)])
+def test_ranks_gather_in_one_order_though_some_lack_gradients(order, short):
+    loop = functools.partial(skipping, order=order, short=short)
+    work = functools.partial(fit, make=seeded(Blocks), steps=4, forward=loop)
+    for prefetch in (0, 1):
+        exactly(run(2, work, stage=Zero2), run(2, work, stage=Zero3, prefetch=prefetch))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_second_gradient_is_refused_in_the_same_words(prefetch):
+    with pytest.raises(RankFailed, match="a second gradient for blocks.2 after it was reduced"):
+        run(2, fit, Zero3, seeded(Blocks), forward=in_two_checkpoints, prefetch=prefetch)
+
+
+@on_ranks([Zero3], make=lambda: Blocks(lambda net: [block[0].requires_grad_(False) for block in net.blocks]))
+def test_one_block_ahead_is_all_units_of_the_block(model, comm):
+    """What is frozen in a block is a unit of its own."""
+    ahead = []
+    for block in model.module.blocks:
+        block[0].register_forward_pre_hook(lambda *_: ahead.append({unit.name for unit in model.ahead.gathering}))
+    for _ in range(2):
+        ahead.clear()
+        model(vectors(0)).square().mean().backward()
+    assert ahead == [{name, f"{name} (frozen)"} for name in ("blocks.1", "blocks.2")] + [set()]
 
 
 @on_ranks(

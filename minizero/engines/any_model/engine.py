@@ -6,14 +6,14 @@
     open_use           adds: refuses parameters that were written to since forward
     begin_gradients    new: this backward is for parameters. Under no_sync the sum goes on, or begins (gradient.py)
     arrived            anew: `bring` refuses what cannot be right; DDP's .grad of before is kept
+    close_use          adds: the unit waits no longer for what this backward does not reach, such as an idle expert
     end_backward       adds: what got no gradient counts as zero, and is reduced; buffers become rank 0's (buffers.py)
 
-`end_use` and `close_use` are the core's. Under no_sync `reduce_what_is_complete` does nothing. `reduce_next` takes a
-unit's `LocalGradient`. Several units may have one module: its frozen parameters are a unit of their own. A backward may
-run inside of a unit's forward, for gradients of inputs: `around` has these units, which `is_open` and `release_all`
-leave whole.
-Between steps: `mark_as_old` (steps.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step,
-until begin_forward.
+`end_use` is the core's. Under no_sync `reduce_what_is_complete` does nothing. `reduce_next` takes a unit's
+`LocalGradient`. Several units may have one module: its frozen parameters are a unit of their own. A backward may run
+inside of a unit's forward, for gradients of inputs: `around` has these units, which `is_open` and `release_all` leave
+whole. Between steps: `mark_as_old` (steps.py) empties the parameters of Zero1, Zero2 and 16-bit DDP after a step, until
+begin_forward.
 
 A gradient goes its way as in core.py. Its buffer is a `LocalGradient` (gradient.py), since it may outlive a backward.
 `Zero3.reduce` may run beside the computation (prefetch.py). `Unit.set_gradient` (unit.py) also calls the shards' hooks.
@@ -40,7 +40,7 @@ from minizero.engines.any_model.guards.modules import (
     say_what_autocast_keeps,
     say_what_is_held,
 )
-from minizero.engines.any_model.guards.no_sync import check_untouched
+from minizero.engines.any_model.guards.no_sync import check_untouched, say_what_is_dropped
 from minizero.engines.any_model.guards.ranks import check_ranks, digest
 from minizero.engines.any_model.guards.shards import watch
 from minizero.engines.any_model.norms import let_norms_compute_in_fp32
@@ -244,6 +244,7 @@ class AnyModel(Wrapped):
         """What a backward had brought that raised, and the sum of no_sync."""
         if self.last_backward and not self.backward:
             self.last_backward = None
+            say_what_is_dropped(self.name, self.in_order)
             for unit in self.in_order:
                 unit.gradient = None
 
@@ -266,6 +267,17 @@ class AnyModel(Wrapped):
         if gradient is not None:  # a custom Function may give None, which is zero
             # Under no_sync many small gradients add up: in FP32.
             unit.gradient.put(number, gradient, unit.dtype if backward.sends else torch.float32)
+
+    def close_use(self, use: Any) -> None:
+        unit, idle = use.unit, set[int]()
+        owed = self.backward.owed.get(unit)
+        if owed and self.backward.open_uses[unit] == 1:  # an expert, say, that this rank did not need
+            nodes = {number: torch.autograd.graph.get_gradient_edge(unit.parameters[number]).node for number in owed}
+            idle = {number for number, node in nodes.items() if not torch_private.will_write(node)}
+        super().close_use(use)
+        if idle:  # their gradient is zero. Other ranks may have reduced the unit by now
+            owed -= idle
+            self.reduce_what_is_complete()
 
     def is_open(self, unit: Any) -> bool:
         return self.backward is not None and (unit in self.backward.around or super().is_open(unit))

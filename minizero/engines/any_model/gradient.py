@@ -38,6 +38,7 @@ class LocalGradient:
         self.places: list[Tensor] = []
         self.written: set[int] = set()  # the places that a gradient has come to; the others are zero
         self.shown: list[tuple[Any, int, Tensor | None]] = []
+        self.goes_on = False  # is a sum of backwards before in it?
 
     def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """The gradient of parameter `number` goes to its place. dtype: of the buffer, if this put makes it."""
@@ -76,7 +77,7 @@ class LocalGradient:
             if whole and shard.grad is not view:
                 view.copy_(0 if dropped else shard.grad)
             shard.grad = None if dropped else before
-        self.shown = []
+        self.shown, self.goes_on = [], True
 
 
 def pieces(flat: Tensor, shards: Sequence[nn.Parameter]) -> list[Tensor]:

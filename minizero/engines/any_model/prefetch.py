@@ -16,6 +16,7 @@ Zhao et al., 2023, "PyTorch FSDP", sections 3.3.2 and 3.3.3.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,7 @@ class Ahead:
 
     def gather(self, unit: Unit) -> None:
         """Its gather ends. In forward those of the units after it begin here, in backward in `after_put`."""
+        self.start_following()  # some ranks have not begun it yet, if they lack gradients: one order on all
         self.start(unit)
         self.wait_for(unit)
         self.following = self.what_follows(unit)
@@ -106,8 +108,7 @@ class Ahead:
 
     def before_put(self, unit: Unit) -> None:
         """One full gradient at a time, the root's aside: the last reduction ends before this gradient begins."""
-        assert unit.gradient is not None
-        if unit.gradient.full is None:
+        if unit.gradient is not None and unit.gradient.full is None:
             self.finish()
 
     def after_put(self, unit: Unit, owed: set[int]) -> None:
@@ -156,7 +157,9 @@ class Ahead:
         turns.append(unit)
         if self.expected[len(turns) - 1 : len(turns)] != [unit]:  # a slice: the list may be shorter
             self.expected = []  # another way than last time: learn it first
-        return self.expected[len(turns) : len(turns) + self.depth]
+        coming = self.expected[len(turns) :]
+        modules = [unit.module, *dict.fromkeys(each.module for each in coming if each.module is not unit.module)]
+        return list(itertools.takewhile(lambda each: each.module in modules[: self.depth + 1], coming))
 
 
 def check_prefetch(prefetch: int) -> None:

@@ -202,5 +202,6 @@ class Zero3(CoreZero3, AnyModel):
 
     def finish(self) -> None:
         if self.ahead:
+            self.ahead.start_following()
             self.ahead.finish()
             self.ahead.turns = None

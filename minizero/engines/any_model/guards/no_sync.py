@@ -3,7 +3,8 @@
 FunASR#3472: an optimizer steps before the last backward.
 """
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -32,4 +33,14 @@ def check_untouched(unit: Unit) -> None:
         raise RuntimeError(
             f"{unit.name}: .grad was written to between backwards under no_sync, and shows this rank's chunk "
             "only: use zero_grad(set_to_none=True), and clip or scale after the last of them"
+        )
+
+
+def say_what_is_dropped(stage: str, units: Sequence[Unit]) -> None:
+    """Warn if a backward has raised that went on with the sum of backwards before."""
+    if any(unit.gradient is not None and unit.gradient.goes_on for unit in units):
+        warnings.warn(
+            f"{stage}: a backward has raised, and the sum that no_sync() held is dropped with it: begin again with the "
+            "first micro-batch, on all ranks",
+            stacklevel=2,
         )

@@ -52,6 +52,11 @@ def check_step(optimizer: Optimizer, shards: Sequence[nn.Parameter], units: dict
     engines = {engine: unit for unit, engine in units.items() if not unit.original}
     for engine, unit in [*engines.items()][:1]:  # two may be sharded over other ranks
         check_states(optimizer, engine.name, unit)
+    if getattr(optimizer, "found_inf", None) is not None and not all(unit.unsharded for unit in units):
+        raise RuntimeError(
+            "GradScaler lets a fused optimizer leave out a step by what this rank alone has seen: build the optimizer "
+            "with fused=False, and let all ranks decide, as precision.DynamicLossScaler does"
+        )
     for engine in engines:
         check_elementwise(optimizer, engine.name)
         if engine.passes == {"forward"} and all(shard.grad is None for shard in shards):
