@@ -186,6 +186,30 @@ def attention(self, x):
     return nn.functional.scaled_dot_product_attention(*3 * [self.layer(x)]).mean()
 
 
+def image(made, every=1):
+    """A loop that trains an image, and no weight. Two functions count in one variable."""
+    frozen, x, count = nn.Linear(64, 64).requires_grad_(False).to("cuda"), made(torch.zeros(256, 64, device="cuda")), 0
+    optimizer = torch.optim.Adam([x])
+
+    def one():
+        nonlocal count
+        frozen(x).square().mean().backward()
+        count += 1
+
+    def step():
+        one()
+        if count % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return frozen, step
+
+
+def test_what_is_trained_need_be_no_parameter_and_functions_share_a_count():
+    assert peak_of(lambda: image(torch.Tensor.requires_grad_)) == peak_of(lambda: image(nn.Parameter)) > 2**18
+    assert Report(case_of(lambda: image(nn.Parameter, every=3), card="h100")).case.notes == {SO_MANY}
+
+
 SO_MANY = "Its optimizers step once in 3 calls of step(), so the step shown is 3 calls."
 NEVER = "One of its optimizers does not step in 32 calls of step(), and has no states here."
 GROWS = "It grows: 0.20 MiB more are held after each step, most of it from test_places.py:"
