@@ -4,7 +4,6 @@ Xiao, Rasul & Vollgraf, 2017, "Fashion-MNIST: a Novel Image Dataset for Benchmar
 data/images/README.md names the classes, the source and the licence.
 """
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +16,6 @@ FILE = Path(__file__).parent.parent / "data" / "images" / "fashion-mnist.npz"
 MEAN, STANDARD_DEVIATION = 0.2869, 0.3538
 
 
-@functools.cache
-def _arrays() -> dict[str, np.ndarray]:
-    with np.load(FILE) as file:
-        return dict(file)
-
-
 def load(split: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The images, (n, 1, 28, 28) in FP32 with mean 0 and variance 1, and their classes, (n,) integers from 0 to 9.
 
@@ -31,8 +24,9 @@ def load(split: str) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if split not in ("train", "test"):
         raise ValueError(f"load: split must be 'train' or 'test', not {split!r}")
-    images = torch.from_numpy(_arrays()[f"{split}_images"]).float().unsqueeze(1)
-    return (images / 255 - MEAN) / STANDARD_DEVIATION, torch.from_numpy(_arrays()[f"{split}_labels"]).long()
+    with np.load(FILE) as file:
+        images, labels = (torch.from_numpy(file[f"{split}_{what}"]) for what in ("images", "labels"))
+    return (images.float().unsqueeze(1) / 255 - MEAN) / STANDARD_DEVIATION, labels.long()
 
 
 def batches(

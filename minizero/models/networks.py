@@ -69,22 +69,11 @@ def alexnet() -> nn.Module:
 
 def vgg() -> nn.Module:
     """Many convolutions of 3 × 3. Simonyan & Zisserman, 2014."""
-    return nn.Sequential(
-        convolution(1, 12, 3),
-        convolution(12, 12, 3),
-        MaxPool(),  # 14 × 14
-        convolution(12, 24, 3),
-        convolution(24, 24, 3),
-        MaxPool(),  # 7 × 7
-        convolution(24, 48, 3),
-        convolution(48, 48, 3),
-        MaxPool(),  # 3 × 3
-        nn.Flatten(),
-        nn.Linear(48 * 3 * 3, 128),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Linear(128, 10),
-    )
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((1, 12), (12, 24), (24, 48)):  # 28 × 28, 14 × 14, 7 × 7
+        layers += [convolution(inputs, outputs, 3), convolution(outputs, outputs, 3), MaxPool()]
+    layers += [nn.Flatten(), nn.Linear(48 * 3 * 3, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 10)]
+    return nn.Sequential(*layers)
 
 
 class Branches(nn.ModuleList):

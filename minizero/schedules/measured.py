@@ -48,7 +48,7 @@ def measure_chain(model: nn.Module | Sequence[Layer], sample: torch.Tensor) -> l
             forward, backward = (min(times) for times in zip(*(_measure_seconds(layer, x) for _ in range(REPEATS))))
         for buffer, before in buffers:
             buffer.copy_(before)
-        stages.append(Stage(forward, backward, _bytes(x), tape, _bytes(output) if i == last else None))
+        stages.append(Stage(forward, backward, x.nbytes, tape, output.nbytes if i == last else None))
         x = output
     return stages
 
@@ -71,13 +71,13 @@ def _measure_bytes(layer: Layer, x: torch.Tensor) -> int:
     """The layer's tape in bytes, as above."""
     with Ledger() as ledger:
         output = layer(x)
-        saved = ledger.current["total"] - _bytes(output)  # below 0 if the output is a view
+        saved = ledger.current["total"] - output.nbytes  # below 0 if the output is a view
         gradients = _backward(layer, x, output)
         for gradient in gradients[x.requires_grad :]:
             if gradient is not None:
                 tag(gradient, "gradients")
         worst = max(sample["activations"] + sample["temporary"] for sample in ledger.curve)
-    return max(0, saved, worst - _bytes(x) - 2 * _bytes(output))
+    return max(0, saved, worst - x.nbytes - 2 * output.nbytes)
 
 
 def _backward(layer: Layer, x: torch.Tensor, output: torch.Tensor) -> Sequence[torch.Tensor | None]:
@@ -106,7 +106,3 @@ def _clock(x: torch.Tensor) -> float:
 
 def _tensors(layer: Any, kind: str) -> list[torch.Tensor]:
     return list(getattr(layer, kind)()) if isinstance(layer, nn.Module) else []
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

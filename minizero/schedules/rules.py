@@ -95,10 +95,7 @@ def optimal_schedule(stages: Sequence[Stage], budget: float) -> Schedule:
         boundary = stages[0].boundary
         beside = 4 * boundary + stages[0].tape  # the running input, the output, their gradients, the tape
         _check_budget(budget, beside + (boundary if len(stages) > 1 else 0))
-        # What is left holds kept inputs: as many as there are stages, if the boundary is 0.
-        slots = int((budget - beside) // boundary) if budget - beside < len(stages) * boundary else len(stages)
-        if beside + (slots + 1) * boundary <= budget:  # // of numbers that are not whole may be one too few
-            slots += 1
+        slots = sum(beside + kept * boundary <= budget for kept in range(1, len(stages) + 1))
         return binomial(len(stages), max(slots, 1)).on(stages)
     least, thriftiest = least_budget(stages)
     _check_budget(budget, least)
