@@ -155,14 +155,11 @@ def inception_v3() -> nn.Module:
             ]
         )
 
-    def reduction(inputs: int, outputs: int) -> Branches:
-        return Branches([MaxPool(), normalised(inputs, outputs - inputs, 3, stride=2)])
-
     return nn.Sequential(
         normalised(1, 16, 3, stride=2),  # 14 × 14
         normalised(16, 24, 3),
         module(24, 8, 7),
-        reduction(40, 64),  # 7 × 7
+        Branches([MaxPool(), normalised(40, 24, 3, stride=2)]),  # 7 × 7; 40 + 24 = 64 channels
         module(64, 16, 3),
         classifier(80),
     )

@@ -13,6 +13,7 @@ Memory Cost"; Beaumont et al., 2019, "Optimal checkpointing for heterogeneous ch
 """
 
 import dataclasses
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -120,11 +121,8 @@ class Schedule:
     @cached_property
     def slots(self) -> int:
         """The most inputs kept at once, the chain's own counted. An input used straight away takes no slot."""
-        kept = most = 0
-        for step in self.steps:
-            kept += (step.action == "keep") - (step.action == "drop")
-            most = max(most, kept)
-        return most
+        changes = {"keep": 1, "drop": -1}
+        return max(itertools.accumulate(changes.get(step.action, 0) for step in self.steps))
 
     @cached_property
     def time(self) -> float:

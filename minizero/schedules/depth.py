@@ -45,11 +45,11 @@ def resnet_layers(n: int, channels: int = 8) -> list[nn.Module]:
     # At least 8 channels: with fewer, on processors with AVX2 alone, oneDNN 3.12 writes beyond its memory in the
     # backward of a 1 × 1 convolution with a stride. https://github.com/uxlfoundation/oneDNN/issues/6035
     layers: list[nn.Module] = [normalised(1, channels, 3)]
-    for section in range(3):
-        width = channels * 2**section
-        for block in range(n):
-            enters = section > 0 and block == 0
-            layers.append(Residual(width // 2 if enters else width, width, stride=2 if enters else 1))
+    inputs = channels
+    for width in (channels, 2 * channels, 4 * channels):
+        for _ in range(n):
+            layers.append(Residual(inputs, width, stride=width // inputs))
+            inputs = width
     network = nn.Sequential(*layers, classifier(4 * channels))
     return [*network.to(memory_format=torch.channels_last)]  # type: ignore[call-overload]
 
@@ -160,9 +160,8 @@ def against_depth(
     rows: dict[str, list[Row]] = {name: [] for name in runs}
     for depth in depths:
         layers = make(depth)
-        times = {}
-        if repeats:
-            times = seconds({name: functools.partial(run, layers) for name, run in runs.items()}, repeats)
+        ready = {name: functools.partial(run, layers) for name, run in runs.items()}
+        times = seconds(ready, repeats) if repeats else {}
         for name, run in runs.items():
             row: Row = {"depth": depth, "bytes": held_bytes(run, layers)}
             rows[name].append(row | ({"seconds": times[name]} if repeats else {}))

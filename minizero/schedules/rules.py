@@ -91,7 +91,9 @@ def optimal_schedule(stages: Sequence[Stage], budget: float) -> Schedule:
     stages = list(stages)
     if not isinstance(budget, numbers.Real):
         raise TypeError(f"optimal_schedule: the budget must be a number, not {budget!r}")
-    if _are_equal(stages):
+    sizes = {stage.boundary for stage in stages} | set(outputs(stages))
+    # The time of backward does not count: every schedule spends it once.
+    if len({(stage.forward, stage.tape) for stage in stages}) == len(sizes) == 1:
         boundary = stages[0].boundary
         beside = 4 * boundary + stages[0].tape  # the running input, the output, their gradients, the tape
         _check_budget(budget, beside + (boundary if len(stages) > 1 else 0))
@@ -110,12 +112,6 @@ def fit(model: Any, sample: torch.Tensor, budget_bytes: float) -> Schedule:
     gradients come on top. Raises `ValueError`, naming the least feasible budget, if none fits.
     """
     return optimal_schedule(measure_chain(model, sample), budget_bytes)
-
-
-def _are_equal(stages: Sequence[Stage]) -> bool:
-    """Do all stages cost the same? The time of backward does not count: every schedule spends it once."""
-    sizes = {stage.boundary for stage in stages} | set(outputs(stages))
-    return len({(stage.forward, stage.tape) for stage in stages}) == len(sizes) == 1
 
 
 def _check_budget(budget: float, least: float) -> None:
