@@ -162,10 +162,8 @@ def sums_in_fp32(model: nn.Module) -> Iterator[None]:
     def add(parameter: torch.Tensor) -> None:  # called when a backward has written a parameter's gradient
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if id(parameter) in sums:
-            sums[id(parameter)].add_(gradient)
-        else:
-            sums[id(parameter)] = _gradient(gradient, torch.float32)
+        total = sums.get(id(parameter))
+        sums[id(parameter)] = _gradient(gradient, torch.float32) if total is None else total.add_(gradient)
 
     before = [p.grad for p in halves]
     hooks = [p.register_post_accumulate_grad_hook(add) for p in halves]

@@ -13,6 +13,7 @@ Szegedy et al., 2015, "Rethinking the Inception Architecture"; He et al., 2015.
 Every network takes (batch, 1, 28, 28) and gives (batch, 10) logits.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -30,9 +31,7 @@ def convolution(
     return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU()) if norm else nn.Sequential(layer, nn.ReLU())
 
 
-def normalised(inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1) -> nn.Sequential:
-    """`convolution` with batch norm."""
-    return convolution(inputs, outputs, kernel, stride, norm=True)
+normalised = functools.partial(convolution, norm=True)
 
 
 class MaxPool(nn.Module):

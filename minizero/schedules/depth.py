@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from minizero.memory import Ledger
-from minizero.models.gpt import GPT, Block, GPTConfig
+from minizero.models.gpt import GPT, GPTConfig
 from minizero.models.networks import Residual, classifier, normalised
 from minizero.recompute.sequential import checkpoint_sequential
 from minizero.schedules.chain import Schedule, Stage, group
@@ -54,18 +54,6 @@ def resnet_layers(n: int, channels: int = 8) -> list[nn.Module]:
     return [*network.to(memory_format=torch.channels_last)]  # type: ignore[call-overload]
 
 
-class WithMask(nn.Module):
-    """A transformer block as a layer of one tensor to one tensor."""
-
-    def __init__(self, block: Block, mask: torch.Tensor) -> None:
-        super().__init__()
-        self.block = block
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x, self.mask)
-
-
 class Embed(nn.Module):
     """Bytes, (batch, sequence), to the stream, (batch · sequence, width)."""
 
@@ -81,8 +69,9 @@ def gpt_layers(config: GPTConfig) -> list[nn.Module]:
     """The GPT as a chain: embedding, blocks, norm with head. The first layer takes (batch, sequence) integers."""
     gpt = GPT(config)
     mask = torch.full((config.sequence_length,) * 2, float("-inf")).triu(1)
-    blocks = [WithMask(block, mask) for block in gpt.blocks]  # type: ignore[arg-type]
-    return [Embed(gpt), *blocks, nn.Sequential(gpt.norm, gpt.head)]
+    for block in gpt.blocks:  # a layer takes one tensor
+        block.register_forward_pre_hook(lambda _, stream: (*stream, mask.to(stream[0])))
+    return [Embed(gpt), *gpt.blocks, nn.Sequential(gpt.norm, gpt.head)]
 
 
 def regions(layers: Sequence[nn.Module], k: int) -> list[nn.Module]:
