@@ -93,7 +93,9 @@ def dot(a: Any, b: Any, accumulator: FloatFormat = FP32) -> Any:
     x, y = _values("dot", a), _values("dot", b)
     if not (x.dim() and y.dim() and x.shape[-1] == y.shape[-1] and _fit(x.shape[:-1], y.shape[:-1])):
         raise ValueError(f"dot: {tuple(x.shape)} and {tuple(y.shape)} are not (…, n) and (…, n)")
-    return _as_fp16(outer_products(rounding_to(accumulator), x[..., None, :], y[..., None])[..., 0, 0], a)
+    round_ = rounding_to(accumulator)
+    products = round_(x * y).movedim(-1, 0)
+    return _as_fp16(sequential(products, products.new_zeros(products.shape[1:]), round_), a)
 
 
 @exact()
