@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from minizero import DDP, GPT, Zero1, Zero2, Zero3
+from minizero import DDP, GPT, Zero1, Zero2, Zero3, recompute
 from minizero.memory import Ledger
 from tests.support.helpers import SMALL, STAGES, batch, exactly, relative_error, run, slow
 from tests.support.small_models import (
@@ -249,6 +249,62 @@ def test_a_recompute_that_ends_early_leaves_no_inputs_behind(stage):
         return [reference() is not None for reference in given], left[1] - left[0]
 
     assert run(2, work)[0] == ([False] * 4 * SMALL.layers, 0)  # each block ran twice in each step
+
+
+# What a rank does not use, others may.
+
+
+class Choosing(nn.Module):
+    """Blocks of a router, an expert, and a weight that nobody uses. A route says which block uses how many of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(7, 7), nn.Linear(7, 1)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        for block in self.blocks:
+            block.router, block.never = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7))
+            block.forward = functools.partial(self.use, block)
+
+    @staticmethod
+    def use(block, x, many):
+        x = x * block.router if many else 2 * x
+        return x + torch.tanh(nn.functional.linear(x, block.weight, block.bias)) if many == 2 else x
+
+    def forward(self, x, route):
+        x = self.first(x)
+        for index, many in route:
+            x = self.blocks[index](x, many)
+        return self.out(x)
+
+
+ROUTES = {
+    "experts of one rank each": lambda rank: [(0, 2), (1, 2 - rank), (2, 1 + rank)],
+    "in another use": lambda rank: [(0, 2), (2, 2 - 2 * rank), (1, 2), (2, 2 * rank)],
+    "in the later of two": lambda rank: [(0, 2), (1, 1), (1, 2 - rank)],
+}
+ON_THREE = [*STAGES, functools.partial(Zero3, prefetch=0), functools.partial(Zero3, reshard_after_forward=False)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_expert_may_be_idle_on_one_rank(route):
+    make = seeded(Choosing)
+    check(make, parts=2, stages=ON_THREE, forward=lambda model, x, rank: model(x, ROUTES[route](rank)).square().mean())
+
+
+def slope_inside(net):
+    """The gradient of an input, while backward computes two blocks again."""
+
+    def part(x):
+        leaf = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net.blocks[0](leaf).sum(), leaf)
+        return net.blocks[1](net.blocks[0](x + slope))
+
+    del net.blocks[2]  # which would be waited for
+    net.forward = lambda x: net.out(recompute.checkpoint(part, x.requires_grad_()))
+
+
+def test_a_gradient_of_inputs_inside_a_second_run_ends_no_use_of_the_backward():
+    check(seeded(but(slope_inside)), stages=ON_THREE)
 
 
 # Hooks, groups, and what broke off.

@@ -271,7 +271,8 @@ class AnyModel(Wrapped):
     def close_use(self, use: Any) -> None:
         unit, idle = use.unit, set[int]()
         owed = self.backward.owed.get(unit)
-        if owed and self.backward.open_uses[unit] == 1:  # an expert, say, that this rank did not need
+        others = any(each.opened == -1 for each in unit.uses) or self.backward.open_uses[unit] > 1
+        if owed and not others:  # an expert, say, that this rank did not need
             nodes = {number: torch.autograd.graph.get_gradient_edge(unit.parameters[number]).node for number in owed}
             idle = {number for number, node in nodes.items() if not torch_private.will_write(node)}
         super().close_use(use)

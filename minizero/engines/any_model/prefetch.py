@@ -157,7 +157,9 @@ class Ahead:
         turns.append(unit)
         if self.expected[len(turns) - 1 : len(turns)] != [unit]:  # a slice: the list may be shorter
             self.expected = []  # another way than last time: learn it first
-        coming = self.expected[len(turns) :]
+        # Up to one that is whole now: whether it still is when its turn comes may differ between ranks.
+        away = lambda each: each in self.gathering or each.replica_is_stale()  # noqa: E731
+        coming = list(itertools.takewhile(away, self.expected[len(turns) :]))
         modules = [unit.module, *dict.fromkeys(each.module for each in coming if each.module is not unit.module)]
         return list(itertools.takewhile(lambda each: each.module in modules[: self.depth + 1], coming))
 

@@ -13,6 +13,7 @@ in 16 bits (ranks/combining.py). `set_gradient` makes it FP32 for the optimizer,
 lets batch norms compute in FP32.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class Unit(core.Unit):
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient: LocalGradient | None = None
+        self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # to which a backward may come
         # Only if `original` (below): a parameter's .grad of before, by number; those of the backward that runs, with
         # their counts of writes, as it began; autograd's nodes, so that hooks stay.
         self.aside: dict[int, torch.Tensor | None] = {}

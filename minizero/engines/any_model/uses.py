@@ -27,6 +27,8 @@ class Use(use.Use):
         bases = [tensor._base for tensor in outputs if tensor._base is not None]
         # If the unit will be away, attributes count, too: they may hold tensors that reach the loss.
         away = self.engine.frees_replicas and self.unit.module is not self.engine.module
+        if any(tensor.requires_grad for tensor in outputs):
+            self.unit.uses.add(self)
         self.open_with([*outputs, *bases, *(kept_in(self.unit.module) if away else ())])
 
 
