@@ -36,14 +36,14 @@ class LocalGradient:
         self.unit = unit
         self.full: Tensor | None = None
         self.places: list[Tensor] = []
-        self.written: set[int] = set()  # the places that a gradient has come to; the others are zero
+        self.written: set[int] = set()  # the places that a gradient has come to; the others become zero in the end
         self.shown: list[tuple[Any, int, Tensor | None]] = []
         self.goes_on = False  # is a sum of backwards before in it?
 
     def put(self, number: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """The gradient of parameter `number` goes to its place. dtype: of the buffer, if this put makes it."""
         if self.full is None:
-            self.full = torch.zeros(self.unit.size, dtype=dtype, device=gradient.device)
+            self.full = torch.empty(self.unit.size, dtype=dtype, device=gradient.device)
             tag(self.full, "gradients")
             self.places = self.unit.layout.views(self.full)
         if number in self.written:  # in a backward before under no_sync, or in one inside this (reentrant checkpoint)
@@ -52,10 +52,18 @@ class LocalGradient:
             self.places[number].copy_(gradient)
             self.written.add(number)
 
+    def zero_the_rest(self) -> None:
+        """What no gradient has come to is zero, and so is the padding."""
+        if self.full is not None:
+            for number in {*range(len(self.places))} - self.written:
+                self.places[number].zero_()
+            self.full[self.unit.layout.numel :].zero_()
+
     def take(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The full gradient in the unit's dtype, to be averaged. From now on only the caller holds it."""
         if self.full is None:  # unused on this rank, but perhaps not on others
             self.full = torch.zeros(self.unit.size, dtype=dtype, device=device)
+        self.zero_the_rest()
         full, self.full, self.places, self.written = self.full.to(dtype), None, [], set()
         tag(full, "gradients")
         return full
@@ -63,6 +71,7 @@ class LocalGradient:
     def show(self) -> None:
         """A backward under no_sync is over: let the shards' .grad be views of the sum so far."""
         assert self.full is not None
+        self.zero_the_rest()
         mine = self.full if self.unit.unsharded else self.unit.chunk(self.full)
         for shard, piece in zip(self.unit.shards, pieces(mine, self.unit.shards), strict=True):
             before, shard.grad = shard.grad, piece.to(shard.device)
