@@ -8,8 +8,8 @@ Python looks a method up from left to right, and `super()` goes on to the right:
 
 A stage's own file and engine.py never define the same name, so neither hides the other. What is here adds to a method
 on its right, and calls it: to a stage's own, and, so that prefetch.py knows where a pass is, to some of engine.py.
-Three take its place: DDP's `gather` rounds masters in 16 bits, its `state_dict` is PyTorch's, and Zero3's `average`
-knows hybrid sharding, prefetch and offload.
+Some take its place: DDP's `gather` rounds masters in 16 bits, what saves and loads there is PyTorch's, and Zero3's
+`average` knows hybrid sharding, prefetch and offload.
 """
 
 from collections.abc import Iterator
