@@ -274,6 +274,20 @@ def test_a_gather_that_raised_is_done_again(wrap, moment):
     exactly(run(2, once, True), run(2, once, False))
 
 
+def test_gradients_are_fp32_whatever_the_default_dtype():
+    def work(comm):
+        model, *_ = by_core(CoreZero2, copy.deepcopy(MODELS["odd"][0]), comm)
+        model(*(part.float() for part in MODELS["odd"][1](0))).backward()
+        return [shard.grad.dtype for shard in model.parameters()]
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {*run(2, work)[0]} == {torch.float32}
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("core", CORES)
 def test_a_block_under_several_names_is_one_unit(core):
     def names(comm):

@@ -9,6 +9,7 @@ Each rank has two more threads: one for all-gathers, one for reduce-scatters. Ea
 so their messages cannot mix. On a GPU each has a stream as well. A rank learns from the last pass of the same kind
 which unit comes next: the first forward and the first backward gather nothing ahead.
 
+What is frozen in a block is a unit of its own, and comes with the block: `prefetch` counts blocks.
 The price is memory: the replica of one unit more. In backward the next unit is gathered once two thirds of this unit's
 gradient have arrived: by then most of its activations are free. One reduction ends before the next unit's gradient
 begins. So the peak of stage 3 is its shards, the root, and three units: two replicas and a gradient.
@@ -70,7 +71,7 @@ class Beside:
 
 
 class Ahead:
-    """Stage 3 gathers and reduces while it computes. At most `depth` gathers are under way.
+    """Stage 3 gathers and reduces while it computes. The gathers of at most `depth` blocks are under way.
 
     Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn[False] is [0], expected
     [0, 1, 2], and following [1] until `start_following`.
@@ -157,9 +158,9 @@ class Ahead:
         turns.append(unit)
         if self.expected[len(turns) - 1 : len(turns)] != [unit]:  # a slice: the list may be shorter
             self.expected = []  # another way than last time: learn it first
+        coming = self.expected[len(turns) :]
         # Up to one that is whole now: whether it still is when its turn comes may differ between ranks.
-        away = lambda each: each in self.gathering or each.replica_is_stale()  # noqa: E731
-        coming = list(itertools.takewhile(away, self.expected[len(turns) :]))
+        coming = list(itertools.takewhile(lambda each: each in self.gathering or each.replica_is_stale(), coming))
         modules = [unit.module, *dict.fromkeys(each.module for each in coming if each.module is not unit.module)]
         return list(itertools.takewhile(lambda each: each.module in modules[: self.depth + 1], coming))
 

@@ -103,8 +103,8 @@ class Zero2(CoreZero2, AnyModel):
 class Zero3(CoreZero3, AnyModel):
     """Sharded optimizer states, gradients and parameters. More arguments, and the training loop: see `AnyModel`.
 
-    sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py). prefetch: how many units other
-    threads gather ahead (when: prefetch.py); 0 does one thing at a time. offload: keep shards, gradients and optimizer
+    sharding_factor: shard over groups of so many ranks, by default over all (hybrid.py). prefetch: how many blocks are
+    gathered ahead (prefetch.py); 0 does one thing at a time. offload: keep shards, gradients and optimizer
     states in the CPU's memory (offload.py). reshard_after_forward: False keeps what forward gathered until backward; a
     third less is sent, for 4Ψ bytes more at the peak (2Ψ in 16 bits). To compile, `torch.compile` each block before
     wrapping.
