@@ -1,5 +1,6 @@
 """Every notebook runs, is committed as executed, is small, and says nothing of the machine it ran on."""
 
+import asyncio
 import base64
 import io
 import json
@@ -7,10 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+import zmq.asyncio
 from matplotlib.figure import Figure
 from PIL import Image
 
-from notebooks.tools.run import FOLDER, execute, lighter
+from notebooks.tools.run import FOLDER, Session, execute, lighter
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # A home, a checkout, a temporary folder, an installed package: places that exist on one machine only.
@@ -35,6 +37,20 @@ def test_it_is_committed_with_its_outputs(path):
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     assert len(text) < 2**20
     assert not PLACES.search(text)
+
+
+def test_who_waits_for_a_reply_gets_it_though_a_widget_sends_meanwhile():
+    async def waits(session):
+        with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as client, context.socket(zmq.PAIR) as kernel:
+            kernel.bind("inproc://replies")
+            client.connect("inproc://replies")
+            waiting = client.recv()
+            await asyncio.sleep(0.01)  # it waits
+            kernel.send(b"a reply")
+            session.send(client, "comm_msg", {})
+            return await asyncio.wait_for(waiting, 30)
+
+    assert asyncio.run(waits(Session())) == b"a reply"
 
 
 def test_a_figure_keeps_its_size_and_its_ground_and_has_fewer_bytes():

@@ -8,11 +8,13 @@ import argparse
 import base64
 import io
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import jupyter_client
 import nbformat
-import zmq
+import zmq.asyncio
 from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from PIL import Image
@@ -23,19 +25,23 @@ FOLDER = Path(__file__).parents[1]
 PATIENCE = 1800  # for a cell: what takes longer hangs
 
 
+class Session(jupyter_client.session.Session):
+    """A message that nbclient sends for a widget could take away what wakes the client for a reply: it looks again."""
+
+    def send(self, stream, *message, **options):
+        sent = super().send(stream, *message, **options)
+        if isinstance(stream, zmq.asyncio.Socket):
+            stream.get(zmq.EVENTS)  # wakes who waits, if something has come
+        return sent
+
+
 class Manager(AsyncKernelManager):
-    """Starts a kernel, and wakes its client: on a busy machine a reply could lie in a socket, and nobody was told."""
+    """Starts a kernel with such a session. Its sockets are files: a port that was free may be another's by then."""
 
-    def client(self, **options):
-        self.listener = super().client(**options)
-        return self.listener
-
-    async def is_alive(self):
-        """nbclient asks once a second while a cell runs. To read a socket's events wakes whoever waits for them."""
-        if self.listener.channels_running:
-            for channel in (self.listener.shell_channel, self.listener.iopub_channel):
-                channel.socket.get(zmq.EVENTS)
-        return await super().is_alive()
+    def __init__(self, **options):
+        self.folder = tempfile.TemporaryDirectory()
+        super().__init__(**options, transport="ipc", ip=f"{self.folder.name}/kernel")
+        self.session = Session(parent=self)
 
 
 def execute(path, **options):
