@@ -81,8 +81,8 @@ class AnyModel(Wrapped):
     Hooks on the shards (`register_hook`, `register_post_accumulate_grad_hook`) are called with the average.
     """
 
-    inside: Comm | None = None  # the ranks that a unit is sharded over; None stands for all of `comm`
-    gather_comm: Comm | None = None  # of another thread that gathers: the loop's own collectives use `inside`
+    inside: Any = None  # a Comm, of the ranks that a unit is sharded over; None becomes all
+    ahead: Any = None  # what gathers ahead, in stage 3 (prefetch.py)
     frees_replicas = False  # does a unit's replica come and go?
     reshard_after_forward = False  # is it away between the unit's forward and its backward?
 
@@ -96,7 +96,7 @@ class AnyModel(Wrapped):
         group_by: GroupBy | None = None,
         broadcast_buffers: bool = True,
     ) -> None:
-        self.name = type(self).__name__
+        self.name, self.inside = type(self).__name__, self.inside or comm
         check_module(self.name, module, comm, dtype)
         self.dtype, self.group_by = dtype, group_by
         self.sync = True  # False under no_sync
@@ -296,7 +296,7 @@ class AnyModel(Wrapped):
 
     def reduce_next(self) -> None:
         unit = self.backward.left.pop(0)
-        self.reduce(unit, unit.gradient.take(unit.dtype, unit.everyone.device))
+        self.reduce(unit, unit.gradient.take(unit.dtype, self.comm.device))
 
     def end_backward(self) -> None:
         sends = self.backward.sends

@@ -29,9 +29,10 @@ from minizero.ranks.comm import Comm
 
 
 class Beside:
-    """Another thread, which runs one call after the other. On a GPU it has its own stream."""
+    """Another thread, which runs one call after the other. It has its own communicator, and on a GPU its own stream."""
 
     def __init__(self, comm: Comm) -> None:
+        self.comm = comm.split(lambda rank: 0)  # all of them once more
         self.thread = comm.transport.executor()
         self.stream = torch.cuda.Stream(comm.device) if comm.device.type == "cuda" else None
 
@@ -77,7 +78,7 @@ class Ahead:
     [0, 1, 2], and following [1] until `start_following`.
     """
 
-    def __init__(self, engine: Any, comm: Comm, inside: Comm, depth: int) -> None:
+    def __init__(self, engine: Any, inside: Comm, depth: int) -> None:
         self.engine = engine
         self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
@@ -86,9 +87,7 @@ class Ahead:
         self.turns: list[Unit] | None = None  # of these the list of this pass; None between passes
         self.expected: list[Unit] = []  # this pass, if it goes like the last one
         self.following: list[Unit] = []  # what comes next, until its gather has begun
-        self.gathers, self.reductions = Beside(comm), Beside(comm)
-        self.gather_comm = inside.split(lambda rank: 0)  # all of them once more: each thread has its own
-        self.reduce_comm = inside.split(lambda rank: 0)
+        self.gathers, self.reductions = Beside(inside), Beside(inside)
 
     # What the engine calls.
 

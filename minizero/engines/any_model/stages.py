@@ -127,9 +127,7 @@ class Zero3(CoreZero3, AnyModel):
         check_prefetch(prefetch)
         self.inside, self.across = inside_and_across(comm, sharding_factor)  # across: same chunk, other groups, or None
         self.offload, self.reshard_after_forward = offload, reshard_after_forward
-        self.ahead: Ahead | None = Ahead(self, comm, self.inside, prefetch) if prefetch else None
-        if self.ahead:
-            self.gather_comm = self.ahead.gather_comm
+        self.ahead = Ahead(self, self.inside, prefetch) if prefetch else None
         super().__init__(module, comm, **options)
 
     def keep(self, unit: Unit, full: torch.Tensor) -> None:
@@ -172,7 +170,7 @@ class Zero3(CoreZero3, AnyModel):
             super().reduce(unit, gradient)
 
     def average(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor:
-        inside = self.ahead.reduce_comm if self.ahead else unit.comm
+        inside = self.ahead.reductions.comm if self.ahead else unit.comm
         mine = reduce_scatter(gradient, inside, "mean", label=unit.name)
         if self.across is not None:  # a mean of means over groups of one size is the mean over all
             mine = all_reduce(mine, self.across, "mean", out=mine, label=unit.name)

@@ -34,8 +34,8 @@ def make_units(engine: Any, given: Iterable[nn.Module] | None) -> list[Unit]:
     units = []
     for (path, trains, its), named in contents.items():
         name = (path or "root") + ("" if its == dtype else " (norms)") + ("" if trains else " (frozen)")
-        inside = engine.gather_comm or engine.inside or engine.comm
-        units.append(Unit(name, chosen.get(path, module), named, engine.comm, inside, its, engine.group_by))
+        comm = engine.ahead.gathers.comm if engine.ahead else engine.inside  # of the thread that gathers
+        units.append(Unit(name, chosen.get(path, module), named, engine.comm, comm, its, engine.group_by))
     return units
 
 

@@ -21,7 +21,7 @@ from minizero.ranks.comm import Comm
 class Wrapped(Refuses):
     """The contract of DDP, Zero1, Zero2 and Zero3."""
 
-    inside: Comm | None  # the ranks that a unit is sharded over, if not all
+    inside: Comm  # the ranks that a unit is sharded over
     in_order: Sequence[Unit]  # those that train
     sync: bool  # False under no_sync
     loads_others = False  # does the module load what is neither a parameter nor a buffer?
@@ -95,7 +95,7 @@ class Wrapped(Refuses):
         norms = norms.to(self.comm.device)  # under offload they are not there
         if not self.in_order[0].unsharded:
             norms = norms.t().contiguous()
-            norms = all_gather(norms, self.inside or self.comm, label="clip_grad_norm_").t().contiguous()
+            norms = all_gather(norms, self.inside, label="clip_grad_norm_").t().contiguous()
         norm = torch.linalg.vector_norm(norms, norm_type)  # unit by unit, rank by rank: one order in every stage
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"clip_grad_norm_: the norm over all ranks is non-finite ({norm}), nothing was scaled")
@@ -118,7 +118,7 @@ class Wrapped(Refuses):
                 state[name] = broadcast(value.to(self.comm.device), self.comm, label=name)
         for unit in self.units:
             mine = unit.master.to(self.comm.device)
-            whole = mine if unit.unsharded else all_gather(mine, self.inside or self.comm, label=unit.name)
+            whole = mine if unit.unsharded else all_gather(mine, self.inside, label=unit.name)
             for parameter, view in zip(unit.parameters, unit.layout.views(whole), strict=True):
                 state |= {n: view.to(torch.float32, copy=True) for n in names[id(parameter)] if n in state}
         return state
