@@ -75,7 +75,7 @@ class Ahead:
     """Stage 3 gathers and reduces while it computes. The gathers of at most `depth` blocks are under way.
 
     Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn[False] is [0], expected
-    [0, 1, 2], and following [1] until `start_following`.
+    [1, 2], and following [1] until `start_following`.
     """
 
     def __init__(self, engine: Any, inside: Comm, depth: int) -> None:
@@ -85,7 +85,7 @@ class Ahead:
         self.reducing: tuple[Any, Unit, Callable[[], torch.Tensor]] | None = None  # in which backward
         self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # by is_backward: so far, or the last one
         self.turns: list[Unit] | None = None  # of these the list of this pass; None between passes
-        self.expected: list[Unit] = []  # this pass, if it goes like the last one
+        self.expected: list[Unit] = []  # the rest of this pass, if it goes like the last one
         self.following: list[Unit] = []  # what comes next, until its gather has begun
         self.gathers, self.reductions = Beside(inside), Beside(inside)
 
@@ -152,12 +152,11 @@ class Ahead:
         """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""
         if self.engine.backward and self.turns is not self.in_turn[True]:
             self.begin_pass(is_backward=True)
-        if (turns := self.turns) is None:  # a block is called by itself
+        if self.turns is None:  # a block is called by itself
             return []
-        turns.append(unit)
-        if self.expected[len(turns) - 1 : len(turns)] != [unit]:  # a slice: the list may be shorter
-            self.expected = []  # another way than last time: learn it first
-        coming = self.expected[len(turns) :]
+        self.turns.append(unit)
+        goes_on = self.expected[:1] == [unit]  # else it goes another way than last time, which is to be learned first
+        coming = self.expected = self.expected[1:] if goes_on else []
         # Up to one that is whole now: whether it still is when its turn comes may differ between ranks.
         coming = list(itertools.takewhile(lambda each: each in self.gathering or each.replica_is_stale(), coming))
         modules = [unit.module, *dict.fromkeys(each.module for each in coming if each.module is not unit.module)]
