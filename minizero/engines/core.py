@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 from minizero import torch_private
 from minizero.engines.layout import Layout, divide
-from minizero.engines.use import ELSE, Use, arrival, tensors_in
+from minizero.engines.use import ELSE, Use, arrival, as_tuple
 from minizero.memory import tag  # tells the memory ledger what a tensor is
 from minizero.ranks.collectives import broadcast
 from minizero.ranks.comm import Comm
@@ -226,7 +226,7 @@ class Engine(nn.Module):
 
     def begin_use(self, unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.gather(unit)
-        unit.running.append(Use(self, unit, [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]))
+        unit.running.append(Use(self, unit, [part for value in (*args, *kwargs.values()) for part in as_tuple(value)]))
 
     def end_use(self, unit: Unit, output: Any) -> None:
         use = unit.running.pop()

@@ -31,17 +31,20 @@ class Use:
     that closed it. (A graph may be gone through twice, or never.)
     """
 
-    def __init__(self, engine: Any, unit: Any, inputs: Iterable[Tensor]) -> None:
+    def __init__(self, engine: Any, unit: Any, inputs: Iterable[Any]) -> None:
         self.engine, self.unit = engine, unit
         self.began = torch_private.next_operation()  # the number that the next one will get
         self.opened = self.closed = -1
-        for tensor in inputs:
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self.close)
+        for given in inputs:
+            if isinstance(given, Tensor) and given.grad_fn is not None:
+                given.register_hook(self.close)
 
     def watch(self, output: Any) -> None:
         """The forward is over: from here on its outputs tell when backward comes."""
-        self.open_with(tensors_in(output, self.unit.name))
+        outputs = as_tuple(output)
+        if not all(isinstance(each, Tensor) for each in outputs):
+            raise TypeError(f"the unit {self.unit.name} returned neither a tensor nor a tuple of tensors: {ELSE}")
+        self.open_with(outputs)
 
     def open_with(self, tensors: Iterable[Tensor]) -> None:
         """The gradient of any of these will open the use, if the use made the tensor: a unit may return its input."""
@@ -75,9 +78,5 @@ def arrival(engine: Any, unit: Any, number: int) -> Any:
     return arrived
 
 
-def tensors_in(value: Any, name: str = "") -> list[Tensor]:
-    """The tensors of a tuple, or the one. With the name of a unit that returned it: `TypeError` if it is neither."""
-    parts = value if isinstance(value, tuple) else (value,)
-    if name and not all(isinstance(part, Tensor) for part in parts):
-        raise TypeError(f"the unit {name} returned neither a tensor nor a tuple of tensors: {ELSE}")
-    return [part for part in parts if isinstance(part, Tensor)]
+def as_tuple(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
