@@ -237,7 +237,7 @@ class AnyModel(Wrapped):
             self.passes.add("backward")
             for unit in self.in_order:
                 check_untouched(unit)
-                unit.begin_gradient()
+                unit.gradient.begin()
                 unit.note_gradients()
 
     def drop_what_raised(self) -> None:
@@ -246,7 +246,7 @@ class AnyModel(Wrapped):
             self.last_backward = None
             say_what_is_dropped(self.name, self.in_order)
             for unit in self.in_order:
-                unit.gradient = None
+                unit.gradient.drop()
 
     def arrived(self, unit: Unit, number: int) -> None:
         parameter = unit.parameters[number]
@@ -296,7 +296,7 @@ class AnyModel(Wrapped):
 
     def reduce_next(self) -> None:
         unit = self.backward.left.pop(0)
-        self.reduce(unit, unit.gradient.take(unit.dtype, self.comm.device))
+        self.reduce(unit, unit.gradient.take())
 
     def end_backward(self) -> None:
         sends = self.backward.sends
@@ -309,7 +309,7 @@ class AnyModel(Wrapped):
         self.backward.left.clear()
         super().end_backward()
         for unit in self.in_order if sends is not None else ():
-            unit.show_gradient()  # what no_sync holds
+            unit.gradient.show()  # what no_sync holds
             unit.before.clear()
 
 

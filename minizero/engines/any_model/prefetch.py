@@ -108,7 +108,7 @@ class Ahead:
 
     def before_put(self, unit: Unit) -> None:
         """One full gradient at a time, the root's aside: the last reduction ends before this gradient begins."""
-        if unit.gradient is not None and unit.gradient.full is None:
+        if unit.gradient.full is None:
             self.finish()
 
     def after_put(self, unit: Unit, owed: set[int]) -> None:

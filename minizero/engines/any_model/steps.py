@@ -48,7 +48,7 @@ def own_gradient_comes(weak: Any, _: torch.Tensor) -> None:
     unit, _ = shard.shard_of()
     if unit is not None:
         check_untouched(unit)
-        unit.own_gradient_comes()
+        unit.gradient.begin()  # autograd will add to .grad: what no_sync shows there must go away first
 
 
 def held_by(optimizer: Optimizer) -> tuple[list[nn.Parameter], dict[Unit, Any]]:

@@ -56,7 +56,7 @@ class Unit(core.Unit):
         self.group_of = [group_by(n, p) if group_by else None for n, p in parameters.items()]  # of each parameter
         self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
-        self.gradient: LocalGradient | None = None
+        self.gradient = LocalGradient(self)
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # to which a backward may come
         # Only if `original` (below): a parameter's .grad of before, by number; those of the backward that runs, with
         # their counts of writes, as it began; autograd's nodes, so that hooks stay.
@@ -114,21 +114,6 @@ class Unit(core.Unit):
 
     # The gradient.
 
-    def begin_gradient(self) -> None:
-        """A backward begins. What the shards' .grad holds, and what becomes of `gradient` (`show`, `go_on`):
-
-        None, after zero_grad()         a new one; a sum that no_sync left is dropped
-        an average of another backward  a new one; `set_gradient` adds the two
-        a view of what no_sync left     that sum goes on
-        """
-        if self.gradient is not None and self.gradient.shown:  # by no_sync
-            if all(shard.grad is None for shard in self.shards):
-                self.gradient = None
-            else:  # if this backward raises, the next forward drops the sum (engine.py)
-                self.gradient.go_on()
-        if self.gradient is None:
-            self.gradient = LocalGradient(self)
-
     def note_gradients(self) -> None:
         """A backward begins: what do the parameters have as .grad, if these are the optimizer's?"""
         its = self.parameters if self.original else []
@@ -147,21 +132,6 @@ class Unit(core.Unit):
             return now, None
         return before, now if before is None or now is None else now - before
 
-    def own_gradient_comes(self) -> None:
-        """The loss uses a shard itself, in a penalty over parameters(), so autograd will add to its .grad.
-
-        What no_sync shows there must go away first. A hook of the shard calls this (steps.py).
-        """
-        if self.gradient is not None:
-            self.begin_gradient()
-
-    def show_gradient(self) -> None:
-        """A backward is over that reduced nothing, under no_sync."""
-        if self.gradient is not None and self.gradient.full is None:  # unused on this rank
-            self.gradient = None
-        if self.gradient is not None:
-            self.gradient.show()
-
     def set_gradient(self, average: torch.Tensor, full: torch.Tensor | None = None) -> None:
         """Let the shards' .grad be the average plus what they have, and call their hooks as autograd would.
 
@@ -169,7 +139,6 @@ class Unit(core.Unit):
         zero_grad(). Nobody reads it; the memory ledger shows it. What was averaged in 16 bits becomes FP32 here, for
         the optimizer.
         """
-        self.gradient = None
         flat = average.float()
         tag(flat, "gradients")
         for shard, piece in zip(self.shards, pieces(flat, self.shards), strict=True):
