@@ -12,7 +12,6 @@ Some take its place: DDP's `gather` rounds masters in 16 bits, what saves and lo
 `average` knows hybrid sharding, prefetch and offload.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,29 +54,21 @@ class DDP(CoreDDP, AnyModel):
     # Each rank holds everything, so these work as in PyTorch's DDP, also on `module` and its parts; each rank calls
     # them by itself. In 16 bits the FP32 masters are saved and loaded: the next forward copies them to the replica.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return nn.Module.state_dict(self, *args, **kwargs)
+    state_dict, load_state_dict = nn.Module.state_dict, nn.Module.load_state_dict
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return nn.Module.load_state_dict(self, *args, **kwargs)
-
-    def masters_of(self, part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """In 16 bits: the name of each parameter that the part itself holds, and its place in the masters."""
-        masters = {
-            id(parameter): master
-            for unit in self.units
-            if unit.dtype != torch.float32
-            for parameter, master in zip(unit.parameters, unit.layout.views(unit.master), strict=True)
-        }
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in masters:
-                yield name, masters[id(parameter)]
+    def masters_of(self, part: nn.Module) -> dict[str, torch.Tensor]:
+        """In 16 bits: by name of each parameter that the part itself holds, its place in the masters."""
+        units = [unit for unit in self.units if unit.dtype != torch.float32]
+        places = [zip(unit.parameters, unit.layout.views(unit.master), strict=True) for unit in units]
+        masters = {id(parameter): master for its in places for parameter, master in its}
+        its = part.named_parameters(recurse=False, remove_duplicate=False)
+        return {name: masters[id(parameter)] for name, parameter in its if id(parameter) in masters}
 
     def part_saves(self) -> None:
         self.refresh()  # after a step in 16 bits the parameters are empty
 
     def part_saved(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        for name, master in self.masters_of(part):
+        for name, master in self.masters_of(part).items():
             if not isinstance(state.get(prefix + name), nn.Parameter):  # who asks for the parameter itself gets it
                 state[prefix + name] = master.detach().float()
 
@@ -86,7 +77,7 @@ class DDP(CoreDDP, AnyModel):
         if about.get("assign_to_params_buffers"):
             raise ValueError("DDP: assign=True would replace the parameters that the engine watches: leave it out")
         self.refresh()
-        for name, master in self.masters_of(part):
+        for name, master in self.masters_of(part).items():
             new = state.get(prefix + name)
             if new is not None and new.shape == master.shape:  # else PyTorch says so
                 master.copy_(new)
