@@ -169,7 +169,7 @@ class AnyModel(Wrapped):
 
     def refresh(self) -> None:
         """Bring replicas up to date, and make parameters views of them again: a step empties them (`mark_as_old`)."""
-        for unit in () if self.frees_replicas else self.units:
+        for unit in self.units:
             if unit.replica_is_stale() or unit.is_empty:
                 self.gather(unit)
                 unit.point_parameters_at(unit.replica)

@@ -9,7 +9,7 @@ Python looks a method up from left to right, and `super()` goes on to the right:
 A stage's own file and engine.py never define the same name, so neither hides the other. What is here adds to a method
 on its right, and calls it: to a stage's own, and, so that prefetch.py knows where a pass is, to some of engine.py.
 Some take its place: DDP's `gather` rounds masters in 16 bits, what saves and loads there is PyTorch's, and Zero3's
-`average` knows hybrid sharding, prefetch and offload.
+`average` knows hybrid sharding, prefetch and offload. Its `refresh` leaves all to `gather`.
 """
 
 from typing import Any
@@ -172,7 +172,6 @@ class Zero3(CoreZero3, AnyModel):
     def refresh(self) -> None:
         if self.ahead:
             self.ahead.begin_pass(is_backward=False)
-        super().refresh()
 
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
         if self.ahead and gradient is not None:
