@@ -82,6 +82,8 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], comm: Comm) -> None:
         self.name, self.module, self.comm = name, module, comm
         self.parameters = list(parameters.values())
+        for parameter in self.parameters:
+            parameter.grad = None  # of a backward before the module was wrapped
         self.layout = Layout(list(parameters), [p.shape for p in self.parameters], comm.size)
         self.size = self.layout.size  # elements of a flat buffer
         self.version = -1
@@ -221,7 +223,6 @@ class Engine(nn.Module):
         )
         unit.module.register_forward_hook(lambda _, __, output: self.end_use(unit, output))
         for number, parameter in enumerate(unit.parameters):
-            parameter.grad = None  # of a backward before the module was wrapped
             parameter.register_post_accumulate_grad_hook(arrival(self, unit, number))
 
     def begin_use(self, unit: Unit, args: tuple, kwargs: dict[str, Any]) -> Any:

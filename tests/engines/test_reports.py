@@ -581,3 +581,13 @@ def test_an_attribute_of_a_shard_may_be_replaced_by_a_property(monkeypatch):
         return [tuple(shard.grad.shape) for shard in model.parameters()]
 
     assert run(2, work) == [[(2,)]] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_of_before_wrapping_is_in_no_average(stage):
+    def used():
+        net = seeded(Blocks)()
+        net(vectors(9)).square().mean().backward()
+        return net
+
+    exactly(run(2, fit, stage, used, 1), run(2, fit, stage, seeded(Blocks), 1))
