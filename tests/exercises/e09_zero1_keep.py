@@ -40,7 +40,7 @@ AFTER = (
     "In FP32 the master is a view of the replica, so the optimizer's step writes into the parameters themselves. In "
     "16 bits the package cuts the master from `full`, and not from the replica, which has lost the low bits. It "
     "clones the chunk, because a view would keep all of `full` alive. `cut_shards` may make several parameters of one "
-    "chunk: with `group_by` they get options of their own, such as no weight decay. Read next: `cut` in "
+    "chunk: with `group_by` they get options of their own, such as no weight decay. Read next: `Unit.cut_shards` in "
     "minizero/engines/any_model/unit.py."
 )
 MASTER = "unit.chunk(full.data) if unit.replica is full else unit.chunk(full).clone()"

@@ -25,7 +25,7 @@ from minizero.engines import core
 from minizero.engines.any_model.gradient import LocalGradient, pieces
 from minizero.engines.any_model.guards.shards import Piece, Shard
 from minizero.engines.any_model.released import Released
-from minizero.engines.layout import Layout, pad
+from minizero.engines.layout import pad
 from minizero.memory import tag
 from minizero.ranks.comm import Comm
 
@@ -54,7 +54,6 @@ class Unit(core.Unit):
         self.kinds = [type(parameter) for parameter in self.parameters]
         self.trains = self.parameters[0].requires_grad
         self.group_of = [group_by(n, p) if group_by else None for n, p in parameters.items()]  # of each parameter
-        self.shards: list[nn.Parameter] = []
         self.groups: list[Any] = []  # of each shard
         self.gradient = LocalGradient(self)
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # to which a backward may come
@@ -101,10 +100,25 @@ class Unit(core.Unit):
             parameter.__class__ = Released
 
     def cut_shards(self) -> None:
-        """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`."""
+        """Make the optimizer's parameters from `master`: `shards`, and for each its value of `group_by`, `groups`.
+
+        A group that this rank holds nothing of has an empty shard. So a step writes to something of each on every rank,
+        and all ranks agree that the replica is old (`replica_is_stale`).
+        """
         tag(self.master, "parameters" if self.dtype == self.master.dtype else "optimizer")
         start = 0 if self.unsharded else self.comm.rank * self.master.numel()
-        self.shards, self.groups = cut(self.layout, self.group_of, self.master, start, self.trains)
+        runs: list[tuple[Any, int, int]] = []  # group, and where the run begins and ends in `master`
+        ends = [*self.layout.offsets[1:], self.size]  # the padding goes with the last parameter
+        for group, low, high in zip(self.group_of, self.layout.offsets, ends, strict=True):
+            low, high = max(low - start, 0), min(high - start, self.master.numel())
+            if low < high:  # else this rank holds nothing of the parameter
+                if runs and runs[-1][0] == group:  # one shard with the parameter before
+                    low = runs.pop()[1]
+                runs.append((group, low, high))
+        held = [group for group, *_ in runs]
+        runs += [(group, 0, 0) for group in dict.fromkeys(self.group_of) if group not in held]
+        self.groups = [group for group, *_ in runs]
+        self.shards = [nn.Parameter(self.master[low:high], requires_grad=self.trains) for _, low, high in runs]
 
     def shard_names(self) -> list[str]:
         """A name for each shard: the parameter's own (FP32 DDP), or the unit's with the group's."""
@@ -163,25 +177,3 @@ class Unit(core.Unit):
             flat = pad(torch.cat([gradient.view(-1) for gradient in gradients]), self.master.numel())
             chunks = flat.split(self.size // self.everyone.size)
             return torch.stack([torch.linalg.vector_norm(chunk, norm_type) for chunk in chunks])
-
-
-def cut(
-    layout: Layout, groups: Sequence[Any], master: torch.Tensor, start: int, trains: bool
-) -> tuple[list[nn.Parameter], list[Any]]:
-    """`master`, which begins at `start` of the flat buffer, as shards, and the group of each.
-
-    groups: of each parameter. A group that this rank holds nothing of has an empty shard. So a step writes to
-    something of each on every rank, and all ranks agree that the replica is old (`Unit.replica_is_stale`).
-    """
-    runs: list[tuple[Any, int, int]] = []  # group, and where the run begins and ends in `master`
-    ends = [*layout.offsets[1:], layout.size]  # the padding goes with the last parameter
-    for group, low, high in zip(groups, layout.offsets, ends, strict=True):
-        low, high = max(low - start, 0), min(high - start, master.numel())
-        if low < high:  # else this rank holds nothing of the parameter
-            if runs and runs[-1][0] == group:  # one shard with the parameter before
-                low = runs.pop()[1]
-            runs.append((group, low, high))
-    held = [group for group, *_ in runs]
-    runs += [(group, 0, 0) for group in dict.fromkeys(groups) if group not in held]
-    shards = [nn.Parameter(master[low:high], requires_grad=trains) for _, low, high in runs]
-    return shards, [group for group, *_ in runs]
