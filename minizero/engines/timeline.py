@@ -12,6 +12,7 @@ If a bar of communication lies under one of computation, they overlap: that is w
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,19 +31,17 @@ METHODS = ("refresh", "gather", "forward_is_over", "release", "reduce", "finish"
 def around_each_call(model: AnyModel, before: Callable[[], Any], after: Callable[..., Any]) -> Iterator[None]:
     """While the block runs, `before()` and `after(method, unit or use)` run around each call of what a stage does."""
 
-    def wrapped(name: str, method: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            before()
-            try:
-                method(*args)
-            finally:
-                after(name, *args)
-
-        return call
+    def call(name: str, method: Callable[..., None], *args: Any) -> None:
+        before()
+        try:
+            method(*args)
+        finally:
+            after(name, *args)
 
     with contextlib.ExitStack() as block:
         for name in METHODS:
-            block.enter_context(mock.patch.object(model, name, wrapped(name, getattr(model, name))))
+            called = functools.partial(call, name, getattr(model, name))
+            block.enter_context(mock.patch.object(model, name, called))
         yield
 
 
