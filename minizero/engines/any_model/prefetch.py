@@ -74,7 +74,7 @@ class Beside:
 class Ahead:
     """Stage 3 gathers and reduces while it computes. The gathers of at most `depth` blocks are under way.
 
-    Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn[False] is [0], expected
+    Say 0 1 2 was the last forward, without a root, and depth=1: at the gather of 0, in_turn["forward"] is [0], expected
     [1, 2], and following [1] until `start_following`.
     """
 
@@ -83,18 +83,18 @@ class Ahead:
         self.depth = depth
         self.gathering: dict[Unit, Callable[[], Any]] = {}  # units under way, and how to wait for them
         self.reducing: tuple[Any, Unit, Callable[[], torch.Tensor]] | None = None  # in which backward
-        self.in_turn: dict[bool, list[Unit]] = {False: [], True: []}  # by is_backward: so far, or the last one
-        self.turns: list[Unit] | None = None  # of these the list of this pass; None between passes
+        self.in_turn: dict[str, list[Unit]] = {"forward": [], "backward": []}  # in this pass so far, or in the last one
+        self.runs = ""  # which pass; "" between passes
         self.expected: list[Unit] = []  # the rest of this pass, if it goes like the last one
         self.following: list[Unit] = []  # what comes next, until its gather has begun
         self.gathers, self.reductions = Beside(inside), Beside(inside)
 
     # What the engine calls.
 
-    def begin_pass(self, is_backward: bool) -> None:
+    def begin_pass(self, kind: str) -> None:
         """A forward or a backward begins."""
-        self.expected, self.turns = self.in_turn[is_backward], []
-        self.in_turn[is_backward] = self.turns
+        self.runs = kind
+        self.expected, self.in_turn[kind] = self.in_turn[kind], []
 
     def gather(self, unit: Unit) -> None:
         """Its gather ends. In forward those of the units after it begin here, in backward in `after_put`."""
@@ -150,11 +150,11 @@ class Ahead:
 
     def what_follows(self, unit: Unit) -> list[Unit]:
         """Note this unit's turn (the first in backward begins that pass); the units after it in the last pass."""
-        if self.engine.backward and self.turns is not self.in_turn[True]:
-            self.begin_pass(is_backward=True)
-        if self.turns is None:  # a block is called by itself
+        if self.engine.backward and self.runs != "backward":
+            self.begin_pass("backward")
+        if not self.runs:  # a block is called by itself
             return []
-        self.turns.append(unit)
+        self.in_turn[self.runs].append(unit)
         goes_on = self.expected[:1] == [unit]  # else it goes another way than last time, which is to be learned first
         coming = self.expected = self.expected[1:] if goes_on else []
         # Up to one that is whole now: whether it still is when its turn comes may differ between ranks.

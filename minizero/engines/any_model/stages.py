@@ -171,7 +171,7 @@ class Zero3(CoreZero3, AnyModel):
 
     def refresh(self) -> None:
         if self.ahead:
-            self.ahead.begin_pass(is_backward=False)
+            self.ahead.begin_pass("forward")
 
     def bring(self, unit: Unit, number: int, gradient: torch.Tensor | None) -> None:
         if self.ahead and gradient is not None:
@@ -186,10 +186,10 @@ class Zero3(CoreZero3, AnyModel):
             for unit in [*self.ahead.gathering]:  # which this forward did not use
                 self.release(unit)
             if self.backward is None:  # else this is a second run, and the backward goes on
-                self.ahead.turns = None
+                self.ahead.runs = ""
 
     def finish(self) -> None:
         if self.ahead:
             self.ahead.start_following()
             self.ahead.finish()
-            self.ahead.turns = None
+            self.ahead.runs = ""
