@@ -11,8 +11,9 @@ A *use* of a unit is one forward of its module, and the backward of that (use.py
     5  close_use      backward comes to what made a unit's input         release (3)
     6  end_backward   backward is over                                   release all (3)
 
-The root's use is around all others, so it stays whole from forward to backward. Row 5 does not come if no operation
-made the input, as that of the model, or if it is in a list: then row 6 releases.
+In forward the root's use is around all others. Its backward begins as soon as forward is over, so it stays whole
+between. Row 5 does not come if no operation made the input, as that of the model, or if it is in a list: then row 6
+releases.
 
 All ranks reduce their units in one order, so that their collectives meet: the last block first, the root last. A unit
 whose gradients come too early waits for its turn.
@@ -25,14 +26,14 @@ part of the average. `Unit.set_gradient` adds the old .grad of the unit's shard,
 `reduce` returns, the buffer is freed. After backward the optimizer steps the shard, which is a part of the replica. The
 unit's next use gathers the other parts. (n = 8, N = 4: a buffer of 32 bytes, 24 sent, 8 left.)
 
-The core trains in FP32; communication and computation take turns. Its limits:
+The core trains in FP32; communication and computation take turns. Its limits, two lists:
 
     refused, with the reason                           not seen: wrong without a word
     a parameter that is frozen or not FP32             the module is moved (`to`) or saved (`state_dict`)
     a buffer                                           a unit's output is written to in place
     a unit returns no tensor and no tuple of these     a unit calls itself
     a parameter gets no gradient, or a second one      a step comes between forward and backward
-    a gradient comes while its unit is not in use      an optimizer writes by a fused kernel, and tells nobody
+    a gradient outside of its unit's use: a penalty    an optimizer writes by a fused kernel, and tells nobody
                                                        a loop takes a shard for a parameter: its shape, its norm
                                                        the module's parameters are read outside of a forward
 
@@ -68,10 +69,10 @@ class Unit:
     module: whose forward uses the unit. comm: the ranks that share it, here all. shards: what the optimizer steps, here
     one, with the memory of `master`. running: its uses whose forward runs now.
 
-    PyTorch counts the writes to a tensor, in `_version`. A view, or a parameter made of the tensor, shares its count.
-    What `.data` gives has the same memory, and a count of its own. So the optimizer's steps count for `master`, and
-    gathers into the replica do not. version: the count of `master` that the replica was made from, say 3. A step
-    makes the count 4: the replica is old. -1: the replica is away.
+    version: tells whether the replica is old. PyTorch counts the writes to a tensor, in `_version`. A parameter made of
+    `master`, the shard, shares its count. Say it is 3 when the replica is made, so version is 3. A step makes it 4: the
+    replica is old. -1: the replica is away. What `.data` gives has the same memory, and a count of its own: so a gather
+    is no write to the shard. (If it were, a penalty on the shard, computed before it, would fail in backward.)
     """
 
     dtype = torch.float32  # of the replica
@@ -135,8 +136,7 @@ class Backward:
     yet. gradients: by unit, its flat buffer, (size,), once one has come. open_uses: by unit, how many uses backward is
     inside of. buckets: in DDP, the gradients that wait for more (ddp.py).
 
-    If a backward raises, autograd does not call `end_backward`. But it drops the object that it was to call, and nobody
-    else holds that one. at_end: a weak reference to it. It is dead when this backward has raised, or is over.
+    at_end: a weak reference to what only autograd holds, and only while this backward runs (`Engine.begin_backward`).
     """
 
     def __init__(self, in_order: Sequence[Unit], at_end: weakref.ref) -> None:
@@ -165,7 +165,7 @@ class Backward:
 class Engine(nn.Module):
     """A module whose parameters live in the flat buffers of units. Base of CoreDDP, CoreZero1, CoreZero2, CoreZero3.
 
-    blocks: modules of it, each to be a unit. If forward has another order than the module, gradients wait.
+    blocks: modules of it, each to be a unit. If forward has another order than `named_modules`, gradients wait.
     """
 
     def __init__(self, module: nn.Module, comm: Comm, blocks: Iterable[nn.Module] | None) -> None:
@@ -246,8 +246,8 @@ class Engine(nn.Module):
     def backward(self) -> Any:
         """The `Backward` that runs, or None.
 
-        One that raised is none. Shards may have got averages from it: call zero_grad(). Units that it left whole are
-        released after their next use.
+        One that raised is none. Its buffers stay until the next one. Shards may have got averages from it: call
+        zero_grad(). Units that it left whole are released after their next use.
         """
         return self.last_backward if self.last_backward and self.last_backward.runs() else None
 
@@ -258,7 +258,9 @@ class Engine(nn.Module):
 
     def begin_backward(self) -> None:
         if self.backward is None:
-            end = self.end_backward  # a new object. Only autograd will hold it, and drop it if this backward raises
+            # Each `self.end_backward` is a new object, a bound method. Only autograd holds this one: until it is called
+            # at the end, or backward raises. Then the weak reference is dead.
+            end = self.end_backward
             self.last_backward = Backward(self.in_order, weakref.ref(end))
             torch_private.call_at_end_of_backward(end)
 

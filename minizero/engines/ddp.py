@@ -6,8 +6,8 @@
 Each rank computes on its own part of the batch, and since all start from the same parameters
 and apply the same averaged gradient, they stay the same without ever being sent.
 A bucket, the gradients of several units in one message, is a second copy of them, of BUCKET_BYTES
-and a unit at most. PyTorch's `gradient_as_bucket_view` saves that copy; here numbers would then be
-added in another order than in ZeRO.
+and a unit at most. PyTorch's `gradient_as_bucket_view` saves that copy; here `reduce` says what it
+would cost.
 Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
 
@@ -37,10 +37,11 @@ class CoreDDP(Engine):
             if sum(g.nbytes for _, g in bucket) < BUCKET_BYTES and unit is not self.in_order[-1]:
                 continue  # it waits for the next unit
             del buckets[dtype]
-            # A gradient is N rows here, of which row r is its chunk r. Side by side they make the message. Say N = 2:
+            # A ring adds up chunk r from rank r+1 on, to rank r (collectives.py). If units lay end to end here, numbers
+            # would come to other chunks than in the other stages, and their sums would round otherwise. So a gradient
+            # is N rows here, its chunks, and the rows are joined. Say N = 2:
             #     row 0    chunk 0 of unit B | chunk 0 of unit A    this is chunk 0 of the message
             #     row 1    chunk 1 of unit B | chunk 1 of unit A    this is chunk 1
-            # A ring sums chunk r from rank r+1 on (collectives.py), so each number in the order of the other stages.
             by_rank = [g.view(self.comm.size, -1) for _, g in bucket]
             rows = torch.cat(by_rank, dim=1)
             tag(rows, "gradients")

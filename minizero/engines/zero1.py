@@ -36,5 +36,5 @@ class CoreZero1(Engine):
     def reduce(self, unit: Unit, gradient: torch.Tensor) -> None:
         mine = unit.chunk(gradient)
         reduce_scatter(gradient, self.comm, "mean", out=mine, label=unit.name)
-        # The other chunks are of no use to this rank. Stage 1 keeps them until zero_grad(), as DDP does.
+        # `mine` is a view, so the whole buffer stays until zero_grad(), as in DDP. The rest of it is of no use here.
         unit.set_gradient(mine, full=gradient)

@@ -48,8 +48,8 @@ class Unit:
     def release(self) -> None:
         """Free the memory. The tensors stay, empty, also those that autograd saved; the next `gather` fills them.
 
-        Autograd does not take that for a change: a parameter set by `.data =`, as by vector_to_parameters, counts its
-        own writes.
+        Autograd counts the writes to a tensor that it saved, and refuses it if there are any. But a parameter set by
+        `.data =`, as by vector_to_parameters, has a count of its own: what `gather` writes to `replica` is not in it.
         """
         self.replica.untyped_storage().resize_(0)
 
@@ -72,11 +72,10 @@ def watch(unit: Unit, module: nn.Module, stays: bool) -> None:
             raise RuntimeError(
                 f"{unit.name}: only {len(came)} of its parameters got a gradient in backward: use Zero3 (or it raised)"
             )
-        unit.release()  # the root may be whole, and old: see 2
+        unit.release()  # a root that no backward has released (see 2) is whole, and the optimizer may have stepped
         unit.gather()
 
-    # 2. It ends. Other units compute before this one is needed again. The root stays, if a backward can follow. (If
-    # none does, the root is whole when the next forward begins, and the optimizer may have stepped.)
+    # 2. It ends. Other units compute before this one is needed again. The root stays, if a backward can follow.
     def forward_ends(_: nn.Module, __: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(output_has_gradient)
