@@ -32,7 +32,8 @@ class Hooks:
         if optimizer is not None:
             self._find_states()  # those from before
             self.handles.append(optimizer.register_step_pre_hook(lambda *_: self.position.turn_step(True)))
-            self.handles.append(optimizer.register_step_post_hook(lambda *_: self._after_step()))
+            self.handles.append(optimizer.register_step_post_hook(self._find_states))  # a first step makes them
+            self.handles.append(optimizer.register_step_post_hook(lambda *_: self.position.turn_step(False)))
 
     def remove(self) -> None:
         """Leave model and optimizer as they were."""
@@ -72,7 +73,8 @@ class Hooks:
                 if tensor is not None:
                     self.recorder.claim(tensor, "parameters", unit.name.removesuffix(" (frozen)"))
 
-        self.handles.append(model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True))
+        self.handles.append(model.register_forward_pre_hook(lambda *_: self.position.enter_forward(), prepend=True))
+        self.handles.append(model.register_forward_pre_hook(lambda *_: self.look_again(), prepend=True))  # runs first
 
     def _watch_own(self, path: str, module: nn.Module, *_: Any) -> None:
         for parameter in module._parameters.values():
@@ -96,7 +98,7 @@ class Hooks:
         if parameter.grad is not None:  # an engine's own hook may have taken it away
             self.recorder.claim(parameter.grad, "gradients", self.owner[parameter])
 
-    def _find_states(self) -> None:
+    def _find_states(self, *_: Any) -> None:
         assert self.optimizer is not None
         for parameter, state in self.optimizer.state.items():
             at_host = getattr(parameter.untyped_storage(), "category", None) == "host"
@@ -104,11 +106,3 @@ class Hooks:
                 for tensor in value if isinstance(value, list | tuple) else [value]:  # L-BFGS has lists
                     category = "host" if at_host else "optimizer"
                     self.recorder.claim(tensor, category, self.owner.get(parameter, ""))
-
-    def _before_forward(self) -> None:
-        self.look_again()
-        self.position.enter_forward()
-
-    def _after_step(self) -> None:
-        self._find_states()  # a first step makes them
-        self.position.turn_step(False)

@@ -123,18 +123,6 @@ class Recorder(Watcher):
             return
         self.follow(storage)  # it has a record if the operator returned one of its inputs
 
-    def _record(self, storage: torch.UntypedStorage) -> Record:
-        tape = self.tape
-        # `tape.append` is the callback: at its death, in whatever thread, the record writes itself on the tape again.
-        record = self.records[storage_id(storage)] = Record(storage, tape.append)
-        record.first_size = record.size = storage.nbytes()
-        record.category = getattr(storage, "category", None)
-        position = self.position
-        record.phase = position.phase
-        record.module = position.running[-1]
-        tape.append(record)
-        return record
-
     def _known(self, storage: torch.UntypedStorage) -> Record | None:
         record = self.records.get(storage_id(storage))
         # The record of a dead storage is of another one, which had this address before.
@@ -153,7 +141,18 @@ class Recorder(Watcher):
 
     def follow(self, storage: torch.UntypedStorage) -> Record:
         """The record of a storage, which is made now if there is none."""
-        return self._known(storage) or self._record(storage)
+        if (known := self._known(storage)) is not None:
+            return known
+        tape = self.tape
+        # `tape.append` is the callback: at its death, in whatever thread, the record writes itself on the tape again.
+        record = self.records[storage_id(storage)] = Record(storage, tape.append)
+        record.first_size = record.size = storage.nbytes()
+        record.category = getattr(storage, "category", None)
+        position = self.position
+        record.phase = position.phase
+        record.module = position.running[-1]
+        tape.append(record)
+        return record
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage may have another size now. It is followed from now on if it was not before."""

@@ -41,7 +41,12 @@ def snapshot(tape: Tape, start: int = 0) -> bytes:
                 alive[id(record)] = {"action": "alloc", "addr": top, "size": size, "stream": 0, **why}
                 trace.append(alive[id(record)])
                 top += size
-    whole = {"segments": [segment([*alive.values()], top)], "device_traces": [[*trace, LAST]]}
+    # One piece of the card with all addresses. They only grow, so each allocation is a block of its own.
+    held = {event["addr"] for event in alive.values()}
+    blocks = [block(event, event["addr"] in held) for event in trace if event["action"] == "alloc"]
+    sizes = {"total_size": top - BASE, "allocated_size": sum(event["size"] for event in alive.values())}
+    segment = {"device": 0, "address": BASE, "stream": 0, "segment_pool_id": (0, 0), "frames": [], "blocks": blocks}
+    whole = {"segments": [segment | sizes], "device_traces": [[*trace, LAST]]}
     return pickle.dumps(whole, protocol=4)  # the viewer refuses 5, which is Python 3.14's own choice
 
 
@@ -53,13 +58,8 @@ def told(category: str, module: str, operator: str, phase: str, shape: Any, line
     return {"category": category, "frames": [frame], "user_metadata": {key: word for key, word in text.items() if word}}
 
 
-def segment(alive: list[dict[str, Any]], top: int) -> dict[str, Any]:
-    """One piece of the card with all addresses, up to `top`: what is alive in the end, and between it what is free."""
-    blocks, at = [], BASE
-    for addr, size, frames in [*((event["addr"], event["size"], event["frames"]) for event in alive), (top, 0, [])]:
-        free = {"address": at, "size": addr - at, "requested_size": 0, "state": "inactive", "frames": []}
-        held = {"address": addr, "size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
-        blocks += [block for block in (free, held) if block["size"]]
-        at = addr + size
-    place = {"device": 0, "address": BASE, "stream": 0, "segment_pool_id": (0, 0), "frames": [], "blocks": blocks}
-    return place | {"total_size": top - BASE, "allocated_size": sum(event["size"] for event in alive)}
+def block(event: dict[str, Any], active: bool) -> dict[str, Any]:
+    """The place of an allocation in the end."""
+    state = "active_allocated" if active else "inactive"
+    size, frames = event["size"], event["frames"]
+    return {"address": event["addr"], "size": size, "requested_size": size, "state": state, "frames": frames}
