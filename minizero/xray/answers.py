@@ -23,7 +23,7 @@ from minizero.xray.places import lent
 
 
 class Quiet:
-    """A stream, an event, a device's context: it does nothing."""
+    """A stream, an event, a device's context, a call without a result: it does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -48,12 +48,9 @@ class OneProcess(nn.Module):
         self.buckets = [torch.empty_like(parameter, requires_grad=False) for parameter in trained]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
         return self.module(*args, **kwargs)
 
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        """Nothing is sent anyway."""
-        return contextlib.nullcontext()
+    no_sync = contextlib.nullcontext  # nothing is sent anyway
 
 
 def on_card(dtype: torch.dtype, *given: Any) -> torch.Tensor:
@@ -68,15 +65,14 @@ def class_calling(function: Callable[..., Any]) -> type:
     return type("", (), {"__new__": lambda _, *args, **kwargs: function(*args, **kwargs)})
 
 
-# Names of torch.cuda: what does nothing and returns nothing; what returns a number of bytes; classes that do nothing.
-NOTHING = """set_device manual_seed manual_seed_all seed seed_all init ipc_collect set_stream
+# Names of torch.cuda and of torch.distributed: what does nothing; what returns a number of bytes.
+QUIET = """Event Stream stream device device_of current_stream default_stream set_stream
+set_device manual_seed manual_seed_all seed seed_all init ipc_collect
 reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats
 set_per_process_memory_fraction"""
+QUIET_GROUP = "destroy_process_group barrier all_reduce broadcast"
 NO_BYTES = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved utilization"
-CLASSES = "Event Stream stream device device_of"
-GROUP = "destroy_process_group barrier all_reduce broadcast"
-TENSORS = {"Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Double": torch.float64}
-TENSORS |= {"Long": torch.int64, "Int": torch.int32, "Byte": torch.uint8, "Bool": torch.bool}
+TENSORS = "FloatTensor HalfTensor BFloat16Tensor DoubleTensor LongTensor IntTensor ByteTensor BoolTensor"
 
 
 def table(card: str) -> dict[Any, dict[str, Any]]:
@@ -84,16 +80,16 @@ def table(card: str) -> dict[Any, dict[str, Any]]:
     gpu, memory, name = GPUS[card], int(GPUS[card].usable * 2**30), f"NVIDIA {card}"
     about = SimpleNamespace(name=name, total_memory=memory, multi_processor_count=gpu.processors)
     about.major, about.minor = gpu.capability
-    of_card = {"is_available": True, "device_count": 1, "synchronize": None, "empty_cache": None}
-    cuda: dict[str, Any] = of_card | dict.fromkeys(NOTHING.split()) | dict.fromkeys(CLASSES.split(), Quiet)
-    cuda |= dict.fromkeys(NO_BYTES.split(), 0)
-    cuda |= {"current_device": 0, "is_initialized": True, "current_stream": Quiet, "default_stream": Quiet}
+    of_card = {"is_available": True, "device_count": 1, "synchronize": Quiet, "empty_cache": Quiet}
+    cuda: dict[str, Any] = of_card | dict.fromkeys(QUIET.split(), Quiet) | dict.fromkeys(NO_BYTES.split(), 0)
+    cuda |= {"current_device": 0, "is_initialized": True}
     cuda |= {"get_device_name": name, "get_device_properties": about, "get_device_capability": gpu.capability}
     cuda |= {"is_bf16_supported": gpu.capability >= (8, 0), "get_arch_list": [gpu.kind]}
     cuda |= {"mem_get_info": (memory, memory), "memory_summary": "", "memory_stats": Counter()}
-    cuda |= {f"{kind}Tensor": class_calling(functools.partial(on_card, dtype)) for kind, dtype in TENSORS.items()}
+    dtypes = {name: getattr(torch, name).dtype for name in TENSORS.split()}
+    cuda |= {name: class_calling(functools.partial(on_card, dtype)) for name, dtype in dtypes.items()}
     started = [torch.distributed.is_available() and torch.distributed.is_initialized()]
-    group: dict[str, Any] = dict.fromkeys(GROUP.split())
+    group: dict[str, Any] = dict.fromkeys(QUIET_GROUP.split(), Quiet)
     group |= {"init_process_group": lambda *_, **__: started.append(True), "is_initialized": lambda: any(started)}
     group |= {"get_rank": 0, "get_world_size": 1, "get_backend": "nccl"}
     return {

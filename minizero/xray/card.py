@@ -109,7 +109,7 @@ def backend(card: Gpu, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: 
     return "efficient" if efficient and (half or q.dtype == torch.float32) else "math"
 
 
-def attention(
+def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False, **options: Any
 ) -> Tensor:
     """F.scaled_dot_product_attention as on a card. Each kernel wants its inputs in its own way."""
@@ -124,13 +124,11 @@ def attention(
             dtype = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}.get(q.dtype, str(q.dtype))
             here.notes.add(f"Attention: {dtype} {why} has no fused kernel on this card: each layer keeps its scores.")
         return ATTENTION[kind](q, k, v, mask, p, causal, None, scale=scale, enable_gqa=gqa)[0]
-    if kind == "cudnn":
-        return ATTENTION[kind](q, k, v, mask, trains, p, causal, False, scale=scale)[0]
     if kind == "flash":
         d = q.shape[-1]
         q, k, v = (F.pad(x, (0, -d % 8)) if d % 8 else x for x in (q, k, v))
         return ATTENTION[kind](q, k, v, p, causal, False, scale=scale or d**-0.5)[0][..., :d]
-    if mask is not None:
+    if kind == "efficient" and mask is not None:
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):  # rows begin at multiples of 8
             mask = F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
         mask = mask.expand(*q.shape[:3], k.shape[2])
@@ -153,11 +151,7 @@ def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: flo
         return F.layer_norm(x, shape, weight)
 
 
-OPERATORS: dict[str, Callable[..., Tensor]] = {
-    "scaled_dot_product_attention": attention,
-    "dropout": dropout,
-    "rms_norm": rms_norm,
-}
+OPERATORS = scaled_dot_product_attention, dropout, rms_norm
 
 # Autocast. What CUDA's list has and the CPU's has not is cast up to FP32, but for these.
 
@@ -240,11 +234,6 @@ def of_sum(card: Gpu, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> int:
     return 4 * columns * pieces * width * vector if pieces > 1 else 0
 
 
-def of_attention(card: Gpu, grad: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
-    """The gradient of the queries is summed in FP32. For cuDNN that is a guess."""
-    return math.prod(q.shape[:2]) * (-(-q.shape[2] // 128) * 128) * (q.shape[3] + 1) * 4
-
-
 def of_embedding(card: Gpu, grad: Tensor, indices: Tensor, words: int, *_: Any) -> int:
     """The indices are sorted, and rows of one word are summed ten at a time."""
     n = indices.numel()
@@ -257,8 +246,10 @@ SCRATCH: dict[str, Callable[..., int]] = {
     "aten._safe_softmax.default": lambda card, x, *_: x.numel(),  # which scores are -inf: a byte each
     "aten.embedding_dense_backward.default": of_embedding,
 }
-for kind in ("efficient", "flash", "cudnn"):
-    SCRATCH[f"aten._scaled_dot_product_{kind}_attention_backward.default"] = of_attention
+for kind in ("efficient", "flash", "cudnn"):  # the gradient of the queries is summed in FP32; for cuDNN that is a guess
+    SCRATCH[f"aten._scaled_dot_product_{kind}_attention_backward.default"] = lambda card, grad, q, *_, **__: (
+        math.prod(q.shape[:2]) * (-(-q.shape[2] // 128) * 128) * (q.shape[3] + 1) * 4
+    )
 
 
 class Scratch(Watcher):
@@ -282,8 +273,8 @@ def as_on(card: str | None, notes: set[str]) -> Iterator[None]:
         return lambda *args, **kwargs: (kernel if here.card else operator.decompose)(*args, **kwargs)
 
     with torch_private.lent_kernels() as lend, warnings.catch_warnings(action="ignore"):  # that they are overridden
-        for name, kernel in OPERATORS.items():
-            lend(name, in_thread(getattr(aten, name).default, kernel), "AutogradCPU")
+        for kernel in OPERATORS:
+            lend(kernel.__name__, in_thread(getattr(aten, kernel.__name__).default, kernel), "AutogradCPU")
         for operator, on_a_card, on_a_cpu in list(rules()):
             lend(operator, with_rules(operator, on_a_card, on_a_cpu), "AutocastCPU", with_keyset=True)
         room = workspace(card)

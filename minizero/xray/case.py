@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import sys
 import threading
 import traceback
@@ -218,7 +219,7 @@ def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, c
     return Case(model, inputs, own[0] if own else optimizer, card)
 
 
-# What PyTorch says, by a part of its text or by its type; in our words. {operator}: which one it is about.
+# What PyTorch says, by parts of its text or by its type; in our words. {operator}: which one it is about.
 KNOWN = {
     "DataDependentOutputException": "it looks at a tensor's value ({operator}), and a fake tensor has none",
     "DynamicOutputShapeException": "a shape depends on a tensor's values ({operator}), and a fake tensor has none",
@@ -226,9 +227,8 @@ KNOWN = {
     "SparseTensorImpl": SPARSE,  # of which there is no copy without numbers
     "torch/distributed/": SHARDED,
     "Couldn't swap": "it moves a model in step(): a Trainer's train(), or .to(): move it in make(), and run one step",
-    "dummy base class": "it uses a part of torch.cuda that is not answered here, such as graphs: leave that line out",
-    "not compiled with CUDA": "it uses a part of torch.cuda that is not answered here: leave that line out",
-    "CUDA error": "it uses a part of torch.cuda that is not answered here: leave that line out",
+    "dummy base class|not compiled with CUDA|CUDA error": "it uses a part of torch.cuda that is not answered here, "
+    "such as graphs: leave that line out",
     "data_ptr": "a kernel that is not PyTorch's wants numbers (Triton, flash-attn, xformers): take PyTorch's attention",
     "does not require grad and": "no gradient goes from its loss to a parameter: all are frozen, or a checkpoint with "
     "use_reentrant=True has an input without one: try use_reentrant=False, or model.enable_input_require_grads()",
@@ -248,7 +248,7 @@ def reason(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = frames[-1].filename if frames and "<" not in frames[-1].filename else ""
     about = f"{type(error).__name__} {first} {where.replace(os.sep, '/')}"
-    words = next((ours for part, ours in KNOWN.items() if part in about), "{first}")
+    words = next((ours for parts, ours in KNOWN.items() if re.search(parts, about)), "{first}")
     words = words.format(operator=getattr(error, "func", ""), first=first)
     lines = [frame for frame in frames if is_users(frame.filename)]
     return words + (f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})" if lines else "")

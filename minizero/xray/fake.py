@@ -271,10 +271,8 @@ def pretend() -> Iterator[Pretend]:
 
 def grouped_products(a: Tensor, b: Tensor, offsets: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
     """One matrix product for each expert. The fake kernel wants BF16, as a GPU's does; the CPU's takes FP32."""
-    if a.dim() == b.dim() == 2:
-        return a.new_empty(offsets.shape[0], a.shape[0], b.shape[1])
-    rows = (a.shape[0], a.shape[1]) if a.dim() == b.dim() == 3 else (a.shape[-2] if a.dim() == 2 else a.shape[1],)
-    return a.new_empty(*rows, b.shape[-1])
+    experts = () if a.dim() != b.dim() else (a.shape[0] if a.dim() == 3 else offsets.shape[0],)
+    return a.new_empty(*experts, a.shape[-2], b.shape[-1])
 
 
 def reduced_in_place(x: Tensor, y: Tensor, *options: Any) -> Tensor:

@@ -26,12 +26,6 @@ def with_caches(module: nn.Module) -> list[Any]:
     return [config for config in configs if getattr(config, "use_cache", False)]
 
 
-def switch_caches_off(module: nn.Module) -> None:
-    """Set `use_cache` to False in each configuration inside."""
-    for config in with_caches(module):
-        config.use_cache = False
-
-
 def masks_as_for_real() -> contextlib.AbstractContextManager:
     """Answer "no" for a batch of packed sequences: the library looks at real tensors, and assumes it of fake."""
     if (masks := sys.modules.get("transformers.masking_utils")) is None:
@@ -162,13 +156,13 @@ class Quantized(nn.Module):
 
 
 def quantize(model: nn.Module, bits: int, rank: int = 0) -> int:
-    """Put a `Quantized` in the place of each frozen linear layer but the head; returns how many there were."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()  # type: ignore[operator]
-    words = {table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)}
+    """Put a `Quantized` in the place of each frozen linear layer but the head; returns how many there were.
+
+    The head is what makes a number for each word.
+    """
+    words = max((table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)), default=0)
     linear = [(path, layer) for path, layer in model.named_modules() if type(layer) is nn.Linear]
-    if head is None:
-        linear = [each for each in linear if each[1].out_features not in words]
-    frozen = [each for each in linear if each[1] is not head and not each[1].weight.requires_grad]
+    frozen = [each for each in linear if each[1].out_features != words and not each[1].weight.requires_grad]
     for path, layer in frozen:
         model.set_submodule(path, Quantized(layer, bits, rank))
     return len(frozen)

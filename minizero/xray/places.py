@@ -243,12 +243,6 @@ def to(before: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any)
     return before(tensor, **options) if options else tensor
 
 
-def pinned(before: Any, tensor: Tensor, *_: Any) -> Tensor:
-    """`Tensor.pin_memory`: a copy on the host."""
-    with having(making=HOST):
-        return tensor.clone() if here.marks else tensor
-
-
 def deep_copy(before: Any, tensor: Tensor, memo: Any) -> Tensor:
     """`copy.deepcopy`, which copies a storage without an operator."""
     put(copied := before(tensor, memo), place_of(tensor))
@@ -262,7 +256,7 @@ def moves() -> contextlib.AbstractContextManager:
         (Tensor, "to", to),
         (Tensor, "cpu", lambda before, x, *_, **__: to(plain, x, HOST)),
         (Tensor, "cuda", lambda before, x, device=0, *_, **__: to(plain, x, 0 if device is None else device)),
-        (Tensor, "pin_memory", pinned),
+        (Tensor, "pin_memory", lambda before, x, *_: moved(x, HOST) if here.marks else x),
         (Tensor, "__deepcopy__", deep_copy),
         (Tensor, "record_stream", lambda before, x, *_: None),
     )

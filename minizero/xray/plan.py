@@ -16,7 +16,7 @@ from minizero.engines.any_model.units import repeated_blocks
 from minizero.ranks.comm import Comm
 from minizero.recompute import Checkpointed
 from minizero.xray.head import LossInChunks
-from minizero.xray.hugging_face import quantize, switch_caches_off
+from minizero.xray.hugging_face import quantize, with_caches
 from minizero.xray.scores import WithoutScores
 
 
@@ -49,7 +49,8 @@ class Plan:
         if self.four_bit and not quantize(module, 4):
             raise ValueError("it trains all its matrices: only those that are frozen, as under LoRA, can be in 4 bits")
         if self.recompute:
-            switch_caches_off(module)
+            for config in with_caches(module):
+                config.use_cache = False
             recompute_blocks(module)
         if self.stage is None and self.dtype is None:
             return module
@@ -60,8 +61,8 @@ class Plan:
     @property
     def needs_its_loop(self) -> bool:
         """Does it change the loop itself, so that the user's own cannot be run?"""
-        other_optimizer = self.momentum or self.eight_bit
-        return self.stage is not None or self.dtype is not None or self.micro_batches > 1 or other_optimizer
+        engine = self.stage is not None or self.dtype is not None
+        return engine or self.micro_batches > 1 or self.momentum or self.eight_bit
 
     def optimizer(self, given: Any, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of `model`. given: the user's, of the module inside, or a function of the parameters."""

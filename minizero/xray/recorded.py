@@ -18,6 +18,7 @@ What dies in its phase is temporary. What is older than the record has no stack,
 
 import bisect
 import collections
+import itertools
 import pickle
 import re
 from pathlib import Path, PureWindowsPath
@@ -40,7 +41,8 @@ SCRIPT = {"<module>", "_bootstrap"}  # where a script begins, and a thread or pr
 OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]")
 LIBRARY = re.compile(r"(packages|pytorch)[/\\]torch[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\](?!(site|dist)-packages)")
 WORKSPACE = re.compile(r"Workspace|B[Ll][Aa][Ss]Handle")  # in which cuBLAS computes, and which PyTorch keeps
-RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}  # bytes
+ALLOCATES = {"alloc": 1, "free_completed": -1}  # bytes
+RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 
 class PlainData(pickle.Unpickler):
@@ -95,23 +97,32 @@ def line_of(frames: list[Event]) -> str:
 
 
 def older(trace: list[Event], segments: list[Event]) -> list[Event]:
-    """Events that allocate what is older than a trace: what is freed in it, or held in the end, and not made in it."""
-    alive, found = set[int](), list[Event]()
-    for event in trace:
-        if event["action"] == "alloc":
-            alive.add(event["addr"])
-        elif event["action"] == "free_completed" and event["addr"] in alive:
-            alive.remove(event["addr"])
-        elif event["action"] == "free_completed":
-            found.append(event | {"action": "alloc", "frames": []})
+    """Events that allocate what is older than a trace: going backwards from what is held in the end, what is left."""
+    held: dict[int, Event] = {}
     for part in segments:
         address = part["address"]
         for block in part["blocks"]:
-            if block["state"] == "active_allocated" and address not in alive:
+            if block["state"] == "active_allocated":
                 asked, frames = block.get("requested_size", block["size"]), block.get("frames", [])
-                found.append({"action": "alloc", "addr": address, "size": asked, "stream": 0, "frames": frames})
+                held[address] = {"addr": address, "size": asked, "stream": 0, "frames": frames}
             address += block["size"]
-    return found
+    for event in reversed(trace):
+        if event["action"] == "free_completed":
+            held[event["addr"]] = event | {"frames": []}
+        elif event["action"] == "alloc":
+            held.pop(event["addr"], None)
+    return [event | {"action": "alloc"} for event in held.values()]
+
+
+def deaths(trace: list[Event]) -> dict[int, int]:
+    """Where each allocation is freed, by its place in a trace; what is never freed dies at the trace's end."""
+    alive, dies = dict[int, int](), dict[int, int]()  # alive: by address
+    for at, event in enumerate(trace):
+        if event["action"] == "alloc":
+            alive[event["addr"]], dies[at] = at, len(trace)
+        elif event["action"] == "free_completed":
+            dies[alive.pop(event["addr"])] = at
+    return dies
 
 
 class Recorded:
@@ -138,24 +149,10 @@ class Recorded:
         if not any(event.get("frames") for event in self.trace):
             raise ValueError("no allocation in it has a stack")
         self.turns = [at for at in range(1, len(phases)) if phases[at] != phases[at - 1] or at in self.errors]
-        self.moment, self.dies = self.replay()
+        totals = [*itertools.accumulate(ALLOCATES.get(event["action"], 0) * event["size"] for event in self.trace)]
+        self.moment, self.dies = (self.errors or [totals.index(max(totals))])[-1], deaths(self.trace)
         self.categories = {born: self.category_of(born) for born in self.dies}
         self.held = [born for born, dies in self.dies.items() if born <= self.moment < dies]
-
-    def replay(self) -> tuple[int, dict[int, int]]:
-        """The moment to show; and where each allocation is freed. What is never freed dies at the trace's end."""
-        total = most = moment = 0
-        alive, dies = dict[int, int](), dict[int, int]()  # by address: where it is allocated; by that: where freed
-        for at, event in enumerate(self.trace):
-            if event["action"] == "alloc":
-                alive[event["addr"]], dies[at] = at, len(self.trace)
-                total += event["size"]
-            elif event["action"] == "free_completed":
-                dies[alive.pop(event["addr"])] = at
-                total -= event["size"]
-            if total > most:
-                most, moment = total, at
-        return (self.errors or [moment])[-1], dies
 
     def category_of(self, born: int) -> str:
         """What an allocation is for, as far as its stack and its life tell."""

@@ -137,13 +137,9 @@ def outcome(case: Case, plan: Plan) -> Outcome:
         found = case.run(plan)
     except NotPossible as error:
         return Outcome(plan, None, 0.0, f"not possible: {error}")
-    against = found.peak["total"] / plain.peak["total"]
-    return Outcome(plan, found, against, why_higher(plan, found, plain) if against > 1 else "")
-
-
-def why_higher(plan: Plan, found: Result, plain: Result) -> str:
-    """Which category grew most between two peaks, and why, if that is known."""
+    if (against := found.peak["total"] / plain.peak["total"]) <= 1:
+        return Outcome(plan, found, against, "")
     grown = {name: found.parts[name] - plain.parts[name] for name in found.parts if name not in ("total", "host")}
     category = max(grown, key=grown.__getitem__)
     words = [WHY_HIGHER[field, category] for field in fields_of(plan) if (field, category) in WHY_HIGHER]
-    return f"higher: more {category}" + "".join(f"; {reason}" for reason in words[:1])
+    return Outcome(plan, found, against, "; ".join([f"higher: more {category}", *words[:1]]))

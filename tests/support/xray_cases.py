@@ -14,7 +14,6 @@ from minizero import GPT, GPTConfig, World
 from minizero.models.networks import NETWORKS
 from minizero.ranks.one_of_many import one_of_many
 from minizero.xray.case import Case
-from minizero.xray.hugging_face import switch_caches_off
 from minizero.xray.plan import Plan
 from minizero.xray.step import Result, measure, step
 from tests.support.profiled import profiled
@@ -81,10 +80,7 @@ def real(make: Make, plan: Plan, optimizer: Any = adamw) -> Result:
     module, inputs = make()
 
     def run(comm: Any) -> Result:
-        model = copy.deepcopy(module)
-        if plan.recompute:
-            switch_caches_off(model)
-        return measure(model, inputs, plan, optimizer, comm).result()
+        return measure(copy.deepcopy(module), inputs, plan, optimizer, comm).result()
 
     return run(one_of_many(1)) if plan.ranks == 1 else World(plan.ranks, "cpu").run(run)[0]
 
