@@ -15,7 +15,7 @@ import torch
 
 from minizero.xray.case import Case, NotPossible
 from minizero.xray.plan import Plan
-from minizero.xray.step import Result, resized, time_first
+from minizero.xray.step import Result, of_samples, time_first
 from minizero.xray.techniques import TECHNIQUES, fields_of, outcome, rows_of
 
 GIB = 2**30
@@ -103,7 +103,8 @@ def largest(case: Case, budget: float, plan: Plan) -> int:
         case.run(Plan(micro_batches=pieces))  # is refused if what it cuts is time
 
     while high - low != 1:
-        peaks[n] = Case(case.model, resized(case.inputs, n), case.make_optimizer, case.card).run(plan).peak["total"]
+        batch = of_samples(case.inputs, lambda x, n=n: x.new_empty((n, *x.shape[1:]), device="meta"))
+        peaks[n] = Case(case.model, batch, case.make_optimizer, case.card).run(plan).peak["total"]
         low, high = (n, high) if peaks[n] <= usable else (low, n)
         if not high:
             n = 2 * low

@@ -263,11 +263,8 @@ class Scratch(Watcher):
 
 
 @contextlib.contextmanager
-def as_on(card: str | None, notes: set[str]) -> Iterator[None]:
-    """Around the steps, inside the ledger. None: as on a CPU. notes: gets sentences for the report."""
-    if card is None:
-        yield
-        return
+def as_on(card: str, notes: set[str]) -> Iterator[None]:
+    """Around the steps, inside the ledger. notes: gets sentences for the report."""
 
     def in_thread(operator: Any, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: (kernel if here.card else operator.decompose)(*args, **kwargs)

@@ -168,7 +168,7 @@ class Case:
                 Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
             if self.card:
                 use_foreach(optimizer)
-        with as_on(self.card, self.notes):
+        with as_on(self.card, self.notes) if self.card else contextlib.nullcontext():
             yield optimizers
 
     def masters(self, plan: Plan) -> torch.dtype | None:

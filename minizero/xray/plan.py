@@ -15,9 +15,7 @@ from minizero.engines.any_model.engine import AnyModel
 from minizero.engines.any_model.units import repeated_blocks
 from minizero.ranks.comm import Comm
 from minizero.recompute import Checkpointed
-from minizero.xray.head import LossInChunks
 from minizero.xray.hugging_face import quantize, with_caches
-from minizero.xray.scores import WithoutScores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +74,6 @@ class Plan:
             known = inspect.signature(type(given)).parameters
             return type(given)(model.parameters(), **{k: v for k, v in given.defaults.items() if k in known})
         return given
-
-    def around_the_steps(self) -> list[LossInChunks | WithoutScores]:
-        """What holds while the steps run. The first of them teaches it."""
-        return [LossInChunks()] * self.chunked_loss + [WithoutScores()] * self.flash
 
 
 def recompute_blocks(module: nn.Module) -> None:

@@ -13,6 +13,7 @@ held after it than before, a third step shows how it grows.
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,7 +26,9 @@ from minizero.engines.any_model.engine import AnyModel
 from minizero.memory import Ledger
 from minizero.memory.tape import at_peak, moments
 from minizero.ranks.comm import Comm
+from minizero.xray.head import LossInChunks
 from minizero.xray.plan import Plan
+from minizero.xray.scores import WithoutScores
 
 Optimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
 MOST_CALLS = 32  # of a loop's step(), to see its optimizers step
@@ -78,7 +81,7 @@ def measure(
     model = plan.wrap(module if loops else module.train(), comm)  # a loop has a mode of its own
     states: Any = None if loops else plan.optimizer(optimizer, model)
     call = inputs if loops else functools.partial(step, model, states, inputs, plan)
-    techniques = plan.around_the_steps()
+    techniques = [LossInChunks()] * plan.chunked_loss + [WithoutScores()] * plan.flash  # a first step teaches them
     waiting: list[set[int]] = []  # the parameters of each optimizer that has to step
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -154,15 +157,14 @@ def line_of_the_rest(ledger: Ledger) -> str:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, plan: Plan) -> None:
     """One step of training."""
     batch = tree_map_only(Tensor, torch.clone, inputs)  # a new one, as from a data loader
-    if plan.micro_batches > 1:
-        check = functools.partial(refuse_time_first, batch_size(batch) // plan.micro_batches)
-        for part in time_first(model):
-            part.register_forward_pre_hook(check)
-    for number in range(plan.micro_batches):
-        last = number == plan.micro_batches - 1
-        with model.no_sync() if isinstance(model, AnyModel) and not last else contextlib.nullcontext():
-            loss = loss_of(model, piece(batch, plan.micro_batches, number))
-            (loss if plan.micro_batches == 1 else loss / plan.micro_batches).backward()
+    n, size = plan.micro_batches, batch_size(batch) // plan.micro_batches
+    for part in time_first(model) if n > 1 else ():
+        part.register_forward_pre_hook(functools.partial(refuse_time_first, size))
+    for number in range(n):
+        piece = of_samples(batch, operator.itemgetter(slice(number * size, (number + 1) * size))) if n > 1 else batch
+        with model.no_sync() if isinstance(model, AnyModel) and number < n - 1 else contextlib.nullcontext():
+            loss = loss_of(model, piece)
+            (loss / n if n > 1 else loss).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -204,26 +206,15 @@ def batch_size(inputs: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_of(inputs) if tensor.dim()), 0)
 
 
-def piece(batch: Any, pieces: int, number: int) -> Any:
-    """Piece `number` of a batch: a part of each tensor."""
-    first, end = (n * batch_size(batch) // pieces for n in (number, number + 1))
-    return batch if pieces == 1 else of_samples(batch, lambda tensor: tensor[first:end])
-
-
-def resized(batch: Any, samples: int) -> Any:
-    """A batch of so many samples, as large as the first in all else, without numbers."""
-    return of_samples(batch, lambda tensor: tensor.new_empty((samples, *tensor.shape[1:]), device="meta"))
-
-
 def of_samples(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A batch with each tensor changed. `ValueError` if one does not count samples first."""
     if not (size := batch_size(batch)):
         raise ValueError("the batch cannot be cut: no tensor of it counts samples")
 
     def part(tensor: Tensor) -> Tensor:
-        if tensor.dim() and tensor.shape[0] == size:
+        if tensor.shape[:1] == (size,):
             return change(tensor)
-        if tensor.dim() and tensor.shape[0] != 1:  # which is the same for all samples
+        if tensor.shape[:1] not in ((), (1,)):  # else it is the same for all samples
             raise ValueError(
                 f"the batch cannot be cut: an input of {tuple(tensor.shape)} does not count {size} samples"
             )
