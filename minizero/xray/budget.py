@@ -96,6 +96,11 @@ def cheapest(case: Case, budget: float, ranks: int) -> Choice:
 
 def largest(case: Case, budget: float, plan: Plan) -> int:
     """How many samples the largest batch has that fits; 0 if none does. `ValueError` if it cannot be cut."""
+
+    def peak_of(samples: int) -> int:
+        batch = of_samples(case.inputs, lambda x: x.new_empty((samples, *x.shape[1:]), device="meta"))
+        return Case(case.model, batch, case.make_optimizer, case.card).run(plan).peak["total"]
+
     usable, peaks = budget - kept_free(budget), {0: 0}
     low, high, n = 0, 0, max(1, case.batch_size)  # low fits, high does not; 0: not known yet
     pieces = next((pieces for pieces in range(2, n + 1) if n % pieces == 0), 0)
@@ -103,8 +108,7 @@ def largest(case: Case, budget: float, plan: Plan) -> int:
         case.run(Plan(micro_batches=pieces))  # is refused if what it cuts is time
 
     while high - low != 1:
-        batch = of_samples(case.inputs, lambda x, n=n: x.new_empty((n, *x.shape[1:]), device="meta"))
-        peaks[n] = Case(case.model, batch, case.make_optimizer, case.card).run(plan).peak["total"]
+        peaks[n] = peak_of(n)
         low, high = (n, high) if peaks[n] <= usable else (low, n)
         if not high:
             n = 2 * low
