@@ -11,7 +11,7 @@ The recorder cannot see what an operator allocates and frees inside itself: test
 
 import contextlib
 import functools
-import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -166,8 +166,11 @@ class Recorder(Watcher):
         """Count a tensor as `category`, unless it has been tagged, and as held by `module` and all that claim it."""
         for part in dense_parts(tensor):
             record = self.follow(part.untyped_storage())
-            unclaimed = record.category is None or record.module == ""
-            record.module = module if unclaimed else common_path(record.module, module)
+            if record.category is None or record.module == "":
+                record.module = module
+            elif record.module != module:  # around both: `blocks.0` of `blocks.0.up` and `blocks.0.norm`
+                shared = os.path.commonprefix([record.module.split("."), module.split(".")])
+                record.module = ".".join(shared) or "(several)"
             record.category = record.category or category
 
     def forget(self) -> None:
@@ -186,14 +189,6 @@ class Recorder(Watcher):
         self.tape.clear()
         self.records.clear()
         return tape
-
-
-def common_path(one: str, other: str) -> str:
-    """The innermost module around both: `blocks.0` of `blocks.0.up` and `blocks.0.norm`."""
-    if one == other:
-        return one
-    shared = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))]
-    return ".".join(shared) or "(several)"
 
 
 @functools.cache  # once in a process

@@ -101,26 +101,23 @@ def batch_for(model: nn.Module, batch: int, length: int | None) -> dict[str, Any
     None: 2,048, or as many as the model has places for. `ValueError` if nobody knows such a batch.
     """
     config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if not type(model).__name__.endswith(tuple(KNOWN.split())):
-        takes = "sound" if model.main_input_name == "input_values" else model.main_input_name
+    name, takes, text = type(model).__name__, model.main_input_name, config.get_text_config()
+    if not name.endswith(tuple(KNOWN.split())) or not (takes == "pixel_values" or hasattr(text, "vocab_size")):
+        takes = "sound" if takes == "input_values" else takes
         raise ValueError(
-            f"--hf: nobody here knows a batch for {type(model).__name__}, which takes {takes} and labels or images of "
-            f"its own: {MAKE}"
+            f"--hf: nobody here knows a batch for {name}, which takes {takes} and labels or images of its own: {MAKE}"
         )
-    places = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 2048
-    size = (batch, length or min(2048, places))
-    tokens = torch.randint(1, text.vocab_size, size) if hasattr(text, "vocab_size") else None
-    if model.main_input_name == "pixel_values":
-        side = config.image_size if isinstance(getattr(config, "image_size", 224), int) else config.image_size[0]
-        images = torch.randn(batch, getattr(config, "num_channels", 3), side, side)
+    if takes == "pixel_values":
+        side = getattr(config, "image_size", 224)
+        sides = (side, side) if isinstance(side, int) else side
+        images = torch.randn(batch, getattr(config, "num_channels", 3), *sides)
         return {"pixel_values": images, "labels": torch.randint(config.num_labels, (batch,))}
-    if model.main_input_name == "input_features":
+    places = getattr(text, "max_target_positions", None) or getattr(text, "max_position_embeddings", None) or 2048
+    tokens = torch.randint(1, text.vocab_size, (batch, length or min(2048, places)))
+    if takes == "input_features":
         sound = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": sound, "labels": tokens}
-    if tokens is None:
-        raise ValueError(f"--hf: {type(model).__name__} has no words, and nobody here knows its batch: {MAKE}")
-    classifies = type(model).__name__.endswith("SequenceClassification")
+    classifies = name.endswith("SequenceClassification")
     return {"input_ids": tokens, "labels": torch.randint(config.num_labels, (batch,)) if classifies else tokens}
 
 

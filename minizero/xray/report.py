@@ -66,8 +66,8 @@ class Report:
     def __init__(self, case: Case, ranks: int = 1, name: str = "") -> None:
         self.case, self.ranks = case, ranks
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in case.model.parameters()}
-        kind: Any = case.make_optimizer if hasattr(case.make_optimizer, "__name__") else type(case.make_optimizer)
-        optimizer = kind.__name__.replace("<lambda>", "an optimizer of its own")
+        kind = getattr(case.make_optimizer, "__name__", type(case.make_optimizer).__name__)
+        optimizer = kind.replace("<lambda>", "an optimizer of its own")
         shape = next((tuple(tensor.shape) for tensor in tensors_of(case.inputs)), ())
         batch = f"inputs of {shape}" if time_first(case.model) else f"batch {case.batch_size}"
         step = "its own loop" if case.loops else f"{batch}, {optimizer}"
@@ -227,24 +227,13 @@ class Report:
             self.what_would_help(console)
         if self.fits:
             self.show_fit(console)
-        page = PAGE.format(
-            title=self.title,
-            picture=base64.b64encode(picture.getvalue()).decode(),
-            text=console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"),
-        )
+        data = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+        shown = f'<h1>Memory of a training step</h1><img alt="memory by category" style="width: 100%" src="{data}">'
+        page = console.export_html(inline_styles=True).replace("<body>", f"<body>{shown}", 1)
         numbers = json.dumps(self.numbers())
         files = {"xray.png": picture.getvalue(), "xray.html": page.encode(), "xray.json": numbers.encode()}
         files["snapshot.pickle"] = snapshot(self.tape)
         return write_files(files, Path(folder))
-
-
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font: 16px system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem }}
-img {{ width: 100% }} pre {{ font: 13px/1.35 ui-monospace, monospace; overflow-x: auto }}</style>
-<h1>Memory of a training step</h1>
-<img alt="memory by category through one training step" src="data:image/png;base64,{picture}">
-{text}</html>
-"""
 
 
 def printer(console: Console | None) -> Callable[..., None]:
