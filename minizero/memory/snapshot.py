@@ -42,9 +42,13 @@ def snapshot(tape: Tape, start: int = 0) -> bytes:
                 trace.append(alive[id(record)])
                 top += size
     # One piece of the card with all addresses. They only grow, so each allocation is a block of its own.
-    held = {event["addr"] for event in alive.values()}
-    blocks = [block(event, event["addr"] in held) for event in trace if event["action"] == "alloc"]
-    sizes = {"total_size": top - BASE, "allocated_size": sum(event["size"] for event in alive.values())}
+    held = {event["addr"]: event["size"] for event in alive.values()}
+    blocks = []
+    for event in (event for event in trace if event["action"] == "alloc"):
+        state = "active_allocated" if event["addr"] in held else "inactive"
+        place = {"address": event["addr"], "size": event["size"], "requested_size": event["size"]}
+        blocks.append({**place, "state": state, "frames": event["frames"]})
+    sizes = {"total_size": top - BASE, "allocated_size": sum(held.values())}
     segment = {"device": 0, "address": BASE, "stream": 0, "segment_pool_id": (0, 0), "frames": [], "blocks": blocks}
     whole = {"segments": [segment | sizes], "device_traces": [[*trace, LAST]]}
     return pickle.dumps(whole, protocol=4)  # the viewer refuses 5, which is Python 3.14's own choice
@@ -56,10 +60,3 @@ def told(category: str, module: str, operator: str, phase: str, shape: Any, line
     frame = {"filename": file or operator or "from before", "line": int(number or 0), "name": module or phase}
     text = {"category": category, "module": module, "operator": operator, "phase": phase, "shape": str(shape or "")}
     return {"category": category, "frames": [frame], "user_metadata": {key: word for key, word in text.items() if word}}
-
-
-def block(event: dict[str, Any], active: bool) -> dict[str, Any]:
-    """The place of an allocation in the end."""
-    state = "active_allocated" if active else "inactive"
-    size, frames = event["size"], event["frames"]
-    return {"address": event["addr"], "size": size, "requested_size": size, "state": state, "frames": frames}

@@ -196,8 +196,7 @@ def with_rules(operator: Any, on_a_card: str, on_a_cpu: str) -> Callable[..., An
     return run
 
 
-@contextlib.contextmanager
-def autocast_for_cuda() -> Iterator[None]:
+def autocast_for_cuda() -> contextlib.AbstractContextManager:
     """torch.autocast("cuda") of this thread is on without a GPU. Around make(), too: some keep it as an object."""
     default = torch.get_autocast_dtype
 
@@ -210,8 +209,7 @@ def autocast_for_cuda() -> Iterator[None]:
         return before("cpu") if kind in ((), ("cuda",)) else before(*kind)
 
     questions = ((torch, name, asked) for name in ("is_autocast_enabled", "get_autocast_dtype"))
-    with lent((torch.autocast, "__init__", init), *questions):
-        yield
+    return lent((torch.autocast, "__init__", init), *questions)
 
 
 # Scratch: bytes that an operator takes for itself while it runs, by its arguments.

@@ -115,7 +115,8 @@ class Case:
                 batch = {id(tensor) for tensor in tensors_of(inputs)}
                 tensors = (part for part in copier.made if isinstance(part, Tensor) and id(part) not in batch)
                 others = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-                optimizers = [part for part in copier.made if isinstance(part, torch.optim.Optimizer)]
+                if self.loops:
+                    optimizer = [part for part in copier.made if isinstance(part, torch.optim.Optimizer)]
                 mode.from_outside.copied = frozenset(copier.storages)
                 stack.enter_context(having(marks=self.lay_out(plan, copier, module, inputs)))
                 del copier, tensors  # a step may drop what a model keeps, such as an average in a list
@@ -123,7 +124,7 @@ class Case:
                     asked = inspect.signature(inputs).parameters.values()
                     wanted = sum(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in asked)
                     inputs = functools.partial(inputs, *[module] * wanted)
-                around = functools.partial(self.counting, others, optimizers)
+                around = functools.partial(self.counting, others)
                 found = measure(module, inputs, plan, optimizer, one_of_many(plan.ranks), ledger_type, around)
                 self.notes.update(seen_in(found, module, self.loops) if plan == Plan() else ())
                 return found
@@ -150,26 +151,21 @@ class Case:
                     put(tensor, HOST)
         return True
 
-    @contextlib.contextmanager
     def counting(
-        self, others: list[weakref.ref], optimizers: list[torch.optim.Optimizer], ledger: Ledger
-    ) -> Iterator[list[torch.optim.Optimizer]]:
-        """The ledger counts what was copied beside model and optimizer, and all is as on the card.
-
-        Gives the optimizers of a loop.
-        """
+        self, others: list[weakref.ref], ledger: Ledger, optimizers: list[torch.optim.Optimizer]
+    ) -> contextlib.AbstractContextManager:
+        """The ledger counts what was copied beside model and optimizer, and in the context all is as on the card."""
         assert ledger.recorder is not None and ledger.hooks is not None
         alive = (storage for other in others for storage in [other()] if storage is not None)
         for record in map(ledger.recorder.follow, alive):  # no name may hold a storage while the steps run
             if record.category is None:
                 record.category, record.module = "buffers", "not registered"
-        for optimizer in optimizers if ledger.optimizer is None else [ledger.optimizer]:
+        for optimizer in optimizers:
             if optimizer is not ledger.optimizer:  # a loop's
                 Hooks(ledger.recorder, None, optimizer).owner = ledger.hooks.owner
             if self.card:
                 use_foreach(optimizer)
-        with as_on(self.card, self.notes) if self.card else contextlib.nullcontext():
-            yield optimizers
+        return as_on(self.card, self.notes) if self.card else contextlib.nullcontext()
 
     def masters(self, plan: Plan) -> torch.dtype | None:
         """If an engine is to train a model in 16 bits, it gets FP32, and computes in this dtype."""

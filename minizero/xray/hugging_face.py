@@ -101,7 +101,7 @@ def batch_for(model: nn.Module, batch: int, length: int | None) -> dict[str, Any
     None: 2,048, or as many as the model has places for. `ValueError` if nobody knows such a batch.
     """
     config: Any = model.config
-    name, takes, text = type(model).__name__, model.main_input_name, config.get_text_config()
+    name, takes, text = type(model).__name__, str(model.main_input_name), config.get_text_config()
     if not name.endswith(tuple(KNOWN.split())) or not (takes == "pixel_values" or hasattr(text, "vocab_size")):
         takes = "sound" if takes == "input_values" else takes
         raise ValueError(

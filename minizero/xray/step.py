@@ -70,16 +70,17 @@ def measure(
     optimizer: Optimizer,
     comm: Comm,
     ledger_type: type[Ledger] = Ledger,
-    around: Callable[[Ledger], contextlib.AbstractContextManager] = lambda ledger: contextlib.nullcontext(()),
+    around: Callable[[Ledger, Any], contextlib.AbstractContextManager] = lambda *_: contextlib.nullcontext(),
 ) -> Measured:
     """Train `module`, which is changed, under `plan` as one rank of `comm`.
 
-    inputs: this rank's batch, or a function that runs a step of a loop. around: what else holds while the steps run; it
-    gives the optimizers of a loop.
+    inputs: this rank's batch, or a function that runs a step of a loop; then `optimizer` is a list of the loop's.
+    around: what else holds while the steps run, by the ledger and the optimizers.
     """
     loops = callable(inputs)
     model = plan.wrap(module if loops else module.train(), comm)  # a loop has a mode of its own
     states: Any = None if loops else plan.optimizer(optimizer, model)
+    optimizers: Any = optimizer if loops else [states]
     call = inputs if loops else functools.partial(step, model, states, inputs, plan)
     techniques = [LossInChunks()] * plan.chunked_loss + [WithoutScores()] * plan.flash  # a first step teaches them
     waiting: list[set[int]] = []  # the parameters of each optimizer that has to step
@@ -89,10 +90,9 @@ def measure(
         waiting[:] = [parameters for parameters in waiting if not parameters <= done]  # one may be around another
         idle.difference_update(parameters_of(optimizer, with_gradient=True))
 
-    with ledger_type(model, states) as ledger, around(ledger) as its_own, contextlib.ExitStack() as stack:
+    with ledger_type(model, states) as ledger, around(ledger, optimizers), contextlib.ExitStack() as stack:
         for technique in techniques:
             stack.enter_context(technique)
-        optimizers = its_own if loops else [states]
         idle = set[int]().union(*map(parameters_of, optimizers))
         for each in optimizers:
             each.register_step_pre_hook(stepped)
