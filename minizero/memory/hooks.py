@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from minizero.memory.recorder import Recorder
@@ -102,7 +103,5 @@ class Hooks:
         assert self.optimizer is not None
         for parameter, state in self.optimizer.state.items():
             at_host = getattr(parameter.untyped_storage(), "category", None) == "host"
-            for value in state.values():
-                for tensor in value if isinstance(value, list | tuple) else [value]:  # L-BFGS has lists
-                    category = "host" if at_host else "optimizer"
-                    self.recorder.claim(tensor, category, self.owner.get(parameter, ""))
+            for tensor in tree_leaves(state):  # L-BFGS has lists
+                self.recorder.claim(tensor, "host" if at_host else "optimizer", self.owner.get(parameter, ""))

@@ -20,11 +20,11 @@ What else this page does not count, or does not know, is why there are more file
 """
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LedgerOnAPage(TorchDispatchMode):
@@ -48,12 +48,6 @@ class LedgerOnAPage(TorchDispatchMode):
         self.peak = max(self.peak, self.current)
 
 
-def storages(values: Iterable[Any]) -> set[torch.UntypedStorage]:
+def storages(values: list[Any]) -> set[torch.UntypedStorage]:
     """The storages of the tensors in `values`, and in lists inside it."""
-    found = set()
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.add(value.untyped_storage())
-        elif isinstance(value, list | tuple):
-            found |= storages(value)
-    return found
+    return {tensor.untyped_storage() for tensor in tree_leaves(values) if isinstance(tensor, torch.Tensor)}
