@@ -33,14 +33,11 @@ class Head(NamedTuple):
 class LossInChunks(TorchFunctionMode):
     """While it is entered, losses are computed in chunks, once a first step has found the head."""
 
+    missing = "no linear layer leads straight to a cross-entropy"
+
     def __init__(self) -> None:
         super().__init__()
         self.found: set[int] = set()  # id() of each head's weight
-
-    def check(self) -> None:
-        """After the first step: `ValueError` if it has found none."""
-        if not self.found:
-            raise ValueError("no linear layer leads straight to a cross-entropy")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

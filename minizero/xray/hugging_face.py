@@ -153,10 +153,8 @@ class Quantized(nn.Module):
 
 
 def quantize(model: nn.Module, bits: int, rank: int = 0) -> int:
-    """Put a `Quantized` in the place of each frozen linear layer but the head; returns how many there were.
-
-    The head is what makes a number for each word.
-    """
+    """Put a `Quantized` in the place of each frozen linear layer but the head; returns how many there were."""
+    # The head makes a number for each word.
     words = max((table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)), default=0)
     linear = [(path, layer) for path, layer in model.named_modules() if type(layer) is nn.Linear]
     frozen = [each for each in linear if each[1].out_features != words and not each[1].weight.requires_grad]

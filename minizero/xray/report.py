@@ -96,8 +96,8 @@ class Report:
     def outcomes(self) -> list[Outcome]:
         """A row for each technique. The first use runs them, which takes as long as some twenty to forty steps."""
         frozen = not all(parameter.requires_grad for parameter in self.case.model.parameters())
-        wanted = list(plans(self.ranks, self.case.batch_size, frozen))
-        wanted = [plan for plan in wanted if not (self.case.loops and plan.needs_its_loop)]
+        every = plans(self.ranks, self.case.batch_size, frozen)
+        wanted = [plan for plan in every if not (self.case.loops and plan.needs_its_loop)]
         self.case.run_all(wanted)
         return [outcome(self.case, plan) for plan in wanted]
 

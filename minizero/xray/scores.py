@@ -22,26 +22,20 @@ BETWEEN = ("ToCopy", "NativeDropout", "Mul", "Div", "View", "UnsafeView", "Expan
 class WithoutScores(torch.autograd.graph.saved_tensors_hooks):
     """While it is entered, autograd keeps no scores. It learns their shapes in a first step."""
 
+    missing = "its attention stores no scores, or it has none"
+
     def __init__(self) -> None:
-        super().__init__(self.keep, self.give_back)
-        self.kinds: set[tuple[int, int]] = set()  # elements, keys
+        super().__init__(self.keep, lambda kept: kept if isinstance(kept, Tensor) else kept())
+        self.found: set[tuple[int, int]] = set()  # elements, keys
 
     def keep(self, tensor: Tensor) -> Tensor | functools.partial:
         if tensor.dim() < 3:  # such as the choice of an expert for each token
             return tensor
         kind = tensor.numel(), tensor.shape[-1]
         if comes_from_softmax(tensor.grad_fn):
-            self.kinds.add(kind)
+            self.found.add(kind)
         anew = functools.partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return anew if kind in self.kinds else tensor
-
-    def give_back(self, kept: Tensor | functools.partial) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept()
-
-    def check(self) -> None:
-        """After the first step: `ValueError` if there were no scores."""
-        if not self.kinds:
-            raise ValueError("its attention stores no scores, or it has none")
+        return anew if kind in self.found else tensor
 
 
 def comes_from_softmax(node: Any, steps: int = 3) -> bool:

@@ -114,7 +114,8 @@ def measure(
 
         run()
         for technique in techniques:
-            technique.check()
+            if not technique.found:
+                raise ValueError(technique.missing)
         found = again()
         return again() if loops and found.grown > 0 else found  # a loop may make something once in its second step
 
