@@ -13,6 +13,7 @@ Each function below takes a tape and `start`: what stands before this index desc
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,12 +113,11 @@ def holders(moment: Moment) -> list[dict[str, Any]]:
     module: the module in whose forward the tensors were born, or which owns the parameter, its gradient or its state.
     operator, phase: what made the tensors, and when. Both are empty if the tensors are older than the ledger.
     """
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    sizes, tensors = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for record, held, operator in moment.alive.values():
         older = operator is None  # no operator had run yet
-        key = record.module, record.category or "temporary", str(operator or ""), "" if older else record.phase
-        names = dict(zip(("module", "category", "operator", "phase"), key))
-        row = rows.setdefault(key, names | {"bytes": 0, "tensors": 0})
-        row["bytes"] += held
-        row["tensors"] += 1
-    return sorted((row for row in rows.values() if row["bytes"]), key=lambda row: -row["bytes"])
+        row = record.module, record.category or "temporary", str(operator or ""), "" if older else record.phase
+        sizes[row] += held
+        tensors[row] += 1
+    names = "module", "category", "operator", "phase", "bytes", "tensors"
+    return [dict(zip(names, (*row, held, tensors[row]))) for row, held in sizes.most_common() if held]

@@ -71,9 +71,6 @@ def workspace(card: str) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
 
-# Attention.
-
-
 def backend(card: Gpu, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, gqa: bool) -> str:
     """PyTorch's choice, in its order. q: (batch, heads, queries, d); gqa: may several heads share keys?
 
@@ -135,9 +132,6 @@ def scaled_dot_product_attention(
     return ATTENTION[kind](q, k, v, mask, trains, p, causal, scale=scale)[0]
 
 
-# Dropout and RMSNorm.
-
-
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """F.dropout as on a card: the mask is one of bytes."""
     return torch.native_dropout(x, p, True)[0] if train and 0 < p < 1 else x * 0 if train and p == 1 else x
@@ -154,7 +148,6 @@ def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: flo
 OPERATORS = scaled_dot_product_attention, dropout, rms_norm
 
 # Autocast. What CUDA's list has and the CPU's has not is cast up to FP32, but for these.
-
 AS_IT_IS = """_convolution convolution cudnn_convolution cudnn_convolution_transpose addmv addr mv chain_matmul einsum
 linalg_multi_dot _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell gru_cell lstm_cell
 rnn_relu_cell rnn_tanh_cell"""  # its parts are cast, or it does not come on a CPU
@@ -210,9 +203,6 @@ def autocast_for_cuda() -> contextlib.AbstractContextManager:
 
     questions = ((torch, name, asked) for name in ("is_autocast_enabled", "get_autocast_dtype"))
     return lent((torch.autocast, "__init__", init), *questions)
-
-
-# Scratch: bytes that an operator takes for itself while it runs, by its arguments.
 
 
 def of_sum(card: Gpu, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> int:

@@ -266,9 +266,6 @@ def pretend() -> Iterator[Pretend]:
         yield stack.enter_context(Pretend())
 
 
-# The operators whose fake kernel says other bytes than the CPU's kernel owns, or refuses what that accepts.
-
-
 def grouped_products(a: Tensor, b: Tensor, offsets: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
     """One matrix product for each expert. The fake kernel wants BF16, as a GPU's does; the CPU's takes FP32."""
     experts = () if a.dim() != b.dim() else (a.shape[0] if a.dim() == 3 else offsets.shape[0],)

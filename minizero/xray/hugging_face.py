@@ -121,9 +121,7 @@ def batch_for(model: nn.Module, batch: int, length: int | None) -> dict[str, Any
     return {"input_ids": tokens, "labels": torch.randint(config.num_labels, (batch,)) if classifies else tokens}
 
 
-# Quantized by bitsandbytes: frozen matrices of 8 or 4 bits, beside which adapters are trained.
-
-RANK = 16
+RANK = 16  # of the adapters that are trained beside frozen matrices of 8 or 4 bits
 
 
 class Quantized(nn.Module):

@@ -97,9 +97,6 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor)]
 
 
-# Operators mark what they make.
-
-
 def marking(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator; what it makes lies where it should. `ValueError` if a GPU would refuse its inputs."""
     given, asked = tensors_in((*args, *kwargs.values())), meant(kwargs.get("device"))
@@ -166,17 +163,16 @@ class OneDevice(TorchFunctionMode):
         self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func in QUESTIONS and here.marks:
             return QUESTIONS[func](place_of(args[0]))
         asked = kwargs.get("device")
         place = meant(asked)
         if place == CARD or (place == HOST and type(asked) is torch.device and not here.imports):
-            kwargs = kwargs | {"device": self.device}
+            kwargs["device"] = self.device
         if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
-            kwargs = kwargs | {"device": "cpu"}  # Python has the numbers anyway
-        if kwargs.get("pin_memory"):
-            kwargs = kwargs | {"pin_memory": False}
+            kwargs["device"] = "cpu"  # Python has the numbers anyway
+        kwargs.pop("pin_memory", None)
         caller = CARD if CARD in map(place_of, tensors_in((*args, *kwargs.values()))) else HOST
         with having(making=place or here.making, caller=caller):
             return func(*args, **kwargs)
@@ -188,8 +184,6 @@ QUESTIONS: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.is_cuda.__get__: CARD.__eq__,  # type: ignore[attr-defined]
     Tensor.get_device: lambda place: 0 if place == CARD else -1,
 }
-
-# Tensors move. To that end PyTorch's functions have others in their place, for a time.
 
 
 @contextlib.contextmanager
