@@ -28,8 +28,7 @@ class Ledger:
 
     Every tensor that is born inside counts. Of older ones the model's and the optimizer's count. An activation is
     born in forward, and alive when backward begins. The rest is temporary. Fake tensors, and tensors on `meta`, count
-    as if they were real: under PyTorch's FakeTensorMode, a model that does not fit can be measured too. All figures
-    are readable inside the block and after it.
+    as if they were real: under PyTorch's FakeTensorMode, a model that does not fit can be measured too.
 
     Not counted is what is no tensor: scratch inside operators, and the workspaces that libraries keep. On a GPU cuBLAS
     takes one in each thread that multiplies, at its first product: 32 MiB on Hopper.

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -53,8 +54,7 @@ def stacks(ranks: int, batch: int) -> list[Plan]:
     return sorted(plans, key=price)
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The cheapest plan that fits, or, if none does, the one that holds least.
 
     spare: bytes below the budget, what is kept free counted as used; negative if nothing fits. peaks: of all that was

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -180,9 +180,8 @@ class Case:
         return 0 if words in others else words
 
 
-@contextlib.contextmanager
-def refusing_own(words: str) -> Iterator[None]:
-    """While it is entered, the step of an optimizer that nobody has copied is `NotPossible`, in this thread."""
+def refusing_own(words: str) -> contextlib.AbstractContextManager:
+    """Until the context ends, the step of an optimizer that nobody has copied is `NotPossible`, in this thread."""
     thread = threading.get_ident()
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -190,11 +189,7 @@ def refusing_own(words: str) -> Iterator[None]:
         if thread == threading.get_ident() and not all(isinstance(parameter, FakeTensor) for parameter in parameters):
             raise NotPossible(words)
 
-    hook = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return register_optimizer_step_pre_hook(refuse)
 
 
 def case_of(make: Callable[[], Any], optimizer: Optimizer = torch.optim.AdamW, card: str | None = None) -> Case:

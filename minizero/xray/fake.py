@@ -38,14 +38,12 @@ from torch.utils._pytree import tree_map_only
 
 from minizero import torch_private
 from minizero.memory.operators import Watcher
-from minizero.memory.recorder import current_recorder
+from minizero.memory.recorder import DEVICE, current_recorder
 from minizero.xray.hugging_face import masks_as_for_real
 from minizero.xray.lines import is_users
 from minizero.xray.places import CARD, FEW, HOST, OneDevice, here, in_make, lent, marking, moves, place_of
 
 aten = torch.ops.aten
-# Asked by C++. An engine makes a parameter that is away a `Released`, of which the fake mode does not know the device.
-DEVICE = torch.ops.prim.device.default
 ALONE = threading.RLock()
 OUTSIDE = (
     "a method uses a model or an optimizer that is a global, and copies are trained: use it in a function, or give it "
@@ -212,7 +210,7 @@ class Pretend(Watcher, FakeTensorMode):
         self.fake_tensor_converter = self.from_outside = FromOutside()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE:
+        if func is DEVICE:  # asked by C++, also of a parameter that an engine has released, which is not fake
             return HOST
         arguments = func, args, kwargs or {}
         return marking(self.answer, *arguments) if here.marks else self.answer(*arguments)

@@ -208,7 +208,7 @@ class Report:
             "holders": [dataclasses.asdict(row) for row in self.holders],
             "techniques": [
                 {"name": name_of(row.plan), "costs": costs_of(row.plan), "against": row.against, "remark": row.remark}
-                | (dataclasses.asdict(row.result) if row.result else {})
+                | (row.result._asdict() if row.result else {})
                 for row in vars(self).get("outcomes", [])
             ],
             "fit": found

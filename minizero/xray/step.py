@@ -11,12 +11,11 @@ held after it than before, a third step shows how it grows.
 """
 
 import contextlib
-import dataclasses
 import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +33,7 @@ Optimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer
 MOST_CALLS = 32  # of a loop's step(), to see its optimizers step
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The figures of one step. peak: as the ledger's; parts: by category, at the joint peak; sent: by this rank."""
 
     peak: dict[str, int]
@@ -43,8 +41,7 @@ class Result:
     sent: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """One step: its ledger, whose tape is long, and the bytes that this rank sent.
 
     calls: of a loop's step(), until its optimizers have stepped; 0 if one does not. grown: bytes that are held more
